@@ -1,0 +1,86 @@
+# make quickstart   set up, train a target and a draft on real text, distil, decode, show the result
+# make test         set up, run the tests (under 15 minutes on two cores)
+# make check        lint, types, house rules, fast tests (under a minute)
+
+PYTHON     ?= python3
+VENV       ?= .venv
+TORCH_SPEC ?= torch==2.13.0
+CONSTRAINTS ?= constraints.txt
+PY         := $(VENV)/bin/python
+CORES      := $(shell getconf _NPROCESSORS_ONLN)
+
+export OMP_NUM_THREADS ?= $(CORES)
+export TOKENIZERS_PARALLELISM ?= false
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+.PHONY: quickstart setup test test-slow test-oldest check types fmt bench gpu clean help
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+# A torch that the Python at hand already has (a GPU build, say) is reused; otherwise TORCH_SPEC is
+# installed first and alone, and everything later is held to it, so that no dependency replaces it.
+$(VENV)/.torch:
+	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
+	  echo "setup: reusing the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+	  echo "setup: installing $(TORCH_SPEC)"; $(PYTHON) -m venv $(VENV) && $(PY) -m pip install -q $(TORCH_SPEC); \
+	fi
+	@touch $@
+
+$(VENV)/constraints.txt: $(VENV)/.torch $(CONSTRAINTS)
+	@$(PY) -c "import torch; print('torch==' + torch.__version__.split('+')[0])" > $@
+	@grep -v '^torch==' $(CONSTRAINTS) >> $@
+
+$(VENV)/.ready: $(VENV)/constraints.txt pyproject.toml
+	@echo "setup: installing draftsmith and what it needs into $(VENV)"
+	@$(PY) -m pip install -q -c $(VENV)/constraints.txt -e .
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	@echo "setup: installing the test tools, deepspeed and wandb into $(VENV)"
+	@$(PY) -m pip install -q -c $(VENV)/constraints.txt -e ".[dev,distributed,track]"
+	@touch $@
+
+setup: $(VENV)/.ready
+
+quickstart: $(VENV)/.ready
+	@$(PY) -m draftsmith quickstart
+
+test: $(VENV)/.ready-dev
+	$(PY) -m pytest -q --durations=15
+
+test-slow: $(VENV)/.ready-dev
+	$(PY) -m pytest -q --durations=15 -m slow
+
+# The oldest supported pair, in an environment of its own.
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest TORCH_SPEC=torch==2.11.0 CONSTRAINTS=constraints-oldest.txt
+
+check: $(VENV)/.ready-dev types
+	$(PY) -m pytest -q -x tests/test_house.py tests/test_losses.py tests/test_verify.py tests/test_sampling.py
+	@wc -l models/*.py decode/*.py decode/drafters/*.py train/*.py draftsmith/*.py | tail -1 | awk '{print $$1 " lines in models, decode, train, draftsmith (budget 7000)"}'
+	@wc -l bench/*.py | tail -1 | awk '{print $$1 " lines in bench (budget 800)"}'
+
+# Type checkers can't follow setuptools' folder mapping: give them links that spell the import names.
+types: $(VENV)/.ready-dev
+	@mkdir -p .typing/draftsmith
+	@for room in models decode train recipes; do ln -sfn ../../$$room .typing/draftsmith/$$room; done
+	@for file in __init__.py __main__.py py.typed; do ln -sfn ../../draftsmith/$$file .typing/draftsmith/$$file; done
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	MYPYPATH=.typing $(VENV)/bin/mypy
+
+fmt: $(VENV)/.ready-dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/.ready-dev
+	$(PY) bench/losses.py
+	$(PY) bench/generation.py
+
+gpu:
+	$(PYTHON) -m bench.gpu
+
+clean:
+	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

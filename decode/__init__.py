@@ -1,0 +1,1 @@
+"""Lossless speculative decoding and its measurement."""

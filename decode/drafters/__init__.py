@@ -1,0 +1,1 @@
+"""One file a kind of drafter; the protocol is in base.py."""

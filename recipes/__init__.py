@@ -1,0 +1,1 @@
+"""Recipes: YAML only. `recipe=quickstart/distill` names quickstart/distill.yaml in this folder."""

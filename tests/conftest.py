@@ -1,0 +1,92 @@
+"""Small models and a tokenizer that tests share: built in memory in under a second, no network."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+SPECIAL = ["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}\n"
+    "{% else %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
+    """A byte-level BPE trained on the source of two standard modules."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([inspect.getsource(json), inspect.getsource(inspect)], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|pad|>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_llama(vocab_size: int, *, layers: int, hidden: int, seed: int) -> LlamaForCausalLM:
+    """A random Llama in fp32 whose logits are spread enough that greedy text varies."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=0,
+        pad_token_id=1,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    return build_llama(len(tiny_tokenizer), layers=3, hidden=32, seed=0)
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(tiny_tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    return build_llama(len(tiny_tokenizer), layers=1, hidden=32, seed=1)
+
+
+@pytest.fixture(scope="session")
+def gsm8k_path() -> Path:
+    path = SHARED / "data" / "gsm8k" / "train.jsonl"
+    if not path.exists():
+        pytest.skip("GSM8K is not beside this checkout (../shared/data/gsm8k)")
+    return path
+
+
+@pytest.fixture(scope="session")
+def target_15m() -> Path:
+    path = SHARED / "models" / "target-15m"
+    if not path.exists():
+        pytest.skip("the 15M target is not beside this checkout (../shared/models/target-15m)")
+    return path

@@ -1,0 +1,1 @@
+"""One entry a paradigm, plus the machinery that all entries share."""
