@@ -1,0 +1,40 @@
+"""From a name or folder to a drafter that is ready to propose."""
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.ngram import NgramDrafter
+from draftsmith.models.drafter_folder import DrafterFolder, fingerprint, open_drafter
+from draftsmith.models.target import check_same_tokenizer
+
+
+def load_drafter(
+    name: str | None,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    allow_target_mismatch: bool = False,
+) -> Drafter | None:
+    """None for None or "none"; prompt lookup for "ngram"; else the folder's drafter, on the target's
+    device and in its dtype. Raises what `open_drafter` raises for a folder that doesn't fit.
+    """
+    if name is None or name == "none":
+        return None
+    if name == "ngram":
+        return NgramDrafter(device=target.device)
+    folder = open_drafter(
+        name, fingerprint(target, tokenizer), allow_target_mismatch=allow_target_mismatch
+    )
+    return KINDS[folder.kind](folder, target, tokenizer)
+
+
+def _lm(
+    folder: DrafterFolder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Drafter:
+    check_same_tokenizer(tokenizer, folder.tokenizer())
+    model = folder.model().to(device=target.device, dtype=target.dtype).eval()
+    return LMDrafter(model, len(tokenizer))
+
+
+KINDS = {"lm": _lm}

@@ -1,0 +1,87 @@
+"""Prompt lookup: propose what followed the last occurrence of the text's own ending.
+
+Needs no training and no model; the baseline in every table. (Saxena 2023, "prompt lookup decoding")
+
+Shapes: B rows, S known tokens, L emitted window, N prompt tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.drafters.base import Round
+from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, chain
+
+
+class NgramDrafter:
+    """Matches the longest ending of at most `longest` tokens; among equal lengths, the latest match.
+
+    A row without a match proposes nothing; when no row of the batch has one, the round is plain
+    decoding. That is decided on the host, one flag a round.
+    """
+
+    kind = "ngram"
+    parameter_bytes = 0
+
+    def __init__(self, longest: int = 3, device: torch.device | str = "cpu") -> None:
+        if longest < 1:
+            raise ValueError(f"ngram: got longest={longest}, expected at least 1")
+        self.longest, self.device = longest, torch.device(device)
+
+    def nodes(self, levels: int) -> int:
+        return levels + 1
+
+    def reset(self, rows: int, slots: int) -> None:
+        # -1 never equals a token, so what lies beyond a row's length never matches.
+        self.text_BS = torch.full((rows, slots), -1, dtype=torch.int64, device=self.device)
+        self.lens_B = torch.zeros(rows, dtype=torch.int64, device=self.device)
+
+    def prefill(
+        self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor
+    ) -> None:
+        self.text_BS[rows_R] = -1
+        inside_RN = torch.arange(tokens_RN.shape[1], device=self.device) < lens_R[:, None]
+        self.text_BS[rows_R, : tokens_RN.shape[1]] = torch.where(inside_RN, tokens_RN, -1)
+        self.text_BS[rows_R, lens_R] = pending_R
+        self.lens_B[rows_R] = lens_R + 1
+
+    def propose(self, request: Round) -> TokenTree:
+        text_BS = self.text_BS[:, : request.top + 1]
+        follow_B = self._last_match(text_BS)
+        found_B = follow_B >= 0
+        levels = request.levels if bool(found_B.any()) else 0
+        step_D = torch.arange(levels, device=self.device)
+        at_BD = follow_B[:, None] + step_D
+        # Past the end of the text the match is continued periodically from its own start.
+        period_B1 = (self.lens_B - follow_B).clamp(min=1)[:, None]
+        at_BD = torch.where(at_BD < self.lens_B[:, None], at_BD, follow_B[:, None] + step_D % period_B1)
+        drafted_BD = text_BS.gather(1, at_BD.clamp(0, text_BS.shape[1] - 1)).clamp(min=0)
+        tokens_BN = torch.cat([request.pending_B[:, None], drafted_BD], 1)
+        return TokenTree(tokens_BN, chain(levels, self.device), DETERMINISTIC)
+
+    def extend(self, tokens_BL: Tensor, n_new_B: Tensor) -> None:
+        step_L = torch.arange(tokens_BL.shape[1], device=self.device)
+        at_BL = (self.lens_B[:, None] + step_L).clamp(max=self.text_BS.shape[1] - 1)
+        new_BL = step_L < n_new_B[:, None]
+        old_BL = self.text_BS.gather(1, at_BL)
+        self.text_BS.scatter_(1, at_BL, torch.where(new_BL, tokens_BL, old_BL))
+        self.lens_B = self.lens_B + n_new_B
+
+    def _last_match(self, text_BS: Tensor) -> Tensor:
+        """Where the continuation of the best match begins, or -1; [B]."""
+        slots_S = torch.arange(text_BS.shape[1], device=self.device)
+        # matched[s]: how many tokens before slot s equal the text's ending.
+        matched_BS = torch.zeros_like(text_BS)
+        alive_BS = torch.ones_like(text_BS, dtype=torch.bool)
+        for back in range(1, self.longest + 1):
+            # Rows that have finished may be longer than the text looked at: any index will do.
+            ending_at_B = (self.lens_B - back).clamp(0, text_BS.shape[1] - 1)
+            ending_B1 = text_BS.gather(1, ending_at_B[:, None])
+            shifted_BS = text_BS.roll(back, 1)
+            alive_BS = alive_BS & (shifted_BS == ending_B1) & (slots_S >= back)
+            alive_BS &= self.lens_B[:, None] > back
+            matched_BS += alive_BS
+        matched_BS = torch.where(slots_S < self.lens_B[:, None], matched_BS, 0)
+        score_BS = matched_BS * text_BS.shape[1] + slots_S
+        best_B = score_BS.argmax(1)
+        found_B = matched_BS.gather(1, best_B[:, None])[:, 0] > 0
+        return torch.where(found_B, best_B, -1)

@@ -1,0 +1,68 @@
+"""Plain autoregressive decoding, slow and obvious: what every other path must equal.
+
+One sequence at a time, transformers' own cache, its own forward; nothing shared with the engine but
+the transform and the noise.
+"""
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from draftsmith.decode.sampling import (
+    SamplingParams,
+    choose,
+    log_race,
+    position_keys,
+    request_seeds,
+    transform,
+)
+
+
+@torch.inference_mode()
+def plain_decode(
+    model: PreTrainedModel,
+    prompt: list[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    stop_ids: tuple[int, ...],
+    index: int = 0,
+) -> list[int]:
+    """The tokens that follow `prompt`, a stop token included; index is the prompt's global number."""
+    seed = torch.tensor([request_seeds(params.seed, index)], device=model.device)
+    cache = DynamicCache(config=model.config)
+    fed, tokens = list(prompt), []
+    while len(tokens) < params.max_new_tokens:
+        out = model(torch.tensor([fed], device=model.device), past_key_values=cache)
+        logits_V = transform(
+            out.logits[0, -1, :vocab_size], params.temperature, params.top_k, params.top_p
+        )
+        race_V = None
+        if not params.greedy:
+            position_11 = torch.tensor([[len(prompt) + len(tokens)]], device=model.device)
+            race_V = log_race(position_keys(seed, position_11), vocab_size)[0, 0]
+        tokens.append(int(choose(logits_V, race_V)))
+        if tokens[-1] in stop_ids:
+            break
+        fed = tokens[-1:]
+    return tokens
+
+
+@torch.inference_mode()
+def top_two_margin(
+    model: PreTrainedModel, context: list[int], params: SamplingParams, *, vocab_size: int, index: int
+) -> tuple[int, float]:
+    """The token that `model` picks after `prompt + answer so far`, and by how much, in its own dtype.
+
+    context: (prompt, position noise included through its length); the margin is between the best and
+    the second best of log p - log E (greedy: of the logits).
+    """
+    logits_V = model(torch.tensor([context], device=model.device)).logits[0, -1, :vocab_size]
+    score_V = transform(logits_V, params.temperature, params.top_k, params.top_p)
+    if logits_V.dtype == torch.float64 and params.greedy:
+        score_V = logits_V  # the transform casts to fp32, which is what an fp64 recheck must avoid
+    if not params.greedy:
+        seed = torch.tensor([request_seeds(params.seed, index)], device=model.device)
+        position_11 = torch.tensor([[len(context)]], device=model.device)
+        score_V = score_V - log_race(position_keys(seed, position_11), vocab_size)[0, 0]
+    best = score_V.topk(2)
+    return int(best.indices[0]), float(best.values[0] - best.values[1])

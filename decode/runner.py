@@ -1,0 +1,159 @@
+"""The only code that calls a model while decoding: prefill and verify over per-row KV slots.
+
+Works on unmodified transformers classes whose layers keep nothing but keys and values of every
+token. Attention runs on packed query groups: the queries that share a key-value head become more
+rows of one product, so keys and values are never repeated.
+
+Shapes: B rows, N tokens a row, S slots attended to, G query heads a key-value head, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from draftsmith.decode.kv import KVPool, SlotCache
+from draftsmith.models.target import split_head
+
+ATTENTION = "draftsmith_slots"
+SLOT_BUCKET = 64  # attended slots are rounded up to this, so that shapes repeat
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """transformers' sdpa, but where the mask is laid out for packed groups ([B, 1, G * N, S]) the
+    query heads of a group [B, H * G, N, E] are packed to [B, H, G * N, E]: exact, and no repeats.
+    """
+    batch, q_heads, length, width = query.shape
+    groups = q_heads // key.shape[1]
+    if attention_mask is None or groups == 1 or attention_mask.shape[2] != groups * length:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    packed = query.reshape(batch, key.shape[1], groups * length, width)
+    scale = kwargs.get("scaling")
+    mixed = F.scaled_dot_product_attention(packed, key, value, attention_mask, scale=scale)
+    return mixed.view(batch, q_heads, length, -1).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, slot_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+class Runner:
+    """A model, its LM head cut to the tokenizer's size, and the calls that decoding makes.
+
+    Raises ValueError for models that can't be rolled back by slots (recurrent state, sliding windows)
+    or whose logits are more than head(hidden).
+    """
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
+        refuse_what_cannot_roll_back(model)
+        self.model = model
+        self.body, head_VH = split_head(model)
+        if head_VH.shape[0] < vocab_size:
+            raise ValueError(
+                f"model: got {head_VH.shape[0]} logits, expected at least the tokenizer's "
+                f"{vocab_size}; this model was made for another tokenizer"
+            )
+        self.head_VH = head_VH[:vocab_size]
+        self.dtype, self.device = head_VH.dtype, head_VH.device
+        config = model.config
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.groups = config.num_attention_heads // kv_heads
+        model.set_attn_implementation(ATTENTION)
+
+    def pool(self, rows: int, slots: int) -> KVPool:
+        """A KV pool for this model; the slots are rounded up to whole buckets."""
+        return KVPool(
+            self.model.config,
+            rows=rows,
+            slots=round_up(slots),
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def prefill(self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor) -> Tensor:
+        """Write prompts (right-padded to N) into the slots of `rows_B`; the logits [B, V] after each.
+
+        What is written beyond a prompt's length is garbage in the sense of the pool.
+        """
+        positions_BN = torch.arange(tokens_BN.shape[1], device=self.device).expand_as(tokens_BN)
+        cache = SlotCache(pool, (rows_B[:, None] * pool.slots + positions_BN).flatten(), prefix=0)
+        hidden_BNH = self._body(tokens_BN, positions_BN, None, cache)
+        last_B11 = (lens_B - 1)[:, None, None].expand(-1, 1, hidden_BNH.shape[-1])
+        return self.logits(hidden_BNH.gather(1, last_B11)[:, 0])
+
+    def verify(
+        self, pool: KVPool, tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor, first_slot_B: Tensor
+    ) -> Tensor:
+        """Hidden states [B, N, H] of new tokens at slots first_slot + 0..N-1 of rows 0..B-1.
+
+        mask: from `chain_mask` or `tree_mask`, whose width says how many slots are attended to.
+        """
+        batch, length = tokens_BN.shape
+        step_N = torch.arange(length, device=self.device)
+        row_start_B = torch.arange(batch, device=self.device) * pool.slots
+        flat = ((row_start_B + first_slot_B)[:, None] + step_N).flatten()
+        return self._body(tokens_BN, positions_BN, mask, SlotCache(pool, flat, mask.shape[-1]))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] fp32 over the tokenizer's vocabulary."""
+        return F.linear(hidden, self.head_VH).float()
+
+    def chain_mask(self, lens_B: Tensor, length: int, width: int) -> Tensor:
+        """Additive mask [B, 1, G * N, S]: token i of a row sees its slots 0..lens + i."""
+        step_N = torch.arange(length, device=self.device)
+        slot_S = torch.arange(width, device=self.device)
+        return self._additive(slot_S <= (lens_B[:, None] + step_N)[..., None])
+
+    def tree_mask(self, lens_B: Tensor, ancestors_NN: Tensor, width: int) -> Tensor:
+        """Additive mask [B, 1, G * N, S]: node n sees the committed slots and its own ancestors."""
+        slot_S = torch.arange(width, device=self.device)
+        node_BS = slot_S - lens_B[:, None]
+        inside_BS = (node_BS >= 0) & (node_BS < ancestors_NN.shape[0])
+        node_BS = node_BS.clamp(0, ancestors_NN.shape[0] - 1)
+        family_BNS = ancestors_NN[:, node_BS].transpose(0, 1) & inside_BS[:, None]
+        return self._additive(family_BNS | (slot_S < lens_B[:, None])[:, None])
+
+    def _additive(self, allowed_BNS: Tensor) -> Tensor:
+        batch, length, width = allowed_BNS.shape
+        mask = torch.zeros(batch, 1, 1, length, width, dtype=self.dtype, device=self.device)
+        mask = mask.masked_fill_(~allowed_BNS[:, None, None], float("-inf"))
+        return mask.expand(-1, 1, self.groups, -1, -1).reshape(batch, 1, -1, width)
+
+    def _body(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: SlotCache) -> Tensor:
+        return self.body(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+
+
+def round_up(slots: int) -> int:
+    """Slots in whole buckets."""
+    return -(-slots // SLOT_BUCKET) * SLOT_BUCKET
+
+
+def refuse_what_cannot_roll_back(model: PreTrainedModel) -> None:
+    """ValueError for a model with state other than the keys and values of every token."""
+    config = model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    unknown = kinds - {"full_attention"}
+    window = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
+    if unknown or window or not getattr(model, "_supports_attention_backend", False):
+        reason = f"layers of type {sorted(unknown)}" if unknown else "a sliding window"
+        if not unknown and not window:
+            reason = "attention that can't be replaced"
+        raise ValueError(
+            f"model {type(model).__name__}: got {reason}, expected full attention in every layer "
+            "(Llama, Qwen2 and Qwen3 are tested): rejected drafts could not be rolled back"
+        )
