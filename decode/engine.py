@@ -27,7 +27,8 @@ from draftsmith.decode.runner import Runner, round_up
 from draftsmith.decode.sampling import SamplingParams, choose, position_keys, transform
 from draftsmith.decode.token_tree import COUPLED, TokenTree, chain
 from draftsmith.decode.verify import RULES, Noise
-from draftsmith.models.target import TargetSpec, load_target
+from draftsmith.models.target import TargetSpec, check_split, load_target
+from draftsmith.models.tokenizer import vocab_size
 
 Prompt = str | Sequence[int]
 
@@ -69,7 +70,7 @@ class Decoder:
         if rule not in RULES:
             raise ValueError(f"rule: got {rule!r}, expected one of {sorted(RULES)}")
         self.tokenizer = tokenizer
-        self.vocab_size = len(tokenizer)
+        self.vocab_size = vocab_size(tokenizer)
         self.runner = Runner(target, self.vocab_size)
         self.drafter, self.K, self.batch_size, self.rule = drafter, K, batch_size, rule
         self.same_shape = same_shape
@@ -92,6 +93,7 @@ class Decoder:
         settings: K, batch_size, rule, same_shape. Errors of `open_drafter` and `load_target` pass.
         """
         model, tokenizer = load_target(TargetSpec(target, dtype=dtype), torch.device(device))
+        check_split(model)
         loaded = load_drafter(
             drafter, model, tokenizer, allow_target_mismatch=allow_target_mismatch
         )

@@ -48,21 +48,27 @@ def plain_decode(
 
 
 @torch.inference_mode()
-def top_two_margin(
-    model: PreTrainedModel, context: list[int], params: SamplingParams, *, vocab_size: int, index: int
-) -> tuple[int, float]:
-    """The token that `model` picks after `prompt + answer so far`, and by how much, in its own dtype.
-
-    context: (prompt, position noise included through its length); the margin is between the best and
-    the second best of log p - log E (greedy: of the logits).
+def top_two(
+    model: PreTrainedModel,
+    context: list[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    index: int,
+) -> tuple[tuple[int, int], float]:
+    """The best and second best token after `context` (prompt and answer so far) with the request's
+    noise, and by how much the best one wins: log p - log E, greedy: the logits. In the model's dtype.
     """
     logits_V = model(torch.tensor([context], device=model.device)).logits[0, -1, :vocab_size]
-    score_V = transform(logits_V, params.temperature, params.top_k, params.top_p)
-    if logits_V.dtype == torch.float64 and params.greedy:
-        score_V = logits_V  # the transform casts to fp32, which is what an fp64 recheck must avoid
+    unfiltered = params.temperature in (0, 1) and not params.top_k and params.top_p == 1
+    if logits_V.dtype == torch.float64 and unfiltered:
+        score_V = logits_V  # the transform's cast to fp32 is what an fp64 recheck must avoid
+    else:
+        score_V = transform(logits_V, params.temperature, params.top_k, params.top_p)
     if not params.greedy:
         seed = torch.tensor([request_seeds(params.seed, index)], device=model.device)
         position_11 = torch.tensor([[len(context)]], device=model.device)
         score_V = score_V - log_race(position_keys(seed, position_11), vocab_size)[0, 0]
     best = score_V.topk(2)
-    return int(best.indices[0]), float(best.values[0] - best.values[1])
+    first, second = best.indices.tolist()
+    return (first, second), float(best.values[0] - best.values[1])

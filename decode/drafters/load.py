@@ -5,8 +5,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
-from draftsmith.models.drafter_folder import DrafterFolder, fingerprint, open_drafter
-from draftsmith.models.target import check_same_tokenizer
+from draftsmith.models.drafter_folder import DrafterFolder, open_drafter
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.target import check_split
+from draftsmith.models.tokenizer import vocab_size
 
 
 def load_drafter(
@@ -24,7 +26,10 @@ def load_drafter(
     if name == "ngram":
         return NgramDrafter(device=target.device)
     folder = open_drafter(
-        name, fingerprint(target, tokenizer), allow_target_mismatch=allow_target_mismatch
+        name,
+        fingerprint(target, tokenizer),
+        allow_target_mismatch=allow_target_mismatch,
+        target_tokenizer=tokenizer,
     )
     return KINDS[folder.kind](folder, target, tokenizer)
 
@@ -32,9 +37,9 @@ def load_drafter(
 def _lm(
     folder: DrafterFolder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Drafter:
-    check_same_tokenizer(tokenizer, folder.tokenizer())
     model = folder.model().to(device=target.device, dtype=target.dtype).eval()
-    return LMDrafter(model, len(tokenizer))
+    check_split(model)
+    return LMDrafter(model, vocab_size(tokenizer))
 
 
 KINDS = {"lm": _lm}

@@ -1,0 +1,119 @@
+"""What is measured apart from the decoding loop: isolated forwards, and teacher-forced acceptance.
+
+Shapes: B rows, N tokens, T positions, V vocabulary.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.rows import Completion
+from draftsmith.decode.runner import Runner, round_up
+from draftsmith.decode.sampling import (
+    SamplingParams,
+    choose,
+    log_race,
+    position_keys,
+    request_seeds,
+    transform,
+)
+
+REPEATS = 50
+
+
+@torch.inference_mode()
+def forward_time(runner: Runner, *, batch: int, length: int, context: int) -> float:
+    """Median seconds of one forward, LM head included, of `length` tokens a row after `context`."""
+    pool = runner.pool(batch, context + length)
+    tokens_BN = torch.ones(batch, length, dtype=torch.int64, device=runner.device)
+    lens_B = torch.full((batch,), context, device=runner.device)
+    positions_BN = lens_B[:, None] + torch.arange(length, device=runner.device)
+    width = min(round_up(context + length), pool.slots)
+
+    def call() -> None:
+        mask = runner.chain_mask(lens_B, length, width)
+        runner.logits(runner.verify(pool, tokens_BN, positions_BN, mask, lens_B))
+
+    return median_time(call, runner.device)
+
+
+@torch.inference_mode()
+def prefill_time(runner: Runner, *, batch: int, length: int) -> float:
+    """Median seconds of a prefill of `batch` prompts of `length` tokens."""
+    pool = runner.pool(batch, length)
+    tokens_BN = torch.ones(batch, length, dtype=torch.int64, device=runner.device)
+    rows_B = torch.arange(batch, device=runner.device)
+    lens_B = torch.full((batch,), length, device=runner.device)
+    return median_time(lambda: runner.prefill(pool, rows_B, tokens_BN, lens_B), runner.device, 10)
+
+
+def median_time(call: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+    """Median seconds of `repeats` calls after three that are not counted."""
+    seconds = []
+    for repeat in range(repeats + 3):
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if repeat >= 3:
+            seconds.append(time.perf_counter() - started)
+    return sorted(seconds)[repeats // 2]
+
+
+@dataclass(frozen=True)
+class TeacherForced:
+    """Of one prompt, over its answer's positions: the sum of alpha, of coupled agreement, their count."""
+
+    alpha: float
+    coupled: float
+    positions: int
+
+
+@torch.inference_mode()
+def teacher_forced(
+    target: Runner, drafter: LMDrafter, completions: list[Completion], params: SamplingParams, batch: int = 8
+) -> list[TeacherForced]:
+    """Acceptance on the contexts that the target itself wrote (`completions`, of plain decoding).
+
+    alpha is sum_v min(p, q) after the transform, at temperature 0 the agreement of argmaxes; coupled
+    is whether both pick the same token with the request's own noise.
+    """
+    results = []
+    for start in range(0, len(completions), batch):
+        group = completions[start : start + batch]
+        texts = [torch.tensor(c.prompt_tokens + c.tokens) for c in group]
+        ids_BT = pad_sequence(texts, batch_first=True).to(target.device)
+        p_BTV = full_logits(target, ids_BT, params)
+        q_BTV = full_logits(drafter.runner, ids_BT, params)
+        for row, completion in enumerate(group):
+            first = len(completion.prompt_tokens)
+            here = slice(first - 1, first - 1 + len(completion.tokens))
+            results.append(_one(p_BTV[row, here], q_BTV[row, here], first, completion.index, params))
+    return results
+
+
+def full_logits(runner: Runner, ids_BT: Tensor, params: SamplingParams) -> Tensor:
+    """Transformed logits [B, T, V] of right-padded rows, in one causal pass."""
+    hidden_BTH = runner.body(input_ids=ids_BT, use_cache=False).last_hidden_state
+    logits_BTV = runner.logits(hidden_BTH)
+    return transform(logits_BTV, params.temperature, params.top_k, params.top_p)
+
+
+def _one(
+    p_TV: Tensor, q_TV: Tensor, first: int, index: int, params: SamplingParams
+) -> TeacherForced:
+    length, vocab = p_TV.shape
+    if params.greedy:
+        agreed = float((p_TV.argmax(-1) == q_TV.argmax(-1)).sum())
+        return TeacherForced(agreed, agreed, length)
+    alpha = torch.minimum(p_TV.softmax(-1), q_TV.softmax(-1)).sum()
+    seeds = torch.tensor([request_seeds(params.seed, index)], device=p_TV.device)
+    positions = torch.arange(first, first + length, device=p_TV.device)[None]
+    race_TV = log_race(position_keys(seeds, positions), vocab)[0]
+    coupled = (choose(p_TV, race_TV) == choose(q_TV, race_TV)).sum()
+    return TeacherForced(float(alpha), float(coupled), length)

@@ -1,0 +1,165 @@
+"""The report of an evaluation: `report.json`, `report.html`, and the tables of the terminal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from draftsmith.decode.figures import (
+    FORMULAS,
+    bracket,
+    divergences_of,
+    figures,
+    number,
+    share,
+    times_as,
+    verdict,
+)
+from draftsmith.decode.report_html import page
+from draftsmith.decode.report_schema import ordered, schema_problems
+
+__all__ = ["FORMULAS", "comparison", "schema_problems", "table", "write"]
+
+COLOURS = {"good": "green", "near": "yellow", "bad": "bold red", "note": "yellow"}
+COMPARED = {
+    "alpha": "alpha",
+    "tau": "tau",
+    "speed-up": "speedup",
+    "tokens/s": "tokens_per_s",
+    "loop rate": "loop_rate",
+    "same output": "identical",
+    "[low, high]": "interval",
+}
+LISTED = 20  # divergences on the terminal; the files hold all
+
+
+def write(report: dict[str, Any], folder: Path) -> None:
+    """Write report.json and report.html into `folder`, each whole or not at all.
+
+    report: the dict of `report_schema.SCHEMA`. More keys may be in it; of these, the page shows
+    `example` {prompt, pieces [[text, from the draft?], ...]}, `rules` {rule: tau} or null, and
+    `seconds` (of the whole evaluation). The formulas are added.
+    """
+    problems = schema_problems(report)
+    assert not problems, "not a report:\n" + "\n".join(problems)
+    text = json.dumps(
+        ordered(report | {"formulas": FORMULAS}), indent=1, ensure_ascii=False, allow_nan=False
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / "report.json", text + "\n")
+    _replace(folder / "report.html", page(report))
+
+
+def table(report: dict[str, Any]) -> RenderableType:
+    """For the terminal: each figure with its formula, categories, divergences, the verdict."""
+    level, headline, detail = verdict(report)
+    drafter = report["drafter"]
+    title = (
+        f"{drafter['path'] or drafter['kind']} drafts for {report['target']} · {report['rule']} · "
+        f"temperature {report['temperature']:g} · {report['dtype']}"
+    )
+    numbers = Table(
+        title=Text(title), caption=Text(f"[low, high]: {FORMULAS['interval']}"), box=SIMPLE_HEAD
+    )
+    numbers.add_column("figure", max_width=24)
+    numbers.add_column("value", style="bold", max_width=26)
+    numbers.add_column("formula", style="dim", ratio=1)
+    for row in figures(report):
+        numbers.add_row(
+            Text(row.name), Text(f"{row.value} {row.interval}".rstrip()), Text(row.formula)
+        )
+    parts: list[RenderableType] = [numbers]
+    if report["categories"]:
+        parts.append(_categories(report["categories"]))
+    if report["divergences"]:
+        parts.append(_divergences(report["divergences"]))
+    parts.append(Text.assemble((headline, COLOURS[level]), ". ", detail))
+    return Group(*parts)
+
+
+def comparison(reports: dict[str, dict[str, Any]]) -> Table:
+    """One row a report, in their order.
+
+    reports: by arm (`before`, `after`, `n-gram`). An arm with several temperatures has a key for
+    each, as `before` and `before/t1`: what follows the slash isn't shown, the temperature is.
+    """
+    dtypes = " / ".join(dict.fromkeys(report["dtype"] for report in reports.values()))
+    formulas = "\n".join(f"{name}: {FORMULAS[key]}" for name, key in COMPARED.items())
+    result = Table(
+        caption=Text(formulas, style="dim"),
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),  # eight columns in the 80 of a plain terminal
+    )
+    for heading in ("arm", "T"):
+        result.add_column(heading, no_wrap=True)
+    for heading in ("alpha", "tau", f"speed-up\n{dtypes}", "tokens/s\nplain"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    result.add_column("loop\nrate", justify="right", no_wrap=True)
+    result.add_column("same\noutput", no_wrap=True)
+    previous = ""
+    for name, report in reports.items():
+        arm, speeds = name.partition("/")[0], report["tokens_per_s"]
+        if previous and arm != previous:
+            result.add_section()
+        result.add_row(
+            Text(arm if arm != previous else ""),
+            f"{report['temperature']:g}",
+            _two_lines(number(report["alpha"], 3), bracket(report["alpha_interval"], 3)),
+            _two_lines(number(report["tau"]), bracket(report["tau_interval"])),
+            _two_lines(times_as(report["speedup"]), bracket(report["speedup_interval"])),
+            _two_lines(number(speeds["speculative"], 1), number(speeds["plain"], 1)),
+            share(report["loop_rate"]),
+            _identical(report),
+        )
+        previous = arm
+    return result
+
+
+def _two_lines(above: str, below: str) -> Text:
+    return Text.assemble((above, "bold"), "\n" if below else "", (below, "dim"))
+
+
+def _identical(report: dict[str, Any]) -> Text:
+    colour = COLOURS[verdict(report).level]
+    identical = report["identical"]
+    if identical is None:
+        return Text("in law" if report["lossless"] else "lossy", colour)
+    ties = sum(d["near_tie"] for d in divergences_of(report, identical["dtype"]))
+    words = f"{identical['same']}/{identical['total']}\n{identical['dtype']}"
+    return Text(f"{words}\n{ties} ties" if ties else words, colour)
+
+
+def _categories(categories: dict[str, Any]) -> Table:
+    result = Table(title="by category", box=SIMPLE_HEAD)
+    result.add_column("category")
+    for heading in ("prompts", "tau", "speed-up"):
+        result.add_column(heading, justify="right")
+    for name, one in categories.items():
+        result.add_row(
+            Text(name), number(one["n_prompts"]), number(one["tau"]), times_as(one["speedup"])
+        )
+    return result
+
+
+def _divergences(rows: list[dict[str, Any]]) -> Table:
+    left = f"{len(rows) - LISTED} more in report.json" if len(rows) > LISTED else None
+    result = Table(title="where answers part from plain decoding's", caption=left, box=SIMPLE_HEAD)
+    for heading in ("prompt", "answer token", "dtype", "fp32 margin", "near-tie"):
+        result.add_column(heading, justify="right")
+    for d in rows[:LISTED]:
+        margin, tie = f"{d['margin']:.2e}", "yes" if d["near_tie"] else "no"
+        result.add_row(str(d["prompt"]), str(d["position"]), d["dtype"], margin, tie)
+    return result
+
+
+def _replace(path: Path, text: str) -> None:
+    half = path.with_name(f".{path.name}.part")
+    half.write_text(text, encoding="utf-8")
+    half.replace(path)

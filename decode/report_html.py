@@ -1,0 +1,222 @@
+"""A report as one HTML file that needs nothing else: no script, font or picture from outside."""
+
+import unicodedata
+from collections.abc import Sequence
+from html import escape
+from pathlib import PurePath
+from typing import Any
+
+from draftsmith.decode.figures import (
+    FORMULAS,
+    Figure,
+    bracket,
+    figures,
+    number,
+    times_as,
+    verdict,
+)
+from draftsmith.decode.report_charts import PLAIN, charts
+from draftsmith.decode.report_style import STYLE
+
+SIGNS = {"good": "✓", "near": "≈", "bad": "✗", "note": "!"}
+SHOWN_DIVERGENCES = 12
+SETTINGS = (
+    *("target", "drafter", "rule", "temperature", "top_k", "top_p", "seed", "K", "policy", "tree"),
+    *("max_new_tokens", "batch", "context", "n_prompts", "device", "dtype", "threads", "seconds"),
+    *("versions", "commit", "command"),
+)
+
+
+def page(report: dict[str, Any]) -> str:
+    """The whole page. report: one that `report_schema.schema_problems` finds sound."""
+    body = [
+        _header(report),
+        _verdict(report),
+        _cards(report),
+        f'<div class="charts">{charts(report)}</div>',
+        _example(report.get("example")),
+        _figures(figures(report)),
+        _categories(report["categories"]),
+        _divergences(report["divergences"]),
+        _settings(report),
+    ]
+    title = escape(f"{_drafter_name(report)} on {PurePath(report['target']).name}")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title} · Draftsmith</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part for part in body if part)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def visible(text: str) -> str:
+    """Escaped text in which no character hides: line ends, tabs, controls, marks of direction."""
+    return "".join(_visible_character(character) for character in text)
+
+
+def _visible_character(character: str) -> str:
+    if character == "\n":
+        return '<span class="sign-of-space">⏎</span>\n'
+    if character == "\t":
+        return '<span class="sign-of-space">⇥</span>\t'
+    # Controls, formats (zero width, direction), surrogates, odd line ends, no-break spaces.
+    odd = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    if odd or character == "\u00a0":
+        return f'<span class="sign-of-space">&lt;U+{ord(character):04X}&gt;</span>'
+    return escape(character)
+
+
+def _header(report: dict[str, Any]) -> str:
+    low, high = report["speedup_interval"]
+    if low > PLAIN:
+        headline = f"{times_as(report['speedup'])} the speed of plain decoding"
+    elif high < PLAIN:
+        headline = f"{times_as(report['speedup'])}: slower than plain decoding"
+    else:
+        headline = f"{times_as(report['speedup'])}: no clear difference from plain decoding"
+    chips = {
+        "drafter": report["drafter"]["kind"],
+        "rule": report["rule"],
+        "temperature": f"{report['temperature']:g}",
+        "K": number(report["K"]),
+        "batch": number(report["batch"]),
+        "dtype": report["dtype"],
+        "device": report["device"],
+        "prompts": number(report["n_prompts"]),
+    }
+    items = "".join(f"<li>{k} <b>{escape(str(v))}</b></li>" for k, v in chips.items())
+    return (
+        '<header><p class="eyebrow">Draftsmith · evaluation</p>'
+        f"<h1>{headline}</h1>"
+        f'<p class="lead">Drafter <b>{escape(_drafter_name(report))}</b>, target '
+        f"<b>{escape(PurePath(report['target']).name)}</b></p>"
+        f'<ul class="chips">{items}</ul></header>'
+    )
+
+
+def _drafter_name(report: dict[str, Any]) -> str:
+    drafter = report["drafter"]
+    return PurePath(drafter["path"]).name if drafter["path"] else str(drafter["kind"])
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    level, headline, detail = verdict(report)
+    return (
+        f'<div class="verdict {level}"><span class="sign" aria-hidden="true">{SIGNS[level]}</span>'
+        f"<div><strong>{escape(headline)}</strong><p>{escape(detail)}</p></div></div>"
+    )
+
+
+def _cards(report: dict[str, Any]) -> str:
+    speeds = report["tokens_per_s"]
+    cards = [
+        ("Speed-up", times_as(report["speedup"]), bracket(report["speedup_interval"]), "speedup"),
+        ("Block efficiency tau", number(report["tau"]), bracket(report["tau_interval"]), "tau"),
+        (
+            "Acceptance alpha",
+            number(report["alpha"], 3),
+            bracket(report["alpha_interval"], 3),
+            "alpha",
+        ),
+        (
+            "Tokens per second",
+            number(speeds["speculative"], 1),
+            f"plain decoding: {number(speeds['plain'], 1)}",
+            "tokens_per_s",
+        ),
+    ]
+    return '<div class="cards">{}</div>'.format(
+        "".join(
+            f'<div class="card"><p class="eyebrow">{name}</p><p class="value">{value}</p>'
+            f'<p class="between">{between}</p><p class="formula">{escape(FORMULAS[key])}</p></div>'
+            for name, value, between, key in cards
+        )
+    )
+
+
+def _example(example: dict[str, Any] | None) -> str:
+    if not example:
+        return ""
+    pieces = "".join(
+        f'<span class="{"drafted" if drafted else "written"}">{visible(text)}</span>'
+        for text, drafted in example["pieces"]
+    )
+    drafted = sum(bool(flag) for _, flag in example["pieces"])
+    return (
+        "<section><h2>An example</h2>"
+        f'<p class="caption">{drafted} of {len(example["pieces"])} tokens came from the draft.</p>'
+        '<div class="legend mono"><span class="prompt">prompt</span>'
+        '<span class="drafted">&nbsp;drafted, accepted&nbsp;</span>'
+        '<span class="written">the target\'s own</span></div>'
+        '<pre class="example mono">'
+        f'<span class="prompt">{visible(example["prompt"])}</span>{pieces}</pre></section>'
+    )
+
+
+def _figures(rows: Sequence[Figure]) -> str:
+    cells = "".join(
+        f'<tr><td class="k">{escape(row.name)}</td>'
+        f'<td class="v{" long" if len(row.value) > 24 else ""}">{escape(row.value)} '
+        f'<span>{row.interval}</span></td><td class="f">{escape(row.formula)}</td></tr>'
+        for row in rows
+    )
+    return (
+        f'<section><h2>Figures</h2><p class="caption">In brackets: {FORMULAS["interval"]}.</p>'
+        "<table><thead><tr><th>name</th><th>value</th><th>formula</th></tr></thead>"
+        f"<tbody>{cells}</tbody></table></section>"
+    )
+
+
+def _categories(categories: dict[str, Any]) -> str:
+    if not categories:
+        return ""
+    cells = "".join(
+        f'<tr><td>{escape(name)}</td><td class="n">{number(one["n_prompts"])}</td>'
+        f'<td class="n">{number(one["tau"])}</td><td class="n">{times_as(one["speedup"])}</td></tr>'
+        for name, one in categories.items()
+    )
+    return (
+        '<section><h2>By category</h2><table><thead><tr><th>category</th><th class="n">prompts</th>'
+        '<th class="n">tau</th><th class="n">speed-up</th></tr></thead>'
+        f"<tbody>{cells}</tbody></table></section>"
+    )
+
+
+def _divergences(rows: Sequence[dict[str, Any]]) -> str:
+    if not rows:
+        return ""
+    cells = "".join(
+        f'<tr><td class="n">{d["prompt"]}</td><td class="n">{d["position"]}</td>'
+        f'<td>{escape(d["dtype"])}</td><td class="n">{d["margin"]:.2e}</td>'
+        f"<td>{'yes' if d['near_tie'] else 'no'}</td></tr>"
+        for d in rows
+    )
+    table = (
+        '<table><thead><tr><th class="n">prompt</th><th class="n">answer token</th><th>dtype</th>'
+        '<th class="n">fp32 margin</th><th>near-tie in fp32</th></tr></thead>'
+        f"<tbody>{cells}</tbody></table>"
+    )
+    if len(rows) > SHOWN_DIVERGENCES:
+        table = f"<details><summary>all {len(rows)}</summary>{table}</details>"
+    return (
+        '<section><h2>Where answers part</h2><p class="caption">The first differing token of each '
+        "answer, and by how much the target's best token led there in fp32. Products of one token and "
+        "of many round differently, so near-ties fall either way; in bf16 ties are common.</p>"
+        f"{table}</section>"
+    )
+
+
+def _settings(report: dict[str, Any]) -> str:
+    cells = "".join(
+        f'<tr><td class="k">{name}</td><td class="w mono">{visible(_words(report[name]))}</td></tr>'
+        for name in SETTINGS
+        if report.get(name) is not None
+    )
+    return f"<section><h2>Settings and versions</h2><table><tbody>{cells}</tbody></table></section>"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
+    return number(value, 3).rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

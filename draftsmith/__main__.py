@@ -1,0 +1,25 @@
+"""The command line: `python -m draftsmith COMMAND key=value ...`"""
+
+import importlib
+import sys
+
+COMMANDS = {
+    "evaluate": ("draftsmith.decode.__main__", "decode with a drafter: speed, acceptance, proof"),
+    "data": ("draftsmith.train.show", "show one training example with its trained tokens coloured"),
+    "quickstart": ("draftsmith.train.quickstart", "train, distil and decode on this machine's text"),
+}
+
+
+def main() -> int:
+    """Run a command; the heavy imports are made by it alone."""
+    argv = sys.argv[1:]
+    if not argv or argv[0] not in COMMANDS:
+        wrong = f"unknown command {argv[0]!r}\n\n" if argv and not argv[0].startswith("-") else ""
+        listing = "\n".join(f"  {name:<12}{what}" for name, (_, what) in COMMANDS.items())
+        print(f"{wrong}python -m draftsmith COMMAND key=value ...\n\n{listing}")
+        return 2 if wrong else 0
+    return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

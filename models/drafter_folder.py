@@ -1,0 +1,295 @@
+"""The drafter folder: what every recipe writes and the decoder loads.
+
+`config.json` and `model.safetensors` with the tokenizer's files are a plain transformers folder;
+`draftsmith.json` beside them says which kind of drafter this is, which target it was made for, and
+where it comes from. A folder is replaced only by a whole one, and read only when it is whole.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from draftsmith.models.checkpoint import check_tensors, load_config, read_json
+from draftsmith.models.draft_lm import load_draft
+from draftsmith.models.fingerprint import differences, fingerprint
+from draftsmith.models.tokenizer import check_logit_width, check_same_tokenizer, load_tokenizer
+
+__all__ = ["SCHEMA", "DrafterFolder", "fingerprint", "open_drafter", "save_drafter", "serve_line"]
+
+SCHEMA = 1
+META = "draftsmith.json"
+DEFAULTS = {"K": 4, "policy": "fixed", "rule": "coupled", "tree": None}
+
+
+def save_drafter(
+    folder: str | Path,
+    *,
+    kind: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target_fingerprint: dict[str, Any],
+    provenance: dict[str, Any],
+    defaults: dict[str, Any],
+) -> None:
+    """Write a drafter folder whole or not at all.
+
+    Everything is written to a hidden folder beside it, checked, flushed to the disk and only then
+    renamed; a folder that was there before is replaced as a whole, or left as it was.
+
+    Args:
+        kind: a key of `KINDS`.
+        model: saved in the dtype it has.
+        target_fingerprint: of the target it was trained for.
+        provenance: see `provenance.provenance`.
+        defaults: how to decode with it; any of the keys of `DEFAULTS`.
+
+    Raises:
+        ValueError: unknown kind or default, weights that aren't finite, an existing folder that
+            holds something else.
+        OSError: the disk is full or can't be written; the message says what is still there.
+    """
+    folder = Path(os.path.abspath(folder))
+    _known_kind(kind, folder)
+    unknown = sorted(defaults.keys() - DEFAULTS.keys())
+    if unknown:
+        raise ValueError(
+            f"got defaults {unknown}; expected keys of {sorted(DEFAULTS)}; correct them"
+        )
+    if folder.exists() and not (folder / META).exists() and any(folder.iterdir()):
+        raise ValueError(
+            f"got {folder}, which exists and isn't a drafter folder; expected a new folder or a "
+            "drafter folder to replace; choose another output folder"
+        )
+    broken = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
+    if broken:
+        raise ValueError(
+            f"got weights that aren't finite ({', '.join(broken[:4])}); expected numbers; "
+            f"nothing was written to {folder}: go back to an earlier state"
+        )
+    meta = {
+        "schema": SCHEMA,
+        "kind": kind,
+        "target": target_fingerprint,
+        "taps": None,
+        "vocabulary_map": None,
+        "defaults": DEFAULTS | defaults,
+        "provenance": provenance,
+    }
+    new = folder.parent / f".{folder.name}.saving"
+    try:
+        _discard(new)
+        new.mkdir(parents=True)
+        if not folder.exists() and _previous(folder).exists():  # killed between two renames
+            _previous(folder).rename(folder)
+        model.save_pretrained(new, max_shard_size="1000GB")
+        tokenizer.save_pretrained(new)
+        (new / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        check_tensors(new, model.config)
+        for path in [*new.iterdir(), new]:
+            _flush(path)
+        _swap(new, folder)
+    except (OSError, SafetensorError) as error:
+        state = (
+            "what was saved there before is unchanged" if folder.exists() else "nothing is there"
+        )
+        raise OSError(f"could not save the drafter to {folder}: {error}; {state}") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class DrafterFolder:
+    """A drafter folder that was found whole: where it is, its kind, its draftsmith.json."""
+
+    path: Path
+    kind: str
+    meta: dict[str, Any]
+
+    def model(self, dtype: str = "auto") -> PreTrainedModel:
+        """The drafter in eval mode, in the saved dtype unless another is named."""
+        return KINDS[self.kind](self.path, dtype)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer whose ids the drafter reads and writes."""
+        return load_tokenizer(self.path)
+
+
+def open_drafter(
+    folder: str | Path,
+    target_fingerprint: dict[str, Any] | None,
+    *,
+    allow_target_mismatch: bool = False,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> DrafterFolder:
+    """Check a drafter folder, without reading its weights yet.
+
+    A plain transformers causal LM without `draftsmith.json` opens as kind "lm", with a warning:
+    nothing says that it was made for this target, so only its tokenizer can be checked.
+
+    Args:
+        target_fingerprint: of the target it is to draft for; None skips that check.
+        allow_target_mismatch: accept another target (not another tokenizer).
+        target_tokenizer: given, a draft with other tokens is refused by the ids that differ.
+
+    Raises:
+        ValueError: a file is missing, cut or foreign; a tensor is missing, unknown or of another
+            shape; another schema or kind; another target or tokenizer.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(_no_folder(folder))
+    meta = _read_meta(folder)
+    config = load_config(folder)
+    _check_architecture(folder, config)
+    check_tensors(folder, config)
+    drafter = DrafterFolder(folder, meta["kind"], meta)
+    tokenizer = drafter.tokenizer()
+    check_logit_width(config.get_text_config().vocab_size, tokenizer, f"the draft {folder}")
+    if target_tokenizer is not None:
+        check_same_tokenizer(target_tokenizer, tokenizer)
+    if target_fingerprint is None or meta["target"] is None or allow_target_mismatch:
+        return drafter
+    differ = differences(meta["target"], target_fingerprint)
+    if differ:
+        raise ValueError(
+            f"got a target that {folder} was not made for ({'; '.join(differ)}); expected the "
+            "target it was trained on; give that target, or set allow_target_mismatch=true to "
+            "insist (decoding stays lossless, acceptance may be low)"
+        )
+    return drafter
+
+
+def serve_line(folder_path: str | Path, kind: str, target_path: str) -> str:
+    """Commands that serve the target with this drafter, ready to copy, one a line."""
+    _known_kind(kind, Path(folder_path))
+    return SERVE_LINES[kind](Path(folder_path), target_path)
+
+
+def _serve_lm(folder: Path, target: str) -> str:
+    meta = _read_meta(folder)
+    K = meta["defaults"]["K"]
+    options = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": K}
+    lines = [
+        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(options))}",
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} "
+        "--speculative-algorithm STANDALONE --speculative-draft-model-path "
+        f"{shlex.quote(str(folder))} --speculative-num-steps {K} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {K + 1}",
+        f"target.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("
+        f"{str(folder)!r}))  # transformers",
+    ]
+    rows = load_config(folder).get_text_config().vocab_size
+    wanted = (meta["target"] or {}).get("logit_rows", rows)
+    if rows != wanted:
+        lines.append(
+            f"# vLLM and transformers want equal vocab_size: the draft has {rows}, the target "
+            f"{wanted}; train it with vocab_size={wanted}"
+        )
+    return "\n".join(lines)
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    files = sorted(file.name for file in folder.iterdir())
+    missing = [name for name in ("config.json", "model.safetensors") if name not in files]
+    if missing:
+        raise ValueError(
+            f"got {folder} without {' and '.join(missing)} (it holds "
+            f"{', '.join(files[:8]) or 'nothing'}); expected a drafter folder: config.json, "
+            f"model.safetensors, {META} and a tokenizer; point to the folder that training "
+            "wrote, or restore the names of its files"
+        )
+    if META not in files:
+        note = f"{folder} has no {META}: a plain causal LM, not known to be made for this target"
+        warnings.warn(note, stacklevel=3)
+        plain = {"schema": SCHEMA, "kind": "lm", "target": None, "taps": None}
+        return plain | {"defaults": DEFAULTS, "provenance": None, "note": note}
+    meta = read_json(folder / META)
+    if meta.get("schema") != SCHEMA:
+        raise ValueError(
+            f"got {folder / META} of schema {meta.get('schema')!r}; expected {SCHEMA}; use the "
+            "version of draftsmith that wrote it, or train again with this one"
+        )
+    objects = ("target", "defaults", "provenance")
+    wrong = [name for name in objects if not isinstance(meta.get(name), dict)]
+    if wrong:
+        raise ValueError(
+            f"got {folder / META} without an object {', '.join(wrong)}; expected the file as "
+            "draftsmith wrote it; restore it"
+        )
+    _known_kind(str(meta.get("kind")), folder)
+    return meta | {"defaults": DEFAULTS | meta["defaults"]}
+
+
+def _check_architecture(folder: Path, config: PretrainedConfig) -> None:
+    """An EAGLE folder also says model_type llama, and would load as a Llama with a random layer."""
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    named = config.architectures or []
+    if named != [known]:
+        raise ValueError(
+            f"got {folder} of architecture {named} (model_type {config.model_type}); expected "
+            f"a causal LM of transformers{f' ({known})' if known else ''}; this folder was made "
+            "for another loader"
+        )
+
+
+def _known_kind(kind: str, folder: Path) -> None:
+    if kind not in KINDS:
+        raise ValueError(
+            f"got drafter kind {kind!r} for {folder}; expected one of {', '.join(sorted(KINDS))}; "
+            "correct it, or use a version of draftsmith that knows it"
+        )
+
+
+def _no_folder(folder: Path) -> str:
+    previous = _previous(folder)
+    hint = "check the path; a hub name has to be fetched first"
+    if previous.exists():
+        hint = f"a save was cut between two renames: mv {previous} {folder} restores the one before"
+    return f"got {folder}, which is no folder; expected a drafter folder; {hint}"
+
+
+def _previous(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.previous"
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _discard(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _swap(new: Path, folder: Path) -> None:
+    """Put `new` where `folder` is: two renames, the first undone if the second fails."""
+    previous = _previous(folder)
+    if folder.exists():
+        _discard(previous)
+        folder.rename(previous)
+    try:
+        new.rename(folder)
+    except OSError:
+        if previous.exists():
+            previous.rename(folder)
+        raise
+    _flush(folder.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+KINDS = {"lm": load_draft}
+SERVE_LINES = {"lm": _serve_lm}

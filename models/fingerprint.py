@@ -1,0 +1,72 @@
+"""What identifies a target, so that a drafter is not run with another one unnoticed."""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.models.tokenizer import vocab_size
+
+SAMPLED_ROWS = 64
+# Parts of a fingerprint that inform and don't identify: one model may be padded in two ways.
+NOT_COMPARED = ("name", "logit_rows")
+
+
+def fingerprint(
+    target_model: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str | None = None,
+) -> dict[str, Any]:
+    """What identifies a target: its shapes, tokenizer, sampled rows of its LM head, its final norm.
+
+    Weights are rounded to bf16 before they are hashed, so that one checkpoint read in bf16 and in
+    fp32 has one fingerprint. A target behind an endpoint (`target_model` None) is known by its
+    tokenizer and `name` alone.
+
+    Returns flat JSON: strings and integers, each comparable by itself.
+    """
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    marks: dict[str, Any] = {
+        "name": name,
+        "tokens": vocab_size(tokenizer),
+        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
+    }
+    if target_model is None:
+        return marks
+    config = target_model.config.get_text_config()
+    head = target_model.get_output_embeddings()
+    # Rows of real tokens: the padding after them may differ between copies of one model.
+    rows = torch.arange(SAMPLED_ROWS) * vocab_size(tokenizer) // SAMPLED_ROWS
+    norms = [m for n, m in target_model.base_model.named_children() if "norm" in n or n == "ln_f"]
+    return marks | {
+        "family": config.model_type,
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "logit_rows": head.weight.shape[0],
+        "head": _digest([head.weight[rows.to(head.weight.device)]]),
+        "final_norm": _digest(list(norms[-1].parameters()) if norms else []),
+    }
+
+
+def differences(made_for: dict[str, Any], given: dict[str, Any]) -> list[str]:
+    """The parts that two fingerprints both have and that differ, worded."""
+    return [
+        f"{part}: made for {_short(made_for[part])}, given {_short(given[part])}"
+        for part in made_for
+        if part in given and part not in NOT_COMPARED and made_for[part] != given[part]
+    ]
+
+
+def _digest(tensors: list[torch.Tensor] | list[nn.Parameter]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        rounded = tensor.detach().to("cpu", torch.bfloat16).float().contiguous()
+        digest.update(rounded.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _short(value: Any) -> str:
+    return value[:12] if isinstance(value, str) else str(value)

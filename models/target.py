@@ -1,0 +1,187 @@
+"""Targets: any causal LM that transformers reads, frozen; its body and its output head apart.
+
+Legend: B rows, T positions, H hidden, V rows of the output head.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.models.checkpoint import DTYPES, load_config, load_lm
+from draftsmith.models.draft_lm import draft_from_config
+from draftsmith.models.tokenizer import (
+    check_logit_width,
+    check_same_tokenizer,
+    load_tokenizer,
+    stand_in_tokenizer,
+    vocab_size,
+)
+
+__all__ = [
+    "TargetSpec",
+    "check_same_tokenizer",
+    "check_split",
+    "load_target",
+    "split_head",
+    "vocab_size",
+]
+
+
+@dataclass
+class TargetSpec:
+    """Which target, as a recipe says it (`target.path=... target.shrink=true`)."""
+
+    path: str  # a folder in transformers' layout, or a hub name
+    dtype: str = "auto"  # "auto" (as saved), "float32" or "bfloat16"
+    shrink: bool = (
+        False  # a tiny random model of the same family: tries a recipe without its weights
+    )
+
+
+def load_target(
+    spec: TargetSpec, device: str | torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target, frozen, in eval mode, with sdpa attention, on `device`; and its tokenizer.
+
+    With `spec.shrink` nothing is downloaded and no weights are read: see `_shrunk`.
+
+    Raises:
+        ValueError: nothing at the path, damaged or incomplete weights, an unknown dtype, no
+            tokenizer, or an output head narrower than the tokenizer.
+    """
+    if spec.shrink:
+        model, tokenizer = _shrunk(spec)
+    else:
+        model = load_lm(spec.path, dtype=spec.dtype, allow_unknown=True)
+        tokenizer = load_tokenizer(spec.path)
+    head = model.get_output_embeddings()
+    if head is not None:
+        check_logit_width(head.weight.shape[0], tokenizer, f"the target {spec.path}")
+    model.requires_grad_(False)
+    return model.eval().to(device), tokenizer
+
+
+def split_head(model: PreTrainedModel) -> tuple[nn.Module, torch.Tensor]:
+    """A causal LM as (body, head_VH): logits_BTV = body(input_ids).last_hidden_state @ head_VH.T.
+
+    Losses then run on hidden states and never hold logits of a whole batch. The weight is the
+    model's own parameter (tied or not), so gradients reach it. `check_split` confirms the equation.
+
+    Raises:
+        ValueError: the head has a bias, isn't linear, or its logits are capped or scaled.
+    """
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    for field, neutral in LOGIT_FIELDS.items():
+        value = getattr(config, field, neutral)
+        if value not in (None, neutral):
+            raise _no_split(name, f"its config has {field}={value}, which changes the logits")
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise _no_split(name, f"its output head is {type(head).__name__}, not a linear layer")
+    if head.bias is not None:
+        raise _no_split(name, "its output head has a bias")
+    if model.base_model is model:
+        raise _no_split(name, "its body isn't a module apart from the head")
+    return model.base_model, head.weight
+
+
+@torch.no_grad()
+def check_split(model: PreTrainedModel) -> None:
+    """Run eight tokens both ways and compare: catches families that `split_head` doesn't know.
+
+    Raises ValueError when head(body(x)) differs from the model's own logits by more than rounding,
+    1e-4 of the largest logit in fp32 and 1e-2 in lower precision.
+    """
+    body, head_VH = split_head(model)
+    training = model.training
+    model.eval()
+    ids_BT = torch.arange(8, device=head_VH.device)[None] % head_VH.shape[0]
+    hidden_BTH = body(input_ids=ids_BT, use_cache=False).last_hidden_state
+    split_BTV = nn.functional.linear(hidden_BTH, head_VH).float()
+    whole_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
+    model.train(training)
+    limit = 1e-4 if head_VH.dtype == torch.float32 else 1e-2
+    error = ((split_BTV - whole_BTV).abs().max() / whole_BTV.abs().max().clamp_min(1e-9)).item()
+    if not error <= limit:
+        raise _no_split(
+            type(model).__name__,
+            f"body and head apart give other logits (relative error {error:.1e}, limit "
+            f"{limit:.0e})",
+        )
+
+
+def _no_split(name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"got {name}, and {reason}; expected logits that are one matrix product of the last hidden "
+        "state; train with a model of another family (Llama, Qwen, Mistral and Pythia work)"
+    )
+
+
+def _shrunk(spec: TargetSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Two random layers of 64 of the family at `spec.path`, with the tokenizer found there.
+
+    What isn't on this machine is replaced, with a warning: the config by Llama's, the tokenizer by
+    a byte-level one. Logits are padded beyond the tokenizer, as those of many published models are.
+    """
+    if spec.dtype not in DTYPES:
+        raise ValueError(
+            f"got dtype {spec.dtype!r}; expected one of {', '.join(DTYPES)}; correct it"
+        )
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    try:
+        config = load_config(spec.path, local_files_only=True).get_text_config()
+    except ValueError:
+        config = LlamaConfig(max_position_embeddings=4096)
+        warnings.warn(f"target.shrink: no config at {spec.path}: a random Llama", stacklevel=3)
+    try:
+        tokenizer = load_tokenizer(spec.path, local_files_only=True)
+    except ValueError:
+        tokenizer = stand_in_tokenizer()
+        warnings.warn(f"target.shrink: no tokenizer at {spec.path}: a stand-in", stacklevel=3)
+    config.pad_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.bos_token_id
+    config.eos_token_id = tokenizer.eos_token_id
+    # Attention with as many key-value heads as heads stays so; grouped attention stays grouped.
+    grouped = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    model = draft_from_config(
+        config,
+        layers=2,
+        hidden=64,
+        heads=4,
+        kv_heads=4 if grouped == config.num_attention_heads else 2,
+        intermediate=128,
+        seed=0,
+        vocab_size=-(-(vocab_size(tokenizer) + 1) // 64) * 64,
+        **{name: value for name, value in SMALL.items() if getattr(config, name, None)},
+    )
+    return model.bfloat16() if spec.dtype == "bfloat16" else model, tokenizer
+
+
+# Fields by which families change logits after the head, each with the value that changes nothing.
+LOGIT_FIELDS = {
+    "final_logit_softcapping": None,  # Gemma 2, Gemma 3n
+    "logit_scale": 1,  # Cohere
+    "logits_scaling": 1,  # Granite
+    "lm_head_multiplier": 1,  # Falcon-H1
+    "output_multiplier": 1,
+}
+# Sizes that only some families have, for the shrunk target: experts, latent attention.
+SMALL = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}

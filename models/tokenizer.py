@@ -1,0 +1,122 @@
+"""Tokenizers: loading, comparing two of them, and a stand-in for trials without a checkpoint.
+
+A tokenizer and a logit width are two things. Many models pad their output head to a round number of
+rows (Qwen2.5, Pythia): the rows past the tokenizer are never text, and logits are cut to
+`vocab_size(tokenizer)` before anything is compared.
+"""
+
+import inspect
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from draftsmith.models.checkpoint import read_json
+
+STAND_IN_SIZE = 500  # no multiple of 64, so that a trial also meets padded logits
+STAND_IN_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Number of token ids: len(tokenizer), or one past the largest id where the ids have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
+def load_tokenizer(path: str | Path, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or of a hub name; ValueError when it is missing or damaged."""
+    folder = Path(path)
+    if folder.is_dir():
+        # Without this, some classes build an empty vocabulary from config.json alone.
+        if not any(file.name.startswith(TOKENIZER_FILES) for file in folder.iterdir()):
+            raise ValueError(
+                f"got {folder} without a tokenizer; expected tokenizer.json (or the family's own "
+                "vocabulary file) beside config.json; copy it there from the model it belongs to"
+            )
+        if (folder / "tokenizer.json").exists():
+            read_json(folder / "tokenizer.json")
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=False, local_files_only=local_files_only
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"got {path}, from which no tokenizer can be read ({reason}); expected tokenizer files "
+            "in transformers' layout; check the path, or copy the files again"
+        ) from error
+
+
+def check_logit_width(rows: int, tokenizer: PreTrainedTokenizerBase, owner: str) -> None:
+    """ValueError when an output head of `rows` rows is narrower than the tokenizer.
+
+    `owner` ("the target", "the draft") names the model in the message. Wider is fine: padding.
+    """
+    size = vocab_size(tokenizer)
+    if rows < size:
+        raise ValueError(
+            f"got an output head of {rows} rows in {owner} and a tokenizer of {size} tokens; "
+            "expected at least one row a token; resize the model's embeddings to the tokenizer, "
+            "or use the tokenizer that the model was trained with"
+        )
+
+
+def check_same_tokenizer(
+    target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """ValueError unless both give every id the same token; it names the first ids that differ.
+
+    Only ids matter: a draft reads and writes ids and never text, so the rest of the tokenizer
+    (normalisation, template, which id ends a text) may differ.
+    """
+    target = {index: token for token, index in target_tokenizer.get_vocab().items()}
+    draft = {index: token for token, index in draft_tokenizer.get_vocab().items()}
+    ids = sorted(target.keys() | draft.keys())
+    differ = [index for index in ids if target.get(index) != draft.get(index)]
+    if differ:
+        examples = "; ".join(
+            f"id {index}: target {_spell(target, index)}, draft {_spell(draft, index)}"
+            for index in differ[:4]
+        )
+        raise ValueError(
+            f"got tokenizers that differ at {len(differ)} of {len(ids)} ids ({examples}); "
+            "expected the same token at every id; take a draft that shares the target's "
+            "tokenizer, or train one on it (train/distill.py with a draft built from the "
+            "target's config)"
+        )
+
+
+def stand_in_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 500 tokens, trained in place on the interpreter's own json and inspect.
+
+    It has an end and a padding token and a chat template that marks what the assistant says.
+    """
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=STAND_IN_SIZE,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([inspect.getsource(json), inspect.getsource(inspect)], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|pad|>"
+    )
+    tokenizer.chat_template = STAND_IN_TEMPLATE
+    return tokenizer
+
+
+def _spell(tokens: dict[int, str], index: int) -> str:
+    return repr(tokens[index]) if index in tokens else "nothing"
+
+
+TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")

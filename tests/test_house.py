@@ -1,0 +1,349 @@
+"""The rules of the house, read from its source. Each rule is also shown to find what it forbids.
+
+A rule is a function of the files (path from the root -> text) that returns its complaints.
+"""
+
+import ast
+import functools
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path, PurePosixPath
+
+import pytest
+import yaml
+
+Files = dict[str, str]
+
+ROOT = Path(__file__).resolve().parents[1]
+MAY_IMPORT = {
+    "models": {"models"},
+    "decode": {"models", "decode"},
+    "train": {"models", "decode", "train", "recipes"},
+    "recipes": set(),
+    "draftsmith": {"models", "decode", "train", "recipes", "draftsmith"},
+    "bench": {"models", "decode", "train", "recipes", "draftsmith", "bench"},
+    "tests": {"models", "decode", "train", "recipes", "draftsmith", "bench"},
+}
+PACKAGED = ("draftsmith", "models", "decode", "train", "recipes")
+ENTRIES = {"prepare", "distill", "pretrain", "heads", "eagle", "scorers", "online", "quickstart"}
+MODEL_LIBRARIES = {"torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "numpy"}
+OPTIONAL = ("hydra", "omegaconf", "datasets", "deepspeed", "wandb")
+VAGUE = {"utils", "util", "helpers", "helper", "misc", "common"}
+# A recipe's entry is compared by train/recipe.py while it is still a key, not an attribute.
+READ_AS_KEY = {"entry": "train/recipe.py"}
+MAX_FILE, MAX_BODY, MAX_PARAMETERS, MAX_YAML = 400, 60, 8, 40
+
+
+def house() -> Files:
+    paths = [path for room in MAY_IMPORT for path in (ROOT / room).rglob("*")]
+    kept = [p for p in paths if p.suffix in (".py", ".yaml") and "__pycache__" not in p.parts]
+    files = [*kept, ROOT / "pyproject.toml"]
+    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in files}
+
+
+parse = functools.lru_cache(maxsize=None)(ast.parse)
+
+
+def python(files: Files, *rooms: str) -> Iterator[tuple[str, ast.Module]]:
+    for path, text in files.items():
+        if path.endswith(".py") and (not rooms or path.split("/")[0] in rooms):
+            yield path, parse(text)
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, full name) of everything a file imports anywhere; relative ones begin with a dot."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func
+            if getattr(called, "id", called) in ("import_module", "__import__"):
+                yield node.lineno, str(node.args[0].value)
+
+
+def import_directions(files: Files) -> list[str]:
+    """One way only; entries stand alone; losses need torch alone; full names, not relative ones."""
+    found = []
+    for path, tree in python(files):
+        room = path.split("/")[0]
+        for line, name in imported(tree):
+            first, *rest = name.split(".")
+            goal = rest[0] if rest and rest[0] in MAY_IMPORT else "draftsmith"
+            where = f"{path}:{line}: "
+            if not first:
+                found.append(where + f"relative import {name}")
+            elif first in PACKAGED[1:]:
+                found.append(where + f"{name} without draftsmith. before it")
+            elif first == "draftsmith":
+                # The package itself holds nothing but its version.
+                if goal not in MAY_IMPORT[room] and name != "draftsmith.__version__":
+                    found.append(where + f"{room} imports {name}")
+                if room == "train" and rest[:1] == ["train"] and rest[1:2] and rest[1] in ENTRIES:
+                    found.append(where + f"imports the entry {name}")
+                if path == "train/losses.py":
+                    found.append(where + f"imports {name}, not torch alone")
+            elif first not in sys.stdlib_module_names:
+                if room == "models" and first not in MODEL_LIBRARIES:
+                    found.append(where + f"models import {first}")
+                if path == "train/losses.py" and first != "torch":
+                    found.append(where + f"imports {first}, not torch alone")
+    return found
+
+
+def sizes(files: Files) -> list[str]:
+    found = []
+    for path, tree in python(files):
+        lines = files[path].count("\n")
+        if lines > MAX_FILE:
+            found.append(f"{path}: {lines} lines, {MAX_FILE} allowed")
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            length = node.end_lineno - body[0].lineno + 1 if body else 0
+            if length > MAX_BODY:
+                found.append(f"{path}:{node.lineno}: {node.name} has {length} lines")
+            arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            count = len([a for a in arguments if a.arg not in ("self", "cls")])
+            if count > MAX_PARAMETERS:
+                found.append(f"{path}:{node.lineno}: {node.name} has {count} parameters")
+    return found
+
+
+def swallowing(files: Files) -> list[str]:
+    """A bare `except` or one of Exception; of BaseException, unless it raises again at its end."""
+    found = []
+    for path, tree in python(files):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            names = {getattr(kind, "id", "everything" if kind is None else "") for kind in kinds}
+            last = node.body[-1]
+            if isinstance(last, ast.Raise) and last.exc is None:
+                names.discard("BaseException")
+            for name in names & {"everything", "Exception", "BaseException"}:
+                found.append(f"{path}:{node.lineno}: catches {name}")
+    return found
+
+
+def vague_names(files: Files) -> list[str]:
+    return [
+        f"{path}: name it after the noun" for path in files if PurePosixPath(path).stem in VAGUE
+    ]
+
+
+def shadowing(files: Files) -> list[str]:
+    """A script's folder comes first on the import path: its file names must not be taken."""
+    installed = {
+        name for name, owners in packages_distributions().items() if "draftsmith" not in owners
+    }
+    taken = installed | set(sys.stdlib_module_names)
+    return [
+        f"{path}: hides the module {PurePosixPath(path).stem}"
+        for path, _ in python(files, "train", "decode", "bench")
+        if path.count("/") == 1 and PurePosixPath(path).stem in taken - {"__main__"}
+    ]
+
+
+def fields(files: Files) -> Iterator[tuple[str, str, str]]:
+    """(path, class, field) of every dataclass in train/ and in models/target.py."""
+    for path, tree in python(files, "train", "models"):
+        if path.startswith("models/") and path != "models/target.py":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and any(
+                getattr(getattr(mark, "func", mark), "id", getattr(mark, "attr", "")) == "dataclass"
+                for mark in node.decorator_list
+            ):
+                for item in node.body:
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                        yield path, node.name, item.target.id
+
+
+def dead_fields(files: Files) -> list[str]:
+    """Fields that nobody reads of those who may hold the object: the files that import from where
+    it is defined, and the files that these import from, to which they hand it."""
+    trees = dict(python(files, *PACKAGED, "bench"))
+    uses: dict[str, set[str]] = {path: {path} for path in trees}
+    for path, tree in trees.items():
+        for _, name in imported(tree):
+            first, *parts = name.split(".")
+            goals = {"/".join(parts[:end]) + ".py" for end in range(1, len(parts) + 1)}
+            uses[path] |= goals & trees.keys() if first == "draftsmith" else set()
+    reads = {
+        path: {node.attr for node in ast.walk(tree) if is_read(node)}
+        for path, tree in trees.items()
+    }
+    found = []
+    for path, owner, field in fields(files):
+        holders = set().union(*(used for used in uses.values() if path in used))
+        as_key = f'"{field}"' in files.get(READ_AS_KEY.get(field, ""), "")
+        if not as_key and not any(field in reads[holder] for holder in holders):
+            found.append(f"{path}: nobody reads {owner}.{field}")
+    return found
+
+
+def is_read(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+
+
+def recipes_of(files: Files) -> list[str]:
+    paths = [path for path in files if path.startswith("recipes/") and path.endswith(".yaml")]
+    return [path for path in paths if not path.startswith("recipes/accelerate/")]
+
+
+def recipe_files(files: Files) -> list[str]:
+    found = []
+    for path in recipes_of(files):
+        lines = files[path].splitlines()
+        if len(lines) > MAX_YAML:
+            found.append(f"{path}: {len(lines)} lines, {MAX_YAML} allowed")
+        if "# @package _global_" not in lines:
+            found.append(f"{path}: no line '# @package _global_'")
+        entry = (yaml.safe_load(files[path]) or {}).get("entry")
+        if f"train/{entry}.py" not in files:
+            found.append(f"{path}: entry {entry!r} is no script of train/")
+        name = path.removeprefix("recipes/").removesuffix(".yaml")
+        if not any(line.startswith("#") and f"recipe={name}" in line for line in lines):
+            found.append(f"{path}: its header lacks the launch command with recipe={name}")
+    return found
+
+
+def packages(files: Files) -> list[str]:
+    """pyproject's packages are the folders that hold Python; bench/ may be one, tests/ never."""
+    table = tomllib.loads(files["pyproject.toml"])["tool"]["setuptools"]
+    folders = {name: table["package-dir"].get(name) for name in table["packages"]}
+    held = {PurePosixPath(path).parent.as_posix() for path, _ in python(files, *PACKAGED)}
+    expected = {f"draftsmith.{f}".replace("/", "."): f for f in held if f != "draftsmith"}
+    expected["draftsmith"] = "draftsmith"
+    if "draftsmith.bench" in folders:
+        expected["draftsmith.bench"] = "bench"
+    wrong = sorted(expected.items() ^ folders.items(), key=str)
+    return [f"pyproject.toml: package {name} at {folder}" for name, folder in wrong]
+
+
+RULES: dict[str, Callable[[Files], list[str]]] = {
+    rule.__name__: rule
+    for rule in (
+        import_directions,
+        sizes,
+        swallowing,
+        vague_names,
+        shadowing,
+        dead_fields,
+        recipe_files,
+        packages,
+    )
+}
+PYPROJECT = '[tool.setuptools]\npackages = ["draftsmith"]\n[tool.setuptools.package-dir]\n'
+PYPROJECT += 'draftsmith = "draftsmith"\n'
+RECIPE = "# @package _global_\n# accelerate launch train/distill.py recipe=a/b\nentry: distill\n"
+CONFIG = "@dataclass\nclass Config:\n    lr: float\n"
+HANDED_ON = {
+    "train/a.py": CONFIG,
+    "train/b.py": "import draftsmith.train.a.Config, draftsmith.train.c",
+    "train/c.py": "settings.lr",
+}
+BAD: list[tuple[str, Files]] = [
+    ("import_directions", {"models/a.py": "from draftsmith.train.losses import tv"}),
+    ("import_directions", {"models/a.py": "def f():\n    import draftsmith.decode.verify"}),
+    ("import_directions", {"models/a.py": "import accelerate"}),
+    ("import_directions", {"decode/a.py": "from draftsmith import train"}),
+    ("import_directions", {"decode/a.py": "import_module('draftsmith.train.loop')"}),
+    ("import_directions", {"train/eagle.py": "from draftsmith.train.distill import main"}),
+    ("import_directions", {"train/loop.py": "import draftsmith.train.distill as d"}),
+    ("import_directions", {"train/losses.py": "from draftsmith.train.data import Batch"}),
+    ("import_directions", {"train/losses.py": "import numpy"}),
+    ("import_directions", {"train/a.py": "from .losses import tv"}),
+    ("import_directions", {"tests/a.py": "from models.target import load_target"}),
+    ("sizes", {"decode/a.py": "x = 1\n" * 401}),
+    ("sizes", {"decode/a.py": "def f():\n    'doc'\n" + "    x = 1\n" * 61}),
+    ("sizes", {"tests/a.py": "class A:\n    def f(self, a, b, c, d, e, /, f, *, g, h, i): ..."}),
+    ("swallowing", {"decode/a.py": "try:\n    x\nexcept:\n    pass"}),
+    ("swallowing", {"decode/a.py": "try:\n    x\nexcept Exception as e:\n    raise"}),
+    ("swallowing", {"decode/a.py": "try:\n    x\nexcept (ValueError, Exception):\n    pass"}),
+    ("swallowing", {"decode/a.py": "try:\n    x\nexcept BaseException:\n    pass"}),
+    ("vague_names", {"train/utils.py": ""}),
+    ("shadowing", {"train/hydra.py": ""}),
+    ("shadowing", {"bench/types.py": ""}),
+    ("dead_fields", {"train/a.py": CONFIG}),
+    ("dead_fields", {"train/a.py": CONFIG + "config.lr = 3"}),
+    ("dead_fields", {"train/a.py": CONFIG, "train/b.py": "other.lr"}),
+    ("dead_fields", {"models/target.py": CONFIG.replace("dataclass", "dataclass(frozen=True)")}),
+    ("recipe_files", {"recipes/a/b.yaml": RECIPE}),
+    ("recipe_files", {"recipes/a/b.yaml": RECIPE + "\n" * 40, "train/distill.py": ""}),
+    ("recipe_files", {"recipes/a/b.yaml": RECIPE.partition("\n")[2], "train/distill.py": ""}),
+    ("recipe_files", {"recipes/a/c.yaml": RECIPE, "train/distill.py": ""}),
+    ("packages", {"pyproject.toml": PYPROJECT, "models/x/a.py": ""}),
+    ("packages", {"pyproject.toml": PYPROJECT.replace('h"]', 'h", "draftsmith.models"]')}),
+]
+GOOD: list[tuple[str, Files]] = [
+    ("sizes", {"decode/a.py": "def f():\n    'doc'\n" + "    x = 1\n" * 60}),
+    ("swallowing", {"decode/a.py": "try:\n    x\nexcept BaseException:\n    y\n    raise"}),
+    ("dead_fields", {"train/a.py": CONFIG, "train/b.py": "import draftsmith.train.a.Config\nc.lr"}),
+    ("dead_fields", HANDED_ON),
+    ("recipe_files", {"recipes/a/b.yaml": RECIPE, "train/distill.py": ""}),
+    ("packages", {"pyproject.toml": PYPROJECT, "draftsmith/a.py": "", "tests/a.py": ""}),
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_house_keeps_the_rule(rule: str) -> None:
+    complaints = RULES[rule](house())
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize(("rule", "files"), BAD)
+def test_the_rule_finds_what_it_forbids(rule: str, files: Files) -> None:
+    assert len(RULES[rule](files)) == 1
+
+
+@pytest.mark.parametrize(("rule", "files"), GOOD)
+def test_the_rule_allows_the_rest(rule: str, files: Files) -> None:
+    assert not RULES[rule](files)
+
+
+def test_there_is_something_to_check() -> None:
+    files = house()
+    for room in ("draftsmith", "models", "decode", "train", "tests"):
+        assert len(list(python(files, room))) > 1, room
+    assert recipes_of(files) and len(list(fields(files))) > 3
+    assert {rule for rule, _ in BAD} == RULES.keys()
+
+
+IMPORT_WITHOUT = """
+import importlib, sys
+hidden, modules = sys.argv[1].split(), sys.argv[2:]
+
+class Without:
+    def __init__(self, finder): self.finder = finder
+    def __getattr__(self, name): return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] in hidden else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+for name in modules:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        print(f"{name}: {error}")
+"""
+
+
+def test_core_imports_without_the_optional_packages() -> None:
+    """Models, decode, losses and loop work where hydra, datasets, deepspeed, wandb are missing."""
+    paths = [path for path, _ in python(house(), "models", "decode")]
+    paths += [path for path in ("train/losses.py", "train/loop.py") if (ROOT / path).exists()]
+    assert len(paths) > 5
+    modules = ["draftsmith." + path.removesuffix(".py").replace("/", ".") for path in paths]
+    # The optional packages themselves come last, and must fail: the hiding works.
+    command = [sys.executable, "-c", IMPORT_WITHOUT, " ".join(OPTIONAL), *modules, *OPTIONAL]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert [line.split(":")[0] for line in run.stdout.splitlines()] == list(OPTIONAL), run.stdout
