@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= $(CORES)
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: quickstart setup test test-slow test-oldest check types fmt bench gpu clean help
+.PHONY: quickstart setup test test-slow test-oldest check links types fmt bench gpu clean help
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -62,11 +62,14 @@ check: $(VENV)/.ready-dev types
 	@wc -l models/*.py decode/*.py decode/drafters/*.py train/*.py draftsmith/*.py | tail -1 | awk '{print $$1 " lines in models, decode, train, draftsmith (budget 7000)"}'
 	@wc -l bench/*.py | tail -1 | awk '{print $$1 " lines in bench (budget 800)"}'
 
-# Type checkers can't follow setuptools' folder mapping: give them links that spell the import names.
-types: $(VENV)/.ready-dev
+# Links that spell the import names: for type checkers, which can't follow setuptools' folder mapping,
+# and for machines where nothing is installed.
+links:
 	@mkdir -p .typing/draftsmith
 	@for room in models decode train recipes; do ln -sfn ../../$$room .typing/draftsmith/$$room; done
 	@for file in __init__.py __main__.py py.typed; do ln -sfn ../../draftsmith/$$file .typing/draftsmith/$$file; done
+
+types: $(VENV)/.ready-dev links
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	MYPYPATH=.typing $(VENV)/bin/mypy
@@ -79,8 +82,9 @@ bench: $(VENV)/.ready-dev
 	$(PY) bench/losses.py
 	$(PY) bench/generation.py
 
-gpu:
-	$(PYTHON) -m bench.gpu
+# On the GPU machine, with its own Python; nothing is installed.
+gpu: links
+	PYTHONPATH=.typing $(PYTHON) bench/gpu.py $(GPU_FLAGS)
 
 clean:
 	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

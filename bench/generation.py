@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rows import publish, row
+from transformers import PreTrainedModel
+
 from draftsmith.decode.arguments import parse
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine import Decoder
@@ -24,9 +27,6 @@ from draftsmith.decode.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.target import TargetSpec, load_target
-from transformers import PreTrainedModel
-
-from rows import publish, row
 
 Arm = Callable[[list[int]], int]
 
@@ -70,7 +70,13 @@ def main(argv: list[str]) -> None:
     peer, _ = load_target(TargetSpec(settings.target, dtype=settings.dtype), device)
     arms["generate"] = theirs(peer, settings)
     arms["prompt lookup"] = theirs(peer, settings, prompt_lookup_num_tokens=settings.K)
-    for name, tokens in {f"K={settings.K}": settings.K, "default": None, "3": 3, "5": 5, "8": 8}.items():
+    for name, tokens in {
+        f"K={settings.K}": settings.K,
+        "default": None,
+        "3": 3,
+        "5": 5,
+        "8": 8,
+    }.items():
         assistant = load_draft(settings.drafter, settings.dtype).to(device).eval()
         if tokens is not None:
             assistant.generation_config.num_assistant_tokens = tokens

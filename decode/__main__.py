@@ -12,7 +12,7 @@ from draftsmith.decode.turns import Evaluation
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, write report.json and report.html, print the table; 2 after an error of the user's."""
+    """Evaluate, write report.json and report.html, print the table; 2 after a user's error."""
     console = Console()
     if not argv or argv[0] in ("-h", "--help", "help"):
         console.print(f"python -m draftsmith evaluate KEY=VALUE ...\n\n{Evaluation.__doc__}\n")

@@ -8,7 +8,9 @@ T = TypeVar("T")
 
 
 def parse(schema: type[T], argv: list[str]) -> T:
-    """An instance of the dataclass `schema`; ValueError names what is wrong and what would be right."""
+    """An instance of the dataclass `schema`; ValueError names what is wrong and what would be
+    right.
+    """
     hints = get_type_hints(schema)
     fields = {field.name: field for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
     given: dict[str, Any] = {}

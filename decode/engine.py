@@ -35,7 +35,7 @@ Prompt = str | Sequence[int]
 
 @dataclass
 class _Batch:
-    """One call's state: rows, KV, parameters, and the largest committed length, known to the host."""
+    """One call's state: rows, KV, parameters, and the largest committed length, a plain int."""
 
     rows: Rows
     pool: KVPool
@@ -88,7 +88,8 @@ class Decoder:
         allow_target_mismatch: bool = False,
         **settings: Any,
     ) -> "Decoder":
-        """Load a target folder and, beside it, a drafter folder, "ngram", or None for plain decoding.
+        """Load a target folder and, beside it, a drafter folder, "ngram", or None for plain
+        decoding.
 
         settings: K, batch_size, rule, same_shape. Errors of `open_drafter` and `load_target` pass.
         """
@@ -107,8 +108,8 @@ class Decoder:
     ) -> list[Completion]:
         """The completions, in the order of the prompts (texts or token ids).
 
-        indices: each prompt's global number, from which its noise seed is made; by default 0, 1, ...
-        ValueError for an empty prompt or one that leaves no room in the context.
+        indices: each prompt's global number, from which its noise seed is made; by default 0, 1,
+        ... ValueError for an empty prompt or one that leaves no room in the context.
         """
         done = {}
         for request, _, finished in self._run(prompts, params, indices):
@@ -122,8 +123,8 @@ class Decoder:
         params: SamplingParams,
         indices: Sequence[int] | None = None,
     ) -> Iterator[Event]:
-        """Yields an Event for each request after each round, as tokens are emitted. Text comes in whole
-        characters: bytes of an unfinished one are held back.
+        """Yields an Event for each request after each round, as tokens are emitted. Text comes in
+        whole characters: bytes of an unfinished one are held back.
         """
         for request, tokens, finished in self._run(prompts, params, indices):
             text = request.next_text(self.tokenizer, finished)
@@ -168,7 +169,9 @@ class Decoder:
             self._request(i, prompt, params, i if indices is None else indices[i])
             for i, prompt in enumerate(prompts)
         ]
-        stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.eos_ids)
+        stops = (
+            params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.eos_ids)
+        )
         batch = max(1, min(self.batch_size, len(requests)))
         longest = max((len(r.completion.prompt_tokens) + r.limit for r in requests), default=1)
         slots = longest + (1 if self.drafter is None else self.drafter.nodes(self.K)) + 1
@@ -185,8 +188,8 @@ class Decoder:
             raise ValueError(f"prompt {index}: got no tokens, expected at least one")
         if max(tokens) >= self.vocab_size or min(tokens) < 0:
             raise ValueError(
-                f"prompt {index}: got token ids {min(tokens)}..{max(tokens)}, expected ids below the "
-                f"tokenizer's {self.vocab_size}; was it encoded with another tokenizer?"
+                f"prompt {index}: got token ids {min(tokens)}..{max(tokens)}, expected ids below "
+                f"the tokenizer's {self.vocab_size}; was it encoded with another tokenizer?"
             )
         room = self.context - len(tokens)
         if room < 1:
@@ -244,13 +247,13 @@ class Decoder:
             stopped = completion.tokens[-1] in rows.stop_ids
             completion.finish_reason = "stop" if stopped else "length"
             shown = completion.tokens[:-1] if stopped else completion.tokens
-            completion.text = self.tokenizer.decode(shown)
+            completion.text = str(self.tokenizer.decode(shown))
         return request, tokens, finished
 
     @torch.inference_mode()
     def _round(self, batch: _Batch) -> tuple[TokenTree, Tensor, Tensor]:
-        """Draft and verify: the tree, the tokens of the kept path then the next one, and how many of
-        them were drafted.
+        """Draft and verify: the tree, the tokens of the kept path then the next one, and how many
+        of them were drafted.
         """
         rows, params, pool = batch.rows, batch.params, batch.pool
         levels = self.K if self.drafter is not None else 0
@@ -335,7 +338,9 @@ class Decoder:
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends an answer: the generation config's, else the config's, and the tokenizer's."""
+    """Every id that ends an answer: the generation config's, else the config's, and the
+    tokenizer's.
+    """
     named = model.generation_config.eos_token_id if model.generation_config else None
     named = model.config.eos_token_id if named is None else named
     ids = set(named) if isinstance(named, list) else {named}

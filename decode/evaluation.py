@@ -2,10 +2,10 @@
 
     python -m draftsmith evaluate target=TARGET drafter=DRAFTER prompts=prompts.jsonl temperature=1
 
-Speed is measured in `dtype` (bf16), with plain decoding and every drafter taking turns on each group
-of prompts, in an order that rotates, after a warm-up. Identity is proven in fp32 on the same prompts.
-Alpha is taken where the target's own fp32 answers lead. Several drafters (`drafter=a,b,ngram`) share
-the plain runs, and each writes its own folder.
+Speed is measured in `dtype` (bf16), with plain decoding and every drafter taking turns on each
+group of prompts, in an order that rotates, after a warm-up. Identity is proven in fp32 on the same
+prompts. Alpha is taken where the target's own fp32 answers lead. Several drafters
+(`drafter=a,b,ngram`) share the plain runs, and each writes its own folder.
 """
 
 import sys
@@ -42,6 +42,7 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, dict[s
         fast.tokenizer,
         limit=settings.limit,
         prompt_tokens=settings.prompt_tokens,
+        split=settings.split,
     )
     with Progress(transient=True) as progress:
         groups = -(-len(prompts) // settings.batch) * (1 + len(drafters))
@@ -85,7 +86,7 @@ def settings_part(
         "tree": "chain",
         "max_new_tokens": settings.max_new_tokens,
         "n_prompts": len(prompts),
-        "prompts": settings.prompts,
+        "prompts": f"{settings.prompts} ({settings.split})",
         "versions": versions(),
         "commit": git_commit(),
         "command": " ".join(["python", *sys.argv]),
@@ -184,7 +185,7 @@ def per_prompt(plain: Turns, spec: Turns) -> list[dict[str, Any]]:
 def acceptance_part(
     settings: Evaluation, pair: Loaded, name: str, plain: list[Completion]
 ) -> dict[str, Any]:
-    """alpha and coupled acceptance, teacher-forced on the target's own answers; None without a q."""
+    """alpha and coupled acceptance, teacher-forced on the target's answers; None without a q."""
     drafter = pair.drafters[name]
     if not isinstance(drafter, LMDrafter):
         return {"alpha": None, "alpha_interval": None, "coupled_acceptance": None}
@@ -232,7 +233,9 @@ def exactness_part(
 def tau_by_rule(
     settings: Evaluation, pair: Loaded, name: str, prompts: Sequence[Prompt], tau: float
 ) -> dict[str, float] | None:
-    """tau of the same chain under every rule that fits: coupled and block differ above temperature 0."""
+    """tau of the same chain under every rule that fits: coupled and block differ above temperature
+    0.
+    """
     if settings.params.greedy or not isinstance(pair.drafters[name], LMDrafter):
         return None
     taus = {settings.rule: tau}
@@ -246,7 +249,7 @@ def tau_by_rule(
 def categories(
     prompts: Sequence[Prompt], plain: Turns, spec: Turns, batch: int
 ) -> dict[str, dict[str, Any]]:
-    """tau, speed-up and count for each category; the speed-up only where prompts ran one at a time."""
+    """tau, speed-up and count by category; the speed-up only where prompts ran one at a time."""
     found: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
         found.setdefault(prompt.category, []).append(i)

@@ -17,8 +17,8 @@ NEAR_TIE = 1e-4  # fp32 logits closer than this may be swapped by the rounding o
 @dataclass(frozen=True)
 class Divergence:
     """The first token at which two answers to one prompt differ. margin: between the best and the
-    second best score at that context in fp32; near_tie: the margin is below 1e-4 and fp64 confirms it
-    between the same two tokens.
+    second best score at that context in fp32; near_tie: the margin is below 1e-4 and fp64 confirms
+    it between the same two tokens.
     """
 
     prompt: int
@@ -45,9 +45,7 @@ def divergences(
             continue
         at = first_difference(want.tokens, have.tokens)
         context = want.prompt_tokens + want.tokens[:at]
-        _, margin = top_two(
-            exact_target, context, params, vocab_size=vocab_size, index=want.index
-        )
+        _, margin = top_two(exact_target, context, params, vocab_size=vocab_size, index=want.index)
         near = margin < NEAR_TIE
         if near:
             double = double or copy.deepcopy(exact_target).double()
@@ -61,15 +59,19 @@ def divergences(
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    """The first index at which two sequences differ (the shorter one's length, if one begins the other)."""
+    """The first index at which two sequences differ (the shorter one's length, if one begins the
+    other).
+    """
     for index, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return index
     return min(len(a), len(b))
 
 
-def verdict(found: Sequence[Divergence], total: int, *, dtype: str, baseline: str) -> dict[str, Any]:
-    """The report's `identical` entry. excused: differences at confirmed near-ties, each one listed."""
+def verdict(
+    found: Sequence[Divergence], total: int, *, dtype: str, baseline: str
+) -> dict[str, Any]:
+    """The report's `identical` entry. excused: differences at confirmed near-ties."""
     return {
         "dtype": dtype,
         "baseline": baseline,
@@ -82,4 +84,3 @@ def verdict(found: Sequence[Divergence], total: int, *, dtype: str, baseline: st
 
 def as_rows(found: Sequence[Divergence]) -> list[dict[str, Any]]:
     return [asdict(d) for d in found]
-

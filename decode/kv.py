@@ -1,8 +1,8 @@
 """The keys and values of all rows and layers in one tensor, and the adapter that transformers sees.
 
 Each row owns a run of slots and its own committed length. Slots at or beyond the length are garbage
-that no query attends to, so rolling back a rejected draft is free, rows of different lengths need no
-padding, and a finished row's slots can be given to the next prompt.
+that no query attends to, so rolling back a rejected draft is free, rows of different lengths need
+no padding, and a finished row's slots can be given to the next prompt.
 
 Shapes: L layers, B rows, S slots a row, H key-value heads, E head width, N new tokens a row.
 """
@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedConfig
 
 
 class KVPool:
-    """kv_LBSHE for keys and for values. Token-major rows: one token's keys of a layer are one run."""
+    """kv_LBSHE for keys and for values. Token-major: one token's keys in a layer are one run."""
 
     def __init__(
         self,
@@ -25,7 +25,9 @@ class KVPool:
         device: torch.device,
     ) -> None:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         shape = (config.num_hidden_layers, rows, slots, heads, width)
         # Zeros: a masked slot still enters the product with weight 0, and 0 * NaN would be NaN.
         self.keys_LBSHE = torch.zeros(shape, dtype=dtype, device=device)
@@ -36,11 +38,14 @@ class KVPool:
     def bytes_needed(config: PreTrainedConfig, rows: int, slots: int, itemsize: int) -> int:
         """What the pool will take, before it is made."""
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         return 2 * config.num_hidden_layers * rows * slots * heads * width * itemsize
 
     def commit(self, rows_B: Tensor, source_BP: Tensor, target_BP: Tensor) -> None:
-        """Move the entries of an accepted path into place: slots source -> target, all layers at once.
+        """Move the entries of an accepted path into place: slots source -> target, all layers at
+        once.
 
         A chain never needs it: its path is already in place.
         """
@@ -51,8 +56,8 @@ class KVPool:
 class SlotCache(Cache):
     """What a transformers model writes to and reads from in one forward pass.
 
-    With `prefix=0` (prefill) the pass attends to its own keys alone; else to the first `prefix` slots
-    of every row, under the mask that the runner made for them.
+    With `prefix=0` (prefill) the pass attends to its own keys alone; else to the first `prefix`
+    slots of every row, under the mask that the runner made for them.
     """
 
     def __init__(self, pool: KVPool, flat_slots: Tensor, prefix: int) -> None:
@@ -60,9 +65,16 @@ class SlotCache(Cache):
         self._pool, self._flat, self._prefix = pool, flat_slots, prefix
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Scatter keys and values [B, H, N, E] into the slots; return what to attend to, same layout."""
+        """Scatter keys and values [B, H, N, E] into the slots; return what to attend to, same
+        layout.
+        """
         keys_BSHE = self._pool.keys_LBSHE[layer_idx]
         values_BSHE = self._pool.values_LBSHE[layer_idx]
         keys_BSHE.flatten(0, 1).index_copy_(0, self._flat, key_states.transpose(1, 2).flatten(0, 1))

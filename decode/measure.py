@@ -67,7 +67,9 @@ def median_time(call: Callable[[], object], device: torch.device, repeats: int =
 
 @dataclass(frozen=True)
 class TeacherForced:
-    """Of one prompt, over its answer's positions: the sum of alpha, of coupled agreement, their count."""
+    """Of one prompt, over its answer's positions: the sum of alpha, of coupled agreement, their
+    count.
+    """
 
     alpha: float
     coupled: float
@@ -76,12 +78,16 @@ class TeacherForced:
 
 @torch.inference_mode()
 def teacher_forced(
-    target: Runner, drafter: LMDrafter, completions: list[Completion], params: SamplingParams, batch: int = 8
+    target: Runner,
+    drafter: LMDrafter,
+    completions: list[Completion],
+    params: SamplingParams,
+    batch: int = 8,
 ) -> list[TeacherForced]:
     """Acceptance on the contexts that the target itself wrote (`completions`, of plain decoding).
 
-    alpha is sum_v min(p, q) after the transform, at temperature 0 the agreement of argmaxes; coupled
-    is whether both pick the same token with the request's own noise.
+    alpha is sum_v min(p, q) after the transform, at temperature 0 the agreement of argmaxes;
+    coupled is whether both pick the same token with the request's own noise.
     """
     results = []
     for start in range(0, len(completions), batch):
@@ -93,7 +99,9 @@ def teacher_forced(
         for row, completion in enumerate(group):
             first = len(completion.prompt_tokens)
             here = slice(first - 1, first - 1 + len(completion.tokens))
-            results.append(_one(p_BTV[row, here], q_BTV[row, here], first, completion.index, params))
+            results.append(
+                _one(p_BTV[row, here], q_BTV[row, here], first, completion.index, params)
+            )
     return results
 
 

@@ -16,7 +16,7 @@ def block_efficiency(counters: Sequence[Counters]) -> float:
 
 
 def acceptance_by_position(counters: Sequence[Counters]) -> tuple[list[float], list[float]]:
-    """(unconditional, conditional on all earlier ones) share of drafted positions that were kept."""
+    """(unconditional, conditional on all earlier ones) share of drafted positions kept."""
     depth = max((len(c.reached) for c in counters), default=0)
     reached, kept = np.zeros(depth), np.zeros(depth)
     for c in counters:
@@ -45,7 +45,7 @@ def histogram(counters: Sequence[Counters]) -> list[int]:
 
 
 def loop_rate(completions: Sequence[Completion], n: int = 8) -> float:
-    """The share of n-grams in the answers that their own answer had before: 0 fresh, 1 all loops."""
+    """The share of n-grams that their own answer had before: 0 fresh, 1 all loops."""
     seen_before = total = 0
     for completion in completions:
         seen: set[tuple[int, ...]] = set()

@@ -27,10 +27,11 @@ def plain_decode(
     stop_ids: tuple[int, ...],
     index: int = 0,
 ) -> list[int]:
-    """The tokens that follow `prompt`, a stop token included; index is the prompt's global number."""
+    """The tokens that follow `prompt`, a stop token included; index: the prompt's global number."""
     seed = torch.tensor([request_seeds(params.seed, index)], device=model.device)
     cache = DynamicCache(config=model.config)
-    fed, tokens = list(prompt), []
+    fed = list(prompt)
+    tokens: list[int] = []
     while len(tokens) < params.max_new_tokens:
         out = model(torch.tensor([fed], device=model.device), past_key_values=cache)
         logits_V = transform(
@@ -57,7 +58,8 @@ def top_two(
     index: int,
 ) -> tuple[tuple[int, int], float]:
     """The best and second best token after `context` (prompt and answer so far) with the request's
-    noise, and by how much the best one wins: log p - log E, greedy: the logits. In the model's dtype.
+    noise, and by how much the best one wins: log p - log E, greedy: the logits. In the model's
+    dtype.
     """
     logits_V = model(torch.tensor([context], device=model.device)).logits[0, -1, :vocab_size]
     unfiltered = params.temperature in (0, 1) and not params.top_k and params.top_p == 1

@@ -1,6 +1,7 @@
 """The report of an evaluation: `report.json`, `report.html`, and the tables of the terminal."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,8 @@ def table(report: dict[str, Any]) -> RenderableType:
     numbers = Table(
         title=Text(title), caption=Text(f"[low, high]: {FORMULAS['interval']}"), box=SIMPLE_HEAD
     )
-    numbers.add_column("figure", max_width=24)
-    numbers.add_column("value", style="bold", max_width=26)
+    numbers.add_column("figure", no_wrap=True)
+    numbers.add_column("value", style="bold", max_width=40)
     numbers.add_column("formula", style="dim", ratio=1)
     for row in figures(report):
         numbers.add_row(
@@ -82,10 +83,10 @@ def table(report: dict[str, Any]) -> RenderableType:
 
 
 def comparison(reports: dict[str, dict[str, Any]]) -> Table:
-    """One row a report, in their order.
+    """One row a report, grouped by temperature, otherwise in their order.
 
-    reports: by arm (`before`, `after`, `n-gram`). An arm with several temperatures has a key for
-    each, as `before` and `before/t1`: what follows the slash isn't shown, the temperature is.
+    reports: by arm (`before`, `after`, `ngram`). Of a longer key (`before/t1`, `before, temperature
+    1`) the arm is what stands before the first slash or comma.
     """
     dtypes = " / ".join(dict.fromkeys(report["dtype"] for report in reports.values()))
     formulas = "\n".join(f"{name}: {FORMULAS[key]}" for name, key in COMPARED.items())
@@ -97,20 +98,20 @@ def comparison(reports: dict[str, dict[str, Any]]) -> Table:
         pad_edge=False,
         padding=(0, 1, 0, 0),  # eight columns in the 80 of a plain terminal
     )
-    for heading in ("arm", "T"):
+    for heading in ("T", "arm"):
         result.add_column(heading, no_wrap=True)
     for heading in ("alpha", "tau", f"speed-up\n{dtypes}", "tokens/s\nplain"):
         result.add_column(heading, justify="right", no_wrap=True)
     result.add_column("loop\nrate", justify="right", no_wrap=True)
     result.add_column("same\noutput", no_wrap=True)
-    previous = ""
-    for name, report in reports.items():
-        arm, speeds = name.partition("/")[0], report["tokens_per_s"]
-        if previous and arm != previous:
+    previous = None
+    for name, report in sorted(reports.items(), key=lambda item: item[1]["temperature"]):
+        temperature, speeds = report["temperature"], report["tokens_per_s"]
+        if previous not in (None, temperature):
             result.add_section()
         result.add_row(
-            Text(arm if arm != previous else ""),
-            f"{report['temperature']:g}",
+            "" if temperature == previous else f"{temperature:g}",
+            Text(re.split("[/,]", name)[0]),
             _two_lines(number(report["alpha"], 3), bracket(report["alpha_interval"], 3)),
             _two_lines(number(report["tau"]), bracket(report["tau_interval"])),
             _two_lines(times_as(report["speedup"]), bracket(report["speedup_interval"])),
@@ -118,7 +119,7 @@ def comparison(reports: dict[str, dict[str, Any]]) -> Table:
             share(report["loop_rate"]),
             _identical(report),
         )
-        previous = arm
+        previous = temperature
     return result
 
 
@@ -127,10 +128,12 @@ def _two_lines(above: str, below: str) -> Text:
 
 
 def _identical(report: dict[str, Any]) -> Text:
-    colour = COLOURS[verdict(report).level]
-    identical = report["identical"]
+    level, identical = verdict(report).level, report["identical"]
+    colour = COLOURS[level]
+    if not report["lossless"]:
+        return Text("lossy", colour)
     if identical is None:
-        return Text("in law" if report["lossless"] else "lossy", colour)
+        return Text("in law" if level == "good" else "not\nchecked", colour)
     ties = sum(d["near_tie"] for d in divergences_of(report, identical["dtype"]))
     words = f"{identical['same']}/{identical['total']}\n{identical['dtype']}"
     return Text(f"{words}\n{ties} ties" if ties else words, colour)

@@ -21,7 +21,7 @@ def by_position(report: dict[str, Any]) -> str:
     if not overall:
         return _empty(heading, "Nothing was drafted.")
     series = [
-        Series("of all rounds", "a", overall, [f"{v:.2f}" for v in overall]),
+        Series("of rounds that drafted it", "a", overall, [f"{v:.2f}" for v in overall]),
         Series("of rounds that got there", "b", conditional, [f"{v:.2f}" for v in conditional]),
     ]
     places = [str(i + 1) for i in range(len(overall))]
@@ -41,7 +41,11 @@ def histogram(report: dict[str, Any]) -> str:
     if not total:
         return _empty(heading, "No round was decoded.")
     shares = [100 * n / total for n in rounds]
-    series = [Series("share of rounds", "a", shares, [f"{v:.0f}%" for v in shares])]
+    series = [
+        Series(
+            "share of rounds", "a", shares, [f"{v:.0f}%" if v >= 1 else f"{v:.1g}%" for v in shares]
+        )
+    ]
     places = [str(i) for i in range(len(rounds))]
     picture = columns(heading, places, series, x_label="accepted tokens", y_label="% of rounds")
     words = f"{total:,} rounds; each also emits one token of the target's own, unless it was cut."
@@ -51,11 +55,16 @@ def histogram(report: dict[str, Any]) -> str:
 def speedup(report: dict[str, Any]) -> str:
     heading = "Speed-up: measured against ideal"
     efficiency = report["efficiency"]
-    caption = (
-        "No ideal can be stated: a time was not measured."
-        if efficiency is None
-        else f"Efficiency {share(efficiency)}: what the loop around the models leaves of the ideal."
-    )
+    if efficiency is None:
+        caption = "No ideal can be stated: a time was not measured."
+    elif efficiency > 1:
+        caption = (
+            f"Efficiency {share(efficiency)}: the machine was busier when the forwards were timed."
+        )
+    else:
+        caption = (
+            f"Efficiency {share(efficiency)}: what the loop around the models leaves of the ideal."
+        )
     measured = report["speedup"]
     rows = [Lane("measured", [("a", measured, "")], times_as(measured), report["speedup_interval"])]
     for name, key, css in (
@@ -65,7 +74,7 @@ def speedup(report: dict[str, Any]) -> str:
     ):
         if report[key] is not None:
             rows.append(Lane(name, [(css, report[key], "")], times_as(report[key])))
-    label = "times plain decoding; whisker: 95 % interval over prompts"
+    label = "times plain decoding; whisker: 95% interval over prompts"
     picture = lanes(heading, rows, x_label=label, reference=(PLAIN, "plain"))
     return _chart(heading, caption, [], picture)
 

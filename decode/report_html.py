@@ -12,6 +12,7 @@ from draftsmith.decode.figures import (
     bracket,
     figures,
     number,
+    short,
     times_as,
     verdict,
 )
@@ -21,7 +22,19 @@ from draftsmith.decode.report_style import STYLE
 SIGNS = {"good": "✓", "near": "≈", "bad": "✗", "note": "!"}
 SHOWN_DIVERGENCES = 12
 SETTINGS = (
-    *("target", "drafter", "rule", "temperature", "top_k", "top_p", "seed", "K", "policy", "tree"),
+    *(
+        "target",
+        "drafter",
+        "prompts",
+        "rule",
+        "temperature",
+        "top_k",
+        "top_p",
+        "seed",
+        "K",
+        "policy",
+        "tree",
+    ),
     *("max_new_tokens", "batch", "context", "n_prompts", "device", "dtype", "threads", "seconds"),
     *("versions", "commit", "command"),
 )
@@ -63,23 +76,27 @@ def _visible_character(character: str) -> str:
     # Controls, formats (zero width, direction), surrogates, odd line ends, no-break spaces.
     odd = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
     if odd or character == "\u00a0":
-        return f'<span class="sign-of-space">&lt;U+{ord(character):04X}&gt;</span>'
+        return f'<span class="code-point">&lt;U+{ord(character):04X}&gt;</span>'
     return escape(character)
 
 
 def _header(report: dict[str, Any]) -> str:
     low, high = report["speedup_interval"]
-    if low > PLAIN:
+    if verdict(report).level == "bad":
+        headline = f"{times_as(report['speedup'])} the speed, but not the target's output"
+    elif low > PLAIN:
         headline = f"{times_as(report['speedup'])} the speed of plain decoding"
     elif high < PLAIN:
         headline = f"{times_as(report['speedup'])}: slower than plain decoding"
     else:
         headline = f"{times_as(report['speedup'])}: no clear difference from plain decoding"
+    if not report["lossless"]:
+        headline += " (lossy)"
     chips = {
         "drafter": report["drafter"]["kind"],
         "rule": report["rule"],
         "temperature": f"{report['temperature']:g}",
-        "K": number(report["K"]),
+        "K": short(report["K"]),
         "batch": number(report["batch"]),
         "dtype": report["dtype"],
         "device": report["device"],
@@ -88,7 +105,7 @@ def _header(report: dict[str, Any]) -> str:
     items = "".join(f"<li>{k} <b>{escape(str(v))}</b></li>" for k, v in chips.items())
     return (
         '<header><p class="eyebrow">Draftsmith · evaluation</p>'
-        f"<h1>{headline}</h1>"
+        f"<h1>{escape(headline)}</h1>"
         f'<p class="lead">Drafter <b>{escape(_drafter_name(report))}</b>, target '
         f"<b>{escape(PurePath(report['target']).name)}</b></p>"
         f'<ul class="chips">{items}</ul></header>'
@@ -201,8 +218,8 @@ def _divergences(rows: Sequence[dict[str, Any]]) -> str:
         table = f"<details><summary>all {len(rows)}</summary>{table}</details>"
     return (
         '<section><h2>Where answers part</h2><p class="caption">The first differing token of each '
-        "answer, and by how much the target's best token led there in fp32. Products of one token and "
-        "of many round differently, so near-ties fall either way; in bf16 ties are common.</p>"
+        "answer, and by how much the target's best token led there in fp32. Products of one token "
+        "and of many round differently, so near-ties fall either way; in bf16 ties are common.</p>"
         f"{table}</section>"
     )
 
@@ -219,4 +236,4 @@ def _settings(report: dict[str, Any]) -> str:
 def _words(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
-    return number(value, 3).rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    return short(value) if isinstance(value, float) else str(value)

@@ -1,14 +1,14 @@
 """The style sheet of the HTML report: light and dark, no external fonts or pictures.
 
-Text has a contrast of at least 4.5 to 1 on what it stands on, in both schemes; the two colours of
-each chart differ in lightness too, not in hue alone.
+Text has a contrast of at least 4.5 to 1 on what it stands on, and bars of 3 to 1, in both schemes;
+the colours of a chart differ in lightness too, not in hue alone.
 """
 
 STYLE = """
 :root {
   color-scheme: light dark;
   --page: #f6f7f9; --card: #ffffff; --line: #e2e5ea; --ink: #16191d; --soft: #59616d;
-  --a: #1f5fd0; --b: #8fb8f6; --c: #0f766e; --d: #b9c0ca; --on-a: #ffffff; --on-b: #0b2350;
+  --a: #123f97; --b: #5b8fe8; --c: #0f766e; --d: #8a94a1; --on-a: #ffffff; --on-b: #0b2350;
   --on-c: #ffffff; --on-d: #16191d;
   --good: #0b6b3a; --good-bg: #e3f5ea; --near: #7a5300; --near-bg: #fdf3d8;
   --bad: #a01c1c; --bad-bg: #fde7e7; --note: #46505c; --note-bg: #eceff3;
@@ -17,7 +17,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #101316; --card: #181c21; --line: #2c323a; --ink: #e9ecf0; --soft: #a2abb7;
-    --a: #6ea5ff; --b: #2f5fae; --c: #3fc4b6; --d: #4a525d; --on-a: #07152e; --on-b: #ffffff;
+    --a: #8db8ff; --b: #3f74cf; --c: #3fc4b6; --d: #6a7480; --on-a: #07152e; --on-b: #ffffff;
     --on-c: #04211e; --on-d: #ffffff;
     --good: #7fe0a7; --good-bg: #12301f; --near: #f3cf7a; --near-bg: #33290f;
     --bad: #ff9d9d; --bad-bg: #3d1717; --note: #c3cad3; --note-bg: #242a31;
@@ -83,10 +83,11 @@ svg text {
   font: 12px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; fill: var(--ink);
 }
 svg .tick, svg .axis { fill: var(--soft); }
-svg .name { paint-order: stroke; stroke: var(--card); stroke-width: 5px; }
+svg .name, svg .value { paint-order: stroke; stroke: var(--card); stroke-width: 4px; }
 svg .value { font-weight: 600; } svg .small { font-size: 10.5px; font-weight: 500; }
 svg .grid { stroke: var(--line); } svg .base { stroke: var(--soft); }
 svg .mark { stroke: var(--soft); stroke-dasharray: 4 4; }
+svg .casing { stroke: var(--card); stroke-width: 4; fill: none; }
 svg .whisker { stroke: var(--ink); stroke-width: 1.5; fill: none; }
 .a { fill: var(--a); background: var(--a); } .b { fill: var(--b); background: var(--b); }
 .c { fill: var(--c); background: var(--c); } .d { fill: var(--d); background: var(--d); }
@@ -104,8 +105,9 @@ svg text.on-c { fill: var(--on-c); } svg text.on-d { fill: var(--on-d); }
 .drafted {
   background: var(--drafted); color: var(--drafted-ink); box-shadow: inset -1px 0 0 var(--card);
 }
-.written { color: var(--target-ink); border-bottom: 2px solid currentColor; font-weight: 600; }
-.sign-of-space { opacity: 0.62; font-weight: 400; }
+.written { color: var(--target-ink); border-bottom: 1.5px solid currentColor; }
+.sign-of-space { opacity: 0.6; font-weight: 400; }
+.code-point { font-size: 11px; border: 1px solid currentColor; border-radius: 3px; }
 table { border-collapse: collapse; width: 100%; margin-top: 8px; font-size: 14px; }
 th { text-align: left; color: var(--soft); font-weight: 600; font-size: 13px; }
 th, td { padding: 6px 12px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top; }

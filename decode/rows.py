@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 class Counters:
     """What one request's decoding did. The prefill pass and its token are outside all of it.
 
-    rounds: target calls; emitted: tokens they gave; drafted: proposed tokens; histogram[n]: rounds that
-    kept n drafted tokens; reached[i]: rounds that drafted at least i + 1 levels; prefill_seconds,
-    decode_seconds: wall time, shared with the other rows of the batch.
+    rounds: target calls; emitted: tokens they gave; drafted: proposed tokens; histogram[n]: rounds
+    that kept n drafted tokens; reached[i]: rounds that drafted at least i + 1 levels;
+    prefill_seconds, decode_seconds: wall time, shared with the other rows of the batch.
     """
 
     rounds: int = 0
@@ -44,8 +44,8 @@ class Counters:
 
 @dataclass
 class Completion:
-    """The answer to one prompt. tokens include the stop token, text does not; finish_reason is "stop"
-    or "length"; accepted[i] says whether token i came from the draft.
+    """The answer to one prompt. tokens include the stop token, text does not; finish_reason is
+    "stop" or "length"; accepted[i] says whether token i came from the draft.
     """
 
     index: int
@@ -59,7 +59,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Event:
-    """One step of one streamed request: the tokens and text just added, and, at the end, the whole."""
+    """One step of one streamed request: tokens and text just added; at the end, the whole."""
 
     index: int
     tokens: list[int]
@@ -88,8 +88,8 @@ class Request:
         tokens = self.completion.tokens
         if finished and self.completion.finish_reason == "stop":
             tokens = tokens[:-1]
-        before = tokenizer.decode(tokens[self.context_from : self.shown_to])
-        text = tokenizer.decode(tokens[self.context_from :])
+        before = str(tokenizer.decode(tokens[self.context_from : self.shown_to]))
+        text = str(tokenizer.decode(tokens[self.context_from :]))
         if text.endswith("\ufffd") and not finished:
             return ""
         self.context_from, self.shown_to = self.shown_to, len(tokens)
@@ -97,8 +97,8 @@ class Request:
 
 
 class Rows:
-    """lens: tokens in the target's KV; pending: sampled, not yet in the KV; active rows advance, the
-    others are computed and ignored. All [B].
+    """lens: tokens in the target's KV; pending: sampled, not yet in the KV; active rows advance,
+    the others are computed and ignored. All [B].
     """
 
     def __init__(self, batch: int, stop_ids: Sequence[int], device: torch.device) -> None:
@@ -125,7 +125,9 @@ class Rows:
     def busy(self) -> list[int]:
         return [row for row, request in enumerate(self.requests) if request is not None]
 
-    def admit(self, rows_R: Tensor, lens_R: Tensor, pending_R: Tensor, requests: list[Request]) -> None:
+    def admit(
+        self, rows_R: Tensor, lens_R: Tensor, pending_R: Tensor, requests: list[Request]
+    ) -> None:
         """Give rows to requests whose prompts have just been prefilled and first tokens sampled."""
         self.lens_B[rows_R] = lens_R
         self.pending_B[rows_R] = pending_R
@@ -140,7 +142,7 @@ class Rows:
         return (tokens[..., None] == self.stop_ids_M).any(-1)
 
     def advance(self, emitted_BL: Tensor, n_accepted_B: Tensor) -> Tensor:
-        """Commit a round: cut it at a stop token and at the room left; n_new_B, 0 in inactive rows."""
+        """Commit a round, cut at a stop token and the room left; n_new_B, 0 in inactive rows."""
         step_L = torch.arange(1, emitted_BL.shape[1] + 1, device=emitted_BL.device)
         valid_BL = step_L <= (n_accepted_B + 1)[:, None]
         stops_BL = self.stops(emitted_BL) & valid_BL

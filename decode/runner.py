@@ -7,6 +7,8 @@ rows of one product, so keys and values are never repeated.
 Shapes: B rows, N tokens a row, S slots attended to, G query heads a key-value head, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,7 +29,8 @@ def slot_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    **kwargs: object,
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' sdpa, but where the mask is laid out for packed groups ([B, 1, G * N, S]) the
     query heads of a group [B, H * G, N, E] are packed to [B, H, G * N, E]: exact, and no repeats.
@@ -35,10 +38,11 @@ def slot_attention(
     batch, q_heads, length, width = query.shape
     groups = q_heads // key.shape[1]
     if attention_mask is None or groups == 1 or attention_mask.shape[2] != groups * length:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
     packed = query.reshape(batch, key.shape[1], groups * length, width)
-    scale = kwargs.get("scaling")
-    mixed = F.scaled_dot_product_attention(packed, key, value, attention_mask, scale=scale)
+    mixed = F.scaled_dot_product_attention(packed, key, value, attention_mask, scale=scaling)
     return mixed.view(batch, q_heads, length, -1).transpose(1, 2), None
 
 
@@ -49,8 +53,8 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 class Runner:
     """A model, its LM head cut to the tokenizer's size, and the calls that decoding makes.
 
-    Raises ValueError for models that can't be rolled back by slots (recurrent state, sliding windows)
-    or whose logits are more than head(hidden).
+    Raises ValueError for models that can't be rolled back by slots (recurrent state, sliding
+    windows) or whose logits are more than head(hidden).
     """
 
     def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
@@ -80,7 +84,8 @@ class Runner:
         )
 
     def prefill(self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor) -> Tensor:
-        """Write prompts (right-padded to N) into the slots of `rows_B`; the logits [B, V] after each.
+        """Write prompts (right-padded to N) into the slots of `rows_B`; the logits [B, V] after
+        each.
 
         What is written beyond a prompt's length is garbage in the sense of the pool.
         """
@@ -91,7 +96,12 @@ class Runner:
         return self.logits(hidden_BNH.gather(1, last_B11)[:, 0])
 
     def verify(
-        self, pool: KVPool, tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor, first_slot_B: Tensor
+        self,
+        pool: KVPool,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        mask: Tensor,
+        first_slot_B: Tensor,
     ) -> Tensor:
         """Hidden states [B, N, H] of new tokens at slots first_slot + 0..N-1 of rows 0..B-1.
 
@@ -128,7 +138,9 @@ class Runner:
         mask = mask.masked_fill_(~allowed_BNS[:, None, None], float("-inf"))
         return mask.expand(-1, 1, self.groups, -1, -1).reshape(batch, 1, -1, width)
 
-    def _body(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: SlotCache) -> Tensor:
+    def _body(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: SlotCache
+    ) -> Tensor:
         return self.body(
             input_ids=tokens,
             position_ids=positions,

@@ -1,9 +1,9 @@
 """Logits -> the distribution that is sampled from, and the noise that samples it.
 
 `transform` is the only place where temperature, top-k and top-p act; training and decoding, target
-and draft, all call it. Sampling is *coupled*: the noise is a pure function of (request seed, absolute
-position of the sampled token, token id), shared by target and draft, so the output depends on model,
-prompt and seed alone (specs: Daliri et al., arXiv 2408.07978; exponential race form).
+and draft, all call it. Sampling is *coupled*: the noise is a pure function of (request seed,
+absolute position of the sampled token, token id), shared by target and draft, so the output depends
+on model, prompt and seed alone (specs: Daliri et al., arXiv 2408.07978; exponential race form).
 
 Shapes: B rows, D positions, V vocabulary.
 """
@@ -111,13 +111,14 @@ def uniform(keys_BD: Tensor) -> Tensor:
 def choose(logits: Tensor, log_race: Tensor | None) -> Tensor:
     """Sampled token ids [...] from transformed logits [..., V]; without noise, the argmax.
 
-    argmin E / p = argmax (log p - log E), and the normaliser of p cancels. Ties go to the lowest id.
+    argmin E / p = argmax (log p - log E), and the normaliser of p cancels. Ties go to the lowest
+    id.
     """
     return logits.argmax(-1) if log_race is None else (logits - log_race).argmax(-1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64 tensors: a bijection whose every output bit depends on all."""
+    """splitmix64's finaliser on int64 tensors: a bijection, every output bit depends on all."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
     return x ^ ((x >> 31) & 0x1FFFFFFFF)

@@ -127,10 +127,10 @@ def _lane(row: Lane, y: float, scale: float) -> str:
         low, high = (8 + value * scale for value in row.interval)
         middle = y + LANE / 2
         end = max(end, high)
-        out.append(
-            f'<path class="whisker" d="M{low:.1f} {middle - 5}v10M{low:.1f} {middle}H{high:.1f}'
-            f'M{high:.1f} {middle - 5}v10"/>'
+        shape = (
+            f"M{low:.1f} {middle - 5}v10M{low:.1f} {middle}H{high:.1f}M{high:.1f} {middle - 5}v10"
         )
+        out.append(f'<path class="casing" d="{shape}"/><path class="whisker" d="{shape}"/>')
     out.append(_text(end + 8, y + LANE / 2 + 4, row.note, "value", "start"))
     return "".join(out)
 

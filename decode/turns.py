@@ -23,6 +23,7 @@ class Evaluation:
     target: str
     drafter: str
     prompts: str = "stdlib"  # a file (JSONL, text) or the embedded corpus
+    split: str = "heldout"  # "all" takes a file whole: one that nothing was trained on
     out: str = "runs/evaluate"
     K: int = 4  # drafted tokens a round
     rule: str = "coupled"
@@ -118,8 +119,8 @@ def take_turns(
 def prove(
     settings: Evaluation, pair: Loaded, prompts: Sequence[Prompt], tick: Callable[[], None]
 ) -> dict[str | None, Turns]:
-    """fp32 answers of plain decoding and, if identity is asked for, of every drafter; eight at a time,
-    since neither batch nor drafter may change an answer.
+    """fp32 answers of plain decoding and, if identity is asked for, of every drafter; eight at a
+    time, since neither batch nor drafter may change an answer.
     """
     arms: list[str | None] = [None, *(pair.drafters if settings.identity else ())]
     proofs: dict[str | None, Turns] = {}

@@ -1,7 +1,7 @@
 """Accept / reject rules as pure, batched tensor functions; each is lossless.
 
-A rule takes the proposed tree, the transformed target logits at every node and the round's noise, and
-says which path is kept and which token follows it. `coupled` (greedy is the same code, without
+A rule takes the proposed tree, the transformed target logits at every node and the round's noise,
+and says which path is kept and which token follows it. `coupled` (greedy is the same code, without
 noise) emits what the target itself samples with the shared noise: token equality with plain
 decoding. `block` is block verification (Sun et al., arXiv 2403.10444): lossless in distribution,
 accepts a little more on chains at temperature 1.
@@ -33,8 +33,8 @@ class Verdict(NamedTuple):
 @dataclass(frozen=True)
 class Noise:
     """A round's randomness. log_race_BLV: log E at each depth, None when greedy; accept_BD: one
-    uniform a drafted level, and log_residual_BV: the race for the token after a rejection (both only
-    for rules that aren't coupled).
+    uniform a drafted level, and log_residual_BV: the race for the token after a rejection (both
+    only for rules that aren't coupled).
     """
 
     log_race_BLV: Tensor | None = None
@@ -45,7 +45,8 @@ class Noise:
 def coupled(
     tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra_accept_BN: Tensor | None = None
 ) -> Verdict:
-    """Keep the longest path whose every token is what the target samples there with the shared noise.
+    """Keep the longest path whose every token is what the target samples there with the shared
+    noise.
 
     tree of any topology and law; p_logits_BNV transformed; extra_accept_BN marks nodes accepted
     whatever the target says (lossy).

@@ -6,7 +6,10 @@ import sys
 COMMANDS = {
     "evaluate": ("draftsmith.decode.__main__", "decode with a drafter: speed, acceptance, proof"),
     "data": ("draftsmith.train.show", "show one training example with its trained tokens coloured"),
-    "quickstart": ("draftsmith.train.quickstart", "train, distil and decode on this machine's text"),
+    "quickstart": (
+        "draftsmith.train.quickstart",
+        "train, distil and decode on this machine's text",
+    ),
 }
 
 

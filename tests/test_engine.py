@@ -1,22 +1,32 @@
-"""Losslessness: whatever drafts, however batched, the answer is the plain decoder's, token by token."""
+"""Losslessness: whatever drafts, however batched, the answer is the plain decoder's, token by
+token.
+"""
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from draftsmith.decode.drafters.base import Drafter, Round
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.reference import plain_decode
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.token_tree import DETERMINISTIC, Topology, TokenTree, chain
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, Topology, chain
 
-PROMPTS = ["def main(", "import os, sys\nfor x in", "a", "class Foo:\n    def __init__(self, name):\n"]
+PROMPTS = [
+    "def main(",
+    "import os, sys\nfor x in",
+    "a",
+    "class Foo:\n    def __init__(self, name):\n",
+]
 
 
 class Scripted:
-    """A drafter told what the true answers are: always right, always wrong, half right, or EOS spam."""
+    """A drafter told what the true answers are: always right, always wrong, half right, or EOS
+    spam.
+    """
 
     kind, parameter_bytes = "scripted", 0
 
@@ -119,7 +129,9 @@ def test_every_drafter_gives_the_plain_answer(
     batch: int,
 ) -> None:
     expected = truths(tiny_target, tiny_tokenizer, params)
-    answers = {tuple(tiny_tokenizer(t).input_ids): e for t, e in zip(PROMPTS, expected, strict=True)}
+    answers = {
+        tuple(tiny_tokenizer(t).input_ids): e for t, e in zip(PROMPTS, expected, strict=True)
+    }
     for name, drafter in drafters(tiny_draft, tiny_target, answers, len(tiny_tokenizer)).items():
         for K in (3,) if name.startswith("tree") else (1, 4):
             decoder = Decoder(tiny_target, tiny_tokenizer, drafter, K=K, batch_size=batch)
@@ -227,7 +239,9 @@ def test_kv_after_each_commit_equals_a_fresh_prefill(
     params: SamplingParams,
 ) -> None:
     expected = truths(tiny_target, tiny_tokenizer, params)
-    answers = {tuple(tiny_tokenizer(t).input_ids): e for t, e in zip(PROMPTS, expected, strict=True)}
+    answers = {
+        tuple(tiny_tokenizer(t).input_ids): e for t, e in zip(PROMPTS, expected, strict=True)
+    }
     for drafter in (
         Scripted("half", answers, len(tiny_tokenizer)),
         Bushy("half", answers, len(tiny_tokenizer)),

@@ -1,4 +1,4 @@
-"""Greedy decoding in fp32 equals transformers' own `generate`, on many prompts and model families."""
+"""Greedy decoding in fp32 equals transformers' `generate`, on many prompts and model families."""
 
 import random
 from collections.abc import Sequence
@@ -6,13 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.decode.drafters.lm import LMDrafter
-from draftsmith.decode.drafters.ngram import NgramDrafter
-from draftsmith.decode.engine import Decoder
-from draftsmith.decode.exactness import divergences
-from draftsmith.decode.rows import Completion
-from draftsmith.decode.sampling import SamplingParams
-from draftsmith.models.target import TargetSpec, load_target
 from transformers import (
     MambaConfig,
     MambaForCausalLM,
@@ -25,6 +18,14 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.ngram import NgramDrafter
+from draftsmith.decode.engine import Decoder
+from draftsmith.decode.exactness import divergences
+from draftsmith.decode.rows import Completion
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.target import TargetSpec, load_target
 
 SIZES = {
     "hidden_size": 32,
@@ -128,7 +129,7 @@ def test_other_families_equal_generate(
 
 
 def test_padded_logits_never_win(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    """A head wider than the tokenizer: rows beyond it are cut, even where they would be the argmax."""
+    """A head wider than the tokenizer: rows beyond it are cut, even where they would win."""
     vocab = len(tiny_tokenizer)
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(

@@ -4,6 +4,13 @@ import math
 
 import pytest
 import torch
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
 from draftsmith.decode.sampling import (
     SamplingParams,
     choose,
@@ -12,12 +19,6 @@ from draftsmith.decode.sampling import (
     request_seeds,
     transform,
     uniform,
-)
-from transformers import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 
@@ -88,8 +89,10 @@ def test_vocabulary_128k_has_the_right_law() -> None:
     ]
     counts_V = draw_many(logits_V, 3_000, seed=11)
     # Groups of tokens of equal total probability, by id modulo: the sampler knows nothing of them.
-    probs_G = torch.zeros(groups).double().index_add_(
-        0, torch.arange(vocab) % groups, logits_V.double().softmax(-1)
+    probs_G = (
+        torch.zeros(groups)
+        .double()
+        .index_add_(0, torch.arange(vocab) % groups, logits_V.double().softmax(-1))
     )
     counts_G = counts_V.view(-1, groups).sum(0)
     assert chi_square_p(counts_G, probs_G) > 1e-3

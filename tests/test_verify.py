@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from draftsmith.decode import verify
-from draftsmith.decode.token_tree import COUPLED, WITH_REPLACEMENT, Topology, TokenTree, chain
-from draftsmith.decode.verify import Noise, Verdict
 from torch import Tensor
+
+from draftsmith.decode import verify
+from draftsmith.decode.token_tree import COUPLED, WITH_REPLACEMENT, TokenTree, Topology, chain
+from draftsmith.decode.verify import Noise, Verdict
 
 V = 3
 CPU = torch.device("cpu")
@@ -42,8 +43,8 @@ def thresholds_of_block(p_rows: Tensor, q_rows: Tensor, tokens: list[int]) -> li
 
 
 def joint_of_rule(rule: verify.Rule, depth: int) -> Tensor:
-    """The exact joint law of the first depth + 1 tokens when `rule` verifies one chain drafted from Q
-    and the rest is completed from P. Walks every draft and every cell of the acceptance noise.
+    """The exact joint law of the first depth + 1 tokens when `rule` verifies one chain drafted from
+    Q and the rest is completed from P. Walks every draft and every cell of the acceptance noise.
     """
     joint = torch.zeros((V,) * (depth + 1), dtype=torch.float64)
     for drafted in itertools.product(range(V), repeat=depth):
@@ -52,7 +53,10 @@ def joint_of_rule(rule: verify.Rule, depth: int) -> Tensor:
         q_rows = torch.stack([Q(prefix) for prefix in prefixes])
         weight_of_draft = float(torch.stack([q_rows[i, t] for i, t in enumerate(drafted)]).prod())
         tree = TokenTree(
-            torch.tensor([[0, *drafted]]), chain(depth, CPU), WITH_REPLACEMENT, q_rows[None, :-1].log()
+            torch.tensor([[0, *drafted]]),
+            chain(depth, CPU),
+            WITH_REPLACEMENT,
+            q_rows[None, :-1].log(),
         )
         cells = [sorted({0.0, h, 1.0}) for h in thresholds_of_block(p_rows, q_rows, list(drafted))]
         for cell in itertools.product(*[list(itertools.pairwise(c)) for c in cells]):
@@ -66,7 +70,9 @@ def joint_of_rule(rule: verify.Rule, depth: int) -> Tensor:
     return joint
 
 
-def rule_verdict(rule: verify.Rule, tree: TokenTree, p_rows: Tensor, u: Tensor, win: int) -> Verdict:
+def rule_verdict(
+    rule: verify.Rule, tree: TokenTree, p_rows: Tensor, u: Tensor, win: int
+) -> Verdict:
     """The verdict when token `win` wins the residual's race if it has any mass at all."""
     race = torch.full((1, V), 600.0, dtype=torch.float64)
     race[0, win] = -600.0
@@ -129,11 +135,15 @@ def test_broken_block_fails() -> None:
 
 
 def test_coupled_emits_what_plain_decoding_emits() -> None:
-    """Injected noise, every draft: the emitted prefix is the target's own samples, token by token."""
+    """Injected noise, every draft: the emitted prefix is the target's own samples."""
     depth = 3
     for trial in range(40):
         generator = torch.Generator().manual_seed(trial)
-        race = torch.empty(1, depth + 1, V, dtype=torch.float64).exponential_(generator=generator).log()
+        race = (
+            torch.empty(1, depth + 1, V, dtype=torch.float64)
+            .exponential_(generator=generator)
+            .log()
+        )
         truth: tuple[int, ...] = ()
         for level in range(depth + 1):
             truth = (*truth, int((P(truth).log() - race[0, level]).argmax()))

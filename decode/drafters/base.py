@@ -39,16 +39,14 @@ class Drafter(Protocol):
     def reset(self, rows: int, slots: int) -> None:
         """Make room for `rows` rows of at most `slots` tokens; forget everything."""
 
-    def prefill(
-        self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor
-    ) -> None:
+    def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
         """Take in the prompts (right-padded) of the rows named, and their first sampled token."""
 
     def propose(self, request: Round) -> TokenTree:
         """A tree of at most `request.levels` levels whose root is the pending token."""
 
     def extend(self, tokens_BL: Tensor, n_new_B: Tensor) -> None:
-        """Take in the first n_new tokens of each row, which were just emitted; 0 changes nothing."""
+        """Take in the first n_new tokens of each row, just emitted; 0 changes nothing."""
 
     @property
     def parameter_bytes(self) -> int:

@@ -11,14 +11,15 @@ from draftsmith.decode.drafters.base import Round
 from draftsmith.decode.runner import Runner, round_up
 from draftsmith.decode.sampling import choose, transform
 from draftsmith.decode.token_tree import WITH_REPLACEMENT, TokenTree, chain
+from draftsmith.models.target import split_head
 
 
 class LMDrafter:
     """Chains from a small causal LM with a KV pool of its own.
 
-    tail_B2 holds each row's last two tokens, the second one pending. The first draft call feeds both:
-    that brings the KV up to date whatever was accepted (after a full acceptance the last drafted token
-    was never fed), so catching up costs no pass of its own.
+    tail_B2 holds each row's last two tokens, the second one pending. The first draft call feeds
+    both: that brings the KV up to date whatever was accepted (after a full acceptance the last
+    drafted token was never fed), so catching up costs no pass of its own.
     """
 
     kind = "lm"
@@ -34,9 +35,7 @@ class LMDrafter:
         self.pool = self.runner.pool(rows, slots)
         self.tail_B2 = torch.zeros(rows, 2, dtype=torch.int64, device=device)
 
-    def prefill(
-        self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor
-    ) -> None:
+    def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
         self.runner.prefill(self.pool, rows_R, tokens_RN, lens_R)
         last_R = tokens_RN.gather(1, lens_R[:, None] - 1)[:, 0]
         self.tail_B2[rows_R] = torch.stack([last_R, pending_R], 1)
@@ -82,10 +81,10 @@ class LMDrafter:
 
 
 def weights_read(model: PreTrainedModel) -> int:
-    """Bytes of weights a one-token forward reads. An embedding row is negligible; a tied table counts
-    once, as the LM head.
+    """Bytes of weights a one-token forward reads. An embedding row is negligible; a tied table
+    counts once, as the LM head.
     """
-    embedding = model.get_input_embeddings().weight
-    head = model.get_output_embeddings().weight
+    embedding, head = model.get_input_embeddings().weight, split_head(model)[1]
+    assert isinstance(embedding, Tensor)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     return total if head is embedding else total - embedding.numel() * embedding.element_size()

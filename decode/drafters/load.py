@@ -18,8 +18,9 @@ def load_drafter(
     *,
     allow_target_mismatch: bool = False,
 ) -> Drafter | None:
-    """None for None or "none"; prompt lookup for "ngram"; else the folder's drafter, on the target's
-    device and in its dtype. Raises what `open_drafter` raises for a folder that doesn't fit.
+    """None for None or "none"; prompt lookup for "ngram"; else the folder's drafter, on the
+    target's device and in its dtype. Raises what `open_drafter` raises for a folder that doesn't
+    fit.
     """
     if name is None or name == "none":
         return None
@@ -37,7 +38,8 @@ def load_drafter(
 def _lm(
     folder: DrafterFolder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Drafter:
-    model = folder.model().to(device=target.device, dtype=target.dtype).eval()
+    model = folder.model().eval()
+    model.to(device=target.device, dtype=target.dtype)
     check_split(model)
     return LMDrafter(model, vocab_size(tokenizer))
 

@@ -13,7 +13,8 @@ from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, chain
 
 
 class NgramDrafter:
-    """Matches the longest ending of at most `longest` tokens; among equal lengths, the latest match.
+    """Matches the longest ending of at most `longest` tokens; among equal lengths, the latest
+    match.
 
     A row without a match proposes nothing; when no row of the batch has one, the round is plain
     decoding. That is decided on the host, one flag a round.
@@ -35,9 +36,7 @@ class NgramDrafter:
         self.text_BS = torch.full((rows, slots), -1, dtype=torch.int64, device=self.device)
         self.lens_B = torch.zeros(rows, dtype=torch.int64, device=self.device)
 
-    def prefill(
-        self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor
-    ) -> None:
+    def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
         self.text_BS[rows_R] = -1
         inside_RN = torch.arange(tokens_RN.shape[1], device=self.device) < lens_R[:, None]
         self.text_BS[rows_R, : tokens_RN.shape[1]] = torch.where(inside_RN, tokens_RN, -1)
@@ -53,7 +52,9 @@ class NgramDrafter:
         at_BD = follow_B[:, None] + step_D
         # Past the end of the text the match is continued periodically from its own start.
         period_B1 = (self.lens_B - follow_B).clamp(min=1)[:, None]
-        at_BD = torch.where(at_BD < self.lens_B[:, None], at_BD, follow_B[:, None] + step_D % period_B1)
+        at_BD = torch.where(
+            at_BD < self.lens_B[:, None], at_BD, follow_B[:, None] + step_D % period_B1
+        )
         drafted_BD = text_BS.gather(1, at_BD.clamp(0, text_BS.shape[1] - 1)).clamp(min=0)
         tokens_BN = torch.cat([request.pending_B[:, None], drafted_BD], 1)
         return TokenTree(tokens_BN, chain(levels, self.device), DETERMINISTIC)

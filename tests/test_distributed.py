@@ -1,0 +1,99 @@
+"""Two processes on one CPU: DDP and DeepSpeed ZeRO-2 give what one process gives."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHERS = ROOT / "recipes" / "accelerate"
+# SGD: the scale of a gradient shows, which Adam would hide.
+PLAIN = {"optimizer": "sgd", "momentum": 0.0, "schedule": "constant", "clip_norm": 2.7}
+
+
+def launch(flags: list[str], folder: Path, **changes: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
+    command += [str(ROOT / "tests" / "distributed_job.py"), str(folder), json.dumps(changes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """8 sequences a step in one batch."""
+    folder = tmp_path_factory.mktemp("one")
+    run = launch(["--config_file", str(LAUNCHERS / "cpu.yaml")], folder, batch_size=8, **PLAIN)
+    assert run.returncode == 0, run.stderr
+    assert (folder / "kind.txt").read_text() == "NO"
+    return folder
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Loss, gradient norm (clipped in some steps, not in others) and weights."""
+    norms = [record["grad_norm"] for record in records(one)[1:]]
+    assert min(norms) < PLAIN["clip_norm"] < max(norms)
+    for a, b in zip(records(one)[1:], records(other)[1:], strict=True):
+        assert (a["step"], a["tokens"]) == (b["step"], b["tokens"])
+        for name in ("loss", "alpha", "grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=1e-5), (name, a, b)
+    weights = torch.load(other / "weights.pt")
+    for name, weight in torch.load(one / "weights.pt").items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-6)
+
+
+def test_ddp(tmp_path: Path, one_process: Path) -> None:
+    """2 processes of 2 micro-batches of 2 sequences, with unequal masks."""
+    flags = ["--config_file", str(LAUNCHERS / "cpu_ddp2.yaml")]
+    run = launch(flags, tmp_path, batch_size=2, accumulation=2, processes=2, **PLAIN)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "kind.txt").read_text() == "MULTI_CPU"
+    assert_same_run(one_process, tmp_path)
+
+
+def test_zero2_trains_saves_and_resumes(tmp_path: Path, one_process: Path) -> None:
+    pytest.importorskip("deepspeed", reason="needs pip install 'draftsmith[distributed]'")
+    flags = ["--config_file", str(LAUNCHERS / "zero2.yaml")]
+    changes = {"batch_size": 2, "accumulation": 2, "save_every": 3, **PLAIN}
+    cut = launch(flags, tmp_path, cut_at=4, **changes)
+    assert cut.returncode != 0
+    assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-000003"]
+    run = launch(flags, tmp_path, **changes)
+    assert run.returncode == 0, run.stderr
+    assert "resumed after step 3" in run.stdout
+    assert (tmp_path / "kind.txt").read_text() == "DEEPSPEED"
+    assert_same_run(one_process, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "message"),
+    [
+        # The launcher starts one process here and says nothing.
+        (["--cpu", "--num_processes", "2"], {}, "asked for several processes but started one"),
+        (["--use_deepspeed"], {"ACCELERATE_USE_CPU": "true"}, "becomes plain DDP"),
+        (["--use_fsdp"], {}, "got FSDP"),
+    ],
+)
+def test_launches_that_fail_in_silence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    variables: dict[str, str],
+    message: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    base = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    if "--cpu" not in flags:
+        base += ["--num_processes", "2", "--main_process_port", "0"]
+    run = launch([*flags, *base], tmp_path)
+    assert run.returncode != 0
+    assert message in run.stderr, run.stderr
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -1,0 +1,213 @@
+"""Answers on disk: shards of JSON lines that survive a kill, and the manifest that guards them.
+
+A folder holds `prepare.json` (the recipe's identity and the number of requests) and one
+`answers-<rank>-of-<world>.jsonl` a rank. A line is written when its answer is finished; a torn last
+line is dropped. Finished requests are found across all shards, so a run may continue with another
+number of processes.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from draftsmith.train.data import Examples
+
+Answer = dict[str, Any]
+MANIFEST = "prepare.json"
+SCHEMA = 1
+
+
+def is_prepared(folder: str | Path) -> bool:
+    """Whether train/prepare.py wrote this folder."""
+    return (Path(folder) / MANIFEST).is_file()
+
+
+def claim(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> None:
+    """Make `folder` this run's, or check that it already is. One rank comes first, alone.
+
+    Args:
+        identity: what decides the answers, `requests` (their number) among it; compared key by key
+            with what the folder was begun with.
+        about: what else is worth knowing (versions, arguments); not compared.
+
+    Raises:
+        ValueError: the folder belongs to another recipe, or holds something else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / MANIFEST
+    identity = json.loads(json.dumps(identity))
+    if path.exists():
+        found = _read_identity(folder)
+        differ = [k for k in identity | found if identity.get(k) != found.get(k)]
+        if differ:
+            key = differ[0]
+            raise ValueError(
+                f"{folder} was begun with another recipe: {', '.join(differ)} differ ({key} is "
+                f"{found.get(key)!r} there and {identity.get(key)!r} here); choose another out=, "
+                "or remove the folder"
+            )
+    elif shards(folder):
+        raise ValueError(f"{folder} holds answers without {MANIFEST}; choose another out=")
+    else:
+        manifest = {"schema": SCHEMA, "identity": identity, "about": about}
+        temporary = path.with_suffix(f".tmp{os.getpid()}")
+        temporary.write_text(json.dumps(manifest, indent=1) + "\n")
+        temporary.replace(path)
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("answers-*-of-*.jsonl"))
+
+
+def read_answers(folder: Path) -> Iterator[Answer]:
+    """The finished answers of all shards. Raises ValueError on a spoiled line (file and number)."""
+    for path in shards(folder):
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break  # torn by a kill, or being written this moment
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{path}:{number}: not JSON ({error}); remove the line to have it redone"
+                    ) from error
+
+
+def summary(folder: Path, requests: int) -> str:
+    """What a folder holds, in words; for answers tokenised again, how many can't be exact."""
+    count, tokens = 0, 0
+    seen: Counter[str] = Counter()
+    for answer in read_answers(folder):
+        count += 1
+        tokens += len(answer["token_ids"])
+        for key in ("mismatch", "prompt_mismatch"):
+            if answer.get(key) is not None:
+                seen[f"{key} judged"] += 1
+                seen[key] += answer[key]
+        seen["stop"] += answer["finish_reason"] == "stop"
+    lines = [
+        f"{folder}: {count:,} of {requests:,} answers, {tokens:,} tokens, "
+        f"{seen['stop'] / max(count, 1):.1%} ended by the target itself"
+    ]
+    if judged := seen["mismatch judged"]:
+        lines.append(
+            f"  tokenised again from text: {seen['mismatch'] / judged:.2%} of {judged:,} have "
+            "another token count than the server wrote (a lower bound of those that differ)"
+        )
+    if seen["prompt_mismatch"]:
+        share = seen["prompt_mismatch"] / seen["prompt_mismatch judged"]
+        lines.append(
+            f"  warning: for {share:.2%} the server read another number of prompt tokens than we "
+            "count; does it use another chat template or tokenizer?"
+        )
+    return "\n".join(lines)
+
+
+def watched(answers: Iterable[Answer], total: int, console: Console) -> Iterator[Answer]:
+    """The answers, with a progress bar that tells tokens a second."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    bar = Progress(*columns, TimeRemainingColumn(), console=console)
+    started, tokens = time.monotonic(), 0
+    with bar:
+        task = bar.add_task("", total=total)
+        for answer in answers:
+            tokens += len(answer["token_ids"])
+            rate = tokens / (time.monotonic() - started)
+            bar.update(task, advance=1, description=f"{rate:,.0f} tokens/s")
+            yield answer
+
+
+class Shard:
+    """The file that one rank appends its answers to.
+
+    Raises:
+        ValueError: another process is writing it (two runs that don't know of each other).
+    """
+
+    def __init__(self, folder: Path, rank: int, world: int) -> None:
+        self.path = folder / f"answers-{rank:05d}-of-{world:05d}.jsonl"
+        self._file = self.path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ValueError(
+                f"{self.path} is being written by another process; expected one run a folder, and "
+                "with several processes a launch that connects them (accelerate launch)"
+            ) from error
+        self._drop_torn_line()
+
+    def append(self, answer: Answer) -> None:
+        """Write one finished answer through to the operating system."""
+        self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+
+    def __enter__(self) -> "Shard":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def _drop_torn_line(self) -> None:
+        self._file.seek(0)
+        whole = 0
+        for line in self._file:
+            if line.endswith(b"\n"):
+                whole += len(line)
+        self._file.truncate(whole)
+
+
+def load_prepared(folder: str | Path) -> Examples:
+    """The answers of a finished run in the order of the requests; the prompts are not trained.
+
+    The end token is part of an answer that the target itself ended, and of no other.
+
+    Raises:
+        ValueError: no such folder, an unfinished run, or a spoiled line.
+    """
+    folder = Path(folder)
+    if not is_prepared(folder):
+        raise ValueError(
+            f"{folder}: got no {MANIFEST}, expected a folder that train/prepare.py wrote"
+        )
+    requests = _read_identity(folder)["requests"]
+    answers = {answer["index"]: answer for answer in read_answers(folder)}
+    if len(answers) < requests:
+        raise ValueError(
+            f"{folder}: got {len(answers)} of {requests} answers; run the same train/prepare.py "
+            "command again to finish it"
+        )
+    pairs = []
+    for index in sorted(answers):
+        prompt, tokens = answers[index]["prompt_ids"], answers[index]["token_ids"]
+        pairs.append((prompt + tokens, [False] * len(prompt) + [True] * len(tokens)))
+    return Examples.collect(pairs)
+
+
+def _read_identity(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        schema, identity = manifest["schema"], dict(manifest["identity"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: not a manifest of train/prepare.py ({error!r}); choose another out="
+        ) from error
+    if schema != SCHEMA:
+        raise ValueError(f"{path}: got schema {schema!r}, expected {SCHEMA}; choose another out=")
+    return identity

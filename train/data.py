@@ -1,0 +1,280 @@
+"""Tokenised examples, and the batches of a step.
+
+`Batches` is a pure function of (step, micro-batch, rank): a resumed run needs no saved iterator.
+
+Shapes: B rows, T positions.
+"""
+
+import hashlib
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+class Examples:
+    """Tokenised examples, flat: cheap to hash, to save and to map into memory.
+
+    Args:
+        ids: [total] int32, all examples one after the other.
+        trained: [total] bool, this token is something the draft must learn to write.
+        starts: [n+1] int64, where each example begins; the last entry is the total.
+    """
+
+    def __init__(self, ids: Tensor, trained: Tensor, starts: Tensor) -> None:
+        assert ids.shape == trained.shape == (int(starts[-1]),), (ids.shape, trained.shape, starts)
+        self.ids = ids
+        self.trained = trained
+        self.starts = starts
+
+    @classmethod
+    def collect(cls, pairs: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> "Examples":
+        """From (ids, trained) of each example. Raises ValueError when there are none."""
+        ids: list[np.ndarray] = []
+        trained: list[np.ndarray] = []
+        for example_ids, example_trained in pairs:
+            assert len(example_ids) == len(example_trained), (len(example_ids), example_trained)
+            ids.append(np.asarray(example_ids, dtype=np.int32))
+            trained.append(np.asarray(example_trained, dtype=np.bool_))
+        if not ids:
+            raise ValueError("got no examples, expected at least one; is the data's split empty?")
+        starts = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+        return cls(
+            torch.from_numpy(np.concatenate(ids)),
+            torch.from_numpy(np.concatenate(trained)),
+            torch.from_numpy(starts),
+        )
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def example(self, i: int) -> tuple[Tensor, Tensor]:
+        """(ids [T] int64, trained [T] bool) of example i."""
+        assert 0 <= i < len(self), (i, len(self))
+        begin, end = int(self.starts[i]), int(self.starts[i + 1])
+        return self.ids[begin:end].long(), self.trained[begin:end]
+
+    def prompt(self, i: int) -> list[int]:
+        """The ids before the first trained token of example i: what a generation starts from."""
+        ids, trained = self.example(i)
+        first = int(trained.int().argmax()) if trained.any() else len(ids)
+        return ids[:first].tolist()
+
+    def fingerprint(self) -> str:
+        """sha256 over all three tensors."""
+        digest = hashlib.sha256()
+        for tensor in (self.ids, self.trained, self.starts):
+            digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+            digest.update(tensor.contiguous().numpy().data)
+        return digest.hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """One safetensors file."""
+        tensors = {"ids": self.ids, "trained": self.trained, "starts": self.starts}
+        save_file({name: t.contiguous() for name, t in tensors.items()}, str(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Examples":
+        """Raises ValueError on a file that is missing, truncated or something else."""
+        try:
+            tensors = load_file(str(path))
+            return cls(tensors["ids"], tensors["trained"], tensors["starts"])
+        except (OSError, SafetensorError, KeyError) as error:
+            raise ValueError(
+                f"{path}: not a file of saved examples ({error!r}); expected tensors ids, trained, "
+                "starts; tokenise the data again"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What `cut_long` leaves: piece j is tokens `spans[j]`, and comes from example `origin[j]`."""
+
+    spans: np.ndarray  # [pieces, 2] int64, begin and end among all tokens
+    origin: np.ndarray  # [pieces] int64
+    split: int  # documents cut into chunks
+    truncated: int  # examples with a prompt whose end was lost
+    dropped: int  # examples or chunks in which no trained token can be predicted
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.spans):,} examples ({self.split:,} long documents in chunks, "
+            f"{self.truncated:,} truncated, {self.dropped:,} without a trained token dropped)"
+        )
+
+
+def cut_long(examples: Examples, max_length: int) -> Cut:
+    """Pieces of at most `max_length` tokens. Nothing is copied.
+
+    A document (every token trained) becomes chunks, each a document of its own; anything with a
+    prompt is truncated, since its end without its beginning would be another example.
+
+    Raises:
+        ValueError: nothing is left to train.
+    """
+    if max_length < 2:
+        raise ValueError(f"max_length: got {max_length}, expected at least 2")
+    spans: list[tuple[int, int]] = []
+    origin: list[int] = []
+    split = truncated = dropped = 0
+    trained = examples.trained.numpy()
+    starts = examples.starts.tolist()
+    for i, (begin, end) in enumerate(pairwise(starts)):
+        is_long = end - begin > max_length
+        is_document = is_long and bool(trained[begin:end].all())
+        split += is_document
+        truncated += is_long and not is_document
+        for first in range(begin, end if is_document else begin + 1, max_length):
+            last = min(first + max_length, end)
+            if trained[first + 1 : last].any():
+                spans.append((first, last))
+                origin.append(i)
+            else:
+                dropped += 1
+    if not spans:
+        raise ValueError(
+            f"none of {len(examples)} examples has a trained token within max_length={max_length}; "
+            "raise max_length, or look at one with `python -m draftsmith data show`"
+        )
+    return Cut(np.array(spans), np.array(origin), split, truncated, dropped)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch.
+
+    `attention_mask` needs sdpa: transformers' eager attention adds a bool mask as numbers.
+    """
+
+    input_ids: Tensor  # [B, T] int64, right-padded
+    position_ids: Tensor  # [B, T] int64, from 0 in each document; padding counts on
+    loss_mask: Tensor  # [B, T] bool: token t+1 is trained and of the same document as token t
+    attention_mask: Tensor | None  # [B, 1, T, T] bool, True = may attend; None: plain causal
+    rows: tuple[int, ...]  # the examples in it, by their index before cutting
+
+    def to(self, device: torch.device | str) -> "Batch":
+        mask = self.attention_mask
+        return Batch(
+            self.input_ids.to(device),
+            self.position_ids.to(device),
+            self.loss_mask.to(device),
+            None if mask is None else mask.to(device),
+            self.rows,
+        )
+
+
+class Batches:
+    """Which examples train at which step: a pure function of (step, micro, rank).
+
+    The sequences (examples, or packed bins of them) of an epoch are one permutation, seeded by
+    (seed, epoch); each step takes the next batch_size * world * accumulation of them, and the next
+    epoch follows without a gap. How that number is divided changes no step.
+
+    Args:
+        packing: fill sequences of exactly `max_length` with several documents, which don't see each
+            other. Otherwise one example a row, padded to the longest of the batch.
+        pad_id: any id; padding is never trained nor attended by what is.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        *,
+        batch_size: int,
+        max_length: int,
+        seed: int,
+        packing: bool,
+        pad_id: int,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size: got {batch_size}, expected at least 1")
+        self.examples = examples
+        self.cut = cut_long(examples, max_length)
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.seed = seed
+        self.pad_id = pad_id
+        self.packing = packing
+        lengths = np.diff(self.cut.spans)[:, 0].tolist()
+        self._bins = pack(lengths, max_length) if packing else [[j] for j in range(len(lengths))]
+        self._orders: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        """Sequences an epoch."""
+        return len(self._bins)
+
+    def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
+        """The micro-batch `micro` of `step` on `rank`. Costs the batch alone, at any step."""
+        assert 0 <= micro < accumulation, (micro, accumulation)
+        assert 0 <= rank < world, (rank, world)
+        first = ((step * accumulation + micro) * world + rank) * self.batch_size
+        return self._form([self._sequence(first + i) for i in range(self.batch_size)])
+
+    def _sequence(self, k: int) -> list[int]:
+        epoch, place = divmod(k, len(self._bins))
+        if epoch not in self._orders:
+            # A step touches two epochs at most, unless the data is smaller than one step.
+            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1}
+            self._orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(
+                len(self._bins)
+            )
+        return self._bins[self._orders[epoch][place]]
+
+    def _form(self, bins: list[list[int]]) -> Batch:
+        spans = [[slice(*self.cut.spans[j]) for j in bin_] for bin_ in bins]
+        lengths = [sum(span.stop - span.start for span in row) for row in spans]
+        shape = (len(bins), self.max_length if self.packing else max(lengths))
+        input_ids = torch.full(shape, self.pad_id)
+        trained = torch.zeros(shape, dtype=torch.bool)
+        position_ids = torch.zeros(shape, dtype=torch.int64)
+        document = torch.full(shape, -1)
+        for row, row_spans in enumerate(spans):
+            place = 0
+            for number, span in enumerate(row_spans):
+                here = slice(place, place + span.stop - span.start)
+                input_ids[row, here] = self.examples.ids[span].long()
+                trained[row, here] = self.examples.trained[span]
+                document[row, here] = number
+                position_ids[row, place:] = torch.arange(shape[1] - place)
+                place = here.stop
+        loss_mask = torch.zeros(shape, dtype=torch.bool)
+        loss_mask[:, :-1] = trained[:, 1:] & (document[:, 1:] == document[:, :-1])
+        mask = None
+        if max(map(len, bins)) > 1:
+            # Padding is a document too: a row that may attend nothing would be NaN.
+            mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]
+        rows = tuple(dict.fromkeys(int(self.cut.origin[j]) for bin_ in bins for j in bin_))
+        return Batch(input_ids, position_ids, loss_mask, mask, rows)
+
+
+def pack(lengths: list[int], max_length: int) -> list[list[int]]:
+    """Bins of indices whose lengths sum to at most `max_length`: best fit, longest first."""
+    bins: list[list[int]] = []
+    open_bins: defaultdict[int, list[int]] = defaultdict(list)  # free space -> bins
+    spaces: list[int] = []  # the keys of open_bins, ascending
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        assert 0 < lengths[i] <= max_length, (lengths[i], max_length)
+        place = bisect_left(spaces, lengths[i])
+        if place < len(spaces):
+            free = spaces[place]
+            chosen = open_bins[free].pop()
+            if not open_bins[free]:
+                del open_bins[free], spaces[place]
+        else:
+            free, chosen = max_length, len(bins)
+            bins.append([])
+        bins[chosen].append(i)
+        left = free - lengths[i]
+        if left:
+            if left not in open_bins:
+                insort(spaces, left)
+            open_bins[left].append(chosen)
+    return bins

@@ -1,0 +1,130 @@
+"""Distillation of a draft LM from its target (DistillSpec, arXiv 2310.08461; GKD, 2306.13649).
+
+    accelerate launch train/distill.py recipe=quickstart/distill lr=1e-4
+    accelerate launch --config_file recipes/accelerate/cpu.yaml train/distill.py recipe=...   (CPU)
+
+    loss = sum_t D(p_t, q_t) / number of tokens,   p_t = target(x_<t), q_t = draft(x_<t)
+
+D is fkl, rkl, jsd, tv, tvpp, nla or lk (train/losses.py); both sides go through the one transform
+(vocabulary cut, temperature, top-k, top-p). The text x is what `data` names: ground truth, or the
+target's own answers (a folder of train/prepare.py); at a share `on_policy` (lambda) of the steps
+the draft writes the answers itself. No gradient goes through its sampling.
+
+Where this differs from DistillSpec:
+1. The mean is over all trained tokens of the step, not within each sequence first.
+2. One draw of lambda a step decides for all processes; it is a function of (seed, step).
+3. The draft writes at `sample_temperature`, 1 by default; p and q are compared at `temperature`,
+   that of the draft's later use. The paper compares at 1.
+4. JSD's beta is strictly between 0 and 1; its limits have names of their own, fkl and rkl.
+5. The weights with the best held-out acceptance are kept, not the last ones.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.target import TargetSpec, load_target
+from draftsmith.train import recipe
+from draftsmith.train.draft import TINY, DraftSource, open_draft
+from draftsmith.train.heldout import HeldOut, prompts_for_development
+from draftsmith.train.launch import start
+from draftsmith.train.log import run_entry
+from draftsmith.train.loop import StepBatches, fit
+from draftsmith.train.objectives import Distillation
+from draftsmith.train.result import made_by, save_draft
+from draftsmith.train.settings import Settings
+from draftsmith.train.sources import load_examples
+from draftsmith.train.state import Run
+from draftsmith.train.text import OnPolicy, OnPolicyText, Snapshot, make_batches
+
+
+@dataclass(kw_only=True)
+class DistillConfig(Settings, DraftSource, OnPolicyText):
+    """What a recipe of this entry can say."""
+
+    entry: str = "distill"
+    target: TargetSpec
+    loss: str = "fkl"
+    beta: float = 0.5  # of jsd
+    temperature: float = 1.0  # of the comparison, and of the held-out measures
+    top_k: int = 0
+    top_p: float = 1.0
+    heldout_data: str = ""  # empty: the held-out side of data
+    heldout_prompts: int = 32
+    K: int = 4  # drafted tokens a round: for tau, and the result's default
+    best_metric: str = "alpha"
+    best_mode: str = "max"
+
+
+def main(argv: list[str]) -> None:
+    # ---- the recipe, this process, the run folder --------------------------------------------
+    config = recipe.load(DistillConfig, argv)
+    config = shrunk(config) if config.target.shrink else config
+    accelerator = start(config)
+    run = Run(config.out, recipe.show(config), main=accelerator.is_main_process)
+    result = run.folder / "drafter"
+    if run.finished():
+        accelerator.print(f"{result} is finished: nothing to do")
+        return
+    accelerator.print(recipe.show(config))
+
+    # ---- the frozen target, the draft --------------------------------------------------------
+    dtype = "bfloat16" if config.precision == "bf16" else "float32"
+    if config.target.dtype == "auto":
+        config.target = replace(config.target, dtype=dtype)
+    target, tokenizer = load_target(config.target, accelerator.device)
+    draft = open_draft(config, target, tokenizer, config.seed)
+
+    # ---- objective ---------------------------------------------------------------------------
+    warp = SamplingParams(config.temperature, config.top_k, config.top_p, config.max_new_tokens)
+    objective = Distillation(
+        draft, target, tokenizer, loss=config.loss, beta=config.beta, warp=warp
+    ).to(accelerator.device)
+    snapshot = Snapshot(draft, getattr(torch, dtype))
+    if config.gradient_checkpointing:
+        draft.gradient_checkpointing_enable({"use_reentrant": False})
+
+    # ---- text to compare them on, as it is or with answers of the draft ----------------------
+    examples = load_examples(config.data, tokenizer, "train")
+    order: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed}
+    batches: StepBatches = make_batches(config, examples, tokenizer, **order)
+    if config.on_policy:
+        rows = make_batches(config, examples, tokenizer, packing=False, **order)
+        batches = OnPolicy(config, rows, snapshot, tokenizer)
+
+    # ---- held-out prompts, and what the target writes to them --------------------------------
+    source, count = config.heldout_data or config.data, config.heldout_prompts
+    prompts = prompts_for_development(source, tokenizer, count=count, length=config.prompt_tokens)
+    heldout = HeldOut(accelerator, target, tokenizer, prompts, warp, batch_size=config.batch_size)
+    with accelerator.main_process_first():
+        heldout.write_answers(run.folder / "heldout.safetensors")
+
+    def evaluate() -> dict[str, float]:
+        tau = heldout.tau(snapshot.take(), config.K)
+        return heldout.means(objective.measure) | {"tau": tau}
+
+    # ---- fit, and keep what accepted most ----------------------------------------------------
+    ended = fit(accelerator, objective, batches, config, run, evaluate)
+    run.load_best(objective)
+
+    # ---- save --------------------------------------------------------------------------------
+    if accelerator.is_main_process:
+        objective.to("cpu", getattr(torch, config.save_dtype))
+        made = made_by(argv, config.seed, examples, ended, acceptance=ended.best)
+        path = config.target.path
+        save_draft(result, draft, target, tokenizer, target_path=path, made=made, K=config.K)
+        run.finish({"result": str(result), **ended._asdict()})
+        print(f"saved {result}")
+
+
+def shrunk(config: DistillConfig) -> DistillConfig:
+    """Two steps of a tiny draft and a tiny random target: shows that a recipe composes and runs."""
+    short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "max_length": 48}
+    few: dict[str, Any] = {"prompt_tokens": 8, "max_new_tokens": 8, "heldout_prompts": 2}
+    return replace(config, draft="", **TINY, **short, **few)
+
+
+if __name__ == "__main__":
+    run_entry(main)

@@ -1,0 +1,127 @@
+"""Measuring on held-out text while a draft trains."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.engine import Decoder
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.splits import load_rows, part_of
+from draftsmith.models.tokenizer import vocab_size
+from draftsmith.train.answers import is_prepared
+from draftsmith.train.asks import from_rows
+from draftsmith.train.data import Batch, Batches, Examples
+from draftsmith.train.loop import StepOutput
+
+Score = Callable[[Batch], StepOutput]
+
+
+def mean_output(
+    accelerator: Accelerator, score: Score, batches: Batches, sequences: int
+) -> dict[str, float]:
+    """Loss and metrics a trained token, over the first `sequences`, always the same ones.
+
+    Rounded up to whole batches of all processes, so that some sequences may count twice.
+    """
+    rank, world = accelerator.process_index, accelerator.num_processes
+    sums = []
+    for step in range(-(-sequences // (batches.batch_size * world))):
+        batch = batches.batch(step, 0, rank, accumulation=1, world=world)
+        with torch.no_grad(), accelerator.autocast():
+            output = score(batch.to(accelerator.device))
+        sums.append(torch.stack([output.tokens, output.loss, *output.metrics.values()]).double())
+    tokens, *totals = accelerator.reduce(torch.stack(sums).sum(0)).tolist()
+    names = ["loss", *output.metrics]
+    return {name: total / tokens for name, total in zip(names, totals, strict=True)}
+
+
+def prompts_for_development(
+    data: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int
+) -> list[list[int]]:
+    """At most `count` prompts, of the held-out part to tune on: the other is for final figures.
+
+    length: in tokens, of a prompt that is the window of a document.
+
+    Raises:
+        ValueError: prepared answers, which have no held-out side; no rows; too few windows.
+    """
+    if is_prepared(data):
+        raise ValueError(
+            f"{data} holds answers to training prompts only: say heldout_data=<what the prompts "
+            "came from>"
+        )
+    rows = part_of(load_rows(data, "heldout"), "tune")
+    asks = from_rows(rows, tokenizer, limit=count, window=length, samples=1, seed=0)
+    return [ask.ids for ask in asks]
+
+
+class HeldOut:
+    """Prompts that nobody trains on, and the target's own answers to them.
+
+    Args:
+        params: how the target answers, and how tau is decoded.
+        batch_size: rows of the teacher-forced passes.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        batch_size: int,
+    ) -> None:
+        self.accelerator = accelerator
+        self.target = target
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.params = params
+        self.batch_size = batch_size
+
+    def write_answers(self, cache: Path) -> None:
+        """Have the target answer, or read its answers from `cache`. Before `means`."""
+        if not cache.exists():
+            decoder = Decoder(self.target, self.tokenizer, batch_size=DECODER_ROWS)
+            answers = [made.tokens for made in decoder.generate(self.prompts, self.params)]
+            pairs = zip(self.prompts, answers, strict=True)
+            examples = Examples.collect(
+                (prompt + answer, [False] * len(prompt) + [True] * len(answer))
+                for prompt, answer in pairs
+            )
+            half = cache.with_name(f".{cache.name}.half")
+            examples.save(half)
+            half.replace(cache)
+        examples = Examples.load(cache)
+        self.answers = Batches(
+            examples,
+            batch_size=self.batch_size,
+            max_length=int(examples.starts.diff().max()),
+            seed=0,
+            packing=False,
+            pad_id=self.tokenizer.pad_token_id or 0,
+        )
+
+    def means(self, score: Score) -> dict[str, float]:
+        """Means over contexts that the target wrote: alpha's definition asks for just these."""
+        return mean_output(self.accelerator, score, self.answers, len(self.answers))
+
+    def tau(self, draft: PreTrainedModel, K: int) -> float:
+        """Block efficiency: tokens emitted a target call. The processes share the prompts."""
+        accelerator = self.accelerator
+        mine = range(accelerator.process_index, len(self.prompts), accelerator.num_processes)
+        drafter = LMDrafter(draft, vocab_size(self.tokenizer))
+        decoder = Decoder(self.target, self.tokenizer, drafter, K=K, batch_size=DECODER_ROWS)
+        made = decoder.generate([self.prompts[i] for i in mine], self.params, list(mine))
+        counts = [sum(m.counters.emitted for m in made), sum(m.counters.rounds for m in made)]
+        total = accelerator.reduce(torch.tensor(counts, device=accelerator.device))
+        emitted, rounds = total.tolist()
+        return emitted / max(1, rounds)
+
+
+DECODER_ROWS = 16

@@ -1,0 +1,287 @@
+"""The training loop: with launch.py and checkpoint.py the only code that knows accelerate.
+
+One optimizer step takes `accumulation` micro-batches on each process. Its loss is
+
+    sum of the loss over all trained tokens of the step / number of these tokens
+
+however the tokens are split over micro-batches and processes. DDP averages gradients over the
+processes, DeepSpeed over processes and micro-batches: the loss that goes backward is scaled up by
+just these counts.
+
+A step is a function of the weights, the optimizer state and (seed, step, process); nothing else is
+carried over. So a resumed run repeats an uninterrupted one bit by bit.
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedType,
+    broadcast_object_list,
+    clean_state_dict_for_safetensors,
+    gather_object,
+)
+from torch import Tensor, nn
+
+from draftsmith.train.checkpoint import load, save
+from draftsmith.train.data import Batch
+from draftsmith.train.interrupt import stop_request
+from draftsmith.train.log import Log, summary_table, wandb_tracker
+from draftsmith.train.optim import learning_rate, optimizers
+from draftsmith.train.settings import Settings
+from draftsmith.train.state import Run
+
+Evaluate = Callable[[], dict[str, float]]
+
+
+class StepOutput(NamedTuple):
+    """What an objective gives for one micro-batch: sums over its trained tokens, not means."""
+
+    loss: Tensor  # [] fp32
+    tokens: Tensor  # [] the number of trained tokens
+    metrics: dict[str, Tensor]  # [] each
+
+
+class Objective(nn.Module):
+    """The draft and its loss in one module: `forward(batch) -> StepOutput`."""
+
+    def observe(self, means: dict[str, float]) -> None:
+        """Called with the means of each finished step; what it keeps must be a buffer."""
+
+
+class StepBatches(Protocol):
+    """Where micro-batches come from: a function of its arguments alone."""
+
+    def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
+        """Micro-batch `micro` of process `rank` in optimizer step `step` (from 0), on the CPU."""
+
+
+class Result(NamedTuple):
+    """How a run ended; `best` is None without evaluation."""
+
+    steps: int
+    best: float | None
+    best_step: int
+
+
+def step_seed(*parts: int) -> int:
+    """A 63-bit seed that is a function of its parts alone, such as (seed, step, rank)."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+
+
+def fit(
+    accelerator: Accelerator,
+    objective: Objective,
+    batches: StepBatches,
+    settings: Settings,
+    run: Run,
+    evaluate: Evaluate | None = None,
+) -> Result:
+    """Train `objective` to the end, from the latest checkpoint of `run` if there is one.
+
+    Args:
+        objective: on any device; its trainable parameters in fp32.
+        evaluate: called on all processes at the start, every `eval_every` steps and at the end,
+            with the objective in eval mode and without gradients. `run` keeps the best weights.
+
+    Raises:
+        ValueError: a loss or gradient that isn't finite (the state before it is saved), a step
+            without trained tokens, or a checkpoint of another number of processes.
+        OSError: a checkpoint can't be written; the one before is intact.
+        SystemExit: 130, after Ctrl-C or SIGTERM; the last step is finished and saved.
+    """
+    fitting = _Fitting(accelerator, objective, settings, run)
+    at = fitting.position
+    with stop_request() as stop, fitting.open_log() as log:
+        if evaluate and at.best is None:
+            log.write({"step": 0, **fitting.evaluate(evaluate)})
+        while at.step < settings.steps and not fitting.out_of_patience():
+            started = time.monotonic()
+            micros, tokens = fitting.fetch(batches, stop)
+            record = fitting.train_step(micros, tokens)
+            record["seconds"] = time.monotonic() - started
+            at.seconds += record["seconds"]
+            due = settings.eval_every and at.step % settings.eval_every == 0
+            if evaluate and (due or at.step == settings.steps):
+                record |= fitting.evaluate(evaluate)
+            log.write(record)
+            if settings.save_every and at.step % settings.save_every == 0:
+                save(accelerator, run, at)
+        save(accelerator, run, at)
+        log.show(summary_table(str(run.folder), fitting.figures()))
+    return Result(at.step, at.best, at.best_step)
+
+
+class _Fitting:
+    """One `fit`: what accelerate has wrapped, and how far it is."""
+
+    def __init__(
+        self, accelerator: Accelerator, objective: Objective, settings: Settings, run: Run
+    ) -> None:
+        self.accelerator = accelerator
+        self.objective = objective
+        self.settings = settings
+        self.run = run
+        self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        plain = optimizers(objective, settings)
+        if self.deepspeed and len(plain) > 1:
+            raise ValueError("DeepSpeed takes one optimizer, muon needs two: use adamw or sgd")
+        self.model, *self.optimizers = accelerator.prepare(objective, *plain)
+        self.resumed = run.latest() is not None
+        self.position = load(accelerator, run)
+
+    def open_log(self) -> Log:
+        """The log of the main process; on the others it writes nothing."""
+        main, settings = self.accelerator.is_main_process, self.settings
+        tracker = None
+        if settings.track == "wandb" and main:
+            tracker = wandb_tracker(self.run.folder, dataclasses.asdict(settings))
+        return Log(
+            self.run.metrics if main else None,
+            step=self.position.step if self.resumed else -1,
+            steps=settings.steps,
+            tracker=tracker,
+        )
+
+    def out_of_patience(self) -> bool:
+        waited = self.position.step - self.position.best_step
+        return 0 < self.settings.patience * self.settings.eval_every <= waited
+
+    def fetch(self, batches: StepBatches, stop: list[int]) -> tuple[list[Batch], int]:
+        """This process's micro-batches of the next step, and the whole step's trained tokens.
+
+        One all-reduce counts them, and tells every process whether one of them was asked to stop.
+        """
+        accelerator, step, many = self.accelerator, self.position.step, self.settings.accumulation
+        place = {"accumulation": many, "world": accelerator.num_processes}
+        rank = accelerator.process_index
+        micros = [batches.batch(step, micro, rank, **place) for micro in range(many)]
+        counts = [sum(int(micro.loss_mask.sum()) for micro in micros), len(stop)]
+        total = accelerator.reduce(torch.tensor(counts, device=accelerator.device))
+        tokens, stopping = total.tolist()
+        if stopping:
+            save(accelerator, self.run, self.position)
+            accelerator.print(f"stopped after step {step}: repeat the same command to resume")
+            raise SystemExit(130)
+        if tokens == 0:
+            rows = [row for micro in micros for row in micro.rows]
+            raise ValueError(
+                f"step {step + 1} has no trained token in examples {rows}: their prompts fill "
+                "max_length; raise it, or leave them out"
+            )
+        return micros, tokens
+
+    def train_step(self, micros: list[Batch], tokens: int) -> dict[str, Any]:
+        """One optimizer step over `micros`; returns its record."""
+        at, accelerator = self.position, self.accelerator
+        torch.manual_seed(step_seed(self.settings.seed, at.step, accelerator.process_index))
+        rate = learning_rate(self.settings, at.step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        self.model.train()
+        scale = accelerator.num_processes / tokens
+        scale *= self.settings.accumulation if self.deepspeed else 1
+        outputs: list[StepOutput] = []
+        means: dict[str, float] = {}
+        for micro in micros:
+            last = len(outputs) + 1 == len(micros)
+            wait = not last and not self.deepspeed
+            with accelerator.no_sync(self.model) if wait else contextlib.nullcontext():
+                outputs.append(self.model(micro.to(accelerator.device)))
+                if last:
+                    # Before the last backward: DeepSpeed makes its step inside of it.
+                    means = self._means(outputs, micros, tokens)
+                self._backward(outputs[-1].loss * scale, last=last)
+        norm = self._update(micros)
+        at.step += 1
+        at.tokens += tokens
+        self.objective.observe(means)
+        return {"step": at.step, **means, "grad_norm": norm, "lr": rate, "tokens": tokens}
+
+    def evaluate(self, evaluate: Evaluate) -> dict[str, float]:
+        """Evaluate, keep the weights if they are the best so far, and return `eval_...` values."""
+        at, wanted = self.position, self.settings.best_metric
+        self.model.eval()
+        with torch.no_grad():
+            # One process decides for all: a sum in another order may differ in its last bit.
+            [values] = broadcast_object_list([evaluate()])
+        if not math.isfinite(values.get(wanted, math.nan)):
+            raise ValueError(
+                f"the evaluation after step {at.step} gave {values}, expected a finite {wanted} "
+                "in it (best_metric)"
+            )
+        sign = 1 if self.settings.best_mode == "max" else -1
+        if at.best is None or sign * values[wanted] > sign * at.best:
+            at.best, at.best_step = values[wanted], at.step
+            weights = self.accelerator.get_state_dict(self.model)
+            if self.accelerator.is_main_process:
+                self.run.save_best(clean_state_dict_for_safetensors(weights), at.step)
+        return {f"eval_{name}": value for name, value in values.items()}
+
+    def figures(self) -> dict[str, Any]:
+        """What the closing table shows."""
+        at = self.position
+        figures: dict[str, Any] = {"steps": at.step, "trained tokens": f"{at.tokens:,}"}
+        figures["training seconds"] = at.seconds
+        figures["tokens/s"] = at.tokens / at.seconds if at.seconds else 0.0
+        if at.best is not None:
+            figures[f"best held-out {self.settings.best_metric}"] = at.best
+            figures["at step"] = at.best_step
+        return figures
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        if self.deepspeed:
+            self.accelerator.deepspeed_engine_wrapped.backward(loss, sync_gradients=last)
+        else:
+            self.accelerator.backward(loss)
+
+    def _means(
+        self, outputs: list[StepOutput], micros: list[Batch], tokens: int
+    ) -> dict[str, float]:
+        """Means per trained token over the whole step; ends the run if the loss isn't finite."""
+        names = sorted(outputs[0].metrics)
+        sums_by_micro = [
+            torch.stack([out.loss.detach(), out.tokens, *(out.metrics[n] for n in names)]).double()
+            for out in outputs
+        ]
+        loss, counted, *sums = self.accelerator.reduce(sum(sums_by_micro)).tolist()
+        assert counted == tokens, f"the objective counted {counted} tokens, the masks {tokens}"
+        if not math.isfinite(loss):
+            pairs = zip(micros, outputs, strict=True)
+            bad = [micro for micro, output in pairs if not math.isfinite(output.loss.item())]
+            self._end_at_nonfinite(f"the loss is {loss}", bad, weights_good=True)
+        return {"loss": loss / tokens} | {n: s / tokens for n, s in zip(names, sums, strict=True)}
+
+    def _update(self, micros: list[Batch]) -> float:
+        """Clip and step; returns the gradient's norm before clipping."""
+        if self.deepspeed:
+            norm = float(self.accelerator.deepspeed_engine_wrapped.get_global_grad_norm())
+        else:
+            limit = self.settings.clip_norm or math.inf
+            norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
+        if not math.isfinite(norm):
+            what = f"the gradient's norm is {norm}"
+            self._end_at_nonfinite(what, micros, weights_good=not self.deepspeed)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return norm
+
+    def _end_at_nonfinite(self, what: str, micros: list[Batch], *, weights_good: bool) -> None:
+        """Keep the last good state, and say which examples the bad step had."""
+        if weights_good:
+            save(self.accelerator, self.run, self.position)
+        rows = sorted(gather_object([row for micro in micros for row in micro.rows]))
+        raise ValueError(
+            f"step {self.position.step + 1}: {what}; the examples of the batch are {rows}. The "
+            f"state before it is kept in {self.run.latest()}. Look at these examples, or start "
+            "another run with a lower lr"
+        )

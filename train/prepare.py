@@ -1,0 +1,147 @@
+"""Answers to prompts, written by the target itself, so that a draft learns what the target says.
+
+    accelerate launch train/prepare.py recipe=gsm8k/prepare
+    python train/prepare.py target.path=my/target data=prompts.jsonl out=data/answers device=cpu
+    python train/prepare.py ... endpoint=http://localhost:8000      # any OpenAI-compatible server
+
+    answer[n, s] ~ p(. | prompt[n]),  with the seed request_seeds(seed, n * samples + s)
+
+Each process answers the prompts n = rank, rank + world, ... and appends an answer to its shard when
+it is finished. After a kill the same command goes on. Train with `data=<out>`.
+"""
+
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.decode.engine import Decoder
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.provenance import git_commit, versions
+from draftsmith.models.target import TargetSpec, load_target
+from draftsmith.models.tokenizer import load_tokenizer
+from draftsmith.train.answers import Shard, claim, read_answers, summary, watched
+from draftsmith.train.asks import fitting, from_rows, prompts_hash
+from draftsmith.train.endpoint import Endpoint, GivenUp, Refused
+from draftsmith.train.log import run_entry
+from draftsmith.train.recipe import load, show
+from draftsmith.train.sources import load_rows
+from draftsmith.train.writers import write_answers
+
+
+@dataclass(kw_only=True)
+class Prepare:
+    target: TargetSpec  # with endpoint=, only its tokenizer is read
+    data: str  # rows with prompts, or documents, of which windows are prompts
+    out: str
+    entry: str = "prepare"
+    split: str = "train"
+    limit: int = 0  # prompts; 0: one a row
+    prompt_length: int = 64  # tokens of a window of a document
+    max_prompt_tokens: int = 0  # leave longer prompts out; 0: one beyond the context is an error
+    samples: int = 1  # answers a prompt
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    batch_size: int = 16  # rows of the decoder
+    device: str = "auto"  # auto | cpu
+    endpoint: str = ""
+    endpoint_model: str = ""  # as the server names it; empty: the only one it serves
+    endpoint_api: str = "auto"  # auto | tokens | chat | text
+    concurrency: int = 16  # requests under way
+    retries: int = 6
+    timeout_s: float = 600.0
+
+
+def main(argv: list[str]) -> None:
+    config = load(Prepare, argv)
+    if config.target.shrink:  # to try a recipe: some prompts, short answers
+        config = replace(config, limit=4, max_new_tokens=8)
+
+    # ---- target ------------------------------------------------------------------------------
+    state = PartialState(cpu=config.device == "cpu" or not torch.accelerator.is_available())
+    writer: Decoder | Endpoint
+    if config.endpoint:
+        tokenizer = load_tokenizer(config.target.path)
+        writer = open_endpoint(config, tokenizer)
+        target, room = fingerprint(None, tokenizer, writer.model), sys.maxsize
+    else:
+        model, tokenizer = load_target(config.target, state.device)
+        writer = Decoder(model, tokenizer, batch_size=config.batch_size)
+        target, room = fingerprint(model, tokenizer), writer.context - 1
+
+    # ---- prompts -----------------------------------------------------------------------------
+    asks = from_rows(
+        load_rows(config.data, config.split),
+        tokenizer,
+        limit=config.limit,
+        window=config.prompt_length,
+        samples=config.samples,
+        seed=config.seed,
+    )
+    longest = min(room, config.max_prompt_tokens or room)
+    asks = fitting(asks, longest=longest, leave_out=config.max_prompt_tokens > 0)
+
+    # ---- the folder: ours, or an error -------------------------------------------------------
+    params = sampling(config)
+    identity = {
+        "target": target,
+        "dtype": config.target.dtype,
+        "sampling": asdict(params),
+        "prompts": prompts_hash(asks),
+        "requests": len(asks),
+    }
+    about = {"recipe": show(config), "argv": argv, "commit": git_commit(), "versions": versions()}
+    out, rank, world = Path(config.out), state.process_index, state.num_processes
+    with state.main_process_first():
+        claim(out, identity, about)
+    console = Console(quiet=not state.is_main_process)
+    console.print(show(config), highlight=False)
+
+    # ---- answers -----------------------------------------------------------------------------
+    with Shard(out, rank, world) as shard:
+        done = {answer["index"] for answer in read_answers(out)}
+        mine = [ask for ask in asks if ask.index // config.samples % world == rank]
+        left = [ask for ask in mine if ask.index not in done]
+        console.print(f"{out}: {len(mine) - len(left):,} of {len(mine):,} answers are there")
+        answers = write_answers(writer, left, params)
+        try:
+            for answer in watched(answers, len(left), console):
+                shard.append(answer)
+        except (GivenUp, Refused, KeyboardInterrupt) as stop:
+            message = f"{stop}\nfinished answers are in {out}; the same command goes on"
+            raise SystemExit(message) from stop
+    console.print(summary(out, len(asks)))
+
+
+def sampling(config: Prepare) -> SamplingParams:
+    return SamplingParams(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        max_new_tokens=config.max_new_tokens,
+        seed=config.seed,
+    )
+
+
+def open_endpoint(config: Prepare, tokenizer: PreTrainedTokenizerBase) -> Endpoint:
+    return Endpoint(
+        config.endpoint,
+        tokenizer,
+        model=config.endpoint_model,
+        api=config.endpoint_api,
+        concurrency=config.concurrency,
+        timeout_s=config.timeout_s,
+        retries=config.retries,
+    )
+
+
+if __name__ == "__main__":
+    run_entry(main)

@@ -1,0 +1,151 @@
+"""The main job on this machine's own text, from nothing to a proven speed-up.
+
+    make quickstart          (or: python -m draftsmith quickstart)
+
+The corpus is the running interpreter's standard library. Four steps, each a command of its own that
+is printed before it runs: pretrain a target; pretrain a draft on the same text (*before*); distil
+the draft from the target (*after*); decode with before, after and prompt lookup in turns, at
+temperature 0 and 1. A step that is finished is not repeated; one that was interrupted goes on.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from draftsmith.decode import report
+from draftsmith.decode.arguments import parse
+from draftsmith.decode.evaluation import evaluate
+from draftsmith.decode.metrics import paired_difference
+from draftsmith.decode.turns import Evaluation
+
+ENTRIES = {"target": "pretrain", "draft": "pretrain", "distill": "distill"}
+TARGET = "target/model"
+ARMS = {"before": "draft/drafter", "after": "distill/drafter", "ngram": "ngram"}
+
+
+@dataclass
+class Quickstart:
+    """out: where everything goes; limit, max_new_tokens: of each evaluation; K: drafted tokens."""
+
+    out: str = "runs/quickstart"
+    limit: int = 32
+    max_new_tokens: int = 96
+    K: int = 4
+
+
+def main(argv: list[str]) -> int:
+    console = Console()
+    try:
+        settings = parse(Quickstart, argv)
+    except ValueError as error:
+        console.print(f"[red]error:[/red] {error}", highlight=False)
+        return 2
+    out, started = Path(settings.out), time.perf_counter()
+
+    # --------------------------------------------------------------- training
+    for number, (name, entry) in enumerate(ENTRIES.items(), start=1):
+        console.rule(f"[bold]step {number} of 4: {name}")
+        code = launch(console, entry, [f"recipe=quickstart/{name}", f"out={out / name}"])
+        if code:
+            console.print(
+                f"step {name} ended with code {code}; the same command goes on from there"
+            )
+            return code
+
+    # ------------------------------------------------------------- evaluation
+    console.rule("[bold]step 4 of 4: decode, prove, measure")
+    reports = {}
+    for temperature in (0, 1):
+        folder = "" if temperature == 0 else "t1"
+        for arm, result in evaluate(asked(settings, temperature), arms(out)).items():
+            report.write(result, out / arm / folder)
+            reports[f"{arm}, temperature {temperature}"] = result
+
+    # ------------------------------------------------------------------ result
+    console.print(report.comparison(reports))
+    for temperature in (0, 1):
+        console.print(gains(reports, temperature), highlight=False)
+    console.print(language_models(out), highlight=False)
+    console.print(f"reports: {out / 'after' / 'report.html'} and its neighbours")
+    console.print(f"finished in {time.perf_counter() - started:.0f} s (setup not counted)")
+    return 0
+
+
+def launch(console: Console, entry: str, overrides: Sequence[str]) -> int:
+    """One training entry as a user would launch it; its exit code."""
+    arguments = [f"train/{entry}.py", *overrides]
+    console.print(f"[dim]$ accelerate launch {shlex.join(arguments)}[/dim]", highlight=False)
+    module = ["-m", f"draftsmith.train.{entry}", *overrides]
+    flags = ["--num_processes", "1", "--num_machines", "1", "--dynamo_backend", "no"]
+    flags += ["--mixed_precision", "bf16"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags, *module]
+    environment = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), **os.environ}
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def asked(settings: Quickstart, temperature: int) -> Evaluation:
+    """The evaluation at one temperature, the same prompts for every arm."""
+    return Evaluation(
+        target=str(Path(settings.out) / TARGET),
+        drafter="before,after,ngram",
+        temperature=temperature,
+        K=settings.K,
+        limit=settings.limit,
+        max_new_tokens=settings.max_new_tokens,
+        ignore_eos=True,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+
+
+def arms(out: Path) -> dict[str, str]:
+    return {arm: path if path == "ngram" else str(out / path) for arm, path in ARMS.items()}
+
+
+def gains(reports: dict[str, dict[str, Any]], temperature: int) -> str:
+    """after - before in alpha and tau, with the interval of the paired difference over prompts."""
+    after = reports[f"after, temperature {temperature}"]
+    before = reports[f"before, temperature {temperature}"]
+    parts = []
+    for name, columns in (("alpha", alpha_columns), ("tau", tau_columns)):
+        difference, (low, high) = paired_difference(columns(after), columns(before))
+        parts.append(f"{name} {difference:+.3f} [{low:+.3f}, {high:+.3f}]")
+    return f"after - before at temperature {temperature}: " + ", ".join(parts)
+
+
+def alpha_columns(result: dict[str, Any]) -> tuple[list[float], list[float]]:
+    sums, counts = zip(*result["alpha_by_prompt"], strict=True)
+    return list(sums), list(counts)
+
+
+def tau_columns(result: dict[str, Any]) -> tuple[list[float], list[float]]:
+    rows = result["per_prompt"]
+    return [row["emitted"] for row in rows], [row["rounds"] for row in rows]
+
+
+def language_models(out: Path) -> str:
+    """Held-out loss of target and draft: the target must be clearly the better language model."""
+    target, draft = (best_loss(out / name) for name in ("target", "draft"))
+    return (
+        f"held-out loss, nats a token: target {target:.2f}, draft before distillation {draft:.2f}, "
+        f"gap {draft - target:.2f}"
+    )
+
+
+def best_loss(run: Path) -> float:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line).get("eval_loss") for line in lines]
+    return min(loss for loss in losses if loss is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""The settings that all training recipes share."""
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What every training recipe can say; each entry's own dataclass adds to it."""
+
+    out: str  # the run folder
+    steps: int
+    seed: int = 0
+    batch_size: int = 8  # sequences in a micro-batch of one process
+    accumulation: int = 1
+    optimizer: str = "adamw"  # adamw | sgd | muon
+    lr: float = 1e-3
+    schedule: str = "cosine"  # cosine | linear | constant
+    warmup: int = 0  # steps
+    lr_floor: float = 0.0  # share of lr that is left at the end
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    momentum: float = 0.95  # of sgd and muon
+    clip_norm: float = 1.0  # 0: no clipping
+    precision: str = "bf16"  # bf16: autocast over fp32 weights | fp32
+    gradient_checkpointing: bool = False
+    eval_every: int = 100
+    best_metric: str = "loss"  # of those that the evaluation gives
+    best_mode: str = "min"  # min | max
+    patience: int = 0  # evaluations without a better value before the run ends; 0: never
+    save_every: int = 100
+    processes: int = 0  # how many the launch must have; 0: as launched
+    save_dtype: str = "bfloat16"  # of the result: bfloat16 | float32
+    track: str = "none"  # none | wandb
+
+
+def check(settings: Settings) -> None:
+    """Raises ValueError for what no type can rule out."""
+    for name in ("steps", "batch_size", "accumulation"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"got {name}={getattr(settings, name)}, expected at least 1")
+    for name, choices in CHOICES.items():
+        if getattr(settings, name) not in choices:
+            got = getattr(settings, name)
+            raise ValueError(f"got {name}={got!r}, expected one of {', '.join(choices)}")
+    if settings.clip_norm < 0 or settings.lr <= 0:
+        raise ValueError(
+            f"got lr={settings.lr}, clip_norm={settings.clip_norm}, expected > 0, >= 0"
+        )
+
+
+CHOICES = {
+    "precision": ("bf16", "fp32"),
+    "best_mode": ("min", "max"),
+    "save_dtype": ("bfloat16", "float32"),
+    "track": ("none", "wandb"),
+}

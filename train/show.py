@@ -1,0 +1,69 @@
+"""The inspector: one example as the model sees it, with the tokens that are trained coloured.
+
+    python -m draftsmith data show data=chats.jsonl tokenizer=my/target index=3
+
+data: anything that a recipe's `data=` takes (rows, a folder of train/prepare.py, `stdlib`).
+"""
+
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.console import Console
+from rich.text import Text
+
+from draftsmith.decode.arguments import parse
+from draftsmith.models.tokenizer import load_tokenizer
+from draftsmith.train.sources import load_examples
+
+
+@dataclass(kw_only=True)
+class Show:
+    data: str
+    tokenizer: str  # a folder or a hub's name
+    split: str = "train"
+    index: int = 0
+    tokens: int = 2000  # of the example, from its beginning; 0: all of it
+
+
+def main(argv: list[str], console: Console | None = None) -> int:
+    """Print one example; returns the exit status, 2 after an error of the user's.
+
+    Without colours (a file, a pipe) the trained stretches stand between ⟦ and ⟧.
+    """
+    console = console or Console()
+    try:
+        if argv[:1] != ["show"]:
+            raise ValueError(f"got {argv[:1]}, expected show: data show data=... tokenizer=...")
+        show(parse(Show, argv[1:]), console)
+    except ValueError as error:
+        console.print(f"[red]error:[/red] {error}", highlight=False)
+        return 2
+    return 0
+
+
+def show(config: Show, console: Console) -> None:
+    """Print the example that is asked for. Raises ValueError: what loading raises, or its index."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    examples = load_examples(config.data, tokenizer, config.split)
+    if not 0 <= config.index < len(examples):
+        raise ValueError(f"index: got {config.index}, expected 0..{len(examples) - 1}")
+    ids, trained = examples.example(config.index)
+    shown = min(config.tokens or len(ids), len(ids))
+    text = Text()
+    place = 0
+    for is_trained, stretch in groupby(trained[:shown].tolist()):
+        end = place + len(list(stretch))
+        words = str(tokenizer.decode(ids[place:end]))
+        if is_trained and not console.color_system:
+            words = f"⟦{words}⟧"
+        text.append(words, style="bold black on green" if is_trained else "dim")
+        place = end
+    console.print(text, soft_wrap=True)
+    console.rule()
+    share = examples.trained.float().mean().item()
+    console.print(
+        f"example {config.index} of {len(examples):,}: {len(ids):,} tokens ({shown:,} shown), "
+        f"{int(trained.sum()):,} trained ({trained.float().mean():.1%})\n"
+        f"all: {len(examples.ids):,} tokens, {share:.1%} trained",
+        highlight=False,
+    )

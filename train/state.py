@@ -1,0 +1,184 @@
+"""The run folder: a kill, a full disk or a second run loses nothing of it.
+
+<run>/recipe.yaml        the resolved recipe; a run with another one is refused
+      metrics.jsonl      one line a step
+      checkpoints/step-XXXXXX/    the last two complete ones; a half-written one is never seen
+      best/weights.safetensors    the weights with the best held-out value so far
+      done.json          written last, when the result is saved
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_model, save
+from torch import Tensor, nn
+
+KEPT_CHECKPOINTS = 2
+# Where the run lies and who watches it don't change what it computes.
+FREE_KEYS = {"out", "track"}
+
+
+class Run:
+    """One run folder, opened by every process of a run; only the main process writes.
+
+    Args:
+        folder: made if absent.
+        recipe: the resolved recipe as YAML text.
+        main: whether this is the main process.
+
+    Raises:
+        ValueError: the folder belongs to another recipe, or another process is writing to it now.
+    """
+
+    def __init__(self, folder: str | Path, recipe: str, *, main: bool) -> None:
+        self.folder = Path(folder)
+        self.main = main
+        self.checkpoints = self.folder / "checkpoints"
+        self.metrics = self.folder / "metrics.jsonl"
+        self.best = self.folder / "best" / "weights.safetensors"
+        self._lock = -1
+        if main:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.best.parent.mkdir(exist_ok=True)
+            self._take_lock()
+        stored = self.folder / "recipe.yaml"
+        if stored.exists():
+            _check_same_recipe(self.folder, stored.read_text(), recipe)
+        elif main:
+            write_atomically(stored, recipe.encode())
+        if main:
+            for half in self.checkpoints.glob(".step-*"):
+                shutil.rmtree(half)
+
+    def close(self) -> None:
+        """Let another process use the folder; the end of the process does the same."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def finished(self) -> dict[str, Any] | None:
+        """The summary that `finish` wrote, or None while the run isn't done."""
+        done = self.folder / "done.json"
+        return json.loads(done.read_text()) if done.exists() else None
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Mark the run as done: its result is saved, the same command has nothing to do."""
+        if self.main:
+            write_atomically(
+                self.folder / "done.json", json.dumps(dict(summary), indent=1).encode()
+            )
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        complete = sorted(self.checkpoints.glob("step-*"))
+        return complete[-1] if complete else None
+
+    def staging(self, step: int) -> Path:
+        """The folder to write the checkpoint of `step` into, before `commit`."""
+        return self.checkpoints / f".step-{step:06d}"
+
+    def commit(self, step: int) -> None:
+        """Make the staged checkpoint of `step` the latest one, and drop the oldest."""
+        _publish(self.staging(step), self.checkpoints / f"step-{step:06d}")
+        for old in sorted(self.checkpoints.glob("step-*"))[:-KEPT_CHECKPOINTS]:
+            shutil.rmtree(old)
+
+    def save_best(self, weights: dict[str, Tensor], step: int) -> None:
+        """Keep `weights` (no two of which share memory) as the best ones, found at `step`."""
+        write_atomically(self.best, save(weights, metadata={"step": str(step)}))
+
+    def load_best(self, module: nn.Module) -> int:
+        """Load the best weights into `module`, and return the step they are from."""
+        load_model(module, self.best, device="cpu")
+        with safe_open(self.best, "pt") as file:
+            return int(file.metadata()["step"])
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            # Between processes: a process that tries again after an error doesn't lock itself out.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.read(self._lock, 20).decode() or "unknown"
+            self.close()
+            raise ValueError(
+                f"{self.folder} is in use by process {owner}: wait for it or stop it, "
+                "or give this run a folder of its own with out=..."
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a reader, also after a crash, sees the old content or the new one.
+
+    Raises:
+        OSError: the disk is full; the old content is untouched.
+    """
+    half = path.with_name(f".{path.name}.half")
+    try:
+        with half.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        half.unlink(missing_ok=True)
+        raise
+    half.replace(path)
+    _sync(path.parent)
+
+
+@contextlib.contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `final` once it is complete on disk."""
+    half = final.with_name(f".{final.name}.half")
+    shutil.rmtree(half, ignore_errors=True)
+    half.mkdir(parents=True)
+    yield half
+    shutil.rmtree(final, ignore_errors=True)
+    _publish(half, final)
+
+
+def _publish(written: Path, final: Path) -> None:
+    for path in [*written.rglob("*"), written]:
+        _sync(path)
+    written.rename(final)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, dict)
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
+
+
+def _check_same_recipe(folder: Path, stored: str, given: str) -> None:
+    old, new = _flat(yaml.safe_load(stored) or {}), _flat(yaml.safe_load(given) or {})
+    changed = [
+        f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} now"
+        for key in sorted(old.keys() | new.keys())
+        if key not in FREE_KEYS and old.get(key) != new.get(key)
+    ]
+    if changed:
+        raise ValueError(
+            f"{folder} holds a run with another recipe ({'; '.join(changed)}). Repeat its command "
+            "to resume it, choose another folder with out=..., or delete this one to start over"
+        )

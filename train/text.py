@@ -1,0 +1,148 @@
+"""The text of a training run: a corpus, the target's answers, or what the draft writes itself.
+
+Legend: B rows, T positions.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.engine import Decoder
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.train.data import Batch, Batches, Examples
+from draftsmith.train.loop import step_seed
+
+
+@dataclass(kw_only=True)
+class Text:
+    """The part of a recipe that names the text."""
+
+    data: str = "stdlib"  # see corpus.read_source, or a folder that train/prepare.py wrote
+    max_length: int = 256
+    packing: bool = True
+
+
+@dataclass(kw_only=True)
+class OnPolicyText(Text):
+    """The same, for text that the draft may write itself; then nothing is packed."""
+
+    on_policy: float = 0.0  # lambda: the share of steps whose answers the draft writes
+    prompt_tokens: int = 32  # of a document, where an answer to it is wanted
+    max_new_tokens: int = 128
+    sample_temperature: float = 1.0  # the papers' value, whatever temperature is distilled for
+
+
+class Snapshot:
+    """A copy of a model in training to decode with: in eval mode, frozen, in a dtype of its own."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self._source = model
+        self._copy = copy.deepcopy(model).eval().requires_grad_(False)
+        nn.Module.to(self._copy, dtype=dtype)
+
+    @torch.no_grad()
+    def take(self) -> PreTrainedModel:
+        """The copy, with the weights that the model has now."""
+        self._copy.load_state_dict(self._source.state_dict())
+        return self._copy
+
+
+class OnPolicy:
+    """`batches`, of which the draft rewrites the answers at a share of the steps.
+
+    One draw a step decides for all processes and micro-batches. The answers, and so the number of
+    trained tokens, are a function of the draft's weights and (seed, step, micro, rank).
+
+    Args:
+        batches: one example a row. A prompt is what comes before the first trained token; of a
+            document, its first `prompt_tokens`.
+    """
+
+    def __init__(
+        self,
+        text: OnPolicyText,
+        batches: Batches,
+        draft: Snapshot,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        if not 0 < text.on_policy <= 1:
+            raise ValueError(f"on_policy: got {text.on_policy}, expected a share in [0, 1]")
+        if text.prompt_tokens >= text.max_length:
+            raise ValueError(
+                f"prompt_tokens: got {text.prompt_tokens}, expected fewer than max_length="
+                f"{text.max_length}, so that there is room for an answer"
+            )
+        assert not batches.packing, "a packed row has several prompts"
+        self.text = text
+        self.batches = batches
+        self.draft = draft
+        self.tokenizer = tokenizer
+
+    def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
+        """As `Batches.batch`."""
+        written = self.batches.batch(step, micro, rank, accumulation=accumulation, world=world)
+        if np.random.default_rng((self.batches.seed, step)).random() >= self.text.on_policy:
+            return written
+        return self._rewrite(written, step_seed(self.batches.seed, step, micro, rank))
+
+    def _rewrite(self, written: Batch, seed: int) -> Batch:
+        prompts = [
+            prompt_of(ids_T, mask_T, self.text.prompt_tokens)
+            for ids_T, mask_T in zip(written.input_ids, written.loss_mask, strict=True)
+        ]
+        room = self.text.max_length - max(map(len, prompts))
+        params = SamplingParams(
+            temperature=self.text.sample_temperature,
+            max_new_tokens=min(self.text.max_new_tokens, room),
+            seed=seed,
+        )
+        decoder = Decoder(self.draft.take(), self.tokenizer, batch_size=len(prompts))
+        answers = [made.tokens for made in decoder.generate(prompts, params)]
+        return as_batch(prompts, answers, self.batches.pad_id, written.rows)
+
+
+def prompt_of(ids_T: Tensor, mask_T: Tensor, prompt_tokens: int) -> list[int]:
+    """The ids before a row's first trained token, or the first `prompt_tokens` of a document."""
+    places = mask_T.nonzero().flatten()
+    first, end = int(places[0]) + 1, int(places[-1]) + 2
+    # A document is trained from its second token on, since its first can't be predicted.
+    length = min(prompt_tokens, end - 1) if first == 1 else first
+    return ids_T[:length].tolist()
+
+
+def as_batch(
+    prompts: list[list[int]], answers: list[list[int]], pad_id: int, rows: tuple[int, ...]
+) -> Batch:
+    """Prompts with their answers as a right-padded batch, in which the answers are trained."""
+    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    ids_BT = torch.full((len(prompts), width), pad_id)
+    mask_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        end = len(prompt) + len(answer)
+        ids_BT[row, :end] = torch.tensor(prompt + answer)
+        mask_BT[row, len(prompt) - 1 : end - 1] = True
+    return Batch(ids_BT, torch.arange(width).expand(ids_BT.shape), mask_BT, None, rows)
+
+
+def make_batches(
+    text: Text,
+    examples: Examples,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    batch_size: int,
+    seed: int,
+    packing: bool | None = None,
+) -> Batches:
+    """Batches of the text as it is; packing as in the recipe, unless it is given."""
+    return Batches(
+        examples,
+        batch_size=batch_size,
+        max_length=text.max_length,
+        seed=seed,
+        packing=text.packing if packing is None else packing,
+        pad_id=tokenizer.pad_token_id or 0,
+    )

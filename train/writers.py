@@ -1,0 +1,43 @@
+"""Who writes the answers: our own decoder, or a server."""
+
+from collections.abc import Iterator
+
+from draftsmith.decode.engine import Decoder
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.train.answers import Answer
+from draftsmith.train.asks import Ask
+from draftsmith.train.endpoint import Endpoint
+
+
+def write_answers(
+    writer: Decoder | Endpoint, asks: list[Ask], params: SamplingParams
+) -> Iterator[Answer]:
+    """Answers as they finish. A decoder's free row, or a server's, takes the next prompt at once."""
+    if isinstance(writer, Endpoint):
+        return _by_server(writer, asks, params)
+    return _by_decoder(writer, asks, params)
+
+
+def _by_decoder(decoder: Decoder, asks: list[Ask], params: SamplingParams) -> Iterator[Answer]:
+    events = decoder.stream([ask.ids for ask in asks], params, [ask.index for ask in asks])
+    for event in events:
+        if event.completion:
+            ask, made = asks[event.index], event.completion
+            yield _answer(ask, made.tokens, made.text, made.finish_reason)
+
+
+def _by_server(endpoint: Endpoint, asks: list[Ask], params: SamplingParams) -> Iterator[Answer]:
+    for ask, reply in endpoint.answers(asks, params):
+        answer = _answer(ask, reply.token_ids, reply.text, reply.finish_reason)
+        yield answer | {"mismatch": reply.mismatch, "prompt_mismatch": reply.prompt_mismatch}
+
+
+def _answer(ask: Ask, tokens: list[int], text: str, finish_reason: str) -> Answer:
+    return {
+        "index": ask.index,
+        "seed": ask.seed,
+        "prompt_ids": ask.ids,
+        "token_ids": tokens,
+        "text": text,
+        "finish_reason": finish_reason,
+    }
