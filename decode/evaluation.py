@@ -20,7 +20,13 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode import metrics
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
 from draftsmith.decode.exactness import Divergence, as_rows, divergences, verdict
-from draftsmith.decode.measure import TeacherForced, forward_time, prefill_time, teacher_forced
+from draftsmith.decode.measure import (
+    TeacherForced,
+    forward_call,
+    median_times,
+    prefill_call,
+    teacher_forced,
+)
 from draftsmith.decode.prompts import Prompt, load_prompts
 from draftsmith.decode.rows import Completion
 from draftsmith.decode.turns import Evaluation, Loaded, Turns, load, prove, take_turns
@@ -142,14 +148,22 @@ def speedup_of(plain: Turns, spec: Turns) -> dict[str, Any]:
 
     def ratio(index: Any) -> float:
         a, b, c, d = (sum(rows[i][k] for i in index) for k in range(4))
-        return (a / b) / (c / d)
+        return (a / b) / (c / d) if b and c else float("nan")
 
-    each = [(a / b, c / d) for a, b, c, d in rows if a and c]
     return {
         "speedup": ratio(range(len(rows))),
         "speedup_interval": metrics.bootstrap(ratio, len(rows)),
-        "speedup_specbench": sum(s for s, _ in each) / max(1e-9, sum(p for _, p in each)),
+        "speedup_specbench": rate_specbench(spec) / rate_specbench(plain),
     }
+
+
+def rate_specbench(turns: Turns) -> float:
+    """The mean over questions of tokens per second, prefill and its token included."""
+    each = [
+        len(c.tokens) / (c.counters.prefill_seconds + c.counters.decode_seconds)
+        for c in turns.completions
+    ]
+    return sum(each) / len(each)
 
 
 def isolated_times(
@@ -157,20 +171,19 @@ def isolated_times(
 ) -> dict[str, float]:
     """Median seconds of the forwards a round is made of, at the run's mean context and batch."""
     runner = pair.decoder(settings, None).runner
-    at = {"batch": settings.batch, "context": context}
     drafter = pair.drafters[name]
-    draft = extend = 0.0
-    if isinstance(drafter, LMDrafter):
-        draft = forward_time(drafter.runner, length=1, **at)
-        extend = forward_time(drafter.runner, length=2, **at)
+    at = {"batch": settings.batch, "context": context}
     mean_prompt = sum(len(c.prompt_tokens) for c in plain) // len(plain)
-    return {
-        "plain": forward_time(runner, length=1, **at),
-        "verify": forward_time(runner, length=settings.K + 1, **at),
-        "draft": draft,
-        "extend": extend,
-        "prefill": prefill_time(runner, batch=settings.batch, length=mean_prompt),
+    calls = {
+        "plain": forward_call(runner, length=1, **at),
+        "verify": forward_call(runner, length=settings.K + 1, **at),
+        "prefill": prefill_call(runner, batch=settings.batch, length=mean_prompt),
     }
+    if isinstance(drafter, LMDrafter):
+        calls["draft"] = forward_call(drafter.runner, length=1, **at)
+        calls["extend"] = forward_call(drafter.runner, length=2, **at)
+    # A drafter without a model makes no forward.
+    return {"draft": 0.0, "extend": 0.0} | median_times(calls, runner.device)
 
 
 def per_prompt(plain: Turns, spec: Turns) -> list[dict[str, Any]]:

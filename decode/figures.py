@@ -24,8 +24,8 @@ FORMULAS: dict[str, str] = {
     "K": "draft calls a round (trees: depth; policies: the mean)",
     "tokens_per_s": "sum of tokens / sum of decode seconds; prefill excluded, nothing after EOS",
     "speedup": "tokens/s speculative / tokens/s plain; prefill excluded, nothing after EOS",
-    "speedup_specbench": "mean over prompts of speculative tokens/s / mean over prompts of plain "
-    "tokens/s; prefill excluded",
+    "speedup_specbench": "mean over prompts of speculative tokens/s / the same of plain decoding; "
+    "prefill included",
     "ideal_speedup": "tau * t_plain / (t_verify + K * t_draft)",
     "efficiency": "speed-up / ideal speed-up",
     "c": "t_draft / t_plain",

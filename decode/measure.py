@@ -26,9 +26,11 @@ from draftsmith.decode.sampling import (
 REPEATS = 50
 
 
-@torch.inference_mode()
-def forward_time(runner: Runner, *, batch: int, length: int, context: int) -> float:
-    """Median seconds of one forward, LM head included, of `length` tokens a row after `context`."""
+Call = Callable[[], object]
+
+
+def forward_call(runner: Runner, *, batch: int, length: int, context: int) -> Call:
+    """One forward, LM head included, of `length` tokens a row after `context` tokens."""
     pool = runner.pool(batch, context + length)
     tokens_BN = torch.ones(batch, length, dtype=torch.int64, device=runner.device)
     lens_B = torch.full((batch,), context, device=runner.device)
@@ -39,30 +41,35 @@ def forward_time(runner: Runner, *, batch: int, length: int, context: int) -> fl
         mask = runner.chain_mask(lens_B, length, width)
         runner.logits(runner.verify(pool, tokens_BN, positions_BN, mask, lens_B))
 
-    return median_time(call, runner.device)
+    return call
 
 
-@torch.inference_mode()
-def prefill_time(runner: Runner, *, batch: int, length: int) -> float:
-    """Median seconds of a prefill of `batch` prompts of `length` tokens."""
+def prefill_call(runner: Runner, *, batch: int, length: int) -> Call:
+    """A prefill of `batch` prompts of `length` tokens."""
     pool = runner.pool(batch, length)
     tokens_BN = torch.ones(batch, length, dtype=torch.int64, device=runner.device)
     rows_B = torch.arange(batch, device=runner.device)
     lens_B = torch.full((batch,), length, device=runner.device)
-    return median_time(lambda: runner.prefill(pool, rows_B, tokens_BN, lens_B), runner.device, 10)
+    return lambda: runner.prefill(pool, rows_B, tokens_BN, lens_B)
 
 
-def median_time(call: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """Median seconds of `repeats` calls after three that are not counted."""
-    seconds = []
+@torch.inference_mode()
+def median_times(
+    calls: dict[str, Call], device: torch.device, repeats: int = REPEATS
+) -> dict[str, float]:
+    """Median seconds of each call, taken in turns so that a machine's drift falls on all alike;
+    three turns first are not counted.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 3):
-        started = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if repeat >= 3:
-            seconds.append(time.perf_counter() - started)
-    return sorted(seconds)[repeats // 2]
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if repeat >= 3:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: sorted(values)[repeats // 2] for name, values in seconds.items()}
 
 
 @dataclass(frozen=True)

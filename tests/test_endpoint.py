@@ -164,7 +164,8 @@ def test_prepare_keeps_what_a_server_answered(
         server.faults, before = [], len(server.bodies)
         prepare(argv)
         assert len(server.bodies) - before == 20 - len(kept) + 1
-    assert "100.00% of 20 have another token count" in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert "again from text: 20; 100.00% of the 20 whose token count the server told" in told
     examples = load_prepared(out)
     for i in range(20):
         ids = tiny_tokenizer(prompts[i]["prompt"])["input_ids"]
@@ -205,6 +206,7 @@ def test_token_ids_go_in_and_come_out(tiny_tokenizer: PreTrainedTokenizerFast) -
         reply = replies[ask.index]
         assert reply.token_ids == [*ask.ids, tiny_tokenizer.eos_token_id]
         assert (reply.text, reply.finish_reason, reply.mismatch) == (ask.text, "stop", None)
+        assert not reply.retokenised
         assert body == {
             "model": "the-model", "prompt": ask.ids, "return_token_ids": True, "seed": ask.seed,
             "max_tokens": 8, "temperature": 0.5, "top_k": 7, "top_p": 0.9,
@@ -225,6 +227,7 @@ def test_where_ids_are_refused_text_is_tokenised_again(
     assert endpoint.api == api
     for ask, reply in replies:
         assert reply.token_ids == [*ask.ids, tiny_tokenizer.eos_token_id]
+        assert reply.retokenised
         assert reply.mismatch is False and reply.prompt_mismatch is False
 
 

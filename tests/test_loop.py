@@ -276,11 +276,18 @@ def test_evaluation_must_give_the_metric(tmp_path: Path) -> None:
         train(config, evaluate=lambda: {"loss": 1.0})
 
 
-def test_another_recipe_is_refused(tmp_path: Path) -> None:
-    Run(tmp_path, "lr: 0.1\ntrack: none\ntarget:\n  path: a\n", main=True).close()
-    Run(tmp_path, "lr: 0.1\ntrack: wandb\ntarget:\n  path: a\n", main=True).close()
-    with pytest.raises(ValueError, match=r"lr: 0.1 there, 0.2 now; target.path: a there, b now"):
-        Run(tmp_path, "lr: 0.2\ntrack: none\ntarget:\n  path: b\n", main=True)
+def test_another_recipe_is_refused_once_there_is_something_to_lose(tmp_path: Path) -> None:
+    def opened(lr: float, track: str, path: str) -> Run:
+        return Run(tmp_path, f"lr: {lr}\ntrack: {track}\ntarget:\n  path: {path}\n", main=True)
+
+    (opened(0.1, "none", "a").cache / "answers").touch()
+    run = opened(0.2, "none", "a")
+    assert not list(run.cache.iterdir()), "made by another recipe"
+    run.staging(3).mkdir()
+    run.commit(3)
+    opened(0.2, "wandb", "a")
+    with pytest.raises(ValueError, match=r"lr: 0.2 there, 0.3 now; target.path: a there, b now"):
+        opened(0.3, "none", "b")
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ from draftsmith.train.sources import load_examples
 ROOT = Path(__file__).resolve().parents[1]
 COUNT, SAMPLES = 12, 2
 SETTINGS = {"samples": SAMPLES, "max_new_tokens": 24, "seed": 5, "batch_size": 3, "device": "cpu"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For so small a model more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +22,7 @@ from draftsmith.train.data import Examples
 
 Answer = dict[str, Any]
 MANIFEST = "prepare.json"
+LINE_SECONDS = 30.0  # between two plain lines
 SCHEMA = 1
 
 
@@ -85,45 +85,46 @@ def read_answers(folder: Path) -> Iterator[Answer]:
 
 def summary(folder: Path, requests: int) -> str:
     """What a folder holds, in words; for answers tokenised again, how many can't be exact."""
-    count, tokens = 0, 0
-    seen: Counter[str] = Counter()
-    for answer in read_answers(folder):
-        count += 1
-        tokens += len(answer["token_ids"])
-        for key in ("mismatch", "prompt_mismatch"):
-            if answer.get(key) is not None:
-                seen[f"{key} judged"] += 1
-                seen[key] += answer[key]
-        seen["stop"] += answer["finish_reason"] == "stop"
+    answers = list(read_answers(folder))
+    tokens = sum(len(answer["token_ids"]) for answer in answers)
+    stopped = sum(answer["finish_reason"] == "stop" for answer in answers)
     lines = [
-        f"{folder}: {count:,} of {requests:,} answers, {tokens:,} tokens, "
-        f"{seen['stop'] / max(count, 1):.1%} ended by the target itself"
+        f"{folder}: {len(answers):,} of {requests:,} answers, {tokens:,} tokens, "
+        f"{stopped / max(len(answers), 1):.1%} ended by the target itself"
     ]
-    if judged := seen["mismatch judged"]:
+    again = [answer["mismatch"] for answer in answers if answer.get("retokenised")]
+    judged = [mismatch for mismatch in again if mismatch is not None]
+    if again:
+        rate = f"{sum(judged) / len(judged):.2%} of the" if judged else "none of"
         lines.append(
-            f"  tokenised again from text: {seen['mismatch'] / judged:.2%} of {judged:,} have "
-            "another token count than the server wrote (a lower bound of those that differ)"
+            f"  tokenised again from text: {len(again):,}; {rate} {len(judged):,} whose token "
+            "count the server told have another one now (a lower bound of those that differ)"
         )
-    if seen["prompt_mismatch"]:
-        share = seen["prompt_mismatch"] / seen["prompt_mismatch judged"]
+    read = [a["prompt_mismatch"] for a in answers if a.get("prompt_mismatch") is not None]
+    if any(read):
         lines.append(
-            f"  warning: for {share:.2%} the server read another number of prompt tokens than we "
-            "count; does it use another chat template or tokenizer?"
+            f"  warning: in {sum(read) / len(read):.2%} of {len(read):,} requests the server read "
+            "another number of prompt tokens than we count; another chat template, or a second BOS?"
         )
     return "\n".join(lines)
 
 
 def watched(answers: Iterable[Answer], total: int, console: Console) -> Iterator[Answer]:
-    """The answers, with a progress bar that tells tokens a second."""
+    """The answers, with a progress bar that tells tokens a second (without a terminal: lines)."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     bar = Progress(*columns, TimeRemainingColumn(), console=console)
-    started, tokens = time.monotonic(), 0
+    started = last_line = time.monotonic()
+    tokens = 0
     with bar:
         task = bar.add_task("", total=total)
-        for answer in answers:
+        for count, answer in enumerate(answers, start=1):
+            now = time.monotonic()
             tokens += len(answer["token_ids"])
-            rate = tokens / (time.monotonic() - started)
-            bar.update(task, advance=1, description=f"{rate:,.0f} tokens/s")
+            rate = f"{tokens / (now - started):,.0f} tokens/s"
+            bar.update(task, advance=1, description=rate)
+            if not console.is_terminal and now - last_line > LINE_SECONDS:
+                console.print(f"{count:,} of {total:,} answers, {rate}", highlight=False)
+                last_line = now
             yield answer
 
 

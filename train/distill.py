@@ -99,7 +99,7 @@ def main(argv: list[str]) -> None:
     prompts = prompts_for_development(source, tokenizer, count=count, length=config.prompt_tokens)
     heldout = HeldOut(accelerator, target, tokenizer, prompts, warp, batch_size=config.batch_size)
     with accelerator.main_process_first():
-        heldout.write_answers(run.folder / "heldout.safetensors")
+        heldout.write_answers(run.cache / "heldout.safetensors")
 
     def evaluate() -> dict[str, float]:
         tau = heldout.tau(snapshot.take(), config.K)

@@ -48,6 +48,7 @@ class Reply:
     token_ids: list[int]
     text: str
     finish_reason: str
+    retokenised: bool
     mismatch: bool | None
     prompt_mismatch: bool | None
 
@@ -191,7 +192,8 @@ class Endpoint:
         usage = answer.get("usage") or {}
         written, read = usage.get("completion_tokens"), usage.get("prompt_tokens")
         ids, mismatch = choice.get("token_ids"), None
-        if ids is None:
+        retokenised = ids is None
+        if retokenised:
             ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
             if written is not None:
                 mismatch = len(ids) not in ((written, written - 1) if ended else (written,))
@@ -202,6 +204,7 @@ class Endpoint:
             token_ids=ids,
             text=text,
             finish_reason="stop" if ended else "length",
+            retokenised=retokenised,
             mismatch=mismatch,
             prompt_mismatch=None if read is None else read != len(ask.ids),
         )

@@ -60,6 +60,11 @@ def start(settings: Settings) -> Accelerator:
 def _deepspeed_plugin(settings: Settings) -> DeepSpeedPlugin:
     """DeepSpeed accumulates, clips and steps by its own configuration: give it the recipe's."""
     plugin = DeepSpeedPlugin()
+    if plugin.zero_stage == 3:
+        raise ValueError(
+            "got ZeRO stage 3, expected 1 or 2: a sharded output head couldn't be read apart from "
+            "its model, which the losses do; use --zero_stage 2"
+        )
     plugin.deepspeed_config.update(
         gradient_accumulation_steps=settings.accumulation,
         gradient_clipping=settings.clip_norm,

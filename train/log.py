@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+
+from draftsmith.train.state import write_atomically
 
 LINE_SECONDS = 10.0  # between two plain lines where the output is no terminal
 SHOWN = ("loss", "alpha", "grad_norm")
@@ -45,6 +47,7 @@ class Log:
         self._steps = steps
         self._seconds = 0.0
         self._tokens = 0
+        self._written = 0
         self._last_line = time.monotonic()
         self.console = console or Console(quiet=metrics is None)
         self._bar = Progress(
@@ -52,7 +55,6 @@ class Log:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
             console=self.console,
             disable=not self.console.is_terminal,
         )
@@ -83,7 +85,11 @@ class Log:
         self._tokens += record.get("tokens", 0)
         held_out = [f"{k}={v:.4f}" for k, v in record.items() if k.startswith("eval_")]
         figures = " ".join(f"{k}={record[k]:.4f}" for k in SHOWN if k in record)
-        speed = f"{self._tokens / self._seconds:,.0f} tokens/s" if self._seconds else ""
+        self._written += 1 if record.get("tokens") else 0
+        speed = ""
+        if self._seconds:
+            left = (self._steps - record["step"]) * self._seconds / self._written
+            speed = f"{self._tokens / self._seconds:,.0f} tokens/s, {left:,.0f} s left"
         self._bar.update(self._task, completed=record["step"], figures=f"{figures} {speed}")
         due = time.monotonic() - self._last_line > LINE_SECONDS and not self.console.is_terminal
         if due or held_out or record["step"] == self._steps:
@@ -100,7 +106,7 @@ def keep_through(metrics: Path, step: int) -> None:
     for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith("\n") and json.loads(line)["step"] <= step:
             kept.append(line)
-    metrics.write_text("".join(kept), encoding="utf-8")
+    write_atomically(metrics, "".join(kept).encode())
 
 
 def wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 from safetensors import safe_open
-from safetensors.torch import load_model, save
+from safetensors.torch import save
 from torch import Tensor, nn
 
 KEPT_CHECKPOINTS = 2
@@ -43,20 +43,28 @@ class Run:
         self.main = main
         self.checkpoints = self.folder / "checkpoints"
         self.metrics = self.folder / "metrics.jsonl"
+        self.cache = self.folder / "cache"
         self.best = self.folder / "best" / "weights.safetensors"
         self._lock = -1
         if main:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.best.parent.mkdir(exist_ok=True)
             self._take_lock()
-        stored = self.folder / "recipe.yaml"
-        if stored.exists():
-            _check_same_recipe(self.folder, stored.read_text(), recipe)
-        elif main:
-            write_atomically(stored, recipe.encode())
-        if main:
             for half in self.checkpoints.glob(".step-*"):
                 shutil.rmtree(half)
+        stored = self.folder / "recipe.yaml"
+        changed = _changes(stored.read_text(), recipe) if stored.exists() else ["it is new"]
+        if changed and (self.latest() or self.finished()):
+            raise ValueError(
+                f"{folder} holds a run with another recipe ({'; '.join(changed)}). Repeat its "
+                "command to resume it, choose another folder with out=..., or delete this one"
+            )
+        if changed and main:
+            # A run that failed before its first checkpoint: nothing of it is worth an error.
+            shutil.rmtree(self.cache, ignore_errors=True)
+            write_atomically(stored, recipe.encode())
+        if main:
+            self.cache.mkdir(exist_ok=True)
 
     def close(self) -> None:
         """Let another process use the folder; the end of the process does the same."""
@@ -97,9 +105,16 @@ class Run:
 
     def load_best(self, module: nn.Module) -> int:
         """Load the best weights into `module`, and return the step they are from."""
-        load_model(module, self.best, device="cpu")
         with safe_open(self.best, "pt") as file:
-            return int(file.metadata()["step"])
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            step = int(file.metadata()["step"])
+        missing, unknown = module.load_state_dict(weights, strict=False)
+        # Tied tensors are in the file once, under one of their names.
+        state = module.state_dict()
+        loaded = {state[name].data_ptr() for name in weights}
+        absent = [name for name in missing if state[name].data_ptr() not in loaded]
+        assert not absent and not unknown, f"{self.best} lacks {absent}, has {unknown}"
+        return step
 
     def _take_lock(self) -> None:
         self._lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
@@ -170,15 +185,10 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _check_same_recipe(folder: Path, stored: str, given: str) -> None:
+def _changes(stored: str, given: str) -> list[str]:
     old, new = _flat(yaml.safe_load(stored) or {}), _flat(yaml.safe_load(given) or {})
-    changed = [
+    return [
         f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} now"
         for key in sorted(old.keys() | new.keys())
         if key not in FREE_KEYS and old.get(key) != new.get(key)
     ]
-    if changed:
-        raise ValueError(
-            f"{folder} holds a run with another recipe ({'; '.join(changed)}). Repeat its command "
-            "to resume it, choose another folder with out=..., or delete this one to start over"
-        )

@@ -12,7 +12,7 @@ from draftsmith.train.endpoint import Endpoint
 def write_answers(
     writer: Decoder | Endpoint, asks: list[Ask], params: SamplingParams
 ) -> Iterator[Answer]:
-    """Answers as they finish. A decoder's free row, or a server's, takes the next prompt at once."""
+    """Answers as they finish; a row that is free, here or there, takes the next prompt at once."""
     if isinstance(writer, Endpoint):
         return _by_server(writer, asks, params)
     return _by_decoder(writer, asks, params)
@@ -29,7 +29,8 @@ def _by_decoder(decoder: Decoder, asks: list[Ask], params: SamplingParams) -> It
 def _by_server(endpoint: Endpoint, asks: list[Ask], params: SamplingParams) -> Iterator[Answer]:
     for ask, reply in endpoint.answers(asks, params):
         answer = _answer(ask, reply.token_ids, reply.text, reply.finish_reason)
-        yield answer | {"mismatch": reply.mismatch, "prompt_mismatch": reply.prompt_mismatch}
+        exactness = {"mismatch": reply.mismatch, "prompt_mismatch": reply.prompt_mismatch}
+        yield answer | {"retokenised": reply.retokenised} | exactness
 
 
 def _answer(ask: Ask, tokens: list[int], text: str, finish_reason: str) -> Answer:
