@@ -10,6 +10,8 @@ PY         := $(VENV)/bin/python
 CORES      := $(shell getconf _NPROCESSORS_ONLN)
 
 export OMP_NUM_THREADS ?= $(CORES)
+# Threads that sleep while they wait: spinning ones halve the speed of a machine that is shared.
+export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 

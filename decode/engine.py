@@ -22,15 +22,14 @@ from draftsmith.decode import sampling
 from draftsmith.decode.drafters.base import Drafter, Round
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.kv import KVPool
-from draftsmith.decode.rows import Completion, Event, Request, Rows
+from draftsmith.decode.request import Completion, Event, Prompt, Request, eos_ids, open_request
+from draftsmith.decode.rows import Rows
 from draftsmith.decode.runner import Runner, round_up
 from draftsmith.decode.sampling import SamplingParams, choose, position_keys, transform
 from draftsmith.decode.token_tree import COUPLED, TokenTree, chain
 from draftsmith.decode.verify import RULES, Noise
 from draftsmith.models.target import TargetSpec, check_split, load_target
 from draftsmith.models.tokenizer import vocab_size
-
-Prompt = str | Sequence[int]
 
 
 @dataclass
@@ -74,6 +73,7 @@ class Decoder:
         self.runner = Runner(target, self.vocab_size)
         self.drafter, self.K, self.batch_size, self.rule = drafter, K, batch_size, rule
         self.same_shape = same_shape
+        self._decoding = False
         self.context = int(getattr(target.config, "max_position_embeddings", 1 << 30))
         self.eos_ids = eos_ids(target, tokenizer)
 
@@ -135,7 +135,18 @@ class Decoder:
         self, prompts: Sequence[Prompt], params: SamplingParams, indices: Sequence[int] | None
     ) -> Iterator[tuple[Request, list[int], bool]]:
         """Yields (request, its new tokens, whether that was its end)."""
-        batch = self._open(prompts, params, indices)
+        if self._decoding:
+            raise ValueError(
+                "this decoder is in the middle of another stream, whose rows its drafter holds; "
+                "finish or close that stream first, or make a second Decoder"
+            )
+        self._decoding = True
+        try:
+            yield from self._rounds(self._open(prompts, params, indices))
+        finally:
+            self._decoding = False
+
+    def _rounds(self, batch: _Batch) -> Iterator[tuple[Request, list[int], bool]]:
         rows = batch.rows
         while rows.waiting or rows.busy:
             if rows.waiting and rows.free:
@@ -166,7 +177,14 @@ class Decoder:
         if indices is not None and len(indices) != len(prompts):
             raise ValueError(f"indices: got {len(indices)} for {len(prompts)} prompts")
         requests = [
-            self._request(i, prompt, params, i if indices is None else indices[i])
+            open_request(
+                prompt,
+                i,
+                i if indices is None else indices[i],
+                tokenizer=self.tokenizer,
+                params=params,
+                context=self.context,
+            )
             for i, prompt in enumerate(prompts)
         ]
         stops = (
@@ -181,24 +199,6 @@ class Decoder:
             if self.drafter is not None:
                 self.drafter.reset(batch, round_up(slots))
             return _Batch(rows, self.runner.pool(batch, slots), params)
-
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams, number: int) -> Request:
-        tokens = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
-        if not tokens:
-            raise ValueError(f"prompt {index}: got no tokens, expected at least one")
-        if max(tokens) >= self.vocab_size or min(tokens) < 0:
-            raise ValueError(
-                f"prompt {index}: got token ids {min(tokens)}..{max(tokens)}, expected ids below "
-                f"the tokenizer's {self.vocab_size}; was it encoded with another tokenizer?"
-            )
-        room = self.context - len(tokens)
-        if room < 1:
-            raise ValueError(
-                f"prompt {index}: got {len(tokens)} tokens, expected fewer than the context of "
-                f"{self.context}; shorten the prompt"
-            )
-        seed = sampling.request_seeds(params.seed, number)
-        return Request(Completion(index, tokens), seed, min(params.max_new_tokens, room))
 
     @torch.inference_mode()
     def _admit(self, batch: _Batch) -> list[tuple[Request, list[int], bool]]:
@@ -335,13 +335,3 @@ class Decoder:
 
     def _transform(self, logits: Tensor, params: SamplingParams) -> Tensor:
         return transform(logits, params.temperature, params.top_k, params.top_p)
-
-
-def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends an answer: the generation config's, else the config's, and the
-    tokenizer's.
-    """
-    named = model.generation_config.eos_token_id if model.generation_config else None
-    named = model.config.eos_token_id if named is None else named
-    ids = set(named) if isinstance(named, list) else {named}
-    return tuple(sorted(i for i in ids | {tokenizer.eos_token_id} if i is not None))

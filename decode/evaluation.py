@@ -28,7 +28,7 @@ from draftsmith.decode.measure import (
     teacher_forced,
 )
 from draftsmith.decode.prompts import Prompt, load_prompts
-from draftsmith.decode.rows import Completion
+from draftsmith.decode.request import Completion
 from draftsmith.decode.turns import Evaluation, Loaded, Turns, load, prove, take_turns
 from draftsmith.decode.verify import RULES
 from draftsmith.models.provenance import git_commit, versions

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from draftsmith.decode.reference import top_two
-from draftsmith.decode.rows import Completion
+from draftsmith.decode.request import Completion
 from draftsmith.decode.sampling import SamplingParams
 
 NEAR_TIE = 1e-4  # fp32 logits closer than this may be swapped by the rounding of another shape

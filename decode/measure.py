@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.decode.drafters.lm import LMDrafter
-from draftsmith.decode.rows import Completion
+from draftsmith.decode.request import Completion
 from draftsmith.decode.runner import Runner, round_up
 from draftsmith.decode.sampling import (
     SamplingParams,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from draftsmith.decode.rows import Completion, Counters
+from draftsmith.decode.request import Completion, Counters
 
 
 def block_efficiency(counters: Sequence[Counters]) -> float:

@@ -11,7 +11,7 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.prompts import Prompt
-from draftsmith.decode.rows import Completion
+from draftsmith.decode.request import Completion
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import TargetSpec, check_split, load_target
 

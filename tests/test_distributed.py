@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from draftsmith.models.draft_lm import load_draft
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHERS = ROOT / "recipes" / "accelerate"
@@ -72,6 +75,38 @@ def test_zero2_trains_saves_and_resumes(tmp_path: Path, one_process: Path) -> No
     assert_same_run(one_process, tmp_path)
 
 
+@pytest.mark.parametrize("launcher", ["cpu_ddp2", "zero2"])
+def test_distillation_in_two_processes(
+    tmp_path: Path,
+    launcher: str,
+    tiny_target: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """The whole entry in bf16, on-policy text and `lk` among it, and its tied result loads."""
+    if launcher == "zero2":
+        pytest.importorskip("deepspeed", reason="needs pip install 'draftsmith[distributed]'")
+    tiny_target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    with (tmp_path / "text.jsonl").open("w") as file:
+        for row in range(60):
+            file.write(json.dumps({"text": f"row {row} " + " ".join(map(str, range(40)))}) + "\n")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [str(LAUNCHERS / f"{launcher}.yaml"), str(ROOT / "train/distill.py")]
+    command += [f"target.path={tmp_path}/target", f"data={tmp_path}/text.jsonl", "loss=lk"]
+    command += ["hidden=16", "heads=2", "kv_heads=1", "intermediate=32", "max_length=48"]
+    command += ["on_policy=0.5", "max_new_tokens=8", "prompt_tokens=8", "heldout_prompts=4"]
+    command += ["steps=6", "batch_size=2", "accumulation=2", "processes=2", f"out={tmp_path}/run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    log = records(tmp_path / "run")
+    assert [record["step"] for record in log] == list(range(7))
+    assert all(0 < record["alpha"] < 1 for record in log[1:])
+    assert run.stdout.count("vllm serve") == 1
+    draft = load_draft(tmp_path / "run/drafter")
+    assert draft.lm_head.weight is draft.model.embed_tokens.weight
+
+
 @pytest.mark.parametrize(
     ("flags", "variables", "message"),
     [
@@ -79,6 +114,7 @@ def test_zero2_trains_saves_and_resumes(tmp_path: Path, one_process: Path) -> No
         (["--cpu", "--num_processes", "2"], {}, "asked for several processes but started one"),
         (["--use_deepspeed"], {"ACCELERATE_USE_CPU": "true"}, "becomes plain DDP"),
         (["--use_fsdp"], {}, "got FSDP"),
+        (["--use_deepspeed", "--zero_stage", "3"], {}, "got ZeRO stage 3"),
     ],
 )
 def test_launches_that_fail_in_silence(

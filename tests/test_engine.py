@@ -221,6 +221,18 @@ def test_stream_adds_up_and_keeps_characters_whole(
     assert all(tokens.values())
 
 
+def test_two_streams_of_one_decoder_do_not_mix(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    decoder = Decoder(tiny_target, tiny_tokenizer, NgramDrafter())
+    first = decoder.stream(PROMPTS[:1], SETTINGS[0])
+    next(first)
+    with pytest.raises(ValueError, match="another stream"):
+        next(decoder.stream(PROMPTS[:1], SETTINGS[0]))
+    first.close()
+    assert decoder.generate(PROMPTS[:1], SETTINGS[0])[0].tokens
+
+
 def test_same_shape_baseline_accepts_nothing(
     tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:

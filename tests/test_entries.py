@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.sampling import SamplingParams
@@ -136,6 +137,26 @@ def test_training_raises_held_out_acceptance(distilling: Argv, tmp_path: Path) -
     assert max(alphas.values()) > alphas[0] + 0.02
     done = json.loads((tmp_path / "run/done.json").read_text())
     assert done["best"] == max(alphas.values()) == alphas[done["best_step"]]
+
+
+def test_gradient_checkpointing_changes_nothing(
+    distilling: Argv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+    forward = LlamaMLP.forward
+
+    def counted(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        calls.append(self.training)
+        return forward(self, x)
+
+    monkeypatch.setattr(LlamaMLP, "forward", counted)
+    distill.main(distilling)
+    once = sum(calls)
+    distill.main([*distilling, "gradient_checkpointing=true", f"out={tmp_path / 'second'}"])
+    assert sum(calls) - once == 2 * once, "each layer runs again in the backward"
+    for a, b in zip(records(tmp_path / "run"), records(tmp_path / "second"), strict=True):
+        for name in a.keys() - {"seconds"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-6), name
 
 
 def test_a_run_goes_on_from_a_drafter_folder(distilling: Argv, tmp_path: Path) -> None:

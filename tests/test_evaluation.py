@@ -13,7 +13,7 @@ from draftsmith.decode.engine import Decoder
 from draftsmith.decode.exactness import divergences, verdict
 from draftsmith.decode.measure import teacher_forced
 from draftsmith.decode.report import schema_problems
-from draftsmith.decode.rows import Completion
+from draftsmith.decode.request import Completion
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.drafter_folder import save_drafter
 from draftsmith.models.fingerprint import fingerprint

@@ -23,7 +23,7 @@ from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.exactness import divergences
-from draftsmith.decode.rows import Completion
+from draftsmith.decode.request import Completion
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import TargetSpec, load_target
 

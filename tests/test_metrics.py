@@ -6,7 +6,7 @@ import pytest
 
 from draftsmith.decode import metrics
 from draftsmith.decode.arguments import parse
-from draftsmith.decode.rows import Completion, Counters
+from draftsmith.decode.request import Completion, Counters
 from draftsmith.decode.turns import Evaluation
 
 

@@ -66,16 +66,17 @@ Scored = tuple[list[Tensor], Tensor | None]
 Score = Callable[[Tensor, Tensor, bool, Workspace], Scored]
 
 
-def pair(p_logits_RV: Tensor, q_logits_RV: Tensor, work_5RV: Tensor, masked: bool) -> Pair:
+def pair(p_logits_RV: Tensor, q_logits_RV: Tensor, work_5RV: Tensor) -> Pair:
     """The two distributions, written into work_5RV, whose type (fp32 or float64) is the result's.
 
-    masked: logits may hold -inf, which then count as in `losses.py`; it costs two more passes.
+    Logits of -inf count as in `losses.py`.
     """
     p_RV, q_RV, log_p_RV, log_q_RV, spare_RV = work_5RV
     _normalise(p_logits_RV, p_RV, log_p_RV)
     _normalise(q_logits_RV, q_RV, log_q_RV)
     reachable_RV, mass_R1 = None, None
-    if masked:
+    # Masks cost a CPU as much as exponentials do, so they are made only where one is needed.
+    if torch.minimum(p_logits_RV.amin(), q_logits_RV.amin()) == -math.inf:
         reachable_RV = torch.where(log_q_RV == -math.inf, 0.0, p_RV)
         mass_R1 = reachable_RV.sum(-1, keepdim=True)
         for log_RV in (log_p_RV, log_q_RV):
@@ -179,8 +180,7 @@ def divergence_score(loss: Loss, transform: Transform | None) -> Score:
             alpha_R = acceptance(p_logits_RV, q_logits_RV.detach())
             output, seed = loss_R, torch.ones_like(loss_R)
         else:
-            work_5RV = work.take(q_logits_RV)
-            both = pair(p_logits_RV, q_logits_RV.detach(), work_5RV, masked=transform is not None)
+            both = pair(p_logits_RV, q_logits_RV.detach(), work.take(q_logits_RV))
             alpha_R = both.acceptance()
             loss_R, slope_RV = closed(both)
             output, seed = q_logits_RV, slope_RV

@@ -35,9 +35,12 @@ ARMS = {"before": "draft/drafter", "after": "distill/drafter", "ngram": "ngram"}
 
 @dataclass
 class Quickstart:
-    """out: where everything goes; limit, max_new_tokens: of each evaluation; K: drafted tokens."""
+    """out: where everything goes; steps: of each training run, 0 for the recipes' own; limit,
+    max_new_tokens: of each evaluation; K: drafted tokens a round.
+    """
 
     out: str = "runs/quickstart"
+    steps: int = 0
     limit: int = 32
     max_new_tokens: int = 96
     K: int = 4
@@ -55,7 +58,7 @@ def main(argv: list[str]) -> int:
     # --------------------------------------------------------------- training
     for number, (name, entry) in enumerate(ENTRIES.items(), start=1):
         console.rule(f"[bold]step {number} of 4: {name}")
-        code = launch(console, entry, [f"recipe=quickstart/{name}", f"out={out / name}"])
+        code = launch(console, entry, overrides(settings, name))
         if code:
             console.print(
                 f"step {name} ended with code {code}; the same command goes on from there"
@@ -81,6 +84,17 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def overrides(settings: Quickstart, name: str) -> list[str]:
+    """What differs from the recipe: the folders, when `out` is another, and the steps."""
+    out = Path(settings.out)
+    found = [f"recipe=quickstart/{name}", f"out={out / name}"]
+    if name != "target":
+        found.append(f"target.path={out / TARGET}")
+    if name == "distill":
+        found.append(f"draft={out / ARMS['before']}")
+    return found + ([f"steps={settings.steps}", "warmup=0"] if settings.steps else [])
+
+
 def launch(console: Console, entry: str, overrides: Sequence[str]) -> int:
     """One training entry as a user would launch it; its exit code."""
     arguments = [f"train/{entry}.py", *overrides]
@@ -89,8 +103,9 @@ def launch(console: Console, entry: str, overrides: Sequence[str]) -> int:
     flags = ["--num_processes", "1", "--num_machines", "1", "--dynamo_backend", "no"]
     flags += ["--mixed_precision", "bf16"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *flags, *module]
-    environment = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), **os.environ}
-    return subprocess.run(command, env=environment, check=False).returncode
+    # Threads that sleep while they wait: spinning ones halve the speed of a machine that is shared.
+    threads = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "OMP_WAIT_POLICY": "PASSIVE"}
+    return subprocess.run(command, env=threads | os.environ, check=False).returncode
 
 
 def asked(settings: Quickstart, temperature: int) -> Evaluation:

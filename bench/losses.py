@@ -1,0 +1,211 @@
+"""Peak memory and time of the bounded losses against the naive form, forward and backward.
+
+    python bench/losses.py                        # fkl, jsd and ce at vocabulary 128k; two minutes
+    python bench/losses.py --losses all           # every loss; five minutes on two cores
+    python bench/losses.py --device cuda --autocast --rows 8192 --hidden 4096
+
+The peers hold full logits: torch's own F.kl_div and F.cross_entropy (the leanest that people
+write) where there is one, else our pure losses under autograd. They compute no alpha, ours always
+does. Every arm is a process that holds its own inputs. Its memory is its highest resident size
+over all runs (VmHWM; on CUDA the allocator's peak), minus its size once the inputs are there and a
+tiny run has loaded the code. Time is taken in pairs, ours and the peer's in turns, the order
+swapped from pair to pair, after one run of each that isn't counted.
+
+Names: N rows, V vocabulary, H hidden size (both models').
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rows import publish, row
+from torch import Tensor
+
+from draftsmith.train.chunked import chunked_cross_entropy, chunked_divergence
+from draftsmith.train.losses import DIVERGENCES, divergence
+
+OURS = "chunked"
+PEERS = {"fkl": "F.kl_div", "ce": "F.cross_entropy"}
+OTHER_PEER = "pure loss, autograd"
+PAIRS = {"fkl": 5}  # the default loss; one pair for each other
+MIB = 2**20
+
+
+class Inputs:
+    """Random states and heads of both models; logits of a few nats, as trained models have."""
+
+    def __init__(self, rows: int, vocabulary: int, hidden: int, device: str) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=device)
+
+        self.q_hidden_NH = normal(rows, hidden).requires_grad_()
+        # In place: a temporary here would hide as much of the arm's own peak.
+        self.q_head_VH = normal(vocabulary, hidden).mul_(hidden**-0.5).requires_grad_()
+        self.p_hidden_NH = normal(rows, hidden)
+        self.p_head_VH = normal(vocabulary, hidden).mul_(hidden**-0.5)
+        self.weight_N = torch.ones(rows, device=device)
+        self.tokens_N = torch.randint(vocabulary, (rows,), generator=generator, device=device)
+
+
+def chunked_total(name: str, x: Inputs) -> Tensor:
+    if name == "ce":
+        return chunked_cross_entropy(x.q_hidden_NH, x.q_head_VH, x.tokens_N, x.weight_N)[0]
+    q, p = (x.q_hidden_NH, x.q_head_VH), (x.p_hidden_NH, x.p_head_VH)
+    return chunked_divergence(divergence(name, kl_weight=0.5), *q, *p, x.weight_N).total
+
+
+def naive_total(name: str, x: Inputs) -> Tensor:
+    q_logits_NV = F.linear(x.q_hidden_NH, x.q_head_VH).float()
+    if name == "ce":
+        return (F.cross_entropy(q_logits_NV, x.tokens_N, reduction="none") * x.weight_N).sum()
+    with torch.no_grad():
+        p_logits_NV = F.linear(x.p_hidden_NH, x.p_head_VH).float()
+    if name == "fkl":
+        with torch.no_grad():
+            p_logits_NV = p_logits_NV.log_softmax(-1)
+        q_logits_NV = q_logits_NV.log_softmax(-1)
+        loss_NV = F.kl_div(q_logits_NV, p_logits_NV, log_target=True, reduction="none")
+        return (loss_NV.sum(-1) * x.weight_N).sum()
+    return (divergence(name, kl_weight=0.5)(p_logits_NV, q_logits_NV) * x.weight_N).sum()
+
+
+def step(total: Callable[[str, Inputs], Tensor], args: argparse.Namespace, x: Inputs) -> float:
+    """Seconds of one forward and backward."""
+    x.q_hidden_NH.grad = x.q_head_VH.grad = None
+    synchronise(args.device)
+    start = time.perf_counter()
+    with torch.autocast(args.device, torch.bfloat16, enabled=args.autocast):
+        loss = total(args.losses, x)
+    (loss / len(x.weight_N)).backward()
+    synchronise(args.device)
+    return time.perf_counter() - start
+
+
+def synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def resident(device: str, peak: bool) -> float:
+    """MiB this process holds now, or held at most."""
+    if device == "cuda":
+        read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
+        return read() / MIB
+    status = Path("/proc/self/status").read_text()
+    field = "VmHWM:" if peak else "VmRSS:"
+    return int(status.split(field)[1].split()[0]) / 1024
+
+
+def work(args: argparse.Namespace) -> None:
+    """An arm's process: inputs, a tiny run, then one run for each line on stdin."""
+    total = chunked_total if args.worker == OURS else naive_total
+    inputs = Inputs(args.rows, args.vocabulary, args.hidden, args.device)
+    step(total, args, Inputs(4, 512, args.hidden, args.device))
+    base = resident(args.device, peak=False)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        seconds = step(total, args, inputs)
+        peak = resident(args.device, peak=True) - base
+        print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
+
+
+class Arm:
+    """One worker process, driven line by line."""
+
+    def __init__(self, name: str, loss: str, args: argparse.Namespace) -> None:
+        shape = ["--rows", args.rows, "--vocabulary", args.vocabulary, "--hidden", args.hidden]
+        flags = ["--autocast"] if args.autocast else []
+        command = [sys.executable, __file__, "--worker", name, "--losses", loss, *shape]
+        self.process = subprocess.Popen(
+            [str(part) for part in [*command, "--device", args.device, *flags]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # A waiting thread of one arm must not spin on the core that the other arm needs.
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        )
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"an arm of the benchmark died with code {self.process.wait()}")
+        return line
+
+    def run(self) -> dict[str, float]:
+        assert self.process.stdin is not None
+        print("go", file=self.process.stdin, flush=True)
+        return json.loads(self.read())
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def compare(loss: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Two rows, memory and time, of one loss against its peer."""
+    peer = PEERS.get(loss, OTHER_PEER)
+    arms = {name: Arm(name, loss, args) for name in (OURS, peer)}
+    for arm in arms.values():
+        assert arm.read() == "ready\n"
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
+    for pair in range(1 + (1 if args.quick else PAIRS.get(loss, 1))):
+        for name in list(arms)[:: 1 if pair % 2 else -1]:
+            runs[name].append(arms[name].run())
+    for arm in arms.values():
+        arm.close()
+    what = f"{loss}, {args.rows} x {args.vocabulary}, hidden {args.hidden}"
+    what += f", {'bf16' if args.autocast else 'fp32'}, {args.device}"
+    peaks = {name: [runs[name][-1]["peak"]] for name in arms}
+    seconds = {name: [run["seconds"] for run in runs[name][1:]] for name in arms}
+    return [
+        lower_is_better(f"memory: {what}", peer, peaks[OURS], peaks[peer], "MiB"),
+        lower_is_better(f"time: {what}", peer, seconds[OURS], seconds[peer], "s"),
+    ]
+
+
+def lower_is_better(
+    what: str, peer: str, ours: list[float], theirs: list[float], unit: str
+) -> dict[str, Any]:
+    """A row whose ratio is theirs / ours, so that above 1 is better for us here too."""
+    swapped = row(f"{what} (lower is better)", peer, theirs, ours, unit)
+    return {**swapped, "ours": swapped["theirs"], "theirs": swapped["ours"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--losses", default="fkl,jsd,ce", help="names with commas, or all")
+    parser.add_argument("--rows", type=int, default=None, help="default 1024; quick: 256")
+    parser.add_argument("--vocabulary", type=int, default=131072)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--autocast", action="store_true", help="bf16 matrix products")
+    parser.add_argument("--quick", action="store_true", help="fewer rows, one pair each")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.rows = args.rows or (256 if args.quick else 1024)
+    if args.worker:
+        work(args)
+        return
+    known = [*DIVERGENCES, "ce"]
+    chosen = known if args.losses == "all" else args.losses.split(",")
+    if unknown := [name for name in chosen if name not in known]:
+        parser.error(f"--losses: got {', '.join(unknown)}, expected some of {', '.join(known)}")
+    rows = [r for loss in chosen for r in compare(loss, args)]
+    publish("losses", rows, args.out)
+    head = 4 * args.vocabulary * args.hidden / MIB
+    print(f"{torch.get_num_threads()} threads; the head's gradient is {head:.0f} MiB of each peak")
+
+
+if __name__ == "__main__":
+    main()
