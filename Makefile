@@ -60,7 +60,7 @@ test-oldest:
 	$(MAKE) test VENV=.venv-oldest TORCH_SPEC=torch==2.11.0 CONSTRAINTS=constraints-oldest.txt
 
 check: $(VENV)/.ready-dev types
-	$(PY) -m pytest -q -x tests/test_house.py tests/test_losses.py tests/test_verify.py tests/test_sampling.py
+	$(PY) -m pytest -q -x tests/test_house.py tests/test_losses.py tests/test_chunked.py tests/test_gradients.py tests/test_verify.py tests/test_sampling.py
 	@wc -l models/*.py decode/*.py decode/drafters/*.py train/*.py draftsmith/*.py | tail -1 | awk '{print $$1 " lines in models, decode, train, draftsmith (budget 7000)"}'
 	@wc -l bench/*.py | tail -1 | awk '{print $$1 " lines in bench (budget 800)"}'
 

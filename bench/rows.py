@@ -33,7 +33,7 @@ def row(
 
 def publish(name: str, rows: list[dict[str, Any]], folder: Path = Path("runs/bench")) -> None:
     """Print the rows as a table and write them to runs/bench/<name>.json."""
-    table = Table(title=f"bench {name}: ratio = ours / peer, median over pairs (min to max)")
+    table = Table(title=f"bench {name}: a ratio above 1 is better for us; median over pairs")
     for column in ("what", "peer", "ratio", "range", "pairs", "ours", "theirs", "unit"):
         table.add_column(column, justify="left" if column in ("what", "peer", "unit") else "right")
     for r in rows:

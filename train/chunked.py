@@ -34,7 +34,7 @@ from draftsmith.train.losses import Loss
 # of half the size take 12% more time and of twice the size 10% less, for 64 MiB less and 128 MiB
 # more; a tile's five buffers of 1 MiB stay in cache. CUDA: for products of 1024 rows; not measured.
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
-TILE_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 25}
+TILE_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 24}
 # Rows of the head whose gradient is formed at once where it can't be added up in place.
 HEAD_BLOCK = 1 << 13
 

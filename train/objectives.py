@@ -100,8 +100,12 @@ class Distillation(Objective):
         with torch.no_grad():
             p_hidden_NG, p_head_VG = hidden_and_head(self._target[0], batch)
         q_hidden_NH, q_head_VH = hidden_and_head(self.draft, batch)
-        V = self.vocab_size
-        return q_hidden_NH, q_head_VH[:V], p_hidden_NG, p_head_VG[:V]
+        q_head_VH, p_head_VG = (self._cut(head) for head in (q_head_VH, p_head_VG))
+        return q_hidden_NH, q_head_VH, p_hidden_NG, p_head_VG
+
+    def _cut(self, head_VH: Tensor) -> Tensor:
+        """The head of the tokenizer's tokens. A slice of all rows would cost a copy backward."""
+        return head_VH if len(head_VH) == self.vocab_size else head_VH[: self.vocab_size]
 
     def _compare(self, loss: Loss, batch: Batch, states: States) -> Divergence:
         weight_N = batch.loss_mask.flatten().float()
