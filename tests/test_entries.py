@@ -76,9 +76,9 @@ def test_every_recipe_runs_two_steps_on_a_tiny_target(
     text = (recipe.RECIPES / f"{name}.yaml").read_text()
     entry = next(line for line in text.splitlines() if line.startswith("entry:")).split()[1]
     out = tmp_path / "run"
-    for line in text.splitlines():
-        if line.startswith("data: ../") and not (ROOT / line.split()[1]).exists():
-            pytest.skip(f"{line.split()[1]} is not beside this checkout")
+    data = next(line for line in text.splitlines() if line.startswith("data:")).split()[1]
+    if entry == "prepare" and data != "stdlib" and not (ROOT / data).exists():
+        pytest.skip(f"{data} is not beside this checkout")
     module = importlib.import_module(f"draftsmith.train.{entry}")
     module.main([f"recipe={name}", "target.shrink=true", f"out={out}", *SHORT[entry]])
     if entry != "prepare":

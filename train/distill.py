@@ -20,6 +20,7 @@ Where this differs from DistillSpec:
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +36,15 @@ from draftsmith.train.loop import StepBatches, fit
 from draftsmith.train.objectives import Distillation
 from draftsmith.train.result import made_by, save_draft
 from draftsmith.train.settings import Settings
-from draftsmith.train.sources import load_examples
 from draftsmith.train.state import Run
-from draftsmith.train.text import OnPolicy, OnPolicyText, Snapshot, make_batches
+from draftsmith.train.text import (
+    OnPolicy,
+    OnPolicyText,
+    Snapshot,
+    make_batches,
+    text_at_hand,
+    training_examples,
+)
 
 
 @dataclass(kw_only=True)
@@ -87,7 +94,7 @@ def main(argv: list[str]) -> None:
         draft.gradient_checkpointing_enable({"use_reentrant": False})
 
     # ---- text to compare them on, as it is or with answers of the draft ----------------------
-    examples = load_examples(config.data, tokenizer, "train")
+    examples = training_examples(config.data, tokenizer, few=config.target.shrink)
     order: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed}
     batches: StepBatches = make_batches(config, examples, tokenizer, **order)
     if config.on_policy:
@@ -121,9 +128,11 @@ def main(argv: list[str]) -> None:
 
 def shrunk(config: DistillConfig) -> DistillConfig:
     """Two steps of a tiny draft and a tiny random target: shows that a recipe composes and runs."""
-    short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "max_length": 48}
-    few: dict[str, Any] = {"prompt_tokens": 8, "max_new_tokens": 8, "heldout_prompts": 2}
-    return replace(config, draft="", **TINY, **short, **few)
+    prompts_from = text_at_hand(config.heldout_data or config.data)
+    data = config.data if Path(config.data).exists() else prompts_from
+    short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "prompt_tokens": 8}
+    few: dict[str, Any] = {"max_new_tokens": 8, "heldout_prompts": 2, "heldout_data": prompts_from}
+    return replace(config, draft="", data=data, **TINY, **short, **few)
 
 
 if __name__ == "__main__":

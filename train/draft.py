@@ -86,11 +86,4 @@ def open_draft(
 
 
 # What target.shrink=true makes of any recipe's sizes.
-TINY: dict[str, Any] = {
-    "layers": 1,
-    "hidden": 32,
-    "heads": 2,
-    "kv_heads": 1,
-    "intermediate": 64,
-    "context": 256,
-}
+TINY: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}

@@ -53,6 +53,8 @@ def start(settings: Settings) -> Accelerator:
     if accelerator.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # Else every new tensor is filled with NaN first.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(settings.seed)
     return accelerator
 

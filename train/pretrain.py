@@ -36,7 +36,7 @@ from draftsmith.train.result import made_by, save_draft, save_model
 from draftsmith.train.settings import Settings
 from draftsmith.train.sources import tokenise
 from draftsmith.train.state import Run
-from draftsmith.train.text import Text, make_batches
+from draftsmith.train.text import Text, make_batches, text_at_hand
 from draftsmith.train.tokenizer import train_bpe
 
 
@@ -130,8 +130,9 @@ def make_model(
 
 def shrunk(config: PretrainConfig) -> PretrainConfig:
     """Two steps of a tiny model on little text: shows that a recipe composes and runs."""
-    short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "max_length": 32}
-    return replace(config, tokenizer_size=300, heldout_sequences=2, **TINY, **short)
+    short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "heldout_sequences": 2}
+    data = text_at_hand(config.data)
+    return replace(config, data=data, tokenizer_size=300, **TINY, **short)
 
 
 if __name__ == "__main__":

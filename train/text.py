@@ -4,7 +4,9 @@ Legend: B rows, T positions.
 """
 
 import copy
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,8 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.splits import load_rows
+from draftsmith.train.answers import is_prepared
 from draftsmith.train.data import Batch, Batches, Examples
 from draftsmith.train.loop import step_seed
+from draftsmith.train.sources import load_examples, tokenise
 
 
 @dataclass(kw_only=True)
@@ -126,6 +131,23 @@ def as_batch(
         ids_BT[row, :end] = torch.tensor(prompt + answer)
         mask_BT[row, len(prompt) - 1 : end - 1] = True
     return Batch(ids_BT, torch.arange(width).expand(ids_BT.shape), mask_BT, None, rows)
+
+
+def text_at_hand(data: str) -> str:
+    """`data` if it is on this machine, else the standard library, for a trial of a recipe."""
+    if data == "stdlib" or Path(data).exists():
+        return data
+    warnings.warn(f"target.shrink: no data at {data}: the standard library instead", stacklevel=3)
+    return "stdlib"
+
+
+def training_examples(
+    data: str, tokenizer: PreTrainedTokenizerBase, *, few: bool = False
+) -> Examples:
+    """The training side of `data`, or the first few rows of it, for a trial of a recipe."""
+    if few and not is_prepared(data):
+        return tokenise(load_rows(data, "train")[:20], tokenizer)
+    return load_examples(data, tokenizer, "train")
 
 
 def make_batches(
