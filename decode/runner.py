@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from draftsmith.decode.kv import KVPool, SlotCache
+from draftsmith.decode.lean import body_of
 from draftsmith.models.target import split_head
 
 ATTENTION = "draftsmith_slots"
@@ -72,6 +73,7 @@ class Runner:
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.groups = config.num_attention_heads // kv_heads
         model.set_attn_implementation(ATTENTION)
+        self.call = body_of(self.body)
 
     def pool(self, rows: int, slots: int) -> KVPool:
         """A KV pool for this model; the slots are rounded up to whole buckets."""
@@ -91,7 +93,7 @@ class Runner:
         """
         positions_BN = torch.arange(tokens_BN.shape[1], device=self.device).expand_as(tokens_BN)
         cache = SlotCache(pool, (rows_B[:, None] * pool.slots + positions_BN).flatten(), prefix=0)
-        hidden_BNH = self._body(tokens_BN, positions_BN, None, cache)
+        hidden_BNH = self.call(tokens_BN, positions_BN, None, cache)
         last_B11 = (lens_B - 1)[:, None, None].expand(-1, 1, hidden_BNH.shape[-1])
         return self.logits(hidden_BNH.gather(1, last_B11)[:, 0])
 
@@ -111,7 +113,7 @@ class Runner:
         step_N = torch.arange(length, device=self.device)
         row_start_B = torch.arange(batch, device=self.device) * pool.slots
         flat = ((row_start_B + first_slot_B)[:, None] + step_N).flatten()
-        return self._body(tokens_BN, positions_BN, mask, SlotCache(pool, flat, mask.shape[-1]))
+        return self.call(tokens_BN, positions_BN, mask, SlotCache(pool, flat, mask.shape[-1]))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] fp32 over the tokenizer's vocabulary."""
@@ -137,17 +139,6 @@ class Runner:
         mask = torch.zeros(batch, 1, 1, length, width, dtype=self.dtype, device=self.device)
         mask = mask.masked_fill_(~allowed_BNS[:, None, None], float("-inf"))
         return mask.expand(-1, 1, self.groups, -1, -1).reshape(batch, 1, -1, width)
-
-    def _body(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: SlotCache
-    ) -> Tensor:
-        return self.body(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
 
 
 def round_up(slots: int) -> int:
