@@ -64,6 +64,18 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self._pool, self._flat, self._prefix = pool, flat_slots, prefix
 
+    def write(self, layer: int, keys_BNHE: Tensor, values_BNHE: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new keys and values into their slots; return what to attend to, [B, S, H, E] each."""
+        attended = []
+        for pool_LBSHE, new_BNHE in (
+            (self._pool.keys_LBSHE, keys_BNHE),
+            (self._pool.values_LBSHE, values_BNHE),
+        ):
+            pool_BSHE = pool_LBSHE[layer]
+            pool_BSHE.flatten(0, 1).index_copy_(0, self._flat, new_BNHE.flatten(0, 1))
+            attended.append(new_BNHE if self._prefix == 0 else pool_BSHE[:, : self._prefix])
+        return attended[0], attended[1]
+
     def update(
         self,
         key_states: Tensor,
@@ -72,21 +84,11 @@ class SlotCache(Cache):
         *args: object,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Scatter keys and values [B, H, N, E] into the slots; return what to attend to, same
-        layout.
-        """
-        keys_BSHE = self._pool.keys_LBSHE[layer_idx]
-        values_BSHE = self._pool.values_LBSHE[layer_idx]
-        keys_BSHE.flatten(0, 1).index_copy_(0, self._flat, key_states.transpose(1, 2).flatten(0, 1))
-        values_BSHE.flatten(0, 1).index_copy_(
-            0, self._flat, value_states.transpose(1, 2).flatten(0, 1)
+        """The same for transformers, whose keys and values are [B, H, N, E]."""
+        keys, values = self.write(
+            layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2)
         )
-        if self._prefix == 0:
-            return key_states, value_states
-        return (
-            keys_BSHE[:, : self._prefix].transpose(1, 2),
-            values_BSHE[:, : self._prefix].transpose(1, 2),
-        )
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Never consulted: positions and masks are given."""

@@ -1,123 +1,176 @@
-"""A decoder-only body called layer by layer: the same layers, without what surrounds them.
+"""The body of a Llama-like model as few calls as possible, on the model's own weights.
 
-transformers' own `forward` of a body makes masks, looks settings up and wraps its output, which on
-a small model costs a quarter of a one-token pass (0.3 of 1.1 ms for one layer of 96 on two cores,
-docs/log.md). Here the layers of the very same module are called in a row, with the rotary
-embeddings looked up in a table. Whether that gives what the body gives is not assumed but tried, once a model;
-where it doesn't, or where a body is built otherwise, its own forward is used.
+transformers' `forward` of a body makes masks, looks settings up, wraps its output, and multiplies
+by seven matrices a layer; on a small model, or any model on a fast device, that costs as much as
+the arithmetic. Here q, k, v are one product, gate and up another, keys and values go to their slots
+as they come, and rotary embeddings are looked up. The module tree stays as it is: the merged
+matrices are the storage, and each layer's own weights become views of it, so nothing is held twice
+and a weight changed in place is changed for both.
 
-Shapes: B rows, N tokens, S positions of the table, E rotary width, H hidden.
+Only for layers whose source this follows (Llama, Qwen2, Qwen3, Mistral), and frozen (sharded
+training moves weights about). The runner compares it with the model's own forward before it is
+used; everything else takes that forward.
+
+Shapes: B rows, N tokens, S slots, H hidden, E head width, G query heads a key-value head.
 """
 
-import weakref
-from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
 
-Body = Callable[[Tensor, Tensor, Tensor | None, Cache], Tensor]
+from draftsmith.decode.kv import SlotCache
 
+LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 # Rotary embeddings that depend on nothing but the position.
 POSITION_ONLY = {"default", "linear", "llama3"}
-_bodies: "weakref.WeakKeyDictionary[nn.Module, Body]" = weakref.WeakKeyDictionary()
 
 
-def body_of(body: nn.Module) -> Body:
-    """(tokens [B, N], positions [B, N], additive mask or None, cache) -> hidden [B, N, H]."""
-    if body not in _bodies:
-        lean = _LeanBody(body) if _is_plain(body) else None
-        _bodies[body] = lean if lean is not None and _agrees(body, lean) else _WholeBody(body)
-    return _bodies[body]
-
-
-class _WholeBody:
-    """The body's own forward."""
-
-    def __init__(self, body: nn.Module) -> None:
-        self.body = weakref.ref(body)
-
-    def __call__(
-        self, tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor | None, cache: Cache
-    ) -> Tensor:
-        body = self.body()
-        assert body is not None
-        return body(
-            input_ids=tokens_BN,
-            position_ids=positions_BN,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
-
-
-class _LeanBody:
-    """Embedding, layers, final norm; holds the body weakly, since the body is its key."""
-
-    def __init__(self, body: nn.Module) -> None:
-        self.body = weakref.ref(body)
-        self.table: tuple[Tensor, Tensor] | None = None
-
-    def __call__(
-        self, tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor | None, cache: Cache
-    ) -> Tensor:
-        body = self.body()
-        assert body is not None
-        hidden_BNH = body.embed_tokens(tokens_BN)
-        cos_SE, sin_SE = self._rotary(body, hidden_BNH)
-        rotary = (cos_SE[positions_BN], sin_SE[positions_BN])
-        for layer in body.layers.children():
-            hidden_BNH = layer(
-                hidden_BNH,
-                attention_mask=mask,
-                position_embeddings=rotary,
-                position_ids=positions_BN,
-                past_key_values=cache,
-                use_cache=True,
-            )
-        return body.norm(hidden_BNH)
-
-    def _rotary(self, body: nn.Module, hidden_BNH: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [S, E] of every position of the context, in the type of the hidden states."""
-        table = self.table
-        if (
-            table is None
-            or table[0].dtype != hidden_BNH.dtype
-            or table[0].device != hidden_BNH.device
-        ):
-            # A draft at the end of the context reaches a little beyond it; nothing there is kept.
-            length = body.config.max_position_embeddings + 64
-            positions_1S = torch.arange(length, device=hidden_BNH.device)[None]
-            cos_1SE, sin_1SE = body.rotary_emb(hidden_BNH, position_ids=positions_1S)
-            self.table = table = (cos_1SE[0], sin_1SE[0])
-        return table
-
-
-def _is_plain(body: nn.Module) -> bool:
-    """Is it built of embed_tokens, rotary_emb, layers and norm, with position-only rotation?"""
-    parts = ("embed_tokens", "rotary_emb", "layers", "norm")
-    if not all(hasattr(body, part) for part in parts):
-        return False
+def lean_body(body: Any) -> "LeanBody | None":
+    """The lean form of a transformers body, or None where it isn't known to be the same."""
+    layers = list(getattr(body, "layers", nn.ModuleList()).children())
+    known = all(type(layer).__name__ in LAYERS for layer in layers)
+    if not layers or not known or any(p.requires_grad for p in body.parameters()):
+        return None
     rope = getattr(body.config, "rope_parameters", None) or {}
-    return rope.get("rope_type", "") in POSITION_ONLY
+    if rope.get("rope_type") not in POSITION_ONLY or rope.get("partial_rotary_factor", 1) != 1:
+        return None
+    plain = all(type(part) is nn.Linear for layer in layers for part in projections(layer))
+    return LeanBody(body, layers) if plain else None
 
 
-@torch.inference_mode()
-def _agrees(body: nn.Module, lean: _LeanBody) -> bool:
-    """Do both give the same states, bit by bit, for a prompt of six tokens and one more token?"""
-    device = next(body.parameters()).device
-    training = body.training
-    body.eval()
-    states = []
-    for call in (_WholeBody(body), lean):
-        cache = DynamicCache(config=body.config)
-        for start, length in ((0, 6), (6, 1)):
-            positions_1N = torch.arange(start, start + length, device=device)[None]
-            tokens_1N = positions_1N % body.embed_tokens.num_embeddings
-            try:
-                states.append(call(tokens_1N, positions_1N, None, cache))
-            except (TypeError, AttributeError):
-                body.train(training)
-                return False
-    body.train(training)
-    return torch.equal(states[0], states[2]) and torch.equal(states[1], states[3])
+def projections(layer: Any) -> list[nn.Linear]:
+    """The layer's seven linear maps, in the order in which they are merged."""
+    attention, mlp = layer.self_attn, layer.mlp
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    return [*parts, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+class LeanBody:
+    """(tokens [B, N], positions [B, N], mask or None, cache) -> hidden [B, N, H] after the norm."""
+
+    def __init__(self, body: Any, layers: list[nn.Module]) -> None:
+        self.layers = [LeanLayer(layer, index) for index, layer in enumerate(layers)]
+        self.embedding_VH = body.embed_tokens.weight
+        self.norm = body.norm
+        weight = self.embedding_VH
+        # A draft at the end of the context reaches a little beyond it; nothing there is kept.
+        positions_1S = torch.arange(body.config.max_position_embeddings + 64, device=weight.device)
+        cos_1SE, sin_1SE = body.rotary_emb(weight[:1, None], position_ids=positions_1S[None])
+        half = cos_1SE.shape[-1] // 2
+        self.cos_SE = cos_1SE[0]
+        # Rotating half of a head is a roll by half its width, with the first half's sign changed.
+        self.sin_SE = torch.cat([-sin_1SE[0, :, :half], sin_1SE[0, :, half:]], -1)
+
+    def __call__(
+        self, tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor | None, cache: SlotCache
+    ) -> Tensor:
+        hidden_BNH = F.embedding(tokens_BN, self.embedding_VH)
+        cos_BN1E = self.cos_SE[positions_BN].unsqueeze(2)
+        sin_BN1E = self.sin_SE[positions_BN].unsqueeze(2)
+        for layer in self.layers:
+            hidden_BNH = layer.attend(hidden_BNH, (cos_BN1E, sin_BN1E), mask, cache)
+            hidden_BNH = layer.feed_forward(hidden_BNH)
+        return self.norm(hidden_BNH)
+
+
+class LeanLayer:
+    """One decoder layer: attention and feed-forward, each with its norm and residual."""
+
+    def __init__(self, layer: Any, index: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index = index
+        self.width = attention.head_dim
+        self.q_heads = attention.q_proj.out_features // self.width
+        self.kv_heads = attention.k_proj.out_features // self.width
+        self.scale = attention.scaling
+        q, k, v, self.out, gate, up, self.down = projections(layer)
+        self.qkv, self.qkv_bias = merge([q, k, v])
+        self.gate_up, self.gate_up_bias = merge([gate, up])
+        self.q_norm = getattr(attention, "q_norm", None)
+        self.k_norm = getattr(attention, "k_norm", None)
+        self.before_attention, self.before_mlp = (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+        )
+        self.activation = mlp.act_fn
+
+    def attend(
+        self,
+        hidden_BNH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: SlotCache,
+    ) -> Tensor:
+        batch, length, _ = hidden_BNH.shape
+        joint = F.linear(_norm(self.before_attention, hidden_BNH), self.qkv, self.qkv_bias)
+        heads = joint.view(batch, length, -1, self.width)
+        turned = heads[:, :, : self.q_heads + self.kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = turned.split([self.q_heads, self.kv_heads], dim=2)
+            turned = torch.cat([_norm(self.q_norm, query), _norm(self.k_norm, key)], 2)
+        cos_BN1E, sin_BN1E = rotary
+        turned = torch.addcmul(turned * cos_BN1E, turned.roll(self.width // 2, -1), sin_BN1E)
+        query, key = turned.split([self.q_heads, self.kv_heads], dim=2)
+        value = heads[:, :, self.q_heads + self.kv_heads :]
+        keys, values = cache.write(self.index, key, value)
+        mixed = self._mix(query, keys.transpose(1, 2), values.transpose(1, 2), mask)
+        return hidden_BNH + F.linear(mixed, self.out.weight, self.out.bias)
+
+    def _mix(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention of query [B, N, Hq, E] over keys [B, Hkv, S, E], as [B, N, Hq * E]."""
+        batch, length, q_heads, width = query.shape
+        if mask is None:
+            grouped = q_heads != self.kv_heads
+            mixed = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                keys,
+                values,
+                is_causal=True,
+                scale=self.scale,
+                enable_gqa=grouped,
+            )
+            return mixed.transpose(1, 2).reshape(batch, length, -1)
+        groups = q_heads // self.kv_heads
+        packed = query.unflatten(2, (self.kv_heads, groups)).permute(0, 2, 3, 1, 4)
+        packed = packed.reshape(batch, self.kv_heads, groups * length, width)
+        mixed = F.scaled_dot_product_attention(packed, keys, values, mask, scale=self.scale)
+        mixed = mixed.view(batch, self.kv_heads, groups, length, width).permute(0, 3, 1, 2, 4)
+        return mixed.reshape(batch, length, -1)
+
+    def feed_forward(self, hidden_BNH: Tensor) -> Tensor:
+        both = F.linear(_norm(self.before_mlp, hidden_BNH), self.gate_up, self.gate_up_bias)
+        gate, up = both.chunk(2, -1)
+        return hidden_BNH + F.linear(self.activation(gate) * up, self.down.weight, self.down.bias)
+
+
+def merge(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """(weight, bias) of one linear map whose outputs are those of `linears` in a row.
+
+    The linears' own parameters become views of it; where they are that already, nothing is moved.
+    """
+    weight = _merge([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    assert len(biases) in (0, len(linears)), "some of the projections have a bias, others none"
+    return weight, _merge(biases) if biases else None
+
+
+def _merge(parts: list[Tensor]) -> Tensor:
+    first, rows = parts[0], sum(len(part) for part in parts)
+    place, joined = first.data_ptr(), True
+    for part in parts:
+        joined &= part.data_ptr() == place and part.is_contiguous()
+        place += part.numel() * part.element_size()
+    if joined and first.untyped_storage().nbytes() >= place - first.data_ptr():
+        shape = (rows, *first.shape[1:])
+        return first.detach().as_strided(shape, first.stride(), first.storage_offset())
+    with torch.inference_mode(False):
+        merged = torch.cat([part.detach() for part in parts])
+    for part, view in zip(parts, merged.split([len(part) for part in parts]), strict=True):
+        part.data = view
+    return merged
+
+
+def _norm(norm: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)

@@ -68,7 +68,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def tiny_target(tiny_tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    return build_llama(len(tiny_tokenizer), layers=3, hidden=32, seed=0)
+    """Frozen, as targets are: it decodes through the lean body, the draft through its own."""
+    return build_llama(len(tiny_tokenizer), layers=3, hidden=32, seed=0).requires_grad_(False)
 
 
 @pytest.fixture(scope="session")

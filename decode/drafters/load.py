@@ -38,7 +38,7 @@ def load_drafter(
 def _lm(
     folder: DrafterFolder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Drafter:
-    model = folder.model().eval()
+    model = folder.model().eval().requires_grad_(False)
     model.to(device=target.device, dtype=target.dtype)
     check_split(model)
     return LMDrafter(model, vocab_size(tokenizer))
