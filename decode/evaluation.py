@@ -41,6 +41,8 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, dict[s
     ValueError for whatever does not load or fit; see `load_target`, `open_drafter`, `load_prompts`.
     """
     started = time.perf_counter()
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     fast = load(settings, drafters, settings.dtype)
     exact = load(settings, drafters, "float32") if settings.dtype != "float32" else fast
     prompts = load_prompts(

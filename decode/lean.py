@@ -14,6 +14,7 @@ used; everything else takes that forward.
 Shapes: B rows, N tokens, S slots, H hidden, E head width, G query heads a key-value head.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ def merge(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, _merge(biases) if biases else None
 
 
-def _merge(parts: list[Tensor]) -> Tensor:
+def _merge(parts: Sequence[Tensor]) -> Tensor:
     first, rows = parts[0], sum(len(part) for part in parts)
     place, joined = first.data_ptr(), True
     for part in parts:

@@ -35,6 +35,7 @@ class Evaluation:
     prompt_tokens: int = 64  # of a prompt cut from running text
     batch: int = 1
     seed: int = 0
+    threads: int = 0  # of the CPU; 0 as torch has it. Small models are fastest on one
     device: str = "cpu"
     dtype: str = "bfloat16"  # speed is measured in it; identity always in fp32
     ignore_eos: bool = False

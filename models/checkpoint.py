@@ -5,7 +5,9 @@ one random layer still decodes losslessly, just slowly, so nobody would notice. 
 difference between the file and the model is an error.
 """
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging
+
+LARGE = 1 << 30  # bytes of a checkpoint that is worth a progress bar
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -50,15 +55,16 @@ def load_lm(path: str | Path, *, dtype: str, allow_unknown: bool) -> PreTrainedM
     load_config(path)
     try:
         # Any: with output_loading_info the call returns a pair, which its annotation doesn't say.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(path),
-            dtype=DTYPES[dtype],
-            attn_implementation="sdpa",
-            trust_remote_code=False,
-            # A wrong shape is then listed in `info` with the rest, and refused below.
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        with _bar_if_large(Path(path)):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(path),
+                dtype=DTYPES[dtype],
+                attn_implementation="sdpa",
+                trust_remote_code=False,
+                # A wrong shape is then listed in `info` with the rest, and refused below.
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except (OSError, SafetensorError) as error:
         raise ValueError(_unreadable(path, error)) from error
     model, info = loaded
@@ -67,6 +73,20 @@ def load_lm(path: str | Path, *, dtype: str, allow_unknown: bool) -> PreTrainedM
         faults["unknown"] = info["unexpected_keys"]
     refuse_faults(path, {fault: sorted(map(str, keys)) for fault, keys in faults.items()})
     return model
+
+
+@contextlib.contextmanager
+def _bar_if_large(folder: Path) -> Iterator[None]:
+    """transformers' progress bar only for what takes seconds to load."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    quiet = folder.is_dir() and size < LARGE and logging.is_progress_bar_enabled()
+    if quiet:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if quiet:
+            logging.enable_progress_bar()
 
 
 def check_tensors(folder: Path, config: PretrainedConfig) -> None:
