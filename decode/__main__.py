@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from draftsmith.decode import report
+from draftsmith.decode import report, results
 from draftsmith.decode.arguments import parse
 from draftsmith.decode.evaluation import evaluate
 from draftsmith.decode.turns import Evaluation
@@ -32,6 +32,8 @@ def main(argv: list[str]) -> int:
         report.write(result, folder)
         console.print(report.table(result))
         console.print(f"written: {folder / 'report.json'}, {folder / 'report.html'}")
+    rows = [results.row(Path(name).name, result) for name, result in reports.items()]
+    results.publish(f"Drafters for {settings.target}", rows, Path(settings.out))
     return 0
 
 

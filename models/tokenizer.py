@@ -7,6 +7,7 @@ rows (Qwen2.5, Pythia): the rows past the tokenizer are never text, and logits a
 
 import inspect
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from draftsmith.models.checkpoint import read_json
 
+END, PAD = "<|end|>", "<|pad|>"
 STAND_IN_SIZE = 500  # no multiple of 64, so that a trial also meets padded logits
 STAND_IN_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
@@ -92,25 +94,43 @@ def check_same_tokenizer(
         )
 
 
-def stand_in_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 500 tokens, trained in place on the interpreter's own json and inspect.
+def train_bpe(
+    texts: Iterable[str], size: int, roles: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `size` tokens, the same for the same texts: an end and a padding token,
+    one token `<|role|>` for each of `roles`, all bytes, and what merging gives.
 
-    It has an end and a padding token and a chat template that marks what the assistant says.
+    Raises:
+        ValueError: fewer tokens than these need, or a text too small to give so many.
     """
+    special = [END, PAD, *(f"<|{role}|>" for role in roles)]
+    if size < 256 + len(special):
+        raise ValueError(f"tokenizer_size: got {size}, expected at least {256 + len(special)}")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    special = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=STAND_IN_SIZE,
+        vocab_size=size,
         special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator([inspect.getsource(json), inspect.getsource(inspect)], trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|pad|>"
-    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD)
+    if len(tokenizer) != size:
+        raise ValueError(
+            f"tokenizer_size: got {size}, but the text gives only {len(tokenizer)} tokens; "
+            "ask for fewer, or bring more text"
+        )
+    return tokenizer
+
+
+def stand_in_tokenizer(size: int = STAND_IN_SIZE) -> PreTrainedTokenizerFast:
+    """A BPE trained in place on the interpreter's own json and inspect, with a chat template that
+    marks what the assistant says.
+    """
+    texts = [inspect.getsource(json), inspect.getsource(inspect)]
+    tokenizer = train_bpe(texts, size, roles=("system", "user", "assistant"))
     tokenizer.chat_template = STAND_IN_TEMPLATE
     return tokenizer
 

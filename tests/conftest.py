@@ -5,41 +5,15 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import inspect
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.models.tokenizer import stand_in_tokenizer
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
-SPECIAL = ["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"]
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}\n"
-    "{% else %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}\n"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
-    """A byte-level BPE trained on the source of two standard modules."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator([inspect.getsource(json), inspect.getsource(inspect)], trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|pad|>"
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
 def build_llama(vocab_size: int, *, layers: int, hidden: int, seed: int) -> LlamaForCausalLM:
@@ -63,7 +37,7 @@ def build_llama(vocab_size: int, *, layers: int, hidden: int, seed: int) -> Llam
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer()
+    return stand_in_tokenizer(320)
 
 
 @pytest.fixture(scope="session")

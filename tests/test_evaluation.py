@@ -84,6 +84,10 @@ def test_evaluate_writes_reports(folders: Path, tmp_path: Path, temperature: str
     assert reports["draft"]["alpha"] < 0.9
     assert (reports["draft"]["rules"] is None) == (temperature == "0")
     assert (tmp_path / "draft" / "report.html").stat().st_size > 5_000
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert [row["what"] for row in rows] == ["draft", "itself", "ngram"]
+    assert [row["tau"] for row in rows] == [reports[row["what"]]["tau"] for row in rows]
+    assert (tmp_path / "results.md").read_text().count("6 of 6") == 3
 
 
 def test_alpha_is_the_overlap_of_the_two_laws(

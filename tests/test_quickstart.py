@@ -29,6 +29,7 @@ def test_quickstart_runs_and_writes_its_reports(tmp_path: Path) -> None:
             assert not schema_problems(report)
             assert report["identical"]["same"] + report["identical"]["excused"] == 3
             assert (folder / "report.html").exists()
+    assert len(json.loads((tmp_path / "results.json").read_text())) == 6
     again = subprocess.run(
         [*command, *small], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

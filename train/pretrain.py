@@ -24,7 +24,7 @@ from draftsmith.decode.corpus import Row
 from draftsmith.decode.splits import load_rows
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.target import TargetSpec, check_same_tokenizer, load_target
-from draftsmith.models.tokenizer import load_tokenizer, vocab_size
+from draftsmith.models.tokenizer import load_tokenizer, train_bpe, vocab_size
 from draftsmith.train import recipe
 from draftsmith.train.draft import TINY, Sizes, fresh_model
 from draftsmith.train.heldout import mean_output
@@ -37,7 +37,6 @@ from draftsmith.train.settings import Settings
 from draftsmith.train.sources import tokenise
 from draftsmith.train.state import Run
 from draftsmith.train.text import Text, make_batches, text_at_hand
-from draftsmith.train.tokenizer import train_bpe
 
 
 @dataclass(kw_only=True)

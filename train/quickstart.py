@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftsmith.decode import report
+from draftsmith.decode import report, results
 from draftsmith.decode.arguments import parse
 from draftsmith.decode.evaluation import evaluate
 from draftsmith.decode.metrics import paired_difference
@@ -67,12 +67,14 @@ def main(argv: list[str]) -> int:
 
     # ------------------------------------------------------------- evaluation
     console.rule("[bold]step 4 of 4: decode, prove, measure")
-    reports = {}
+    reports, rows = {}, []
     for temperature in (0, 1):
         folder = "" if temperature == 0 else "t1"
         for arm, result in evaluate(asked(settings, temperature), arms(out)).items():
             report.write(result, out / arm / folder)
             reports[f"{arm}, temperature {temperature}"] = result
+            rows.append(results.row(arm, result))
+    results.publish("Quickstart", rows, out)
 
     # ------------------------------------------------------------------ result
     console.print(report.comparison(reports))
@@ -107,6 +109,7 @@ def launch(console: Console, entry: str, overrides: Sequence[str]) -> int:
     threads = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "OMP_WAIT_POLICY": "PASSIVE"}
     if not torch.cuda.is_available():
         threads["DS_ACCELERATOR"] = "cpu"  # or deepspeed, where installed, warns that it found none
+    sys.stdout.flush()  # or, in a file, what the entry prints would stand before its heading
     return subprocess.run(command, env=threads | os.environ, check=False).returncode
 
 

@@ -1,0 +1,106 @@
+"""Flat rows for docs/results: one an arm and temperature, and the page that is made from them."""
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COPIED = [
+    "temperature",
+    "alpha",
+    "alpha_interval",
+    "tau",
+    "tau_interval",
+    "coupled_acceptance",
+    "rules",
+    "tokens_per_s",
+    "speedup",
+    "speedup_interval",
+    "ideal_speedup",
+    "efficiency",
+    "c",
+    "mbsu",
+    "loop_rate",
+    "identical",
+    "K",
+    "rule",
+    "dtype",
+    "threads",
+    "batch",
+    "n_prompts",
+    "max_new_tokens",
+    "seconds",
+    "commit",
+    "command",
+    "versions",
+]
+
+
+def row(what: str, report: dict[str, Any]) -> dict[str, Any]:
+    """The row of one report; what: the arm."""
+    head = {"what": what, "target": report["target"], "data": report["prompts"]}
+    copied = {name: report[name] for name in COPIED}
+    return head | {"seed": report["seed"]} | copied | {"machine": machine()}
+
+
+def publish(title: str, rows: list[dict[str, Any]], folder: Path) -> None:
+    """Write results.json and results.md."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (folder / "results.md").write_text(page(title, rows))
+
+
+def page(title: str, rows: list[dict[str, Any]]) -> str:
+    """Markdown, from the rows alone."""
+    first = rows[0]
+    lines = [
+        f"# {title}",
+        "",
+        f"`{first['command']}` at commit {first['commit']}, on {first['machine']}. Target "
+        f"{first['target']}, {first['n_prompts']} prompts of {first['data']}, "
+        f"{first['max_new_tokens']} new tokens, K = {first['K']:g}, {first['dtype']}, "
+        f"{first['threads']} thread(s), seed {first['seed']}. Intervals: 95%, bootstrap over "
+        "prompts. Identical: answers equal to plain decoding in float32, token by token.",
+        "",
+        "| T | drafter | alpha | tau | speed-up | tokens/s (plain) | loop rate | identical |",
+        "|" + "---|" * 8,
+    ]
+    for r in rows:
+        speed, same = r["tokens_per_s"], r["identical"]
+        verdict = "not compared"
+        if same is not None:
+            ties = f", {same['excused']} near-tie" if same["excused"] else ""
+            verdict = f"{same['same']} of {same['total']}{ties}"
+        cells = [
+            f"{r['temperature']:g}",
+            r["what"],
+            _interval(r["alpha"], r["alpha_interval"], 3),
+            _interval(r["tau"], r["tau_interval"], 2),
+            _interval(r["speedup"], r["speedup_interval"], 2),
+            f"{speed['speculative']:.0f} ({speed['plain']:.0f})",
+            f"{r['loop_rate']:.0%}",
+            verdict,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> str:
+    """The processor or GPU in words, and the cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [s for s in cpuinfo.read_text().splitlines() if s.startswith("model name")]
+        name = models[0].partition(":")[2].strip() if models else name
+    return f"{os.cpu_count()} cores of {name}"
+
+
+def _interval(value: float | None, bounds: list[float] | None, digits: int) -> str:
+    if value is None or bounds is None:
+        return "-"
+    return f"{value:.{digits}f} [{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]"
