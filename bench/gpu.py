@@ -122,7 +122,7 @@ def write(
         machine = torch.cuda.get_device_name()
     about = {
         "commit": git_commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
         "machine": machine,
         "seconds": round(seconds),
         "skipped": skipped,

@@ -22,19 +22,32 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         settings = parse(Evaluation, argv)
-        names = settings.drafter.split(",")
-        reports = evaluate(settings, {name: name for name in names})
+        reports = evaluate(settings, arms(settings.drafter.split(",")))
     except ValueError as error:
         console.print(f"[red]error:[/red] {error}", highlight=False)
         return 2
     for name, result in reports.items():
-        folder = Path(settings.out) / (Path(name).name if len(names) > 1 else "")
+        folder = Path(settings.out) / (name if len(reports) > 1 else "")
         report.write(result, folder)
         console.print(report.table(result))
         console.print(f"written: {folder / 'report.json'}, {folder / 'report.html'}")
-    rows = [results.row(Path(name).name, result) for name, result in reports.items()]
+    rows = [results.row(name, result) for name, result in reports.items()]
     results.publish(f"Drafters for {settings.target}", rows, Path(settings.out))
     return 0
+
+
+def arms(paths: list[str]) -> dict[str, str]:
+    """Name -> path: the last part of each path, or as many as tell them all apart.
+
+    Raises ValueError when the same drafter is named twice.
+    """
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"drafter: got {','.join(paths)}, expected each of them once")
+    for depth in range(1, 1 + max(len(Path(path).parts) for path in paths)):
+        names = ["-".join(Path(path).parts[-depth:]) for path in paths]
+        if len(set(names)) == len(paths):
+            break
+    return dict(zip(names, paths, strict=True))
 
 
 if __name__ == "__main__":

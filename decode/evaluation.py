@@ -97,7 +97,7 @@ def settings_part(
         "prompts": f"{settings.prompts} ({settings.split})",
         "versions": versions(),
         "commit": git_commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
     }
 
 

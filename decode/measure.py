@@ -57,19 +57,20 @@ def prefill_call(runner: Runner, *, batch: int, length: int) -> Call:
 def median_times(
     calls: dict[str, Call], device: torch.device, repeats: int = REPEATS
 ) -> dict[str, float]:
-    """Median seconds of each call, taken in turns so that a machine's drift falls on all alike;
-    three turns first are not counted.
+    """Median seconds of each call, in turns of six in a row so that a machine's drift falls on all
+    alike; the first of each turn finds the caches as another call left them and is not counted.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 3):
+    while min(map(len, seconds.values())) < repeats:
         for name, call in calls.items():
-            started = time.perf_counter()
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if repeat >= 3:
-                seconds[name].append(time.perf_counter() - started)
-    return {name: sorted(values)[repeats // 2] for name, values in seconds.items()}
+            for repeat in range(6):
+                started = time.perf_counter()
+                call()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                if repeat:
+                    seconds[name].append(time.perf_counter() - started)
+    return {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
 
 
 @dataclass(frozen=True)

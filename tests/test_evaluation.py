@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.__main__ import main
+from draftsmith.decode.__main__ import arms, main
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.exactness import divergences, verdict
@@ -88,6 +88,14 @@ def test_evaluate_writes_reports(folders: Path, tmp_path: Path, temperature: str
     assert [row["what"] for row in rows] == ["draft", "itself", "ngram"]
     assert [row["tau"] for row in rows] == [reports[row["what"]]["tau"] for row in rows]
     assert (tmp_path / "results.md").read_text().count("6 of 6") == 3
+
+
+def test_drafters_get_names_that_tell_them_apart() -> None:
+    assert arms(["a/b", "ngram"]) == {"b": "a/b", "ngram": "ngram"}
+    twins = ["runs/x/drafter", "runs/y/drafter", "ngram"]
+    assert list(arms(twins)) == ["x-drafter", "y-drafter", "ngram"]
+    with pytest.raises(ValueError, match="each of them once"):
+        arms(["ngram", "ngram"])
 
 
 def test_alpha_is_the_overlap_of_the_two_laws(
