@@ -41,6 +41,7 @@ class Bench:
     max_new_tokens: int = 128
     K: int = 4
     dtype: str = "bfloat16"
+    threads: int = 1  # of the CPU: models as small as the quickstart's are fastest on one
     device: str = "cpu"
     out: str = "runs/bench"
 
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> None:
     for path in (settings.target, settings.drafter):
         if not os.path.isdir(path):
             raise SystemExit(f"got no folder {path}; run `make quickstart` first, or name another")
+    torch.set_num_threads(settings.threads)
     device = torch.device(settings.device)
     target, tokenizer = load_target(TargetSpec(settings.target, dtype=settings.dtype), device)
     prompts = load_prompts(
