@@ -13,6 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.models.tokenizer import stand_in_tokenizer
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}\n"
+    "{% else %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
@@ -37,7 +42,9 @@ def build_llama(vocab_size: int, *, layers: int, hidden: int, seed: int) -> Llam
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    return stand_in_tokenizer(320)
+    tokenizer = stand_in_tokenizer(320)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 @pytest.fixture(scope="session")
