@@ -1,6 +1,12 @@
 # make quickstart   set up, train a target and a draft on real text, distil, decode, show the result
 # make test         set up, run the tests (under 15 minutes on two cores)
 # make check        lint, types, house rules, fast tests (under a minute)
+# make setup        only the environment, .venv
+# make test-slow    the slow tests: the quickstart's claims, in full (about ten minutes)
+# make test-oldest  the tests with the oldest torch and transformers supported
+# make bench        speed against peers, on the quickstart's pair
+# make gpu          everything that needs a GPU, on its own Python
+# make fmt          format
 
 PYTHON     ?= python3
 VENV       ?= .venv

@@ -87,7 +87,7 @@ def main(argv: list[str]) -> None:
         arms[f"assisted {name}"] = theirs(peer, settings, assistant_model=assistant)
 
     # ------------------------------------------------------------------ turns
-    rates = take_turns(arms, [prompt.tokens for prompt in prompts], device)
+    rates = take_turns(arms, [prompt.tokens for prompt in prompts], settings.max_new_tokens, device)
 
     # ----------------------------------------------------------------- report
     tuned = [f"assisted {name}" for name in ("default", "3", "5", "8")]
@@ -127,7 +127,7 @@ def theirs(model: PreTrainedModel, settings: Bench, **options: object) -> Arm:
 
 
 def take_turns(
-    arms: dict[str, Arm], prompts: list[list[int]], device: torch.device
+    arms: dict[str, Arm], prompts: list[list[int]], length: int, device: torch.device
 ) -> dict[str, list[float]]:
     """Tokens per second of every arm on every prompt, after one warm-up each."""
     for arm in arms.values():
@@ -139,6 +139,7 @@ def take_turns(
         for name in names[shift:] + names[:shift]:
             started = time.perf_counter()
             tokens = arms[name](prompt)
+            assert tokens == length, f"{name} wrote {tokens} tokens, expected {length}"
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             rates[name].append(tokens / (time.perf_counter() - started))

@@ -70,8 +70,8 @@ def parts(settings: Gpu, folder: Path) -> dict[str, Any]:
 
     def generation() -> list[str]:
         target, drafter = make_pair(folder, small=small)
-        dataset = folder / "prompts.jsonl"
-        dataset.write_text("\n".join(json.dumps({"text": f"prompt {i} " * 40}) for i in range(6)))
+        dataset = folder / "prompts.txt"
+        dataset.write_text("\n".join(f"prompt {i} " * 40 for i in range(6)))
         where = [f"target={target}", f"drafter={drafter}", f"prompts={dataset}", f"out={folder}"]
         size = ["limit=2", "max_new_tokens=32"] if small else ["limit=4", "max_new_tokens=128"]
         return [*python, str(here / "generation.py"), *where, *size, f"device={settings.device}"]

@@ -39,12 +39,14 @@ def main(argv: list[str]) -> int:
 def arms(paths: list[str]) -> dict[str, str]:
     """Name -> path: the last part of each path, or as many as tell them all apart.
 
-    Raises ValueError when the same drafter is named twice.
+    Raises ValueError for an empty name, or the same drafter twice.
     """
-    if len(set(paths)) < len(paths):
-        raise ValueError(f"drafter: got {','.join(paths)}, expected each of them once")
-    for depth in range(1, 1 + max(len(Path(path).parts) for path in paths)):
-        names = ["-".join(Path(path).parts[-depth:]) for path in paths]
+    if len(set(paths)) < len(paths) or "" in paths:
+        raise ValueError(f"drafter: got {','.join(paths)!r}, expected names, each of them once")
+    parts = [(path,) if path == "ngram" else Path(path).resolve().parts for path in paths]
+    names: list[str] = []
+    for depth in range(1, 1 + max(map(len, parts))):
+        names = ["-".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(paths):
             break
     return dict(zip(names, paths, strict=True))

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode import sampling
 from draftsmith.decode.drafters.base import Drafter, Round
+from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.kv import KVPool
 from draftsmith.decode.request import Completion, Event, Prompt, Request, eos_ids, open_request
@@ -62,8 +63,8 @@ class Decoder:
         rule: str = "coupled",
         same_shape: bool = False,
     ) -> None:
-        if K < 1:
-            raise ValueError(f"K: got {K}, expected at least 1; drafter=None is plain decoding")
+        if not 1 <= K <= 64:
+            raise ValueError(f"K: got {K}, expected 1 to 64; drafter=None is plain decoding")
         if batch_size < 1:
             raise ValueError(f"batch_size: got {batch_size}, expected at least 1")
         if rule not in RULES:
@@ -74,7 +75,9 @@ class Decoder:
         self.drafter, self.K, self.batch_size, self.rule = drafter, K, batch_size, rule
         self.same_shape = same_shape
         self._decoding = False
-        self.context = int(getattr(target.config, "max_position_embeddings", 1 << 30))
+        self.context = context_of(target)
+        if drafter is not None:
+            self.context = min(self.context, drafter.context)
         self.eos_ids = eos_ids(target, tokenizer)
 
     @classmethod

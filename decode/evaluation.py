@@ -41,6 +41,11 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, dict[s
     ValueError for whatever does not load or fit; see `load_target`, `open_drafter`, `load_prompts`.
     """
     started = time.perf_counter()
+    if settings.max_new_tokens < 2:
+        raise ValueError(
+            f"max_new_tokens: got {settings.max_new_tokens}, expected at least 2; the first token "
+            "of an answer comes with the prefill, which is not measured"
+        )
     if settings.threads:
         torch.set_num_threads(settings.threads)
     fast = load(settings, drafters, settings.dtype)
@@ -56,7 +61,13 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, dict[s
         groups = -(-len(prompts) // settings.batch) * (1 + len(drafters))
         bar = progress.add_task(f"decoding in turns ({settings.dtype})", total=groups)
         turns = take_turns(settings, fast, prompts, lambda: progress.advance(bar))
-        bar = progress.add_task("the same in float32", total=1 + len(drafters))
+        if not sum(turns[None].tokens):
+            raise ValueError(
+                "every answer ended with its first token: nothing to measure; look at the prompts, "
+                "or say ignore_eos=true"
+            )
+        arms = 1 + (len(drafters) if settings.identity else 0)
+        bar = progress.add_task("the same in float32", total=arms)
         proofs = prove(settings, exact, prompts, lambda: progress.advance(bar))
     reports = {}
     for name in drafters:
@@ -270,13 +281,14 @@ def categories(
         found.setdefault(prompt.category, []).append(i)
     table = {}
     for category, members in found.items():
+        tau = metrics.block_efficiency([spec.completions[i].counters for i in members])
         speedup = None
         if batch == 1:
             tokens, seconds = (sum(x[i] for i in members) for x in (spec.tokens, spec.seconds))
             base, base_s = (sum(x[i] for i in members) for x in (plain.tokens, plain.seconds))
             speedup = (tokens / seconds) / (base / base_s) if tokens and base else None
         table[category] = {
-            "tau": metrics.block_efficiency([spec.completions[i].counters for i in members]),
+            "tau": tau if tau == tau else None,  # nan: every answer ended with its first token
             "speedup": speedup,
             "n_prompts": len(members),
         }

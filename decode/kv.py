@@ -34,15 +34,6 @@ class KVPool:
         self.values_LBSHE = torch.zeros(shape, dtype=dtype, device=device)
         self.rows, self.slots = rows, slots
 
-    @staticmethod
-    def bytes_needed(config: PreTrainedConfig, rows: int, slots: int, itemsize: int) -> int:
-        """What the pool will take, before it is made."""
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
-        return 2 * config.num_hidden_layers * rows * slots * heads * width * itemsize
-
     def commit(self, rows_B: Tensor, source_BP: Tensor, target_BP: Tensor) -> None:
         """Move the entries of an accepted path into place: slots source -> target, all layers at
         once.

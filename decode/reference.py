@@ -62,11 +62,7 @@ def top_two(
     dtype.
     """
     logits_V = model(torch.tensor([context], device=model.device)).logits[0, -1, :vocab_size]
-    unfiltered = params.temperature in (0, 1) and not params.top_k and params.top_p == 1
-    if logits_V.dtype == torch.float64 and unfiltered:
-        score_V = logits_V  # the transform's cast to fp32 is what an fp64 recheck must avoid
-    else:
-        score_V = transform(logits_V, params.temperature, params.top_k, params.top_p)
+    score_V = transform(logits_V, params.temperature, params.top_k, params.top_p)
     if not params.greedy:
         seed = torch.tensor([request_seeds(params.seed, index)], device=model.device)
         position_11 = torch.tensor([[len(context)]], device=model.device)

@@ -198,7 +198,9 @@ def refuse_what_cannot_roll_back(model: PreTrainedModel) -> None:
     config = model.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     unknown = kinds - {"full_attention"}
-    window = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
+    window = None
+    if getattr(config, "layer_types", None) is None and getattr(config, "use_sliding_window", True):
+        window = getattr(config, "sliding_window", None)
     if unknown or window or not getattr(model, "_supports_attention_backend", False):
         reason = f"layers of type {sorted(unknown)}" if unknown else "a sliding window"
         if not unknown and not window:

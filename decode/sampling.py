@@ -55,13 +55,13 @@ class SamplingParams:
 
 
 def transform(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """The one map from raw logits to the logits that are sampled from, in fp32.
+    """The one map from raw logits to the logits that are sampled from, in fp32 (float64 stays).
 
     logits [..., V] -> [..., V]: divided by the temperature, then everything outside the top k and
     outside the smallest set of probability `top_p` set to -inf. Ties at the k-th value are kept.
     At temperature 0 only the cast happens: the argmax is not changed by any of the rest.
     """
-    logits = logits.float()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     if temperature == 0:
         return logits
     if temperature != 1:

@@ -4,7 +4,7 @@ A rule takes the proposed tree, the transformed target logits at every node and 
 and says which path is kept and which token follows it. `coupled` (greedy is the same code, without
 noise) emits what the target itself samples with the shared noise: token equality with plain
 decoding. `block` is block verification (Sun et al., arXiv 2403.10444): lossless in distribution,
-accepts a little more on chains at temperature 1.
+accepts more on chains at temperature 1.
 
 Shapes: B rows, N nodes, D levels (N = D + 1 for a chain), V vocabulary.
 """

@@ -5,7 +5,7 @@ Where the rooms are:
     draftsmith.decode   lossless speculative decoding and its measurement
     draftsmith.train    one entry a paradigm, and the machinery that all entries share
     draftsmith.recipes  YAML; `recipe=quickstart/distill` names recipes/quickstart/distill.yaml
-    draftsmith.bench    speed, each figure against a peer in the same run
+and, beside the package, bench/: speed, each figure against a peer in the same run
 """
 
 __version__ = "0.1.0"

@@ -28,7 +28,7 @@ class Scripted:
     spam.
     """
 
-    kind, parameter_bytes = "scripted", 0
+    kind, parameter_bytes, context = "scripted", 0, 1 << 30
 
     def __init__(self, mode: str, truth: dict[tuple[int, ...], list[int]], vocab: int) -> None:
         self.mode, self.truth, self.vocab = mode, truth, vocab

@@ -5,7 +5,7 @@
 The corpus is the running interpreter's standard library. Four steps, each a command of its own that
 is printed before it runs: pretrain a target; pretrain a draft on the same text (*before*); distil
 the draft from the target (*after*); decode with before, after and prompt lookup in turns, at
-temperature 0 and 1. A step that is finished is not repeated; one that was interrupted goes on.
+temperature 0 and 1. Training that is finished is not repeated; what was interrupted goes on.
 """
 
 import json

@@ -32,6 +32,7 @@ class Drafter(Protocol):
     """A source of proposals. It owns its state; rows are addressed as the engine's rows are."""
 
     kind: str
+    context: int  # tokens that it can follow; beyond, decoding with it ends
 
     def nodes(self, levels: int) -> int:
         """The most nodes, root included, that a tree of so many levels will have."""

@@ -26,6 +26,7 @@ class LMDrafter:
 
     def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
         self.runner = Runner(model, vocab_size)
+        self.context = context_of(model)
 
     def nodes(self, levels: int) -> int:
         return levels + 1
@@ -78,6 +79,11 @@ class LMDrafter:
         mask = self.runner.chain_mask(first_slot_B, length, width)
         hidden_BNH = self.runner.verify(self.pool, tokens_BN, positions_BN, mask, first_slot_B)
         return self.runner.logits(hidden_BNH[:, -1])
+
+
+def context_of(model: PreTrainedModel) -> int:
+    """Positions that a model is configured for."""
+    return int(getattr(model.config, "max_position_embeddings", 1 << 30))
 
 
 def weights_read(model: PreTrainedModel) -> int:

@@ -16,11 +16,13 @@ class NgramDrafter:
     """Matches the longest ending of at most `longest` tokens; among equal lengths, the latest
     match.
 
-    A row without a match proposes nothing; when no row of the batch has one, the round is plain
-    decoding. That is decided on the host, one flag a round.
+    When no row of the batch has a match, the round is plain decoding; that is decided on the host,
+    one flag a round. A row without a match beside one with a match proposes what it has, and those
+    tokens count as drafted.
     """
 
     kind = "ngram"
+    context = 1 << 30
     parameter_bytes = 0
 
     def __init__(self, longest: int = 3, device: torch.device | str = "cpu") -> None:
