@@ -28,7 +28,7 @@ from draftsmith.decode.rows import Rows
 from draftsmith.decode.runner import Runner, round_up
 from draftsmith.decode.sampling import SamplingParams, choose, position_keys, transform
 from draftsmith.decode.token_tree import COUPLED, TokenTree, chain
-from draftsmith.decode.verify import RULES, Noise
+from draftsmith.decode.verify import RULES, Noise, RuleInfo
 from draftsmith.models.target import TargetSpec, check_split, load_target
 from draftsmith.models.tokenizer import vocab_size
 
@@ -262,7 +262,7 @@ class Decoder:
         levels = self.K if self.drafter is not None else 0
         step_L = torch.arange(levels + 1, device=self.runner.device)
         positions_BL = rows.lens_B[:, None] + step_L
-        rule = RULES["coupled" if params.greedy else self.rule]
+        rule = self._rule(params)
         shared_BLV = None
         if rule.law == COUPLED:
             shared_BLV = self._race(rows.seeds_B, positions_BL + 1, params)
@@ -301,7 +301,7 @@ class Decoder:
         rows, params = batch.rows, batch.params
         if self.drafter is None:
             return TokenTree(rows.pending_B[:, None], chain(0, self.runner.device), COUPLED)
-        rule = RULES["coupled" if params.greedy else self.rule]
+        rule = self._rule(params)
         race_BDV = None if shared_BLV is None else shared_BLV[:, :levels]
         if rule.law != COUPLED:
             # Keyed by the round too: a level drafted again after a rejection needs fresh noise.
@@ -320,7 +320,7 @@ class Decoder:
 
     def _noise(self, batch: _Batch, levels: int, shared_BLV: Tensor | None) -> Noise:
         rows, params = batch.rows, batch.params
-        if params.greedy or RULES[self.rule].law == COUPLED:
+        if self._rule(params).law == COUPLED:
             return Noise(None if shared_BLV is None else shared_BLV[:, : levels + 1])
         rounds_B1 = rows.rounds_B[:, None]
         accept_B = position_keys(rows.seeds_B, rounds_B1, sampling.ACCEPT)[:, 0]
@@ -330,6 +330,10 @@ class Decoder:
             accept_BD=sampling.uniform(position_keys(accept_B, step_D)),
             log_residual_BV=sampling.log_race(residual_B1, self.vocab_size)[:, 0],
         )
+
+    def _rule(self, params: SamplingParams) -> RuleInfo:
+        """The rule asked for; at temperature 0 every rule is the coupled one."""
+        return RULES["coupled" if params.greedy else self.rule]
 
     def _race(self, seeds_B: Tensor, positions_BD: Tensor, params: SamplingParams) -> Tensor | None:
         if params.greedy:

@@ -17,9 +17,7 @@ from draftsmith.decode.runner import Runner, round_up
 from draftsmith.decode.sampling import (
     SamplingParams,
     choose,
-    log_race,
-    position_keys,
-    request_seeds,
+    request_race,
     transform,
 )
 
@@ -128,8 +126,7 @@ def _one(
         agreed = float((p_TV.argmax(-1) == q_TV.argmax(-1)).sum())
         return TeacherForced(agreed, agreed, length)
     alpha = torch.minimum(p_TV.softmax(-1), q_TV.softmax(-1)).sum()
-    seeds = torch.tensor([request_seeds(params.seed, index)], device=p_TV.device)
-    positions = torch.arange(first, first + length, device=p_TV.device)[None]
-    race_TV = log_race(position_keys(seeds, positions), vocab)[0]
+    positions_T = torch.arange(first, first + length, device=p_TV.device)
+    race_TV = request_race(params, index, positions_T, vocab)
     coupled = (choose(p_TV, race_TV) == choose(q_TV, race_TV)).sum()
     return TeacherForced(float(alpha), float(coupled), length)

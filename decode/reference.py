@@ -10,9 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from draftsmith.decode.sampling import (
     SamplingParams,
     choose,
-    log_race,
-    position_keys,
-    request_seeds,
+    request_race,
     transform,
 )
 
@@ -28,7 +26,6 @@ def plain_decode(
     index: int = 0,
 ) -> list[int]:
     """The tokens that follow `prompt`, a stop token included; index: the prompt's global number."""
-    seed = torch.tensor([request_seeds(params.seed, index)], device=model.device)
     cache = DynamicCache(config=model.config)
     fed = list(prompt)
     tokens: list[int] = []
@@ -37,11 +34,9 @@ def plain_decode(
         logits_V = transform(
             out.logits[0, -1, :vocab_size], params.temperature, params.top_k, params.top_p
         )
-        race_V = None
-        if not params.greedy:
-            position_11 = torch.tensor([[len(prompt) + len(tokens)]], device=model.device)
-            race_V = log_race(position_keys(seed, position_11), vocab_size)[0, 0]
-        tokens.append(int(choose(logits_V, race_V)))
+        position_1 = torch.tensor([len(prompt) + len(tokens)], device=model.device)
+        race_1V = request_race(params, index, position_1, vocab_size)
+        tokens.append(int(choose(logits_V, None if race_1V is None else race_1V[0])))
         if tokens[-1] in stop_ids:
             break
         fed = tokens[-1:]
@@ -63,10 +58,9 @@ def top_two(
     """
     logits_V = model(torch.tensor([context], device=model.device)).logits[0, -1, :vocab_size]
     score_V = transform(logits_V, params.temperature, params.top_k, params.top_p)
-    if not params.greedy:
-        seed = torch.tensor([request_seeds(params.seed, index)], device=model.device)
-        position_11 = torch.tensor([[len(context)]], device=model.device)
-        score_V = score_V - log_race(position_keys(seed, position_11), vocab_size)[0, 0]
+    position_1 = torch.tensor([len(context)], device=model.device)
+    race_1V = request_race(params, index, position_1, vocab_size)
+    score_V = score_V if race_1V is None else score_V - race_1V[0]
     best = score_V.topk(2)
     first, second = best.indices.tolist()
     return (first, second), float(best.values[0] - best.values[1])

@@ -103,6 +103,16 @@ def log_race(keys_BD: Tensor, vocab_size: int) -> Tensor:
     return uniform.neg_().log1p_().neg_().log_()
 
 
+def request_race(
+    params: SamplingParams, index: int, positions_T: Tensor, vocab_size: int
+) -> Tensor | None:
+    """log E [T, V] of prompt `index` at each absolute position; None when greedy."""
+    if params.greedy:
+        return None
+    seed_1 = torch.tensor([request_seeds(params.seed, index)], device=positions_T.device)
+    return log_race(position_keys(seed_1, positions_T[None]), vocab_size)[0]
+
+
 def uniform(keys_BD: Tensor) -> Tensor:
     """One number in (0, 1) [B, D] fp32 for each key."""
     return _uniform(_mix(keys_BD + _GOLDEN))

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from draftsmith.models.checkpoint import check_tensors, load_config, read_json
+from draftsmith.models.disk import flush
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.fingerprint import differences, fingerprint
 from draftsmith.models.tokenizer import check_logit_width, check_same_tokenizer, load_tokenizer
@@ -96,7 +97,7 @@ def save_drafter(
         (new / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         check_tensors(new, model.config)
         for path in [*new.iterdir(), new]:
-            _flush(path)
+            flush(path)
         _swap(new, folder)
     except (OSError, SafetensorError) as error:
         state = (
@@ -262,14 +263,6 @@ def _previous(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.previous"
 
 
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _discard(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
@@ -287,7 +280,7 @@ def _swap(new: Path, folder: Path) -> None:
         if previous.exists():
             previous.rename(folder)
         raise
-    _flush(folder.parent)
+    flush(folder.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
 

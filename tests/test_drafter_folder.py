@@ -231,7 +231,7 @@ def test_failing_anywhere_leaves_the_old_folder(
         (LlamaForCausalLM, "save_pretrained"),
         (PreTrainedTokenizerFast, "save_pretrained"),
         (Path, "write_text"),
-        (drafter_folder, "_flush"),
+        (drafter_folder, "flush"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, full)

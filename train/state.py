@@ -21,6 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from draftsmith.models.disk import flush
+
 KEPT_CHECKPOINTS = 2
 # Where the run lies and who watches it don't change what it computes.
 FREE_KEYS = {"out", "track"}
@@ -148,7 +150,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         half.unlink(missing_ok=True)
         raise
     half.replace(path)
-    _sync(path.parent)
+    flush(path.parent)
 
 
 @contextlib.contextmanager
@@ -164,17 +166,9 @@ def whole_folder(final: Path) -> Iterator[Path]:
 
 def _publish(written: Path, final: Path) -> None:
     for path in [*written.rglob("*"), written]:
-        _sync(path)
+        flush(path)
     written.rename(final)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush(final.parent)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
