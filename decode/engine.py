@@ -25,9 +25,9 @@ from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.kv import KVPool
 from draftsmith.decode.request import Completion, Event, Prompt, Request, eos_ids, open_request
 from draftsmith.decode.rows import Rows
-from draftsmith.decode.runner import Runner, round_up
+from draftsmith.decode.runner import Runner, Seen, round_up
 from draftsmith.decode.sampling import SamplingParams, choose, position_keys, transform
-from draftsmith.decode.token_tree import COUPLED, TokenTree, chain
+from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
 from draftsmith.decode.verify import RULES, Noise, RuleInfo
 from draftsmith.models.target import TargetSpec, check_split, load_target
 from draftsmith.models.tokenizer import vocab_size
@@ -270,15 +270,14 @@ class Decoder:
 
         tokens_BN, topology = tree.tokens_BN, tree.topology
         width = min(round_up(batch.top + tokens_BN.shape[1]), pool.slots)
-        if topology.is_chain:
-            mask = self.runner.chain_mask(rows.lens_B, tokens_BN.shape[1], width)
-        else:
-            mask = self.runner.tree_mask(rows.lens_B, topology.ancestors_NN, width)
-        depth_BN = rows.lens_B[:, None] + topology.depth_N
-        hidden_BNH = self.runner.verify(pool, tokens_BN, depth_BN, mask, rows.lens_B)
+        block = None if topology.is_chain else topology.ancestors
+        seen = Seen(rows.lens_B, width, block, topology.depth)
+        depth_BN = rows.lens_B[:, None] + topology.depth
+        slots_BN = rows.lens_B[:, None] + torch.arange(tokens_BN.shape[1], device=tokens_BN.device)
+        hidden_BNH = self.runner.verify(pool, tokens_BN, depth_BN, slots_BN, seen)
         p_logits_BNV = self._transform(self.runner.logits(hidden_BNH), params)
 
-        noise = self._noise(batch, topology.levels, shared_BLV)
+        noise = self._noise(batch, topology, shared_BLV)
         verdict = rule.verify(tree, p_logits_BNV, noise, None)
         n_accepted_B, next_B = verdict.n_accepted_B, verdict.next_B
         if self.same_shape:
@@ -287,10 +286,7 @@ class Decoder:
             next_B = choose(p_logits_BNV[:, 0], race_BV)
         elif not topology.is_chain:
             levels_L = torch.arange(topology.levels + 1, device=self.runner.device)
-            rows_B = torch.arange(tokens_BN.shape[0], device=self.runner.device)
-            pool.commit(
-                rows_B, rows.lens_B[:, None] + verdict.path_BL, rows.lens_B[:, None] + levels_L
-            )
+            pool.commit(rows.lens_B[:, None] + verdict.path_BL, rows.lens_B[:, None] + levels_L)
         kept_BL = tokens_BN.gather(1, verdict.path_BL)
         emitted_BL = torch.cat([kept_BL[:, 1:], kept_BL[:, :1]], 1)
         return tree, emitted_BL.scatter(1, n_accepted_B[:, None], next_B[:, None]), n_accepted_B
@@ -318,16 +314,18 @@ class Decoder:
             self.drafter.extend(emitted_BL, n_new_B)
         return n_new_B
 
-    def _noise(self, batch: _Batch, levels: int, shared_BLV: Tensor | None) -> Noise:
+    def _noise(self, batch: _Batch, topology: Topology, shared_BLV: Tensor | None) -> Noise:
         rows, params = batch.rows, batch.params
         if self._rule(params).law == COUPLED:
-            return Noise(None if shared_BLV is None else shared_BLV[:, : levels + 1])
+            return Noise(None if shared_BLV is None else shared_BLV[:, : topology.levels + 1])
         rounds_B1 = rows.rounds_B[:, None]
         accept_B = position_keys(rows.seeds_B, rounds_B1, sampling.ACCEPT)[:, 0]
-        step_D = torch.arange(levels, device=self.runner.device).expand(rows.lens_B.shape[0], -1)
+        node_N = torch.arange(topology.nodes, device=self.runner.device).expand(
+            rows.lens_B.shape[0], -1
+        )
         residual_B1 = position_keys(rows.seeds_B, rounds_B1, sampling.RESIDUAL)
         return Noise(
-            accept_BD=sampling.uniform(position_keys(accept_B, step_D)),
+            accept_BN=sampling.uniform(position_keys(accept_B, node_N)),
             log_residual_BV=sampling.log_race(residual_B1, self.vocab_size)[:, 0],
         )
 

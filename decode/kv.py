@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedConfig
 
 
 class KVPool:
-    """kv_LBSHE for keys and for values. Token-major: one token's keys in a layer are one run."""
+    """kv_2LBSHE: keys, then values. Token-major: one token's keys in a layer are one run."""
 
     def __init__(
         self,
@@ -28,20 +28,26 @@ class KVPool:
         width = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
-        shape = (config.num_hidden_layers, rows, slots, heads, width)
+        shape = (2, config.num_hidden_layers, rows, slots, heads, width)
         # Zeros: a masked slot still enters the product with weight 0, and 0 * NaN would be NaN.
-        self.keys_LBSHE = torch.zeros(shape, dtype=dtype, device=device)
-        self.values_LBSHE = torch.zeros(shape, dtype=dtype, device=device)
+        self.kv_2LBSHE = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys_LBSHE, self.values_LBSHE = self.kv_2LBSHE
         self.rows, self.slots = rows, slots
 
-    def commit(self, rows_B: Tensor, source_BP: Tensor, target_BP: Tensor) -> None:
-        """Move the entries of an accepted path into place: slots source -> target, all layers at
-        once.
+    def flat(self, slots_BN: Tensor) -> Tensor:
+        """Where slots [B, N] of rows 0..B-1 lie when rows and slots are one axis; [B * N]."""
+        first_B = torch.arange(slots_BN.shape[0], device=slots_BN.device) * self.slots
+        return (first_B[:, None] + slots_BN).flatten()
+
+    def commit(self, source_BP: Tensor, target_BP: Tensor) -> None:
+        """Move the entries of accepted paths into place, slots source -> target of rows 0..B-1: one
+        gather and one scatter for all layers, keys and values.
 
         A chain never needs it: its path is already in place.
         """
-        for pool_LBSHE in (self.keys_LBSHE, self.values_LBSHE):
-            pool_LBSHE[:, rows_B[:, None], target_BP] = pool_LBSHE[:, rows_B[:, None], source_BP]
+        kv_2LTHE = self.kv_2LBSHE.flatten(2, 3)
+        moved = kv_2LTHE.index_select(2, self.flat(source_BP))
+        kv_2LTHE.index_copy_(2, self.flat(target_BP), moved)
 
 
 class SlotCache(Cache):

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.request import Completion
-from draftsmith.decode.runner import Runner, round_up
+from draftsmith.decode.runner import Runner, Seen, round_up
 from draftsmith.decode.sampling import (
     SamplingParams,
     choose,
@@ -36,8 +36,8 @@ def forward_call(runner: Runner, *, batch: int, length: int, context: int) -> Ca
     width = min(round_up(context + length), pool.slots)
 
     def call() -> None:
-        mask = runner.chain_mask(lens_B, length, width)
-        runner.logits(runner.verify(pool, tokens_BN, positions_BN, mask, lens_B))
+        seen = Seen(lens_B, width)
+        runner.logits(runner.verify(pool, tokens_BN, positions_BN, positions_BN, seen))
 
     return call
 

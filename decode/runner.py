@@ -9,6 +9,7 @@ Shapes: B rows, N tokens a row, S slots attended to, G query heads a key-value h
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,6 +52,21 @@ def slot_attention(
 
 AttentionInterface.register(ATTENTION, slot_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What new tokens attend to: the first lens_B slots of their row and, of the block of slots
+    that begins there, what `block` marks: [N, M] or [B, N, M], True where query n sees slot
+    lens + m. Without a block the queries are a chain: query n sees slots up to lens + n. width: of
+    the slots looked at, a plain int that covers them all. depth: [M] or [B, M], how far beyond lens
+    the position of each slot of the block is (a chain: 0, 1, ...).
+    """
+
+    lens_B: Tensor
+    width: int
+    block: Tensor | None = None
+    depth: Tensor | None = None
 
 
 # (tokens [B, N], positions [B, N], mask or None, cache) -> hidden [B, N, H]
@@ -117,37 +133,32 @@ class Runner:
         pool: KVPool,
         tokens_BN: Tensor,
         positions_BN: Tensor,
-        mask: Tensor,
-        first_slot_B: Tensor,
+        slots_BN: Tensor,
+        seen: Seen,
     ) -> Tensor:
-        """Hidden states [B, N, H] of new tokens at slots first_slot + 0..N-1 of rows 0..B-1.
-
-        mask: from `chain_mask` or `tree_mask`, whose width says how many slots are attended to.
+        """Hidden states [B, N, H] of new tokens of rows 0..B-1, whose keys and values go to
+        `slots_BN`; each sees what `seen` says.
         """
-        batch, length = tokens_BN.shape
-        step_N = torch.arange(length, device=self.device)
-        row_start_B = torch.arange(batch, device=self.device) * pool.slots
-        flat = ((row_start_B + first_slot_B)[:, None] + step_N).flatten()
-        return self.call(tokens_BN, positions_BN, mask, SlotCache(pool, flat, mask.shape[-1]))
+        cache = SlotCache(pool, pool.flat(slots_BN), seen.width)
+        return self.call(tokens_BN, positions_BN, self.mask(seen, tokens_BN.shape[1]), cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] fp32 over the tokenizer's vocabulary."""
         return F.linear(hidden, self.head_VH).float()
 
-    def chain_mask(self, lens_B: Tensor, length: int, width: int) -> Tensor:
-        """Additive mask [B, 1, G * N, S]: token i of a row sees its slots 0..lens + i."""
-        step_N = torch.arange(length, device=self.device)
-        slot_S = torch.arange(width, device=self.device)
-        return self._additive(slot_S <= (lens_B[:, None] + step_N)[..., None])
-
-    def tree_mask(self, lens_B: Tensor, ancestors_NN: Tensor, width: int) -> Tensor:
-        """Additive mask [B, 1, G * N, S]: node n sees the committed slots and its own ancestors."""
-        slot_S = torch.arange(width, device=self.device)
-        node_BS = slot_S - lens_B[:, None]
-        inside_BS = (node_BS >= 0) & (node_BS < ancestors_NN.shape[0])
-        node_BS = node_BS.clamp(0, ancestors_NN.shape[0] - 1)
-        family_BNS = ancestors_NN[:, node_BS].transpose(0, 1) & inside_BS[:, None]
-        return self._additive(family_BNS | (slot_S < lens_B[:, None])[:, None])
+    def mask(self, seen: Seen, length: int) -> Tensor:
+        """Additive mask [B, 1, G * N, S] of `length` queries a row."""
+        slot_S = torch.arange(seen.width, device=self.device)
+        if seen.block is None:
+            step_N = torch.arange(length, device=self.device)
+            return self._additive(slot_S <= (seen.lens_B[:, None] + step_N)[..., None])
+        nodes = seen.block.shape[-1]
+        node_BS = slot_S - seen.lens_B[:, None]
+        inside_BS = (node_BS >= 0) & (node_BS < nodes)
+        node_B1S = node_BS.clamp(0, nodes - 1)[:, None].expand(-1, length, -1)
+        family_BNS = seen.block.expand(node_BS.shape[0], -1, -1).gather(2, node_B1S)
+        before_BS = slot_S < seen.lens_B[:, None]
+        return self._additive((family_BNS & inside_BS[:, None]) | before_BS[:, None])
 
     def _additive(self, allowed_BNS: Tensor) -> Tensor:
         batch, length, width = allowed_BNS.shape
@@ -178,8 +189,9 @@ class Runner:
             self.call, pool = body, self.pool(2, 16)
             states.append(self.prefill(pool, rows_B, tokens_BN, lens_B))
             positions_BN = lens_B[:, None] + torch.arange(3, device=self.device)
-            mask = self.chain_mask(lens_B, 3, pool.slots)
-            states.append(self.verify(pool, tokens_BN[:, :3], positions_BN, mask, lens_B).float())
+            seen = Seen(lens_B, pool.slots)
+            new_BN = tokens_BN[:, :3]
+            states.append(self.verify(pool, new_BN, positions_BN, positions_BN, seen).float())
         self.call = self._whole
         limit = AGREEMENT[self.dtype]
         return all(

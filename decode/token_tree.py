@@ -1,34 +1,42 @@
-"""The topology of what a draft proposes. A chain is a tree of width 1.
+"""What a draft proposes: tokens hung together in a tree. A chain is a tree of width 1.
 
-Shapes: B rows, N nodes (node 0 is the root: the pending token), D levels below it, V vocabulary.
+Shapes: B rows, N nodes (node 0 is the root: the pending token), D levels below it, I inner nodes
+(those with children), V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 # The law by which a group of siblings was drawn. A rule refuses a law that it can't handle.
-COUPLED = "coupled"  # the argmax of log q plus the shared noise: fixed once the noise is
+COUPLED = "coupled"  # the best of log q minus the shared log E: fixed once the noise is
 DETERMINISTIC = "deterministic"  # fixed by the context alone
 WITH_REPLACEMENT = "with replacement"  # independent draws from q
+WITHOUT_REPLACEMENT = "without replacement"  # draws from q, each sibling excluding the earlier ones
 
 
 @dataclass(frozen=True)
 class Topology:
-    """How nodes hang together: parent_N (-1 for the root, parents before children), depth_N (0 for
-    the root), ancestors_NN ([n, m] True where m lies on the path from the root to n, n included),
-    levels (the largest depth, a plain int: no tensor is read to know a shape).
+    """How nodes hang together.
+
+    parent: [N] or, where rows differ, [B, N]; -1 for the root, parents before children, and
+    siblings in the order in which they were drawn. depth: the same shape, 0 for the root.
+    ancestors: [N, N] or [B, N, N]; [n, m] True where m lies on the path from the root to n, n
+    included. levels: the largest depth a row may have, a plain int: no tensor is read to know a
+    shape. parents: the same as `parent` on the host, None where rows differ.
     """
 
-    parent_N: Tensor
-    depth_N: Tensor
-    ancestors_NN: Tensor
+    parent: Tensor
+    depth: Tensor
+    ancestors: Tensor
     levels: int
+    parents: tuple[int, ...] | None = None
 
     @classmethod
-    def from_parents(cls, parents: list[int], device: torch.device) -> "Topology":
+    def from_parents(cls, parents: Sequence[int], device: torch.device) -> "Topology":
         """The topology of a list of parents; ValueError unless each comes before its children."""
         depth: list[int] = []
         paths: list[set[int]] = []
@@ -46,27 +54,48 @@ class Topology:
             torch.tensor(depth, device=device),
             torch.tensor(ancestors, dtype=torch.bool, device=device),
             max(depth),
+            tuple(parents),
         )
 
     @property
+    def nodes(self) -> int:
+        return self.parent.shape[-1]
+
+    @property
     def is_chain(self) -> bool:
-        return self.levels == self.parent_N.shape[0] - 1
+        return self.parents is not None and self.levels == len(self.parents) - 1
+
+    @cached_property
+    def inner(self) -> tuple[int, ...]:
+        """The nodes that have children, ascending; of a topology that all rows share."""
+        assert self.parents is not None, "rows differ in their topology: no common inner nodes"
+        return tuple(sorted(set(self.parents[1:])))
+
+    @cached_property
+    def children(self) -> dict[int, tuple[int, ...]]:
+        """Inner node -> its children in the order in which they were drawn."""
+        assert self.parents is not None, "rows differ in their topology: no common children"
+        found: dict[int, tuple[int, ...]] = {}
+        for node, parent in enumerate(self.parents[1:], 1):
+            found[parent] = (*found.get(parent, ()), node)
+        return found
 
 
 @lru_cache(maxsize=64)
 def chain(levels: int, device: torch.device) -> Topology:
     """The root and `levels` drafted tokens in a row; made once for each length."""
-    return Topology.from_parents(list(range(-1, levels)), device)
+    return Topology.from_parents(range(-1, levels), device)
 
 
 @dataclass(frozen=True)
 class TokenTree:
     """What a drafter proposes: tokens_BN (column 0 the pending token), their topology, the law the
-    drafted tokens were drawn by and, where a rule needs it, q_logits_BDV: the transformed draft
-    logits that the token at depth d + 1 of a chain was drawn from.
+    drafted tokens were drawn by and, where a rule needs it, q_logits_BIV: for each inner node in
+    ascending order the transformed draft logits that its children were drawn from (of a chain:
+    nodes 0 to D - 1).
     """
 
     tokens_BN: Tensor
     topology: Topology
     law: str
-    q_logits_BDV: Tensor | None = None
+    q_logits_BIV: Tensor | None = None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.sampling import choose
-from draftsmith.decode.token_tree import COUPLED, WITH_REPLACEMENT, TokenTree
+from draftsmith.decode.token_tree import COUPLED, WITH_REPLACEMENT, TokenTree, Topology
 
 
 class Verdict(NamedTuple):
@@ -32,13 +32,13 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Noise:
-    """A round's randomness. log_race_BLV: log E at each depth, None when greedy; accept_BD: one
-    uniform a drafted level, and log_residual_BV: the race for the token after a rejection (both
-    only for rules that aren't coupled).
+    """A round's randomness. log_race_BLV: log E at each depth, None when greedy; accept_BN: one
+    uniform in (0, 1) a node (the root's is unused), and log_residual_BV: the race for the token
+    after the kept path (both only for rules that aren't coupled).
     """
 
     log_race_BLV: Tensor | None = None
-    accept_BD: Tensor | None = None
+    accept_BN: Tensor | None = None
     log_residual_BV: Tensor | None = None
 
 
@@ -55,8 +55,11 @@ def coupled(
     race_BNV = None
     if noise.log_race_BLV is not None:
         race_BNV = noise.log_race_BLV
-        if not topology.is_chain:
-            race_BNV = race_BNV[:, topology.depth_N]
+        if topology.depth.ndim == 2:
+            rows_B1 = torch.arange(race_BNV.shape[0], device=race_BNV.device)[:, None]
+            race_BNV = race_BNV[rows_B1, topology.depth]
+        elif not topology.is_chain:
+            race_BNV = race_BNV[:, topology.depth]
     sampled_BN = choose(p_logits_BNV, race_BNV)
     if topology.is_chain:
         agree_BD = tree.tokens_BN[:, 1:] == sampled_BN[:, :-1]
@@ -66,20 +69,25 @@ def coupled(
         path_BL = torch.arange(topology.levels + 1, device=sampled_BN.device).expand_as(sampled_BN)
         return Verdict(path_BL, n_accepted_B, sampled_BN.gather(1, n_accepted_B[:, None])[:, 0])
 
-    agree_BN = tree.tokens_BN == sampled_BN[:, topology.parent_N.clamp(min=0)]
+    parent_BN = topology.parent.clamp(min=0).expand_as(sampled_BN)
+    agree_BN = tree.tokens_BN == sampled_BN.gather(1, parent_BN)
     if extra_accept_BN is not None:
         agree_BN |= extra_accept_BN
     agree_BN[:, 0] = True
-    kept_BN = ~(topology.ancestors_NN & ~agree_BN[:, None, :]).any(-1)
+    kept_BN = ~(topology.ancestors & ~agree_BN[:, None, :]).any(-1)
     # Among kept nodes of equal depth (repeated siblings) argmax takes the first.
-    n_accepted_B, leaf_B = torch.where(kept_BN, topology.depth_N, -1).max(1)
-    leaf_B = torch.where(kept_BN, topology.depth_N, -1).argmax(1)
-    on_path_BN = topology.ancestors_NN[leaf_B]
+    leaf_B = torch.where(kept_BN, topology.depth, -1).argmax(1)
+    return Verdict(*path_to(topology, leaf_B), sampled_BN.gather(1, leaf_B[:, None])[:, 0])
+
+
+def path_to(topology: Topology, leaf_B: Tensor) -> tuple[Tensor, Tensor]:
+    """(path_BL, n_accepted_B) of the path from the root to a node of each row."""
+    rows_B = torch.arange(leaf_B.shape[0], device=leaf_B.device)
+    ancestors_BNN = topology.ancestors.expand(leaf_B.shape[0], -1, -1)
+    depth_BN = topology.depth.expand(leaf_B.shape[0], -1)
     levels_L = torch.arange(topology.levels + 1, device=leaf_B.device)
-    at_depth_BLN = on_path_BN[:, None] & (topology.depth_N == levels_L[:, None])
-    return Verdict(
-        at_depth_BLN.long().argmax(-1), n_accepted_B, sampled_BN.gather(1, leaf_B[:, None])[:, 0]
-    )
+    at_depth_BLN = ancestors_BNN[rows_B, leaf_B][:, None] & (depth_BN[:, None] == levels_L[:, None])
+    return at_depth_BLN.long().argmax(-1), depth_BN[rows_B, leaf_B]
 
 
 def block(
@@ -92,16 +100,16 @@ def block(
     s_i = sum_v max(w_i p(v) - q(v), 0). After the longest kept prefix i < D the next token is drawn
     from max(w_i p - q, 0) renormalised; after all D, from p.
     """
-    if not tree.topology.is_chain or tree.law != WITH_REPLACEMENT or tree.q_logits_BDV is None:
+    if not tree.topology.is_chain or tree.law != WITH_REPLACEMENT or tree.q_logits_BIV is None:
         raise ValueError(
             f"rule block: got a tree of {tree.tokens_BN.shape[1]} nodes drawn {tree.law}, expected "
             "a chain drawn with replacement, with its q; use rule=coupled for this drafter"
         )
     if extra_accept_BN is not None:
         raise ValueError("rule block: got a mask of extra acceptances; use rule=coupled with it")
-    assert noise.accept_BD is not None and noise.log_residual_BV is not None
+    assert noise.accept_BN is not None and noise.log_residual_BV is not None
     p_BNV = p_logits_BNV.softmax(-1)
-    q_BDV = tree.q_logits_BDV.softmax(-1)
+    q_BDV = tree.q_logits_BIV.softmax(-1)
     drafted_BD1 = tree.tokens_BN[:, 1:, None]
     ratio_BD = (p_BNV[:, :-1].gather(2, drafted_BD1) / q_BDV.gather(2, drafted_BD1))[..., 0]
     weight_B = torch.ones_like(ratio_BD[:, 0])
@@ -117,7 +125,7 @@ def block(
     keep_BD = torch.where(s_BD > 0, keep_BD, 0.0)  # 0 / 0 where w p = q: nothing left to keep for
     threshold_BD = torch.cat([keep_BD[:, 1:], weight_BL[:, -1:]], 1)
     # Strict: u in (0, 1), and a threshold of 0 (a token with p = 0) must never pass.
-    kept_BD = noise.accept_BD < threshold_BD
+    kept_BD = noise.accept_BN[:, 1:] < threshold_BD
     levels_D = torch.arange(1, tree.topology.levels + 1, device=kept_BD.device)
     n_accepted_B = (kept_BD * levels_D).amax(1)
 

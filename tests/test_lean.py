@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from draftsmith.decode.lean import lean_body
-from draftsmith.decode.runner import Runner
+from draftsmith.decode.runner import Runner, Seen
 
 SIZES = {
     "vocab_size": 120,
@@ -71,12 +71,12 @@ def states(runner: Runner) -> list[torch.Tensor]:
     pool = runner.pool(3, 40)
     found = [runner.prefill(pool, torch.arange(3), tokens_BN, lens_B)]
     positions_BN = lens_B[:, None] + torch.arange(4)
-    mask = runner.chain_mask(lens_B, 4, 64)
-    found.append(runner.verify(pool, tokens_BN[:, :4], positions_BN, mask, lens_B))
+    seen = Seen(lens_B, 64)
+    found.append(runner.verify(pool, tokens_BN[:, :4], positions_BN, positions_BN, seen))
     ancestors = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
     depth_BN = lens_B[:, None] + torch.tensor([0, 1, 1, 2])
-    mask = runner.tree_mask(lens_B, ancestors, 64)
-    found.append(runner.verify(pool, tokens_BN[:, 2:6], depth_BN, mask, lens_B))
+    seen = Seen(lens_B, 64, ancestors, torch.tensor([0, 1, 1, 2]))
+    found.append(runner.verify(pool, tokens_BN[:, 2:6], depth_BN, positions_BN, seen))
     return found
 
 

@@ -70,13 +70,18 @@ def joint_of_rule(rule: verify.Rule, depth: int) -> Tensor:
     return joint
 
 
+def pad(u: Tensor) -> Tensor:
+    """A uniform for the root, which no rule reads."""
+    return torch.cat([torch.full_like(u[:, :1], torch.nan), u], 1)
+
+
 def rule_verdict(
     rule: verify.Rule, tree: TokenTree, p_rows: Tensor, u: Tensor, win: int
 ) -> Verdict:
     """The verdict when token `win` wins the residual's race if it has any mass at all."""
     race = torch.full((1, V), 600.0, dtype=torch.float64)
     race[0, win] = -600.0
-    return rule(tree, p_rows.log()[None], Noise(accept_BD=u, log_residual_BV=race), None)
+    return rule(tree, p_rows.log()[None], Noise(accept_BN=pad(u), log_residual_BV=race), None)
 
 
 def next_token_law(
@@ -93,7 +98,7 @@ def next_token_law(
             middle = (low + high) / 2
             race = torch.full((1, V), 600.0, dtype=torch.float64)
             race[0, alive[0]], race[0, token] = 0.0, middle
-            noise = Noise(accept_BD=u, log_residual_BV=race)
+            noise = Noise(accept_BN=pad(u), log_residual_BV=race)
             won = int(rule(tree, p_rows.log()[None], noise, None).next_B) == token
             low, high = (middle, high) if won else (low, middle)
         log_ratio[token] = low

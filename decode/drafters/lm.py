@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.base import Round
-from draftsmith.decode.runner import Runner, round_up
+from draftsmith.decode.runner import Runner, Seen, round_up
 from draftsmith.decode.sampling import choose, transform
 from draftsmith.decode.token_tree import WITH_REPLACEMENT, TokenTree, chain
 from draftsmith.models.target import split_head
@@ -75,9 +75,9 @@ class LMDrafter:
 
     def _last_logits(self, tokens_BN: Tensor, first_slot_B: Tensor, width: int) -> Tensor:
         length = tokens_BN.shape[1]
-        positions_BN = first_slot_B[:, None] + torch.arange(length, device=tokens_BN.device)
-        mask = self.runner.chain_mask(first_slot_B, length, width)
-        hidden_BNH = self.runner.verify(self.pool, tokens_BN, positions_BN, mask, first_slot_B)
+        at_BN = first_slot_B[:, None] + torch.arange(length, device=tokens_BN.device)
+        seen = Seen(first_slot_B, width)
+        hidden_BNH = self.runner.verify(self.pool, tokens_BN, at_BN, at_BN, seen)
         return self.runner.logits(hidden_BNH[:, -1])
 
 
