@@ -4,7 +4,7 @@
 # make setup        only the environment, .venv
 # make test-slow    the slow tests: the quickstart's claims, in full (about ten minutes)
 # make test-oldest  the tests with the oldest torch and transformers supported
-# make bench        speed against peers, on the quickstart's pair
+# make bench        speed against peers and how costs grow, on the quickstart's pair
 # make gpu          everything that needs a GPU, on its own Python
 # make fmt          format
 
@@ -88,7 +88,8 @@ fmt: $(VENV)/.ready-dev
 
 bench: $(VENV)/.ready-dev
 	$(PY) bench/losses.py
-	$(PY) bench/generation.py
+	$(PY) bench/decode.py
+	$(PY) bench/cost.py
 
 # On the GPU machine, with its own Python; nothing is installed.
 gpu: links

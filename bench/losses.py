@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rows import publish, row
+from rows import lower, publish
 from torch import Tensor
 
 from draftsmith.train.chunked import chunked_cross_entropy, chunked_divergence
@@ -168,17 +168,9 @@ def compare(loss: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     peaks = {name: [runs[name][-1]["peak"]] for name in arms}
     seconds = {name: [run["seconds"] for run in runs[name][1:]] for name in arms}
     return [
-        lower_is_better(f"{loss} peak memory, {shape}", peer, peaks[OURS], peaks[peer], "MiB"),
-        lower_is_better(f"{loss} time, {shape}", peer, seconds[OURS], seconds[peer], "s"),
+        lower(f"{loss} peak memory, {shape}", peer, peaks[OURS], peaks[peer], "MiB"),
+        lower(f"{loss} time, {shape}", peer, seconds[OURS], seconds[peer], "s"),
     ]
-
-
-def lower_is_better(
-    what: str, peer: str, ours: list[float], theirs: list[float], unit: str
-) -> dict[str, Any]:
-    """A row whose ratio is peer / ours, so that above 1 is better for us here too."""
-    swapped = row(what, peer, theirs, ours, unit)
-    return {**swapped, "ours": swapped["theirs"], "theirs": swapped["ours"]}
 
 
 def main() -> None:

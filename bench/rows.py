@@ -1,13 +1,22 @@
 """The rows that every benchmark writes: ours against a peer, pair by pair, in the same run."""
 
 import json
+import re
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from draftsmith.decode.report_style import STYLE
+from draftsmith.decode.results import machine
+from draftsmith.decode.svg import WIDTH
+from draftsmith.models.provenance import git_commit
+
+HEAD = ("what", "peer", "ratio", "range", "pairs", "ours", "theirs", "unit")
 
 
 def row(
@@ -31,15 +40,87 @@ def row(
     }
 
 
-def publish(name: str, rows: list[dict[str, Any]], folder: Path = Path("runs/bench")) -> None:
-    """Print the rows as a table and write them to runs/bench/<name>.json."""
+def lower(
+    what: str, peer: str, ours: Sequence[float], theirs: Sequence[float], unit: str
+) -> dict[str, Any]:
+    """The same for what is better when lower: the ratio is peer / ours, above 1 good for us too."""
+    swapped = row(what, peer, theirs, ours, unit)
+    return {**swapped, "ours": swapped["theirs"], "theirs": swapped["ours"]}
+
+
+def cells(r: dict[str, Any]) -> list[str]:
+    """A row in words, in the order of HEAD."""
+    spread = f"{r['ratio_min']:.2f} to {r['ratio_max']:.2f}"
+    numbers = [f"{r['ratio']:.2f}", spread, str(r["pairs"]), f"{r['ours']:.4g}"]
+    return [r["what"], r["peer"], *numbers, f"{r['theirs']:.4g}", r["unit"]]
+
+
+def publish(
+    name: str,
+    rows: list[dict[str, Any]],
+    folder: Path = Path("runs/bench"),
+    *,
+    about: str = "",
+    picture: str = "",
+) -> None:
+    """Print the rows as a table, and `save` them."""
     table = Table(title=f"bench {name}: a ratio above 1 is better for us; median over pairs")
-    for column in ("what", "peer", "ratio", "range", "pairs", "ours", "theirs", "unit"):
+    for column in HEAD:
         table.add_column(column, justify="left" if column in ("what", "peer", "unit") else "right")
     for r in rows:
-        spread = f"{r['ratio_min']:.2f} to {r['ratio_max']:.2f}"
-        numbers = (f"{r['ratio']:.2f}", spread, str(r["pairs"]), f"{r['ours']:.4g}")
-        table.add_row(r["what"], r["peer"], *numbers, f"{r['theirs']:.4g}", r["unit"])
-    Console().print(table)
+        table.add_row(*cells(r))
+    console = Console()
+    console.width = console.width if console.is_terminal else 120
+    console.print(table)
+    save(name, rows, folder, about=about, picture=picture)
+
+
+def save(
+    name: str, rows: list[dict[str, Any]], folder: Path, *, about: str = "", picture: str = ""
+) -> None:
+    """Write <name>.json, the page <name>.md made from it, and <name>.svg if there is a picture."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(rows, indent=1))
+    (folder / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+    lines = [f"# bench {name}", "", f"{about} A ratio above 1 is better for us.".strip(), ""]
+    lines += markdown(HEAD, [cells(r) for r in rows])
+    if picture:
+        (folder / f"{name}.svg").write_text(picture)
+        lines += ["", f"![{name}]({name}.svg)"]
+    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def about_run() -> dict[str, Any]:
+    """Commit, command and machine, beside every kept number."""
+    line = " ".join(["python", *sys.orig_argv[1:]])
+    return {"commit": git_commit(), "command": line, "machine": machine()}
+
+
+def command() -> str:
+    """The same in words, for the head of a page."""
+    return "`{command}` at commit {commit} on {machine}".format(**about_run())
+
+
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    return [f"| {' | '.join(r)} |" for r in (head, ["---"] * len(head), *body)]
+
+
+def drawing(charts: Sequence[tuple[str, str]], legend: Sequence[tuple[str, str]]) -> str:
+    """(title, chart of decode.svg) below one another as a picture file; legend: (colour, words)."""
+    parts, y = [], 30.0
+    for at, (css, words) in enumerate(legend):
+        x = 8 + at * (WIDTH - 8) / len(legend)
+        parts.append(f'<rect class="{css}" x="{x:.0f}" y="6" width="11" height="11" rx="3"/>')
+        parts.append(f'<text class="axis" x="{x + 16:.0f}" y="16">{words}</text>')
+    for title, chart in charts:
+        found = re.fullmatch(rf'<svg viewBox="0 0 {WIDTH} (\d+)"[^>]*>(.*)</svg>', chart, re.S)
+        assert found, f"a chart of decode.svg begins otherwise: {chart[:80]!r}"
+        parts.append(f'<text class="name" x="8" y="{y + 12:.0f}">{title}</text>')
+        parts.append(f'<g transform="translate(0 {y + 16:.0f})">{found[2]}</g>')
+        y += 22 + float(found[1])
+    box = f'viewBox="0 0 {WIDTH} {y:.0f}" width="{1.5 * WIDTH:.0f}"'
+    paper = f'<rect width="{WIDTH}" height="{y:.0f}" style="fill: var(--card)"/>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {box}><style>{STYLE}</style>'
+        f"{paper}{''.join(parts)}</svg>\n"
+    )

@@ -2,7 +2,8 @@
 
 import dataclasses
 import difflib
-from typing import Any, TypeVar, get_args, get_type_hints
+import json
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -36,6 +37,8 @@ def parse(schema: type[T], argv: list[str]) -> T:
 
 
 def _convert(key: str, text: str, hint: Any) -> Any:
+    if get_origin(hint) is tuple:
+        return _texts(key, text)
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
     if type(None) in get_args(hint) and text.lower() in ("", "none", "null"):
         return None
@@ -48,3 +51,16 @@ def _convert(key: str, text: str, hint: Any) -> Any:
         return kind(text)
     except ValueError:
         raise ValueError(f"{key}: got {text!r}, expected {kind.__name__}") from None
+
+
+def _texts(key: str, text: str) -> tuple[str, ...]:
+    """One text as it stands, or a JSON list of them."""
+    if not text.startswith("["):
+        return (text,) if text else ()
+    try:
+        texts = json.loads(text)
+    except ValueError:
+        texts = None
+    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+        raise ValueError(f'{key}: got {text!r}, expected a text, or a list: ["one", "another"]')
+    return tuple(texts)

@@ -6,7 +6,7 @@ Kinds of rows, told apart by their fields:
     prompt      {"prompt"}                  a prompt without an answer (HumanEval)
     chat        {"messages": [{"role", "content"}, ...]}
     question    {"question", "answer"}      GSM8K: a chat where the tokenizer has a template
-    turns       {"turns", "category"}       Spec-Bench: prompts only, the first turn of each
+    turns       {"turns", "category"}       Spec-Bench, MT-bench: what a user says, turn by turn
 """
 
 import json
@@ -43,6 +43,8 @@ class Row:
     completion: str = ""  # the answer; of a document, all of it
     messages: tuple[Message, ...] = ()
     category: str = ""  # of a benchmark's prompt
+    later: tuple[str, ...] = ()  # what the user says after the answer to the prompt, and so on
+    reference: str = ""  # a known answer to the prompt that nothing is trained on
 
     @property
     def text(self) -> str:
@@ -100,9 +102,12 @@ def parse(fields: Any, where: str) -> Row:
         return Row("chat", where, messages=_messages(fields["messages"], where))
     if "turns" in fields:
         turns = fields["turns"]
-        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
             raise ValueError(f"{where}: 'turns' is {turns!r:.60}, expected a list of texts")
-        return Row("turns", where, prompt=turns[0], category=category)
+        first, *later = map(str, turns)
+        known = fields.get("reference")  # one for each turn
+        known = str(known[0]) if isinstance(known, list) and known else ""
+        return Row("turns", where, first, category=category, later=tuple(later), reference=known)
     if "question" in fields and "answer" in fields:
         return Row("question", where, word("question"), word("answer"))
     if "prompt" in fields and "completion" in fields:

@@ -6,10 +6,11 @@
 The answer is a function of target, prompt and seed alone. `drafter=None` is plain decoding through
 the same code with nothing drafted.
 
-Shapes: B rows, N nodes, L = D + 1 tokens that one round can emit, V vocabulary.
+Shapes: B rows, R of them just admitted, L = D + 1 tokens that one round can emit, V vocabulary.
 """
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,38 +19,41 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode import sampling
-from draftsmith.decode.drafters.base import Drafter, Round
+from draftsmith.decode import memory
+from draftsmith.decode.costs import measured_costs
+from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_drafter
-from draftsmith.decode.kv import KVPool
+from draftsmith.decode.graphs import Graphs
+from draftsmith.decode.policy import Cost, Outcome, make_policy
 from draftsmith.decode.request import Completion, Event, Prompt, Request, eos_ids, open_request
 from draftsmith.decode.rows import Rows
-from draftsmith.decode.runner import Runner, Seen, round_up
-from draftsmith.decode.sampling import SamplingParams, choose, position_keys, transform
-from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
-from draftsmith.decode.verify import RULES, Noise, RuleInfo
+from draftsmith.decode.runner import Runner
+from draftsmith.decode.sampling import SamplingParams, choose
+from draftsmith.decode.settings import Settings
+from draftsmith.decode.step import Batch, Stepper, Told
+from draftsmith.decode.tree_plan import Plan, StaticTree
 from draftsmith.models.target import TargetSpec, check_split, load_target
 from draftsmith.models.tokenizer import vocab_size
 
+# Which batch a drafter works for: decoders may share a drafter, one at a time.
+_works_for: "weakref.WeakKeyDictionary[Any, Batch]" = weakref.WeakKeyDictionary()
+
 
 @dataclass
-class _Batch:
-    """One call's state: rows, KV, parameters, and the largest committed length, a plain int."""
+class _Flight:
+    """A round on its way: what it will tell, and whom its rows served when it set off."""
 
-    rows: Rows
-    pool: KVPool
-    params: SamplingParams
-    top: int = 0
+    told: Told
+    table: Tensor  # of `told`, on the host once `ready`
+    ready: torch.cuda.Event | None
+    plan: Plan | None
+    requests: list[Request | None]
 
 
 class Decoder:
-    """A target, its tokenizer and, unless decoding is plain, a drafter.
-
-    K: drafted tokens a round; batch_size: rows; rule: a key of `verify.RULES` (at temperature 0
-    every rule is the coupled one: token identity). same_shape: draft, but accept nothing: plain
-    decoding through the very products that speculative decoding makes, the baseline for exact
-    comparison where rounding depends on shapes (bf16).
+    """A target, its tokenizer and, unless decoding is plain, a drafter; settings by name, see
+    `Settings`.
     """
 
     def __init__(
@@ -57,28 +61,27 @@ class Decoder:
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         drafter: Drafter | None = None,
-        *,
-        K: int = 4,
-        batch_size: int = 1,
-        rule: str = "coupled",
-        same_shape: bool = False,
+        **settings: Any,
     ) -> None:
-        if not 1 <= K <= 64:
-            raise ValueError(f"K: got {K}, expected 1 to 64; drafter=None is plain decoding")
-        if batch_size < 1:
-            raise ValueError(f"batch_size: got {batch_size}, expected at least 1")
-        if rule not in RULES:
-            raise ValueError(f"rule: got {rule!r}, expected one of {sorted(RULES)}")
+        self.settings = Settings(**settings)
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size(tokenizer)
-        self.runner = Runner(target, self.vocab_size)
-        self.drafter, self.K, self.batch_size, self.rule = drafter, K, batch_size, rule
-        self.same_shape = same_shape
-        self._decoding = False
+        self.runner = Runner(target, self.vocab_size, attention=self.settings.attention)
+        self.drafter = drafter
+        self.policy = make_policy(self.settings.policy, self.settings.plan)
+        self.stepper = Stepper(self.runner, drafter, self.settings, self.vocab_size)
         self.context = context_of(target)
         if drafter is not None:
             self.context = min(self.context, drafter.context)
+            self._check_drafter(drafter)
         self.eos_ids = eos_ids(target, tokenizer)
+        # On a CPU a round is over when its call returns: reading it late would only waste one.
+        self.late = self.settings.fast and self.runner.device.type == "cuda"
+        # A policy that is asked after each call decides on the host: nothing to capture.
+        self.graphs = Graphs(self.stepper) if self.late and self.policy.enough is None else None
+        self.memory: memory.MemoryPlan | None = None  # of the last call
+        self._batch: Batch | None = None
+        self._decoding = False
 
     @classmethod
     def from_pretrained(
@@ -94,7 +97,7 @@ class Decoder:
         """Load a target folder and, beside it, a drafter folder, "ngram", or None for plain
         decoding.
 
-        settings: K, batch_size, rule, same_shape. Errors of `open_drafter` and `load_target` pass.
+        settings: of `Settings`. Errors of `open_drafter` and `load_target` pass.
         """
         model, tokenizer = load_target(TargetSpec(target, dtype=dtype), torch.device(device))
         check_split(model)
@@ -102,6 +105,20 @@ class Decoder:
             drafter, model, tokenizer, allow_target_mismatch=allow_target_mismatch
         )
         return cls(model, tokenizer, loaded, **settings)
+
+    def _check_drafter(self, drafter: Drafter) -> None:
+        """ValueError for a tree that the drafter can't draft or the context can't hold."""
+        tree, levels = self.settings.tree, self.settings.plan.levels
+        if not (drafter.trees or self.settings.plan.is_chain):
+            raise ValueError(
+                f"tree: got {tree} with a drafter of kind {drafter.kind}, which drafts chains "
+                "only; use tree=chain"
+            )
+        if levels >= self.context:
+            raise ValueError(
+                f"tree: got {tree}, {levels} levels deep, expected less than the context of "
+                f"{self.context}; give a smaller K"
+            )
 
     def generate(
         self,
@@ -112,7 +129,8 @@ class Decoder:
         """The completions, in the order of the prompts (texts or token ids).
 
         indices: each prompt's global number, from which its noise seed is made; by default 0, 1,
-        ... ValueError for an empty prompt or one that leaves no room in the context.
+        ... ValueError for an empty prompt or one that leaves no room in the context. A prompt whose
+        logits turn out broken (NaN) ends with finish_reason "error"; the others go on.
         """
         done = {}
         for request, _, finished in self._run(prompts, params, indices):
@@ -130,7 +148,7 @@ class Decoder:
         whole characters: bytes of an unfinished one are held back.
         """
         for request, tokens, finished in self._run(prompts, params, indices):
-            text = request.next_text(self.tokenizer, finished)
+            text = request.next_text(finished)
             completion = request.completion if finished else None
             yield Event(request.completion.index, tokens, text, completion)
 
@@ -149,34 +167,73 @@ class Decoder:
         finally:
             self._decoding = False
 
-    def _rounds(self, batch: _Batch) -> Iterator[tuple[Request, list[int], bool]]:
+    def _rounds(self, batch: Batch) -> Iterator[tuple[Request, list[int], bool]]:
+        """Launch rounds and deliver what they tell: at once, or one round late, so that the device
+        never waits for the host.
+        """
         rows = batch.rows
+        flight: _Flight | None = None
         while rows.waiting or rows.busy:
             if rows.waiting and rows.free:
                 yield from self._admit(batch)
                 continue
-            tree, emitted_BL, n_accepted_B = self._round(batch)
-            n_new_B = self._commit(batch, emitted_BL, n_accepted_B)
-            # The round's only reading of the device.
-            told = torch.cat(
-                [emitted_BL, n_accepted_B[:, None], n_new_B[:, None], rows.active_B[:, None]], 1
-            ).tolist()
-            now = time.perf_counter()
-            drafted = tree.topology.levels
-            batch.top = 1
-            for row in rows.busy:
-                *emitted, accepted, n_new, active = told[row]
-                request = rows.requests[row]
-                assert request is not None
-                request.completion.counters.record(drafted, accepted, n_new)
-                request.completion.counters.decode_seconds = now - request.started
-                request.completion.accepted += [i < accepted for i in range(n_new)]
-                batch.top = max(batch.top, request.length + n_new)
-                yield self._deliver(rows, row, emitted[:n_new], finished=not active)
+            launched = self._launch(batch, flight)
+            if self.late:
+                flight, launched = launched, flight
+            if launched is not None:
+                yield from self._hear(batch, launched)
+
+    def _launch(self, batch: Batch, flight: _Flight | None) -> _Flight:
+        rows = batch.rows
+        plan = None if self.drafter is None else self.policy.next_plan()
+        ahead = 0 if flight is None else flight.told.levels + 1
+        top = ahead + max((r.length for r in rows.requests if r is not None), default=1)
+        if self.graphs is not None:
+            told = self.graphs.step(batch, plan, top)
+        else:
+            told = self.stepper.step(batch, plan, top, self.policy.enough)
+        table, ready = told.table, None
+        if self.late and table.is_cuda:
+            table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            table.copy_(told.table, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        return _Flight(told, table, ready, plan, list(rows.requests))
+
+    def _hear(self, batch: Batch, flight: _Flight) -> Iterator[tuple[Request, list[int], bool]]:
+        rows, told = batch.rows, flight.told
+        if flight.ready is not None:
+            flight.ready.synchronize()
+        table = flight.table.tolist()  # the round's only reading of the device
+        now = time.perf_counter()
+        length = told.levels + 1
+        paths = []
+        for row, request in enumerate(flight.requests):
+            if request is None or rows.requests[row] is not request:
+                continue  # ended while this round was on its way
+            *_, accepted, n_new, active, bad = table[row]
+            if bad:
+                yield self._fail(batch, row)
+                continue
+            kept, stopped = request.cut(table[row][:n_new])
+            counters = request.completion.counters
+            counters.record(told.levels, accepted, len(kept), told.nodes)
+            counters.decode_seconds = now - request.started
+            request.completion.accepted += [i < accepted for i in range(len(kept))]
+            paths.append(_rank_path(flight.plan, table[row][length + 1 : length + 1 + accepted]))
+            yield self._deliver(batch, row, kept, ended=stopped or not active)
+        if flight.plan is not None:
+            self.policy.observe(Outcome(flight.plan, told.levels, paths))
 
     def _open(
         self, prompts: Sequence[Prompt], params: SamplingParams, indices: Sequence[int] | None
-    ) -> _Batch:
+    ) -> Batch:
+        rule = self.stepper.rule(params)
+        if self.drafter is not None and not (rule.identical or self.drafter.samples):
+            raise ValueError(
+                f"rule {self.settings.rule}: got a drafter of kind {self.drafter.kind}, which "
+                "draws from no distribution; use rule=coupled for this drafter"
+            )
         if indices is not None and len(indices) != len(prompts):
             raise ValueError(f"indices: got {len(indices)} for {len(prompts)} prompts")
         requests = [
@@ -187,26 +244,72 @@ class Decoder:
                 tokenizer=self.tokenizer,
                 params=params,
                 context=self.context,
+                end_ids=() if params.ignore_eos else self.eos_ids,
             )
             for i, prompt in enumerate(prompts)
         ]
         stops = (
             params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.eos_ids)
         )
-        batch = max(1, min(self.batch_size, len(requests)))
-        longest = max((len(r.completion.prompt_tokens) + r.limit for r in requests), default=1)
-        slots = longest + (1 if self.drafter is None else self.drafter.nodes(self.K)) + 1
+        rows = max(1, min(self.settings.batch_size, len(requests)))
+        work = self._work(rows, requests, params)
         with torch.inference_mode():
-            rows = Rows(batch, stops, self.runner.device)
-            rows.waiting.extend(requests)
-            if self.drafter is not None:
-                self.drafter.reset(batch, round_up(slots))
-            return _Batch(rows, self.runner.pool(batch, slots), params)
+            batch = self._make_room(work, frozenset(stops))
+            batch.rows.waiting.extend(requests)
+        if isinstance(self.policy, Cost) and self.policy.costs is None and self.drafter is not None:
+            self.policy.costs = measured_costs(
+                self.runner, self.drafter, self.policy.plans[-1], rows, work.prompt + work.new
+            )
+        return batch
+
+    def _work(self, rows: int, requests: Sequence[Request], params: SamplingParams) -> memory.Work:
+        acceptance = self.settings.acceptance
+        return memory.Work(
+            rows,
+            prompt=max((len(r.completion.prompt_tokens) for r in requests), default=1),
+            new=max((r.limit for r in requests), default=1),
+            vocab=self.vocab_size,
+            params=params,
+            tree=None if self.drafter is None else self.policy.plans[-1],
+            rule=self.settings.rule,
+            lossy=acceptance is not None and acceptance.needs_q,
+        )
+
+    def _make_room(self, work: memory.Work, stops: frozenset[int]) -> Batch:
+        """The batch of the last call where it fits, so that recordings of its rounds stay good;
+        else a new one. ValueError, naming what would fit, where memory doesn't hold it.
+        """
+        old = self._batch
+        if old is not None and self.drafter is not None:
+            old = old if _works_for.get(self.drafter) is old else None
+        roomy = old is not None and old.pool.rows == work.rows and old.pool.slots >= work.slots
+        if old is not None and roomy and old.rows.stop_ids == stops:
+            old.rows.reset()
+            old.params = work.params
+            return old
+        old = self._batch = None  # let the old room go before the new one is weighed
+        draft = getattr(self.drafter, "runner", None)
+        planned = memory.plan(
+            work,
+            memory.ModelSize.of(self.runner),
+            None if draft is None else memory.ModelSize.of(draft),
+        )
+        self.memory = memory.check(planned, memory.available(self.runner.device))
+        batch = Batch(
+            Rows(work.rows, stops, self.runner.device),
+            self.runner.pool(work.rows, work.slots),
+            work.params,
+        )
+        if self.drafter is not None:
+            self.drafter.reset(work.rows, batch.pool.slots)
+            _works_for[self.drafter] = batch
+        self._batch = batch
+        return batch
 
     @torch.inference_mode()
-    def _admit(self, batch: _Batch) -> list[tuple[Request, list[int], bool]]:
+    def _admit(self, batch: Batch) -> list[tuple[Request, list[int], bool]]:
         """Prefill as many waiting prompts as rows are free; each gets its first token."""
-        rows, device = batch.rows, self.runner.device
+        rows, device, params = batch.rows, self.runner.device, batch.params
         started = time.perf_counter()
         free = rows.free[: len(rows.waiting)]
         requests = [rows.waiting.popleft() for _ in free]
@@ -217,126 +320,60 @@ class Decoder:
         tokens_RN = torch.tensor(
             [prompt + [0] * (max(lens) - len(prompt)) for prompt in prompts], device=device
         )
+        batch.pool.clear(rows_R)
         logits_RV = self.runner.prefill(batch.pool, rows_R, tokens_RN, lens_R)
         seeds_R = torch.tensor([request.seed for request in requests], device=device)
-        race_RLV = self._race(seeds_R, lens_R[:, None], batch.params)
-        race_RV = None if race_RLV is None else race_RLV[:, 0]
-        pending_R = choose(self._transform(logits_RV, batch.params), race_RV)
+        race_RLV = self.stepper.race(seeds_R, lens_R[:, None], params)
+        p_logits_RV = params.transform(logits_RV)
+        pending_R = choose(p_logits_RV, None if race_RLV is None else race_RLV[:, 0])
         rows.admit(rows_R, lens_R, pending_R, requests)
         if self.drafter is not None:
             self.drafter.prefill(rows_R, tokens_RN, lens_R, pending_R)
         firsts, active = pending_R.tolist(), rows.active_B[rows_R].tolist()
+        broken = p_logits_RV.amax(-1).isnan().tolist()
         now = time.perf_counter()
         news = []
-        for row, request, first, alive in zip(free, requests, firsts, active, strict=True):
+        for i, (row, request) in enumerate(zip(free, requests, strict=True)):
             rows.requests[row] = request
             request.started = now
             request.completion.counters.prefill_seconds = now - started
+            if broken[i]:
+                news.append(self._fail(batch, row))
+                continue
             request.completion.accepted.append(False)
-            batch.top = max(batch.top, request.length)
-            news.append(self._deliver(rows, row, [first], finished=not alive))
+            kept, stopped = request.cut([firsts[i]])
+            news.append(self._deliver(batch, row, kept, ended=stopped or not active[i]))
         return news
 
     def _deliver(
-        self, rows: Rows, row: int, tokens: list[int], *, finished: bool
+        self, batch: Batch, row: int, tokens: list[int], *, ended: bool
     ) -> tuple[Request, list[int], bool]:
         """Hand tokens to the row's request; at its end, free the row."""
-        request = rows.requests[row]
+        request = batch.rows.requests[row]
         assert request is not None
+        request.completion.tokens += tokens
+        if ended:
+            batch.rows.release(row)
+            request.finish(batch.rows.stop_ids)
+        return request, tokens, ended
+
+    def _fail(self, batch: Batch, row: int) -> tuple[Request, list[int], bool]:
+        """End a request whose logits are not numbers."""
+        request = batch.rows.requests[row]
+        assert request is not None
+        batch.rows.release(row)
         completion = request.completion
-        completion.tokens += tokens
-        if finished:
-            rows.requests[row] = None
-            stopped = completion.tokens[-1] in rows.stop_ids
-            completion.finish_reason = "stop" if stopped else "length"
-            shown = completion.tokens[:-1] if stopped else completion.tokens
-            completion.text = str(self.tokenizer.decode(shown))
-        return request, tokens, finished
-
-    @torch.inference_mode()
-    def _round(self, batch: _Batch) -> tuple[TokenTree, Tensor, Tensor]:
-        """Draft and verify: the tree, the tokens of the kept path then the next one, and how many
-        of them were drafted.
-        """
-        rows, params, pool = batch.rows, batch.params, batch.pool
-        levels = self.K if self.drafter is not None else 0
-        step_L = torch.arange(levels + 1, device=self.runner.device)
-        positions_BL = rows.lens_B[:, None] + step_L
-        rule = self._rule(params)
-        shared_BLV = None
-        if rule.law == COUPLED:
-            shared_BLV = self._race(rows.seeds_B, positions_BL + 1, params)
-        tree = self._propose(batch, levels, positions_BL, shared_BLV)
-
-        tokens_BN, topology = tree.tokens_BN, tree.topology
-        width = min(round_up(batch.top + tokens_BN.shape[1]), pool.slots)
-        block = None if topology.is_chain else topology.ancestors
-        seen = Seen(rows.lens_B, width, block, topology.depth)
-        depth_BN = rows.lens_B[:, None] + topology.depth
-        slots_BN = rows.lens_B[:, None] + torch.arange(tokens_BN.shape[1], device=tokens_BN.device)
-        hidden_BNH = self.runner.verify(pool, tokens_BN, depth_BN, slots_BN, seen)
-        p_logits_BNV = self._transform(self.runner.logits(hidden_BNH), params)
-
-        noise = self._noise(batch, topology, shared_BLV)
-        verdict = rule.verify(tree, p_logits_BNV, noise, None)
-        n_accepted_B, next_B = verdict.n_accepted_B, verdict.next_B
-        if self.same_shape:
-            n_accepted_B = torch.zeros_like(n_accepted_B)
-            race_BV = None if shared_BLV is None else shared_BLV[:, 0]
-            next_B = choose(p_logits_BNV[:, 0], race_BV)
-        elif not topology.is_chain:
-            levels_L = torch.arange(topology.levels + 1, device=self.runner.device)
-            pool.commit(rows.lens_B[:, None] + verdict.path_BL, rows.lens_B[:, None] + levels_L)
-        kept_BL = tokens_BN.gather(1, verdict.path_BL)
-        emitted_BL = torch.cat([kept_BL[:, 1:], kept_BL[:, :1]], 1)
-        return tree, emitted_BL.scatter(1, n_accepted_B[:, None], next_B[:, None]), n_accepted_B
-
-    def _propose(
-        self, batch: _Batch, levels: int, positions_BL: Tensor, shared_BLV: Tensor | None
-    ) -> TokenTree:
-        rows, params = batch.rows, batch.params
-        if self.drafter is None:
-            return TokenTree(rows.pending_B[:, None], chain(0, self.runner.device), COUPLED)
-        rule = self._rule(params)
-        race_BDV = None if shared_BLV is None else shared_BLV[:, :levels]
-        if rule.law != COUPLED:
-            # Keyed by the round too: a level drafted again after a rejection needs fresh noise.
-            seeds_B = position_keys(rows.seeds_B, rows.rounds_B[:, None], sampling.DRAFT)[:, 0]
-            race_BDV = self._race(seeds_B, positions_BL[:, :levels] + 1, params)
-        return self.drafter.propose(
-            Round(levels, rows.lens_B, rows.pending_B, batch.top, params, rule.law, race_BDV)
+        at = len(completion.prompt_tokens) + len(completion.tokens)
+        request.finish(
+            batch.rows.stop_ids,
+            error=f"prompt {completion.index}: got NaN logits at position {at}, expected numbers; "
+            "look at the target's weights, or try a wider dtype",
         )
+        return request, [], True
 
-    @torch.inference_mode()
-    def _commit(self, batch: _Batch, emitted_BL: Tensor, n_accepted_B: Tensor) -> Tensor:
-        n_new_B = batch.rows.advance(emitted_BL, n_accepted_B)
-        if self.drafter is not None:
-            self.drafter.extend(emitted_BL, n_new_B)
-        return n_new_B
 
-    def _noise(self, batch: _Batch, topology: Topology, shared_BLV: Tensor | None) -> Noise:
-        rows, params = batch.rows, batch.params
-        if self._rule(params).law == COUPLED:
-            return Noise(None if shared_BLV is None else shared_BLV[:, : topology.levels + 1])
-        rounds_B1 = rows.rounds_B[:, None]
-        accept_B = position_keys(rows.seeds_B, rounds_B1, sampling.ACCEPT)[:, 0]
-        node_N = torch.arange(topology.nodes, device=self.runner.device).expand(
-            rows.lens_B.shape[0], -1
-        )
-        residual_B1 = position_keys(rows.seeds_B, rounds_B1, sampling.RESIDUAL)
-        return Noise(
-            accept_BN=sampling.uniform(position_keys(accept_B, node_N)),
-            log_residual_BV=sampling.log_race(residual_B1, self.vocab_size)[:, 0],
-        )
-
-    def _rule(self, params: SamplingParams) -> RuleInfo:
-        """The rule asked for; at temperature 0 every rule is the coupled one."""
-        return RULES["coupled" if params.greedy else self.rule]
-
-    def _race(self, seeds_B: Tensor, positions_BD: Tensor, params: SamplingParams) -> Tensor | None:
-        if params.greedy:
-            return None
-        return sampling.log_race(position_keys(seeds_B, positions_BD), self.vocab_size)
-
-    def _transform(self, logits: Tensor, params: SamplingParams) -> Tensor:
-        return transform(logits, params.temperature, params.top_k, params.top_p)
+def _rank_path(plan: Plan | None, nodes: list[int]) -> tuple[int, ...]:
+    """The rank path of the last node kept; zeros where ranks aren't known."""
+    if nodes and isinstance(plan, StaticTree):
+        return plan.paths[nodes[-1] - 1]
+    return (0,) * len(nodes)

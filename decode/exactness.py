@@ -18,7 +18,7 @@ NEAR_TIE = 1e-4  # fp32 logits closer than this may be swapped by the rounding o
 class Divergence:
     """The first token at which two answers to one prompt differ. margin: between the best and the
     second best score at that context in fp32; near_tie: the margin is below 1e-4 and fp64 confirms
-    it between the same two tokens.
+    it between the same two tokens; baseline: the plain decoding it was compared with.
     """
 
     prompt: int
@@ -26,6 +26,7 @@ class Divergence:
     dtype: str
     margin: float
     near_tie: bool
+    baseline: str = "native"
 
 
 def divergences(
@@ -36,6 +37,7 @@ def divergences(
     *,
     vocab_size: int,
     dtype: str,
+    baseline: str = "native",
 ) -> list[Divergence]:
     """Every prompt whose two answers differ, with the margins of `exact_target` (fp32) there."""
     found = []
@@ -54,7 +56,7 @@ def divergences(
             )
             pair = {*want.tokens[at : at + 1], *have.tokens[at : at + 1]}
             near = margin_64 < NEAR_TIE and pair == set(tokens)
-        found.append(Divergence(want.index, at, dtype, margin, near))
+        found.append(Divergence(want.index, at, dtype, margin, near, baseline))
     return found
 
 

@@ -17,11 +17,18 @@ FORMULAS: dict[str, str] = {
     "at temperature 0 the share of equal argmaxes",
     "coupled_acceptance": "share of target-written contexts at which p and q pick the same token "
     "with the request's shared noise",
-    "draft_acceptance_rate": "accepted / drafted; tokens after a rejection count as rejected",
+    "task": "answers whose number after ####, else whose last number, is the known one / prompts "
+    "with a known answer",
+    "agreement": "tokens before an answer's first difference from the plain one / tokens of the "
+    "longer of the two",
+    "draft_acceptance_rate": "accepted / drafted (trees: / depth); what follows a rejection counts "
+    "as rejected",
+    "token_efficiency": "accepted / (N - 1): of the drafted tokens verified, the share kept",
     "acceptance_by_position": "rounds that accepted position i / rounds that drafted it",
     "acceptance_conditional": "rounds that accepted position i / that accepted all before it",
     "accepted_histogram": "rounds by the number of drafted tokens they kept",
     "K": "draft calls a round (trees: depth; policies: the mean)",
+    "N": "tokens verified a round, the pending one included: the mean",
     "tokens_per_s": "sum of tokens / sum of decode seconds; prefill excluded, nothing after EOS",
     "speedup": "tokens/s speculative / tokens/s plain; prefill excluded, nothing after EOS",
     "speedup_specbench": "mean over prompts of speculative tokens/s / the same of plain decoding; "
@@ -31,9 +38,11 @@ FORMULAS: dict[str, str] = {
     "c": "t_draft / t_plain",
     "mbsu": "tau / (1 + K * c_bytes), c_bytes = bytes of the draft / bytes of the target",
     "t_plain": "target forward of 1 token, isolated: median of 50 at the run's batch and context",
-    "t_verify": "target forward of a round's tokens, isolated: median of 50",
-    "t_draft": "draft forward of 1 token, isolated: median of 50",
-    "t_extend": "draft forward of a round's emitted tokens, isolated: median of 50",
+    "t_verify": "target forward of N tokens, isolated: median of 50",
+    "t_draft": "draft forward of 1 token (trees: of a level's), isolated: median of 50; without a "
+    "model: a proposal / its K",
+    "t_extend": "draft forward of 2 tokens, as in a round's first draft call, isolated: median of "
+    "50; K * t_draft counts 1 there",
     "t_prefill": "target forward of a prompt, isolated: median",
     "loop_rate": "8-grams of an answer that the same answer had before / all its 8-grams",
     "rules": "tau with each acceptance rule on the same prompts",
@@ -68,6 +77,7 @@ def figures(report: dict[str, Any]) -> list[Figure]:
     speeds, times = report["tokens_per_s"], report["times"]
     rows = [
         _figure("tau, block efficiency", "tau", number(report["tau"]), report["tau_interval"]),
+        *quality(report),
         _figure("alpha, acceptance", "alpha", number(report["alpha"], 3), report["alpha_interval"]),
         _figure(
             "coupled acceptance", "coupled_acceptance", number(report["coupled_acceptance"], 3)
@@ -77,6 +87,7 @@ def figures(report: dict[str, Any]) -> list[Figure]:
             "draft_acceptance_rate",
             number(report["draft_acceptance_rate"], 3),
         ),
+        _figure("token efficiency", "token_efficiency", number(report["token_efficiency"], 3)),
         _figure(
             "acceptance by position",
             "acceptance_by_position",
@@ -89,6 +100,7 @@ def figures(report: dict[str, Any]) -> list[Figure]:
         ),
         _figure("rounds by accepted", "accepted_histogram", sequence(report["accepted_histogram"])),
         _figure("K", "K", short(report["K"])),
+        _figure("N", "N", short(report["N"])),
         _figure("tokens/s, plain", "tokens_per_s", number(speeds["plain"], 1)),
         _figure("tokens/s, speculative", "tokens_per_s", number(speeds["speculative"], 1)),
         _figure("speed-up", "speedup", times_as(report["speedup"]), report["speedup_interval"]),
@@ -108,13 +120,57 @@ def figures(report: dict[str, Any]) -> list[Figure]:
     return rows
 
 
+def quality(report: dict[str, Any]) -> list[Figure]:
+    """What the answers are worth, where that is known or may differ from the target's own."""
+    task, same = report["task"], report["agreement"]
+    rows = []
+    if task:
+        aside = f"(plain {share(task['plain'])}, n = {task['n']})"
+        score = _figure(f"exact match, {task['name']}", "task", share(task["speculative"]))
+        value, interval = f"{task['difference']:+.3f}", task["difference_interval"]
+        rows.append(score._replace(interval=aside))
+        rows.append(_figure("exact match, minus plain's", "task", value, interval))
+    elif not report["lossless"]:
+        rows.append(_figure("exact match", "task", "no known answers"))
+    if same:
+        rows.append(
+            _figure("agreement with plain", "agreement", number(same["share"], 3), same["interval"])
+        )
+    return rows
+
+
+def left_out(report: dict[str, Any]) -> str:
+    """A sentence about prompts and turns that were skipped; empty where none was."""
+    skipped = report["skipped"]
+    parts = []
+    if skipped["prompts"]:
+        parts.append(f"{skipped['prompts']} of {skipped['of']} prompts")
+    if skipped["turns"]:
+        parts.append(f"{skipped['turns']} later turns of those decoded")
+    if not parts:
+        return ""
+    return (
+        f"Skipped: {' and '.join(parts)}, which with {report['max_new_tokens']} new tokens exceed "
+        f"the context of {skipped['context']}."
+    )
+
+
 def verdict(report: dict[str, Any]) -> Verdict:
     """What the run proved about its output, in two lines."""
+    found = _verdict(report)
+    shapes = report["identical_same_shape"]
+    if shapes is None:
+        return found
+    ties = f"{shapes['same']} of {shapes['total']} answers equal those of plain decoding"
+    return found._replace(detail=f"{found.detail} In {shapes['dtype']}, {ties} in the same shapes.")
+
+
+def _verdict(report: dict[str, Any]) -> Verdict:
     if not report["lossless"]:
         return Verdict(
             "note",
-            "Lossy by choice",
-            f"The rule {report['rule']!r} may emit tokens that the target would not have.",
+            f"LOSSY: {report['lossy']}",
+            "By choice, tokens are kept that the target would not have emitted.",
         )
     identical = report["identical"]
     if identical is None and (report["temperature"] == 0 or RULES[report["rule"]].identical):
@@ -132,7 +188,7 @@ def verdict(report: dict[str, Any]) -> Verdict:
         )
     same, total = identical["same"], identical["total"]
     against = f"{same} of {total} answers equal those of {identical['baseline']} plain decoding"
-    excused = sum(d["near_tie"] for d in divergences_of(report, identical["dtype"]))
+    excused = sum(d["near_tie"] for d in divergences_of(report, identical))
     if same == total:
         return Verdict("good", "Lossless: token for token", f"In {identical['dtype']}, {against}.")
     worst = f"largest margin {identical['worst_margin']:.1e}"
@@ -151,9 +207,40 @@ def verdict(report: dict[str, Any]) -> Verdict:
     )
 
 
-def divergences_of(report: dict[str, Any], dtype: str) -> list[dict[str, Any]]:
-    """The listed differences that were found in `dtype`."""
-    return [d for d in report["divergences"] if d["dtype"] == dtype]
+def tables_of(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The tables by category that have rows, by their titles."""
+    tables = {
+        "By category": report["categories"],
+        "By category, as Spec-Bench groups them": report["specbench"],
+    }
+    return {title: rows for title, rows in tables.items() if rows}
+
+
+CATEGORY_COLUMNS = ("prompts", "tau", "speed-up", "speed-up, Spec-Bench way")
+
+
+def category_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A category's row in words, in the order of CATEGORY_COLUMNS."""
+    speeds = (times_as(row[key]) for key in ("speedup", "speedup_specbench"))
+    return number(row["n_prompts"]), number(row["tau"]), *speeds
+
+
+DIVERGENCE_COLUMNS = (
+    *("prompt", "answer token", "dtype", "baseline", "fp32 margin", "near-tie in fp32"),
+)
+
+
+def divergence_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A divergence in words, in the order of DIVERGENCE_COLUMNS."""
+    place = str(row["prompt"]), str(row["position"]), row["dtype"], row["baseline"]
+    return *place, f"{row['margin']:.2e}", "yes" if row["near_tie"] else "no"
+
+
+def divergences_of(report: dict[str, Any], compared: dict[str, Any]) -> list[dict[str, Any]]:
+    """The listed differences behind one of the report's comparisons."""
+    return [
+        d for d in report["divergences"] if all(d[k] == compared[k] for k in ("dtype", "baseline"))
+    ]
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -197,5 +284,5 @@ def sequence(values: Sequence[float]) -> str:
 
 
 def _figure(name: str, key: str, value: str, interval: Sequence[float] | None = None) -> Figure:
-    digits = 3 if key == "alpha" else 2
+    digits = 3 if key in ("alpha", "task", "agreement") else 2
     return Figure(name, value, bracket(interval, digits), FORMULAS[key])

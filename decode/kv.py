@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
+from draftsmith.decode.attention import Attend
+
 
 class KVPool:
     """kv_2LBSHE: keys, then values. Token-major: one token's keys in a layer are one run."""
@@ -24,11 +26,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
-        shape = (2, config.num_hidden_layers, rows, slots, heads, width)
+        shape = kv_shape(config, rows, slots)
         # Zeros: a masked slot still enters the product with weight 0, and 0 * NaN would be NaN.
         self.kv_2LBSHE = torch.zeros(shape, dtype=dtype, device=device)
         self.keys_LBSHE, self.values_LBSHE = self.kv_2LBSHE
@@ -38,6 +36,10 @@ class KVPool:
         """Where slots [B, N] of rows 0..B-1 lie when rows and slots are one axis; [B * N]."""
         first_B = torch.arange(slots_BN.shape[0], device=slots_BN.device) * self.slots
         return (first_B[:, None] + slots_BN).flatten()
+
+    def clear(self, rows_R: Tensor) -> None:
+        """Forget rows: what a request left behind, NaN perhaps, can't reach the next one."""
+        self.kv_2LBSHE.index_fill_(2, rows_R, 0)
 
     def commit(self, source_BP: Tensor, target_BP: Tensor) -> None:
         """Move the entries of accepted paths into place, slots source -> target of rows 0..B-1: one
@@ -50,15 +52,25 @@ class KVPool:
         kv_2LTHE.index_copy_(2, self.flat(target_BP), moved)
 
 
+def kv_shape(config: PreTrainedConfig, rows: int, slots: int) -> tuple[int, ...]:
+    """The shape (2, L, B, S, H, E) of a pool."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2, config.num_hidden_layers, rows, slots, heads, width
+
+
 class SlotCache(Cache):
     """What a transformers model writes to and reads from in one forward pass.
 
     With `prefix=0` (prefill) the pass attends to its own keys alone; else to the first `prefix`
-    slots of every row, under the mask that the runner made for them.
+    slots of every row, as `attend` says.
     """
 
-    def __init__(self, pool: KVPool, flat_slots: Tensor, prefix: int) -> None:
+    def __init__(
+        self, pool: KVPool, flat_slots: Tensor, prefix: int, attend: Attend | None = None
+    ) -> None:
         super().__init__(layers=[])
+        self.attend = attend
         self._pool, self._flat, self._prefix = pool, flat_slots, prefix
 
     def write(self, layer: int, keys_BNHE: Tensor, values_BNHE: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ transformers' `forward` of a body makes masks, looks settings up, wraps its outp
 by seven matrices a layer; on a small model, or any model on a fast device, that costs as much as
 the arithmetic. Here q, k, v are one product, gate and up another, keys and values go to their slots
 as they come, and rotary embeddings are looked up. The module tree stays as it is: the merged
-matrices are the storage, and each layer's own weights become views of it, so nothing is held twice
-and a weight changed in place is changed for both.
+matrices are the storage, and each layer's own weights become views of it, so a weight changed in
+place is changed for both. See `decode/product.py` for the products themselves.
 
 Only for layers whose source this follows (Llama, Qwen2, Qwen3, Mistral), and frozen (sharded
 training moves weights about). The runner compares it with the model's own forward before it is
@@ -14,14 +14,15 @@ used; everything else takes that forward.
 Shapes: B rows, N tokens, S slots, H hidden, E head width, G query heads a key-value head.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftsmith.decode.attention import mix
 from draftsmith.decode.kv import SlotCache
+from draftsmith.decode.product import Product
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 # Rotary embeddings that depend on nothing but the position.
@@ -64,6 +65,12 @@ class LeanBody:
         # Rotating half of a head is a roll by half its width, with the first half's sign changed.
         self.sin_SE = torch.cat([-sin_1SE[0, :, :half], sin_1SE[0, :, half:]], -1)
 
+    @property
+    def current(self) -> bool:
+        """Whether the model's weights are still those that were merged."""
+        first = self.layers[0]
+        return all(p.current for p in (first.qkv, first.out, first.gate_up, first.down))
+
     def __call__(
         self, tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor | None, cache: SlotCache
     ) -> Tensor:
@@ -86,9 +93,9 @@ class LeanLayer:
         self.q_heads = attention.q_proj.out_features // self.width
         self.kv_heads = attention.k_proj.out_features // self.width
         self.scale = attention.scaling
-        q, k, v, self.out, gate, up, self.down = projections(layer)
-        self.qkv, self.qkv_bias = merge([q, k, v])
-        self.gate_up, self.gate_up_bias = merge([gate, up])
+        q, k, v, out, gate, up, down = projections(layer)
+        self.qkv, self.out = Product.of([q, k, v]), Product.of([out])
+        self.gate_up, self.down = Product.of([gate, up]), Product.of([down])
         self.q_norm = getattr(attention, "q_norm", None)
         self.k_norm = getattr(attention, "k_norm", None)
         self.before_attention, self.before_mlp = (
@@ -105,7 +112,7 @@ class LeanLayer:
         cache: SlotCache,
     ) -> Tensor:
         batch, length, _ = hidden_BNH.shape
-        joint = F.linear(_norm(self.before_attention, hidden_BNH), self.qkv, self.qkv_bias)
+        joint = self.qkv(_norm(self.before_attention, hidden_BNH))
         heads = joint.view(batch, length, -1, self.width)
         turned = heads[:, :, : self.q_heads + self.kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
@@ -116,8 +123,13 @@ class LeanLayer:
         query, key = turned.split([self.q_heads, self.kv_heads], dim=2)
         value = heads[:, :, self.q_heads + self.kv_heads :]
         keys, values = cache.write(self.index, key, value)
-        mixed = self._mix(query, keys.transpose(1, 2), values.transpose(1, 2), mask)
-        return hidden_BNH + F.linear(mixed, self.out.weight, self.out.bias)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        if cache.attend is None or cache.attend.backend == "masked":
+            mixed = self._mix(query, keys, values, mask)
+        else:
+            mixed = mix(cache.attend, query.transpose(1, 2), keys, values, scale=self.scale)
+            mixed = mixed.flatten(2)
+        return hidden_BNH + self.out(mixed)
 
     def _mix(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of query [B, N, Hq, E] over keys [B, Hkv, S, E], as [B, N, Hq * E]."""
@@ -141,36 +153,8 @@ class LeanLayer:
         return mixed.reshape(batch, length, -1)
 
     def feed_forward(self, hidden_BNH: Tensor) -> Tensor:
-        both = F.linear(_norm(self.before_mlp, hidden_BNH), self.gate_up, self.gate_up_bias)
-        gate, up = both.chunk(2, -1)
-        return hidden_BNH + F.linear(self.activation(gate) * up, self.down.weight, self.down.bias)
-
-
-def merge(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """(weight, bias) of one linear map whose outputs are those of `linears` in a row.
-
-    The linears' own parameters become views of it; where they are that already, nothing is moved.
-    """
-    weight = _merge([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    assert len(biases) in (0, len(linears)), "some of the projections have a bias, others none"
-    return weight, _merge(biases) if biases else None
-
-
-def _merge(parts: Sequence[Tensor]) -> Tensor:
-    first, rows = parts[0], sum(len(part) for part in parts)
-    place, joined = first.data_ptr(), True
-    for part in parts:
-        joined &= part.data_ptr() == place and part.is_contiguous()
-        place += part.numel() * part.element_size()
-    if joined and first.untyped_storage().nbytes() >= place - first.data_ptr():
-        shape = (rows, *first.shape[1:])
-        return first.detach().as_strided(shape, first.stride(), first.storage_offset())
-    with torch.inference_mode(False):
-        merged = torch.cat([part.detach() for part in parts])
-    for part, view in zip(parts, merged.split([len(part) for part in parts]), strict=True):
-        part.data = view
-    return merged
+        gate, up = self.gate_up(_norm(self.before_mlp, hidden_BNH)).chunk(2, -1)
+        return hidden_BNH + self.down(self.activation(gate) * up)
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:

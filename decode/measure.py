@@ -6,20 +6,18 @@ Shapes: B rows, N tokens, T positions, V vocabulary.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from draftsmith.decode.drafters.base import Drafter, Round
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.request import Completion
 from draftsmith.decode.runner import Runner, Seen, round_up
-from draftsmith.decode.sampling import (
-    SamplingParams,
-    choose,
-    request_race,
-    transform,
-)
+from draftsmith.decode.sampling import SamplingParams, choose, request_race
+from draftsmith.decode.token_tree import COUPLED
+from draftsmith.decode.tree_plan import DynamicTree, Plan
 
 REPEATS = 50
 
@@ -27,19 +25,109 @@ REPEATS = 50
 Call = Callable[[], object]
 
 
-def forward_call(runner: Runner, *, batch: int, length: int, context: int) -> Call:
-    """One forward, LM head included, of `length` tokens a row after `context` tokens."""
+def isolated_times(
+    target: Runner,
+    drafter: Drafter,
+    plan: Plan,
+    *,
+    batch: int,
+    context: int,
+    prompt: int,
+    nodes: int,
+) -> dict[str, Any]:
+    """Median seconds of the forwards a round is made of; the report's `times`.
+
+    Args:
+        plan: the tree that is drafted: of its tokens a draft call feeds those of one level.
+        batch, context, prompt: rows, tokens in the KV, tokens of a prompt: the run's means.
+        nodes: tokens of a round's verification, the root included: the run's mean.
+    """
+    at: dict[str, Any] = {"batch": batch, "context": context}
+    calls = {
+        "plain": forward_call(target, length=1, **at),
+        "verify": forward_call(target, length=nodes, tree=not plan.is_chain, **at),
+    }
+    if isinstance(drafter, LMDrafter):
+        calls["draft"] = forward_call(drafter.runner, length=fed(plan), **at)
+        calls["extend"] = forward_call(drafter.runner, length=2, **at)
+    else:
+        calls["draft"] = propose_call(drafter, plan, **at, device=target.device)
+    calls = {name: graphed(call, target.device) for name, call in calls.items()}
+    calls["prefill"] = prefill_call(target, batch=batch, length=prompt)
+    times: dict[str, Any] = {"extend": None} | median_times(calls, target.device)
+    if not isinstance(drafter, LMDrafter):
+        times["draft"] /= plan.levels
+    return times
+
+
+@torch.inference_mode()
+def graphed(call: Call, device: torch.device) -> Call:
+    """On CUDA a recording of the call, as rounds run there; elsewhere the call itself."""
+    if device.type != "cuda":
+        return call
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def fed(plan: Plan) -> int:
+    """Tokens that a draft call feeds, the mean over the levels of a tree; of a chain 1."""
+    if isinstance(plan, DynamicTree):
+        return plan.width
+    return round(len(set(plan.parents[1:])) / plan.levels)
+
+
+def forward_call(
+    runner: Runner, *, batch: int, length: int, context: int, tree: bool = False
+) -> Call:
+    """One forward, LM head included, of `length` tokens a row after `context` tokens: a chain, or a
+    tree whose tokens see the first one and themselves (its form doesn't change the work).
+    """
     pool = runner.pool(batch, context + length)
-    tokens_BN = torch.ones(batch, length, dtype=torch.int64, device=runner.device)
-    lens_B = torch.full((batch,), context, device=runner.device)
-    positions_BN = lens_B[:, None] + torch.arange(length, device=runner.device)
+    device = runner.device
+    tokens_BN = torch.ones(batch, length, dtype=torch.int64, device=device)
+    lens_B = torch.full((batch,), context, device=device)
+    step_N = torch.arange(length, device=device)
+    slots_BN = lens_B[:, None] + step_N
     width = min(round_up(context + length), pool.slots)
+    seen, positions_BN = Seen(lens_B, width), slots_BN
+    if tree:
+        depth_N = step_N.clamp(max=1)
+        seen = Seen(lens_B, width, torch.eye(length, device=device).bool() | (step_N == 0), depth_N)
+        positions_BN = lens_B[:, None] + depth_N
 
     def call() -> None:
-        seen = Seen(lens_B, width)
-        runner.logits(runner.verify(pool, tokens_BN, positions_BN, positions_BN, seen))
+        runner.logits(runner.verify(pool, tokens_BN, positions_BN, slots_BN, seen))
 
     return call
+
+
+def propose_call(
+    drafter: Drafter, plan: Plan, *, batch: int, context: int, device: torch.device
+) -> Call:
+    """One proposal after `context` equal tokens."""
+    rows_B = torch.arange(batch, device=device)
+    lens_B = torch.full((batch,), context, device=device)
+    ones_BN = torch.ones(batch, context, dtype=torch.int64, device=device)
+    drafter.reset(batch, round_up(context + plan.slots + 1))
+    drafter.prefill(rows_B, ones_BN, lens_B, ones_BN[:, 0])
+    request = Round(
+        plan=plan,
+        lens_B=lens_B,
+        pending_B=ones_BN[:, 0],
+        active_B=torch.ones_like(lens_B, dtype=torch.bool),
+        top=context,
+        params=SamplingParams(),
+        law=COUPLED,
+        race_BDV=None,
+        seeds_B=lens_B,
+    )
+    return lambda: drafter.propose(request)
 
 
 def prefill_call(runner: Runner, *, batch: int, length: int) -> Call:
@@ -84,11 +172,7 @@ class TeacherForced:
 
 @torch.inference_mode()
 def teacher_forced(
-    target: Runner,
-    drafter: LMDrafter,
-    completions: list[Completion],
-    params: SamplingParams,
-    batch: int = 8,
+    target: Runner, drafter: LMDrafter, completions: list[Completion], params: SamplingParams
 ) -> list[TeacherForced]:
     """Acceptance on the contexts that the target itself wrote (`completions`, of plain decoding).
 
@@ -96,26 +180,21 @@ def teacher_forced(
     coupled is whether both pick the same token with the request's own noise.
     """
     results = []
-    for start in range(0, len(completions), batch):
-        group = completions[start : start + batch]
-        texts = [torch.tensor(c.prompt_tokens + c.tokens) for c in group]
-        ids_BT = pad_sequence(texts, batch_first=True).to(target.device)
-        p_BTV = full_logits(target, ids_BT, params)
-        q_BTV = full_logits(drafter.runner, ids_BT, params)
-        for row, completion in enumerate(group):
-            first = len(completion.prompt_tokens)
-            here = slice(first - 1, first - 1 + len(completion.tokens))
-            results.append(
-                _one(p_BTV[row, here], q_BTV[row, here], first, completion.index, params)
-            )
+    for completion in completions:
+        ids_1T = torch.tensor([completion.prompt_tokens + completion.tokens], device=target.device)
+        first = len(completion.prompt_tokens)
+        p_TV, q_TV = (
+            full_logits(runner, ids_1T, params)[0, first - 1 : -1]
+            for runner in (target, drafter.runner)
+        )
+        results.append(_one(p_TV, q_TV, first, completion.index, params))
     return results
 
 
 def full_logits(runner: Runner, ids_BT: Tensor, params: SamplingParams) -> Tensor:
     """Transformed logits [B, T, V] of right-padded rows, in one causal pass."""
     hidden_BTH = runner.body(input_ids=ids_BT, use_cache=False).last_hidden_state
-    logits_BTV = runner.logits(hidden_BTH)
-    return transform(logits_BTV, params.temperature, params.top_k, params.top_p)
+    return params.transform(runner.logits(hidden_BTH))
 
 
 def _one(

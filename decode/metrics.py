@@ -3,10 +3,25 @@
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from itertools import zip_longest
 
 import numpy as np
 
 from draftsmith.decode.request import Completion, Counters
+
+
+def total(counters: Sequence[Counters]) -> Counters:
+    """What several requests counted, as one."""
+    result = Counters()
+    for c in counters:
+        for field in fields(Counters):
+            a, b = getattr(result, field.name), getattr(c, field.name)
+            both = a + b
+            if isinstance(a, list):
+                both = [x + y for x, y in zip_longest(a, b, fillvalue=0)]
+            setattr(result, field.name, both)
+    return result
 
 
 def block_efficiency(counters: Sequence[Counters]) -> float:
@@ -30,10 +45,17 @@ def acceptance_by_position(counters: Sequence[Counters]) -> tuple[list[float], l
 
 
 def draft_acceptance_rate(counters: Sequence[Counters]) -> float | None:
-    """accepted / drafted; tokens after the first rejection count as rejected."""
+    """accepted / drafted (of trees: / depth); what follows the first rejection counts as rejected;
+    None where nothing was drafted.
+    """
     drafted = sum(c.drafted for c in counters)
-    accepted = sum(i * n for c in counters for i, n in enumerate(c.histogram))
-    return accepted / drafted if drafted else None
+    return _accepted(counters) / drafted if drafted else None
+
+
+def token_efficiency(counters: Sequence[Counters]) -> float | None:
+    """accepted / (N - 1): the share of the verified tokens that were kept; None without any."""
+    nodes = sum(c.nodes for c in counters)
+    return _accepted(counters) / nodes if nodes else None
 
 
 def histogram(counters: Sequence[Counters]) -> list[int]:
@@ -85,6 +107,10 @@ def paired_difference(
         return float(a[i].sum() / b[i].sum() - c[i].sum() / d[i].sum())
 
     return difference(np.arange(len(a))), bootstrap(difference, len(a))
+
+
+def _accepted(counters: Sequence[Counters]) -> int:
+    return sum(i * n for c in counters for i, n in enumerate(c.histogram))
 
 
 def _shares(part: np.ndarray, whole: np.ndarray) -> list[float]:

@@ -5,6 +5,7 @@ it up to the last user's turn, with the beginning of the assistant's; all other 
 Running text (`{"text"}` rows, `stdlib`) is cut into windows, which the model then continues.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +21,17 @@ CATEGORIES = {"question": "grade-school maths", "chat": "chat", "text": "running
 @dataclass(frozen=True)
 class Prompt:
     """tokens: what the model reads; text: the same, decoded; category: as a report groups prompts;
-    index: its number in the source's part before `limit` chose some of them.
+    index: its number in the source's part before `limit` chose some of them; turns: what the user
+    says, the first turn included, where that is more than the one (see `next_turn`); answer: the
+    known one, worked out, where the source has it.
     """
 
     tokens: list[int]
     category: str
     index: int
     text: str
+    turns: tuple[str, ...] = ()
+    answer: str = ""
 
 
 def load_prompts(
@@ -37,12 +42,13 @@ def load_prompts(
     prompt_tokens: int = 64,
     split: str = "heldout",
     part: str = "report",
+    turns: int | None = None,
 ) -> list[Prompt]:
     """The prompts of one part of a source, in its order.
 
     Args:
-        source: rows as `corpus.read_source` reads them (Spec-Bench and MT-bench: the first turn),
-            `stdlib`, or a .txt file with one prompt a line, plain text.
+        source: rows as `corpus.read_source` reads them, `stdlib`, or a .txt file with one prompt a
+            line, plain text.
         limit: that many, spread evenly over the source, whose categories so keep their shares; None
             for all. A source with fewer gives what it has.
         prompt_tokens: the length of a window of running text.
@@ -51,6 +57,7 @@ def load_prompts(
             .txt files are always taken whole.
         part: `report`, or `tune` for choices made on the way (see `splits.part_of`); a source that
             is taken whole is for reporting only.
+        turns: of a user's turns (Spec-Bench, MT-bench) that many at most; None for all.
 
     Raises:
         ValueError: missing or empty source; a row of unknown layout (with its line); an empty part;
@@ -59,22 +66,49 @@ def load_prompts(
     if limit is not None and limit < 1:
         raise ValueError(f"limit: got {limit}, expected at least 1, or none for all prompts")
     rows = _rows(source, split, part)
-    prompts: list[tuple[list[int], str]] = []
+    prompts: list[Prompt] = []
     for row in rows:
         category = _category(row, source)
         if row.kind == "text":
             found = windows(row, tokenizer, prompt_tokens)
         else:
             found = [prompt_ids(row, tokenizer)]
-        prompts += [(tokens, category) for tokens in found]
+        said = (row.prompt, *row.later)[:turns] if row.later else ()
+        answer = row.reference or (row.completion if row.kind == "question" else "")
+        for tokens in found:
+            text = str(tokenizer.decode(tokens))
+            prompts.append(Prompt(tokens, category, len(prompts), text, said, answer))
     if not prompts:
         raise ValueError(
             f"prompts: no text of {source!r} has {prompt_tokens} tokens; expected longer texts or "
             "smaller prompt_tokens"
         )
+    return spread(prompts, limit)
+
+
+def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    """`limit` of them, evenly over their order; None for all."""
     count = min(limit or len(prompts), len(prompts))
-    chosen = [i * len(prompts) // count for i in range(count)]
-    return [Prompt(*prompts[i], i, str(tokenizer.decode(prompts[i][0]))) for i in chosen]
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def next_turn(
+    prompt: Prompt, answers: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """What the model reads at the turn after `answers`, one to each turn so far: all that was said,
+    through the chat template, or without one as plain lines.
+    """
+    said = prompt.turns[: len(answers) + 1]
+    if tokenizer.chat_template is None:
+        lines = [part for pair in zip(said, answers, strict=False) for part in pair]
+        return beginning("".join(f"{line}\n" for line in (*lines, said[-1])), tokenizer)
+    messages = [{"role": "user", "content": said[0]}]
+    for answer, words in zip(answers, said[1:], strict=True):
+        messages += [
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": words},
+        ]
+    return chat_prompt(messages, tokenizer)
 
 
 def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -11,7 +11,6 @@ from draftsmith.decode.sampling import (
     SamplingParams,
     choose,
     request_race,
-    transform,
 )
 
 
@@ -31,9 +30,7 @@ def plain_decode(
     tokens: list[int] = []
     while len(tokens) < params.max_new_tokens:
         out = model(torch.tensor([fed], device=model.device), past_key_values=cache)
-        logits_V = transform(
-            out.logits[0, -1, :vocab_size], params.temperature, params.top_k, params.top_p
-        )
+        logits_V = params.transform(out.logits[0, -1, :vocab_size])
         position_1 = torch.tensor([len(prompt) + len(tokens)], device=model.device)
         race_1V = request_race(params, index, position_1, vocab_size)
         tokens.append(int(choose(logits_V, None if race_1V is None else race_1V[0])))
@@ -57,7 +54,7 @@ def top_two(
     dtype.
     """
     logits_V = model(torch.tensor([context], device=model.device)).logits[0, -1, :vocab_size]
-    score_V = transform(logits_V, params.temperature, params.top_k, params.top_p)
+    score_V = params.transform(logits_V)
     position_1 = torch.tensor([len(context)], device=model.device)
     race_1V = request_race(params, index, position_1, vocab_size)
     score_V = score_V if race_1V is None else score_V - race_1V[0]

@@ -11,12 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.decode.figures import (
+    CATEGORY_COLUMNS,
+    DIVERGENCE_COLUMNS,
     FORMULAS,
     bracket,
+    category_cells,
+    divergence_cells,
     divergences_of,
     figures,
+    left_out,
     number,
     share,
+    tables_of,
     times_as,
     verdict,
 )
@@ -59,9 +65,10 @@ def table(report: dict[str, Any]) -> RenderableType:
     """For the terminal: each figure with its formula, categories, divergences, the verdict."""
     level, headline, detail = verdict(report)
     drafter = report["drafter"]
+    lossy = "" if report["lossless"] else f"LOSSY {report['lossy']} · "
     title = (
-        f"{drafter['path'] or drafter['kind']} drafts for {report['target']} · {report['rule']} · "
-        f"temperature {report['temperature']:g} · {report['dtype']}"
+        f"{lossy}{drafter['path'] or drafter['kind']} drafts for {report['target']} · "
+        f"{report['rule']} · temperature {report['temperature']:g} · {report['dtype']}"
     )
     numbers = Table(
         title=Text(title), caption=Text(f"[low, high]: {FORMULAS['interval']}"), box=SIMPLE_HEAD
@@ -74,10 +81,12 @@ def table(report: dict[str, Any]) -> RenderableType:
             Text(row.name), Text(f"{row.value} {row.interval}".rstrip()), Text(row.formula)
         )
     parts: list[RenderableType] = [numbers]
-    if report["categories"]:
-        parts.append(_categories(report["categories"]))
+    for title, categories in tables_of(report).items():
+        parts.append(_categories(title, categories))
     if report["divergences"]:
         parts.append(_divergences(report["divergences"]))
+    if left_out(report):
+        parts.append(Text(left_out(report)))
     parts.append(Text.assemble((headline, COLOURS[level]), ". ", detail))
     return Group(*parts)
 
@@ -134,31 +143,28 @@ def _identical(report: dict[str, Any]) -> Text:
         return Text("lossy", colour)
     if identical is None:
         return Text("in law" if level == "good" else "not\nchecked", colour)
-    ties = sum(d["near_tie"] for d in divergences_of(report, identical["dtype"]))
+    ties = sum(d["near_tie"] for d in divergences_of(report, identical))
     words = f"{identical['same']}/{identical['total']}\n{identical['dtype']}"
     return Text(f"{words}\n{ties} ties" if ties else words, colour)
 
 
-def _categories(categories: dict[str, Any]) -> Table:
-    result = Table(title="by category", box=SIMPLE_HEAD)
+def _categories(title: str, categories: dict[str, Any]) -> Table:
+    result = Table(title=title, box=SIMPLE_HEAD)
     result.add_column("category")
-    for heading in ("prompts", "tau", "speed-up"):
+    for heading in CATEGORY_COLUMNS:
         result.add_column(heading, justify="right")
     for name, one in categories.items():
-        result.add_row(
-            Text(name), number(one["n_prompts"]), number(one["tau"]), times_as(one["speedup"])
-        )
+        result.add_row(Text(name), *category_cells(one))
     return result
 
 
 def _divergences(rows: list[dict[str, Any]]) -> Table:
     left = f"{len(rows) - LISTED} more in report.json" if len(rows) > LISTED else None
     result = Table(title="where answers part from plain decoding's", caption=left, box=SIMPLE_HEAD)
-    for heading in ("prompt", "answer token", "dtype", "fp32 margin", "near-tie"):
+    for heading in DIVERGENCE_COLUMNS:
         result.add_column(heading, justify="right")
-    for d in rows[:LISTED]:
-        margin, tie = f"{d['margin']:.2e}", "yes" if d["near_tie"] else "no"
-        result.add_row(str(d["prompt"]), str(d["position"]), d["dtype"], margin, tie)
+    for row in rows[:LISTED]:
+        result.add_row(*divergence_cells(row))
     return result
 
 

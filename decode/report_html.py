@@ -7,12 +7,19 @@ from pathlib import PurePath
 from typing import Any
 
 from draftsmith.decode.figures import (
+    CATEGORY_COLUMNS,
+    DIVERGENCE_COLUMNS,
     FORMULAS,
     Figure,
     bracket,
+    category_cells,
+    divergence_cells,
     figures,
+    left_out,
     number,
+    quality,
     short,
+    tables_of,
     times_as,
     verdict,
 )
@@ -27,13 +34,18 @@ SETTINGS = (
         "drafter",
         "prompts",
         "rule",
+        "lossy",
         "temperature",
         "top_k",
         "top_p",
+        "min_p",
+        "stop",
         "seed",
         "K",
+        "N",
         "policy",
         "tree",
+        "attention",
     ),
     *("max_new_tokens", "batch", "context", "n_prompts", "device", "dtype", "threads", "seconds"),
     *("versions", "commit", "command"),
@@ -49,7 +61,7 @@ def page(report: dict[str, Any]) -> str:
         f'<div class="charts">{charts(report)}</div>',
         _example(report.get("example")),
         _figures(figures(report)),
-        _categories(report["categories"]),
+        _categories(report),
         _divergences(report["divergences"]),
         _settings(report),
     ]
@@ -91,7 +103,7 @@ def _header(report: dict[str, Any]) -> str:
     else:
         headline = f"{times_as(report['speedup'])}: no clear difference from plain decoding"
     if not report["lossless"]:
-        headline += " (lossy)"
+        headline += f", LOSSY ({report['lossy']})"
     chips = {
         "drafter": report["drafter"]["kind"],
         "rule": report["rule"],
@@ -121,33 +133,35 @@ def _verdict(report: dict[str, Any]) -> str:
     level, headline, detail = verdict(report)
     return (
         f'<div class="verdict {level}"><span class="sign" aria-hidden="true">{SIGNS[level]}</span>'
-        f"<div><strong>{escape(headline)}</strong><p>{escape(detail)}</p></div></div>"
+        f"<div><strong>{escape(headline)}</strong><p>{escape(detail)}</p>"
+        f"<p>{escape(left_out(report))}</p></div></div>"
     )
 
 
 def _cards(report: dict[str, Any]) -> str:
     speeds = report["tokens_per_s"]
+    speedup, tau = times_as(report["speedup"]), number(report["tau"])
+    plain = f"plain decoding: {number(speeds['plain'], 1)}"
     cards = [
-        ("Speed-up", times_as(report["speedup"]), bracket(report["speedup_interval"]), "speedup"),
-        ("Block efficiency tau", number(report["tau"]), bracket(report["tau_interval"]), "tau"),
-        (
+        Figure("Speed-up", speedup, bracket(report["speedup_interval"]), FORMULAS["speedup"]),
+        Figure("Block efficiency tau", tau, bracket(report["tau_interval"]), FORMULAS["tau"]),
+        *quality(report),  # tau never stands without what the answers are worth
+        Figure(
             "Acceptance alpha",
             number(report["alpha"], 3),
             bracket(report["alpha_interval"], 3),
-            "alpha",
+            FORMULAS["alpha"],
         ),
-        (
-            "Tokens per second",
-            number(speeds["speculative"], 1),
-            f"plain decoding: {number(speeds['plain'], 1)}",
-            "tokens_per_s",
+        Figure(
+            "Tokens per second", number(speeds["speculative"], 1), plain, FORMULAS["tokens_per_s"]
         ),
     ]
     return '<div class="cards">{}</div>'.format(
         "".join(
-            f'<div class="card"><p class="eyebrow">{name}</p><p class="value">{value}</p>'
-            f'<p class="between">{between}</p><p class="formula">{escape(FORMULAS[key])}</p></div>'
-            for name, value, between, key in cards
+            f'<div class="card"><p class="eyebrow">{card.name}</p>'
+            f'<p class="value">{card.value}</p><p class="between">{card.interval}</p>'
+            f'<p class="formula">{escape(card.formula)}</p></div>'
+            for card in cards
         )
     )
 
@@ -185,35 +199,33 @@ def _figures(rows: Sequence[Figure]) -> str:
     )
 
 
-def _categories(categories: dict[str, Any]) -> str:
-    if not categories:
-        return ""
-    cells = "".join(
-        f'<tr><td>{escape(name)}</td><td class="n">{number(one["n_prompts"])}</td>'
-        f'<td class="n">{number(one["tau"])}</td><td class="n">{times_as(one["speedup"])}</td></tr>'
-        for name, one in categories.items()
-    )
-    return (
-        '<section><h2>By category</h2><table><thead><tr><th>category</th><th class="n">prompts</th>'
-        '<th class="n">tau</th><th class="n">speed-up</th></tr></thead>'
-        f"<tbody>{cells}</tbody></table></section>"
-    )
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, words: int) -> str:
+    """The first `words` columns hold words, the others numbers."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        kinds = ["", ' class="n"']
+        parts = [
+            f"<{tag}{kinds[i >= words]}>{escape(cell)}</{tag}>" for i, cell in enumerate(cells)
+        ]
+        return f"<tr>{''.join(parts)}</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f"<table><thead>{line(headings, 'th')}</thead><tbody>{body}</tbody></table>"
+
+
+def _categories(report: dict[str, Any]) -> str:
+    found = []
+    for title, rows in tables_of(report).items():
+        cells = [(name, *category_cells(row)) for name, row in rows.items()]
+        table = _table(("category", *CATEGORY_COLUMNS), cells, words=1)
+        found.append(f"<section><h2>{title}</h2>{table}</section>")
+    return "".join(found)
 
 
 def _divergences(rows: Sequence[dict[str, Any]]) -> str:
     if not rows:
         return ""
-    cells = "".join(
-        f'<tr><td class="n">{d["prompt"]}</td><td class="n">{d["position"]}</td>'
-        f'<td>{escape(d["dtype"])}</td><td class="n">{d["margin"]:.2e}</td>'
-        f"<td>{'yes' if d['near_tie'] else 'no'}</td></tr>"
-        for d in rows
-    )
-    table = (
-        '<table><thead><tr><th class="n">prompt</th><th class="n">answer token</th><th>dtype</th>'
-        '<th class="n">fp32 margin</th><th>near-tie in fp32</th></tr></thead>'
-        f"<tbody>{cells}</tbody></table>"
-    )
+    table = _table(DIVERGENCE_COLUMNS, [divergence_cells(row) for row in rows], words=0)
     if len(rows) > SHOWN_DIVERGENCES:
         table = f"<details><summary>all {len(rows)}</summary>{table}</details>"
     return (
@@ -228,7 +240,7 @@ def _settings(report: dict[str, Any]) -> str:
     cells = "".join(
         f'<tr><td class="k">{name}</td><td class="w mono">{visible(_words(report[name]))}</td></tr>'
         for name in SETTINGS
-        if report.get(name) is not None
+        if report.get(name) not in (None, "", [])
     )
     return f"<section><h2>Settings and versions</h2><table><tbody>{cells}</tbody></table></section>"
 
@@ -236,4 +248,6 @@ def _settings(report: dict[str, Any]) -> str:
 def _words(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
+    if isinstance(value, list):
+        return ", ".join(map(repr, value))
     return short(value) if isinstance(value, float) else str(value)

@@ -48,6 +48,13 @@ SHARE: Check = ("a number from 0 to 1", _is_share)
 COUNT: Check = ("a whole number from 0", _is_count)
 INTERVAL: Check = ("[low, high] with low <= high", _is_interval)
 
+VERDICT: dict[str, Check] = {
+    "dtype": TEXT,
+    "baseline": TEXT,
+    "same": COUNT,
+    "total": COUNT,
+    "worst_margin": _optional(NUMBER),
+}
 # Dotted names are keys of an object; an object that may be null is looked into only where it isn't.
 SCHEMA: dict[str, Check] = {
     "schema": (f"the number {VERSION}", lambda value: value == VERSION),
@@ -57,6 +64,7 @@ SCHEMA: dict[str, Check] = {
     "drafter.path": _optional(TEXT),
     "rule": TEXT,
     "lossless": FLAG,
+    "lossy": TEXT,
     "device": TEXT,
     "dtype": TEXT,
     "threads": COUNT,
@@ -64,19 +72,28 @@ SCHEMA: dict[str, Check] = {
     "temperature": NUMBER,
     "top_k": COUNT,
     "top_p": SHARE,
+    "min_p": SHARE,
+    "stop": _list_of(TEXT),
     "seed": COUNT,
     "policy": ANY,
     "tree": ANY,
     "K": NUMBER,
+    "N": NUMBER,
     "max_new_tokens": COUNT,
     "context": NUMBER,
     "n_prompts": COUNT,
+    "skipped": OBJECT,
+    "skipped.prompts": COUNT,
+    "skipped.of": COUNT,
+    "skipped.context": COUNT,
+    "skipped.turns": COUNT,
     "tau": NUMBER,
     "tau_interval": INTERVAL,
     "alpha": _optional(SHARE),
     "alpha_interval": _optional(INTERVAL),
     "coupled_acceptance": _optional(SHARE),
     "draft_acceptance_rate": _optional(SHARE),
+    "token_efficiency": _optional(SHARE),
     "acceptance_by_position": _list_of(SHARE),
     "acceptance_conditional": _list_of(SHARE),
     "accepted_histogram": _list_of(COUNT),
@@ -97,14 +114,23 @@ SCHEMA: dict[str, Check] = {
     "c": _optional(NUMBER),
     "mbsu": _optional(NUMBER),
     "loop_rate": SHARE,
+    "task": _optional(OBJECT),
+    "task.name": TEXT,
+    "task.n": COUNT,
+    "task.plain": SHARE,
+    "task.speculative": SHARE,
+    "task.difference": NUMBER,
+    "task.difference_interval": INTERVAL,
+    "agreement": _optional(OBJECT),
+    "agreement.share": SHARE,
+    "agreement.interval": INTERVAL,
     "identical": _optional(OBJECT),
-    "identical.dtype": TEXT,
-    "identical.baseline": TEXT,
-    "identical.same": COUNT,
-    "identical.total": COUNT,
-    "identical.worst_margin": _optional(NUMBER),
+    **{f"identical.{key}": check for key, check in VERDICT.items()},
+    "identical_same_shape": _optional(OBJECT),
+    **{f"identical_same_shape.{key}": check for key, check in VERDICT.items()},
     "divergences": _list_of(OBJECT),
     "categories": OBJECT,
+    "specbench": OBJECT,
     "versions": OBJECT,
     "commit": _optional(TEXT),
     "command": TEXT,
@@ -112,6 +138,7 @@ SCHEMA: dict[str, Check] = {
 CATEGORY: dict[str, Check] = {
     "tau": _optional(NUMBER),
     "speedup": _optional(NUMBER),
+    "speedup_specbench": _optional(NUMBER),
     "n_prompts": COUNT,
 }
 DIVERGENCE: dict[str, Check] = {
@@ -120,6 +147,7 @@ DIVERGENCE: dict[str, Check] = {
     "dtype": TEXT,
     "margin": NUMBER,
     "near_tie": FLAG,
+    "baseline": TEXT,
 }
 
 
@@ -128,8 +156,9 @@ def schema_problems(report: dict[str, Any]) -> list[str]:
     problems = _problems(report, SCHEMA, "")
     if problems:
         return problems
-    for name, category in report["categories"].items():
-        problems += _problems(category, CATEGORY, f"categories.{name}.")
+    for table in ("categories", "specbench"):
+        for name, category in report[table].items():
+            problems += _problems(category, CATEGORY, f"{table}.{name}.")
     for i, divergence in enumerate(report["divergences"]):
         problems += _problems(divergence, DIVERGENCE, f"divergences[{i}].")
     return problems or _contradictions(report)
@@ -178,16 +207,29 @@ def _contradictions(report: dict[str, Any]) -> list[str]:
             (value is None) == (interval is None),
             f"{name}: got {value}, but {name}_interval {interval}; expected both or neither",
         )
-    identical = report["identical"]
-    if identical is not None:
-        same, total = identical["same"], identical["total"]
-        listed = sum(d["dtype"] == identical["dtype"] for d in report["divergences"])
-        expect(same <= total, f"identical: got {same} same of {total}")
+    for key in ("identical", "identical_same_shape"):
+        verdict = report[key]
+        if verdict is None:
+            continue
+        same, total, dtype = verdict["same"], verdict["total"], verdict["dtype"]
+        listed = sum(
+            (d["dtype"], d["baseline"]) == (dtype, verdict["baseline"])
+            for d in report["divergences"]
+        )
+        expect(same <= total, f"{key}: got {same} same of {total}")
         expect(
             total - same <= listed,
-            f"identical: {total - same} answers differ in {identical['dtype']}, but {listed} are "
-            "listed in divergences; expected each one",
+            f"{key}: {total - same} answers differ in {dtype}, but {listed} are listed in "
+            "divergences; expected each one",
         )
+    expect(
+        report["lossless"] == (not report["lossy"]),
+        f"lossless: got {report['lossless']} with lossy = {report['lossy']!r}",
+    )
+    expect(
+        report["lossless"] or report["task"] is not None or report["agreement"] is not None,
+        "a lossy run: got neither task nor agreement; expected one of them beside tau",
+    )
     counted = sum(category["n_prompts"] for category in report["categories"].values())
     expect(
         not report["categories"] or counted == report["n_prompts"],

@@ -1,11 +1,12 @@
 """Requests as the host sees them: a prompt, what it may use, its answer and what was counted."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import SamplingParams, request_seeds
+from draftsmith.decode.stops import AnswerText, before_stop
 from draftsmith.models.tokenizer import vocab_size
 
 Prompt = str | Sequence[int]
@@ -15,21 +16,25 @@ Prompt = str | Sequence[int]
 class Counters:
     """What one request's decoding did. The prefill pass and its token are outside all of it.
 
-    rounds: target calls; emitted: tokens they gave; drafted: proposed tokens; histogram[n]: rounds
-    that kept n drafted tokens; reached[i]: rounds that drafted at least i + 1 levels;
-    prefill_seconds, decode_seconds: wall time, shared with the other rows of the batch.
+    rounds: target calls; emitted: tokens they gave; drafted: levels drafted; nodes: tokens proposed
+    (of chains the same); histogram[n]: rounds that kept n drafted tokens; reached[i]: rounds that
+    drafted at least i + 1 levels; prefill_seconds, decode_seconds: wall time, shared with the other
+    rows of the batch.
     """
 
     rounds: int = 0
     emitted: int = 0
     drafted: int = 0
+    nodes: int = 0
     histogram: list[int] = field(default_factory=list)
     reached: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
-    def record(self, drafted: int, accepted: int, emitted: int) -> None:
-        """One round: of `drafted` tokens the rule accepted `accepted`; `emitted` were kept."""
+    def record(self, drafted: int, accepted: int, emitted: int, nodes: int | None = None) -> None:
+        """One round: of `drafted` levels, with `nodes` tokens in all (by default a chain's), the
+        rule accepted `accepted`; `emitted` tokens were kept.
+        """
         kept = min(accepted, emitted)
         self.histogram.extend([0] * (drafted + 1 - len(self.histogram)))
         self.reached.extend([0] * (drafted - len(self.reached)))
@@ -38,13 +43,15 @@ class Counters:
             self.reached[level] += 1
         self.rounds += 1
         self.drafted += drafted
+        self.nodes += drafted if nodes is None else nodes
         self.emitted += emitted
 
 
 @dataclass
 class Completion:
-    """The answer to one prompt. tokens include the stop token, text does not; finish_reason is
-    "stop" or "length"; accepted[i] says whether token i came from the draft.
+    """The answer to one prompt. tokens include the stop token, or end in the one that completes a
+    stop string; text has neither. finish_reason: "stop", "length" or, with what happened in
+    `error`, "error". accepted[i] says whether token i came from the draft.
     """
 
     index: int
@@ -53,6 +60,7 @@ class Completion:
     accepted: list[bool] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
+    error: str = ""
     counters: Counters = field(default_factory=Counters)
 
 
@@ -68,31 +76,45 @@ class Event:
 
 @dataclass
 class Request:
-    """A prompt on its way: its completion, its noise seed, and how many tokens it may emit."""
+    """A prompt on its way: its completion, its noise seed, how many tokens it may emit, and its
+    answer's text as far as it has been read.
+    """
 
     completion: Completion
     seed: int
     limit: int
+    answer: AnswerText
     started: float = 0.0
-    context_from: int = 0  # text is decoded from here, so that spacing at the seam is right
-    shown_to: int = 0  # tokens whose text has been handed out
+    stopped: bool = False  # by a stop string
 
     @property
     def length(self) -> int:
         """Tokens in the target's KV: all but the pending one."""
         return len(self.completion.prompt_tokens) + max(0, len(self.completion.tokens) - 1)
 
-    def next_text(self, tokenizer: PreTrainedTokenizerBase, finished: bool) -> str:
-        """The text added since the last call, in whole characters; at the end, all that is left."""
-        tokens = self.completion.tokens
-        if finished and self.completion.finish_reason == "stop":
-            tokens = tokens[:-1]
-        before = str(tokenizer.decode(tokens[self.context_from : self.shown_to]))
-        text = str(tokenizer.decode(tokens[self.context_from :]))
-        if text.endswith("\ufffd") and not finished:
-            return ""
-        self.context_from, self.shown_to = self.shown_to, len(tokens)
-        return text[len(before) :]
+    def cut(self, tokens: list[int]) -> tuple[list[int], bool]:
+        """What to keep of the answer's next tokens, and whether a stop string ends it there."""
+        kept = self.answer.add(tokens) if self.answer.stop else None
+        self.stopped = kept is not None
+        return tokens[:kept], self.stopped
+
+    def finish(self, stop_ids: Collection[int], error: str = "") -> None:
+        """The end, all tokens given: sets the completion's reason, error and text."""
+        made = self.completion
+        ended = not error and made.tokens[-1] in stop_ids
+        reason = "stop" if ended or self.stopped else "length"
+        made.error, made.finish_reason = error, "error" if error else reason
+        text = str(self.answer.tokenizer.decode(made.tokens[:-1] if ended else made.tokens))
+        made.text = before_stop(text, self.answer.stop)
+
+    def next_text(self, finished: bool) -> str:
+        """The text added since the last call, in whole characters and short of what may become a
+        stop string; at the end, all that is left of the completion's text.
+        """
+        if finished:
+            return self.completion.text[self.answer.shown :]
+        self.answer.add(self.completion.tokens[self.answer.taken :])
+        return self.answer.next_piece()
 
 
 def open_request(
@@ -103,19 +125,28 @@ def open_request(
     tokenizer: PreTrainedTokenizerBase,
     params: SamplingParams,
     context: int,
+    end_ids: Collection[int] = (),
 ) -> Request:
     """A request for prompt `index` of a call, whose noise is that of prompt `number` of the run.
 
-    Raises ValueError for an empty prompt, ids outside the vocabulary, or no room in the context.
+    Raises ValueError for an empty prompt, ids outside the vocabulary, no room in the context, or a
+    prompt that ends in one of `end_ids`, after which there is nothing to answer.
     """
     tokens = list(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)
     vocabulary = vocab_size(tokenizer)
     if not tokens:
-        raise ValueError(f"prompt {index}: got no tokens, expected at least one")
+        raise ValueError(
+            f"prompt {index}: got no tokens, expected at least one; give it text, or leave it out"
+        )
     if max(tokens) >= vocabulary or min(tokens) < 0:
         raise ValueError(
             f"prompt {index}: got token ids {min(tokens)}..{max(tokens)}, expected ids below "
             f"the tokenizer's {vocabulary}; was it encoded with another tokenizer?"
+        )
+    if tokens[-1] in end_ids and not params.ignore_eos:
+        raise ValueError(
+            f"prompt {index}: got {tokenizer.decode(tokens[-1:])!r} as its last token, which ends "
+            "an answer, expected a prompt that goes on; take the token off, or set ignore_eos"
         )
     room = context - len(tokens)
     if room < 1:
@@ -124,7 +155,8 @@ def open_request(
             f"{context}; shorten the prompt"
         )
     seed = request_seeds(params.seed, number)
-    return Request(Completion(index, tokens), seed, min(params.max_new_tokens, room))
+    limit = min(params.max_new_tokens, room)
+    return Request(Completion(index, tokens), seed, limit, AnswerText(tokenizer, params.stop))
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -24,8 +24,15 @@ COPIED = [
     "c",
     "mbsu",
     "loop_rate",
+    "task",
+    "agreement",
+    "lossy",
     "identical",
+    "identical_same_shape",
     "K",
+    "N",
+    "tree",
+    "policy",
     "rule",
     "dtype",
     "threads",
@@ -71,7 +78,9 @@ def page(title: str, rows: list[dict[str, Any]]) -> str:
     for r in rows:
         speed, same = r["tokens_per_s"], r["identical"]
         verdict = "not compared"
-        if same is not None:
+        if r.get("lossy"):
+            verdict = f"LOSSY {r['lossy']}, {_worth(r)}"
+        elif same is not None:
             ties = f", {same['excused']} near-tie" if same["excused"] else ""
             verdict = f"{same['same']} of {same['total']}{ties}"
         cells = [
@@ -98,6 +107,12 @@ def machine() -> str:
         models = [s for s in cpuinfo.read_text().splitlines() if s.startswith("model name")]
         name = models[0].partition(":")[2].strip() if models else name
     return f"{os.cpu_count()} cores of {name}"
+
+
+def _worth(row: dict[str, Any]) -> str:
+    if row["task"]:
+        return f"exact match {row['task']['speculative']:.1%} (plain {row['task']['plain']:.1%})"
+    return f"agreement {row['agreement']['share']:.3f}"
 
 
 def _interval(value: float | None, bounds: list[float] | None, digits: int) -> str:

@@ -4,7 +4,7 @@ Shapes: B rows, R of them just admitted, L = D + 1 tokens that one round can emi
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -17,20 +17,23 @@ class Rows:
     the others are computed and ignored. All [B].
     """
 
-    def __init__(self, batch: int, stop_ids: Sequence[int], device: torch.device) -> None:
+    def __init__(self, batch: int, stop_ids: Collection[int], device: torch.device) -> None:
         def zeros(dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(batch, dtype=dtype, device=device)
 
-        # One committed garbage token keeps every mask row non-empty, also in rows never used.
-        self.lens_B = zeros() + 1
-        self.pending_B = zeros()
-        self.seeds_B = zeros()
-        self.rounds_B = zeros()
+        self.lens_B, self.pending_B, self.seeds_B, self.rounds_B = (zeros() for _ in range(4))
         self.room_B = zeros()  # tokens that the row may still emit
         self.active_B = zeros(torch.bool)
         self.stop_ids = frozenset(stop_ids)
         self.stop_ids_M = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
-        self.requests: list[Request | None] = [None] * batch
+        self.reset()
+
+    def reset(self) -> None:
+        """All rows free."""
+        # One committed garbage token keeps every mask row non-empty, also in rows never used.
+        self.lens_B.fill_(1)
+        self.active_B.fill_(False)
+        self.requests: list[Request | None] = [None] * len(self.lens_B)
         self.waiting: deque[Request] = deque()
 
     @property
@@ -57,18 +60,27 @@ class Rows:
         """True where a token ends its request."""
         return (tokens[..., None] == self.stop_ids_M).any(-1)
 
-    def advance(self, emitted_BL: Tensor, n_accepted_B: Tensor) -> Tensor:
-        """Commit a round, cut at a stop token and the room left; n_new_B, 0 in inactive rows."""
+    def advance(self, emitted_BL: Tensor, n_accepted_B: Tensor, bad_B: Tensor) -> Tensor:
+        """Commit a round, cut at a stop token and the room left; n_new_B, 0 in inactive rows and in
+        bad ones (broken logits), which end here.
+        """
         step_L = torch.arange(1, emitted_BL.shape[1] + 1, device=emitted_BL.device)
         valid_BL = step_L <= (n_accepted_B + 1)[:, None]
         stops_BL = self.stops(emitted_BL) & valid_BL
         first_stop_B = torch.where(stops_BL, step_L, emitted_BL.shape[1] + 1).amin(1)
         n_new_B = torch.minimum(torch.minimum(n_accepted_B + 1, first_stop_B), self.room_B)
-        n_new_B = torch.where(self.active_B, n_new_B, 0)
+        n_new_B = torch.where(self.active_B & ~bad_B, n_new_B, 0)
         last_B = emitted_BL.gather(1, (n_new_B - 1).clamp(min=0)[:, None])[:, 0]
-        self.lens_B = self.lens_B + n_new_B
-        self.room_B = self.room_B - n_new_B
-        self.rounds_B = self.rounds_B + self.active_B
-        self.pending_B = torch.where(self.active_B, last_B, self.pending_B)
-        self.active_B = self.active_B & (first_stop_B > n_new_B) & (self.room_B > 0)
+        # In place: a captured round is replayed on these very tensors.
+        self.rounds_B += self.active_B
+        self.pending_B.copy_(torch.where(n_new_B > 0, last_B, self.pending_B))
+        self.lens_B += n_new_B
+        self.room_B -= n_new_B
+        self.active_B &= (first_stop_B > n_new_B) & (self.room_B > 0) & ~bad_B
         return n_new_B
+
+    @torch.inference_mode()
+    def release(self, row: int) -> None:
+        """Free a row; it rests, if the host alone knows that its request has ended."""
+        self.requests[row] = None
+        self.active_B[row] = False

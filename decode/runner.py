@@ -1,79 +1,36 @@
 """The only code that calls a model while decoding: prefill and verify over per-row KV slots.
 
 Works on unmodified transformers classes whose layers keep nothing but keys and values of every
-token. Attention runs on packed query groups: the queries that share a key-value head become more
-rows of one product, so keys and values are never repeated.
+token. What a pass attends to is handed to each layer's attention as a keyword, beside the model's
+own mask, so layers of different windows need no masks of the model's making.
 
-Shapes: B rows, N tokens a row, S slots attended to, G query heads a key-value head, V vocabulary.
+Shapes: B rows, N tokens a row, V vocabulary.
 """
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from draftsmith.decode.attention import ATTENTION, Attend, Seen, resolve
 from draftsmith.decode.kv import KVPool, SlotCache
-from draftsmith.decode.lean import lean_body
-from draftsmith.models.target import split_head
+from draftsmith.decode.lean import LeanBody, lean_body
+from draftsmith.decode.product import Product
+from draftsmith.models.target import split_head, unwrapped
 
-ATTENTION = "draftsmith_slots"
+__all__ = ["Runner", "Seen", "round_up"]
+
 SLOT_BUCKET = 64  # attended slots are rounded up to this, so that shapes repeat
-
-
-def slot_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """transformers' sdpa, but where the mask is laid out for packed groups ([B, 1, G * N, S]) the
-    query heads of a group [B, H * G, N, E] are packed to [B, H, G * N, E]: exact, and no repeats.
-    """
-    batch, q_heads, length, width = query.shape
-    groups = q_heads // key.shape[1]
-    if attention_mask is None or groups == 1 or attention_mask.shape[2] != groups * length:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-    packed = query.reshape(batch, key.shape[1], groups * length, width)
-    mixed = F.scaled_dot_product_attention(packed, key, value, attention_mask, scale=scaling)
-    return mixed.view(batch, q_heads, length, -1).transpose(1, 2), None
-
-
-AttentionInterface.register(ATTENTION, slot_attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What new tokens attend to: the first lens_B slots of their row and, of the block of slots
-    that begins there, what `block` marks: [N, M] or [B, N, M], True where query n sees slot
-    lens + m. Without a block the queries are a chain: query n sees slots up to lens + n. width: of
-    the slots looked at, a plain int that covers them all. depth: [M] or [B, M], how far beyond lens
-    the position of each slot of the block is (a chain: 0, 1, ...).
-    """
-
-    lens_B: Tensor
-    width: int
-    block: Tensor | None = None
-    depth: Tensor | None = None
-
-
 # (tokens [B, N], positions [B, N], mask or None, cache) -> hidden [B, N, H]
 Body = Callable[[Tensor, Tensor, Tensor | None, SlotCache], Tensor]
 # Bodies whose lean form has been compared with their own forward. Its weights are views of theirs,
 # so the comparison holds when the weights change.
-_agreed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_agreed: "weakref.WeakKeyDictionary[nn.Module, LeanBody]" = weakref.WeakKeyDictionary()
+HALF = (torch.bfloat16, torch.float16)
+# Whether this torch multiplies half-precision matrices into fp32.
+FP32_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
 # Largest difference of hidden states, as a share of the largest state.
 AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -81,11 +38,15 @@ AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 5e-2, tor
 class Runner:
     """A model, its LM head cut to the tokenizer's size, and the calls that decoding makes.
 
-    Raises ValueError for models that can't be rolled back by slots (recurrent state, sliding
-    windows) or whose logits are more than head(hidden).
+    model: a causal LM, or a PeftModel around one, whose adapter then stays live. attention: a
+    backend of `decode/attention.py`, or "auto".
+
+    Raises ValueError for models that can't be rolled back by slots (recurrent state), whose logits
+    are more than head(hidden), and for an attention backend that the machine lacks.
     """
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
+    def __init__(self, model: PreTrainedModel, vocab_size: int, attention: str = "auto") -> None:
+        model = unwrapped(model)
         refuse_what_cannot_roll_back(model)
         self.model = model
         self.body, head_VH = split_head(model)
@@ -94,26 +55,23 @@ class Runner:
                 f"model: got {head_VH.shape[0]} logits, expected at least the tokenizer's "
                 f"{vocab_size}; this model was made for another tokenizer"
             )
-        self.head_VH = head_VH[:vocab_size]
+        self.head = Product(head_VH.detach()[:vocab_size], None, [head_VH])
         self.dtype, self.device = head_VH.dtype, head_VH.device
-        config = model.config
+        self.config = config = model.config.get_text_config()
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.groups = config.num_attention_heads // kv_heads
+        self.attention = resolve(attention, self.device, self.dtype)
         model.set_attn_implementation(ATTENTION)
         self.call: Body = self._whole
-        lean = lean_body(self.body)
-        if lean is not None and (self.body in _agreed or self._agree(lean)):
-            _agreed.add(self.body)
+        # The lean body knows no windows.
+        lean = None if windowed(config) else self._lean()
+        if lean is not None:
             self.call = lean
 
     def pool(self, rows: int, slots: int) -> KVPool:
         """A KV pool for this model; the slots are rounded up to whole buckets."""
         return KVPool(
-            self.model.config,
-            rows=rows,
-            slots=round_up(slots),
-            dtype=self.dtype,
-            device=self.device,
+            self.config, rows=rows, slots=round_up(slots), dtype=self.dtype, device=self.device
         )
 
     def prefill(self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor) -> Tensor:
@@ -139,50 +97,57 @@ class Runner:
         """Hidden states [B, N, H] of new tokens of rows 0..B-1, whose keys and values go to
         `slots_BN`; each sees what `seen` says.
         """
-        cache = SlotCache(pool, pool.flat(slots_BN), seen.width)
-        return self.call(tokens_BN, positions_BN, self.mask(seen, tokens_BN.shape[1]), cache)
+        attend = Attend(
+            seen, positions_BN, groups=self.groups, dtype=self.dtype, backend=self.attention
+        )
+        # The flash call reads whole rows of the pool by their lengths.
+        width = pool.slots if self.attention == "varlen" else seen.width
+        cache = SlotCache(pool, pool.flat(slots_BN), width, attend)
+        mask = attend.mask() if self.attention == "masked" else None
+        return self.call(tokens_BN, positions_BN, mask, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] fp32 over the tokenizer's vocabulary."""
-        return F.linear(hidden, self.head_VH).float()
-
-    def mask(self, seen: Seen, length: int) -> Tensor:
-        """Additive mask [B, 1, G * N, S] of `length` queries a row."""
-        slot_S = torch.arange(seen.width, device=self.device)
-        if seen.block is None:
-            step_N = torch.arange(length, device=self.device)
-            return self._additive(slot_S <= (seen.lens_B[:, None] + step_N)[..., None])
-        nodes = seen.block.shape[-1]
-        node_BS = slot_S - seen.lens_B[:, None]
-        inside_BS = (node_BS >= 0) & (node_BS < nodes)
-        node_B1S = node_BS.clamp(0, nodes - 1)[:, None].expand(-1, length, -1)
-        family_BNS = seen.block.expand(node_BS.shape[0], -1, -1).gather(2, node_B1S)
-        before_BS = slot_S < seen.lens_B[:, None]
-        return self._additive((family_BNS & inside_BS[:, None]) | before_BS[:, None])
-
-    def _additive(self, allowed_BNS: Tensor) -> Tensor:
-        batch, length, width = allowed_BNS.shape
-        mask = torch.zeros(batch, 1, 1, length, width, dtype=self.dtype, device=self.device)
-        mask = mask.masked_fill_(~allowed_BNS[:, None, None], float("-inf"))
-        return mask.expand(-1, 1, self.groups, -1, -1).reshape(batch, 1, -1, width)
+        # Flat: for rows that aren't contiguous torch would copy the head once for each of them.
+        flat = hidden.flatten(0, -2)
+        if self.device.type == "cuda" and FP32_PRODUCT and self.dtype in HALF:
+            # Half-precision logits tie: the product's own fp32 sums are kept.
+            logits = torch.mm(flat, self.head.weight.T, out_dtype=torch.float32)
+        else:
+            logits = self.head(flat).float()
+        return logits.unflatten(0, hidden.shape[:-1])
 
     def _whole(
         self, tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor | None, cache: SlotCache
     ) -> Tensor:
         """transformers' own forward of the body."""
+        extra = {}
+        if cache.attend is not None:
+            # A mask of four dimensions is handed through, so the model makes none of its own.
+            extra = {"attend": cache.attend, "attention_mask": positions_BN[:, None, :, None]}
         return self.body(
             input_ids=tokens_BN,
             position_ids=positions_BN,
-            attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
+            **extra,
         ).last_hidden_state
+
+    def _lean(self) -> LeanBody | None:
+        """The body's lean form, made and compared once; its weights are the body's."""
+        made = _agreed.get(self.body)
+        if made is None or not made.current:
+            made = lean_body(self.body)
+            if made is None or not self._agree(made):
+                return None
+            _agreed[self.body] = made
+        return made
 
     @torch.inference_mode()
     def _agree(self, lean: Body) -> bool:
         """Two ragged prompts, then three tokens each: does `lean` give the model's own states?"""
         lens_B = torch.tensor([7, 4], device=self.device)
-        tokens_BN = torch.arange(14, device=self.device).view(2, 7) % len(self.head_VH)
+        tokens_BN = torch.arange(14, device=self.device).view(2, 7) % len(self.head.weight)
         rows_B = torch.arange(2, device=self.device)
         states = []
         for body in (self._whole, lean):
@@ -205,19 +170,35 @@ def round_up(slots: int) -> int:
     return -(-slots // SLOT_BUCKET) * SLOT_BUCKET
 
 
+def windowed(config: PreTrainedConfig) -> bool:
+    """Whether any layer has a sliding window."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return "sliding_attention" in kinds
+    used = getattr(config, "use_sliding_window", True)
+    return bool(used and getattr(config, "sliding_window", None))
+
+
 def refuse_what_cannot_roll_back(model: PreTrainedModel) -> None:
     """ValueError for a model with state other than the keys and values of every token."""
-    config = model.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    unknown = kinds - {"full_attention"}
-    window = None
-    if getattr(config, "layer_types", None) is None and getattr(config, "use_sliding_window", True):
-        window = getattr(config, "sliding_window", None)
-    if unknown or window or not getattr(model, "_supports_attention_backend", False):
-        reason = f"layers of type {sorted(unknown)}" if unknown else "a sliding window"
-        if not unknown and not window:
-            reason = "attention that can't be replaced"
-        raise ValueError(
-            f"model {type(model).__name__}: got {reason}, expected full attention in every layer "
-            "(Llama, Qwen2 and Qwen3 are tested): rejected drafts could not be rolled back"
-        )
+    config = model.config.get_text_config()
+    unknown = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    reasons = {
+        "a recurrent state": getattr(model, "_is_stateful", False),
+        f"layers of type {sorted(unknown)}": unknown,
+        "attention in chunks": getattr(config, "attention_chunk_size", None),
+        "layers that share their keys and values": getattr(config, "num_kv_shared_layers", 0),
+        "keys and values of different widths": getattr(config, "kv_lora_rank", None),
+        "capped attention logits": getattr(config, "attn_logit_softcapping", None),
+        "attention that can't be replaced": not model._supports_attention_backend,
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise ValueError(
+                f"model {type(model).__name__}: got {reason}, expected full or sliding attention "
+                "in every layer and one key and value a token (Llama, Qwen, Mistral, Mixtral, "
+                "Gemma 3 and GPT-OSS are tested): rejected drafts could not be rolled back"
+            )

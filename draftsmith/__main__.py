@@ -5,6 +5,7 @@ import sys
 
 COMMANDS = {
     "evaluate": ("draftsmith.decode.__main__", "decode with a drafter: speed, acceptance, proof"),
+    "calibrate": ("draftsmith.decode.calibrate", "the best static tree for a target and a drafter"),
     "data": ("draftsmith.train.show", "show one training example with its trained tokens coloured"),
     "quickstart": (
         "draftsmith.train.quickstart",

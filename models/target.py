@@ -5,6 +5,8 @@ Legend: B rows, T positions, H hidden, V rows of the output head.
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +28,7 @@ __all__ = [
     "check_split",
     "load_target",
     "split_head",
+    "unwrapped",
     "vocab_size",
 ]
 
@@ -39,6 +42,7 @@ class TargetSpec:
     shrink: bool = (
         False  # a tiny random model of the same family: tries a recipe without its weights
     )
+    adapter: str | None = None  # a folder with a PEFT adapter, merged into the weights
 
 
 def load_target(
@@ -50,13 +54,16 @@ def load_target(
 
     Raises:
         ValueError: nothing at the path, damaged or incomplete weights, an unknown dtype, no
-            tokenizer, or an output head narrower than the tokenizer.
+            tokenizer, an output head narrower than the tokenizer, or an adapter that isn't this
+            model's.
     """
     if spec.shrink:
         model, tokenizer = _shrunk(spec)
     else:
         model = load_lm(spec.path, dtype=spec.dtype, allow_unknown=True)
         tokenizer = load_tokenizer(spec.path)
+    if spec.adapter is not None:
+        model = with_adapter(model, spec.adapter)
     head = model.get_output_embeddings()
     if head is not None:
         check_logit_width(head.weight.shape[0], tokenizer, f"the target {spec.path}")
@@ -87,6 +94,74 @@ def split_head(model: PreTrainedModel) -> tuple[nn.Module, torch.Tensor]:
     if model.base_model is model:
         raise _no_split(name, "its body isn't a module apart from the head")
     return model.base_model, head.weight
+
+
+def with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    """`model` with the PEFT adapter in `folder` merged into its weights.
+
+    Merged, because the layers then are plain again: decoding costs what it does without an adapter,
+    and its fast paths apply. In bf16 the sum is rounded once more than PEFT's own two products are.
+
+    Raises:
+        ValueError: peft isn't installed, no adapter at the folder, one that can't be merged, or one
+            whose tensors aren't those that this model needs: it was trained on another.
+    """
+    if not (Path(folder) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"target.adapter: got {folder}, expected a folder with adapter_config.json, as PEFT's "
+            "save_pretrained writes it; correct the path"
+        )
+    try:
+        from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+        from peft.utils import get_peft_model_state_dict, load_peft_weights
+    except ImportError as error:
+        raise ValueError(f"target.adapter: got {folder}; install peft to read it") from error
+    config = PeftConfig.from_pretrained(folder)
+    if config.is_prompt_learning:
+        raise _wrong_adapter(folder, f"a {config.peft_type.value} adapter, which can't be merged")
+    try:
+        wrapped = get_peft_model(model, config)
+    except ValueError as error:  # none of the modules that it names
+        raise _wrong_adapter(folder, f"an adapter with no place in it ({error})") from error
+    # PEFT would skip what has no place, and leave what is missing as it was born.
+    given = load_peft_weights(folder, device="cpu")
+    needed = get_peft_model_state_dict(wrapped)
+    wrong = sorted(
+        name
+        for name in given.keys() | needed.keys()
+        if name not in given or name not in needed or given[name].shape != needed[name].shape
+    )
+    if wrong:
+        raise _wrong_adapter(folder, f"{len(wrong)} tensors that don't match ({wrong[0]}, ...)")
+    set_peft_model_state_dict(wrapped, given)
+    merged: PreTrainedModel = wrapped.merge_and_unload()
+    return merged
+
+
+def _wrong_adapter(folder: str, what: str) -> ValueError:
+    return ValueError(
+        f"target.adapter: got {folder} with {what}, expected an adapter trained on this very "
+        "target; check target.path, or base_model_name_or_path in its adapter_config.json"
+    )
+
+
+def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
+    """The transformers model inside a PeftModel, its adapter live in the layers; any other model as
+    it is.
+
+    Raises ValueError for adapters that aren't part of the layers (prompt learning).
+    """
+    if not hasattr(model, "get_base_model"):
+        return model
+    # Any: peft is optional, so its types aren't imported.
+    wrapper: Any = model
+    config = wrapper.active_peft_config
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"got a PeftModel with a {config.peft_type.value} adapter, expected one that changes "
+            "weights (LoRA and its like): learned prompts aren't tokens; train a LoRA instead"
+        )
+    return wrapper.get_base_model()
 
 
 @torch.no_grad()

@@ -4,16 +4,17 @@ token.
 
 import pytest
 import torch
-from torch import Tensor
+from conftest import build_llama
+from scripted import Bushy, Scripted
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.base import Drafter, Round
+from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.reference import plain_decode
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, Topology, chain
+from draftsmith.decode.step import Batch
 
 PROMPTS = [
     "def main(",
@@ -21,63 +22,6 @@ PROMPTS = [
     "a",
     "class Foo:\n    def __init__(self, name):\n",
 ]
-
-
-class Scripted:
-    """A drafter told what the true answers are: always right, always wrong, half right, or EOS
-    spam.
-    """
-
-    kind, parameter_bytes, context = "scripted", 0, 1 << 30
-
-    def __init__(self, mode: str, truth: dict[tuple[int, ...], list[int]], vocab: int) -> None:
-        self.mode, self.truth, self.vocab = mode, truth, vocab
-
-    def nodes(self, levels: int) -> int:
-        return 8
-
-    def reset(self, rows: int, slots: int) -> None:
-        self.known: list[list[int]] = [[] for _ in range(rows)]
-        self.full: list[list[int]] = [[] for _ in range(rows)]
-
-    def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
-        for i, row in enumerate(rows_R.tolist()):
-            prompt = tokens_RN[i, : lens_R[i]].tolist()
-            self.full[row] = prompt + self.truth[tuple(prompt)]
-            self.known[row] = [*prompt, int(pending_R[i])]
-
-    def _draft(self, row: int, depth: int) -> int:
-        at = len(self.known[row]) + depth
-        right = self.full[row][at] if at < len(self.full[row]) else 5
-        wrong = (right + 1) % self.vocab
-        choice = {"right": right, "wrong": wrong, "eos": 0, "half": wrong if at % 2 else right}
-        return choice[self.mode]
-
-    def propose(self, request: Round) -> TokenTree:
-        drafted = [
-            [self._draft(row, d) if known else 0 for d in range(request.levels)]
-            for row, known in enumerate(self.known)
-        ]
-        tokens = torch.cat([request.pending_B[:, None], torch.tensor(drafted)], 1)
-        return TokenTree(tokens, chain(request.levels, tokens.device), DETERMINISTIC)
-
-    def extend(self, tokens_BL: Tensor, n_new_B: Tensor) -> None:
-        for row, n in enumerate(n_new_B.tolist()):
-            self.known[row] += tokens_BL[row, :n].tolist()
-
-
-class Bushy(Scripted):
-    """The same guesses spread over a tree with repeated and wrong siblings."""
-
-    def propose(self, request: Round) -> TokenTree:
-        topology = Topology.from_parents([-1, 0, 0, 0, 2, 2, 3, 5], torch.device("cpu"))
-        rows = []
-        for row, known in enumerate(self.known):
-            d = [self._draft(row, i) if known else 0 for i in range(3)]
-            wrong = [(t + 3) % self.vocab for t in d]
-            rows.append([wrong[0], d[0], d[0], wrong[1], d[1], d[1], d[2]])
-        tokens = torch.cat([request.pending_B[:, None], torch.tensor(rows)], 1)
-        return TokenTree(tokens, topology, DETERMINISTIC)
 
 
 SETTINGS = [
@@ -133,8 +77,11 @@ def test_every_drafter_gives_the_plain_answer(
         tuple(tiny_tokenizer(t).input_ids): e for t, e in zip(PROMPTS, expected, strict=True)
     }
     for name, drafter in drafters(tiny_draft, tiny_target, answers, len(tiny_tokenizer)).items():
+        tree = "eagle-25" if name.startswith("tree") else "chain"
         for K in (3,) if name.startswith("tree") else (1, 4):
-            decoder = Decoder(tiny_target, tiny_tokenizer, drafter, K=K, batch_size=batch)
+            decoder = Decoder(
+                tiny_target, tiny_tokenizer, drafter, K=K, batch_size=batch, tree=tree
+            )
             got = [c.tokens for c in decoder.generate(PROMPTS, params)]
             assert got == expected, f"{name}, K={K}, batch={batch}"
 
@@ -258,21 +205,21 @@ def test_kv_after_each_commit_equals_a_fresh_prefill(
         Scripted("half", answers, len(tiny_tokenizer)),
         Bushy("half", answers, len(tiny_tokenizer)),
     ):
-        decoder = Decoder(tiny_target, tiny_tokenizer, drafter, K=4, batch_size=4)
+        tree = "eagle-25" if isinstance(drafter, Bushy) else "chain"
+        decoder = Decoder(tiny_target, tiny_tokenizer, drafter, K=4, batch_size=4, tree=tree)
         batch = decoder._open(PROMPTS, params, None)
         decoder._admit(batch)
         for _ in range(6):
-            _, emitted_BL, n_accepted_B = decoder._round(batch)
-            n_new_B = decoder._commit(batch, emitted_BL, n_accepted_B)
-            for row, request in enumerate(batch.rows.requests):
-                request.completion.tokens += emitted_BL[row, : n_new_B[row]].tolist()
-            batch.top = max(request.length for request in batch.rows.requests)
+            flight = decoder._launch(batch, None)
+            list(decoder._hear(batch, flight))
             check_kv(decoder, batch)
 
 
 @torch.inference_mode()
-def check_kv(decoder: Decoder, batch: object) -> None:
+def check_kv(decoder: Decoder, batch: Batch) -> None:
     for row, request in enumerate(batch.rows.requests):
+        if request is None:
+            continue
         text = request.completion.prompt_tokens + request.completion.tokens
         length = int(batch.rows.lens_B[row])
         assert length <= len(text)
@@ -319,3 +266,115 @@ def test_answers_are_capped_at_the_context(
     params = SamplingParams(max_new_tokens=50, ignore_eos=True)
     got = Decoder(tiny_target, tiny_tokenizer, NgramDrafter()).generate([[7] * 500], params)[0]
     assert (len(got.tokens), got.finish_reason) == (12, "length")
+
+
+class Breaks:
+    """Makes a target's final norm give NaN for every row that holds a token."""
+
+    def __init__(self, target: PreTrainedModel, token: int) -> None:
+        self.embedding, self.token = target.get_input_embeddings(), token
+        self.hook = self.embedding.register_forward_hook(self)
+
+    def __call__(self, module: object, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        return output.masked_fill((args[0] == self.token)[..., None], torch.nan)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("where", ["prompt", "answer"])
+def test_broken_logits_end_their_own_row_only(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, where: str, late: bool
+) -> None:
+    """The row is named, the others don't notice, and what it leaves behind hurts nobody."""
+    target = type(tiny_target)(tiny_target.config).eval()  # trainable: decodes by its own forward
+    target.load_state_dict(tiny_target.state_dict())
+    drafter = LMDrafter(tiny_target, len(tiny_tokenizer))
+    params = SETTINGS[0]
+    expected = truths(tiny_target, tiny_tokenizer, params)
+    prompts = [tiny_tokenizer(text).input_ids for text in PROMPTS]
+    if where == "prompt":
+        poison = next(t for t in range(99, 320) if not any(t in e for e in expected + prompts))
+        prompts.insert(1, [7, poison, 9])
+        expected.insert(1, [])
+    else:
+        others = {t for i, e in enumerate(expected) if i != 1 for t in e}
+        others |= {t for p in prompts for t in p}
+        at, poison = next((i, t) for i, t in enumerate(expected[1]) if t not in others)
+        assert at >= 1
+        expected[1] = expected[1][: at + 1]
+    breaks = Breaks(target, poison)
+    decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=2)
+    decoder.late = late
+    done = decoder.generate(prompts, params)
+    breaks.hook.remove()
+    assert [c.finish_reason for c in done].count("error") == 1
+    assert done[1].finish_reason == "error" and "prompt 1: got NaN logits" in done[1].error
+    for i, (got, want) in enumerate(zip(done, expected, strict=True)):
+        if i == 1:
+            # The poison is fed with a draft, so that round's earlier tokens may be lost with it.
+            assert want[: len(got.tokens)] == got.tokens
+        else:
+            assert got.tokens == want
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_reading_late_changes_nothing(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    batch: int,
+    late: bool,
+) -> None:
+    """Stop strings, stop tokens and full lengths all end rows while a round is on its way."""
+    free = SamplingParams(temperature=1.0, max_new_tokens=40, seed=7)
+    texts = [c.text for c in Decoder(tiny_target, tiny_tokenizer).generate(PROMPTS, free)]
+    params = SamplingParams(temperature=1.0, max_new_tokens=40, seed=7, stop=(texts[0][9:12],))
+    expected = Decoder(tiny_target, tiny_tokenizer).generate(PROMPTS, params)
+    assert expected[0].text == texts[0][: texts[0].index(params.stop[0])]
+    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=batch, tree="eagle-25")
+    decoder.late = late
+    for _ in range(2):
+        got = decoder.generate(PROMPTS, params)
+        assert [(c.tokens, c.text) for c in got] == [(c.tokens, c.text) for c in expected]
+        assert all(c.counters.emitted == len(c.tokens) - 1 for c in got)
+
+
+def test_room_is_kept_between_calls_and_given_up_when_it_does_not_fit(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    first, second = (Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=2) for _ in range(2))
+    expected = truths(tiny_target, tiny_tokenizer, SETTINGS[0])
+    rooms = []
+    for decoder in (first, first, second, first):
+        assert [c.tokens for c in decoder.generate(PROMPTS, SETTINGS[0])] == expected
+        rooms.append(decoder._batch)
+    assert rooms[0] is rooms[1]
+    assert rooms[3] is not rooms[1]  # the drafter had worked for another decoder meanwhile
+    first.generate(["x" * 200], SETTINGS[0])
+    assert first._batch is not rooms[3]
+
+
+def test_a_run_that_memory_does_not_hold_is_refused(
+    tiny_target: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = Decoder(tiny_target, tiny_tokenizer, batch_size=64)
+    monkeypatch.setattr("draftsmith.decode.memory.available", lambda device: 3 << 20)
+    with pytest.raises(
+        ValueError, match=r"memory: got batch_size=64 .* batch_size=\d+ .*would fit"
+    ):
+        decoder.generate(PROMPTS * 16, SETTINGS[0])
+
+
+def test_a_context_too_small_for_the_draft_is_refused(
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    small = build_llama(len(tiny_tokenizer), layers=1, hidden=32, seed=0)
+    small.config.max_position_embeddings = 8
+    with pytest.raises(ValueError, match="8 levels deep, expected less than the context of 8"):
+        Decoder(small, tiny_tokenizer, LMDrafter(small, len(tiny_tokenizer)), K=8)

@@ -1,20 +1,26 @@
 """`evaluate` end to end on saved folders: figures against slow references, verdict, bad input."""
 
+import copy
 import json
+import weakref
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode import evaluation
 from draftsmith.decode.__main__ import arms, main
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.exactness import divergences, verdict
 from draftsmith.decode.measure import teacher_forced
+from draftsmith.decode.prompts import load_prompts, next_turn
 from draftsmith.decode.report import schema_problems
 from draftsmith.decode.request import Completion
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.turns import Evaluation, Loaded, answers, converse, fits, load
 from draftsmith.models.drafter_folder import save_drafter
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.provenance import provenance
@@ -90,6 +96,141 @@ def test_evaluate_writes_reports(folders: Path, tmp_path: Path, temperature: str
     assert (tmp_path / "results.md").read_text().count("6 of 6") == 3
 
 
+def report_of(root: Path, out: Path, *more: str) -> dict[str, Any]:
+    assert main(arguments(root, out, *more)) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert not schema_problems(report)
+    return report
+
+
+def test_k_is_the_folders_own_unless_given(folders: Path, tmp_path: Path) -> None:
+    names = f"drafter={folders / 'itself'},ngram"
+    assert main(arguments(folders, tmp_path, names, "dtype=float32", "identity=false")) == 0
+    itself, ngram = (
+        json.loads((tmp_path / name / "report.json").read_text()) for name in ("itself", "ngram")
+    )
+    assert (itself["K"], itself["N"]) == (3.0, 4.0)
+    assert len(ngram["acceptance_by_position"]) in (0, 4)
+    # Prompt lookup has no model; its proposal takes time all the same.
+    assert ngram["times"]["draft"] > 0 and ngram["times"]["extend"] is None
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_every_arm_answers_the_same_second_turn(
+    folders: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, chat: bool
+) -> None:
+    tokenizer = copy.copy(tiny_tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template if chat else None
+    rows = [{"turns": ["Hi", "More"], "category": "coding"}, {"turns": ["Bye"], "category": "qa"}]
+    (tmp_path / "turns.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = Evaluation(
+        target=str(folders / "target"),
+        drafter="",
+        max_new_tokens=12,
+        ignore_eos=True,
+        # Lossy: the arm's own first answer is another one.
+        lossy="typical:1.0,1e-6",
+        allow_lossy=True,
+        temperature=1.0,
+        dtype="float32",
+    )
+    pair = load(settings, {"draft": str(folders / "draft")}, "float32")
+    pair.tokenizer = tokenizer
+    prompts = load_prompts(str(tmp_path / "turns.jsonl"), tokenizer, limit=None)
+    arms = converse(settings, pair, prompts, pair.decoders(settings), 2, lambda: None)
+    plain, spec = (arms[name].questions for name in (None, "draft"))
+    assert [len(turns) for turns in plain] == [len(turns) for turns in spec] == [2, 1]
+    assert plain[0][0].tokens != spec[0][0].tokens
+    assert plain[0][1].prompt_tokens == spec[0][1].prompt_tokens
+    assert plain[0][1].prompt_tokens == next_turn(prompts[0], [plain[0][0].text], tokenizer)
+    assert arms["draft"].tokens == [3 * 11]
+    # Without room for a second turn the conversation ends; nothing else changes.
+    settings.max_new_tokens = 512 - len(plain[0][1].prompt_tokens) + 1
+    assert fits(prompts[0].tokens, settings, pair)
+    short = converse(settings, pair, prompts[:1], {None: pair.decoder(settings, None)}, 1, print)
+    assert [len(turns) for turns in short[None].questions] == [1]
+
+
+def test_a_row_that_failed_is_named() -> None:
+    """Figures over the rows that are left would look like those of all."""
+
+    class Broken:
+        def generate(self, prompts: list, params: SamplingParams, indices: list) -> list:
+            return [Completion(0, [1]), Completion(1, [2], finish_reason="error", error="NaN")]
+
+    with pytest.raises(ValueError, match="prompt 9: NaN"):
+        answers(cast(Decoder, Broken()), {4: [1], 9: [2]}, SamplingParams())
+
+
+def test_two_turns_skipped_prompts_and_same_shapes_are_reported(
+    folders: Path, tmp_path: Path
+) -> None:
+    rows = [{"turns": ["Hi", "More"], "category": "coding"}, {"turns": ["Bye"], "category": "qa"}]
+    rows.append({"turns": ["long " * 400], "category": "qa"})
+    path = tmp_path / "turns.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    asked = [f"drafter={folders / 'draft'}", f"prompts={path}", "baseline=same-shape", "stop=zq"]
+    report = report_of(folders, tmp_path, *asked)
+    assert report["skipped"] == {"prompts": 1, "of": 3, "context": 512, "turns": 0}
+    assert report["n_prompts"] == 2 == len(report["per_prompt"]) == len(report["alpha_by_prompt"])
+    assert report["identical"]["same"] == report["identical"]["total"] == 3
+    shapes = report["identical_same_shape"]
+    assert (shapes["dtype"], shapes["baseline"], shapes["total"]) == ("bfloat16", "same-shape", 3)
+    assert report["attention"] == "masked" and report["stop"] == ["zq"]
+    assert list(report["specbench"]) == ["mt_bench", "qa", "overall"]
+    assert report["specbench"]["overall"]["n_prompts"] == 2
+    one = report_of(folders, tmp_path / "one", *asked[:2], "turns=1", "identity=false")
+    assert sum(row["plain_tokens"] for row in one["per_prompt"]) == 2 * 16
+    assert one["identical"] is None and one["identical_same_shape"] is None
+
+
+def test_a_lossy_run_says_so_and_is_scored(folders: Path, tmp_path: Path) -> None:
+    rows = [{"turns": [f"{i} + 1?"], "reference": [f"#### {i + 1}"]} for i in range(4)]
+    path = tmp_path / "maths.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    pair = [f"drafter={folders / 'draft'}", "lossy=typical:1.0,1e-6", "allow_lossy=true"]
+    asked = [*pair, "dtype=float32", "temperature=1"]
+    report = report_of(folders, tmp_path, *asked, f"prompts={path}")
+    assert (report["lossless"], report["lossy"]) == (False, "typical:1.0,1e-06")
+    assert report["identical"] is None and report["rules"] is None
+    assert (report["task"]["name"], report["task"]["n"]) == ("gsm8k", 4)
+    assert report["agreement"]["share"] < 1
+    assert "LOSSY" in (tmp_path / "results.md").read_text()
+    unknown = report_of(folders, tmp_path / "b", *asked)
+    assert unknown["task"] is None and unknown["agreement"]["share"] < 1
+    lossless = report_of(folders, tmp_path / "c", *asked[:1], f"prompts={path}")
+    assert lossless["task"]["difference"] == 0 and lossless["agreement"] is None
+
+
+def test_trees_are_counted_by_levels_and_by_tokens(folders: Path, tmp_path: Path) -> None:
+    (tmp_path / "tree.json").write_text("[[0], [1], [2], [0, 0], [0, 1]]")
+    tree = f"tree={tmp_path / 'tree.json'}"
+    report = report_of(folders, tmp_path, f"drafter={folders / 'itself'}", tree, "dtype=float32")
+    assert (report["K"], report["N"], report["tree"]) == (2.0, 6.0, tree[5:])
+    assert report["identical"]["same"] == 6
+    # 15 tokens after the prefill's in five rounds of 3: all levels kept, of 5 tokens 2.
+    assert report["tau"] == 3
+    assert (report["draft_acceptance_rate"], report["token_efficiency"]) == (1.0, 0.4)
+
+
+def test_one_dtype_is_held_at_a_time(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bf16 pair is gone before the fp32 one is loaded."""
+    loaded: list[weakref.ref] = []
+    alive: list[bool] = []
+
+    def watched(*arguments: Any) -> Loaded:
+        alive.append(any(ref() is not None for ref in loaded))
+        pair = load(*arguments)
+        loaded.extend(map(weakref.ref, (pair.target, *pair.drafters.values())))
+        return pair
+
+    monkeypatch.setattr(evaluation, "load", watched)
+    report_of(folders, tmp_path, f"drafter={folders / 'draft'}", "limit=2")
+    assert alive == [False, False]
+
+
 def test_drafters_get_names_that_tell_them_apart() -> None:
     assert arms(["a/b", "ngram"]) == {"b": "a/b", "ngram": "ngram"}
     twins = ["runs/x/drafter", "runs/y/drafter", "ngram"]
@@ -158,6 +299,17 @@ def test_the_fp64_recheck_excuses_only_a_tie(
         ("K=0", "K: got 0"),
         ("temprature=1", "temperature"),
         ("temperature=-1", "temperature"),
+        ("max_new_tokens=1", "max_new_tokens: got 1"),
+        ("max_new_tokens=600", "exceeds the context of 512"),
+        ("turns=0", "turns: got 0"),
+        ("baseline=none", "baseline: got 'none', expected native, same-shape"),
+        ("task=mmlu", "task: got 'mmlu', expected gsm8k"),
+        ("task=gsm8k", "no prompt of"),
+        ("lossy=typical", "allow_lossy=true"),
+        ("tree=oak", "tree: got 'oak'"),
+        ("policy=oak", "policy"),
+        ("attention=oak", "attention"),
+        ("min_p=0.1", "min_p: got 0.1 with temperature 0"),
     ],
 )
 def test_bad_input_is_one_clear_line(

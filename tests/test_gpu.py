@@ -2,16 +2,21 @@
 
 import pytest
 import torch
+from test_step import MODES, started
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.attention import Attend, Seen, available, mix
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.exactness import divergences
+from draftsmith.decode.graphs import Graphs
 from draftsmith.decode.sampling import SamplingParams, log_race, position_keys
 from draftsmith.train.chunked import chunked_divergence
 from draftsmith.train.losses import divergence
 
+DEVICE = torch.device("cuda")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -22,47 +27,133 @@ PROMPTS = [
     "a",
     "class Foo:\n    def __init__(self):\n",
 ] * 4
+TREES = {name: MODES[name] for name in ("chain", "static", "dynamic")}
+HALF = torch.bfloat16
 
 
 def test_noise_is_the_same_on_both_devices() -> None:
     keys = position_keys(torch.tensor([3, -5]), torch.arange(64).expand(2, -1))
-    on_cpu, on_gpu = log_race(keys, 5_000), log_race(keys.cuda(), 5_000).cpu()
+    on_cpu, on_gpu = log_race(keys, 5_000), log_race(keys.to(DEVICE), 5_000).cpu()
     # The bits are equal; log1p and log may differ in the last place.
     assert torch.allclose(on_cpu, on_gpu, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("mode", TREES)
 def test_fp32_identity(
     tiny_target: PreTrainedModel,
     tiny_draft: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
+    mode: str,
     temperature: float,
 ) -> None:
+    """Whatever drafts, the answers of plain decoding; where they differ, a near-tie."""
     torch.backends.cuda.matmul.allow_tf32 = False
     vocab = len(tiny_tokenizer)
     params = SamplingParams(temperature=temperature, max_new_tokens=64, ignore_eos=True)
-    target, draft = _on_gpu(tiny_target), _on_gpu(tiny_draft)
+    target, draft = _there(tiny_target), _there(tiny_draft)
     plain = Decoder(target, tiny_tokenizer).generate(PROMPTS, params)
-    for drafter in (LMDrafter(draft, vocab), LMDrafter(target, vocab), NgramDrafter(device="cuda")):
-        decoder = Decoder(target, tiny_tokenizer, drafter, K=4, batch_size=5)
+    some = [LMDrafter(draft, vocab), LMDrafter(target, vocab)]
+    for drafter in [*some, NgramDrafter(device=DEVICE)] if mode == "chain" else some:
+        decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=5, **TREES[mode])
         got = decoder.generate(PROMPTS, params)
         found = divergences(plain, got, target, params, vocab_size=vocab, dtype="float32")
         assert all(d.near_tie for d in found), found
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("mode", TREES)
+def test_a_graph_gives_the_tokens_of_the_calls_it_records(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    mode: str,
+    dtype: torch.dtype,
+    temperature: float,
+) -> None:
+    params = SamplingParams(temperature=temperature, max_new_tokens=64, ignore_eos=True)
+    target, draft = _there(tiny_target, dtype), _there(tiny_draft, dtype)
+    answers = []
+    for record in (None, lambda run: run):
+        drafter = LMDrafter(draft, len(tiny_tokenizer))
+        decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=3, **TREES[mode])
+        decoder.graphs = Graphs(decoder.stepper, record)
+        answers.append([c.tokens for c in decoder.generate(PROMPTS, params)])
+        assert decoder.graphs.recordings, "no round was recorded"
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("mode", TREES)
 def test_bf16_same_shape_identity(
     tiny_target: PreTrainedModel,
     tiny_draft: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
+    mode: str,
 ) -> None:
     """In bf16 the baseline that decodes through the same shapes gives the same tokens."""
     vocab = len(tiny_tokenizer)
     params = SamplingParams(max_new_tokens=64, ignore_eos=True)
-    target, draft = _on_gpu(tiny_target).bfloat16(), _on_gpu(tiny_draft).bfloat16()
-    spec = Decoder(target, tiny_tokenizer, LMDrafter(draft, vocab), K=4)
-    same = Decoder(target, tiny_tokenizer, LMDrafter(draft, vocab), K=4, same_shape=True)
-    got, want = (d.generate(PROMPTS[:4], params) for d in (spec, same))
-    assert [c.tokens for c in got] == [c.tokens for c in want]
+    target, draft = _there(tiny_target, HALF), _there(tiny_draft, HALF)
+    answers = []
+    for same_shape in (False, True):
+        settings = {"attention": "masked", "same_shape": same_shape, **TREES[mode]}
+        decoder = Decoder(target, tiny_tokenizer, LMDrafter(draft, vocab), **settings)
+        answers.append([c.tokens for c in decoder.generate(PROMPTS[:4], params)])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_round_never_waits_for_the_device(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    mode: str,
+) -> None:
+    target, draft = _there(tiny_target, HALF), _there(tiny_draft, HALF)
+    drafter = LMDrafter(draft, len(tiny_tokenizer))
+    decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=4, fast=False, **MODES[mode])
+    batch = started(decoder, SamplingParams(temperature=1.0, max_new_tokens=40))
+    plan = decoder.policy.next_plan()
+    decoder.stepper.step(batch, plan, 64, None)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decoder.stepper.step(batch, plan, 64, None)
+        with pytest.raises(RuntimeError):
+            batch.rows.lens_B.tolist()  # the check can fail
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_attention_backends_are_masked_sdpa(shape: str) -> None:
+    """Each backend in bf16 is about as near to fp64 as masked sdpa in bf16 is."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, device=DEVICE, dtype=torch.float64)
+
+    rows, slots, nodes = 3, 128, 8
+    lens_B = torch.tensor([1, 37, 100], device=DEVICE)
+    step_N = torch.arange(nodes, device=DEVICE)
+    seen, depth_N = Seen(lens_B, slots), step_N
+    if shape == "tree":
+        depth_N = step_N.clamp(max=1)
+        seen = Seen(lens_B, slots, torch.eye(nodes, device=DEVICE).bool() | (step_N == 0), depth_N)
+    q, k, v = normal(rows, 8, nodes, 64), normal(rows, 2, slots, 64), normal(rows, 2, slots, 64)
+    # Slots lie next to one another as they do in the pool.
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+
+    def mixed(backend: str, dtype: torch.dtype) -> Tensor:
+        where = {"groups": 4, "dtype": dtype, "backend": backend}
+        attend = Attend(seen, lens_B[:, None] + depth_N, **where)
+        return mix(attend, q.to(dtype), k.to(dtype), v.to(dtype), scale=None).double()
+
+    exact = mixed("masked", torch.float64)
+    error = {name: (mixed(name, HALF) - exact).abs().max() for name in available(DEVICE, HALF)}
+    assert "varlen" in error or torch.cuda.get_device_capability() < (8, 0), error
+    assert all(e <= 2 * error["masked"] for e in error.values()), error
 
 
 @pytest.mark.parametrize("name", ["fkl", "rkl", "tv"])
@@ -83,8 +174,8 @@ def test_chunked_divergence_equals_the_naive_form(name: str) -> None:
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-def _on_gpu(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy on the device: other tests use the original."""
-    copy = type(model)(model.config).eval()
+def _there(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A frozen copy on the device: other tests use the original."""
+    copy = type(model)(model.config).eval().requires_grad_(False)
     copy.load_state_dict(model.state_dict())
-    return copy.cuda()
+    return copy.to(DEVICE, dtype)

@@ -30,7 +30,8 @@ MAY_IMPORT = {
 PACKAGED = ("draftsmith", "models", "decode", "train", "recipes")
 ENTRIES = {"prepare", "distill", "pretrain", "heads", "eagle", "scorers", "online", "quickstart"}
 MODEL_LIBRARIES = {"torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "numpy"}
-OPTIONAL = ("hydra", "omegaconf", "datasets", "deepspeed", "wandb")
+MODEL_LIBRARIES |= {"peft"}  # optional: adapters on a target
+OPTIONAL = ("hydra", "omegaconf", "datasets", "deepspeed", "peft", "wandb")
 VAGUE = {"utils", "util", "helpers", "helper", "misc", "common"}
 # A recipe's entry is compared by train/recipe.py while it is still a key, not an attribute.
 READ_AS_KEY = {"entry": "train/recipe.py"}

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -144,17 +142,6 @@ def test_padded_logits_never_win(tiny_tokenizer: PreTrainedTokenizerBase) -> Non
         spec = Decoder(model, tiny_tokenizer, drafter, batch_size=3).generate(prompts, params)
         assert [c.tokens for c in plain] == [c.tokens for c in spec]
         assert max(max(c.tokens) for c in plain) < vocab
-
-
-def test_what_cannot_roll_back_is_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    vocab = len(tiny_tokenizer)
-    mamba = MambaForCausalLM(
-        MambaConfig(vocab_size=vocab, hidden_size=16, state_size=4, num_hidden_layers=1)
-    )
-    sliding = MistralForCausalLM(MistralConfig(vocab_size=vocab, **SIZES, sliding_window=16))
-    for model in (mamba, sliding):
-        with pytest.raises(ValueError, match="rolled back"):
-            Decoder(model, tiny_tokenizer)
 
 
 def test_15m_target_equals_generate(target_15m: Path, gsm8k_path: Path) -> None:

@@ -44,6 +44,27 @@ def test_rounds_that_drafted_less_are_not_rejections() -> None:
     assert conditional == [1 / 2, 1.0]
 
 
+def test_trees_count_tokens_and_levels_apart() -> None:
+    counters = Counters()
+    counters.record(2, 2, 3, nodes=6)
+    counters.record(3, 0, 1, nodes=4)
+    assert metrics.draft_acceptance_rate([counters]) == 2 / 5
+    assert metrics.token_efficiency([counters]) == 2 / 10
+    assert metrics.token_efficiency([counted((0, 0, 1))]) is None
+    chain = [counted((3, 1, 2), (3, 3, 4))]
+    assert metrics.token_efficiency(chain) == metrics.draft_acceptance_rate(chain)
+
+
+def test_turns_are_counted_together() -> None:
+    first, second = counted((3, 3, 4)), counted((1, 0, 1), (1, 1, 2))
+    first.decode_seconds = 0.25
+    both = metrics.total([first, second])
+    assert (both.rounds, both.emitted, both.drafted, both.nodes) == (3, 7, 5, 5)
+    assert both.histogram == [1, 1, 0, 1] and both.reached == [3, 1, 1]
+    assert both.decode_seconds == 0.25
+    assert metrics.total([]) == Counters() and first.rounds == 1
+
+
 def test_loop_rate() -> None:
     fresh = Completion(0, [1], tokens=list(range(40)))
     loop = Completion(1, [1], tokens=[1, 2, 3, 4] * 10)
@@ -73,11 +94,16 @@ def test_paired_difference_sees_what_prompts_share() -> None:
 def test_arguments_are_parsed_and_typos_answered() -> None:
     got = parse(Evaluation, ["target=a", "drafter=ngram", "K=3", "temperature=1", "identity=false"])
     assert (got.K, got.temperature, got.identity) == (3, 1.0, False)
+    stops = {"stop=END": ("END",), 'stop=["\\n\\n", "Q:"]': ("\n\n", "Q:"), "stop=": ()}
+    for argument, texts in stops.items():
+        assert parse(Evaluation, ["target=a", "drafter=b", argument]).stop == texts
+    assert parse(Evaluation, ["target=a", "drafter=b", "limit=none"]).limit is None
     for argv, message in (
         (["target=a", "drafter=b", "temprature=1"], "did you mean 'temperature'"),
         (["target=a"], "missing: drafter"),
         (["target=a", "drafter=b", "K=four"], "expected int"),
         (["target=a", "drafter=b", "identity=yes"], "true or false"),
+        (["target=a", "drafter=b", "stop=[1]"], "expected a text, or a list"),
         (["target"], "expected target="),
     ):
         with pytest.raises(ValueError, match=message):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from draftsmith.decode.sampling import SamplingParams, transform
+from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_lm import draft_from_config
 from draftsmith.train.data import Batch, Batches, Examples
 from draftsmith.train.losses import divergence, lk_weight
@@ -63,7 +63,7 @@ def test_distillation_is_the_plain_formula(
 
     def warped(model: PreTrainedModel) -> Tensor:
         logits = model(batch.input_ids).logits[..., :vocabulary]
-        return transform(logits, warp.temperature, warp.top_k, warp.top_p)[batch.loss_mask]
+        return warp.transform(logits)[batch.loss_mask]
 
     formula: Callable = divergence(loss, 0.3, kl_weight=lk_weight(0.4))
     with torch.no_grad():

@@ -10,8 +10,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.decode.corpus import Row
-from draftsmith.decode.prompts import load_prompts
+from draftsmith.decode.prompts import load_prompts, next_turn
 from draftsmith.decode.splits import load_rows, part_of
+from draftsmith.decode.tasks import known_answer
+from draftsmith.models.checkpoint import load_config
+from draftsmith.models.tokenizer import load_tokenizer
 
 CHAT = [{"role": "user", "content": "f?"}, {"role": "assistant", "content": "one"}]
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -61,6 +64,38 @@ def test_each_layout_gives_what_the_model_reads(
             load_prompts(source, bare, limit=None, split="all")
     else:
         assert load_prompts(source, bare, limit=None, split="all")[0].text == plain
+
+
+def test_a_later_turn_holds_what_was_said(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [{"turns": ["Hi", "More", "End"], "category": "writing"}, {"turns": ["Hi"]}]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    three, one = load_prompts(source, tiny_tokenizer, limit=None)
+    assert (three.turns, one.turns) == (("Hi", "More", "End"), ())
+    later = next_turn(three, ["a"], tiny_tokenizer)
+    templated = "<|user|>Hi\n<|assistant|>a<|end|><|user|>More\n<|assistant|>"
+    assert tiny_tokenizer.decode(later) == templated
+    last = tiny_tokenizer.decode(next_turn(three, ["a", "b"], tiny_tokenizer))
+    assert last == f"{templated}b<|end|><|user|>End\n<|assistant|>"
+    bare = copy.copy(tiny_tokenizer)
+    bare.chat_template = None
+    assert bare.decode(next_turn(three, ["a"], bare)) == "Hi\na\nMore\n"
+    assert bare.decode(next_turn(three, ["a", "b"], bare)) == "Hi\na\nMore\nb\nEnd\n"
+    for turns, said in ((1, ("Hi",)), (2, ("Hi", "More"))):
+        assert load_prompts(source, tiny_tokenizer, limit=None, turns=turns)[0].turns == said
+
+
+def test_known_answers_come_along(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [
+        {"question": "1 + 1?", "answer": "#### 2"},
+        {"turns": ["1 + 2?"], "reference": ["#### 3"]},
+        {"turns": ["Sing"], "reference": []},
+        {"prompt": "def f():", "completion": " pass"},
+    ]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    prompts = load_prompts(source, tiny_tokenizer, limit=None, split="all")
+    assert [prompt.answer for prompt in prompts] == ["#### 2", "#### 3", "", ""]
 
 
 def test_a_text_file_has_one_prompt_a_line(
@@ -195,21 +230,35 @@ def test_parts_need_a_name_they_know() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "categories"),
-    [("spec_bench/question.jsonl", 240, 13), ("humaneval/humaneval.jsonl", 164, 1)],
+    ("name", "count", "categories", "turns", "known"),
+    # Every answer to a maths problem of Spec-Bench is known, as those of GSM8K are.
+    [
+        ("spec_bench/question.jsonl", 240, 13, 280, 40),
+        ("humaneval/humaneval.jsonl", 164, 1, 164, 0),
+    ],
 )
 def test_real_benchmarks(
-    tiny_tokenizer: PreTrainedTokenizerFast, name: str, count: int, categories: int
+    target_15m: Path, name: str, count: int, categories: int, turns: int, known: int
 ) -> None:
     if not (SHARED / name).exists():
         pytest.skip(f"{name} is not beside this checkout (../shared/data)")
-    prompts = load_prompts(str(SHARED / name), tiny_tokenizer, limit=None)
+    tokenizer = load_tokenizer(target_15m)
+    prompts = load_prompts(str(SHARED / name), tokenizer, limit=None)
     assert len(prompts) == count and all(prompt.tokens for prompt in prompts)
     assert len({prompt.category for prompt in prompts}) == categories
+    assert sum(max(1, len(prompt.turns)) for prompt in prompts) == turns
+    assert sum(known_answer(prompt) is not None for prompt in prompts) == known
+    context = load_config(target_15m).max_position_embeddings
+    assert (max(len(prompt.tokens) for prompt in prompts) > context) == (count == 240)
 
 
-def test_the_real_gsm8k(gsm8k_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_real_gsm8k(gsm8k_path: Path, target_15m: Path) -> None:
     rows = [json.loads(line) for line in gsm8k_path.read_text("utf-8").splitlines()]
-    prompts = load_prompts(str(gsm8k_path), tiny_tokenizer, limit=None)
-    assert len(prompts) == 200
+    parts = {
+        part: load_prompts(str(gsm8k_path), load_tokenizer(target_15m), limit=None, part=part)
+        for part in ("tune", "report")
+    }
+    prompts = parts["report"]
+    assert [len(part) for part in parts.values()] == [100, 200]
+    assert all(known_answer(prompt) is not None for prompt in prompts)
     assert rows[-1]["question"] in prompts[-1].text and rows[-200]["question"] in prompts[0].text

@@ -1,74 +1,33 @@
 """The report: sound or refused, every number with its formula, on the terminal and in the file."""
 
-import copy
 import io
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
+from sample_reports import (
+    REPORTS,
+    TASK,
+    Report,
+    a_full_report,
+    a_lossy_report,
+    a_report,
+    an_ngram_report,
+    differing,
+    divergence,
+)
 
 from draftsmith.decode import figures
 from draftsmith.decode.report import FORMULAS, comparison, schema_problems, table, write
 from draftsmith.decode.report_schema import SCHEMA
-
-Report = dict[str, Any]
-SAMPLES = json.loads(Path(__file__).with_name("sample_reports.json").read_text("utf-8"))
-
-
-def a_report(**changes: Any) -> Report:
-    return copy.deepcopy(SAMPLES["draft LM"] | changes)
-
-
-def an_ngram_report() -> Report:
-    """What a drafter without a q, without times, on no round, can't say."""
-    return copy.deepcopy(SAMPLES["n-gram"])
-
-
-def divergence(dtype: str, *, near_tie: bool, prompt: int = 0) -> dict[str, Any]:
-    return {
-        "prompt": prompt,
-        "position": 7,
-        "dtype": dtype,
-        "margin": 3.2e-5 if near_tie else 0.25,
-        "near_tie": near_tie,
-    }
-
-
-def differing(*found: dict[str, Any], **changes: Any) -> Report:
-    """A report whose fp32 answers differ at each of `found` that is in fp32."""
-    report = a_report(divergences=list(found), **changes)
-    listed = [d for d in found if d["dtype"] == "float32"]
-    report["identical"] |= {"same": 4 - len(listed), "worst_margin": 0.25}
-    return report
 
 
 def printed(what: RenderableType, width: int = 200) -> str:
     console = Console(file=io.StringIO(), width=width, record=True)
     console.print(what)
     return console.export_text()
-
-
-REPORTS: dict[str, Callable[[], Report]] = {
-    "draft LM": a_report,
-    "n-gram": an_ngram_report,
-    "near-tie": lambda: differing(divergence("float32", near_tie=True)),
-    "many": lambda: differing(
-        *(divergence("bfloat16", near_tie=False, prompt=i) for i in range(30))
-    ),
-    "long": lambda: a_report(
-        K=30.0,
-        acceptance_by_position=[0.9**i for i in range(30)],
-        acceptance_conditional=[0.9] * 30,
-        accepted_histogram=[100 - i for i in range(31)],
-    ),
-    "nothing drafted": lambda: a_report(
-        acceptance_by_position=[], acceptance_conditional=[], accepted_histogram=[12]
-    ),
-}
 
 
 # ------------------------------------------------------------------------------------ the schema
@@ -81,7 +40,7 @@ def test_sound_reports_have_no_problems(name: str) -> None:
 
 @pytest.mark.parametrize("key", [key for key in SCHEMA])
 def test_every_missing_key_is_named(key: str) -> None:
-    report = a_report()
+    report = a_full_report()
     outer, _, inner = key.rpartition(".")
     del (report[outer] if outer else report)[inner]
     assert [problem.split(":")[0] for problem in schema_problems(report)] == [key]
@@ -90,7 +49,7 @@ def test_every_missing_key_is_named(key: str) -> None:
 # Whatever stands in policy and tree is right.
 @pytest.mark.parametrize("key", [key for key in SCHEMA if key not in ("policy", "tree")])
 def test_every_wrong_type_is_named(key: str) -> None:
-    report = a_report()
+    report = a_full_report()
     outer, _, inner = key.rpartition(".")
     (report[outer] if outer else report)[inner] = object()
     assert [problem.split(": got")[0] for problem in schema_problems(report)] == [key]
@@ -110,6 +69,9 @@ def test_every_wrong_type_is_named(key: str) -> None:
         ({"n_prompts": 5}, "categories: got 4 prompts in them, expected n_prompts = 5"),
         ({"categories": {"a": {"tau": 2.0, "n_prompts": 4}}}, "categories.a.speedup: missing"),
         ({"categories": {"a": 3}}, "categories.a: got 3, expected an object"),
+        ({"lossless": False}, "lossless: got False with lossy = ''"),
+        ({"lossless": False, "lossy": "typical"}, "a lossy run: got neither task nor agreement"),
+        ({"specbench": {"qa": {"tau": 2.0}}}, "specbench.qa.speedup: missing"),
         ({"divergences": [{"prompt": 1}]}, r"divergences\[0\].position: missing"),
     ],
 )
@@ -127,6 +89,19 @@ def test_a_difference_that_is_not_listed_is_a_problem() -> None:
     assert schema_problems(report)
     report["divergences"].append(divergence("float32", near_tie=True))
     assert not schema_problems(report)
+
+
+def test_each_comparison_lists_its_own_differences() -> None:
+    """What parts from the same shapes isn't excused by what parts from native plain decoding."""
+    report = a_full_report()
+    report["identical_same_shape"]["same"] = 3
+    report["divergences"] = [divergence("bfloat16", near_tie=False)]
+    assert "identical_same_shape: 1 answers differ" in schema_problems(report)[0]
+    report["divergences"].append(divergence("bfloat16", near_tie=False, baseline="same-shape"))
+    assert not schema_problems(report)
+    assert "3 of 4 answers equal those of plain decoding in the same" in (
+        figures.verdict(report).detail
+    )
 
 
 # ------------------------------------------------------------------------------------- the files
@@ -230,7 +205,8 @@ def test_figures_are_what_the_report_says() -> None:
         (differing(divergence("bfloat16", near_tie=False)), "good", "4 of 4"),
         (a_report(rule="block", temperature=1.0, identical=None), "good", "keeps the target's"),
         (a_report(identical=None), "note", "nobody checked"),
-        (a_report(lossless=False, identical=None), "note", "may emit tokens"),
+        (a_lossy_report(), "note", "the target would not have emitted"),
+        (a_full_report(), "good", "In bfloat16, 4 of 4 answers equal those of plain decoding in "),
     ],
 )
 def test_the_verdict(report: Report, level: str, words: str) -> None:
@@ -239,6 +215,34 @@ def test_the_verdict(report: Report, level: str, words: str) -> None:
     assert found.level == level and words in found.detail
     terminal = " ".join(printed(table(report), 300).split())
     assert found.headline in terminal and found.detail in terminal
+
+
+@pytest.mark.parametrize(
+    ("report", "shown"),
+    [
+        (a_lossy_report(), ["no known answers", "0.812", "[0.700, 0.900]"]),
+        (a_lossy_report(task=TASK), ["25.0% (plain 50.0%, n = 4)", "-0.250 [-0.750, 0.250]"]),
+        (a_report(task=TASK), ["25.0% (plain 50.0%, n = 4)"]),
+    ],
+)
+def test_tau_does_not_stand_alone(report: Report, shown: list[str]) -> None:
+    """What the answers are worth comes right after tau; LOSSY stands in the first line."""
+    assert not schema_problems(report)
+    names = [row.name for row in figures.figures(report)]
+    quality = [row.name for row in figures.quality(report)]
+    assert quality and names[1 : 1 + len(quality)] == quality
+    text = printed(table(report))
+    assert all(words in text for words in shown)
+    assert ("LOSSY typical:0.09,0.3" in text) != report["lossless"]
+    assert not figures.quality(a_report())
+
+
+def test_what_was_skipped_is_said() -> None:
+    report = REPORTS["Spec-Bench"]()
+    text = " ".join(printed(table(report)).split())
+    assert "2 of 6 prompts and 1 later turns of those decoded, which with 64 new" in text
+    assert "exceed the context of 512" in text and "Skipped" not in printed(table(a_report()))
+    assert re.search(r"mt_bench +3 +2.31 +1.70\S +1.61", text)
 
 
 def test_the_terminal_takes_text_for_text() -> None:
@@ -256,7 +260,7 @@ def test_the_comparison_has_a_row_for_each_report_in_80_columns() -> None:
         "before": a_report(tau=1.91, tau_interval=[1.8, 2.0]),
         "ngram": an_ngram_report() | {"temperature": 0.0},
         "before/t1": near | {"temperature": 1.0},
-        "after, temperature 0": a_report(lossless=False),
+        "after, temperature 0": a_lossy_report(),
         "after/t1": an_ngram_report(),
     }
     text = printed(comparison(reports), width=80)

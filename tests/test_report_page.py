@@ -1,61 +1,16 @@
 """The report's page: it stands alone, escapes what it shows, and draws to scale."""
 
-import copy
-import json
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
+from sample_reports import REPORTS, a_lossy_report, a_report, an_ngram_report, divergence
 
 from draftsmith.decode import figures, svg
 from draftsmith.decode.report_html import page, visible
 from draftsmith.decode.report_style import STYLE
-
-Report = dict[str, Any]
-SAMPLES = json.loads(Path(__file__).with_name("sample_reports.json").read_text("utf-8"))
-
-
-def a_report(**changes: Any) -> Report:
-    return copy.deepcopy(SAMPLES["draft LM"] | changes)
-
-
-def an_ngram_report() -> Report:
-    """What a drafter without a q, without times, on no round, can't say."""
-    return copy.deepcopy(SAMPLES["n-gram"])
-
-
-def divergence(dtype: str, *, near_tie: bool, prompt: int = 0) -> dict[str, Any]:
-    return {
-        "prompt": prompt,
-        "position": 7,
-        "dtype": dtype,
-        "margin": 3.2e-5 if near_tie else 0.25,
-        "near_tie": near_tie,
-    }
-
-
-REPORTS: dict[str, Callable[[], Report]] = {
-    "draft LM": a_report,
-    "n-gram": an_ngram_report,
-    "many": lambda: a_report(
-        divergences=[divergence("bfloat16", near_tie=False, prompt=i) for i in range(30)]
-    ),
-    "long": lambda: a_report(
-        K=30.0,
-        acceptance_by_position=[0.9**i for i in range(30)],
-        acceptance_conditional=[0.9] * 30,
-        accepted_histogram=[100 - i for i in range(31)],
-    ),
-    "nothing drafted": lambda: a_report(
-        acceptance_by_position=[], acceptance_conditional=[], accepted_histogram=[12]
-    ),
-}
-
 
 # -------------------------------------------------------------------------------------- the page
 
@@ -122,7 +77,7 @@ def test_text_from_outside_is_escaped() -> None:
         versions={evil: evil},
         example={"prompt": evil, "pieces": [[evil, True]]},
         divergences=[divergence(evil, near_tie=False)],
-        categories={evil: {"tau": 2.0, "speedup": 1.0, "n_prompts": 4}},
+        categories={evil: a_report()["categories"]["code"]},
     )
     assert "script" not in reader(page(report)).seen
     assert "alert(1)" in text_of(page(report))
@@ -181,7 +136,21 @@ def test_the_headline_says_no_more_than_the_interval() -> None:
     assert "1.63\u00d7 the speed of plain decoding</h1>" in page(a_report())
     assert "no clear difference" in page(a_report(speedup_interval=[0.97, 1.71]))
     assert "slower than plain" in page(a_report(speedup=0.9, speedup_interval=[0.8, 0.97]))
-    assert "(lossy)</h1>" in page(a_report(lossless=False))
+    assert ", LOSSY (typical:0.09,0.3)</h1>" in page(a_lossy_report())
+
+
+def test_a_lossy_page_shows_what_answers_are_worth_beside_tau() -> None:
+    card = '<p class="eyebrow">([^<]*)</p><p class="value">([^<]*)</p><p class="between">([^<]*)'
+    cards = re.findall(card, page(REPORTS["lossy, with a task"]()))
+    task = ("exact match, gsm8k", "25.0%", "(plain 50.0%, n = 4)")
+    assert cards[1:3] == [("Block efficiency tau", "2.25", "[2.10, 2.40]"), task]
+    assert ("agreement with plain", "0.812", "[0.700, 0.900]") in cards
+
+
+def test_spec_bench_has_its_own_table() -> None:
+    text = " ".join(text_of(page(REPORTS["Spec-Bench"]())).split())
+    assert "as Spec-Bench groups them" in text and "mt_bench 3 2.31" in text
+    assert "Skipped: 2 of 6 prompts" in text
 
 
 # --------------------------------------------------------------------------------------- charts

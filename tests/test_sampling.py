@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -17,39 +18,129 @@ from draftsmith.decode.sampling import (
     log_race,
     position_keys,
     request_seeds,
+    top_k_values,
     transform,
     uniform,
 )
 
+FILTERS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 5, 1.0, 0.0),
+    (1.3, 0, 0.8, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (0.6, 20, 0.9, 0.0),
+    (1.7, 20, 0.9, 0.07),
+    (0.8, 100, 0.95, 0.3),
+]
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.6, 20, 0.9)]
-)
-def test_transform_equals_transformers(temperature: float, top_k: int, top_p: float) -> None:
-    logits_BV = torch.randn(64, 50, generator=torch.Generator().manual_seed(0)) * 3
+
+def warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
+    """transformers' own, in the order of its generate."""
     chain = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
         chain.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         chain.append(TopPLogitsWarper(top_p))
-    expected_BV = chain(None, logits_BV.clone())
-    got_BV = transform(logits_BV, temperature, top_k, top_p)
-    assert torch.equal(torch.isinf(expected_BV), torch.isinf(got_BV))
-    assert torch.allclose(expected_BV, got_BV, atol=1e-6)
+    if min_p:
+        chain.append(MinPLogitsWarper(min_p))
+    return chain
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["random", "ties"])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_transform_equals_transformers(
+    filters: tuple[float, int, float, float], tied: bool
+) -> None:
+    logits_BV = torch.randn(64, 50, generator=torch.Generator().manual_seed(0)) * 3
+    logits_BV = logits_BV.round() if tied else logits_BV
+    expected_BV = warpers(*filters)(None, logits_BV.clone())
+    got_BV = transform(logits_BV, *filters)
+    # Which of a tie at top-p's edge they keep depends on their sort; how many doesn't.
+    expected_BV, seen_BV = (x.sort(-1).values if tied else x for x in (expected_BV, got_BV))
+    assert torch.equal(torch.isinf(expected_BV), torch.isinf(seen_BV))
+    assert torch.allclose(expected_BV, seen_BV, atol=1e-6)
+    temperature, top_k, top_p, min_p = filters
+    params = SamplingParams(temperature, top_k, top_p, min_p=min_p)
+    assert torch.equal(params.transform(logits_BV), got_BV)
+    # Each filter acts: without the last that is on, more tokens are left.
+    weaker = max((i for i, off in ((1, 0), (2, 1.0), (3, 0.0)) if filters[i] != off), default=None)
+    if weaker is not None:
+        less = [*filters[:weaker], (0, 0, 1.0, 0.0)[weaker], *filters[weaker + 1 :]]
+        assert torch.isfinite(transform(logits_BV, *less)).sum() > torch.isfinite(got_BV).sum()
+
+
+def test_a_row_is_filtered_alike_alone_and_among_others() -> None:
+    logits_BV = torch.randn(40, 3000, generator=torch.Generator().manual_seed(2)).round()
+    together_BV = transform(logits_BV, 1.0, 500, 0.7, 0.001)
+    for row in range(0, 40, 7):
+        alone_1V = transform(logits_BV[row : row + 1], 1.0, 500, 0.7, 0.001)
+        assert torch.equal(alone_1V[0], together_BV[row])
 
 
 def test_transform_keeps_at_least_one_token() -> None:
     logits_BV = torch.randn(8, 30, generator=torch.Generator().manual_seed(1))
-    kept = torch.isfinite(transform(logits_BV, 1.0, 0, 1e-6)).sum(-1)
-    assert kept.tolist() == [1] * 8
+    for filters in ((0, 1e-6, 0.0), (0, 1.0, 0.999), (1, 1e-6, 0.999)):
+        kept = torch.isfinite(transform(logits_BV, 1.0, *filters)).sum(-1)
+        assert kept.tolist() == [1] * 8
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"max_new_tokens": 0}]
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": 1e-40},
+        {"top_k": -1},
+        {"top_k": 5},
+        {"top_p": 0.0},
+        {"top_p": math.nan, "temperature": 1.0},
+        {"top_p": 0.9},
+        {"min_p": 1.0, "temperature": 1.0},
+        {"min_p": -0.1},
+        {"min_p": 0.1},
+        {"max_new_tokens": 0},
+        {"stop": "end"},
+        {"stop": ("a", "")},
+        {"stop": ("a", "b", "a")},
+    ],
+    ids=str,
 )
 def test_bad_params_are_refused(bad: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
+    with pytest.raises(ValueError, match=rf"^{next(iter(bad))}: got .*expected"):
         SamplingParams(**bad)
+
+
+def stable_top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition: sort by value, ties by id."""
+    values, ids = scores.sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], ids[..., :k]
+
+
+@pytest.mark.parametrize("vocab", [7, 64, 1000, 4096, 32_001])
+@pytest.mark.parametrize("kind", ["random", "ties", "equal", "inf", "zeros", "bf16"])
+def test_top_k_breaks_ties_by_id(vocab: int, kind: str) -> None:
+    scores = torch.randn(3, 2, vocab, generator=torch.Generator().manual_seed(vocab))
+    if kind == "ties":
+        scores = scores.round()
+    elif kind == "equal":
+        scores = torch.full_like(scores, -2.5)
+    elif kind == "inf":  # fewer finite values than asked for
+        scores = scores.masked_fill(torch.arange(vocab) % (vocab // 3) != 1, float("-inf"))
+        scores[0, 0, -2:] = float("inf")
+    elif kind == "zeros":
+        scores = torch.where(scores > 0.5, 0.0, torch.where(scores > -0.5, -0.0, -1.0))
+    elif kind == "bf16":
+        scores = scores.bfloat16()
+    for k in (1, 5, 32):
+        if k <= vocab:
+            values, ids = top_k_values(scores, k)
+            expected_values, expected_ids = stable_top_k(scores, k)
+            assert torch.equal(values, scores.gather(-1, ids))
+            assert torch.equal(ids, expected_ids)
+            assert torch.equal(values, expected_values)
+            assert torch.equal(values, scores.topk(k, dim=-1).values)
+            assert values.dtype == scores.dtype
 
 
 def draw_many(logits_V: torch.Tensor, draws: int, seed: int) -> torch.Tensor:

@@ -1,142 +1,30 @@
-"""Every rule by exact enumeration on a toy vocabulary, and its deliberately broken twin."""
+"""The rules that emit what the target samples: token by token, and the point mass's acceptance."""
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from draftsmith.decode import verify
-from draftsmith.decode.token_tree import COUPLED, WITH_REPLACEMENT, TokenTree, Topology, chain
-from draftsmith.decode.verify import Noise, Verdict
+from draftsmith.decode.rejection import leviathan
+from draftsmith.decode.token_tree import (
+    COUPLED,
+    DETERMINISTIC,
+    WITH_REPLACEMENT,
+    TokenTree,
+    Topology,
+    chain,
+)
+from draftsmith.decode.verify import Noise
+from tests.enumeration import CPU, Tables, at_nodes, enumerate_rule, joint_of, toy
 
 V = 3
-CPU = torch.device("cpu")
+P = toy(1, V, 4, 1.5)
 
 
-def toy_law(seed: int, sharpness: float) -> Callable[[tuple[int, ...]], Tensor]:
-    """A conditional law over V tokens for every prefix."""
-
-    def law(prefix: tuple[int, ...]) -> Tensor:
-        key = seed * 1009 + sum((t + 1) * 17**i for i, t in enumerate(prefix))
-        logits = torch.randn(V, generator=torch.Generator().manual_seed(key), dtype=torch.float64)
-        return (logits * sharpness).softmax(-1)
-
-    return law
-
-
-P, Q = toy_law(1, 1.5), toy_law(2, 1.0)
-
-
-def thresholds_of_block(p_rows: Tensor, q_rows: Tensor, tokens: list[int]) -> list[float]:
-    """h_1..h_D straight from the paper's definition, in scalar arithmetic."""
-    weight, h = 1.0, []
-    for i, token in enumerate(tokens):
-        weight = min(1.0, weight * float(p_rows[i, token] / q_rows[i, token]))
-        if i == len(tokens) - 1:
-            h.append(weight)
-        else:
-            s = float((weight * p_rows[i + 1] - q_rows[i + 1]).clamp(min=0).sum())
-            h.append(s / (s + 1 - weight) if s > 0 else 0.0)
-    return h
-
-
-def joint_of_rule(rule: verify.Rule, depth: int) -> Tensor:
-    """The exact joint law of the first depth + 1 tokens when `rule` verifies one chain drafted from
-    Q and the rest is completed from P. Walks every draft and every cell of the acceptance noise.
-    """
-    joint = torch.zeros((V,) * (depth + 1), dtype=torch.float64)
-    for drafted in itertools.product(range(V), repeat=depth):
-        prefixes = [drafted[:i] for i in range(depth + 1)]
-        p_rows = torch.stack([P(prefix) for prefix in prefixes])
-        q_rows = torch.stack([Q(prefix) for prefix in prefixes])
-        weight_of_draft = float(torch.stack([q_rows[i, t] for i, t in enumerate(drafted)]).prod())
-        tree = TokenTree(
-            torch.tensor([[0, *drafted]]),
-            chain(depth, CPU),
-            WITH_REPLACEMENT,
-            q_rows[None, :-1].log(),
-        )
-        cells = [sorted({0.0, h, 1.0}) for h in thresholds_of_block(p_rows, q_rows, list(drafted))]
-        for cell in itertools.product(*[list(itertools.pairwise(c)) for c in cells]):
-            size = float(torch.tensor([hi - lo for lo, hi in cell], dtype=torch.float64).prod())
-            u = torch.tensor([[(lo + hi) / 2 for lo, hi in cell]], dtype=torch.float64)
-            for token, share in next_token_law(rule, tree, p_rows, u):
-                kept = int(rule_verdict(rule, tree, p_rows, u, token).n_accepted_B)
-                add_completed(
-                    joint, (*drafted[:kept], token), weight_of_draft * size * share, depth + 1
-                )
-    return joint
-
-
-def pad(u: Tensor) -> Tensor:
-    """A uniform for the root, which no rule reads."""
-    return torch.cat([torch.full_like(u[:, :1], torch.nan), u], 1)
-
-
-def rule_verdict(
-    rule: verify.Rule, tree: TokenTree, p_rows: Tensor, u: Tensor, win: int
-) -> Verdict:
-    """The verdict when token `win` wins the residual's race if it has any mass at all."""
-    race = torch.full((1, V), 600.0, dtype=torch.float64)
-    race[0, win] = -600.0
-    return rule(tree, p_rows.log()[None], Noise(accept_BN=pad(u), log_residual_BV=race), None)
-
-
-def next_token_law(
-    rule: verify.Rule, tree: TokenTree, p_rows: Tensor, u: Tensor
-) -> list[tuple[int, float]]:
-    """The law of the token after the kept path, recovered from the rule itself: the race decides
-    between tokens i and j at log E_i - log E_j = log law_i - log law_j, found by bisection.
-    """
-    alive = [t for t in range(V) if int(rule_verdict(rule, tree, p_rows, u, t).next_B) == t]
-    log_ratio = {alive[0]: 0.0}
-    for token in alive[1:]:
-        low, high = -80.0, 80.0
-        for _ in range(70):
-            middle = (low + high) / 2
-            race = torch.full((1, V), 600.0, dtype=torch.float64)
-            race[0, alive[0]], race[0, token] = 0.0, middle
-            noise = Noise(accept_BN=pad(u), log_residual_BV=race)
-            won = int(rule(tree, p_rows.log()[None], noise, None).next_B) == token
-            low, high = (middle, high) if won else (low, middle)
-        log_ratio[token] = low
-    total = torch.tensor(list(log_ratio.values()), dtype=torch.float64).softmax(0)
-    return list(zip(log_ratio, total.tolist(), strict=True))
-
-
-def add_completed(joint: Tensor, tokens: tuple[int, ...], mass: float, length: int) -> None:
-    """Add `mass` to every way in which P completes `tokens` to `length`."""
-    if len(tokens) == length:
-        joint[tokens] += mass
-        return
-    for token, p in enumerate(P(tokens).tolist()):
-        add_completed(joint, (*tokens, token), mass * p, length)
-
-
-def joint_of_target(length: int) -> Tensor:
-    joint = torch.zeros((V,) * length, dtype=torch.float64)
-    add_completed(joint, (), 1.0, length)
-    return joint
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_block_is_exact(depth: int) -> None:
-    error = (joint_of_rule(verify.block, depth) - joint_of_target(depth + 1)).abs().max()
-    assert float(error) < 1e-12
-
-
-def test_broken_block_fails() -> None:
-    """The twin draws the token after a rejection from p instead of the residual."""
-
-    def broken(tree: TokenTree, p_logits: Tensor, noise: Noise, extra: Tensor | None) -> Verdict:
-        verdict = verify.block(tree, p_logits, noise, extra)
-        law = p_logits[torch.arange(1), verdict.n_accepted_B]
-        return verdict._replace(next_B=(law - noise.log_residual_BV).argmax(-1))
-
-    error = (joint_of_rule(broken, 2) - joint_of_target(3)).abs().max()
-    assert float(error) > 1e-3
+def following(prefix: tuple[int, ...]) -> Tensor:
+    return P[len(prefix)][prefix]
 
 
 def test_coupled_emits_what_plain_decoding_emits() -> None:
@@ -151,10 +39,10 @@ def test_coupled_emits_what_plain_decoding_emits() -> None:
         )
         truth: tuple[int, ...] = ()
         for level in range(depth + 1):
-            truth = (*truth, int((P(truth).log() - race[0, level]).argmax()))
+            truth = (*truth, int((following(truth).log() - race[0, level]).argmax()))
         longest = 0
         for drafted in itertools.product(range(V), repeat=depth):
-            p_rows = torch.stack([P(drafted[:i]) for i in range(depth + 1)])
+            p_rows = torch.stack([following(drafted[:i]) for i in range(depth + 1)])
             tree = TokenTree(torch.tensor([[0, *drafted]]), chain(depth, CPU), COUPLED)
             verdict = verify.coupled(tree, p_rows.log()[None], Noise(race), None)
             kept = int(verdict.n_accepted_B)
@@ -197,10 +85,87 @@ def test_tree_code_and_chain_code_agree() -> None:
     assert chained.n_accepted_B.max() >= 3
 
 
-def test_block_refuses_a_law_it_cannot_handle() -> None:
-    tree = TokenTree(torch.zeros(1, 3, dtype=torch.long), chain(2, CPU), COUPLED)
-    with pytest.raises(ValueError, match="drawn with replacement"):
-        verify.block(tree, torch.zeros(1, 3, V), Noise(), None)
+def test_rows_of_different_topology_are_judged_as_each_alone() -> None:
+    """One batch of three trees of as many nodes, with noise and a mask; the same tree by tree."""
+    generator = torch.Generator().manual_seed(0)
+    trees = [
+        Topology.from_parents(parents, CPU)
+        for parents in ([-1, 0, 0, 1, 2], [-1, 0, 1, 1, 2], [-1, 0, 0, 0, 3])
+    ]
+    rows = 30 * torch.ones(3, dtype=torch.long)
+    parent, depth, ancestors = (
+        torch.stack([getattr(tree, field) for tree in trees]).repeat_interleave(rows, 0)
+        for field in ("parent", "depth", "ancestors")
+    )
+    tokens = torch.randint(0, V, (90, 5), generator=generator)
+    p_logits = torch.randn(90, 5, V, generator=generator)
+    race = torch.rand(90, 4, V, generator=generator).log()
+    mask = torch.rand(90, 5, generator=generator) < 0.2
+    mixed = TokenTree(tokens, Topology(parent, depth, ancestors, 3), COUPLED)
+    verdict = verify.coupled(mixed, p_logits, Noise(race), mask)
+    for i, topology in enumerate(trees):
+        at = slice(30 * i, 30 * i + 30)
+        alone = TokenTree(tokens[at], topology, COUPLED)
+        expected = verify.coupled(alone, p_logits[at], Noise(race[at]), mask[at])
+        assert torch.equal(verdict.n_accepted_B[at], expected.n_accepted_B)
+        assert torch.equal(verdict.next_B[at], expected.next_B)
+        levels = topology.levels + 1
+        for row, kept in enumerate(expected.n_accepted_B.tolist()):
+            assert torch.equal(
+                verdict.path_BL[at][row, : kept + 1], expected.path_BL[:, :levels][row, : kept + 1]
+            )
+        assert expected.n_accepted_B.max() >= 2
+
+
+def best_drafts(topology: Topology, q: Tables) -> Tensor:
+    """The tree [1, N] whose siblings are the best tokens of q, best first."""
+    tokens = torch.zeros(1, topology.nodes, dtype=torch.long)
+    for i, node in enumerate(topology.inner):
+        children = topology.children[node]
+        q_V = at_nodes(topology, tokens, q)[0, topology.inner[i]]
+        tokens[0, list(children)] = q_V.topk(len(children)).indices
+    return tokens
+
+
+@pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1, 0, 0], [-1, 0, 0, 1, 1, 2, 2]])
+def test_point_mass_accepts_iff_the_targets_sample_is_a_child(parents: list[int]) -> None:
+    """Every sequence the target can sample, each with its probability: the joint law of what is
+    emitted is p's, and a node is passed with the sum of p over its children.
+    """
+    topology = Topology.from_parents(parents, CPU)
+    levels = topology.levels + 1
+    q = toy(2, V, levels)
+    tokens = best_drafts(topology, q)
+    tree = TokenTree(tokens, topology, DETERMINISTIC)
+    p_logits = at_nodes(topology, tokens, P).log()
+    emitted = torch.zeros((V,) * levels, dtype=torch.float64)
+    for samples in itertools.product(range(V), repeat=levels):
+        # Whatever the node: at depth d the race is won by samples[d].
+        race = torch.full((1, levels, V), 600.0).scatter(2, torch.tensor([samples]).mT[None], -600)
+        verdict = verify.point_mass(tree, p_logits, Noise(race.double()), None)
+        kept, node = int(verdict.n_accepted_B), 0
+        for depth in range(levels):
+            found = [c for c in topology.children.get(node, ()) if tokens[0, c] == samples[depth]]
+            assert (kept > depth) == bool(found)
+            if not found:
+                break
+            node = found[0]
+        path = tokens[0, verdict.path_BL[0, 1 : kept + 1]].tolist()
+        said = (*path, int(verdict.next_B), *samples[kept + 1 :])
+        emitted[said] += joint_of(P, levels)[samples]
+    assert float((emitted - joint_of(P, levels)).abs().max()) < 1e-12
+
+    first = [int(tokens[0, child]) for child in topology.children[0]]
+    assert float(P[0][first].sum()) == pytest.approx(float(emitted[first].sum()), abs=1e-12)
+
+
+def test_a_point_mass_judged_as_a_draw_is_biased() -> None:
+    """Argmax drafts are exact under their own q, a point mass, and wrong under a softmax."""
+    best = toy(2, V, 3, top=1)
+    for q, exact in ((best, True), (toy(2, V, 3), False)):
+        outcome = enumerate_rule(leviathan, chain(2, CPU), WITH_REPLACEMENT, P, q, drawn=best)
+        error = float((outcome.joint - joint_of(P, 3)).abs().max())
+        assert (error < 1e-12) if exact else (error > 1e-3)
 
 
 def test_topology_refuses_children_before_parents() -> None:

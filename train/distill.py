@@ -58,6 +58,7 @@ class DistillConfig(Settings, DraftSource, OnPolicyText):
     temperature: float = 1.0  # of the comparison, and of the held-out measures
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     heldout_data: str = ""  # empty: the held-out side of data
     heldout_prompts: int = 32
     K: int = 4  # drafted tokens a round: for tau, and the result's default
@@ -85,7 +86,13 @@ def main(argv: list[str]) -> None:
     draft = open_draft(config, target, tokenizer, config.seed)
 
     # ---- objective ---------------------------------------------------------------------------
-    warp = SamplingParams(config.temperature, config.top_k, config.top_p, config.max_new_tokens)
+    warp = SamplingParams(
+        config.temperature,
+        config.top_k,
+        config.top_p,
+        config.max_new_tokens,
+        min_p=config.min_p,
+    )
     objective = Distillation(
         draft, target, tokenizer, loss=config.loss, beta=config.beta, warp=warp
     ).to(accelerator.device)

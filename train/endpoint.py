@@ -166,8 +166,8 @@ class Endpoint:
             "top_p": params.top_p,
             "seed": ask.seed,
         }
-        if params.top_k:
-            body["top_k"] = params.top_k  # not OpenAI's own, but every open server has it
+        # Not OpenAI's own, but every open server has them.
+        body |= {name: value for name in ("top_k", "min_p") if (value := getattr(params, name))}
         if api == "chat":
             if not ask.messages:
                 raise ValueError(f"request {ask.index} is plain text, expected a chat for api=chat")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.sampling import SamplingParams, transform
+from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import check_split, split_head
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.chunked import Divergence, chunked_cross_entropy, chunked_divergence
@@ -109,10 +109,7 @@ class Distillation(Objective):
 
     def _compare(self, loss: Loss, batch: Batch, states: States) -> Divergence:
         weight_N = batch.loss_mask.flatten().float()
-        return chunked_divergence(loss, *states, weight_N, transform=self._transform)
-
-    def _transform(self, logits_RV: Tensor) -> Tensor:
-        return transform(logits_RV, self.warp.temperature, self.warp.top_k, self.warp.top_p)
+        return chunked_divergence(loss, *states, weight_N, transform=self.warp.transform)
 
 
 def hidden_and_head(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,7 @@ class Prepare:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     batch_size: int = 16  # rows of the decoder
     device: str = "auto"  # auto | cpu
@@ -126,6 +127,7 @@ def sampling(config: Prepare) -> SamplingParams:
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
+        min_p=config.min_p,
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
     )

@@ -1,8 +1,10 @@
 """What the engine asks of a drafter, whatever its kind.
 
-Shapes: B rows, D levels, L = D + 1, V vocabulary.
+Shapes: B rows, D levels, L = D + 1, F nodes fed in one draft call, C children drawn from them,
+V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,44 +12,83 @@ from torch import Tensor
 
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import TokenTree
+from draftsmith.decode.tree_plan import Plan
+
+
+@dataclass(frozen=True)
+class Call:
+    """One draft call as a policy sees it: q_logits_BFV, transformed; of the children drawn from it,
+    log_q_BC and along their whole paths path_log_q_BC.
+    """
+
+    q_logits_BFV: Tensor
+    log_q_BC: Tensor
+    path_log_q_BC: Tensor
+
+
+# Says for each row [B] bool whether drafting deeper isn't worth another call.
+Enough = Callable[[Call], Tensor]
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round's request. levels: how deep to draft (K); lens_B: committed tokens of each row;
-    pending_B: the token sampled but not yet in the target's KV; top: the largest of lens_B, a plain
-    int; law: how to draw; race_BDV: log E for the token of each level, None when greedy.
+    """One round's request. plan: the tree to draft; lens_B: committed tokens of each row;
+    pending_B: the token sampled but not yet in the target's KV; active_B: rows that still decode;
+    top: at least the largest of lens_B, a plain int; law: how to draw; race_BDV: log E for the
+    token of each level, shared with the target, None when greedy or the law isn't coupled; seeds_B:
+    of the noise that laws of independent draws use, fresh each round; want_q: whether the tree must
+    carry the draft's logits; enough: asked after each call, None for trees always drafted whole.
     """
 
-    levels: int
+    plan: Plan
     lens_B: Tensor
     pending_B: Tensor
+    active_B: Tensor
     top: int
     params: SamplingParams
     law: str
     race_BDV: Tensor | None
+    seeds_B: Tensor
+    want_q: bool = False
+    enough: Enough | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a round came to: tokens_BL, of which the first n_new_B were emitted (accepted ones, then
+    the new pending one; 0: nothing changed); path_BL: the tree's node at each depth of the kept
+    path, None for chains; lens_B: committed tokens before the round.
+    """
+
+    tokens_BL: Tensor
+    n_new_B: Tensor
+    path_BL: Tensor | None
+    lens_B: Tensor
 
 
 class Drafter(Protocol):
-    """A source of proposals. It owns its state; rows are addressed as the engine's rows are."""
+    """A source of proposals. It owns its state, which it changes in place only (a captured round
+    is replayed on the same tensors); rows are addressed as the engine's rows are.
+    """
 
     kind: str
     context: int  # tokens that it can follow; beyond, decoding with it ends
-
-    def nodes(self, levels: int) -> int:
-        """The most nodes, root included, that a tree of so many levels will have."""
+    trees: bool  # whether it can draft anything but chains
+    samples: bool  # whether it can draw from a q of its own, as rules by rejection need
 
     def reset(self, rows: int, slots: int) -> None:
-        """Make room for `rows` rows of at most `slots` tokens; forget everything."""
+        """Make room for `rows` rows of at most `slots` tokens, the slots of the largest plan
+        included; forget everything.
+        """
 
     def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
         """Take in the prompts (right-padded) of the rows named, and their first sampled token."""
 
     def propose(self, request: Round) -> TokenTree:
-        """A tree of at most `request.levels` levels whose root is the pending token."""
+        """A tree of at most `request.plan.levels` levels whose root is the pending token."""
 
-    def extend(self, tokens_BL: Tensor, n_new_B: Tensor) -> None:
-        """Take in the first n_new tokens of each row, just emitted; 0 changes nothing."""
+    def extend(self, kept: Kept) -> None:
+        """Take in the tokens just emitted."""
 
     @property
     def parameter_bytes(self) -> int:

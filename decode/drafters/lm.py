@@ -1,89 +1,93 @@
 """A standalone draft language model as the drafter.
 
-Shapes: B rows, D levels, L = D + 1, N prompt tokens, V vocabulary.
+Shapes: B rows, L tokens of a kept path, N prompt tokens or nodes, F nodes fed, V vocabulary.
 """
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Round
+from draftsmith.decode.drafters.base import Kept, Round
+from draftsmith.decode.growth import Frontier, grow
 from draftsmith.decode.runner import Runner, Seen, round_up
-from draftsmith.decode.sampling import choose, transform
-from draftsmith.decode.token_tree import WITH_REPLACEMENT, TokenTree, chain
+from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.target import split_head
 
 
 class LMDrafter:
-    """Chains from a small causal LM with a KV pool of its own.
+    """Trees and chains from a small causal LM with a KV pool of its own.
 
     tail_B2 holds each row's last two tokens, the second one pending. The first draft call feeds
-    both: that brings the KV up to date whatever was accepted (after a full acceptance the last
-    drafted token was never fed), so catching up costs no pass of its own.
+    both: that brings the KV up to date whatever was accepted (a kept leaf was never fed), so
+    catching up costs no pass of its own.
     """
 
     kind = "lm"
+    trees = samples = True
 
     def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
         self.runner = Runner(model, vocab_size)
         self.context = context_of(model)
 
-    def nodes(self, levels: int) -> int:
-        return levels + 1
-
     def reset(self, rows: int, slots: int) -> None:
-        device = self.runner.device
         self.pool = self.runner.pool(rows, slots)
-        self.tail_B2 = torch.zeros(rows, 2, dtype=torch.int64, device=device)
+        self.tail_B2 = torch.zeros(rows, 2, dtype=torch.int64, device=self.runner.device)
+        self.slot_BN: Tensor | None = None  # where the last round's nodes were fed, beyond lens
 
     def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
+        self.pool.clear(rows_R)
         self.runner.prefill(self.pool, rows_R, tokens_RN, lens_R)
         last_R = tokens_RN.gather(1, lens_R[:, None] - 1)[:, 0]
         self.tail_B2[rows_R] = torch.stack([last_R, pending_R], 1)
 
     def propose(self, request: Round) -> TokenTree:
-        params, levels = request.params, request.levels
-        first_slot_B = request.lens_B - 1
-        width = min(round_up(request.top + levels), self.pool.slots)
-        tokens = [request.pending_B]
-        q_logits = []
-        fed_BN = self.tail_B2
-        for level in range(levels):
-            slot_B = first_slot_B if level == 0 else request.lens_B + level
-            q_logits_BV = self._last_logits(fed_BN, slot_B, width)
-            q_logits_BV = transform(q_logits_BV, params.temperature, params.top_k, params.top_p)
-            race_BV = None if request.race_BDV is None else request.race_BDV[:, level]
-            tokens.append(choose(q_logits_BV, race_BV))
-            q_logits.append(q_logits_BV)
-            fed_BN = tokens[-1][:, None]
-        return TokenTree(
-            torch.stack(tokens, 1),
-            chain(levels, self.runner.device),
-            request.law,
-            torch.stack(q_logits, 1) if request.law == WITH_REPLACEMENT else None,
-        )
+        width = min(round_up(request.top + request.plan.slots), self.pool.slots)
 
-    def extend(self, tokens_BL: Tensor, n_new_B: Tensor) -> None:
-        known = torch.cat([self.tail_B2, tokens_BL], 1)
-        at_B2 = n_new_B[:, None] + torch.arange(2, device=known.device)
-        self.tail_B2 = known.gather(1, at_B2)
+        def feed(frontier: Frontier) -> Tensor:
+            return self._logits(request, frontier, width)
+
+        tree, self.slot_BN = grow(request, feed)
+        return tree
+
+    def extend(self, kept: Kept) -> None:
+        known_B = torch.cat([self.tail_B2, kept.tokens_BL], 1)
+        at_B2 = kept.n_new_B[:, None] + torch.arange(2, device=known_B.device)
+        self.tail_B2.copy_(known_B.gather(1, at_B2))
+        if kept.path_BL is not None:
+            source_BL = kept.path_BL
+            if self.slot_BN is not None:
+                source_BL = self.slot_BN.gather(1, source_BL)
+            target_L = torch.arange(source_BL.shape[1], device=source_BL.device)
+            first_B1 = kept.lens_B[:, None]
+            self.pool.commit(first_B1 + source_BL, first_B1 + target_L)
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of the weights one draft call reads: everything but an untied embedding table."""
         return weights_read(self.runner.model)
 
-    def _last_logits(self, tokens_BN: Tensor, first_slot_B: Tensor, width: int) -> Tensor:
-        length = tokens_BN.shape[1]
-        at_BN = first_slot_B[:, None] + torch.arange(length, device=tokens_BN.device)
-        seen = Seen(first_slot_B, width)
-        hidden_BNH = self.runner.verify(self.pool, tokens_BN, at_BN, at_BN, seen)
-        return self.runner.logits(hidden_BNH[:, -1])
+    def _logits(self, request: Round, frontier: Frontier, width: int) -> Tensor:
+        """Raw logits [B, F, V] of the nodes to feed."""
+        if frontier.block is None:
+            # The tail at first, then one token after another: a chain as far as it goes.
+            length = 2 if frontier.depth == 0 else 1
+            tokens_BN = frontier.tokens_BF if frontier.depth else self.tail_B2
+            first_B = request.lens_B + (frontier.depth + 1 - length)
+            at_BN = first_B[:, None] + torch.arange(length, device=first_B.device)
+            seen = Seen(first_B, width)
+            hidden_BNH = self.runner.verify(self.pool, tokens_BN, at_BN, at_BN, seen)
+            return self.runner.logits(hidden_BNH[:, -1:])
+        slots_BF = request.lens_B[:, None] + frontier.slot_F
+        positions_BF = (request.lens_B[:, None] + frontier.depth).expand_as(slots_BF)
+        seen = Seen(request.lens_B, width, frontier.block, frontier.depth_M)
+        return self.runner.logits(
+            self.runner.verify(self.pool, frontier.tokens_BF, positions_BF, slots_BF, seen)
+        )
 
 
 def context_of(model: PreTrainedModel) -> int:
     """Positions that a model is configured for."""
-    return int(getattr(model.config, "max_position_embeddings", 1 << 30))
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
 
 
 def weights_read(model: PreTrainedModel) -> int:

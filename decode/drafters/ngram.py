@@ -8,7 +8,7 @@ Shapes: B rows, S known tokens, L emitted window, N prompt tokens.
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Round
+from draftsmith.decode.drafters.base import Kept, Round
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, chain
 
 
@@ -16,12 +16,13 @@ class NgramDrafter:
     """Matches the longest ending of at most `longest` tokens; among equal lengths, the latest
     match.
 
-    When no row of the batch has a match, the round is plain decoding; that is decided on the host,
-    one flag a round. A row without a match beside one with a match proposes what it has, and those
-    tokens count as drafted.
+    When no row of the batch has a match, the round is plain decoding; on a CPU, where reading the
+    flag costs nothing and idle products do. A row without a match beside one with a match proposes
+    what it has, and those tokens count as drafted.
     """
 
     kind = "ngram"
+    trees = samples = False
     context = 1 << 30
     parameter_bytes = 0
 
@@ -29,9 +30,6 @@ class NgramDrafter:
         if longest < 1:
             raise ValueError(f"ngram: got longest={longest}, expected at least 1")
         self.longest, self.device = longest, torch.device(device)
-
-    def nodes(self, levels: int) -> int:
-        return levels + 1
 
     def reset(self, rows: int, slots: int) -> None:
         # -1 never equals a token, so what lies beyond a row's length never matches.
@@ -49,7 +47,9 @@ class NgramDrafter:
         text_BS = self.text_BS[:, : request.top + 1]
         follow_B = self._last_match(text_BS)
         found_B = follow_B >= 0
-        levels = request.levels if bool(found_B.any()) else 0
+        levels = request.plan.levels
+        if self.device.type == "cpu" and not bool((found_B & request.active_B).any()):
+            levels = 0
         step_D = torch.arange(levels, device=self.device)
         at_BD = follow_B[:, None] + step_D
         # Past the end of the text the match is continued periodically from its own start.
@@ -61,13 +61,14 @@ class NgramDrafter:
         tokens_BN = torch.cat([request.pending_B[:, None], drafted_BD], 1)
         return TokenTree(tokens_BN, chain(levels, self.device), DETERMINISTIC)
 
-    def extend(self, tokens_BL: Tensor, n_new_B: Tensor) -> None:
+    def extend(self, kept: Kept) -> None:
+        tokens_BL, n_new_B = kept.tokens_BL, kept.n_new_B
         step_L = torch.arange(tokens_BL.shape[1], device=self.device)
         at_BL = (self.lens_B[:, None] + step_L).clamp(max=self.text_BS.shape[1] - 1)
         new_BL = step_L < n_new_B[:, None]
         old_BL = self.text_BS.gather(1, at_BL)
         self.text_BS.scatter_(1, at_BL, torch.where(new_BL, tokens_BL, old_BL))
-        self.lens_B = self.lens_B + n_new_B
+        self.lens_B += n_new_B
 
     def _last_match(self, text_BS: Tensor) -> Tensor:
         """Where the continuation of the best match begins, or -1; [B]."""

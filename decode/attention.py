@@ -1,0 +1,346 @@
+"""Attention of new tokens over the slots of their rows: one registered function, four backends.
+
+    masked  one masked sdpa over the attended slots, the reference. A result depends on shapes alone
+            (not on where a row's length falls), so it is the one for same-shape comparisons.
+    split   the committed prefix and the block of new slots apart, merged by their log-sum-exps.
+    varlen  the same, the prefix by torch's variable-length flash attention, which reads each row's
+            own length alone. CUDA, bf16 or fp16.
+    flex    flex attention over the same mask; compiled on CUDA.
+
+All give what masked sdpa gives, up to rounding. `auto` is masked on the CPU and varlen on CUDA
+where torch has it: the choice for CUDA follows from what is read and has not been measured.
+
+Queries of the heads that share a key-value head are packed: they become more rows of one product,
+so keys and values are never repeated. A sliding window of W shows a query at position t the
+positions t - W < position <= t, as in transformers. An attention sink (GPT-OSS) is one more logit
+without a value: it scales the result by sigmoid(log-sum-exp - sink).
+
+Shapes: B rows, N queries a row, S slots, M slots of the block, H query heads, K key-value heads,
+G = H / K, R = G * N packed rows, E head width.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention import varlen
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION = "draftsmith_slots"
+PIECE = 256  # queries at a time where scores are held: a long prompt's would not fit at once
+# What the flash call must be able to do for `varlen`; older signatures lack some of it.
+NEEDED = {"seqused_k", "return_aux", "scale"}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What new tokens attend to: the first lens_B slots of their row and, of the block of slots
+    that begins there, what `block` marks: [N, M] or [B, N, M], True where query n sees slot
+    lens + m. Without a block the queries are a chain: query n sees slots up to lens + n. width: of
+    the slots looked at, a plain int that covers them all. depth: [M] or [B, M], how far beyond lens
+    the position of each slot of the block is (a chain: 0, 1, ...).
+    """
+
+    lens_B: Tensor
+    width: int
+    block: Tensor | None = None
+    depth: Tensor | None = None
+
+
+class Attend:
+    """What one pass attends to, by which backend; masks are made once for all layers of a kind.
+
+    positions_BN: of the queries. window, wherever it is asked for: None is full attention.
+    """
+
+    def __init__(
+        self, seen: Seen, positions_BN: Tensor, *, groups: int, dtype: torch.dtype, backend: str
+    ) -> None:
+        self.seen, self.positions_BN, self.backend = seen, positions_BN, backend
+        self.groups, self.dtype = groups, dtype
+        self._made: dict[tuple[str, int | None], Any] = {}
+
+    def once(self, name: str, window: int | None, make: Callable[[int | None], Any]) -> Any:
+        """make(window), made at the first call."""
+        if (name, window) not in self._made:
+            self._made[name, window] = make(window)
+        return self._made[name, window]
+
+    def mask(self, window: int | None = None) -> Tensor:
+        """Additive mask [B, 1, R, S] over the attended slots."""
+        return self.once("mask", window, lambda w: self._additive(self.allowed(w)))
+
+    def allowed(self, window: int | None) -> Tensor:
+        """[B, N, S], True where a query sees a slot."""
+        seen, length = self.seen, self.positions_BN.shape[1]
+        slot_S = torch.arange(seen.width, device=seen.lens_B.device)
+        at_BS = slot_S.expand(len(seen.lens_B), -1)
+        if seen.block is None:
+            step_N = torch.arange(length, device=slot_S.device)
+            allowed_BNS = slot_S <= (seen.lens_B[:, None] + step_N)[..., None]
+        else:
+            nodes = seen.block.shape[-1]
+            node_BS = slot_S - seen.lens_B[:, None]
+            inside_BS = (node_BS >= 0) & (node_BS < nodes)
+            node_BS = node_BS.clamp(0, nodes - 1)
+            node_BNS = node_BS[:, None].expand(-1, length, -1)
+            family_BNS = seen.block.expand(len(node_BS), -1, -1).gather(2, node_BNS)
+            before_BS = slot_S < seen.lens_B[:, None]
+            allowed_BNS = (family_BNS & inside_BS[:, None]) | before_BS[:, None]
+            if seen.depth is not None:
+                depth_BS = seen.depth.expand(len(node_BS), -1).gather(1, node_BS)
+                at_BS = torch.where(inside_BS, seen.lens_B[:, None] + depth_BS, slot_S)
+        return self._near(allowed_BNS, at_BS, window)
+
+    def prefix(self, window: int | None) -> Tensor:
+        """Additive mask [B, 1, R, S] of the committed slots alone."""
+        lens_B, length = self.seen.lens_B, self.positions_BN.shape[1]
+        slot_BS = torch.arange(self.seen.width, device=lens_B.device).expand(len(lens_B), -1)
+        before_BNS = (slot_BS < lens_B[:, None])[:, None].expand(-1, length, -1)
+        return self._additive(self._near(before_BNS, slot_BS, window))
+
+    def block(self, window: int | None) -> Tensor:
+        """Additive mask [B, 1, R, M] of the block of new slots."""
+        lens_B, length = self.seen.lens_B, self.positions_BN.shape[1]
+        family, depth = self.seen.block, self.seen.depth
+        if family is None:
+            family = torch.ones(length, length, dtype=torch.bool, device=lens_B.device).tril()
+        if depth is None:
+            depth = torch.arange(family.shape[-1], device=lens_B.device)
+        at_BM = lens_B[:, None] + depth
+        family_BNM = family.expand(len(lens_B), -1, -1)
+        return self._additive(self._near(family_BNM, at_BM, window))
+
+    def block_slots(self) -> Tensor:
+        """Slots [B, M] of the block."""
+        block = self.seen.block
+        nodes = self.positions_BN.shape[1] if block is None else block.shape[-1]
+        return self.seen.lens_B[:, None] + torch.arange(nodes, device=self.seen.lens_B.device)
+
+    def _near(self, allowed_BNS: Tensor, at_BS: Tensor, window: int | None) -> Tensor:
+        """What is allowed and, by the positions of the slots, inside the window."""
+        if window is None:
+            return allowed_BNS
+        return allowed_BNS & (at_BS[:, None] > self.positions_BN[..., None] - window)
+
+    def _additive(self, allowed_BNS: Tensor) -> Tensor:
+        return additive(allowed_BNS, self.groups, self.dtype)
+
+
+def additive(allowed_BNS: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask [B, 1, G * N, S] of packed queries."""
+    batch, length, width = allowed_BNS.shape
+    mask = torch.zeros(batch, 1, 1, length, width, dtype=dtype, device=allowed_BNS.device)
+    mask = mask.masked_fill_(~allowed_BNS[:, None, None], float("-inf"))
+    return mask.expand(-1, 1, groups, -1, -1).reshape(batch, 1, -1, width)
+
+
+def mix(
+    attend: Attend,
+    query_BHNE: Tensor,
+    key_BKSE: Tensor,
+    value_BKSE: Tensor,
+    *,
+    scale: float | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Attention by the backend of `attend`, [B, N, H, E]."""
+    batch, heads, length, width = query_BHNE.shape
+    packed_BKRE = query_BHNE.reshape(batch, key_BKSE.shape[1], -1, width)
+    scale = width**-0.5 if scale is None else scale
+    if attend.backend == "masked" and sinks_H is None:
+        mask = attend.mask(window)
+        mixed = F.scaled_dot_product_attention(packed_BKRE, key_BKSE, value_BKSE, mask, scale=scale)
+        return mixed.view(batch, heads, length, -1).transpose(1, 2)
+    mixed, lse_BKR = BACKENDS[attend.backend](
+        attend, packed_BKRE, key_BKSE, value_BKSE, scale, window
+    )
+    mixed = mixed.reshape(batch, heads, length, -1)
+    if sinks_H is not None:
+        mixed = mixed * kept(lse_BKR.reshape(batch, heads, length), sinks_H)
+    return mixed.to(query_BHNE.dtype).transpose(1, 2)
+
+
+def weigh(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(mixed [B, K, R, E], log-sum-exp [B, K, R]), both at least fp32; a row that sees nothing is 0
+    with -inf.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query.to(wide) * scale) @ key.to(wide).transpose(-1, -2) + mask
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.clamp(min=torch.finfo(wide).min)[..., None]).exp()
+    return weights @ value.to(wide), lse
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One attention from attentions over disjoint slots: each weighs exp(its log-sum-exp)."""
+    lse = torch.stack([part_lse for _, part_lse in parts]).logsumexp(0)
+    mixed = [out.to(lse.dtype) * (part - lse).exp()[..., None] for out, part in parts]
+    return torch.stack(mixed).sum(0), lse
+
+
+def kept(lse_BHN: Tensor, sinks_H: Tensor) -> Tensor:
+    """[B, H, N, 1]: the share of the weight that an attention sink leaves."""
+    return torch.sigmoid(lse_BHN - sinks_H[None, :, None])[..., None]
+
+
+def _masked(
+    attend: Attend, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    return weigh(query, key, value, attend.mask(window), scale)
+
+
+def _block(
+    attend: Attend, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    at_BM = attend.once("slots", None, lambda _: attend.block_slots())
+    at_BKME = at_BM[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
+    mask = attend.once("block", window, attend.block)
+    return weigh(query, key.gather(2, at_BKME), value.gather(2, at_BKME), mask, scale)
+
+
+def _split(
+    attend: Attend, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    width, mask = attend.seen.width, attend.once("prefix", window, attend.prefix)
+    before = weigh(query, key[:, :, :width], value[:, :, :width], mask, scale)
+    return merge([before, _block(attend, query, key, value, scale, window)])
+
+
+def _varlen(
+    attend: Attend, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    if window is not None:  # a node's window depends on its depth, which the kernel doesn't know
+        return _split(attend, query, key, value, scale, window)
+    batch, _, rows, _ = query.shape
+    lens_B = attend.once("lens", None, lambda _: attend.seen.lens_B.int())
+    steps = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+    # Whole rows of the pool, so that keys and values are views of it.
+    tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    mixed, lse = flash(
+        *tokens,
+        steps * rows,
+        steps * key.shape[2],
+        rows,
+        attend.seen.width,
+        scale=scale,
+        seqused_k=lens_B,
+        return_aux=varlen.AuxRequest(lse=True),
+    )
+    mixed = mixed.unflatten(0, (batch, rows)).transpose(1, 2)
+    lse_BKR = lse.unflatten(1, (batch, rows)).transpose(0, 1)  # [K, B * R], whatever the docs say
+    # What the kernel answers for a row without a prefix is its own affair.
+    lse_BKR = lse_BKR.masked_fill((lens_B == 0)[:, None, None], float("-inf"))
+    mixed = mixed.masked_fill((lens_B == 0)[:, None, None, None], 0)
+    return merge([(mixed, lse_BKR), _block(attend, query, key, value, scale, window)])
+
+
+def _flex(
+    attend: Attend, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    def blocks(window: int | None) -> flex.BlockMask:
+        allowed_BNS = attend.allowed(window).repeat(1, attend.groups, 1)
+        batch, rows, width = allowed_BNS.shape
+
+        def sees(b: Tensor, h: Tensor, q: Tensor, slot: Tensor) -> Tensor:
+            return allowed_BNS[b, q, slot]
+
+        return flex.create_block_mask(sees, batch, None, rows, width, device=query.device)
+
+    mask = attend.once("flex", window, blocks)
+    call: Any = _compiled_flex() if query.is_cuda else flex.flex_attention
+    request = flex.AuxRequest(lse=True)
+    mixed, aux = call(query, key, value, block_mask=mask, scale=scale, return_aux=request)
+    return mixed, aux.lse
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex.flex_attention)
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    attend: Attend | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' layers call. Without `attend` (the model's own forward, and prefill) it is
+    transformers' sdpa under the model's own mask, with sinks where the layer has them.
+    """
+    sinks_H, window = kwargs.get("s_aux"), kwargs.get("sliding_window")
+    if attend is not None:
+        mixed = mix(attend, query, key, value, scale=scaling, window=window, sinks_H=sinks_H)
+        return mixed, None
+    if sinks_H is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    pieces = []
+    for first in range(0, query.shape[2], PIECE):
+        part = query[:, :, first : first + PIECE]
+        if attention_mask is not None:
+            allowed = attention_mask[:, 0, first : first + PIECE]
+        else:  # transformers' sign for causal from the first key on; one query sees all
+            step_S = torch.arange(key.shape[2], device=query.device)
+            step_N = torch.arange(part.shape[2], device=query.device)
+            allowed = ((step_S <= first + step_N[:, None]) | (query.shape[2] == 1))[None]
+        pieces.append(_own_sinks(part, key, value, allowed, scale, sinks_H))
+    return torch.cat(pieces, 2).transpose(1, 2), None
+
+
+def _own_sinks(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float, sinks_H: Tensor
+) -> Tensor:
+    """[B, H, N, E] under a boolean mask [1 or B, N, S], with sinks."""
+    batch, heads, length, width = query.shape
+    mask = additive(allowed, heads // key.shape[1], query.dtype)
+    packed = query.reshape(batch, key.shape[1], -1, width)
+    mixed, lse = weigh(packed, key, value, mask, scale)
+    share = kept(lse.view(batch, heads, length), sinks_H)
+    return (mixed.reshape(batch, heads, length, -1) * share).to(query.dtype)
+
+
+def available(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The backends that this torch has on this device for this dtype."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    flashes = (
+        device.type == "cuda" and half and inspect.signature(flash).parameters.keys() >= NEEDED
+    )
+    return ["masked", "split", *(["varlen"] if flashes else []), "flex"]
+
+
+def resolve(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend meant by `name`; ValueError, naming those at hand, for one that isn't."""
+    found = available(device, dtype)
+    if name == "auto":
+        return "varlen" if "varlen" in found else "masked"
+    if name not in found:
+        raise ValueError(
+            f"attention: got {name!r}, expected auto, {', '.join(found)}: what torch "
+            f"{torch.__version__} has on {device.type} in {str(dtype).removeprefix('torch.')} "
+            "(varlen needs CUDA and bfloat16 or float16)"
+        )
+    return name
+
+
+flash: Callable[..., Any] = varlen.varlen_attn
+BACKENDS = {"masked": _masked, "split": _split, "varlen": _varlen, "flex": _flex}
+AttentionInterface.register(ATTENTION, slot_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

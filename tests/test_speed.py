@@ -1,0 +1,76 @@
+"""Speed over all prompts and by category, on counts and seconds small enough to check by hand."""
+
+import pytest
+
+from draftsmith.decode import speed
+from draftsmith.decode.prompts import Prompt
+from draftsmith.decode.request import Completion, Counters
+from draftsmith.decode.turns import Arm
+
+
+def prompts(*categories: str) -> list[Prompt]:
+    return [Prompt([1], category, i, "") for i, category in enumerate(categories)]
+
+
+def arm(*turns: tuple[int, int, float, float]) -> Arm:
+    """One answer a turn: (prompt, emitted, prefill seconds, decode seconds); two tokens a round."""
+    found = Arm()
+    last = -1
+    for index, emitted, prefill, decode in turns:
+        counters = Counters(
+            rounds=emitted // 2, emitted=emitted, prefill_seconds=prefill, decode_seconds=decode
+        )
+        # The prefill's own token comes on top.
+        found.completions.append(
+            Completion(index, [1], tokens=[0] * (emitted + 1), counters=counters)
+        )
+        if index != last:
+            found.tokens.append(0)
+            found.seconds.append(0.0)
+        found.tokens[-1] += emitted
+        found.seconds[-1] += decode
+        last = index
+    return found
+
+
+PLAIN = arm((0, 10, 1.0, 10.0), (1, 6, 0.5, 6.0), (1, 4, 0.5, 4.0), (2, 20, 1.0, 20.0))
+SPEC = arm((0, 10, 1.0, 5.0), (1, 6, 0.5, 2.0), (1, 4, 0.5, 3.0), (2, 20, 1.0, 4.0))
+
+
+def test_the_two_ways_by_hand() -> None:
+    got = speed.speedups(PLAIN, SPEC)
+    assert got["speedup"] == pytest.approx((40 / 14) / (40 / 40))
+    # A question's tokens and seconds are those of its turns together, prefill included.
+    assert speed.rates(SPEC) == pytest.approx([11 / 6, 12 / 6, 21 / 5])
+    assert got["speedup_specbench"] == pytest.approx(
+        (11 / 6 + 12 / 6 + 21 / 5) / (11 / 11 + 12 / 11 + 21 / 21)
+    )
+    assert got["speedup_interval"][0] <= got["speedup"] <= got["speedup_interval"][1]
+
+
+def test_spec_bench_takes_mt_bench_as_one() -> None:
+    asked = prompts("writing", "coding", "qa")
+    fine = speed.by_category(asked, PLAIN, SPEC, 1)
+    assert list(fine) == ["writing", "coding", "qa"]
+    assert [row["n_prompts"] for row in fine.values()] == [1, 1, 1]
+    grouped = speed.specbench(asked, PLAIN, SPEC, 1)
+    assert list(grouped) == ["mt_bench", "qa", "overall"]
+    assert grouped["mt_bench"]["n_prompts"] == 2 and grouped["overall"]["n_prompts"] == 3
+    assert grouped["mt_bench"]["tau"] == 2.0
+    assert grouped["mt_bench"]["speedup"] == pytest.approx((20 / 10) / (20 / 20))
+    assert grouped["mt_bench"]["speedup_specbench"] == pytest.approx(
+        (11 / 6 + 12 / 6) / (11 / 11 + 12 / 11)
+    )
+    assert grouped["qa"] == fine["qa"]
+    everything = speed.speedups(PLAIN, SPEC)
+    for key in ("speedup", "speedup_specbench"):
+        assert grouped["overall"][key] == pytest.approx(everything[key])
+    assert speed.specbench(prompts("writing", "mine", "qa"), PLAIN, SPEC, 1) == {}
+
+
+def test_rows_that_shared_a_batch_have_no_speed_of_their_own() -> None:
+    row = speed.by_category(prompts("a", "b", "a"), PLAIN, SPEC, 2)["a"]
+    assert row == {"tau": 2.0, "speedup": None, "speedup_specbench": None, "n_prompts": 2}
+    nothing = arm((0, 0, 1.0, 0.0))
+    row = speed.by_category(prompts("a"), nothing, nothing, 1)["a"]
+    assert row == {"tau": None, "speedup": None, "speedup_specbench": None, "n_prompts": 1}

@@ -1,0 +1,137 @@
+"""The round as one piece: nothing in it reads the device, and its recording is itself."""
+
+import pytest
+import torch
+from test_engine import PROMPTS, SETTINGS, truths
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.engine import Decoder
+from draftsmith.decode.graphs import Graphs, Round
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.step import Batch, Told
+
+MODES = {
+    "chain": {},
+    "static": {"tree": "eagle-25"},
+    "dynamic": {"tree": "dynamic:3,3,9"},
+    "block": {"rule": "block"},
+    "recursive": {"rule": "recursive", "tree": "eagle-25"},
+    "traversal": {"rule": "traversal", "tree": "eagle-25", "K": 2},
+    "typical": {"lossy": "typical", "allow_lossy": True},
+    "split": {"attention": "split", "tree": "eagle-25"},
+}
+
+
+def started(decoder: Decoder, params: SamplingParams) -> Batch:
+    batch = decoder._open(PROMPTS, params, None)
+    decoder._admit(batch)
+    list(decoder._hear(batch, decoder._launch(batch, None)))
+    return batch
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=["greedy", "t1", "filtered"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_round_never_reads_the_device(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    mode: str,
+    params: SamplingParams,
+) -> None:
+    """Fake tensors have no values: `.item()`, `nonzero` and the like raise."""
+    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=4, **MODES[mode])
+    batch = started(decoder, params)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        told = decoder.stepper.step(batch, decoder.policy.next_plan(), 64, None)
+    assert told.table.shape == (4, 2 * (told.levels + 1) + 4)
+
+
+def test_a_policy_that_asks_after_each_call_does_read_it(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """The check above can fail."""
+    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, policy="confidence")
+    batch = started(decoder, SETTINGS[0])
+    read = (DataDependentOutputException, DynamicOutputShapeException)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(read):
+        decoder.stepper.step(batch, decoder.policy.next_plan(), 64, decoder.policy.enough)
+
+
+@pytest.mark.parametrize("params", SETTINGS[:2], ids=["greedy", "t1"])
+@pytest.mark.parametrize("mode", ["chain", "static", "dynamic"])
+def test_a_recorded_round_is_the_round(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    mode: str,
+    params: SamplingParams,
+) -> None:
+    """Recorded once for each kind and replayed on the same tensors, read one round late, over two
+    calls whose rows come and go: the same tokens. The recorder stands in for CUDA's: what it
+    records is the list of tensor operations, so whatever the host decided is frozen in it.
+    """
+    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=2, **MODES[mode])
+    decoder.late = True
+    recordings = []
+
+    def record(run: Round) -> Round:
+        assert decoder._batch is not None
+        rows = decoder._batch.rows
+        state = [rows.lens_B, rows.pending_B, rows.rounds_B, rows.room_B, rows.active_B]
+        state += [drafter.tail_B2, drafter.pool.kv_2LBSHE, decoder._batch.pool.kv_2LBSHE]
+        shape = {}
+
+        def table() -> torch.Tensor:
+            told = run()
+            shape.update(levels=told.levels, nodes=told.nodes)
+            return told.table
+
+        with torch.inference_mode():
+            before = [tensor.clone() for tensor in state]
+            traced = make_fx(table)()
+            for tensor, was in zip(state, before, strict=True):
+                tensor.copy_(was)
+        recordings.append(traced)
+
+        def replay() -> Told:
+            with torch.inference_mode():
+                return Told(traced(), **shape)
+
+        return replay
+
+    decoder.graphs = Graphs(decoder.stepper, record)
+    expected = truths(tiny_target, tiny_tokenizer, params)
+    for _ in range(2):
+        assert [c.tokens for c in decoder.generate(PROMPTS, params)] == expected
+    assert len(recordings) == 1
+
+
+def test_state_is_changed_in_place(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=4)
+    batch = started(decoder, SETTINGS[1])
+
+    def places() -> dict[str, int]:
+        held = {**vars(batch.rows), **vars(drafter), **vars(batch.pool)}
+        return {k: v.data_ptr() for k, v in held.items() if isinstance(v, torch.Tensor)}
+
+    before = places()
+    assert len(before) > 8
+    list(decoder._hear(batch, decoder._launch(batch, None)))
+    assert places() == before
