@@ -10,6 +10,7 @@ graphs. `target=8B draft=EAGLE`: random models of those shapes. Rows, page and p
 docs/results/cost.*
 """
 
+import os
 import statistics
 import sys
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(settings.threads)
     rows = []
     for role, name in (("target", settings.target), ("draft", settings.draft)):
+        if not (name in SHAPES or os.path.isdir(name)):
+            raise SystemExit(f"got no folder {name}; run `make quickstart` first, or name another")
         if name in SHAPES:
             model = device.counting_lm(SHAPES[name], settings.device)
         else:
@@ -61,7 +64,7 @@ def main(argv: list[str]) -> None:
             model.to(settings.device)
         runner = Runner(model, model.config.vocab_size)
         for axis in track(AXES, description=f"{role} {name}", transient=True):
-            rows.append(sweep(runner, role, axis, settings))
+            rows.append({"target": name, **sweep(runner, role, axis, settings)})
     about = (
         f"{command()}, {settings.dtype}: target {settings.target}, draft {settings.draft}; a line "
         f"through the times of forwards of N tokens a row, else N = 1, batch 1, {BASE['context']} "
@@ -85,7 +88,7 @@ def sweep(runner: Runner, role: str, axis: str, settings: Cost) -> dict[str, Any
     what = f"{role}, {AXES[axis][0]} {sizes[0]}-{sizes[-1]}: {line}"
     growth = [b / a for a, b in pairwise(seconds)]
     found = lower(what, "proportional", growth, [2.0] * len(growth), "times a doubling")
-    return found | {"axis": axis, "size": sizes, "seconds": seconds, "base": base, "slope": slope}
+    return found | {"axis": axis, "size": sizes, "times": seconds, "base": base, "slope": slope}
 
 
 def picture(rows: list[dict[str, Any]]) -> str:
@@ -96,7 +99,7 @@ def picture(rows: list[dict[str, Any]]) -> str:
         series = [
             Series(name, css, ms, [f"{m:.3g}" for m in ms])
             for r, name, css in zip(pair, ("target", "draft"), "ab", strict=True)
-            for ms in [[1e3 * s for s in r["seconds"]]]
+            for ms in [[1e3 * s for s in r["times"]]]
         ]
         places = [str(size) for size in pair[0]["size"]]
         chart = columns(words, places, series, x_label=words, y_label="ms a forward")

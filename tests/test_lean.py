@@ -115,7 +115,7 @@ def test_weights_are_held_once_and_follow_changes_in_place(tmp_path: Path) -> No
 
 
 def test_a_lean_form_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.decode.lean._norm", lambda norm, x: x)
+    monkeypatch.setattr("draftsmith.decode.lean.Norm.__call__", lambda norm, x: x)
     runner = Runner(made("llama"), 120)
     assert runner.call == runner._whole
 
