@@ -77,6 +77,10 @@ class Decoder:
         self.eos_ids = eos_ids(target, tokenizer)
         # On a CPU a round is over when its call returns: reading it late would only waste one.
         self.late = self.settings.fast and self.runner.device.type == "cuda"
+        if self.late:
+            for runner in (self.runner, getattr(drafter, "runner", None)):
+                if runner is not None:
+                    runner.compile()
         # A policy that is asked after each call decides on the host: nothing to capture.
         self.graphs = Graphs(self.stepper) if self.late and self.policy.enough is None else None
         self.memory: memory.MemoryPlan | None = None  # of the last call

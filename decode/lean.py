@@ -14,7 +14,8 @@ used; everything else takes that forward.
 Shapes: B rows, N tokens, S slots, H hidden, E head width, G query heads a key-value head.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,8 @@ class LeanBody:
         self.layers = [LeanLayer(layer, index) for index, layer in enumerate(layers)]
         self.embedding_VH = body.embed_tokens.weight
         self.norm = Norm(body.norm)
+        self.enter: Callable[..., Any] = enter
+        self.leave: Callable[..., Any] = leave
         weight = self.embedding_VH
         # A draft at the end of the context reaches a little beyond it; nothing there is kept.
         positions_1S = torch.arange(body.config.max_position_embeddings + 64, device=weight.device)
@@ -71,89 +74,152 @@ class LeanBody:
         first = self.layers[0]
         return all(p.current for p in (first.qkv, first.out, first.gate_up, first.down))
 
+    def compile(self, **options: Any) -> None:
+        """Compile what lies between the attentions. Weights come in as arguments, so one graph
+        serves all layers; prompts, whose lengths never repeat, are left as they are.
+        """
+        self.enter, self.leave = torch.compile(enter, **options), torch.compile(leave, **options)
+
     def __call__(
         self, tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor | None, cache: SlotCache
     ) -> Tensor:
+        compiled = cache.attend is not None and self.enter is not enter
         hidden_BNH = F.embedding(tokens_BN, self.embedding_VH)
-        cos_BN1E = self.cos_SE[positions_BN].unsqueeze(2)
-        sin_BN1E = self.sin_SE[positions_BN].unsqueeze(2)
+        rotary = self.cos_SE[positions_BN].unsqueeze(2), self.sin_SE[positions_BN].unsqueeze(2)
         for layer in self.layers:
-            hidden_BNH = layer.attend(hidden_BNH, (cos_BN1E, sin_BN1E), mask, cache)
-            hidden_BNH = layer.feed_forward(hidden_BNH)
+            if compiled:
+                q, k, v = self.enter(hidden_BNH, rotary, layer.entry.tensors, layer.sizes)
+            else:
+                q, k, v = enter(hidden_BNH, rotary, layer.entry, layer.sizes)
+            mixed = layer.attend(q, k, v, mask, cache)
+            if compiled:
+                hidden_BNH = self.leave(hidden_BNH, mixed, layer.exit.tensors, layer.activation)
+            else:
+                hidden_BNH = leave(hidden_BNH, mixed, layer.exit, layer.activation)
         return self.norm(hidden_BNH)
 
 
+class Entry(NamedTuple):
+    """What a layer does before its attention: a norm, queries, keys and values, their norms."""
+
+    norm: Any
+    qkv: Any
+    q_norm: Any
+    k_norm: Any
+
+    @property
+    def tensors(self) -> "Entry":
+        return Entry(*(None if part is None else part.tensors for part in self))
+
+
+class Exit(NamedTuple):
+    """What it does after it: the output, a norm, and the feed-forward."""
+
+    out: Any
+    norm: Any
+    gate_up: Any
+    down: Any
+
+    @property
+    def tensors(self) -> "Exit":
+        return Exit(*(part.tensors for part in self))
+
+
+def enter(
+    hidden_BNH: Tensor, rotary: tuple[Tensor, Tensor], part: Entry, sizes: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [B, N, heads, E], turned to their positions. sizes: query heads, key
+    heads, E.
+    """
+    q_heads, kv_heads, width = sizes
+    batch, length, _ = hidden_BNH.shape
+    heads = _product(part.qkv, _normed(part.norm, hidden_BNH)).view(batch, length, -1, width)
+    turned = heads[:, :, : q_heads + kv_heads]
+    if part.q_norm is not None:
+        query, key = turned.split([q_heads, kv_heads], dim=2)
+        turned = torch.cat([_normed(part.q_norm, query), _normed(part.k_norm, key)], 2)
+    cos_BN1E, sin_BN1E = rotary
+    turned = torch.addcmul(turned * cos_BN1E, turned.roll(width // 2, -1), sin_BN1E)
+    return turned[:, :, :q_heads], turned[:, :, q_heads:], heads[:, :, q_heads + kv_heads :]
+
+
+def leave(
+    hidden_BNH: Tensor, mixed_BNH: Tensor, part: Exit, activation: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The layer's output, from its input and what attention mixed."""
+    hidden_BNH = hidden_BNH + _product(part.out, mixed_BNH)
+    gate, up = _product(part.gate_up, _normed(part.norm, hidden_BNH)).chunk(2, -1)
+    return hidden_BNH + _product(part.down, activation(gate) * up)
+
+
+def _product(product: Any, x: Tensor) -> Tensor:
+    """By a `Product`, or by its bare tensors."""
+    made: Tensor = F.linear(x, *product) if type(product) is tuple else product(x)
+    return made
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    """By a `Norm`, or by its bare weight and epsilon."""
+    if type(norm) is not tuple:
+        made: Tensor = norm(x)
+        return made
+    weight, epsilon = norm
+    return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
 class LeanLayer:
-    """One decoder layer: attention and feed-forward, each with its norm and residual."""
+    """One decoder layer's parts, and its attention."""
 
     def __init__(self, layer: Any, index: int) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.index = index
-        self.width = attention.head_dim
-        self.q_heads = attention.q_proj.out_features // self.width
-        self.kv_heads = attention.k_proj.out_features // self.width
         self.scale = attention.scaling
         q, k, v, out, gate, up, down = projections(layer)
         self.qkv, self.out = Product.of([q, k, v]), Product.of([out])
         self.gate_up, self.down = Product.of([gate, up]), Product.of([down])
         normed = hasattr(attention, "q_norm")
-        self.q_norm = Norm(attention.q_norm) if normed else None
-        self.k_norm = Norm(attention.k_norm) if normed else None
-        self.before_attention = Norm(layer.input_layernorm)
-        self.before_mlp = Norm(layer.post_attention_layernorm)
+        self.entry = Entry(
+            Norm(layer.input_layernorm),
+            self.qkv,
+            Norm(attention.q_norm) if normed else None,
+            Norm(attention.k_norm) if normed else None,
+        )
+        self.exit = Exit(self.out, Norm(layer.post_attention_layernorm), self.gate_up, self.down)
+        width = attention.head_dim
+        self.sizes = (q.out_features // width, k.out_features // width, width)
         self.activation = mlp.act_fn
 
     def attend(
-        self,
-        hidden_BNH: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        cache: SlotCache,
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cache: SlotCache
     ) -> Tensor:
-        batch, length, _ = hidden_BNH.shape
-        joint = self.qkv(self.before_attention(hidden_BNH))
-        heads = joint.view(batch, length, -1, self.width)
-        turned = heads[:, :, : self.q_heads + self.kv_heads]
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = turned.split([self.q_heads, self.kv_heads], dim=2)
-            turned = torch.cat([self.q_norm(query), self.k_norm(key)], 2)
-        cos_BN1E, sin_BN1E = rotary
-        turned = torch.addcmul(turned * cos_BN1E, turned.roll(self.width // 2, -1), sin_BN1E)
-        query, key = turned.split([self.q_heads, self.kv_heads], dim=2)
-        value = heads[:, :, self.q_heads + self.kv_heads :]
+        """Attention of [B, N, heads, E], as [B, N, Hq * E]."""
         keys, values = cache.write(self.index, key, value)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if cache.attend is None or cache.attend.backend == "masked":
-            mixed = self._mix(query, keys, values, mask)
-        else:
-            mixed = mix(cache.attend, query.transpose(1, 2), keys, values, scale=self.scale)
-            mixed = mixed.flatten(2)
-        return hidden_BNH + self.out(mixed)
+            return self._mix(query, keys, values, mask)
+        query = query.transpose(1, 2)
+        return mix(cache.attend, query, keys, values, scale=self.scale).flatten(2)
 
     def _mix(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of query [B, N, Hq, E] over keys [B, Hkv, S, E], as [B, N, Hq * E]."""
         batch, length, q_heads, width = query.shape
+        kv_heads = self.sizes[1]
         if mask is None:
-            grouped = q_heads != self.kv_heads
             mixed = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 keys,
                 values,
                 is_causal=True,
                 scale=self.scale,
-                enable_gqa=grouped,
+                enable_gqa=q_heads != kv_heads,
             )
             return mixed.transpose(1, 2).reshape(batch, length, -1)
-        groups = q_heads // self.kv_heads
-        packed = query.unflatten(2, (self.kv_heads, groups)).permute(0, 2, 3, 1, 4)
-        packed = packed.reshape(batch, self.kv_heads, groups * length, width)
+        groups = q_heads // kv_heads
+        packed = query.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4)
+        packed = packed.reshape(batch, kv_heads, groups * length, width)
         mixed = F.scaled_dot_product_attention(packed, keys, values, mask, scale=self.scale)
-        mixed = mixed.view(batch, self.kv_heads, groups, length, width).permute(0, 3, 1, 2, 4)
+        mixed = mixed.view(batch, kv_heads, groups, length, width).permute(0, 3, 1, 2, 4)
         return mixed.reshape(batch, length, -1)
-
-    def feed_forward(self, hidden_BNH: Tensor) -> Tensor:
-        gate, up = self.gate_up(self.before_mlp(hidden_BNH)).chunk(2, -1)
-        return hidden_BNH + self.down(self.activation(gate) * up)
 
 
 class Norm:
@@ -169,8 +235,12 @@ class Norm:
         self.twice = norm.weight.device.type == "cpu" and norm.weight.dtype == torch.bfloat16
         self.weight_2H: Tensor = norm.weight
 
+    @property
+    def tensors(self) -> tuple[Tensor, float]:
+        return self.norm.weight, self.norm.variance_epsilon
+
     def __call__(self, x: Tensor) -> Tensor:
-        weight, epsilon = self.norm.weight, self.norm.variance_epsilon
+        weight, epsilon = self.tensors
         if not self.twice:
             return F.rms_norm(x, weight.shape, weight, epsilon)
         if self.version != version(weight):

@@ -40,6 +40,10 @@ class Product:
         return cls(weight, bias, [linear.weight for linear in linears])
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.bias
+
+    @property
     def current(self) -> bool:
         """Whether the parameters still are where the weight is (not moved, not cast)."""
         first = self.sources[0]

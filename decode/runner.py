@@ -9,6 +9,7 @@ Shapes: B rows, N tokens a row, V vocabulary.
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,11 @@ class Runner:
         lean = None if windowed(config) else self._lean()
         if lean is not None:
             self.call = lean
+
+    def compile(self, **options: Any) -> None:
+        """Compile the lean body's layers, where the model has one; options of `torch.compile`."""
+        if isinstance(self.call, LeanBody):
+            self.call.compile(**options)
 
     def pool(self, rows: int, slots: int) -> KVPool:
         """A KV pool for this model; the slots are rounded up to whole buckets."""

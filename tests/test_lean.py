@@ -1,6 +1,7 @@
 """The lean body: the model's own states from fewer calls, and its own weights, held once."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,25 @@ def test_weights_are_held_once_and_follow_changes_in_place(tmp_path: Path) -> No
     for other in (Runner(model, 120), Runner(fresh, 120)):
         for a, b in zip(states(runner), states(other), strict=True):
             assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_one_compiled_graph_serves_all_layers(family: str) -> None:
+    """Compiled whole (no break allowed): the same states, and as many graphs as with one layer."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    plain, compiled = Runner(made(family), 120), Runner(made(family), 120)
+    compiled.compile(backend=backend, fullgraph=True, dynamic=False)
+    for ours, own in zip(states(compiled), states(plain), strict=True):
+        assert torch.allclose(ours, own, rtol=1e-5, atol=1e-5)
+    assert len(compiled.call.layers) == 2
+    assert len(graphs) == 2  # before and after the attention; chain and tree have one shape
+    torch._dynamo.reset()
 
 
 def test_a_lean_form_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

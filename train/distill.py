@@ -65,6 +65,12 @@ class DistillConfig(Settings, DraftSource, OnPolicyText):
     best_metric: str = "alpha"
     best_mode: str = "max"
 
+    @property
+    def warp(self) -> SamplingParams:
+        """How both sides' logits become distributions, and on-policy answers are drawn."""
+        filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        return SamplingParams(self.temperature, max_new_tokens=self.max_new_tokens, **filters)
+
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
@@ -86,13 +92,7 @@ def main(argv: list[str]) -> None:
     draft = open_draft(config, target, tokenizer, config.seed)
 
     # ---- objective ---------------------------------------------------------------------------
-    warp = SamplingParams(
-        config.temperature,
-        config.top_k,
-        config.top_p,
-        config.max_new_tokens,
-        min_p=config.min_p,
-    )
+    warp = config.warp
     objective = Distillation(
         draft, target, tokenizer, loss=config.loss, beta=config.beta, warp=warp
     ).to(accelerator.device)
