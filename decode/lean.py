@@ -57,8 +57,8 @@ class LeanBody:
         self.layers = [LeanLayer(layer, index) for index, layer in enumerate(layers)]
         self.embedding_VH = body.embed_tokens.weight
         self.norm = Norm(body.norm)
-        self.enter: Callable[..., Any] = enter
-        self.leave: Callable[..., Any] = leave
+        self.enter: Callable[..., tuple[Tensor, Tensor, Tensor]] = enter
+        self.leave: Callable[..., Tensor] = leave
         weight = self.embedding_VH
         # A draft at the end of the context reaches a little beyond it; nothing there is kept.
         positions_1S = torch.arange(body.config.max_position_embeddings + 64, device=weight.device)
@@ -84,18 +84,19 @@ class LeanBody:
         self, tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor | None, cache: SlotCache
     ) -> Tensor:
         compiled = cache.attend is not None and self.enter is not enter
+        first, last = (self.enter, self.leave) if compiled else (enter, leave)
         hidden_BNH = F.embedding(tokens_BN, self.embedding_VH)
         rotary = self.cos_SE[positions_BN].unsqueeze(2), self.sin_SE[positions_BN].unsqueeze(2)
         for layer in self.layers:
-            if compiled:
-                q, k, v = self.enter(hidden_BNH, rotary, layer.entry.tensors, layer.sizes)
-            else:
-                q, k, v = enter(hidden_BNH, rotary, layer.entry, layer.sizes)
-            mixed = layer.attend(q, k, v, mask, cache)
-            if compiled:
-                hidden_BNH = self.leave(hidden_BNH, mixed, layer.exit.tensors, layer.activation)
-            else:
-                hidden_BNH = leave(hidden_BNH, mixed, layer.exit, layer.activation)
+            entry = layer.entry.tensors if compiled else layer.entry
+            ending = layer.exit.tensors if compiled else layer.exit
+            # No names for what lies between: it is free as soon as it has been used.
+            hidden_BNH = last(
+                hidden_BNH,
+                layer.attend(*first(hidden_BNH, rotary, entry, layer.sizes), mask, cache),
+                ending,
+                layer.activation,
+            )
         return self.norm(hidden_BNH)
 
 
@@ -148,6 +149,7 @@ def leave(
 ) -> Tensor:
     """The layer's output, from its input and what attention mixed."""
     hidden_BNH = hidden_BNH + _product(part.out, mixed_BNH)
+    del mixed_BNH  # a prompt's is large, and the feed-forward is what needs most
     gate, up = _product(part.gate_up, _normed(part.norm, hidden_BNH)).chunk(2, -1)
     return hidden_BNH + _product(part.down, activation(gate) * up)
 

@@ -35,18 +35,15 @@ COPIES = {"block": (2, 5), "leviathan": (2, 7), "recursive": (2, 7), "traversal"
 
 @dataclass(frozen=True)
 class ModelSize:
-    """config: of the text model; dtype: of weights, states, keys and values; whole: whether it is
-    called through transformers' own forward, which holds a layer's input a little longer.
-    """
+    """config: of the text model; dtype: of weights, states, keys and values."""
 
     config: PreTrainedConfig
     dtype: torch.dtype
-    whole: bool = True
 
     @classmethod
     def of(cls, runner: Runner) -> "ModelSize":
         """The size of the model that a runner runs."""
-        return cls(runner.config, runner.dtype, runner.call == runner._whole)
+        return cls(runner.config, runner.dtype)
 
     def kv(self, rows: int, slots: int) -> int:
         """Bytes of a pool."""
@@ -54,8 +51,7 @@ class ModelSize:
 
     @property
     def token(self) -> int:
-        """Bytes alive for each token in a forward pass: the residual stream, perhaps a layer's
-        input, and in the feed-forward four arrays of its width (of the experts used), or as many in
+        """Bytes alive for each token in a forward pass: the residual stream, a layer's input, and in the feed-forward four arrays of its width (of the experts used), or as many in
         attention.
         """
         config = self.config
@@ -65,7 +61,7 @@ class ModelSize:
         if experts:
             inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
         heads = (config.num_attention_heads + 2 * kv_heads) * width
-        elements = (1 + self.whole) * config.hidden_size + 4 * max(inner, heads) + 2 * width
+        elements = 2 * config.hidden_size + 4 * max(inner, heads) + 2 * width
         return int(elements) * self.dtype.itemsize
 
     def mask(self, rows: int, nodes: int, width: int) -> int:

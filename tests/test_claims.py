@@ -57,10 +57,13 @@ def check_quickstart(folder: Path) -> None:
 
 
 def check_bench(file: Path) -> None:
-    ratio = {row["what"]: row["ratio"] for row in json.loads(file.read_text())}
-    assert ratio["plain"] >= 1.1
-    assert ratio["speculative, same K"] >= 1.3
-    assert ratio["speculative, peer's best"] >= 1.3
+    rows = json.loads(file.read_text())
+    ratio = {(row["what"], row["peer"]): row["ratio"] for row in rows}
+    assert ratio["plain", "generate"] >= 1.4
+    # Our fastest arm against assisted generation at its best setting.
+    assert max(r for (_, peer), r in ratio.items() if peer.startswith("assisted")) >= 1.8
+    assert next(r for (what, _), r in ratio.items() if what.startswith("tau")) > 1
+    assert all(r >= 0.85 for (what, _), r in ratio.items() if what.startswith("efficiency"))
 
 
 @pytest.mark.slow
@@ -69,5 +72,5 @@ def test_the_quickstart_keeps_its_promises(tmp_path: Path) -> None:
     run("-m", "draftsmith", "quickstart", f"out={folder}")
     check_quickstart(folder)
     pair = [f"target={folder / 'target/model'}", f"drafter={folder / 'distill/drafter'}"]
-    run("bench/generation.py", *pair, "threads=1", f"out={tmp_path}")
-    check_bench(tmp_path / "generation.json")
+    run("bench/decode.py", *pair, "threads=1", f"out={tmp_path}")
+    check_bench(tmp_path / "decode.json")

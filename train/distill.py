@@ -68,8 +68,9 @@ class DistillConfig(Settings, DraftSource, OnPolicyText):
     @property
     def warp(self) -> SamplingParams:
         """How both sides' logits become distributions, and on-policy answers are drawn."""
-        filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-        return SamplingParams(self.temperature, max_new_tokens=self.max_new_tokens, **filters)
+        return SamplingParams(
+            self.temperature, self.top_k, self.top_p, self.max_new_tokens, min_p=self.min_p
+        )
 
 
 def main(argv: list[str]) -> None:
