@@ -51,8 +51,8 @@ class ModelSize:
 
     @property
     def token(self) -> int:
-        """Bytes alive for each token in a forward pass: the residual stream, a layer's input, and in
-        the feed-forward four arrays of its width (of the experts used), or as many in attention.
+        """Bytes alive for each token in a forward pass: the residual stream, a layer's input, and
+        in the feed-forward four arrays of its width (of the experts used), or as many in attention.
         """
         config = self.config
         *_, kv_heads, width = kv_shape(config, 1, 1)
