@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_engine import PROMPTS, SETTINGS, truths
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.base import Call
 from draftsmith.decode.drafters.lm import LMDrafter

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_engine import PROMPTS, SETTINGS, truths
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
