@@ -63,13 +63,18 @@ def main(argv: list[str]) -> None:
             model = load_draft(name, settings.dtype).eval().requires_grad_(False)
             model.to(settings.device)
         runner = Runner(model, model.config.vocab_size)
+        if settings.device == "cuda":
+            runner.compile()  # as in rounds
         for axis in track(AXES, description=f"{role} {name}", transient=True):
             rows.append({"target": name, **sweep(runner, role, axis, settings)})
+    pair = (
+        f"{role} {name} in {'bfloat16' if name in SHAPES else settings.dtype}"
+        for role, name in (("target", settings.target), ("draft", settings.draft))
+    )
     about = (
-        f"{command()}, {settings.dtype}: target {settings.target}, draft {settings.draft}; a line "
-        f"through the times of forwards of N tokens a row, else N = 1, batch 1, {BASE['context']} "
-        "tokens of context. A pair is a doubling of the size, ours the median growth in one: as it "
-        "should be where no ratio is far below 1."
+        f"{command()}: {', '.join(pair)}; a line through the times of forwards of N tokens a "
+        f"row, else N = 1, batch 1, {BASE['context']} tokens of context. A pair is a doubling "
+        "of the size, ours the median growth in one: as it should be where no ratio is far below 1."
     )
     rows = [r | about_run() for r in rows]
     publish("cost", rows, Path(settings.out), about=about, picture=picture(rows))

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from draftsmith.decode.graphs import WARM_UP, CudaRecorder
+from draftsmith.decode import measure
 
 # Layers, hidden, intermediate size, heads, key-value heads, vocabulary; `toy` shapes for CPUs.
 LLAMA_8B = (32, 4096, 14336, 32, 8, 128_256)
@@ -83,15 +83,6 @@ def numbers(size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
 
 
-@torch.inference_mode()
 def graphed(call: Callable[[], object], device: str, copies: int = 1) -> Callable[[], object]:
     """`copies` calls in a row, on CUDA as the replay of their recording."""
-
-    def run() -> object:
-        return [call() for _ in range(copies)]
-
-    if device != "cuda":
-        return run
-    for _ in range(WARM_UP):
-        run()
-    return CudaRecorder()(run)
+    return measure.graphed(lambda: [call() for _ in range(copies)], torch.device(device))

@@ -13,6 +13,7 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -21,13 +22,15 @@ from typing import Any
 
 import device as at
 import torch
-from arms import Turn, Turns, assisted, decode_rate, efficiency, generate, take_turns, tau
+from arms import Arm, Turn, Turns, assisted, decode_rate, efficiency, generate, take_turns, tau
 from rows import lower, row
 
 from draftsmith.decode.arguments import parse
+from draftsmith.decode.attention import available
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.measure import forward_call, median_times
+from draftsmith.decode.request import Completion
 from draftsmith.decode.runner import Runner
 from draftsmith.decode.sampling import SamplingParams
 
@@ -52,7 +55,9 @@ class Lab:
         self.device, self.toy = device, device == "cpu"
         shape = at.TOY if self.toy else at.LLAMA_8B
         self.length, self.repeats = (16, 5) if self.toy else (128, 50)
-        self.contexts = self.short, _ = (32, 64) if self.toy else (1024, 8192)
+        # Rounds are recorded for attended slots in powers of two, and a run must stay in one of
+        # them: from 1024 exactly it would go on to 2048 and record inside the timed call.
+        self.contexts = self.short, _ = (32, 64) if self.toy else (1040, 8208)
         self.vocab = shape[-1]
         self.params = SamplingParams(max_new_tokens=self.length, ignore_eos=True)
         self.tokenizer = at.numbers(self.vocab)
@@ -63,14 +68,23 @@ class Lab:
         self.peers = [at.counting_lm(shape, device), at.counting_lm(assistant, device)]
         self.rates: dict[str, float] = {}  # tokens a second at the batch before
 
-    def arm(self, decoder: Decoder) -> Any:
-        return partial(decoder.generate, params=self.params)
+    def arm(self, decoder: Decoder) -> Arm:
+        """Its answers; only the first call, which warms it up, may record rounds."""
+        made: list[int] = []  # recordings after each call
+
+        def answer(prompts: Sequence[list[int]]) -> list[Completion]:
+            done = decoder.generate(prompts, self.params)
+            made.append(0 if decoder.graphs is None else len(decoder.graphs.recordings))
+            assert made[-1] == made[0], f"{made[-1]} recordings, {made[0]} after the warm-up"
+            return done
+
+        return answer
 
     def decoder(self, name: str = "", **settings: Any) -> Decoder:
         drafter = LMDrafter(self.drafts[name], self.vocab) if name else None
         return Decoder(self.target, self.tokenizer, drafter, **settings)
 
-    def turns(self, arms: dict[str, Any], batch: int, context: int) -> Turns:
+    def turns(self, arms: dict[str, Arm], batch: int, context: int) -> Turns:
         """Every arm on two batches of random prompts; all must count on, whatever was drafted."""
         groups = torch.randint(self.vocab, (2, batch, context))
         groups[..., -1] = torch.arange(batch) * self.vocab // batch
@@ -100,22 +114,31 @@ class Lab:
         return [row(what, "copy bandwidth", *rates, "GB/s") | {"goal": 0.8}]
 
     def forwards(self) -> Rows:
-        """t_verify and t_draft against t_plain; t_verify by attention; the gap of two replays."""
+        """t_verify and t_draft against t_plain; the gap of two replays."""
         where, sizes = {"batch": 1, "context": self.short}, (1, 8, 16, 32, 64)
         runner = self.decoder().runner
-        found = {f"t_verify, N={n}": self.seconds(runner, n, **where) for n in sizes}
-        plain = found["t_verify, N=1"]
-        for name, draft in self.drafts.items():
-            found[f"t_draft, {name}"] = self.seconds(Runner(draft, self.vocab), 1, **where)
-        for name in ("masked", "split"):
-            other = self.decoder(attention=name).runner
-            found[f"t_verify, N=8, attention={name}"] = self.seconds(other, 8, **where)
+        by = f"attention={runner.attention}"
+        found = {f"t_verify, N={n}, {by}": self.seconds(runner, n, **where) for n in sizes}
+        plain = found[f"t_verify, N=1, {by}"]
+        for name in self.drafts:
+            # Compiled, as in rounds.
+            draft = self.decoder(name).drafter.runner
+            words = f"t_draft, {name}, attention={draft.attention}"
+            found[words] = self.seconds(draft, 1, **where)
         call = forward_call(runner, length=1, **where)
         once, eight = (at.graphed(call, self.device, copies=n) for n in (1, 8))
         calls = {"alone": lambda: [once() for _ in range(8)], "together": eight}
         bursts = median_times(calls, runner.device, self.repeats)
         found["gap between replays"] = max((bursts["alone"] - bursts["together"]) / 7, 1e-7)
         return [lower(name, "t_plain", [1e3 * t], [1e3 * plain], "ms") for name, t in found.items()]
+
+    def attention(self, name: str) -> Rows:
+        """t_verify with a backend of attention, against masked."""
+        where, both = {"batch": 1, "context": self.short}, (name, "masked")
+        ours, theirs = (
+            [1e3 * self.seconds(self.decoder(attention=a).runner, 8, **where)] for a in both
+        )
+        return [lower(f"t_verify, N=8, attention={name}", "attention=masked", ours, theirs, "ms")]
 
     def simulated(self, batch: int, context: int, wanted: float) -> Rows:
         """Both drafters against plain decoding and their ideal; transformers at short context."""
@@ -180,6 +203,8 @@ def main(argv: list[str]) -> None:
         torch.set_num_threads(1)  # toys are fastest on one
     lab = Lab(settings.device)
     jobs = {"plain": lab.plain, "forwards": lab.forwards}
+    others = available(lab.target.device, lab.target.dtype)
+    jobs |= {f"attention {a}": partial(lab.attention, a) for a in others if a != "masked"}
     for context, batch, wanted in product(lab.contexts, BATCHES, K_FOR):
         name = f"tau {wanted:g}, batch {batch}, context {context}"
         jobs[name] = partial(lab.simulated, batch, context, wanted)

@@ -7,8 +7,8 @@
             own length alone. CUDA, bf16 or fp16.
     flex    flex attention over the same mask; compiled on CUDA.
 
-All give what masked sdpa gives, up to rounding. `auto` is masked on the CPU and varlen on CUDA
-where torch has it: the choice for CUDA follows from what is read and has not been measured.
+All give what masked sdpa gives, up to rounding. `auto` is masked: the others make twenty times as
+many calls a layer, or compile, and none has been measured to pay for it. varlen needs torch 2.12.
 
 Queries of the heads that share a key-value head are packed: they become more rows of one product,
 so keys and values are never repeated. A sliding window of W shows a query at position t the
@@ -123,7 +123,9 @@ class Attend:
         """Slots [B, M] of the block."""
         block = self.seen.block
         nodes = self.positions_BN.shape[1] if block is None else block.shape[-1]
-        return self.seen.lens_B[:, None] + torch.arange(nodes, device=self.seen.lens_B.device)
+        step_M = torch.arange(nodes, device=self.seen.lens_B.device)
+        # Rows that have finished may be longer than what is looked at: any slot will do.
+        return (self.seen.lens_B[:, None] + step_M).clamp(max=self.seen.width - 1)
 
     def _near(self, allowed_BNS: Tensor, at_BS: Tensor, window: int | None) -> Tensor:
         """What is allowed and, by the positions of the slots, inside the window."""
@@ -330,12 +332,12 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend meant by `name`; ValueError, naming those at hand, for one that isn't."""
     found = available(device, dtype)
     if name == "auto":
-        return "varlen" if "varlen" in found else "masked"
+        return "masked"
     if name not in found:
         raise ValueError(
             f"attention: got {name!r}, expected auto, {', '.join(found)}: what torch "
             f"{torch.__version__} has on {device.type} in {str(dtype).removeprefix('torch.')} "
-            "(varlen needs CUDA and bfloat16 or float16)"
+            "(varlen needs torch 2.12, CUDA and bfloat16 or float16)"
         )
     return name
 

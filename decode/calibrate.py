@@ -36,7 +36,7 @@ from draftsmith.decode.sampling import SamplingParams, request_race
 from draftsmith.decode.tree_plan import RankPath, StaticTree
 from draftsmith.models.provenance import git_commit
 
-SHARPNESS = (0.5, 0.7, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4, 2.8, 3.4, 4.0)
+SHARPNESS = (0.5, 0.7, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4, 2.8, 3.4, 4.0, 4.8, 5.7, 6.7, 8.0)
 PASSES = 4  # of walking the trace; the values change by under a percent after two
 
 
@@ -111,7 +111,8 @@ def path_values(
     seen: Counter[RankPath] = Counter()
     for row, begun in zip(ranks, starts, strict=True):
         for start in begun:
-            seen.update(tuple(row[start:end]) for end in range(start + 1, start + levels + 1))
+            ends = range(start + 1, min(start + levels, len(row)) + 1)
+            seen.update(tuple(row[start:end]) for end in ends)
     rounds = max(1, sum(map(len, starts)))
     return {path: count / rounds for path, count in seen.items()}
 
@@ -140,6 +141,8 @@ def answer_ranks(
     found = []
     losses_S = torch.zeros(len(SHARPNESS))
     for answer in answers:
+        if answer.error:
+            continue
         first = len(answer.prompt_tokens) + 1
         ids_1T = torch.tensor([answer.prompt_tokens + answer.tokens], device=drafter.runner.device)
         score_TV = full_logits(drafter.runner, ids_1T, params)[0, first - 1 : -1]

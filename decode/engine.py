@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode import memory
+from draftsmith.decode.compatible import check_drafter, check_rule
 from draftsmith.decode.costs import measured_costs
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import context_of
@@ -37,7 +38,7 @@ from draftsmith.models.target import TargetSpec, check_split, load_target
 from draftsmith.models.tokenizer import vocab_size
 
 # Which batch a drafter works for: decoders may share a drafter, one at a time.
-_works_for: "weakref.WeakKeyDictionary[Any, Batch]" = weakref.WeakKeyDictionary()
+_works_for: "weakref.WeakKeyDictionary[Any, weakref.ref[Batch]]" = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Decoder:
         self.context = context_of(target)
         if drafter is not None:
             self.context = min(self.context, drafter.context)
-            self._check_drafter(drafter)
+            check_drafter(self.settings, drafter, self.vocab_size, self.context)
         self.eos_ids = eos_ids(target, tokenizer)
         # On a CPU a round is over when its call returns: reading it late would only waste one.
         self.late = self.settings.fast and self.runner.device.type == "cuda"
@@ -109,20 +110,6 @@ class Decoder:
             drafter, model, tokenizer, allow_target_mismatch=allow_target_mismatch
         )
         return cls(model, tokenizer, loaded, **settings)
-
-    def _check_drafter(self, drafter: Drafter) -> None:
-        """ValueError for a tree that the drafter can't draft or the context can't hold."""
-        tree, levels = self.settings.tree, self.settings.plan.levels
-        if not (drafter.trees or self.settings.plan.is_chain):
-            raise ValueError(
-                f"tree: got {tree} with a drafter of kind {drafter.kind}, which drafts chains "
-                "only; use tree=chain"
-            )
-        if levels >= self.context:
-            raise ValueError(
-                f"tree: got {tree}, {levels} levels deep, expected less than the context of "
-                f"{self.context}; give a smaller K"
-            )
 
     def generate(
         self,
@@ -163,7 +150,8 @@ class Decoder:
         if self._decoding:
             raise ValueError(
                 "this decoder is in the middle of another stream, whose rows its drafter holds; "
-                "finish or close that stream first, or make a second Decoder"
+                "finish or close that stream first, or make a second Decoder with a drafter of its "
+                "own"
             )
         self._decoding = True
         try:
@@ -178,6 +166,11 @@ class Decoder:
         rows = batch.rows
         flight: _Flight | None = None
         while rows.waiting or rows.busy:
+            if not self._owns_drafter(batch):
+                raise ValueError(
+                    "this stream's drafter has been given to another decoder meanwhile; finish or "
+                    "close one stream first, or load the drafter twice"
+                )
             if rows.waiting and rows.free:
                 yield from self._admit(batch)
                 continue
@@ -186,6 +179,13 @@ class Decoder:
                 flight, launched = launched, flight
             if launched is not None:
                 yield from self._hear(batch, launched)
+
+    def _owns_drafter(self, batch: Batch) -> bool:
+        """Whether the drafter's state is that of this batch (always, without a drafter)."""
+        if self.drafter is None:
+            return True
+        holder = _works_for.get(self.drafter)
+        return holder is not None and holder() is batch
 
     def _launch(self, batch: Batch, flight: _Flight | None) -> _Flight:
         rows = batch.rows
@@ -201,7 +201,7 @@ class Decoder:
             table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             table.copy_(told.table, non_blocking=True)
             ready = torch.cuda.Event()
-            ready.record()
+            ready.record(torch.cuda.current_stream(told.table.device))
         return _Flight(told, table, ready, plan, list(rows.requests))
 
     def _hear(self, batch: Batch, flight: _Flight) -> Iterator[tuple[Request, list[int], bool]]:
@@ -232,12 +232,8 @@ class Decoder:
     def _open(
         self, prompts: Sequence[Prompt], params: SamplingParams, indices: Sequence[int] | None
     ) -> Batch:
-        rule = self.stepper.rule(params)
-        if self.drafter is not None and not (rule.identical or self.drafter.samples):
-            raise ValueError(
-                f"rule {self.settings.rule}: got a drafter of kind {self.drafter.kind}, which "
-                "draws from no distribution; use rule=coupled for this drafter"
-            )
+        identical = self.stepper.rule(params).identical
+        check_rule(self.settings, self.drafter, params, identical=identical)
         if indices is not None and len(indices) != len(prompts):
             raise ValueError(f"indices: got {len(indices)} for {len(prompts)} prompts")
         requests = [
@@ -283,21 +279,25 @@ class Decoder:
         """The batch of the last call where it fits, so that recordings of its rounds stay good;
         else a new one. ValueError, naming what would fit, where memory doesn't hold it.
         """
+        draft = getattr(self.drafter, "runner", None)
+        sizes = [None if r is None else memory.ModelSize.of(r) for r in (self.runner, draft)]
+        assert sizes[0] is not None
+        planned = memory.plan(work, sizes[0], sizes[1])
+        free = memory.available(self.runner.device)
         old = self._batch
-        if old is not None and self.drafter is not None:
-            old = old if _works_for.get(self.drafter) is old else None
         roomy = old is not None and old.pool.rows == work.rows and old.pool.slots >= work.slots
-        if old is not None and roomy and old.rows.stop_ids == stops:
+        if old is not None and roomy and old.rows.stop_ids == stops and self._owns_drafter(old):
+            # The keys and values have their place already.
+            self.memory = memory.check(planned, None if free is None else free + planned.kv)
             old.rows.reset()
             old.params = work.params
             return old
-        old = self._batch = None  # let the old room go before the new one is weighed
-        draft = getattr(self.drafter, "runner", None)
-        planned = memory.plan(
-            work,
-            memory.ModelSize.of(self.runner),
-            None if draft is None else memory.ModelSize.of(draft),
-        )
+        # Let the old room go before the new one is weighed.
+        old = self._batch = None
+        if self.graphs is not None:
+            self.graphs.forget()
+        if self.drafter is not None:
+            self.drafter.release()
         self.memory = memory.check(planned, memory.available(self.runner.device))
         batch = Batch(
             Rows(work.rows, stops, self.runner.device),
@@ -306,7 +306,7 @@ class Decoder:
         )
         if self.drafter is not None:
             self.drafter.reset(work.rows, batch.pool.slots)
-            _works_for[self.drafter] = batch
+            _works_for[self.drafter] = weakref.ref(batch)
         self._batch = batch
         return batch
 

@@ -25,14 +25,15 @@ FORMULAS: dict[str, str] = {
     "as rejected",
     "token_efficiency": "accepted / (N - 1): of the drafted tokens verified, the share kept",
     "acceptance_by_position": "rounds that accepted position i / rounds that drafted it",
-    "acceptance_conditional": "rounds that accepted position i / that accepted all before it",
+    "acceptance_conditional": "rounds that accepted position i / that drafted it and accepted all "
+    "before it",
     "accepted_histogram": "rounds by the number of drafted tokens they kept",
     "K": "draft calls a round (trees: depth; policies: the mean)",
     "N": "tokens verified a round, the pending one included: the mean",
     "tokens_per_s": "sum of tokens / sum of decode seconds; prefill excluded, nothing after EOS",
     "speedup": "tokens/s speculative / tokens/s plain; prefill excluded, nothing after EOS",
     "speedup_specbench": "mean over prompts of speculative tokens/s / the same of plain decoding; "
-    "prefill included",
+    "prefill included; at batch 1 only",
     "ideal_speedup": "tau * t_plain / (t_verify + K * t_draft)",
     "efficiency": "speed-up / ideal speed-up",
     "c": "t_draft / t_plain",
@@ -47,7 +48,8 @@ FORMULAS: dict[str, str] = {
     "loop_rate": "8-grams of an answer that the same answer had before / all its 8-grams",
     "rules": "tau with each acceptance rule on the same prompts",
     "identical": "answers equal, token by token, to those of plain decoding / all answers",
-    "interval": "95% bootstrap interval over prompts",
+    "interval": "95% bootstrap interval over prompts; of a speed-up over batches, where prompts "
+    "were batched",
 }
 
 TIMED = ("plain", "verify", "draft", "extend", "prefill")

@@ -60,8 +60,7 @@ class LeanBody:
         self.enter: Callable[..., tuple[Tensor, Tensor, Tensor]] = enter
         self.leave: Callable[..., Tensor] = leave
         weight = self.embedding_VH
-        # A draft at the end of the context reaches a little beyond it; nothing there is kept.
-        positions_1S = torch.arange(body.config.max_position_embeddings + 64, device=weight.device)
+        positions_1S = torch.arange(body.config.max_position_embeddings, device=weight.device)
         cos_1SE, sin_1SE = body.rotary_emb(weight[:1, None], position_ids=positions_1S[None])
         half = cos_1SE.shape[-1] // 2
         self.cos_SE = cos_1SE[0]
@@ -78,6 +77,9 @@ class LeanBody:
         """Compile what lies between the attentions. Weights come in as arguments, so one graph
         serves all layers; prompts, whose lengths never repeat, are left as they are.
         """
+        # Shapes of two models, both precisions, single and several rows and tokens.
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, 64)
         self.enter, self.leave = torch.compile(enter, **options), torch.compile(leave, **options)
 
     def __call__(

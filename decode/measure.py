@@ -3,6 +3,7 @@
 Shapes: B rows, N tokens, T positions, V vocabulary.
 """
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from draftsmith.decode.drafters.base import Drafter, Round
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.graphs import WARM_UP, CudaRecorder
+from draftsmith.decode.kv import KVPool
 from draftsmith.decode.request import Completion
 from draftsmith.decode.runner import Runner, Seen, round_up
 from draftsmith.decode.sampling import SamplingParams, choose, request_race
@@ -65,14 +68,15 @@ def graphed(call: Call, device: torch.device) -> Call:
     """On CUDA a recording of the call, as rounds run there; elsewhere the call itself."""
     if device.type != "cuda":
         return call
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    for _ in range(WARM_UP):
         call()
-    return graph.replay
+    replay = CudaRecorder()(call)
+
+    def again(held: Call = call) -> object:
+        """Replays; a recording keeps none of the tensors that it reads, the held call does."""
+        return replay()
+
+    return again
 
 
 def fed(plan: Plan) -> int:
@@ -83,12 +87,20 @@ def fed(plan: Plan) -> int:
 
 
 def forward_call(
-    runner: Runner, *, batch: int, length: int, context: int, tree: bool = False
+    runner: Runner,
+    *,
+    batch: int,
+    length: int,
+    context: int,
+    tree: bool = False,
+    pool: KVPool | None = None,
 ) -> Call:
     """One forward, LM head included, of `length` tokens a row after `context` tokens: a chain, or a
     tree whose tokens see the first one and themselves (its form doesn't change the work).
+
+    pool: to use, of `batch` rows and at least `context + length` slots; else one of its own.
     """
-    pool = runner.pool(batch, context + length)
+    pool = runner.pool(batch, context + length) if pool is None else pool
     device = runner.device
     tokens_BN = torch.ones(batch, length, dtype=torch.int64, device=device)
     lens_B = torch.full((batch,), context, device=device)
@@ -110,7 +122,8 @@ def forward_call(
 def propose_call(
     drafter: Drafter, plan: Plan, *, batch: int, context: int, device: torch.device
 ) -> Call:
-    """One proposal after `context` equal tokens."""
+    """One proposal after `context` equal tokens, from a state of its own."""
+    drafter = copy.copy(drafter)  # a decoder may be using the drafter's own state
     rows_B = torch.arange(batch, device=device)
     lens_B = torch.full((batch,), context, device=device)
     ones_BN = torch.ones(batch, context, dtype=torch.int64, device=device)

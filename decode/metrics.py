@@ -31,17 +31,19 @@ def block_efficiency(counters: Sequence[Counters]) -> float:
 
 
 def acceptance_by_position(counters: Sequence[Counters]) -> tuple[list[float], list[float]]:
-    """(unconditional, conditional on all earlier ones) share of drafted positions kept."""
+    """(unconditional, conditional on all earlier ones) share of drafted positions kept. Rounds may
+    differ in depth: each position counts those that drafted it.
+    """
     depth = max((len(c.reached) for c in counters), default=0)
-    reached, kept = np.zeros(depth), np.zeros(depth)
+    reached, tried, kept = np.zeros((3, depth))
     for c in counters:
         reached[: len(c.reached)] += c.reached
+        tried[: len(c.tried)] += c.tried
         histogram = np.array(c.histogram)
         # Rounds that kept more than i drafted tokens accepted position i.
         for i in range(len(c.reached)):
             kept[i] += histogram[i + 1 :].sum()
-    before = np.concatenate([reached[:1], kept[:-1]])
-    return _shares(kept, reached), _shares(kept, np.minimum(before, reached))
+    return _shares(kept, reached), _shares(kept, tried)
 
 
 def draft_acceptance_rate(counters: Sequence[Counters]) -> float | None:

@@ -78,7 +78,8 @@ class Confidence(Fixed):
 
 class Depth(Fixed):
     """Dynamic depth decoding (Brown et al., arXiv 2409.00142): the probability of the whole beam
-    that would be fed next. Of a chain that is the probability of all drafted so far.
+    that would be fed next (of a static tree: of all that a call drafted). Of a chain that is the
+    probability of all drafted so far.
     """
 
     def __init__(self, plan: Plan, threshold: float = 0.3) -> None:
@@ -106,6 +107,8 @@ class Entropy(Fixed):
     def __init__(self, plan: Plan, gamma: float = 0.2, limit: float = 0.6) -> None:
         super().__init__(plan)
         _share("entropy", limit)
+        if not gamma > 0:
+            raise ValueError(f"policy entropy: got a factor of {gamma}, expected a number above 0")
         self.limit, self.rate = limit, self.GOAL
 
         def enough(call: Call) -> Tensor:

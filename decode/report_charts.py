@@ -74,7 +74,9 @@ def speedup(report: dict[str, Any]) -> str:
     ):
         if report[key] is not None:
             rows.append(Lane(name, [(css, report[key], "")], times_as(report[key])))
-    label = "times plain decoding; whisker: 95% interval over prompts"
+    label = "times plain decoding"
+    if report["speedup_interval"]:
+        label += f"; whisker: 95% interval over {'prompts' if report['batch'] == 1 else 'batches'}"
     picture = lanes(heading, rows, x_label=label, reference=(PLAIN, "plain"))
     return _chart(heading, caption, [], picture)
 

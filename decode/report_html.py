@@ -1,5 +1,6 @@
 """A report as one HTML file that needs nothing else: no script, font or picture from outside."""
 
+import math
 import unicodedata
 from collections.abc import Sequence
 from html import escape
@@ -93,7 +94,8 @@ def _visible_character(character: str) -> str:
 
 
 def _header(report: dict[str, Any]) -> str:
-    low, high = report["speedup_interval"]
+    # Without an interval nothing is clear.
+    low, high = report["speedup_interval"] or (-math.inf, math.inf)
     if verdict(report).level == "bad":
         headline = f"{times_as(report['speedup'])} the speed, but not the target's output"
     elif low > PLAIN:

@@ -18,8 +18,8 @@ class Counters:
 
     rounds: target calls; emitted: tokens they gave; drafted: levels drafted; nodes: tokens proposed
     (of chains the same); histogram[n]: rounds that kept n drafted tokens; reached[i]: rounds that
-    drafted at least i + 1 levels; prefill_seconds, decode_seconds: wall time, shared with the other
-    rows of the batch.
+    drafted at least i + 1 levels; tried[i]: of these, rounds that kept the i levels before;
+    prefill_seconds, decode_seconds: wall time, shared with the other rows of the batch.
     """
 
     rounds: int = 0
@@ -28,6 +28,7 @@ class Counters:
     nodes: int = 0
     histogram: list[int] = field(default_factory=list)
     reached: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -38,9 +39,12 @@ class Counters:
         kept = min(accepted, emitted)
         self.histogram.extend([0] * (drafted + 1 - len(self.histogram)))
         self.reached.extend([0] * (drafted - len(self.reached)))
+        self.tried.extend([0] * (drafted - len(self.tried)))
         self.histogram[kept] += 1
         for level in range(drafted):
             self.reached[level] += 1
+        for level in range(min(kept + 1, drafted)):
+            self.tried[level] += 1
         self.rounds += 1
         self.drafted += drafted
         self.nodes += drafted if nodes is None else nodes
@@ -152,7 +156,7 @@ def open_request(
     if room < 1:
         raise ValueError(
             f"prompt {index}: got {len(tokens)} tokens, expected fewer than the context of "
-            f"{context}; shorten the prompt"
+            f"{context} (of target and drafter the smaller one); shorten the prompt"
         )
     seed = request_seeds(params.seed, number)
     limit = min(params.max_new_tokens, room)

@@ -70,7 +70,8 @@ def page(title: str, rows: list[dict[str, Any]]) -> str:
         f"{first['target']}, {first['n_prompts']} prompts of {first['data']}, "
         f"{first['max_new_tokens']} new tokens, K = {first['K']:g}, {first['dtype']}, "
         f"{first['threads']} thread(s), seed {first['seed']}. Intervals: 95%, bootstrap over "
-        "prompts. Identical: answers equal to plain decoding in float32, token by token.",
+        "prompts, of speed-ups over batches where prompts were batched. Identical: answers equal "
+        "to plain decoding in float32, token by token.",
         "",
         "| T | drafter | alpha | tau | speed-up | tokens/s (plain) | loop rate | identical |",
         "|" + "---|" * 8,
@@ -116,6 +117,8 @@ def _worth(row: dict[str, Any]) -> str:
 
 
 def _interval(value: float | None, bounds: list[float] | None, digits: int) -> str:
-    if value is None or bounds is None:
+    if value is None:
         return "-"
+    if bounds is None:
+        return f"{value:.{digits}f}"
     return f"{value:.{digits}f} [{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]"

@@ -7,6 +7,7 @@ own mask, so layers of different windows need no masks of the model's making.
 Shapes: B rows, N tokens a row, V vocabulary.
 """
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ Body = Callable[[Tensor, Tensor, Tensor | None, SlotCache], Tensor]
 # Bodies whose lean form has been compared with their own forward. Its weights are views of theirs,
 # so the comparison holds when the weights change.
 _agreed: "weakref.WeakKeyDictionary[nn.Module, LeanBody]" = weakref.WeakKeyDictionary()
+ROW_BOUND = {"dynamic", "longrope"}
 HALF = (torch.bfloat16, torch.float16)
 # Whether this torch multiplies half-precision matrices into fp32.
 FP32_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
@@ -61,6 +63,7 @@ class Runner:
         self.config = config = model.config.get_text_config()
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.groups = config.num_attention_heads // kv_heads
+        self.context = context_of(model)
         self.attention = resolve(attention, self.device, self.dtype)
         model.set_attn_implementation(ATTENTION)
         self.call: Body = self._whole
@@ -103,6 +106,8 @@ class Runner:
         """Hidden states [B, N, H] of new tokens of rows 0..B-1, whose keys and values go to
         `slots_BN`; each sees what `seen` says.
         """
+        # What lies past the context's end is never kept; it only must not overrun the tables.
+        positions_BN = positions_BN.clamp(max=self.context - 1)
         attend = Attend(
             seen, positions_BN, groups=self.groups, dtype=self.dtype, backend=self.attention
         )
@@ -147,7 +152,7 @@ class Runner:
             if made is None or not self._agree(made):
                 return None
             _agreed[self.body] = made
-        return made
+        return copy.copy(made)  # the layers are shared; whether they are compiled isn't
 
     @torch.inference_mode()
     def _agree(self, lean: Body) -> bool:
@@ -171,6 +176,11 @@ class Runner:
         )
 
 
+def context_of(model: PreTrainedModel) -> int:
+    """Positions that a model is configured for."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
+
+
 def round_up(slots: int) -> int:
     """Slots in whole buckets."""
     return -(-slots // SLOT_BUCKET) * SLOT_BUCKET
@@ -183,6 +193,13 @@ def windowed(config: PreTrainedConfig) -> bool:
         return "sliding_attention" in kinds
     used = getattr(config, "use_sliding_window", True)
     return bool(used and getattr(config, "sliding_window", None))
+
+
+def rope_types(config: PreTrainedConfig) -> set[str]:
+    """The kinds of rotary embeddings in a config, of all its layer types."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [part for part in rope.values() if isinstance(part, dict)]
+    return {str(part.get("rope_type", "default")) for part in nested or [rope]}
 
 
 def refuse_what_cannot_roll_back(model: PreTrainedModel) -> None:
@@ -198,6 +215,8 @@ def refuse_what_cannot_roll_back(model: PreTrainedModel) -> None:
         "attention in chunks": getattr(config, "attention_chunk_size", None),
         "layers that share their keys and values": getattr(config, "num_kv_shared_layers", 0),
         "keys and values of different widths": getattr(config, "kv_lora_rank", None),
+        # Which factors they use depends on the longest row of the batch, not on the prompt alone.
+        f"rotary embeddings of type {sorted(ROW_BOUND)}": ROW_BOUND & rope_types(config),
         "capped attention logits": getattr(config, "attn_logit_softcapping", None),
         "attention that can't be replaced": not model._supports_attention_backend,
     }

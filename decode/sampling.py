@@ -85,6 +85,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def law(self) -> tuple[float, ...]:
+        """What of it a round depends on; seeds, lengths and stops are state of the rows."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
     def transform(self, logits: Tensor) -> Tensor:
         """`transform` of raw logits [..., V] with these values."""
         return transform(logits, self.temperature, self.top_k, self.top_p, self.min_p)

@@ -59,9 +59,10 @@ class Settings:
                 f"lossy: got {self.lossy!r}, which changes the target's answers; say "
                 "allow_lossy=true if that is what you want"
             )
-        if self.lossy and not info.identical:
+        if self.lossy and not info.masks:
             raise ValueError(
-                f"lossy: got {self.lossy!r} with rule {self.rule}, expected rule=coupled"
+                f"lossy: got {self.lossy!r} with rule {self.rule}, which judges whole paths; use "
+                "rule=coupled, or leviathan"
             )
         needs_q = self.acceptance is not None and self.acceptance.needs_q
         if needs_q and isinstance(plan, DynamicTree):

@@ -30,7 +30,7 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, turns: Arms) -> di
     K = sum(c.drafted for c in counters) / rounds
     nodes = sum(c.nodes for c in counters) / rounds
     tau = metrics.block_efficiency(counters)
-    speeds = speedups(plain, spec)
+    speeds = speedups(plain, spec, settings.batch)
     lengths = [len(c.prompt_tokens) + len(c.tokens) / 2 for c in spec.completions]
     context = int(sum(lengths) / len(lengths))
     drafter = pair.drafters[name]
@@ -84,14 +84,19 @@ def per_prompt(plain: Arm, spec: Arm) -> list[dict[str, Any]]:
     ]
 
 
-def speedups(plain: Arm, spec: Arm) -> dict[str, Any]:
-    """The report's `speedup`, its interval over prompts, and `speedup_specbench`."""
+def speedups(plain: Arm, spec: Arm, batch: int) -> dict[str, Any]:
+    """The report's `speedup`; its interval over prompts, or over batches of them, None where fewer
+    than two were timed; and `speedup_specbench`, None where prompts shared a batch.
+    """
     every = np.arange(len(spec.tokens))
-    return {
-        "speedup": speedup(plain, spec, every),
-        "speedup_interval": metrics.bootstrap(lambda i: speedup(plain, spec, i), len(every)),
-        "speedup_specbench": float(rates(spec).mean() / rates(plain).mean()),
-    }
+    found: dict[str, Any] = dict.fromkeys(("speedup", "speedup_interval", "speedup_specbench"))
+    found["speedup"] = speedup(plain, spec, every)
+    if sum(seconds > 0 for seconds in spec.seconds) > 1:
+        interval = metrics.bootstrap(lambda i: speedup(plain, spec, i), len(every))
+        found["speedup_interval"] = interval
+    if batch == 1:
+        found["speedup_specbench"] = float(rates(spec).mean() / rates(plain).mean())
+    return found
 
 
 def speedup(plain: Arm, spec: Arm, groups: np.ndarray) -> float:

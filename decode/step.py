@@ -76,6 +76,7 @@ class Stepper:
         positions_BN = (lens_B1 + topology.depth).expand_as(slots_BN)
         hidden_BNH = self.runner.verify(pool, tokens_BN, positions_BN, slots_BN, seen)
         p_logits_BNV = params.transform(self.runner.logits(hidden_BNH))
+        # One broken node breaks its row: nothing times NaN is NaN in every product over the slots.
         bad_B = p_logits_BNV.amax(-1).isnan().any(1)
 
         path_BL, n_accepted_B, next_B = self._verdict(batch, tree, p_logits_BNV, shared_BLV)

@@ -6,7 +6,7 @@ Shapes: B rows, N nodes (node 0 is the root: the pending token), D levels below 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class Topology:
         return found
 
 
-@lru_cache(maxsize=64)
+@cache  # recordings of rounds read these tensors: none may go
 def chain(levels: int, device: torch.device) -> Topology:
     """The root and `levels` drafted tokens in a row; made once for each length."""
     return Topology.from_parents(range(-1, levels), device)

@@ -9,7 +9,7 @@ Shapes: B rows, N nodes, F of them fed to the draft in one call, C children draw
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path as File
 
 import torch
@@ -180,13 +180,13 @@ def read_tree(file: File) -> StaticTree:
     return StaticTree.from_paths(tuple(row) for row in rows)
 
 
-@lru_cache(maxsize=256)
+@cache  # recordings of rounds read these tensors: none may go
 def static_topology(tree: StaticTree, device: torch.device) -> Topology:
     """Its topology on a device, made once."""
     return Topology.from_parents(tree.parents, device)
 
 
-@lru_cache(maxsize=256)
+@cache
 def static_levels(tree: StaticTree, device: torch.device) -> tuple[Level, ...]:
     """Its draft calls on a device, made once."""
     paths = ((), *tree.paths)

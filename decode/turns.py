@@ -3,6 +3,7 @@
 An arm is plain decoding (None), a drafter (its name), or plain decoding through a drafter's shapes.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine import Decoder
+from draftsmith.decode.graphs import SMALLEST
 from draftsmith.decode.prompts import Prompt, next_turn
 from draftsmith.decode.request import Completion, Counters
 from draftsmith.decode.sampling import SamplingParams
@@ -227,10 +229,27 @@ def take_turns(
     decoders = pair.decoders(settings)
     if settings.baseline == "same-shape":
         for name in pair.drafters:
-            decoders[same_shape(name)] = pair.decoder(settings, name, same_shape=True)
+            # A drafter works for one decoder at a time: the other arm's keeps its state.
+            own = replace(pair, drafters={name: copy.copy(pair.drafters[name])})
+            decoders[same_shape(name)] = own.decoder(settings, name, same_shape=True)
     for decoder in decoders.values():
-        decoder.generate([prompts[0].tokens] * settings.batch, settings.params)
+        for tokens in warm_ups(prompts, settings.device):
+            decoder.generate([tokens] * settings.batch, settings.params)
     return converse(settings, pair, prompts, decoders, settings.batch, tick)
+
+
+def warm_ups(prompts: Sequence[Prompt], device: str) -> list[list[int]]:
+    """The prompts to warm up on, the longest first, so that what it makes room for holds all. On
+    CUDA rounds are recorded for lengths in powers of two: the longest of each that has one, and the
+    shortest, which has the most rounds there.
+    """
+    longest_first = sorted((prompt.tokens for prompt in prompts), key=len, reverse=True)
+    if not device.startswith("cuda"):
+        return longest_first[:1]
+    alike: dict[int, list[list[int]]] = {}
+    for tokens in longest_first:
+        alike.setdefault(max(SMALLEST, 1 << (len(tokens) - 1).bit_length()), []).append(tokens)
+    return [tokens for same in alike.values() for tokens in (*same[:1], *same[1:][-1:])]
 
 
 def prove(

@@ -74,7 +74,7 @@ def point_mass(
 class RuleInfo:
     """verify: the function; law: how a drafter that can choose should draw; laws: all it can
     handle; trees: whether it takes more than chains; identical: whether the output equals plain
-    decoding token for token (else only in distribution).
+    decoding token for token (else only in distribution); masks: whether it takes extra acceptances.
     """
 
     verify: Rule
@@ -82,14 +82,15 @@ class RuleInfo:
     laws: tuple[str, ...]
     trees: bool
     identical: bool
+    masks: bool
 
 
 _DRAWN = (WITH_REPLACEMENT, WITHOUT_REPLACEMENT)
 RULES = {
-    "coupled": RuleInfo(coupled, COUPLED, (COUPLED, DETERMINISTIC, *_DRAWN), True, True),
-    "point_mass": RuleInfo(point_mass, DETERMINISTIC, (DETERMINISTIC,), True, True),
-    "leviathan": RuleInfo(leviathan, WITH_REPLACEMENT, _DRAWN, False, False),
-    "block": RuleInfo(block, WITH_REPLACEMENT, _DRAWN, False, False),
-    "recursive": RuleInfo(recursive, WITHOUT_REPLACEMENT, _DRAWN, True, False),
-    "traversal": RuleInfo(traversal, WITHOUT_REPLACEMENT, _DRAWN, True, False),
+    "coupled": RuleInfo(coupled, COUPLED, (COUPLED, DETERMINISTIC, *_DRAWN), True, True, True),
+    "point_mass": RuleInfo(point_mass, DETERMINISTIC, (DETERMINISTIC,), True, True, True),
+    "leviathan": RuleInfo(leviathan, WITH_REPLACEMENT, _DRAWN, False, False, True),
+    "block": RuleInfo(block, WITH_REPLACEMENT, _DRAWN, False, False, False),
+    "recursive": RuleInfo(recursive, WITHOUT_REPLACEMENT, _DRAWN, True, False, True),
+    "traversal": RuleInfo(traversal, WITHOUT_REPLACEMENT, _DRAWN, True, False, False),
 }

@@ -167,6 +167,7 @@ REPORTS: dict[str, Callable[[], Report]] = {
     "nothing drafted": lambda: a_report(
         acceptance_by_position=[], acceptance_conditional=[], accepted_histogram=[12]
     ),
+    "one batch": lambda: a_report(batch=4, speedup_interval=None, speedup_specbench=None),
     "lossy": a_lossy_report,
     "lossy, with a task": lambda: a_lossy_report(task=TASK),
     "full": a_full_report,

@@ -21,6 +21,9 @@ class Scripted:
         self.known: list[list[int]] = [[] for _ in range(rows)]
         self.full: list[list[int]] = [[] for _ in range(rows)]
 
+    def release(self) -> None:
+        """Nothing that matters."""
+
     def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
         for i, row in enumerate(rows_R.tolist()):
             prompt = tokens_RN[i, : lens_R[i]].tolist()

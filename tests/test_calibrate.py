@@ -82,12 +82,19 @@ def test_the_trace_tells_what_the_decoder_does(
     prompts = [[5 + i, 9, 30 + i] for i in range(6)]
     answers = Decoder(tiny_target, tiny_tokenizer).generate(prompts, params)
     ranks, sharpness = answer_ranks(drafter, answers, params)
-    assert 0.5 <= sharpness <= 4
+    assert 0.5 <= sharpness <= 8
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, tree="eagle-25")
     done = decoder.generate(prompts, params)
     tree = decoder.settings.plan
     assert [c.counters.rounds for c in done] == [len(walk(row, tree)) for row in ranks]
     assert metrics.block_efficiency([c.counters for c in done]) > 1
+
+
+def test_the_end_of_an_answer_counts_once() -> None:
+    assert path_values([[0]], [[0]], 4) == {(0,): 1.0}
+    values = path_values(traces(20, 9, seed=3), [[0, 3, 7]] * 20, 4)
+    assert max(values.values()) <= 1
+    assert all(value <= values.get(path[:-1], 1.0) for path, value in values.items())
 
 
 def test_a_trace_that_is_too_small_is_refused() -> None:

@@ -12,15 +12,28 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode import evaluation
 from draftsmith.decode.__main__ import arms, main
+from draftsmith.decode.costs import measured_costs
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine import Decoder
-from draftsmith.decode.exactness import divergences, verdict
-from draftsmith.decode.measure import teacher_forced
-from draftsmith.decode.prompts import load_prompts, next_turn
+from draftsmith.decode.exactness import Divergence, as_rows, divergences, verdict
+from draftsmith.decode.kv import KVPool
+from draftsmith.decode.measure import propose_call, teacher_forced
+from draftsmith.decode.prompts import Prompt, load_prompts, next_turn
 from draftsmith.decode.report import schema_problems
 from draftsmith.decode.request import Completion
+from draftsmith.decode.runner import Runner
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.turns import Evaluation, Loaded, answers, converse, fits, load
+from draftsmith.decode.tree_plan import chain_plan
+from draftsmith.decode.turns import (
+    Evaluation,
+    Loaded,
+    answers,
+    converse,
+    fits,
+    load,
+    warm_ups,
+)
 from draftsmith.models.drafter_folder import save_drafter
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.provenance import provenance
@@ -110,7 +123,7 @@ def test_k_is_the_folders_own_unless_given(folders: Path, tmp_path: Path) -> Non
         json.loads((tmp_path / name / "report.json").read_text()) for name in ("itself", "ngram")
     )
     assert (itself["K"], itself["N"]) == (3.0, 4.0)
-    assert len(ngram["acceptance_by_position"]) in (0, 4)
+    assert ngram["acceptance_by_position"] == [0.2, 0.0, 0.0, 0.0]
     # Prompt lookup has no model; its proposal takes time all the same.
     assert ngram["times"]["draft"] > 0 and ngram["times"]["extend"] is None
 
@@ -176,6 +189,7 @@ def test_two_turns_skipped_prompts_and_same_shapes_are_reported(
     assert report["identical"]["same"] == report["identical"]["total"] == 3
     shapes = report["identical_same_shape"]
     assert (shapes["dtype"], shapes["baseline"], shapes["total"]) == ("bfloat16", "same-shape", 3)
+    assert shapes["same"] == shapes["total"]
     assert report["attention"] == "masked" and report["stop"] == ["zq"]
     assert list(report["specbench"]) == ["mt_bench", "qa", "overall"]
     assert report["specbench"]["overall"]["n_prompts"] == 2
@@ -263,8 +277,63 @@ def test_alpha_is_the_overlap_of_the_two_laws(
         assert row.positions == len(completion.tokens)
 
 
+def test_a_timed_proposal_leaves_a_decoder_its_state(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    drafter = NgramDrafter()
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=2)
+    prompts, params = ["abab", "def f(x):"], SamplingParams(max_new_tokens=12, ignore_eos=True)
+    before = decoder.generate(prompts, params)
+    propose_call(drafter, chain_plan(4), batch=3, context=8, device=torch.device("cpu"))()
+    after = decoder.generate(prompts, params)
+    assert [c.tokens for c in before] == [c.tokens for c in after]
+    assert [c.accepted for c in before] == [c.accepted for c in after]
+
+
+def test_costs_are_measured_within_the_context(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one pool a model, also where half of what is asked for is all there is."""
+    made: list[tuple[int, int]] = []
+    pool = Runner.pool
+
+    def watched(self: Runner, rows: int, slots: int) -> KVPool:
+        made.append((rows, slots))
+        return pool(self, rows, slots)
+
+    vocab = len(tiny_tokenizer)
+    target, drafter = Runner(tiny_target, vocab), LMDrafter(tiny_draft, vocab)
+    monkeypatch.setattr(Runner, "pool", watched)
+    for context, slots in ((1022, 512), (100, 66)):
+        made.clear()
+        costs = measured_costs(target, drafter, chain_plan(15), 2, context)
+        assert made == [(2, slots)] * 2 and costs.nodes == (1, 2, 4, 8, 16)
+        assert min(costs.verify) > 0 and min(costs.draft) > 0
+
+
+def test_the_warm_up_reaches_every_length() -> None:
+    lengths = [300, 900, 40, 500, 280, 3000, 260]
+    prompts = [Prompt([1] * length, "", i, "") for i, length in enumerate(lengths)]
+    assert [len(tokens) for tokens in warm_ups(prompts, "cpu")] == [3000]
+    # Up to 256, 512, 1024 and 4096 slots.
+    assert [len(t) for t in warm_ups(prompts, "cuda:0")] == [3000, 900, 500, 260, 40]
+
+
 def test_verdict_counts_and_lists() -> None:
-    assert verdict([], 5, dtype="float32", baseline="native")["same"] == 5
+    kind = {"dtype": "float32", "baseline": "native"}
+    none = {"same": 5, "excused": 0, "total": 5, "worst_margin": None}
+    assert verdict([], 5, **kind) == kind | none
+    tie = Divergence(2, 7, "float32", 3e-5, near_tie=True)
+    bug = Divergence(4, 1, "float32", 0.25, near_tie=False)
+    two = {"same": 3, "excused": 1, "total": 5, "worst_margin": 0.25}
+    assert verdict([tie, bug], 5, **kind) == kind | two
+    assert as_rows([tie, bug]) == [
+        kind | {"prompt": 2, "position": 7, "margin": 3e-5, "near_tie": True},
+        kind | {"prompt": 4, "position": 1, "margin": 0.25, "near_tie": False},
+    ]
 
 
 def test_the_fp64_recheck_excuses_only_a_tie(

@@ -44,6 +44,16 @@ def test_rounds_that_drafted_less_are_not_rejections() -> None:
     assert conditional == [1 / 2, 1.0]
 
 
+def test_conditional_acceptance_of_rounds_of_different_depths() -> None:
+    shallow, rejected, whole = [(1, 1, 2)] * 10, [(2, 0, 1)] * 3, [(2, 2, 3)] * 2
+    c = [counted(*shallow, *rejected), counted(*whole)]
+    assert (c[0].tried, c[1].tried) == ([13, 0], [2, 2])
+    unconditional, conditional = metrics.acceptance_by_position(c)
+    assert unconditional == [12 / 15, 2 / 5]
+    # Five rounds drafted the second position, but only two got there.
+    assert conditional == [12 / 15, 1.0]
+
+
 def test_trees_count_tokens_and_levels_apart() -> None:
     counters = Counters()
     counters.record(2, 2, 3, nodes=6)
@@ -61,6 +71,7 @@ def test_turns_are_counted_together() -> None:
     both = metrics.total([first, second])
     assert (both.rounds, both.emitted, both.drafted, both.nodes) == (3, 7, 5, 5)
     assert both.histogram == [1, 1, 0, 1] and both.reached == [3, 1, 1]
+    assert both.tried == [3, 1, 1]
     assert both.decode_seconds == 0.25
     assert metrics.total([]) == Counters() and first.rounds == 1
 

@@ -19,7 +19,7 @@ from sample_reports import (
     divergence,
 )
 
-from draftsmith.decode import figures
+from draftsmith.decode import figures, results
 from draftsmith.decode.report import FORMULAS, comparison, schema_problems, table, write
 from draftsmith.decode.report_schema import SCHEMA
 
@@ -174,6 +174,9 @@ def test_figures_are_what_the_report_says() -> None:
     assert values["efficiency"] == "99.0%" and values["loop rate"] == "8.3%"
     assert values["rounds by accepted"] == "10  12  18"
     assert values["tau by rule"] == "coupled 2.25 · block 2.37"
+    batched = {row.name: row for row in figures.figures(REPORTS["one batch"]())}
+    assert batched["speed-up"][1:3] == ("1.63\u00d7", "")
+    assert batched["speed-up, Spec-Bench way"].value == "—"
     # Each number of the report is a figure: take one away, and something else is printed.
     absent = {row.name: row.value for row in figures.figures(an_ngram_report())}
     assert {name for name, value in absent.items() if value == "—"} >= {
@@ -235,6 +238,14 @@ def test_tau_does_not_stand_alone(report: Report, shown: list[str]) -> None:
     assert all(words in text for words in shown)
     assert ("LOSSY typical:0.09,0.3" in text) != report["lossless"]
     assert not figures.quality(a_report())
+
+
+def test_a_speed_up_without_an_interval_stands_alone() -> None:
+    report = REPORTS["one batch"]() | {"prompts": "some"}
+    report["identical"]["excused"] = 0
+    text = results.page("One", [results.row("a", report)])
+    assert "| 2.25 [2.10, 2.40] | 1.63 | 346 (212) |" in text
+    assert "1.63\u00d7" in printed(comparison({"a": report}), width=80)
 
 
 def test_what_was_skipped_is_said() -> None:

@@ -135,6 +135,10 @@ def test_the_page_begins_with_the_verdict(near_tie: bool) -> None:
 def test_the_headline_says_no_more_than_the_interval() -> None:
     assert "1.63\u00d7 the speed of plain decoding</h1>" in page(a_report())
     assert "no clear difference" in page(a_report(speedup_interval=[0.97, 1.71]))
+    one_batch = page(REPORTS["one batch"]())
+    assert "1.63\u00d7: no clear difference" in one_batch and "whisker:" not in one_batch
+    assert "whisker: 95% interval over prompts" in page(a_report())
+    assert "whisker: 95% interval over batches" in page(a_report(batch=2))
     assert "slower than plain" in page(a_report(speedup=0.9, speedup_interval=[0.8, 0.97]))
     assert ", LOSSY (typical:0.09,0.3)</h1>" in page(a_lossy_report())
 

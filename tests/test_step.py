@@ -111,7 +111,7 @@ def test_a_recorded_round_is_the_round(
 
         return replay
 
-    decoder.graphs = Graphs(decoder.stepper, record)
+    decoder.graphs = Graphs(decoder.stepper, lambda: record)
     expected = truths(tiny_target, tiny_tokenizer, params)
     for _ in range(2):
         assert [c.tokens for c in decoder.generate(PROMPTS, params)] == expected

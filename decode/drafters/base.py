@@ -81,6 +81,9 @@ class Drafter(Protocol):
         included; forget everything.
         """
 
+    def release(self) -> None:
+        """Let go of the state: another `reset` follows before anything else."""
+
     def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
         """Take in the prompts (right-padded) of the rows named, and their first sampled token."""
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.base import Kept, Round
 from draftsmith.decode.growth import Frontier, grow
-from draftsmith.decode.runner import Runner, Seen, round_up
+from draftsmith.decode.runner import Runner, Seen, context_of, round_up
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.target import split_head
 
@@ -33,6 +33,10 @@ class LMDrafter:
         self.pool = self.runner.pool(rows, slots)
         self.tail_B2 = torch.zeros(rows, 2, dtype=torch.int64, device=self.runner.device)
         self.slot_BN: Tensor | None = None  # where the last round's nodes were fed, beyond lens
+
+    def release(self) -> None:
+        self.__dict__.pop("pool", None)
+        self.slot_BN = None
 
     def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
         self.pool.clear(rows_R)
@@ -83,11 +87,6 @@ class LMDrafter:
         return self.runner.logits(
             self.runner.verify(self.pool, frontier.tokens_BF, positions_BF, slots_BF, seen)
         )
-
-
-def context_of(model: PreTrainedModel) -> int:
-    """Positions that a model is configured for."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
 
 
 def weights_read(model: PreTrainedModel) -> int:

@@ -36,6 +36,9 @@ class NgramDrafter:
         self.text_BS = torch.full((rows, slots), -1, dtype=torch.int64, device=self.device)
         self.lens_B = torch.zeros(rows, dtype=torch.int64, device=self.device)
 
+    def release(self) -> None:
+        """Some integers a row: they may stay."""
+
     def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
         self.text_BS[rows_R] = -1
         inside_RN = torch.arange(tokens_RN.shape[1], device=self.device) < lens_R[:, None]

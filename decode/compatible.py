@@ -1,0 +1,52 @@
+"""What goes together: settings, drafter, sampling. Refused before anything is decoded."""
+
+from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.settings import Settings
+from draftsmith.decode.tree_plan import DynamicTree
+
+
+def check_drafter(settings: Settings, drafter: Drafter, vocab_size: int, context: int) -> None:
+    """ValueError for a tree that the drafter can't draft or the context can't hold, or an
+    acceptance that needs what the drafter lacks.
+    """
+    tree, plan, acceptance = settings.tree, settings.plan, settings.acceptance
+    if not (drafter.trees or plan.is_chain):
+        raise ValueError(
+            f"tree: got {tree} with a drafter of kind {drafter.kind}, which drafts chains only; "
+            "use tree=chain"
+        )
+    breadth = plan.width if isinstance(plan, DynamicTree) else 1 + max(map(max, plan.paths))
+    if breadth > vocab_size:
+        raise ValueError(
+            f"tree: got {tree}, {breadth} children wide, expected at most the vocabulary of "
+            f"{vocab_size}"
+        )
+    if plan.levels >= context:
+        raise ValueError(
+            f"tree: got {tree}, {plan.levels} levels deep, expected less than the context of "
+            f"{context}; give a smaller K"
+        )
+    if acceptance is not None and acceptance.needs_q and not drafter.samples:
+        raise ValueError(
+            f"lossy: got {acceptance} with a drafter of kind {drafter.kind}, which has no "
+            "distribution to compare; use typical or lenience"
+        )
+
+
+def check_rule(
+    settings: Settings, drafter: Drafter | None, params: SamplingParams, *, identical: bool
+) -> None:
+    """ValueError for a rule by rejection where answers must be plain decoding's, or without draws
+    to reject. identical: of the rule that will be used at this temperature.
+    """
+    if settings.same_shape and not identical:
+        raise ValueError(
+            f"same_shape: got rule={settings.rule} at temperature {params.temperature:g}, expected "
+            "a rule whose answers are plain decoding's; use rule=coupled"
+        )
+    if drafter is not None and not (identical or drafter.samples):
+        raise ValueError(
+            f"rule {settings.rule}: got a drafter of kind {drafter.kind}, which draws from no "
+            "distribution; use rule=coupled for this drafter"
+        )
