@@ -66,6 +66,7 @@ class Evaluation:
     identity: bool = True  # also prove token identity in fp32
     baseline: str = "native"  # same-shape: identity in `dtype` too, through the drafter's shapes
     allow_target_mismatch: bool = False
+    adapter: str = ""  # a LoRA folder for the target, merged into its weights
 
     def __post_init__(self) -> None:
         for name, known in (("baseline", BASELINES), ("task", TASKS)):
@@ -191,7 +192,8 @@ class Loaded:
 def load(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
     """Target and drafters in one dtype on the settings' device."""
     target, tokenizer = load_target(
-        TargetSpec(settings.target, dtype=dtype), torch.device(settings.device)
+        TargetSpec(settings.target, dtype=dtype, adapter=settings.adapter or None),
+        torch.device(settings.device),
     )
     check_split(target)
     loaded = {}
