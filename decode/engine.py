@@ -12,6 +12,7 @@ Shapes: B rows, R of them just admitted, L = D + 1 tokens that one round can emi
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,16 +193,19 @@ class Decoder:
         plan = None if self.drafter is None else self.policy.next_plan()
         ahead = 0 if flight is None else flight.told.levels + 1
         top = ahead + max((r.length for r in rows.requests if r is not None), default=1)
-        if self.graphs is not None:
-            told = self.graphs.step(batch, plan, top)
-        else:
-            told = self.stepper.step(batch, plan, top, self.policy.enough)
-        table, ready = told.table, None
-        if self.late and table.is_cuda:
-            table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-            table.copy_(told.table, non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(told.table.device))
+        on_cuda = self.runner.device.type == "cuda"
+        # Captures and events belong to the current device.
+        with torch.cuda.device(self.runner.device) if on_cuda else nullcontext():
+            if self.graphs is not None:
+                told = self.graphs.step(batch, plan, top)
+            else:
+                told = self.stepper.step(batch, plan, top, self.policy.enough)
+            table, ready = told.table, None
+            if self.late and on_cuda:
+                table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+                table.copy_(told.table, non_blocking=True)
+                ready = torch.cuda.Event()
+                ready.record()
         return _Flight(told, table, ready, plan, list(rows.requests))
 
     def _hear(self, batch: Batch, flight: _Flight) -> Iterator[tuple[Request, list[int], bool]]:
