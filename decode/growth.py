@@ -225,6 +225,7 @@ def _scores(request: Round, q_logits_BFV: Tensor, depth: int) -> Tensor:
 
 def _own_race(request: Round, node_C: Tensor, q_logits_BFV: Tensor) -> Tensor:
     """Noise of a round's own for each node: log E [B, C, V]."""
+    assert request.seeds_B is not None, f"law {request.law} draws, but the round has no seeds"
     nodes_BC = node_C.expand(q_logits_BFV.shape[0], -1)
     return log_race(position_keys(request.seeds_B, nodes_BC), q_logits_BFV.shape[-1])
 

@@ -51,7 +51,7 @@ def projections(layer: Any) -> list[nn.Linear]:
 
 
 class LeanBody:
-    """(tokens [B, N], positions [B, N], mask or None, cache) -> hidden [B, N, H] after the norm."""
+    """(tokens [B, N], positions [B, N], cache) -> hidden [B, N, H] after the norm."""
 
     def __init__(self, body: Any, layers: list[nn.Module]) -> None:
         self.layers = [LeanLayer(layer, index) for index, layer in enumerate(layers)]
@@ -82,9 +82,7 @@ class LeanBody:
         torch._dynamo.config.recompile_limit = max(limit, 64)
         self.enter, self.leave = torch.compile(enter, **options), torch.compile(leave, **options)
 
-    def __call__(
-        self, tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor | None, cache: SlotCache
-    ) -> Tensor:
+    def __call__(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache) -> Tensor:
         compiled = cache.attend is not None and self.enter is not enter
         first, last = (self.enter, self.leave) if compiled else (enter, leave)
         hidden_BNH = F.embedding(tokens_BN, self.embedding_VH)
@@ -95,7 +93,7 @@ class LeanBody:
             # No names for what lies between: it is free as soon as it has been used.
             hidden_BNH = last(
                 hidden_BNH,
-                layer.attend(*first(hidden_BNH, rotary, entry, layer.sizes), mask, cache),
+                layer.attend(*first(hidden_BNH, rotary, entry, layer.sizes), cache),
                 ending,
                 layer.activation,
             )
@@ -193,37 +191,17 @@ class LeanLayer:
         self.sizes = (q.out_features // width, k.out_features // width, width)
         self.activation = mlp.act_fn
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cache: SlotCache
-    ) -> Tensor:
-        """Attention of [B, N, heads, E], as [B, N, Hq * E]."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: SlotCache) -> Tensor:
+        """Attention of [B, N, heads, E], as [B, N, Hq * E]; a prompt attends to itself alone."""
         keys, values = cache.write(self.index, key, value)
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-        if cache.attend is None or cache.attend.backend == "masked":
-            return self._mix(query, keys, values, mask)
-        query = query.transpose(1, 2)
-        return mix(cache.attend, query, keys, values, scale=self.scale).flatten(2)
-
-    def _mix(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of query [B, N, Hq, E] over keys [B, Hkv, S, E], as [B, N, Hq * E]."""
-        batch, length, q_heads, width = query.shape
-        kv_heads = self.sizes[1]
-        if mask is None:
-            mixed = F.scaled_dot_product_attention(
-                query.transpose(1, 2),
-                keys,
-                values,
-                is_causal=True,
-                scale=self.scale,
-                enable_gqa=q_heads != kv_heads,
-            )
-            return mixed.transpose(1, 2).reshape(batch, length, -1)
-        groups = q_heads // kv_heads
-        packed = query.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4)
-        packed = packed.reshape(batch, kv_heads, groups * length, width)
-        mixed = F.scaled_dot_product_attention(packed, keys, values, mask, scale=self.scale)
-        mixed = mixed.view(batch, kv_heads, groups, length, width).permute(0, 3, 1, 2, 4)
-        return mixed.reshape(batch, length, -1)
+        query, keys, values = (x.transpose(1, 2) for x in (query, keys, values))
+        if cache.attend is not None:
+            return mix(cache.attend, query, keys, values, scale=self.scale).flatten(2)
+        grouped = self.sizes[0] != self.sizes[1]
+        mixed = F.scaled_dot_product_attention(
+            query, keys, values, is_causal=True, scale=self.scale, enable_gqa=grouped
+        )
+        return mixed.transpose(1, 2).flatten(2)
 
 
 class Norm:

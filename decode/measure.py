@@ -138,7 +138,7 @@ def propose_call(
         params=SamplingParams(),
         law=COUPLED,
         race_BDV=None,
-        seeds_B=lens_B,
+        seeds_B=None,
     )
     return lambda: drafter.propose(request)
 

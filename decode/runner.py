@@ -25,8 +25,8 @@ from draftsmith.models.target import split_head, unwrapped
 __all__ = ["Runner", "Seen", "round_up"]
 
 SLOT_BUCKET = 64  # attended slots are rounded up to this, so that shapes repeat
-# (tokens [B, N], positions [B, N], mask or None, cache) -> hidden [B, N, H]
-Body = Callable[[Tensor, Tensor, Tensor | None, SlotCache], Tensor]
+# (tokens [B, N], positions [B, N], cache) -> hidden [B, N, H]
+Body = Callable[[Tensor, Tensor, SlotCache], Tensor]
 # Bodies whose lean form has been compared with their own forward. Its weights are views of theirs,
 # so the comparison holds when the weights change.
 _agreed: "weakref.WeakKeyDictionary[nn.Module, LeanBody]" = weakref.WeakKeyDictionary()
@@ -91,7 +91,7 @@ class Runner:
         """
         positions_BN = torch.arange(tokens_BN.shape[1], device=self.device).expand_as(tokens_BN)
         cache = SlotCache(pool, (rows_B[:, None] * pool.slots + positions_BN).flatten(), prefix=0)
-        hidden_BNH = self.call(tokens_BN, positions_BN, None, cache)
+        hidden_BNH = self.call(tokens_BN, positions_BN, cache)
         last_B11 = (lens_B - 1)[:, None, None].expand(-1, 1, hidden_BNH.shape[-1])
         return self.logits(hidden_BNH.gather(1, last_B11)[:, 0])
 
@@ -114,8 +114,7 @@ class Runner:
         # The flash call reads whole rows of the pool by their lengths.
         width = pool.slots if self.attention == "varlen" else seen.width
         cache = SlotCache(pool, pool.flat(slots_BN), width, attend)
-        mask = attend.mask() if self.attention == "masked" else None
-        return self.call(tokens_BN, positions_BN, mask, cache)
+        return self.call(tokens_BN, positions_BN, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] fp32 over the tokenizer's vocabulary."""
@@ -128,9 +127,7 @@ class Runner:
             logits = self.head(flat).float()
         return logits.unflatten(0, hidden.shape[:-1])
 
-    def _whole(
-        self, tokens_BN: Tensor, positions_BN: Tensor, mask: Tensor | None, cache: SlotCache
-    ) -> Tensor:
+    def _whole(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache) -> Tensor:
         """transformers' own forward of the body."""
         extra = {}
         if cache.attend is not None:

@@ -117,7 +117,7 @@ class Stepper:
         rows = batch.rows
         if self.drafter is None or plan is None:
             return TokenTree(rows.pending_B[:, None], chain(0, self.runner.device), COUPLED)
-        law = self.rule(batch.params).law
+        rule = self.rule(batch.params)
         needs_q = self.acceptance is not None and self.acceptance.needs_q
         request = Round(
             plan=plan,
@@ -126,11 +126,11 @@ class Stepper:
             active_B=rows.active_B,
             top=top,
             params=batch.params,
-            law=law,
-            race_BDV=shared_BLV if law == COUPLED else None,
+            law=rule.law,
+            race_BDV=shared_BLV if rule.law == COUPLED else None,
             # Keyed by the round: a level drafted again after a rejection needs fresh noise.
-            seeds_B=self._round_keys(rows, sampling.DRAFT),
-            want_q=needs_q or not self.rule(batch.params).identical,
+            seeds_B=None if rule.identical else self._round_keys(rows, sampling.DRAFT),
+            want_q=needs_q or not rule.identical,
             enough=enough,
         )
         return self.drafter.propose(request)

@@ -36,8 +36,9 @@ class Round:
     pending_B: the token sampled but not yet in the target's KV; active_B: rows that still decode;
     top: at least the largest of lens_B, a plain int; law: how to draw; race_BDV: log E for the
     token of each level, shared with the target, None when greedy or the law isn't coupled; seeds_B:
-    of the noise that laws of independent draws use, fresh each round; want_q: whether the tree must
-    carry the draft's logits; enough: asked after each call, None for trees always drafted whole.
+    of the noise that laws of independent draws use, fresh each round, None for other laws; want_q:
+    whether the tree must carry the draft's logits; enough: asked after each call, None for trees
+    always drafted whole.
     """
 
     plan: Plan
@@ -48,7 +49,7 @@ class Round:
     params: SamplingParams
     law: str
     race_BDV: Tensor | None
-    seeds_B: Tensor
+    seeds_B: Tensor | None
     want_q: bool = False
     enough: Enough | None = None
 
