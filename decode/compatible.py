@@ -27,6 +27,12 @@ def check_drafter(settings: Settings, drafter: Drafter, vocab_size: int, context
             f"tree: got {tree}, {plan.levels} levels deep, expected less than the context of "
             f"{context}; give a smaller K"
         )
+    if plan.levels > drafter.levels:
+        raise ValueError(
+            f"tree: got {tree}, {plan.levels} levels deep, with a drafter of kind {drafter.kind} "
+            f"that drafts {drafter.levels} tokens ahead; give K={drafter.levels} or less, or a "
+            "flatter tree"
+        )
     if acceptance is not None and acceptance.needs_q and not drafter.samples:
         raise ValueError(
             f"lossy: got {acceptance} with a drafter of kind {drafter.kind}, which has no "

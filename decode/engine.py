@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode import memory
 from draftsmith.decode.compatible import check_drafter, check_rule
 from draftsmith.decode.costs import measured_costs
-from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafters.base import Admitted, Drafter
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.graphs import Graphs
@@ -68,7 +68,8 @@ class Decoder:
         self.settings = Settings(**settings)
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size(tokenizer)
-        self.runner = Runner(target, self.vocab_size, attention=self.settings.attention)
+        taps = () if drafter is None else drafter.taps
+        self.runner = Runner(target, self.vocab_size, self.settings.attention, taps)
         self.drafter = drafter
         self.policy = make_policy(self.settings.policy, self.settings.plan)
         self.stepper = Stepper(self.runner, drafter, self.settings, self.vocab_size)
@@ -329,14 +330,14 @@ class Decoder:
             [prompt + [0] * (max(lens) - len(prompt)) for prompt in prompts], device=device
         )
         batch.pool.clear(rows_R)
-        logits_RV = self.runner.prefill(batch.pool, rows_R, tokens_RN, lens_R)
+        logits_RV, taps_RNU = self.runner.prefill(batch.pool, rows_R, tokens_RN, lens_R)
         seeds_R = torch.tensor([request.seed for request in requests], device=device)
         race_RLV = self.stepper.race(seeds_R, lens_R[:, None], params)
         p_logits_RV = params.transform(logits_RV)
         pending_R = choose(p_logits_RV, None if race_RLV is None else race_RLV[:, 0])
         rows.admit(rows_R, lens_R, pending_R, requests)
         if self.drafter is not None:
-            self.drafter.prefill(rows_R, tokens_RN, lens_R, pending_R)
+            self.drafter.prefill(Admitted(rows_R, tokens_RN, lens_R, pending_R, taps_RNU))
         firsts, active = pending_R.tolist(), rows.active_B[rows_R].tolist()
         broken = p_logits_RV.amax(-1).isnan().tolist()
         now = time.perf_counter()

@@ -26,6 +26,8 @@ from draftsmith.decode.kv import SlotCache
 from draftsmith.decode.product import Product, version
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+# The states of the taps asked for, by their number; None until the pass has been there.
+Taken = dict[int, Tensor | None]
 # Rotary embeddings that depend on nothing but the position.
 POSITION_ONLY = {"default", "linear", "llama3"}
 
@@ -82,12 +84,17 @@ class LeanBody:
         torch._dynamo.config.recompile_limit = max(limit, 64)
         self.enter, self.leave = torch.compile(enter, **options), torch.compile(leave, **options)
 
-    def __call__(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache) -> Tensor:
+    def __call__(
+        self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, taken: Taken | None = None
+    ) -> Tensor:
+        taken = {} if taken is None else taken
         compiled = cache.attend is not None and self.enter is not enter
         first, last = (self.enter, self.leave) if compiled else (enter, leave)
         hidden_BNH = F.embedding(tokens_BN, self.embedding_VH)
         rotary = self.cos_SE[positions_BN].unsqueeze(2), self.sin_SE[positions_BN].unsqueeze(2)
         for layer in self.layers:
+            if layer.index in taken:
+                taken[layer.index] = hidden_BNH
             entry = layer.entry.tensors if compiled else layer.entry
             ending = layer.exit.tensors if compiled else layer.exit
             # No names for what lies between: it is free as soon as it has been used.
@@ -97,6 +104,8 @@ class LeanBody:
                 ending,
                 layer.activation,
             )
+        if len(self.layers) in taken:
+            taken[len(self.layers)] = hidden_BNH
         return self.norm(hidden_BNH)
 
 

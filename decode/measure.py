@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Drafter, Round
+from draftsmith.decode.drafters.base import Admitted, Drafter, Round
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.graphs import WARM_UP, CudaRecorder
 from draftsmith.decode.kv import KVPool
@@ -114,7 +114,8 @@ def forward_call(
         positions_BN = lens_B[:, None] + depth_N
 
     def call() -> None:
-        runner.logits(runner.verify(pool, tokens_BN, positions_BN, slots_BN, seen))
+        states = runner.verify(pool, tokens_BN, positions_BN, slots_BN, seen)
+        runner.logits(states.hidden_BNH)
 
     return call
 
@@ -128,7 +129,7 @@ def propose_call(
     lens_B = torch.full((batch,), context, device=device)
     ones_BN = torch.ones(batch, context, dtype=torch.int64, device=device)
     drafter.reset(batch, round_up(context + plan.slots + 1))
-    drafter.prefill(rows_B, ones_BN, lens_B, ones_BN[:, 0])
+    drafter.prefill(Admitted(rows_B, ones_BN, lens_B, ones_BN[:, 0]))
     request = Round(
         plan=plan,
         lens_B=lens_B,

@@ -4,13 +4,14 @@ Works on unmodified transformers classes whose layers keep nothing but keys and 
 token. What a pass attends to is handed to each layer's attention as a keyword, beside the model's
 own mask, so layers of different windows need no masks of the model's making.
 
-Shapes: B rows, N tokens a row, V vocabulary.
+Shapes: B rows, N tokens a row, H hidden, U width of the taps' states side by side, V vocabulary.
 """
 
 import copy
 import weakref
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.attention import ATTENTION, Attend, Seen, resolve
 from draftsmith.decode.kv import KVPool, SlotCache
-from draftsmith.decode.lean import LeanBody, lean_body
+from draftsmith.decode.lean import LeanBody, Taken, lean_body
 from draftsmith.decode.product import Product
+from draftsmith.models.taps import NORM, Tap, check_taps, joined, watching
 from draftsmith.models.target import split_head, unwrapped
 
 __all__ = ["Runner", "Seen", "round_up"]
 
 SLOT_BUCKET = 64  # attended slots are rounded up to this, so that shapes repeat
-# (tokens [B, N], positions [B, N], cache) -> hidden [B, N, H]
-Body = Callable[[Tensor, Tensor, SlotCache], Tensor]
+# (tokens [B, N], positions [B, N], cache, taps to take) -> hidden [B, N, H]
+Body = Callable[[Tensor, Tensor, SlotCache, Taken], Tensor]
 # Bodies whose lean form has been compared with their own forward. Its weights are views of theirs,
 # so the comparison holds when the weights change.
 _agreed: "weakref.WeakKeyDictionary[nn.Module, LeanBody]" = weakref.WeakKeyDictionary()
@@ -38,17 +40,30 @@ FP32_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
 AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
+class States(NamedTuple):
+    """hidden_BNH: after the final norm; taps_BNU: of the runner's taps, None where it has none."""
+
+    hidden_BNH: Tensor
+    taps_BNU: Tensor | None
+
+
 class Runner:
     """A model, its LM head cut to the tokenizer's size, and the calls that decoding makes.
 
     model: a causal LM, or a PeftModel around one, whose adapter then stays live. attention: a
-    backend of `decode/attention.py`, or "auto".
+    backend of `decode/attention.py`, or "auto". taps: states that each pass gives beside the last.
 
     Raises ValueError for models that can't be rolled back by slots (recurrent state), whose logits
     are more than head(hidden), and for an attention backend that the machine lacks.
     """
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int, attention: str = "auto") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocab_size: int,
+        attention: str = "auto",
+        taps: tuple[Tap, ...] = (),
+    ) -> None:
         model = unwrapped(model)
         refuse_what_cannot_roll_back(model)
         self.model = model
@@ -61,6 +76,8 @@ class Runner:
         self.head = Product(head_VH.detach()[:vocab_size], None, [head_VH])
         self.dtype, self.device = head_VH.dtype, head_VH.device
         self.config = config = model.config.get_text_config()
+        check_taps(taps, config.num_hidden_layers)
+        self.taps = taps
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.groups = config.num_attention_heads // kv_heads
         self.context = context_of(model)
@@ -83,17 +100,19 @@ class Runner:
             self.config, rows=rows, slots=round_up(slots), dtype=self.dtype, device=self.device
         )
 
-    def prefill(self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor) -> Tensor:
+    def prefill(
+        self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Write prompts (right-padded to N) into the slots of `rows_B`; the logits [B, V] after
-        each.
+        each, and the taps' states [B, N, U] at all their tokens, where there are taps.
 
         What is written beyond a prompt's length is garbage in the sense of the pool.
         """
         positions_BN = torch.arange(tokens_BN.shape[1], device=self.device).expand_as(tokens_BN)
         cache = SlotCache(pool, (rows_B[:, None] * pool.slots + positions_BN).flatten(), prefix=0)
-        hidden_BNH = self.call(tokens_BN, positions_BN, cache)
+        hidden_BNH, taps_BNU = self._pass(tokens_BN, positions_BN, cache)
         last_B11 = (lens_B - 1)[:, None, None].expand(-1, 1, hidden_BNH.shape[-1])
-        return self.logits(hidden_BNH.gather(1, last_B11)[:, 0])
+        return self.logits(hidden_BNH.gather(1, last_B11)[:, 0]), taps_BNU
 
     def verify(
         self,
@@ -102,9 +121,9 @@ class Runner:
         positions_BN: Tensor,
         slots_BN: Tensor,
         seen: Seen,
-    ) -> Tensor:
-        """Hidden states [B, N, H] of new tokens of rows 0..B-1, whose keys and values go to
-        `slots_BN`; each sees what `seen` says.
+    ) -> States:
+        """States of new tokens of rows 0..B-1, whose keys and values go to `slots_BN`; each sees
+        what `seen` says.
         """
         # What lies past the context's end is never kept; it only must not overrun the tables.
         positions_BN = positions_BN.clamp(max=self.context - 1)
@@ -114,7 +133,12 @@ class Runner:
         # The flash call reads whole rows of the pool by their lengths.
         width = pool.slots if self.attention == "varlen" else seen.width
         cache = SlotCache(pool, pool.flat(slots_BN), width, attend)
-        return self.call(tokens_BN, positions_BN, cache)
+        return self._pass(tokens_BN, positions_BN, cache)
+
+    def _pass(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache) -> States:
+        taken: Taken = {int(tap): None for tap in self.taps if tap != NORM}
+        hidden_BNH = self.call(tokens_BN, positions_BN, cache, taken)
+        return States(hidden_BNH, joined(self.taps, hidden_BNH, taken) if self.taps else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] fp32 over the tokenizer's vocabulary."""
@@ -127,19 +151,22 @@ class Runner:
             logits = self.head(flat).float()
         return logits.unflatten(0, hidden.shape[:-1])
 
-    def _whole(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache) -> Tensor:
+    def _whole(
+        self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, taken: Taken
+    ) -> Tensor:
         """transformers' own forward of the body."""
         extra = {}
         if cache.attend is not None:
             # A mask of four dimensions is handed through, so the model makes none of its own.
             extra = {"attend": cache.attend, "attention_mask": positions_BN[:, None, :, None]}
-        return self.body(
-            input_ids=tokens_BN,
-            position_ids=positions_BN,
-            past_key_values=cache,
-            use_cache=True,
-            **extra,
-        ).last_hidden_state
+        with watching(self.model, taken) if taken else nullcontext():
+            return self.body(
+                input_ids=tokens_BN,
+                position_ids=positions_BN,
+                past_key_values=cache,
+                use_cache=True,
+                **extra,
+            ).last_hidden_state
 
     def _lean(self) -> LeanBody | None:
         """The body's lean form, made and compared once; its weights are the body's."""
@@ -160,11 +187,12 @@ class Runner:
         states = []
         for body in (self._whole, lean):
             self.call, pool = body, self.pool(2, 16)
-            states.append(self.prefill(pool, rows_B, tokens_BN, lens_B))
+            states.append(self.prefill(pool, rows_B, tokens_BN, lens_B)[0])
             positions_BN = lens_B[:, None] + torch.arange(3, device=self.device)
             seen = Seen(lens_B, pool.slots)
             new_BN = tokens_BN[:, :3]
-            states.append(self.verify(pool, new_BN, positions_BN, positions_BN, seen).float())
+            found = self.verify(pool, new_BN, positions_BN, positions_BN, seen)
+            states.append(found.hidden_BNH.float())
         self.call = self._whole
         limit = AGREEMENT[self.dtype]
         return all(

@@ -1,7 +1,8 @@
 """One round over device state: draft, verify, commit. Nothing in it reads the device (unless a
 policy asks for it, or prompt lookup on a CPU), so a round can be captured and replayed as it is.
 
-Shapes: B rows, N nodes, L = D + 1 tokens that one round can emit, V vocabulary.
+Shapes: B rows, N nodes, L = D + 1 tokens that one round can emit, U width of the taps' states, V
+vocabulary.
 """
 
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class Stepper:
         seen = Seen(rows.lens_B, width, block, topology.depth)
         slots_BN = lens_B1 + torch.arange(topology.nodes, device=tokens_BN.device)
         positions_BN = (lens_B1 + topology.depth).expand_as(slots_BN)
-        hidden_BNH = self.runner.verify(pool, tokens_BN, positions_BN, slots_BN, seen)
+        hidden_BNH, taps_BNU = self.runner.verify(pool, tokens_BN, positions_BN, slots_BN, seen)
         p_logits_BNV = params.transform(self.runner.logits(hidden_BNH))
         # One broken node breaks its row: nothing times NaN is NaN in every product over the slots.
         bad_B = p_logits_BNV.amax(-1).isnan().any(1)
@@ -90,7 +91,10 @@ class Stepper:
         n_new_B = rows.advance(emitted_BL, n_accepted_B, bad_B)
         if self.drafter is not None:
             path = None if topology.is_chain else path_BL
-            self.drafter.extend(Kept(emitted_BL, n_new_B, path, before_B))
+            taps_BLU = None
+            if taps_BNU is not None:
+                taps_BLU = taps_BNU.gather(1, path_BL[..., None].expand(-1, -1, taps_BNU.shape[2]))
+            self.drafter.extend(Kept(emitted_BL, n_new_B, path, before_B, taps_BLU))
         columns = [n_accepted_B, n_new_B, rows.active_B, bad_B]
         news = torch.cat([emitted_BL, path_BL, torch.stack(columns, 1)], 1)
         return Told(news, topology.levels, topology.nodes - 1)

@@ -1,8 +1,9 @@
 """The drafter folder: what every recipe writes and the decoder loads.
 
-`config.json` and `model.safetensors` with the tokenizer's files are a plain transformers folder;
-`draftsmith.json` beside them says which kind of drafter this is, which target it was made for, and
-where it comes from. A folder is replaced only by a whole one, and read only when it is whole.
+`config.json` and `model.safetensors` with the tokenizer's files are a plain transformers folder, or
+a head; `draftsmith.json` beside them says which kind of drafter this is, which target it was made
+for, and where it comes from. A folder is replaced only by a whole one, and read only when it is
+whole.
 """
 
 import json
@@ -22,7 +23,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from draftsmith.models.checkpoint import check_tensors, load_config, read_json
 from draftsmith.models.disk import flush
 from draftsmith.models.draft_lm import load_draft
+from draftsmith.models.eagle import Eagle
 from draftsmith.models.fingerprint import differences, fingerprint
+from draftsmith.models.head import Head, check_head, load_head
 from draftsmith.models.tokenizer import check_logit_width, check_same_tokenizer, load_tokenizer
 
 __all__ = ["SCHEMA", "DrafterFolder", "fingerprint", "open_drafter", "save_drafter", "serve_line"]
@@ -36,7 +39,7 @@ def save_drafter(
     folder: str | Path,
     *,
     kind: str,
-    model: PreTrainedModel,
+    model: PreTrainedModel | Head,
     tokenizer: PreTrainedTokenizerBase,
     target_fingerprint: dict[str, Any],
     provenance: dict[str, Any],
@@ -81,8 +84,8 @@ def save_drafter(
         "schema": SCHEMA,
         "kind": kind,
         "target": target_fingerprint,
-        "taps": None,
-        "vocabulary_map": None,
+        "taps": list(model.taps) if isinstance(model, Head) else None,
+        "vocabulary_map": _vocabulary_map(model),
         "defaults": DEFAULTS | defaults,
         "provenance": provenance,
     }
@@ -92,10 +95,10 @@ def save_drafter(
         new.mkdir(parents=True)
         if not folder.exists() and _previous(folder).exists():  # killed between two renames
             _previous(folder).rename(folder)
-        model.save_pretrained(new, max_shard_size="1000GB")
+        model.save_pretrained(new, max_shard_size="1000GB")  # one file
         tokenizer.save_pretrained(new)
         (new / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-        check_tensors(new, model.config)
+        _check_weights(new, kind)
         for path in [*new.iterdir(), new]:
             flush(path)
         _swap(new, folder)
@@ -117,8 +120,13 @@ class DrafterFolder:
     meta: dict[str, Any]
 
     def model(self, dtype: str = "auto") -> PreTrainedModel:
-        """The drafter in eval mode, in the saved dtype unless another is named."""
-        return KINDS[self.kind](self.path, dtype)
+        """The draft LM in eval mode, in the saved dtype unless another is named."""
+        assert self.kind == "lm", f"{self.path} is a {self.kind} head"
+        return load_draft(self.path, dtype)
+
+    def head(self, dtype: str = "auto") -> Head:
+        """The head in eval mode, in the saved dtype unless another is named."""
+        return load_head(HEADS[self.kind], self.path, dtype)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer whose ids the drafter reads and writes."""
@@ -150,12 +158,13 @@ def open_drafter(
     if not folder.is_dir():
         raise ValueError(_no_folder(folder))
     meta = _read_meta(folder)
-    config = load_config(folder)
-    _check_architecture(folder, config)
-    check_tensors(folder, config)
+    _check_weights(folder, meta["kind"])
     drafter = DrafterFolder(folder, meta["kind"], meta)
     tokenizer = drafter.tokenizer()
-    check_logit_width(config.get_text_config().vocab_size, tokenizer, f"the draft {folder}")
+    rows = int(read_json(folder / "config.json").get("vocab_size") or 0)
+    if meta["kind"] == "lm":
+        rows = load_config(folder).get_text_config().vocab_size
+    check_logit_width(rows, tokenizer, f"the draft {folder}")
     if target_tokenizer is not None:
         check_same_tokenizer(target_tokenizer, tokenizer)
     if target_fingerprint is None or meta["target"] is None or allow_target_mismatch:
@@ -231,6 +240,23 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     return meta | {"defaults": DEFAULTS | meta["defaults"]}
 
 
+def _vocabulary_map(model: PreTrainedModel | Head) -> dict[str, int] | None:
+    """How many of the target's tokens the draft has, where it hasn't all."""
+    if not isinstance(model, Eagle) or model.vocab.is_full:
+        return None
+    return {"draft": len(model.vocab.ids_D), "target": model.vocab.size}
+
+
+def _check_weights(folder: Path, kind: str) -> None:
+    """Compare the weights' header with what config.json describes."""
+    if kind != "lm":
+        check_head(HEADS[kind], folder)
+        return
+    config = load_config(folder)
+    _check_architecture(folder, config)
+    check_tensors(folder, config)
+
+
 def _check_architecture(folder: Path, config: PretrainedConfig) -> None:
     """An EAGLE folder also says model_type llama, and would load as a Llama with a random layer."""
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
@@ -284,5 +310,6 @@ def _swap(new: Path, folder: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-KINDS = {"lm": load_draft}
+HEADS: dict[str, type[Head]] = {"eagle1": Eagle, "eagle3": Eagle}
+KINDS = ("lm", *HEADS)
 SERVE_LINES = {"lm": _serve_lm}

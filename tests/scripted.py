@@ -3,16 +3,16 @@ chains and as trees with wrong and repeated siblings.
 """
 
 import torch
-from torch import Tensor
 
-from draftsmith.decode.drafters.base import Kept, Round
+from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Kept, Round
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, Topology, chain
 
 
 class Scripted:
     """truth: prompt -> the plain answer's tokens."""
 
-    kind, parameter_bytes, context, trees, samples = "scripted", 0, 1 << 30, True, False
+    kind, parameter_bytes, trees, samples = "scripted", 0, True, False
+    context, levels, taps = ANY_DEPTH, ANY_DEPTH, ()
 
     def __init__(self, mode: str, truth: dict[tuple[int, ...], list[int]], vocab: int) -> None:
         self.mode, self.truth, self.vocab = mode, truth, vocab
@@ -24,11 +24,11 @@ class Scripted:
     def release(self) -> None:
         """Nothing that matters."""
 
-    def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
-        for i, row in enumerate(rows_R.tolist()):
-            prompt = tokens_RN[i, : lens_R[i]].tolist()
+    def prefill(self, admitted: Admitted) -> None:
+        for i, row in enumerate(admitted.rows_R.tolist()):
+            prompt = admitted.tokens_RN[i, : admitted.lens_R[i]].tolist()
             self.full[row] = prompt + self.truth[tuple(prompt)]
-            self.known[row] = [*prompt, int(pending_R[i])]
+            self.known[row] = [*prompt, int(admitted.pending_R[i])]
 
     def _draft(self, row: int, depth: int) -> int:
         at = len(self.known[row]) + depth

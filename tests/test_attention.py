@@ -126,7 +126,8 @@ def by_backend(kind: str, shape: str, backend: str, pieces: tuple[int, ...] = (8
         elif shape == "tree":
             seen = Seen(lens_B, 64, block[0], depth_BN[0, : done + piece])
         at_BN = lens_B[:, None] + depth_BN[:, now]
-        states.append(runner.verify(pool, nodes_BN[:, now], at_BN, slots_BN[:, now], seen))
+        found = runner.verify(pool, nodes_BN[:, now], at_BN, slots_BN[:, now], seen)
+        states.append(found.hidden_BNH)
         done += piece
     return torch.cat(states, 1)
 

@@ -179,7 +179,7 @@ def test_prefill_applies_the_window() -> None:
     assert lens_B.min() < WINDOW < lens_B.max()
     for family in FAMILIES:
         own, runner = eager(made(family)), Runner(made(family), VOCAB)
-        logits_BV = runner.prefill(runner.pool(4, 32), torch.arange(4), tokens_BN, lens_B)
+        logits_BV = runner.prefill(runner.pool(4, 32), torch.arange(4), tokens_BN, lens_B)[0]
         wider = made(family)
         wider.config.sliding_window = 64 if family in WINDOWED else None
         for row, prompt in enumerate(prompts(4)):

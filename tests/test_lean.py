@@ -70,14 +70,14 @@ def states(runner: Runner) -> list[torch.Tensor]:
     lens_B = torch.tensor([9, 3, 6])
     tokens_BN = torch.arange(27).view(3, 9) * 7 % 120
     pool = runner.pool(3, 40)
-    found = [runner.prefill(pool, torch.arange(3), tokens_BN, lens_B)]
+    found = [runner.prefill(pool, torch.arange(3), tokens_BN, lens_B)[0]]
     positions_BN = lens_B[:, None] + torch.arange(4)
     seen = Seen(lens_B, 64)
-    found.append(runner.verify(pool, tokens_BN[:, :4], positions_BN, positions_BN, seen))
+    found.append(runner.verify(pool, tokens_BN[:, :4], positions_BN, positions_BN, seen)[0])
     ancestors = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
     depth_BN = lens_B[:, None] + torch.tensor([0, 1, 1, 2])
     seen = Seen(lens_B, 64, ancestors, torch.tensor([0, 1, 1, 2]))
-    found.append(runner.verify(pool, tokens_BN[:, 2:6], depth_BN, positions_BN, seen))
+    found.append(runner.verify(pool, tokens_BN[:, 2:6], depth_BN, positions_BN, seen)[0])
     return found
 
 

@@ -159,15 +159,19 @@ class Batch:
     loss_mask: Tensor  # [B, T] bool: token t+1 is trained and of the same document as token t
     attention_mask: Tensor | None  # [B, 1, T, T] bool, True = may attend; None: plain causal
     rows: tuple[int, ...]  # the examples in it, by their index before cutting
+    # [B, T] int64, each token's place among all tokens of the examples, -1 for padding; None for
+    # text that isn't in the examples.
+    places: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
-        mask = self.attention_mask
+        mask, places = self.attention_mask, self.places
         return Batch(
             self.input_ids.to(device),
             self.position_ids.to(device),
             self.loss_mask.to(device),
             None if mask is None else mask.to(device),
             self.rows,
+            None if places is None else places.to(device),
         )
 
 
@@ -236,6 +240,7 @@ class Batches:
         trained = torch.zeros(shape, dtype=torch.bool)
         position_ids = torch.zeros(shape, dtype=torch.int64)
         document = torch.full(shape, -1)
+        places = torch.full(shape, -1)
         for row, row_spans in enumerate(spans):
             place = 0
             for number, span in enumerate(row_spans):
@@ -243,6 +248,7 @@ class Batches:
                 input_ids[row, here] = self.examples.ids[span].long()
                 trained[row, here] = self.examples.trained[span]
                 document[row, here] = number
+                places[row, here] = torch.arange(span.start, span.stop)
                 position_ids[row, place:] = torch.arange(shape[1] - place)
                 place = here.stop
         loss_mask = torch.zeros(shape, dtype=torch.bool)
@@ -252,7 +258,7 @@ class Batches:
             # Padding is a document too: a row that may attend nothing would be NaN.
             mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]
         rows = tuple(dict.fromkeys(int(self.cut.origin[j]) for bin_ in bins for j in bin_))
-        return Batch(input_ids, position_ids, loss_mask, mask, rows)
+        return Batch(input_ids, position_ids, loss_mask, mask, rows, places)
 
 
 def pack(lengths: list[int], max_length: int) -> list[list[int]]:

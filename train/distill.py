@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
+from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.models.target import TargetSpec, load_target
+from draftsmith.models.target import TargetSpec, load_target, vocab_size
 from draftsmith.train import recipe
 from draftsmith.train.draft import TINY, DraftSource, open_draft
 from draftsmith.train.heldout import HeldOut, prompts_for_development
@@ -117,7 +118,7 @@ def main(argv: list[str]) -> None:
         heldout.write_answers(run.cache / "heldout.safetensors")
 
     def evaluate() -> dict[str, float]:
-        tau = heldout.tau(snapshot.take(), config.K)
+        tau = heldout.tau(LMDrafter(snapshot.take(), vocab_size(tokenizer)), config.K)
         return heldout.means(objective.measure) | {"tau": tau}
 
     # ---- fit, and keep what accepted most ----------------------------------------------------

@@ -7,11 +7,10 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.splits import load_rows, part_of
-from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.answers import is_prepared
 from draftsmith.train.asks import from_rows
 from draftsmith.train.data import Batch, Batches, Examples
@@ -111,12 +110,13 @@ class HeldOut:
         """Means over contexts that the target wrote: alpha's definition asks for just these."""
         return mean_output(self.accelerator, score, self.answers, len(self.answers))
 
-    def tau(self, draft: PreTrainedModel, K: int) -> float:
+    def tau(self, drafter: Drafter, K: int, tree: str = "chain") -> float:
         """Block efficiency: tokens emitted a target call. The processes share the prompts."""
         accelerator = self.accelerator
         mine = range(accelerator.process_index, len(self.prompts), accelerator.num_processes)
-        drafter = LMDrafter(draft, vocab_size(self.tokenizer))
-        decoder = Decoder(self.target, self.tokenizer, drafter, K=K, batch_size=DECODER_ROWS)
+        decoder = Decoder(
+            self.target, self.tokenizer, drafter, K=K, tree=tree, batch_size=DECODER_ROWS
+        )
         made = decoder.generate([self.prompts[i] for i in mine], self.params, list(mine))
         counts = [sum(m.counters.emitted for m in made), sum(m.counters.rounds for m in made)]
         total = accelerator.reduce(torch.tensor(counts, device=accelerator.device))

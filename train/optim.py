@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from draftsmith.models.head import OutputHead
+
 # torch's Muon orthogonalises in bf16; this rule scales its update to AdamW's size (Moonlight,
 # arXiv 2502.16982), so one learning rate serves the matrices and the rest.
 MUON_SCALE = "match_rms_adamw"
@@ -77,7 +79,7 @@ def _split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     edge = {
         id(parameter)
         for name, part in module.named_modules()
-        if isinstance(part, nn.Embedding) or name.endswith("lm_head")
+        if isinstance(part, (nn.Embedding, OutputHead)) or name.endswith("lm_head")
         for parameter in part.parameters()
     }
     trained = [p for p in module.parameters() if p.requires_grad]

@@ -7,6 +7,7 @@ import copy
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from draftsmith.train.answers import is_prepared
 from draftsmith.train.data import Batch, Batches, Examples
 from draftsmith.train.loop import step_seed
 from draftsmith.train.sources import load_examples, tokenise
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(kw_only=True)
@@ -41,16 +44,16 @@ class OnPolicyText(Text):
     sample_temperature: float = 1.0  # the papers' value, whatever temperature is distilled for
 
 
-class Snapshot:
+class Snapshot(Generic[Module]):
     """A copy of a model in training to decode with: in eval mode, frozen, in a dtype of its own."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, model: Module, dtype: torch.dtype) -> None:
         self._source = model
         self._copy = copy.deepcopy(model).eval().requires_grad_(False)
         nn.Module.to(self._copy, dtype=dtype)
 
     @torch.no_grad()
-    def take(self) -> PreTrainedModel:
+    def take(self) -> Module:
         """The copy, with the weights that the model has now."""
         self._copy.load_state_dict(self._source.state_dict())
         return self._copy
@@ -71,7 +74,7 @@ class OnPolicy:
         self,
         text: OnPolicyText,
         batches: Batches,
-        draft: Snapshot,
+        draft: Snapshot[PreTrainedModel],
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         if not 0 < text.on_policy <= 1:

@@ -1,7 +1,7 @@
 """What the engine asks of a drafter, whatever its kind.
 
-Shapes: B rows, D levels, L = D + 1, F nodes fed in one draft call, C children drawn from them,
-V vocabulary.
+Shapes: B rows, R of them just admitted, N prompt tokens, D levels, L = D + 1, F nodes fed in one
+draft call, C children drawn from them, U width of the taps' states side by side, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,10 @@ from torch import Tensor
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_plan import Plan
+from draftsmith.models.head import ANY_DEPTH
+from draftsmith.models.taps import Tap
+
+__all__ = ["ANY_DEPTH", "Admitted", "Call", "Drafter", "Enough", "Kept", "Round"]
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,30 @@ class Round:
 class Kept:
     """What a round came to: tokens_BL, of which the first n_new_B were emitted (accepted ones, then
     the new pending one; 0: nothing changed); path_BL: the tree's node at each depth of the kept
-    path, None for chains; lens_B: committed tokens before the round.
+    path, None for chains; lens_B: committed tokens before the round; taps_BLU: the target's states
+    at the tokens of the kept path (the old pending token, then the accepted ones), so that
+    tokens_BL[b, l] is the token after the one of taps_BLU[b, l]; None for drafters without taps.
     """
 
     tokens_BL: Tensor
     n_new_B: Tensor
     path_BL: Tensor | None
     lens_B: Tensor
+    taps_BLU: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """Prompts that begin: the rows they take, their tokens right-padded, their lengths, the first
+    token sampled after each; taps_RNU: the target's states at the prompts' tokens, None for
+    drafters without taps.
+    """
+
+    rows_R: Tensor
+    tokens_RN: Tensor
+    lens_R: Tensor
+    pending_R: Tensor
+    taps_RNU: Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -76,6 +97,8 @@ class Drafter(Protocol):
     context: int  # tokens that it can follow; beyond, decoding with it ends
     trees: bool  # whether it can draft anything but chains
     samples: bool  # whether it can draw from a q of its own, as rules by rejection need
+    taps: tuple[Tap, ...]  # states of the target that it reads; () for none
+    levels: int  # of the deepest tree that it can draft
 
     def reset(self, rows: int, slots: int) -> None:
         """Make room for `rows` rows of at most `slots` tokens, the slots of the largest plan
@@ -85,8 +108,8 @@ class Drafter(Protocol):
     def release(self) -> None:
         """Let go of the state: another `reset` follows before anything else."""
 
-    def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
-        """Take in the prompts (right-padded) of the rows named, and their first sampled token."""
+    def prefill(self, admitted: Admitted) -> None:
+        """Take in prompts, and the first token sampled after each."""
 
     def propose(self, request: Round) -> TokenTree:
         """A tree of at most `request.plan.levels` levels whose root is the pending token."""

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Kept, Round
+from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Kept, Round
 from draftsmith.decode.growth import Frontier, grow
 from draftsmith.decode.runner import Runner, Seen, context_of, round_up
 from draftsmith.decode.token_tree import TokenTree
+from draftsmith.models.taps import Tap
 from draftsmith.models.target import split_head
 
 
@@ -24,6 +25,8 @@ class LMDrafter:
 
     kind = "lm"
     trees = samples = True
+    taps: tuple[Tap, ...] = ()
+    levels = ANY_DEPTH
 
     def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
         self.runner = Runner(model, vocab_size)
@@ -38,11 +41,12 @@ class LMDrafter:
         self.__dict__.pop("pool", None)
         self.slot_BN = None
 
-    def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
+    def prefill(self, admitted: Admitted) -> None:
+        rows_R, tokens_RN, lens_R = admitted.rows_R, admitted.tokens_RN, admitted.lens_R
         self.pool.clear(rows_R)
         self.runner.prefill(self.pool, rows_R, tokens_RN, lens_R)
         last_R = tokens_RN.gather(1, lens_R[:, None] - 1)[:, 0]
-        self.tail_B2[rows_R] = torch.stack([last_R, pending_R], 1)
+        self.tail_B2[rows_R] = torch.stack([last_R, admitted.pending_R], 1)
 
     def propose(self, request: Round) -> TokenTree:
         width = min(round_up(request.top + request.plan.slots), self.pool.slots)
@@ -79,14 +83,13 @@ class LMDrafter:
             first_B = request.lens_B + (frontier.depth + 1 - length)
             at_BN = first_B[:, None] + torch.arange(length, device=first_B.device)
             seen = Seen(first_B, width)
-            hidden_BNH = self.runner.verify(self.pool, tokens_BN, at_BN, at_BN, seen)
-            return self.runner.logits(hidden_BNH[:, -1:])
+            states = self.runner.verify(self.pool, tokens_BN, at_BN, at_BN, seen)
+            return self.runner.logits(states.hidden_BNH[:, -1:])
         slots_BF = request.lens_B[:, None] + frontier.slot_F
         positions_BF = (request.lens_B[:, None] + frontier.depth).expand_as(slots_BF)
         seen = Seen(request.lens_B, width, frontier.block, frontier.depth_M)
-        return self.runner.logits(
-            self.runner.verify(self.pool, frontier.tokens_BF, positions_BF, slots_BF, seen)
-        )
+        states = self.runner.verify(self.pool, frontier.tokens_BF, positions_BF, slots_BF, seen)
+        return self.runner.logits(states.hidden_BNH)
 
 
 def weights_read(model: PreTrainedModel) -> int:

@@ -8,8 +8,9 @@ Shapes: B rows, S known tokens, L emitted window, N prompt tokens.
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Kept, Round
+from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Kept, Round
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, chain
+from draftsmith.models.taps import Tap
 
 
 class NgramDrafter:
@@ -23,7 +24,8 @@ class NgramDrafter:
 
     kind = "ngram"
     trees = samples = False
-    context = 1 << 30
+    taps: tuple[Tap, ...] = ()
+    context = levels = ANY_DEPTH
     parameter_bytes = 0
 
     def __init__(self, longest: int = 3, device: torch.device | str = "cpu") -> None:
@@ -39,11 +41,12 @@ class NgramDrafter:
     def release(self) -> None:
         """Some integers a row: they may stay."""
 
-    def prefill(self, rows_R: Tensor, tokens_RN: Tensor, lens_R: Tensor, pending_R: Tensor) -> None:
+    def prefill(self, admitted: Admitted) -> None:
+        rows_R, tokens_RN, lens_R = admitted.rows_R, admitted.tokens_RN, admitted.lens_R
         self.text_BS[rows_R] = -1
         inside_RN = torch.arange(tokens_RN.shape[1], device=self.device) < lens_R[:, None]
         self.text_BS[rows_R, : tokens_RN.shape[1]] = torch.where(inside_RN, tokens_RN, -1)
-        self.text_BS[rows_R, lens_R] = pending_R
+        self.text_BS[rows_R, lens_R] = admitted.pending_R
         self.lens_B[rows_R] = lens_R + 1
 
     def propose(self, request: Round) -> TokenTree:

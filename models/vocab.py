@@ -1,0 +1,89 @@
+"""Draft vocabularies: the tokens that a head can propose, and how they map to the target's.
+
+A head that drafts 32k of 128k tokens multiplies a quarter of the matrix. What it can't propose, it
+can't get accepted, so the tokens are chosen by how often the target writes them.
+
+Shapes: V tokens of the target (rows of its LM head), D of the draft.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ENOUGH = 0.95  # share of the target's own text that a draft vocabulary should cover
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """ids_D: the target's ids in ascending order, int64; size: V."""
+
+    ids_D: Tensor
+    size: int
+
+    @classmethod
+    def most_frequent(cls, counts_V: Tensor, draft_size: int) -> "DraftVocab":
+        """The `draft_size` tokens counted most often; of equally many, the smaller ids.
+
+        Warns where they cover under 95% of what was counted. ValueError for a size outside 1..V.
+        """
+        size = len(counts_V)
+        if not 1 <= draft_size <= size:
+            raise ValueError(
+                f"draft_vocab: got {draft_size}, expected 1 to the target's {size} tokens"
+            )
+        order_V = torch.sort(counts_V, descending=True, stable=True).indices
+        made = cls(order_V[:draft_size].sort().values, size)
+        covered = made.coverage(counts_V)
+        if covered < ENOUGH:
+            warnings.warn(
+                f"draft_vocab={draft_size} covers {covered:.1%} of the target's own text, expected "
+                f"at least {ENOUGH:.0%}: at the rest the head can't be right; raise draft_vocab",
+                stacklevel=2,
+            )
+        return made
+
+    @classmethod
+    def full(cls, size: int) -> "DraftVocab":
+        """Every token."""
+        return cls(torch.arange(size), size)
+
+    @classmethod
+    def from_offsets(cls, d2t_D: Tensor, size: int) -> "DraftVocab":
+        """From the stored form, d2t[i] = id - i; ValueError where it points outside the vocabulary
+        or twice at one token.
+        """
+        ids_D = d2t_D.long() + torch.arange(len(d2t_D), device=d2t_D.device)
+        outside = ((ids_D < 0) | (ids_D >= size)).nonzero().flatten()
+        if len(outside):
+            at = int(outside[0])
+            raise ValueError(
+                f"d2t: got {len(outside)} entries that point outside the vocabulary (entry {at} to "
+                f"token {int(ids_D[at])} of {size}), expected offsets, d2t[i] = id - i; this map "
+                "holds ids, or belongs to another target"
+            )
+        if len(ids_D.unique()) < len(ids_D):
+            raise ValueError("d2t: got a token twice, expected each draft token to be another one")
+        return cls(ids_D, size)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.ids_D) == self.size
+
+    @property
+    def d2t_D(self) -> Tensor:
+        """Offsets, as EAGLE-3 folders store them: id of draft token i is i + d2t[i]."""
+        return self.ids_D - torch.arange(len(self.ids_D), device=self.ids_D.device)
+
+    @property
+    def t2d_V(self) -> Tensor:
+        """Which of the target's tokens the draft has, bool."""
+        mask_V = torch.zeros(self.size, dtype=torch.bool, device=self.ids_D.device)
+        mask_V[self.ids_D] = True
+        return mask_V
+
+    def coverage(self, counts_V: Tensor) -> float:
+        """Share of the counted tokens that the draft can propose; 1 where nothing was counted."""
+        total = int(counts_V.sum())
+        return int(counts_V[self.ids_D].sum()) / total if total else 1.0
