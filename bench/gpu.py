@@ -3,7 +3,8 @@
     make gpu                 (CPU mode, toy shapes: make gpu GPU_FLAGS=device=cpu)
 
 Correctness (the tests marked gpu), the rounds of an 8B shape and their goals (steps.py), how the
-cost grows (cost.py), the bounded losses. What would run past the limit is skipped and named. Needs
+cost grows (cost.py), the bounded losses, a step of EAGLE-3 (eagle.py, where speculators is
+importable). What would run past the limit is skipped and named. Needs
 torch, transformers, accelerate, rich, pytest and triton; nothing is installed. Tables go to
 docs/results/gpu.*; a goal is met where the ratio reaches it.
 """
@@ -71,11 +72,15 @@ def parts(settings: Gpu, folder: str) -> dict[str, tuple[list[str], float]]:
         if toy
         else []
     )
+    eagle = ["--device", settings.device, "--out", folder]
+    if toy:
+        eagle += ["--hidden", "64", "--vocabulary", "512", "--draft", "128", "--length", "64"]
     return {
         "tests": (["-m", "pytest", "-q", "-x", "-m", "gpu", "tests/test_gpu.py"], 150),
         "steps": ([str(here / "steps.py"), *common], 45 if toy else 330),
         "cost": ([str(here / "cost.py"), *common, *shapes], 90),
         "losses": ([str(here / "losses.py"), *losses], 120),
+        "eagle": ([str(here / "eagle.py"), *eagle], 120),
     }
 
 

@@ -16,8 +16,6 @@ Names: N rows, V vocabulary, H hidden size (both models').
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from rows import lower, publish
 from torch import Tensor
+from workers import MIB, Arm, resident, synchronise
 
 from draftsmith.train.chunked import chunked_cross_entropy, chunked_divergence
 from draftsmith.train.losses import DIVERGENCES, divergence
@@ -36,7 +35,6 @@ OURS = "chunked"
 PEERS = {"fkl": "F.kl_div", "ce": "F.cross_entropy"}
 OTHER_PEER = "pure loss, autograd"
 PAIRS = {"fkl": 3}  # the default loss; one pair for each other
-MIB = 2**20
 
 
 class Inputs:
@@ -91,21 +89,6 @@ def step(total: Callable[[str, Inputs], Tensor], args: argparse.Namespace, x: In
     return time.perf_counter() - start
 
 
-def synchronise(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def resident(device: str, peak: bool) -> float:
-    """MiB this process holds now, or held at most."""
-    if device == "cuda":
-        read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
-        return read() / MIB
-    status = Path("/proc/self/status").read_text()
-    field = "VmHWM:" if peak else "VmRSS:"
-    return int(status.split(field)[1].split()[0]) / 1024
-
-
 def work(args: argparse.Namespace) -> None:
     """An arm's process: inputs, a tiny run, then one run for each line on stdin."""
     total = chunked_total if args.worker == OURS else naive_total
@@ -119,42 +102,14 @@ def work(args: argparse.Namespace) -> None:
         print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
 
 
-class Arm:
-    """One worker process, driven line by line."""
-
-    def __init__(self, name: str, loss: str, args: argparse.Namespace) -> None:
-        shape = ["--rows", args.rows, "--vocabulary", args.vocabulary, "--hidden", args.hidden]
-        flags = ["--autocast"] if args.autocast else []
-        command = [sys.executable, __file__, "--worker", name, "--losses", loss, *shape]
-        self.process = subprocess.Popen(
-            [str(part) for part in [*command, "--device", args.device, *flags]],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            # A waiting thread of one arm must not spin on the core that the other arm needs.
-            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-        )
-
-    def read(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"an arm of the benchmark died with code {self.process.wait()}")
-        return line
-
-    def run(self) -> dict[str, float]:
-        assert self.process.stdin is not None
-        print("go", file=self.process.stdin, flush=True)
-        return json.loads(self.read())
-
-    def close(self) -> None:
-        self.process.communicate()
-
-
 def compare(loss: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Two rows, memory and time, of one loss against its peer."""
     peer = PEERS.get(loss, OTHER_PEER)
-    arms = {name: Arm(name, loss, args) for name in (OURS, peer)}
+    sizes = ["--rows", args.rows, "--vocabulary", args.vocabulary, "--hidden", args.hidden]
+    sizes += ["--device", args.device, *(["--autocast"] if args.autocast else [])]
+    arms = {
+        name: Arm(__file__, "--worker", name, "--losses", loss, *sizes) for name in (OURS, peer)
+    }
     for arm in arms.values():
         assert arm.read() == "ready\n"
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in arms}

@@ -29,7 +29,6 @@ from rich.progress import Progress
 from draftsmith.decode.arguments import parse
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine import Decoder
-from draftsmith.decode.measure import full_logits
 from draftsmith.decode.prompts import load_prompts
 from draftsmith.decode.request import Completion
 from draftsmith.decode.sampling import SamplingParams, request_race
@@ -145,7 +144,7 @@ def answer_ranks(
             continue
         first = len(answer.prompt_tokens) + 1
         ids_1T = torch.tensor([answer.prompt_tokens + answer.tokens], device=drafter.runner.device)
-        score_TV = full_logits(drafter.runner, ids_1T, params)[0, first - 1 : -1]
+        score_TV = params.transform(drafter.teacher_logits(ids_1T))[0, first - 1 : -1]
         positions_T = torch.arange(first, ids_1T.shape[1], device=ids_1T.device)
         race_TV = request_race(params, answer.index, positions_T, score_TV.shape[-1])
         score_TV = score_TV if race_TV is None else score_TV - race_TV
@@ -210,8 +209,9 @@ def run(settings: Calibration) -> Calibrated:
     drafter = decoder.drafter
     if not isinstance(drafter, LMDrafter):
         raise ValueError(
-            f"drafter: got {settings.drafter!r}, expected the folder of a draft model: prompt "
-            "lookup has no order of guesses"
+            f"drafter: got {settings.drafter!r}, expected the folder of a draft LM, whose guesses "
+            "don't depend on how deep they stand as a head's do, and have an order, which prompt "
+            "lookup's have not; use tree=eagle-25, medusa-63 or dynamic:levels,width,nodes"
         )
     prompts = load_prompts(
         settings.prompts,

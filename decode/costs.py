@@ -3,7 +3,14 @@
 from typing import Any
 
 from draftsmith.decode.drafters.base import Drafter
-from draftsmith.decode.measure import forward_call, graphed, median_times
+from draftsmith.decode.measure import (
+    Call,
+    draft_call,
+    forward_call,
+    graphed,
+    median_times,
+    with_room,
+)
 from draftsmith.decode.policy import Costs
 from draftsmith.decode.runner import Runner
 from draftsmith.decode.tree_plan import Plan
@@ -16,22 +23,29 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
     """Median seconds of forwards of 1, 2, 4, ... tokens a row, up to the plan's nodes, after half
     of `context` tokens, or as many as leave the largest size room in the models' own contexts. A
     drafter without a model of its own costs nothing.
+
+    A draft call of so many nodes is the second one of a round, without the first: heads know the
+    root's law before any is fed, and what a round spends on that is spent in `extend`.
     """
     sizes = [size for size in SIZES if size < 2 * plan.nodes]
-    runners: dict[str, Runner] = {"verify": target}
-    if hasattr(drafter, "runner"):
-        runners["draft"] = drafter.runner
-    room = min(runner.context for runner in runners.values()) - sizes[-1]
+    room = min(target.context, drafter.context) - sizes[-1] - 1
     half = max(1, min(context // 2, room))
-    calls = {}
-    for name, runner in runners.items():
-        at: dict[str, Any] = {"batch": rows, "context": half}
-        at["pool"] = runner.pool(rows, half + sizes[-1])
-        for n in sizes:
-            calls[f"{name} {n}"] = graphed(forward_call(runner, length=n, **at), target.device)
-    times = median_times(calls, target.device, REPEATS)
+    slots = half + 1 + sizes[-1]
+    pool = target.pool(rows, slots)
+    calls: dict[str, Call] = {}
+    at: dict[str, Any] = {"batch": rows, "context": half}
+    for n in sizes:
+        calls[f"verify {n}"] = forward_call(target, length=n, pool=pool, **at)
+    if drafter.size is not None:
+        twin = with_room(drafter, rows, slots)
+        for name, fed in {"root": (1,), **{str(n): (1, n) for n in sizes}}.items():
+            calls[f"draft {name}"] = draft_call(twin, fed, device=target.device, **at)
+    times = median_times(
+        {name: graphed(call, target.device) for name, call in calls.items()}, target.device, REPEATS
+    )
+    root = times.get("draft root", 0.0)
     return Costs(
         tuple(sizes),
         tuple(times[f"verify {n}"] for n in sizes),
-        tuple(times.get(f"draft {n}", 0.0) for n in sizes),
+        tuple(max(times.get(f"draft {n}", 0.0) - root, 0.0) for n in sizes),
     )

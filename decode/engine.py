@@ -284,10 +284,8 @@ class Decoder:
         """The batch of the last call where it fits, so that recordings of its rounds stay good;
         else a new one. ValueError, naming what would fit, where memory doesn't hold it.
         """
-        draft = getattr(self.drafter, "runner", None)
-        sizes = [None if r is None else memory.ModelSize.of(r) for r in (self.runner, draft)]
-        assert sizes[0] is not None
-        planned = memory.plan(work, sizes[0], sizes[1])
+        draft = None if self.drafter is None else self.drafter.size
+        planned = memory.plan(work, memory.ModelSize.of(self.runner), draft)
         free = memory.available(self.runner.device)
         old = self._batch
         roomy = old is not None and old.pool.rows == work.rows and old.pool.slots >= work.slots

@@ -20,7 +20,6 @@ from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode import metrics, speed
-from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.exactness import Divergence, as_rows, divergences, verdict
 from draftsmith.decode.measure import teacher_forced
 from draftsmith.decode.prompts import Prompt, load_prompts, spread
@@ -167,9 +166,11 @@ def answers_part(settings: Evaluation, prompts: Sequence[Prompt], plain: Arm, sp
 def acceptance_part(
     settings: Evaluation, pair: Loaded, name: str, plain: list[Completion]
 ) -> dict[str, Any]:
-    """alpha and coupled acceptance, teacher-forced on the target's answers; None without a q."""
+    """alpha and coupled acceptance, teacher-forced on the target's answers; None without a q. Of
+    heads, which guess worse the further ahead, they are those of the first token drafted.
+    """
     drafter = pair.drafters[name]
-    if not isinstance(drafter, LMDrafter):
+    if not drafter.samples:
         return {"alpha": None, "alpha_interval": None, "coupled_acceptance": None}
     runner = pair.decoder(settings, None).runner
     rows = teacher_forced(runner, drafter, plain, settings.params)
@@ -223,7 +224,7 @@ def tau_by_rule(
     temperature 0.
     """
     unlike = settings.params.greedy or settings.lossy or settings.tree != "chain"
-    if unlike or not isinstance(pair.drafters[name], LMDrafter):
+    if unlike or not pair.drafters[name].samples:
         return None
     taus = {settings.rule: tau}
     for rule in sorted({"coupled", "block"} - {settings.rule}):

@@ -13,7 +13,7 @@ from draftsmith.decode.verify import RULES
 FORMULAS: dict[str, str] = {
     "tau": "tokens emitted / target calls, the bonus token included; 1 = plain decoding; "
     "prefill and its token outside",
-    "alpha": "E over target-written contexts of sum_v min(p, q) = 1 - TV(p, q), teacher-forced; "
+    "alpha": "E over target-written contexts of sum_v min(p, q), of heads at depth 1; "
     "at temperature 0 the share of equal argmaxes",
     "coupled_acceptance": "share of target-written contexts at which p and q pick the same token "
     "with the request's shared noise",
@@ -34,16 +34,16 @@ FORMULAS: dict[str, str] = {
     "speedup": "tokens/s speculative / tokens/s plain; prefill excluded, nothing after EOS",
     "speedup_specbench": "mean over prompts of speculative tokens/s / the same of plain decoding; "
     "prefill included; at batch 1 only",
-    "ideal_speedup": "tau * t_plain / (t_verify + K * t_draft)",
+    "ideal_speedup": "tau * t_plain / (t_verify + K * t_draft + t_extend)",
     "efficiency": "speed-up / ideal speed-up",
     "c": "t_draft / t_plain",
     "mbsu": "tau / (1 + K * c_bytes), c_bytes = bytes of the draft / bytes of the target",
     "t_plain": "target forward of 1 token, isolated: median of 50 at the run's batch and context",
     "t_verify": "target forward of N tokens, isolated: median of 50",
-    "t_draft": "draft forward of 1 token (trees: of a level's), isolated: median of 50; without a "
-    "model: a proposal / its K",
-    "t_extend": "draft forward of 2 tokens, as in a round's first draft call, isolated: median of "
-    "50; K * t_draft counts 1 there",
+    "t_draft": "a round's draft forwards / their number, isolated: median of 50; without a model, "
+    "a proposal / its K",
+    "t_extend": "a head's forward over the tokens that a round kept, isolated; draft models take "
+    "them in by drafting",
     "t_prefill": "target forward of a prompt, isolated: median",
     "loop_rate": "8-grams of an answer that the same answer had before / all its 8-grams",
     "rules": "tau with each acceptance rule on the same prompts",

@@ -8,13 +8,10 @@ Shapes: B rows, N nodes, F of them fed in one call, M slots of the block drafted
 V vocabulary.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Call, Round
+from draftsmith.decode.drafters.base import Call, Feed, Frontier, Round
 from draftsmith.decode.sampling import log_race, position_keys, top_k_values
 from draftsmith.decode.token_tree import (
     DETERMINISTIC,
@@ -32,26 +29,9 @@ from draftsmith.decode.tree_plan import (
     static_topology,
 )
 
+__all__ = ["Feed", "Frontier", "grow"]
+
 TWO_STAGES_FROM = 1 << 15  # tokens of vocabulary; below, one top-k is faster on a CPU
-
-
-@dataclass(frozen=True)
-class Frontier:
-    """Nodes to feed at once, all at `depth`. of_BF: the place of each one's parent among the nodes
-    fed before (None at the root); slot_F: where it goes, beyond the committed slots; block: [F, M]
-    or [B, F, M], which slots of the block it sees, itself included (None: all before it); depth_M:
-    the depths of these slots.
-    """
-
-    depth: int
-    tokens_BF: Tensor
-    of_BF: Tensor | None
-    slot_F: Tensor
-    block: Tensor | None = None
-    depth_M: Tensor | None = None
-
-
-Feed = Callable[[Frontier], Tensor]  # -> raw logits [B, F, V]
 
 
 def grow(request: Round, feed: Feed) -> tuple[TokenTree, Tensor | None]:

@@ -61,13 +61,9 @@ class LeanBody:
         self.norm = Norm(body.norm)
         self.enter: Callable[..., tuple[Tensor, Tensor, Tensor]] = enter
         self.leave: Callable[..., Tensor] = leave
-        weight = self.embedding_VH
-        positions_1S = torch.arange(body.config.max_position_embeddings, device=weight.device)
-        cos_1SE, sin_1SE = body.rotary_emb(weight[:1, None], position_ids=positions_1S[None])
-        half = cos_1SE.shape[-1] // 2
-        self.cos_SE = cos_1SE[0]
-        # Rotating half of a head is a roll by half its width, with the first half's sign changed.
-        self.sin_SE = torch.cat([-sin_1SE[0, :, :half], sin_1SE[0, :, half:]], -1)
+        self.cos_SE, self.sin_SE = rotary_tables(
+            body.rotary_emb, body.config.max_position_embeddings, self.embedding_VH
+        )
 
     @property
     def current(self) -> bool:
@@ -107,6 +103,15 @@ class LeanBody:
         if len(self.layers) in taken:
             taken[len(self.layers)] = hidden_BNH
         return self.norm(hidden_BNH)
+
+
+def rotary_tables(rotary: Any, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [S, E] of all positions, in the type of `like`, for `enter`."""
+    positions_1S = torch.arange(positions, device=like.device)[None]
+    cos_1SE, sin_1SE = rotary(like[:1, None], position_ids=positions_1S)
+    half = cos_1SE.shape[-1] // 2
+    # Rotating half of a head is a roll by half its width, with the first half's sign changed.
+    return cos_1SE[0], torch.cat([-sin_1SE[0, :, :half], sin_1SE[0, :, half:]], -1)
 
 
 class Entry(NamedTuple):
@@ -170,7 +175,9 @@ def _product(product: Any, x: Tensor) -> Tensor:
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
-    """By a `Norm`, or by its bare weight and epsilon."""
+    """By a `Norm`, or by its bare weight and epsilon; None leaves it as it is."""
+    if norm is None:
+        return x
     if type(norm) is not tuple:
         made: Tensor = norm(x)
         return made
@@ -189,8 +196,9 @@ class LeanLayer:
         self.qkv, self.out = Product.of([q, k, v]), Product.of([out])
         self.gate_up, self.down = Product.of([gate, up]), Product.of([down])
         normed = hasattr(attention, "q_norm")
+        norm = getattr(layer, "input_layernorm", None)
         self.entry = Entry(
-            Norm(layer.input_layernorm),
+            None if norm is None else Norm(norm),
             self.qkv,
             Norm(attention.q_norm) if normed else None,
             Norm(attention.k_norm) if normed else None,
@@ -201,16 +209,25 @@ class LeanLayer:
         self.activation = mlp.act_fn
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: SlotCache) -> Tensor:
-        """Attention of [B, N, heads, E], as [B, N, Hq * E]; a prompt attends to itself alone."""
-        keys, values = cache.write(self.index, key, value)
-        query, keys, values = (x.transpose(1, 2) for x in (query, keys, values))
-        if cache.attend is not None:
-            return mix(cache.attend, query, keys, values, scale=self.scale).flatten(2)
-        grouped = self.sizes[0] != self.sizes[1]
-        mixed = F.scaled_dot_product_attention(
-            query, keys, values, is_causal=True, scale=self.scale, enable_gqa=grouped
-        )
-        return mixed.transpose(1, 2).flatten(2)
+        """Attention of [B, N, heads, E], as [B, N, Hq * E]."""
+        return attend(cache, self.scale, self.index, query, key, value)
+
+
+def attend(
+    cache: SlotCache, scale: float | None, layer: int, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Attention of [B, N, heads, E] over a cache, as [B, N, Hq * E]; a prompt attends to itself
+    alone.
+    """
+    keys, values = cache.write(layer, key, value)
+    grouped = query.shape[2] != key.shape[2]
+    query, keys, values = (x.transpose(1, 2) for x in (query, keys, values))
+    if cache.attend is not None:
+        return mix(cache.attend, query, keys, values, scale=scale).flatten(2)
+    mixed = F.scaled_dot_product_attention(
+        query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return mixed.transpose(1, 2).flatten(2)
 
 
 class Norm:

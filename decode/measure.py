@@ -1,26 +1,27 @@
 """What is measured apart from the decoding loop: isolated forwards, and teacher-forced acceptance.
 
-Shapes: B rows, N tokens, T positions, V vocabulary.
+Shapes: B rows, N tokens, F nodes fed, T positions, L = D + 1 tokens that one round can emit, U
+width of the taps' states side by side, V vocabulary.
 """
 
 import copy
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Admitted, Drafter, Round
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.base import Admitted, Drafter, Frontier, Kept, Round
 from draftsmith.decode.graphs import WARM_UP, CudaRecorder
 from draftsmith.decode.kv import KVPool
 from draftsmith.decode.request import Completion
 from draftsmith.decode.runner import Runner, Seen, round_up
 from draftsmith.decode.sampling import SamplingParams, choose, request_race
 from draftsmith.decode.token_tree import COUPLED
-from draftsmith.decode.tree_plan import DynamicTree, Plan
+from draftsmith.decode.tree_plan import Plan, chain_plan
+from draftsmith.models.taps import target_states
 
 REPEATS = 50
 
@@ -40,6 +41,9 @@ def isolated_times(
 ) -> dict[str, Any]:
     """Median seconds of the forwards a round is made of; the report's `times`.
 
+    draft: the mean of a round's draft calls. extend: the pass by which heads take the round's
+    states in, None for drafters without taps (a draft LM catches up in its first draft call).
+
     Args:
         plan: the tree that is drafted: of its tokens a draft call feeds those of one level.
         batch, context, prompt: rows, tokens in the KV, tokens of a prompt: the run's means.
@@ -50,16 +54,17 @@ def isolated_times(
         "plain": forward_call(target, length=1, **at),
         "verify": forward_call(target, length=nodes, tree=not plan.is_chain, **at),
     }
-    if isinstance(drafter, LMDrafter):
-        calls["draft"] = forward_call(drafter.runner, length=fed(plan), **at)
-        calls["extend"] = forward_call(drafter.runner, length=2, **at)
-    else:
+    if drafter.size is None:
         calls["draft"] = propose_call(drafter, plan, **at, device=target.device)
+    else:
+        twin = with_room(drafter, batch, context + plan.slots + 1)
+        calls["draft"] = draft_call(twin, plan.fed, **at, device=target.device)
+        if drafter.taps:
+            calls["extend"] = extend_call(twin, target, plan.levels + 1, **at)
     calls = {name: graphed(call, target.device) for name, call in calls.items()}
     calls["prefill"] = prefill_call(target, batch=batch, length=prompt)
     times: dict[str, Any] = {"extend": None} | median_times(calls, target.device)
-    if not isinstance(drafter, LMDrafter):
-        times["draft"] /= plan.levels
+    times["draft"] /= plan.levels
     return times
 
 
@@ -77,13 +82,6 @@ def graphed(call: Call, device: torch.device) -> Call:
         return replay()
 
     return again
-
-
-def fed(plan: Plan) -> int:
-    """Tokens that a draft call feeds, the mean over the levels of a tree; of a chain 1."""
-    if isinstance(plan, DynamicTree):
-        return plan.width
-    return round(len(set(plan.parents[1:])) / plan.levels)
 
 
 def forward_call(
@@ -120,20 +118,72 @@ def forward_call(
     return call
 
 
+def with_room(drafter: Drafter, rows: int, slots: int) -> Drafter:
+    """The drafter with a state of its own: a decoder may be using the one it has."""
+    twin = copy.copy(drafter)
+    twin.reset(rows, slots)
+    return twin
+
+
+def draft_call(
+    twin: Drafter, fed: Sequence[int], *, batch: int, context: int, device: torch.device
+) -> Call:
+    """The draft calls of one round after `context` tokens; they feed so many nodes a row at each
+    level, children of the root that see it and themselves (their form doesn't change the work).
+    """
+    request = round_of(chain_plan(len(fed)), batch, context, device)
+    request = replace(request, top=context + sum(fed))
+    frontiers, before = [], 0
+    for depth, nodes in enumerate(fed):
+        tokens_BF = torch.ones(batch, nodes, dtype=torch.int64, device=device)
+        slot_F = before + torch.arange(nodes, device=device)
+        before += nodes
+        frontier = Frontier(depth, tokens_BF, None, slot_F)
+        if depth and max(fed) > 1:
+            slot_M = torch.arange(before, device=device)
+            block_FM = (slot_M == 0) | (slot_M == slot_F[:, None])
+            of_BF, depth_M = torch.zeros_like(tokens_BF), slot_M.clamp(max=1)
+            frontier = Frontier(depth, tokens_BF, of_BF, slot_F, block_FM, depth_M)
+        frontiers.append(frontier)
+
+    def call() -> None:
+        feed = twin.feed(request)
+        assert feed is not None, f"a drafter of kind {twin.kind} has a model and no draft calls"
+        for frontier in frontiers:
+            feed(frontier)
+
+    return call
+
+
+def extend_call(twin: Drafter, target: Runner, window: int, *, batch: int, context: int) -> Call:
+    """Taking in a round that kept `window` tokens after `context` ones."""
+    width, device = len(twin.taps) * target.config.hidden_size, target.device
+    tokens_BL = torch.ones(batch, window, dtype=torch.int64, device=device)
+    taps_BLU = torch.ones(batch, window, width, dtype=target.dtype, device=device)
+    lens_B = torch.full((batch,), context, device=device)
+    kept = Kept(tokens_BL, torch.full_like(lens_B, window), None, lens_B, taps_BLU, context)
+    return lambda: twin.extend(kept)
+
+
 def propose_call(
     drafter: Drafter, plan: Plan, *, batch: int, context: int, device: torch.device
 ) -> Call:
     """One proposal after `context` equal tokens, from a state of its own."""
-    drafter = copy.copy(drafter)  # a decoder may be using the drafter's own state
-    rows_B = torch.arange(batch, device=device)
-    lens_B = torch.full((batch,), context, device=device)
+    twin = with_room(drafter, batch, context + plan.slots + 1)
+    request = round_of(plan, batch, context, device)
     ones_BN = torch.ones(batch, context, dtype=torch.int64, device=device)
-    drafter.reset(batch, round_up(context + plan.slots + 1))
-    drafter.prefill(Admitted(rows_B, ones_BN, lens_B, ones_BN[:, 0]))
-    request = Round(
+    rows_B = torch.arange(batch, device=device)
+    twin.prefill(Admitted(rows_B, ones_BN, request.lens_B, request.pending_B))
+    return lambda: twin.propose(request)
+
+
+def round_of(plan: Plan, batch: int, context: int, device: torch.device) -> Round:
+    """A greedy round of rows of `context` tokens."""
+    lens_B = torch.full((batch,), context, device=device)
+    return Round(
         plan=plan,
         lens_B=lens_B,
-        pending_B=ones_BN[:, 0],
+        pending_B=torch.ones_like(lens_B),
         active_B=torch.ones_like(lens_B, dtype=torch.bool),
         top=context,
         params=SamplingParams(),
@@ -141,7 +191,6 @@ def propose_call(
         race_BDV=None,
         seeds_B=None,
     )
-    return lambda: drafter.propose(request)
 
 
 def prefill_call(runner: Runner, *, batch: int, length: int) -> Call:
@@ -186,9 +235,10 @@ class TeacherForced:
 
 @torch.inference_mode()
 def teacher_forced(
-    target: Runner, drafter: LMDrafter, completions: list[Completion], params: SamplingParams
+    target: Runner, drafter: Drafter, completions: list[Completion], params: SamplingParams
 ) -> list[TeacherForced]:
-    """Acceptance on the contexts that the target itself wrote (`completions`, of plain decoding).
+    """Acceptance on the contexts that the target itself wrote (`completions`, of plain decoding):
+    of a head, that of the first token it drafts.
 
     alpha is sum_v min(p, q) after the transform, at temperature 0 the agreement of argmaxes;
     coupled is whether both pick the same token with the request's own noise.
@@ -197,18 +247,13 @@ def teacher_forced(
     for completion in completions:
         ids_1T = torch.tensor([completion.prompt_tokens + completion.tokens], device=target.device)
         first = len(completion.prompt_tokens)
-        p_TV, q_TV = (
-            full_logits(runner, ids_1T, params)[0, first - 1 : -1]
-            for runner in (target, drafter.runner)
-        )
+        norm_1TH, taps_1TU = target_states(target.model, drafter.taps, input_ids=ids_1T)
+        q_logits_1TV = drafter.teacher_logits(ids_1T, taps_1TU)
+        assert q_logits_1TV is not None, f"a drafter of kind {drafter.kind} has no q"
+        raw = target.logits(norm_1TH), q_logits_1TV
+        p_TV, q_TV = (params.transform(logits)[0, first - 1 : -1] for logits in raw)
         results.append(_one(p_TV, q_TV, first, completion.index, params))
     return results
-
-
-def full_logits(runner: Runner, ids_BT: Tensor, params: SamplingParams) -> Tensor:
-    """Transformed logits [B, T, V] of right-padded rows, in one causal pass."""
-    hidden_BTH = runner.body(input_ids=ids_BT, use_cache=False).last_hidden_state
-    return params.transform(runner.logits(hidden_BTH))
 
 
 def _one(

@@ -35,24 +35,35 @@ COPIES = {"block": (2, 5), "leviathan": (2, 7), "recursive": (2, 7), "traversal"
 
 @dataclass(frozen=True)
 class ModelSize:
-    """config: of the text model; dtype: of weights, states, keys and values."""
+    """config: of the text model, or of a head's layers; dtype: of weights, states, keys and values;
+    beside: further numbers alive for each token of a pass: the states of a target's taps, or a
+    head's wide input.
+    """
 
     config: PreTrainedConfig
     dtype: torch.dtype
+    beside: int = 0
 
     @classmethod
     def of(cls, runner: Runner) -> "ModelSize":
         """The size of the model that a runner runs."""
-        return cls(runner.config, runner.dtype)
+        taps = len(runner.taps) * runner.config.hidden_size
+        return cls(runner.config, runner.dtype, beside=taps)
 
     def kv(self, rows: int, slots: int) -> int:
         """Bytes of a pool."""
         return prod(kv_shape(self.config, rows, slots)) * self.dtype.itemsize
 
     @property
+    def taps(self) -> int:
+        """Bytes of one token's states that are handed on."""
+        return self.beside * self.dtype.itemsize
+
+    @property
     def token(self) -> int:
         """Bytes alive for each token in a forward pass: the residual stream, a layer's input, and
-        in the feed-forward four arrays of its width (of the experts used), or as many in attention.
+        in the feed-forward four arrays of its width (of the experts used), or as many in attention;
+        and what lies beside.
         """
         config = self.config
         *_, kv_heads, width = kv_shape(config, 1, 1)
@@ -61,7 +72,7 @@ class ModelSize:
         if experts:
             inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
         heads = (config.num_attention_heads + 2 * kv_heads) * width
-        elements = 2 * config.hidden_size + 4 * max(inner, heads) + 2 * width
+        elements = 2 * config.hidden_size + 4 * max(inner, heads) + 2 * width + self.beside
         return int(elements) * self.dtype.itemsize
 
     def mask(self, rows: int, nodes: int, width: int) -> int:
@@ -126,12 +137,15 @@ class MemoryPlan:
 
 
 def plan(work: Work, target: ModelSize, drafter: ModelSize | None) -> MemoryPlan:
-    """What `work` will hold. drafter: None where the drafter has no model with a KV of its own."""
-    models = [target] if drafter is None else [target, drafter]
+    """What `work` will hold. drafter: None where the drafter has no model."""
+    prefill = _prefill(work, target)
+    if drafter is not None:  # it reads the states that the target's left
+        taps = work.rows * work.prompt * target.taps
+        prefill = max(prefill, taps + _prefill(work, drafter))
     return MemoryPlan(
         target_kv=target.kv(work.rows, work.slots),
         drafter_kv=0 if drafter is None else drafter.kv(work.rows, work.slots),
-        prefill=max(_prefill(work, model) for model in models),
+        prefill=prefill,
         tree=_round(work, target, drafter),
         work=work,
         target=target,
@@ -249,8 +263,7 @@ def _drafting(work: Work, tree: Plan, drafter: ModelSize, want_q: bool) -> tuple
     row, greedy = 4 * work.rows * work.vocab, work.params.greedy
     copies = _copies(work.params)
     if isinstance(tree, StaticTree):
-        inner = Counter(len(path) - 1 for path in {(*path[:-1], 0) for path in tree.paths})
-        fed, drafted = max(inner.values()), sum(inner.values()) * row
+        fed, drafted = max(tree.fed), sum(tree.fed) * row
         children = max(Counter(map(len, tree.paths)).values())
         # Every call's logits are kept until the tree is whole; scores are made from the last ones.
         call = max(copies - 1, 0 if greedy else 1) * fed * row

@@ -139,13 +139,7 @@ class Costs:
 
     def of(self, plan: Plan) -> float:
         """Seconds of a round of this plan."""
-        if isinstance(plan, DynamicTree):
-            fed = [1] + [plan.width] * (plan.levels - 1)
-        else:
-            inner = set(plan.parents[1:])
-            depths = [len(path) for i, path in enumerate(((), *plan.paths)) if i in inner]
-            fed = [depths.count(depth) for depth in range(plan.levels)]
-        drafting = sum(float(np.interp(n, self.nodes, self.draft)) for n in fed)
+        drafting = sum(float(np.interp(n, self.nodes, self.draft)) for n in plan.fed)
         return drafting + float(np.interp(plan.nodes, self.nodes, self.verify))
 
 

@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
+HALF = (torch.bfloat16, torch.float16)
+# Whether this torch multiplies half-precision matrices into fp32.
+FP32_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
 
 
 class Product:
@@ -62,6 +65,19 @@ class Product:
             weight = self.weight.clone() if self.weight.is_inference() else self.weight.detach()
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_FOR)
         self.version = sum(map(version, self.sources))
+
+
+def head_logits(head: Product, hidden: Tensor) -> Tensor:
+    """Logits [..., V] fp32 of states [..., H] by an LM head."""
+    # Flat: for rows that aren't contiguous torch would copy the head once for each of them.
+    flat = hidden.flatten(0, -2)
+    if hidden.is_cuda and FP32_PRODUCT and head.weight.dtype in HALF:
+        # Half-precision logits tie: the product's own fp32 sums are kept.
+        logits = torch.mm(flat, head.weight.T, out_dtype=torch.float32)
+        logits = logits if head.bias is None else logits + head.bias
+    else:
+        logits = head(flat).float()
+    return logits.unflatten(0, hidden.shape[:-1])
 
 
 def version(parameter: Tensor) -> int:

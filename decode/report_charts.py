@@ -69,7 +69,7 @@ def speedup(report: dict[str, Any]) -> str:
     rows = [Lane("measured", [("a", measured, "")], times_as(measured), report["speedup_interval"])]
     for name, key, css in (
         ("measured, Spec-Bench way", "speedup_specbench", "b"),
-        ("ideal = tau · t_plain / (t_verify + K · t_draft)", "ideal_speedup", "c"),
+        ("ideal = tau · t_plain / (t_verify + K · t_draft + t_extend)", "ideal_speedup", "c"),
         ("MBSU = tau / (1 + K · c_bytes)", "mbsu", "d"),
     ):
         if report[key] is not None:
@@ -86,9 +86,8 @@ def one_round(report: dict[str, Any]) -> str:
     times, tau, K = report["times"], report["tau"], report["K"]
     if times["draft"] is None:
         return _empty(heading, "The drafter's call was not timed.")
-    plain, draft, check = (
-        1e3 * s for s in (tau * times["plain"], K * times["draft"], times["verify"])
-    )
+    drafting = K * times["draft"] + (times["extend"] or 0.0)
+    plain, draft, check = (1e3 * s for s in (tau * times["plain"], drafting, times["verify"]))
     rows = [
         Lane(
             f"{number(tau)} tokens, plain",
@@ -103,7 +102,7 @@ def one_round(report: dict[str, Any]) -> str:
     ]
     legend = [
         ("d", "target, one token at a time"),
-        ("b", "draft, K calls"),
+        ("b", "draft, K calls; a head's extend"),
         ("a", "target, verify"),
     ]
     caption = "The ideal speed-up is the upper bar divided by the lower."

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from draftsmith.decode.attention import ATTENTION, Attend, Seen, resolve
 from draftsmith.decode.kv import KVPool, SlotCache
 from draftsmith.decode.lean import LeanBody, Taken, lean_body
-from draftsmith.decode.product import Product
+from draftsmith.decode.product import Product, head_logits
 from draftsmith.models.taps import NORM, Tap, check_taps, joined, watching
 from draftsmith.models.target import split_head, unwrapped
 
@@ -33,9 +33,6 @@ Body = Callable[[Tensor, Tensor, SlotCache, Taken], Tensor]
 # so the comparison holds when the weights change.
 _agreed: "weakref.WeakKeyDictionary[nn.Module, LeanBody]" = weakref.WeakKeyDictionary()
 ROW_BOUND = {"dynamic", "longrope"}
-HALF = (torch.bfloat16, torch.float16)
-# Whether this torch multiplies half-precision matrices into fp32.
-FP32_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
 # Largest difference of hidden states, as a share of the largest state.
 AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -142,14 +139,7 @@ class Runner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] fp32 over the tokenizer's vocabulary."""
-        # Flat: for rows that aren't contiguous torch would copy the head once for each of them.
-        flat = hidden.flatten(0, -2)
-        if self.device.type == "cuda" and FP32_PRODUCT and self.dtype in HALF:
-            # Half-precision logits tie: the product's own fp32 sums are kept.
-            logits = torch.mm(flat, self.head.weight.T, out_dtype=torch.float32)
-        else:
-            logits = self.head(flat).float()
-        return logits.unflatten(0, hidden.shape[:-1])
+        return head_logits(self.head, hidden)
 
     def _whole(
         self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, taken: Taken

@@ -43,7 +43,8 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, turns: Arms) -> di
         prompt=sum(len(c.prompt_tokens) for c in spec.completions) // len(lengths),
         nodes=1 + round(nodes),
     )
-    ideal = tau * times["plain"] / (times["verify"] + K * times["draft"])
+    drafting = K * times["draft"] + (times["extend"] or 0.0)
+    ideal = tau * times["plain"] / (times["verify"] + drafting)
     c_bytes = drafter.parameter_bytes / weights_read(pair.target)
     by_position, conditional = metrics.acceptance_by_position(counters)
     return {

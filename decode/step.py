@@ -94,7 +94,7 @@ class Stepper:
             taps_BLU = None
             if taps_BNU is not None:
                 taps_BLU = taps_BNU.gather(1, path_BL[..., None].expand(-1, -1, taps_BNU.shape[2]))
-            self.drafter.extend(Kept(emitted_BL, n_new_B, path, before_B, taps_BLU))
+            self.drafter.extend(Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top))
         columns = [n_accepted_B, n_new_B, rows.active_B, bad_B]
         news = torch.cat([emitted_BL, path_BL, torch.stack(columns, 1)], 1)
         return Told(news, topology.levels, topology.nodes - 1)

@@ -75,6 +75,12 @@ class StaticTree:
     def is_chain(self) -> bool:
         return self.levels == len(self.paths)
 
+    @property
+    def fed(self) -> tuple[int, ...]:
+        """Nodes fed in each draft call: those of a level that have children."""
+        inner = {path[:-1] for path in self.paths}
+        return tuple(sum(len(path) == depth for path in inner) for depth in range(self.levels))
+
     def cut(self, levels: int) -> "StaticTree":
         """The tree without what lies deeper than `levels`."""
         if levels >= self.levels:
@@ -121,6 +127,11 @@ class DynamicTree:
     @property
     def slots(self) -> int:
         return 1 + self.levels * self.width
+
+    @property
+    def fed(self) -> tuple[int, ...]:
+        """Nodes fed in each draft call."""
+        return 1, *[self.width] * (self.levels - 1)
 
     def cut(self, levels: int) -> "DynamicTree":
         levels = min(levels, self.levels)

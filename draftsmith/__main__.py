@@ -6,6 +6,8 @@ import sys
 COMMANDS = {
     "evaluate": ("draftsmith.decode.__main__", "decode with a drafter: speed, acceptance, proof"),
     "calibrate": ("draftsmith.decode.calibrate", "the best static tree for a target and a drafter"),
+    "export": ("draftsmith.decode.export", "write a drafter as SGLang, vLLM, TGI ... read it"),
+    "doctor": ("draftsmith.decode.doctor", "what is wrong with a drafter folder, for each server"),
     "data": ("draftsmith.train.show", "show one training example with its trained tokens coloured"),
     "quickstart": (
         "draftsmith.train.quickstart",

@@ -8,7 +8,6 @@ whole.
 
 import json
 import os
-import shlex
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -20,13 +19,23 @@ from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from draftsmith.models.checkpoint import check_tensors, load_config, read_json
+from draftsmith.models.checkpoint import check_tensors, load_config, read_json, refuse_faults
 from draftsmith.models.disk import flush
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.fingerprint import differences, fingerprint
 from draftsmith.models.head import Head, check_head, load_head
-from draftsmith.models.tokenizer import check_logit_width, check_same_tokenizer, load_tokenizer
+from draftsmith.models.hydra_heads import Hydra
+from draftsmith.models.imports import Foreign, recognise
+from draftsmith.models.medusa import Medusa
+from draftsmith.models.serve import SERVE_LINES
+from draftsmith.models.tensors import FILES, Checkpoint
+from draftsmith.models.tokenizer import (
+    TOKENIZER_FILES,
+    check_logit_width,
+    check_same_tokenizer,
+    load_tokenizer,
+)
 
 __all__ = ["SCHEMA", "DrafterFolder", "fingerprint", "open_drafter", "save_drafter", "serve_line"]
 
@@ -113,11 +122,14 @@ def save_drafter(
 
 @dataclass(frozen=True)
 class DrafterFolder:
-    """A drafter folder that was found whole: where it is, its kind, its draftsmith.json."""
+    """A drafter folder that was found whole: where it is, its kind, its draftsmith.json; of another
+    toolkit's head, how to read it.
+    """
 
     path: Path
     kind: str
     meta: dict[str, Any]
+    foreign: tuple[Foreign, Checkpoint] | None = None
 
     def model(self, dtype: str = "auto") -> PreTrainedModel:
         """The draft LM in eval mode, in the saved dtype unless another is named."""
@@ -126,7 +138,9 @@ class DrafterFolder:
 
     def head(self, dtype: str = "auto") -> Head:
         """The head in eval mode, in the saved dtype unless another is named."""
-        return load_head(HEADS[self.kind], self.path, dtype)
+        if self.foreign is None:
+            return load_head(HEADS[self.kind], self.path, dtype)
+        return self.foreign[0].head(HEADS[self.kind], self.foreign[1], dtype)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer whose ids the drafter reads and writes."""
@@ -139,16 +153,19 @@ def open_drafter(
     *,
     allow_target_mismatch: bool = False,
     target_tokenizer: PreTrainedTokenizerBase | None = None,
+    target_config: PretrainedConfig | None = None,
 ) -> DrafterFolder:
     """Check a drafter folder, without reading its weights yet.
 
-    A plain transformers causal LM without `draftsmith.json` opens as kind "lm", with a warning:
-    nothing says that it was made for this target, so only its tokenizer can be checked.
+    Without `draftsmith.json` a plain transformers causal LM opens as kind "lm", and a head of
+    another toolkit (see `imports`) as the kind it is, both with a warning: nothing says that it was
+    made for this target, so only its tokenizer, if it brings one, can be checked.
 
     Args:
         target_fingerprint: of the target it is to draft for; None skips that check.
         allow_target_mismatch: accept another target (not another tokenizer).
         target_tokenizer: given, a draft with other tokens is refused by the ids that differ.
+        target_config: for what other toolkits' heads leave to the target.
 
     Raises:
         ValueError: a file is missing, cut or foreign; a tensor is missing, unknown or of another
@@ -157,6 +174,9 @@ def open_drafter(
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(_no_folder(folder))
+    foreign = _open_foreign(folder, target_config, target_tokenizer)
+    if foreign is not None:
+        return foreign
     meta = _read_meta(folder)
     _check_weights(folder, meta["kind"])
     drafter = DrafterFolder(folder, meta["kind"], meta)
@@ -181,31 +201,34 @@ def open_drafter(
 
 def serve_line(folder_path: str | Path, kind: str, target_path: str) -> str:
     """Commands that serve the target with this drafter, ready to copy, one a line."""
-    _known_kind(kind, Path(folder_path))
-    return SERVE_LINES[kind](Path(folder_path), target_path)
+    folder = Path(folder_path)
+    _known_kind(kind, folder)
+    return "\n".join(SERVE_LINES[kind](folder, _read_meta(folder), target_path))
 
 
-def _serve_lm(folder: Path, target: str) -> str:
-    meta = _read_meta(folder)
-    K = meta["defaults"]["K"]
-    options = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": K}
-    lines = [
-        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(options))}",
-        f"python -m sglang.launch_server --model-path {shlex.quote(target)} "
-        "--speculative-algorithm STANDALONE --speculative-draft-model-path "
-        f"{shlex.quote(str(folder))} --speculative-num-steps {K} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {K + 1}",
-        f"target.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("
-        f"{str(folder)!r}))  # transformers",
-    ]
-    rows = load_config(folder).get_text_config().vocab_size
-    wanted = (meta["target"] or {}).get("logit_rows", rows)
-    if rows != wanted:
-        lines.append(
-            f"# vLLM and transformers want equal vocab_size: the draft has {rows}, the target "
-            f"{wanted}; train it with vocab_size={wanted}"
-        )
-    return "\n".join(lines)
+def _open_foreign(
+    folder: Path,
+    target_config: PretrainedConfig | None,
+    target_tokenizer: PreTrainedTokenizerBase | None,
+) -> DrafterFolder | None:
+    """The head of another toolkit in a folder, with a warning; None where there is none."""
+    files = {file.name for file in folder.iterdir()}
+    if META in files or "config.json" not in files or not files.intersection(FILES):
+        return None
+    found = recognise(folder, target_config)
+    if found is None:
+        return None
+    foreign, checkpoint = found
+    refuse_faults(folder, foreign.faults(HEADS[foreign.kind], checkpoint))
+    note = f"{folder} holds a head in the layout of {foreign.layout}, not known to be made for "
+    note += "this target"
+    warnings.warn("; ".join((note, *foreign.notes)), stacklevel=3)
+    if target_tokenizer is not None:
+        check_logit_width(foreign.config["vocab_size"], target_tokenizer, f"the draft {folder}")
+        if any(name.startswith(TOKENIZER_FILES) for name in files):
+            check_same_tokenizer(target_tokenizer, load_tokenizer(folder))
+    meta = _without_meta(foreign.kind, note)
+    return DrafterFolder(folder, foreign.kind, meta, found)
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
@@ -221,8 +244,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     if META not in files:
         note = f"{folder} has no {META}: a plain causal LM, not known to be made for this target"
         warnings.warn(note, stacklevel=3)
-        plain = {"schema": SCHEMA, "kind": "lm", "target": None, "taps": None}
-        return plain | {"defaults": DEFAULTS, "provenance": None, "note": note}
+        return _without_meta("lm", note)
     meta = read_json(folder / META)
     if meta.get("schema") != SCHEMA:
         raise ValueError(
@@ -238,6 +260,12 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         )
     _known_kind(str(meta.get("kind")), folder)
     return meta | {"defaults": DEFAULTS | meta["defaults"]}
+
+
+def _without_meta(kind: str, note: str) -> dict[str, Any]:
+    """What stands in for a draftsmith.json."""
+    meta = {"schema": SCHEMA, "kind": kind, "target": None, "taps": None, "note": note}
+    return meta | {"defaults": DEFAULTS, "provenance": None}
 
 
 def _vocabulary_map(model: PreTrainedModel | Head) -> dict[str, int] | None:
@@ -310,6 +338,10 @@ def _swap(new: Path, folder: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-HEADS: dict[str, type[Head]] = {"eagle1": Eagle, "eagle3": Eagle}
+HEADS: dict[str, type[Head]] = {
+    "eagle1": Eagle,
+    "eagle3": Eagle,
+    "medusa": Medusa,
+    "hydra": Hydra,
+}
 KINDS = ("lm", *HEADS)
-SERVE_LINES = {"lm": _serve_lm}

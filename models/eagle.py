@@ -29,16 +29,20 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 from draftsmith.models.head import ANY_DEPTH, Head, OutputHead
 from draftsmith.models.taps import NORM, Tap
+from draftsmith.models.unrolled_attention import Unrolled
 from draftsmith.models.vocab import DraftVocab
 
 # (layer, queries [B, T, A, E], keys, values [B, T, K, E]) -> mixed [B, T, A * E]
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Rotary = tuple[Tensor, Tensor]
 ATTENTIONS = {"llama": LlamaAttention, "qwen3": Qwen3Attention}
+MLPS = {"llama": LlamaMLP, "qwen3": Qwen3MLP}
+# What EAGLE-3 is called on disk. By the first name vLLM and SGLang build Llama's layers; the norms
+# on queries and keys of Qwen3's are known to vLLM alone, by the second.
+EAGLE3_NAMES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
 
 
@@ -84,6 +88,22 @@ class EagleConfig:
             )
 
 
+class Rotary(LlamaRotaryEmbedding):  # the same for Qwen3
+    """transformers' rotary embeddings, whose frequencies stay as they are when a head is cast:
+    rounded to bfloat16 they turn up to a radian too far at position 1,000.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
+
 class EagleLayer(nn.Module):
     """One decoder layer, apart from how positions attend to each other.
 
@@ -104,7 +124,7 @@ class EagleLayer(nn.Module):
         if not bare:
             self.input_layernorm = LlamaRMSNorm(hidden, eps=eps)
         self.post_attention_layernorm = LlamaRMSNorm(hidden, eps=eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp: Any = MLPS[config.model_type](config)
         self.wide, self.bare = wide, bare
 
     def enter(
@@ -119,7 +139,9 @@ class EagleLayer(nn.Module):
         entry_BTI = torch.cat([self.input_layernorm(embedded_BTH), normed_BTH], -1)
         return entry_BTI, normed_BTH if normed_residual else hidden_BTH
 
-    def project(self, entry_BTI: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, entry_BTI: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, T, heads, E], turned to their positions."""
         part = self.self_attn
         shape = (*entry_BTI.shape[:-1], -1, part.head_dim)
@@ -155,8 +177,7 @@ class Eagle(Head):
             EagleLayer(layer, index, wide=wide and index == 0, bare=not wide and index == 0)
             for index in range(layer.num_hidden_layers)
         )
-        kind: Any = LlamaRotaryEmbedding  # the same for Qwen3
-        self.rotary = kind(layer)
+        self.rotary = Rotary(layer)
         if not wide:
             return
         if config.fc_norm:
@@ -214,6 +235,33 @@ class Eagle(Head):
             hidden_BTH = layer.leave(residual_BTH, mixed_BTO)
         return hidden_BTH
 
+    def unroll(
+        self,
+        hidden_BTH: Tensor,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        mask: Tensor | None = None,
+        *,
+        steps: int,
+    ) -> list[Tensor]:
+        """Every position drafts `steps` tokens on, reading the text's tokens: the training-time
+        test.
+
+        hidden: `fuse`d states f_t. tokens: x_t. positions: from 0 in each document. mask: [B, 1, T,
+        T] bool, who may attend whom; None: causal. Step s at t reads x_{t+1+s} and what step s - 1
+        gave (f_t at first), attends to step 0's pairs at t' <= t and to its own later ones, and
+        predicts x_{t+2+s}; past the row's end it reads token 0.
+
+        Returns of each step what the LM head multiplies, [B, T, H].
+        """
+        attention, states = Unrolled(mask), []
+        for step in range(steps):
+            tokens_BT = F.pad(tokens_BT[:, 1:], (0, 1))
+            output_BTH = self.step(hidden_BTH, tokens_BT, positions_BT + step, attention)
+            states.append(self.before_head(output_BTH))
+            hidden_BTH = self.fed_back(output_BTH)
+        return states
+
     @property
     def decoder_layers(self) -> list[EagleLayer]:
         """Its layers, typed."""
@@ -245,7 +293,7 @@ class Eagle(Head):
         if config.version == 1:
             return keep | {"architectures": ["LlamaForCausalLM"], "bias": config.fc_bias}
         flags = {name: getattr(config, name) for name in FLAGS}
-        keep |= {"architectures": ["LlamaForCausalLMEagle3"], **flags}
+        keep |= {"architectures": [EAGLE3_NAMES[layer["model_type"]]], **flags}
         keep |= {"draft_vocab_size": config.draft_vocab, "target_hidden_size": self.hidden}
         return keep | tap_fields(config.taps)
 
@@ -307,7 +355,7 @@ def read_config(config: dict[str, Any]) -> EagleConfig:
     layer = kinds[kind](
         **{k: v for k, v in config.items() if k in (*LAYER_FIELDS, "rope_parameters")}
     )
-    if config.get("architectures") != ["LlamaForCausalLMEagle3"]:
+    if config.get("architectures") not in [[name] for name in EAGLE3_NAMES.values()]:
         return EagleConfig(layer, 1, fc_bias=bool(config.get("bias", True)))
     taps = config.get("eagle_aux_hidden_state_layer_ids")
     if not isinstance(taps, list):

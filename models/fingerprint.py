@@ -40,15 +40,21 @@ def fingerprint(
     head = target_model.get_output_embeddings()
     # Rows of real tokens: the padding after them may differ between copies of one model.
     rows = torch.arange(SAMPLED_ROWS) * vocab_size(tokenizer) // SAMPLED_ROWS
-    norms = [m for n, m in target_model.base_model.named_children() if "norm" in n or n == "ln_f"]
+    norms = final_norm(target_model)
     return marks | {
         "family": config.model_type,
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "logit_rows": head.weight.shape[0],
         "head": _digest([head.weight[rows.to(head.weight.device)]]),
-        "final_norm": _digest(list(norms[-1].parameters()) if norms else []),
+        "final_norm": _digest([p for norm in norms for p in norm.parameters()]),
     }
+
+
+def final_norm(model: PreTrainedModel) -> list[nn.Module]:
+    """The norm before the LM head, in a list; an empty one where it can't be told."""
+    children = model.base_model.named_children()
+    return [module for name, module in children if "norm" in name or name == "ln_f"][-1:]
 
 
 def differences(made_for: dict[str, Any], given: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.checkpoint import DTYPES, read_header, read_json, refuse_faults
+from draftsmith.models.checkpoint import DTYPES, Shapes, read_header, read_json, refuse_faults
 from draftsmith.models.taps import Tap, check_taps
 from draftsmith.models.target import split_head
 
@@ -120,9 +120,16 @@ def load_head(cls: type[Head], folder: Path, dtype: str = "auto") -> Head:
     Raises ValueError for a config or tensors that aren't those of such a head.
     """
     check_head(cls, folder)
-    head = cls.from_json(read_json(folder / "config.json"))
     tensors = load_file(folder / "model.safetensors")
-    # assign: the dtype is the file's, unless another is named.
+    return assembled(cls, read_json(folder / "config.json"), tensors, dtype)
+
+
+def assembled(
+    cls: type[Head], config: dict[str, Any], tensors: dict[str, Tensor], dtype: str = "auto"
+) -> Head:
+    """The head of a config.json and its tensors by their names on disk, in eval mode."""
+    head = cls.from_json(config)
+    # assign: the dtype is the tensors', unless another is named.
     head.load_state_dict(head.from_disk(tensors), assign=True)
     wanted = DTYPES[dtype]
     if isinstance(wanted, torch.dtype):
@@ -133,10 +140,15 @@ def load_head(cls: type[Head], folder: Path, dtype: str = "auto") -> Head:
 def check_head(cls: type[Head], folder: Path) -> None:
     """Compare the header of a folder's weights with the head that its config describes."""
     found = read_header(folder / "model.safetensors")
+    refuse_faults(folder, tensor_faults(cls, read_json(folder / "config.json"), found))
+
+
+def tensor_faults(cls: type[Head], config: dict[str, Any], found: Shapes) -> dict[str, list[str]]:
+    """How the tensors found differ from those of the head that a config.json describes."""
     with torch.device("meta"):
-        head = cls.from_json(read_json(folder / "config.json"))
+        head = cls.from_json(config)
         expected = {name: tuple(t.shape) for name, t in head.on_disk().items()}
-    faults = {
+    return {
         "missing": sorted(expected.keys() - found.keys()),
         "unknown": sorted(found.keys() - expected.keys()),
         "of another shape": [
@@ -145,7 +157,6 @@ def check_head(cls: type[Head], folder: Path) -> None:
             if found[name] != expected[name]
         ],
     }
-    refuse_faults(folder, faults)
 
 
 def field(config: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:

@@ -47,7 +47,7 @@ DRAFT_LM: Report = {
         "plain": 0.00431,
         "verify": 0.00512,
         "draft": 0.00038,
-        "extend": 0.00043,
+        "extend": None,
         "prefill": 0.112,
     },
     "speedup": 1.632,

@@ -12,7 +12,7 @@ class Scripted:
     """truth: prompt -> the plain answer's tokens."""
 
     kind, parameter_bytes, trees, samples = "scripted", 0, True, False
-    context, levels, taps = ANY_DEPTH, ANY_DEPTH, ()
+    context, levels, taps, size = ANY_DEPTH, ANY_DEPTH, (), None
 
     def __init__(self, mode: str, truth: dict[tuple[int, ...], list[int]], vocab: int) -> None:
         self.mode, self.truth, self.vocab = mode, truth, vocab

@@ -26,6 +26,8 @@ SHORT = {
     "prepare": ["limit=2", "max_new_tokens=4"],
     "pretrain": ["precision=fp32"],
     "distill": ["precision=fp32"],
+    "heads": ["precision=fp32"],
+    "eagle": ["precision=fp32"],
 }
 Argv = list[str]
 

@@ -307,7 +307,7 @@ def test_costs_are_measured_within_the_context(
     vocab = len(tiny_tokenizer)
     target, drafter = Runner(tiny_target, vocab), LMDrafter(tiny_draft, vocab)
     monkeypatch.setattr(Runner, "pool", watched)
-    for context, slots in ((1022, 512), (100, 66)):
+    for context, slots in ((1022, 512), (100, 67)):
         made.clear()
         costs = measured_costs(target, drafter, chain_plan(15), 2, context)
         assert made == [(2, slots)] * 2 and costs.nodes == (1, 2, 4, 8, 16)

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from draftsmith.models.draft_lm import draft_from_config, load_draft
+from draftsmith.models.draft_lm import draft_from_config, load_draft, recast
 from draftsmith.models.provenance import git_commit, provenance
 from draftsmith.models.target import (
     TargetSpec,
@@ -309,3 +309,13 @@ def test_provenance_tells_commit_and_versions(tmp_path: Path) -> None:
     assert commit is not None and len(commit) == 40
     file.write_text("changed")
     assert git_commit(file) == commit + "-dirty"
+
+
+def test_recasting_rounds_weights_and_leaves_rotary_frequencies() -> None:
+    model = draft(LlamaConfig(), tie_word_embeddings=True, bos_token_id=1, eos_token_id=2)
+    exact = model.model.rotary_emb.inv_freq.clone()
+    recast(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.model.rotary_emb.inv_freq, exact)
+    assert not torch.equal(exact, exact.bfloat16().float())  # which is what .to(dtype) would leave

@@ -86,7 +86,7 @@ def test_one_batch_has_no_interval() -> None:
 
 
 def test_what_would_be_ideal_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"plain": 8.0, "verify": 10.0, "draft": 1.0, "extend": 2.0, "prefill": 20.0}
+    times = {"plain": 8.0, "verify": 10.0, "draft": 1.0, "extend": None, "prefill": 20.0}
     asked: dict[str, Any] = {}
     monkeypatch.setattr(speed, "isolated_times", lambda *_, **given: asked.update(given) or times)
     monkeypatch.setattr(speed, "weights_read", lambda target: 800)
@@ -103,12 +103,16 @@ def test_what_would_be_ideal_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         asked=lambda *_: SimpleNamespace(plan=None),
     )
     settings = Evaluation(target="t", drafter="d")
-    got = speed.speed_part(settings, cast(Loaded, pair), "d", {None: plain, "d": spec})
+    arms = {None: plain, "d": spec}
+    without = speed.speed_part(settings, cast(Loaded, pair), "d", arms)
+    assert without["ideal_speedup"] == pytest.approx(2 * 8 / (10 + 2 * 1))
+    times["extend"] = 2.0  # a head's pass over what was kept
+    got = speed.speed_part(settings, cast(Loaded, pair), "d", arms)
     assert (got["K"], got["N"], got["tau"]) == (2.0, 3.0, 2.0)
     assert (asked["nodes"], asked["batch"], asked["prompt"]) == (3, 1, 1)
-    assert got["ideal_speedup"] == pytest.approx(2 * 8 / (10 + 2 * 1))
+    assert got["ideal_speedup"] == pytest.approx(2 * 8 / (10 + 2 * 1 + 2))
     assert got["speedup"] == pytest.approx((8 / 4) / (10 / 10))
-    assert got["efficiency"] == pytest.approx(2 / (16 / 12))
+    assert got["efficiency"] == pytest.approx(2 / (16 / 14))
     assert got["c"] == 1 / 8
     assert got["mbsu"] == pytest.approx(2 / (1 + 2 * 200 / 800))
 

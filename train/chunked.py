@@ -79,7 +79,7 @@ def chunked_divergence(
     don't fit, and for float16, whose range the gradients of 128k probabilities leave.
     """
     p_hidden_NG, p_head_VG = p_hidden_NG.detach(), p_head_VG.detach()
-    p_type = _matmul_type("p", p_hidden_NG, p_head_VG)
+    p_type = matmul_type("p", p_hidden_NG, p_head_VG)
     if len(p_hidden_NG) != len(q_hidden_NH):
         raise ValueError(
             f"p_hidden: got {len(p_hidden_NG)} rows, expected the {len(q_hidden_NH)} of q_hidden; "
@@ -87,7 +87,7 @@ def chunked_divergence(
         )
 
     def references(keep_K: Tensor, rows: int) -> Iterator[Tensor]:
-        return _chunk_logits(p_hidden_NG, p_head_VG.to(p_type), keep_K, rows)
+        return chunk_logits(p_hidden_NG, p_head_VG.to(p_type), keep_K, rows)
 
     score = divergence_score(loss, transform)
     plan = _plan(references, score, 2, weight_N, q_hidden_NH, q_head_VH, chunk)
@@ -145,7 +145,7 @@ def _plan(
     q_head_VH: Tensor,
     chunk: int | None,
 ) -> _Plan:
-    matmul_type = _matmul_type("q", q_hidden_NH, q_head_VH)
+    product_type = matmul_type("q", q_hidden_NH, q_head_VH)
     if weight_N.shape != q_hidden_NH.shape[:1]:
         raise ValueError(
             f"weight: got shape {tuple(weight_N.shape)}, expected one for each of the "
@@ -163,13 +163,13 @@ def _plan(
         scores=scores,
         chunk=chunk or max(rows, 1),
         tile=max(tile, 1),
-        matmul_type=matmul_type,
+        matmul_type=product_type,
         hidden_grad=learning and q_hidden_NH.requires_grad,
         head_grad=learning and q_head_VH.requires_grad,
     )
 
 
-def _matmul_type(side: str, hidden_NH: Tensor, head_VH: Tensor) -> torch.dtype:
+def matmul_type(side: str, hidden_NH: Tensor, head_VH: Tensor) -> torch.dtype:
     """The type that a plain `hidden @ head.T` would run in here; ValueError if it couldn't run."""
     if hidden_NH.ndim != 2 or head_VH.ndim != 2 or hidden_NH.shape[1] != head_VH.shape[1]:
         raise ValueError(
@@ -194,9 +194,7 @@ def _matmul_type(side: str, hidden_NH: Tensor, head_VH: Tensor) -> torch.dtype:
     return found
 
 
-def _chunk_logits(
-    hidden_NH: Tensor, head_VH: Tensor, keep_K: Tensor, rows: int
-) -> Iterator[Tensor]:
+def chunk_logits(hidden_NH: Tensor, head_VH: Tensor, keep_K: Tensor, rows: int) -> Iterator[Tensor]:
     """The logits of the kept rows, chunk by chunk, in one buffer that every chunk overwrites."""
     logits_CV = head_VH.new_empty(min(rows, len(keep_K)), len(head_VH))
     for rows_C in keep_K.split(rows):
@@ -223,7 +221,7 @@ def _sweep(plan: _Plan, q_hidden_NH: Tensor, q_head_VH: Tensor, weight_N: Tensor
     chunks = zip(
         keep_K.split(plan.chunk),
         plan.references(keep_K, plan.chunk),
-        _chunk_logits(q_hidden_NH, head_VH, keep_K, plan.chunk),
+        chunk_logits(q_hidden_NH, head_VH, keep_K, plan.chunk),
         strict=True,
     )
     for rows_C, reference_C, logits_CV in chunks:
@@ -238,12 +236,12 @@ def _sweep(plan: _Plan, q_hidden_NH: Tensor, q_head_VH: Tensor, weight_N: Tensor
         if d_hidden_NH is not None:
             d_hidden_NH[rows_C] = torch.mm(logits_CV, head_VH).to(d_hidden_NH.dtype)
         if d_head_VH is not None:
-            _add_head_gradient(d_head_VH, logits_CV, q_hidden_NH[rows_C].to(plan.matmul_type))
+            add_head_gradient(d_head_VH, logits_CV, q_hidden_NH[rows_C].to(plan.matmul_type))
     total = (scores_SN[0] * weight_N.to(wide)).sum()
     return _Formed(total, scores_SN, d_hidden_NH, d_head_VH)
 
 
-def _add_head_gradient(d_head_VH: Tensor, d_logits_CV: Tensor, hidden_CH: Tensor) -> None:
+def add_head_gradient(d_head_VH: Tensor, d_logits_CV: Tensor, hidden_CH: Tensor) -> None:
     if d_head_VH.dtype == hidden_CH.dtype:
         d_head_VH.addmm_(d_logits_CV.t(), hidden_CH)
         return

@@ -29,12 +29,13 @@ Transform = Callable[[Tensor], Tensor]
 class Workspace:
     """The buffers of a tile, made for the first and used again for every tile of that shape."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = BUFFERS) -> None:
         self._buffers: Tensor | None = None
+        self._count = count
 
     def take(self, like_RV: Tensor) -> Tensor:
-        """[BUFFERS, R, V] of undefined content, in fp32 (float64 for float64)."""
-        shape = (BUFFERS, *like_RV.shape)
+        """[count, R, V] of undefined content, in fp32 (float64 for float64)."""
+        shape = (self._count, *like_RV.shape)
         if self._buffers is None or self._buffers.shape != shape:
             wide = torch.promote_types(like_RV.dtype, torch.float32)
             self._buffers = like_RV.new_empty(shape, dtype=wide)
@@ -72,8 +73,8 @@ def pair(p_logits_RV: Tensor, q_logits_RV: Tensor, work_5RV: Tensor) -> Pair:
     Logits of -inf count as in `losses.py`.
     """
     p_RV, q_RV, log_p_RV, log_q_RV, spare_RV = work_5RV
-    _normalise(p_logits_RV, p_RV, log_p_RV)
-    _normalise(q_logits_RV, q_RV, log_q_RV)
+    normalise(p_logits_RV, p_RV, log_p_RV)
+    normalise(q_logits_RV, q_RV, log_q_RV)
     reachable_RV, mass_R1 = None, None
     # Masks cost a CPU as much as exponentials do, so they are made only where one is needed.
     if torch.minimum(p_logits_RV.amin(), q_logits_RV.amin()) == -math.inf:
@@ -84,7 +85,7 @@ def pair(p_logits_RV: Tensor, q_logits_RV: Tensor, work_5RV: Tensor) -> Pair:
     return Pair(p_RV, q_RV, log_p_RV, log_q_RV, spare_RV, reachable_RV, mass_R1)
 
 
-def _normalise(logits_RV: Tensor, probs_RV: Tensor, log_RV: Tensor) -> None:
+def normalise(logits_RV: Tensor, probs_RV: Tensor, log_RV: Tensor) -> None:
     torch.softmax(logits_RV, dim=-1, dtype=probs_RV.dtype, out=probs_RV)
     # The likeliest token's probability is 1 / sum exp(z - max z): two cheap reductions give the
     # normaliser, where log_softmax would take every exponential again.
@@ -159,6 +160,19 @@ def _lk(s: Pair, kl_weight: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     return loss_R, gradient_RV.mul_(1.0 - kl_weight).add_(kl_gradient_RV.mul_(kl_weight))
 
 
+def _mixture(s: Pair, parts: tuple[tuple[Loss, float], ...]) -> tuple[Tensor, Tensor]:
+    kept = s.log_p_RV.clone(), s.log_q_RV.clone()
+    loss_R, gradient_RV = torch.zeros_like(s.p_RV[:, 0]), torch.zeros_like(s.p_RV)
+    for loss, weight in parts:
+        form = closed_form(loss)
+        assert form is not None, loss
+        s.log_p_RV.copy_(kept[0]), s.log_q_RV.copy_(kept[1])
+        part_R, slope_RV = form(s)
+        loss_R.add_(part_R, alpha=weight)
+        gradient_RV.add_(slope_RV, alpha=weight)
+    return loss_R, gradient_RV
+
+
 def divergence_score(loss: Loss, transform: Transform | None) -> Score:
     """Scores tiles of target and draft logits: loss and alpha, and the loss's gradient.
 
@@ -196,7 +210,7 @@ def cross_entropy_score(
     """Scores tiles of draft logits against tokens: -log q(token) and its gradient, q - one-hot."""
     log_q_RV, q_RV, *_ = work.take(logits_RV)
     token_R1 = tokens_R.unsqueeze(-1)
-    _normalise(logits_RV, q_RV, log_q_RV)
+    normalise(logits_RV, q_RV, log_q_RV)
     loss_R = -log_q_RV.gather(-1, token_R1).squeeze(-1)
     if not learn:
         return [loss_R], None
@@ -220,4 +234,5 @@ CLOSED_FORMS: dict[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]] 
     losses.tvpp: _tvpp,
     losses.nla: _nla,
     losses.lk: _lk,
+    losses.mixture: _mixture,
 }

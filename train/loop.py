@@ -52,6 +52,11 @@ class StepOutput(NamedTuple):
 class Objective(nn.Module):
     """The draft and its loss in one module: `forward(batch) -> StepOutput`."""
 
+    @property
+    def lr_scales(self) -> dict[str, float]:
+        """Factors of the learning rate, by the name of the submodule they are for."""
+        return {}
+
     def observe(self, means: dict[str, float]) -> None:
         """Called with the means of each finished step; what it keeps must be a buffer."""
 
@@ -185,7 +190,7 @@ class _Fitting:
         rate = learning_rate(self.settings, at.step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group.get("lr_scale", 1.0)
         self.model.train()
         scale = accelerator.num_processes / tokens
         scale *= self.settings.accumulation if self.deepspeed else 1

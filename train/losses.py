@@ -16,7 +16,7 @@ Names end in their shape: V is the vocabulary; a leading `...` is spelled X.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -147,6 +147,14 @@ def lk_weight(mean_alpha: float | Tensor, decay: float = 3.0, scale: float = 1.0
     return scale * math.exp(-decay * mean_alpha)
 
 
+def mixture(
+    p_logits_XV: Tensor, q_logits_XV: Tensor, parts: tuple[tuple[Loss, float], ...]
+) -> Tensor:
+    """sum of weight * loss over `parts`, pairs of them: [..., V] twice -> [...]."""
+    terms = [weight * loss(p_logits_XV, q_logits_XV) for loss, weight in parts]
+    return torch.stack(terms).sum(0)
+
+
 def acceptance(p_logits_XV: Tensor, q_logits_XV: Tensor) -> Tensor:
     """alpha = sum_v min(p, q) = 1 - TV, the chance that a drafted token is kept: -> [...].
 
@@ -186,6 +194,21 @@ def divergence(name: str, beta: float = 0.5, kl_weight: float | Tensor = 1.0) ->
             )
         return partial(lk, kl_weight=kl_weight)
     return DIVERGENCES[name]
+
+
+def mixed(weights: Mapping[str, float], kl_weight: float | Tensor = 1.0) -> Loss:
+    """The weighted sum of the named losses as a function of (p_logits, q_logits) alone.
+
+    Raises ValueError for an unknown name, and for weights that aren't positive.
+    """
+    if not weights or min(weights.values()) <= 0:
+        raise ValueError(
+            f"loss: got the weights {dict(weights)}, expected a number above 0 for each of its "
+            "parts; leave out what isn't wanted"
+        )
+    parts = tuple((divergence(name, kl_weight=kl_weight), w) for name, w in weights.items())
+    alone = len(parts) == 1 and parts[0][1] == 1.0
+    return parts[0][0] if alone else partial(mixture, parts=parts)
 
 
 def _check_beta(beta: float) -> None:

@@ -1,7 +1,7 @@
 """Optimizers and the learning rate over the steps."""
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -48,21 +48,21 @@ def optimizers(module: nn.Module, settings: OptimizerSettings) -> list[torch.opt
     if not matrices and not rest:
         raise ValueError("nothing to train: every parameter is frozen")
     if settings.optimizer == "sgd":
-        return [torch.optim.SGD(matrices + rest, lr=settings.lr, momentum=settings.momentum)]
-    decayed = {"params": matrices, "weight_decay": settings.weight_decay}
-    plain = {"params": rest, "weight_decay": 0.0}
+        groups = _groups(module, matrices + rest)
+        return [torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)]
+    decayed = _groups(module, matrices, weight_decay=settings.weight_decay)
+    plain = _groups(module, rest, weight_decay=0.0)
     betas = (settings.beta1, settings.beta2)
     if settings.optimizer == "adamw":
-        groups = [group for group in (decayed, plain) if group["params"]]
-        return [torch.optim.AdamW(groups, lr=settings.lr, betas=betas)]
+        return [torch.optim.AdamW(decayed + plain, lr=settings.lr, betas=betas)]
     muon = torch.optim.Muon(
-        matrices,
+        decayed,
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         momentum=settings.momentum,
         adjust_lr_fn=MUON_SCALE,
     )
-    return [muon, torch.optim.AdamW([plain], lr=settings.lr, betas=betas)]
+    return [muon, *([torch.optim.AdamW(plain, lr=settings.lr, betas=betas)] if plain else [])]
 
 
 def learning_rate(settings: OptimizerSettings, step: int) -> float:
@@ -72,6 +72,21 @@ def learning_rate(settings: OptimizerSettings, step: int) -> float:
     progress = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
     share = SCHEDULES[settings.schedule](min(1.0, progress))
     return settings.lr * (settings.lr_floor + (1 - settings.lr_floor) * share)
+
+
+def _groups(
+    module: nn.Module, parameters: list[nn.Parameter], **options: float
+) -> list[dict[str, Any]]:
+    """The parameters by how far their rate is scaled (`Objective.lr_scales`)."""
+    scales: dict[int, float] = {
+        id(parameter): scale
+        for name, scale in getattr(module, "lr_scales", {}).items()
+        for parameter in module.get_submodule(name).parameters()
+    }
+    groups: dict[float, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(scales.get(id(parameter), 1.0), []).append(parameter)
+    return [{"params": group, "lr_scale": scale} | options for scale, group in groups.items()]
 
 
 def _split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

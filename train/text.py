@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.splits import load_rows
+from draftsmith.models.draft_lm import recast
 from draftsmith.train.answers import is_prepared
 from draftsmith.train.data import Batch, Batches, Examples
 from draftsmith.train.loop import step_seed
@@ -50,7 +51,7 @@ class Snapshot(Generic[Module]):
     def __init__(self, model: Module, dtype: torch.dtype) -> None:
         self._source = model
         self._copy = copy.deepcopy(model).eval().requires_grad_(False)
-        nn.Module.to(self._copy, dtype=dtype)
+        recast(self._copy, dtype)
 
     @torch.no_grad()
     def take(self) -> Module:

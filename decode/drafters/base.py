@@ -10,13 +10,16 @@ from typing import Protocol
 
 from torch import Tensor
 
+from draftsmith.decode.memory import ModelSize
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_plan import Plan
 from draftsmith.models.head import ANY_DEPTH
 from draftsmith.models.taps import Tap
 
-__all__ = ["ANY_DEPTH", "Admitted", "Call", "Drafter", "Enough", "Kept", "Round"]
+__all__ = [
+    *("ANY_DEPTH", "Admitted", "Call", "Drafter", "Enough", "Feed", "Frontier", "Kept", "Round"),
+]
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,32 @@ class Round:
 
 
 @dataclass(frozen=True)
+class Frontier:
+    """Nodes to feed at once, all at `depth`. of_BF: the place of each one's parent among the nodes
+    fed before (None at the root); slot_F: where it goes, beyond the committed slots; block: [F, M]
+    or [B, F, M], which slots of the block it sees, itself included (None: all before it); depth_M:
+    the depths of these slots.
+    """
+
+    depth: int
+    tokens_BF: Tensor
+    of_BF: Tensor | None
+    slot_F: Tensor
+    block: Tensor | None = None
+    depth_M: Tensor | None = None
+
+
+Feed = Callable[[Frontier], Tensor]  # -> raw logits [B, F, V]
+
+
+@dataclass(frozen=True)
 class Kept:
     """What a round came to: tokens_BL, of which the first n_new_B were emitted (accepted ones, then
     the new pending one; 0: nothing changed); path_BL: the tree's node at each depth of the kept
     path, None for chains; lens_B: committed tokens before the round; taps_BLU: the target's states
     at the tokens of the kept path (the old pending token, then the accepted ones), so that
     tokens_BL[b, l] is the token after the one of taps_BLU[b, l]; None for drafters without taps.
+    top: at least the largest of lens_B, where that is known.
     """
 
     tokens_BL: Tensor
@@ -72,6 +95,7 @@ class Kept:
     path_BL: Tensor | None
     lens_B: Tensor
     taps_BLU: Tensor | None = None
+    top: int = ANY_DEPTH
 
 
 @dataclass(frozen=True)
@@ -100,6 +124,10 @@ class Drafter(Protocol):
     taps: tuple[Tap, ...]  # states of the target that it reads; () for none
     levels: int  # of the deepest tree that it can draft
 
+    @property
+    def size(self) -> ModelSize | None:
+        """Of its model, for the memory planner; None where there is no model."""
+
     def reset(self, rows: int, slots: int) -> None:
         """Make room for `rows` rows of at most `slots` tokens, the slots of the largest plan
         included; forget everything.
@@ -114,8 +142,16 @@ class Drafter(Protocol):
     def propose(self, request: Round) -> TokenTree:
         """A tree of at most `request.plan.levels` levels whose root is the pending token."""
 
+    def feed(self, request: Round) -> Feed | None:
+        """The draft calls of one round, as `grow` makes them; None where there is no model."""
+
     def extend(self, kept: Kept) -> None:
         """Take in the tokens just emitted."""
+
+    def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor) -> Tensor | None:
+        """Raw logits [B, T, V] of what it drafts first after each token of a text, from the states
+        of the target at all tokens before; None where it has no q.
+        """
 
     @property
     def parameter_bytes(self) -> int:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Kept, Round
-from draftsmith.decode.growth import Frontier, grow
+from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Feed, Frontier, Kept, Round
+from draftsmith.decode.growth import grow
+from draftsmith.decode.memory import ModelSize
 from draftsmith.decode.runner import Runner, Seen, context_of, round_up
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.taps import Tap
@@ -32,6 +33,10 @@ class LMDrafter:
         self.runner = Runner(model, vocab_size)
         self.context = context_of(model)
 
+    @property
+    def size(self) -> ModelSize:
+        return ModelSize.of(self.runner)
+
     def reset(self, rows: int, slots: int) -> None:
         self.pool = self.runner.pool(rows, slots)
         self.tail_B2 = torch.zeros(rows, 2, dtype=torch.int64, device=self.runner.device)
@@ -49,13 +54,12 @@ class LMDrafter:
         self.tail_B2[rows_R] = torch.stack([last_R, admitted.pending_R], 1)
 
     def propose(self, request: Round) -> TokenTree:
-        width = min(round_up(request.top + request.plan.slots), self.pool.slots)
-
-        def feed(frontier: Frontier) -> Tensor:
-            return self._logits(request, frontier, width)
-
-        tree, self.slot_BN = grow(request, feed)
+        tree, self.slot_BN = grow(request, self.feed(request))
         return tree
+
+    def feed(self, request: Round) -> Feed:
+        width = min(round_up(request.top + request.plan.slots), self.pool.slots)
+        return lambda frontier: self._logits(request, frontier, width)
 
     def extend(self, kept: Kept) -> None:
         known_B = torch.cat([self.tail_B2, kept.tokens_BL], 1)
@@ -68,6 +72,11 @@ class LMDrafter:
             target_L = torch.arange(source_BL.shape[1], device=source_BL.device)
             first_B1 = kept.lens_B[:, None]
             self.pool.commit(first_B1 + source_BL, first_B1 + target_L)
+
+    def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor | None = None) -> Tensor:
+        """Its own law of the next token; it reads no states."""
+        hidden_BTH = self.runner.body(input_ids=ids_BT, use_cache=False).last_hidden_state
+        return self.runner.logits(hidden_BTH)
 
     @property
     def parameter_bytes(self) -> int:

@@ -1,10 +1,16 @@
 """From a name or folder to a drafter that is ready to propose."""
 
+from typing import Any
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafters.eagle import EagleDrafter
+from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
+from draftsmith.models.draft_lm import recast
 from draftsmith.models.drafter_folder import DrafterFolder, open_drafter
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.target import check_split
@@ -31,6 +37,7 @@ def load_drafter(
         fingerprint(target, tokenizer),
         allow_target_mismatch=allow_target_mismatch,
         target_tokenizer=tokenizer,
+        target_config=target.config,
     )
     return KINDS[folder.kind](folder, target, tokenizer)
 
@@ -39,9 +46,25 @@ def _lm(
     folder: DrafterFolder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Drafter:
     model = folder.model().eval().requires_grad_(False)
-    model.to(device=target.device, dtype=target.dtype)
+    recast(model, target.dtype)
+    model.to(target.device)
     check_split(model)
     return LMDrafter(model, vocab_size(tokenizer))
 
 
-KINDS = {"lm": _lm}
+def _head(
+    folder: DrafterFolder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Drafter:
+    head = folder.head().requires_grad_(False)
+    head.to(device=target.device, dtype=target.dtype)
+    return OF_HEADS[folder.kind](head, target, vocab_size(tokenizer))
+
+
+# Each takes (head, target, tokenizer's size), and binds the head to the target.
+OF_HEADS: dict[str, Any] = {
+    "eagle1": EagleDrafter,
+    "eagle3": EagleDrafter,
+    "medusa": MedusaDrafter,
+    "hydra": HydraDrafter,
+}
+KINDS = {"lm": _lm, **dict.fromkeys(OF_HEADS, _head)}

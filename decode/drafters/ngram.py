@@ -27,6 +27,7 @@ class NgramDrafter:
     taps: tuple[Tap, ...] = ()
     context = levels = ANY_DEPTH
     parameter_bytes = 0
+    size = None
 
     def __init__(self, longest: int = 3, device: torch.device | str = "cpu") -> None:
         if longest < 1:
@@ -66,6 +67,12 @@ class NgramDrafter:
         drafted_BD = text_BS.gather(1, at_BD.clamp(0, text_BS.shape[1] - 1)).clamp(min=0)
         tokens_BN = torch.cat([request.pending_B[:, None], drafted_BD], 1)
         return TokenTree(tokens_BN, chain(levels, self.device), DETERMINISTIC)
+
+    def feed(self, request: Round) -> None:
+        """No model, no draft calls."""
+
+    def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor) -> None:
+        """No law of its own."""
 
     def extend(self, kept: Kept) -> None:
         tokens_BL, n_new_B = kept.tokens_BL, kept.n_new_B

@@ -1,0 +1,174 @@
+"""Every kind of head on one target: tau over seeds, at equal tree size and at equal draft time.
+
+    python bench/heads.py                       # trains what isn't trained yet, then measures
+    python bench/heads.py kinds=medusa,eagle3 seeds=1 prompts=8 out=runs/heads/try
+
+The heads are trained by their gsm8k recipes, on the same answers of the same target, one run a
+seed. Held-out prompts are then decoded with chains, a static tree and a dynamic tree of as many
+nodes, at temperature 0 and 1, and with chains of every depth, of which the deepest counts whose
+drafting takes no longer than EAGLE-3's four tokens. Rows and page go to <out>/heads.*
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import head_page
+import torch
+from rich.progress import track
+from rows import about_run
+
+from draftsmith.decode.arguments import parse
+from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.engine import Decoder
+from draftsmith.decode.measure import isolated_times
+from draftsmith.decode.metrics import acceptance_by_position, block_efficiency, ratio_interval
+from draftsmith.decode.prompts import load_prompts
+from draftsmith.decode.request import Completion
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.target import TargetSpec, load_target
+
+# What is compared: its entry and recipe.
+KINDS = {
+    "medusa": ("heads", "medusa/gsm8k"),
+    "hydra": ("heads", "hydra/gsm8k"),
+    "hydra++": ("heads", "hydra/gsm8k-plus"),
+    "eagle1": ("eagle", "eagle1/gsm8k"),
+    "eagle3": ("eagle", "eagle3/gsm8k"),
+}
+# Of four levels and as many nodes each, the root included.
+TREES = {
+    "chain": "chain",
+    "static": "eagle-25",
+    "dynamic": "dynamic:4,8,24",
+    "dynamic, sharpness 2": "dynamic:4,8,24,2",
+}
+DEPTH = 4
+
+
+@dataclass
+class Heads:
+    target: str = "../shared/models/target-15m"
+    data: str = "../shared/data/gsm8k/train.jsonl"
+    kinds: str = ",".join(KINDS)
+    seeds: int = 3
+    prompts: int = 48
+    max_new_tokens: int = 128
+    batch: int = 16
+    deepest: int = 8  # chain that is tried for equal draft time
+    threads: int = 1
+    trained: str = "runs/heads"  # the runs, <what>-<seed> each
+    options: str = ""  # more arguments for the training entries, space between them
+    out: str = "docs/results"
+
+
+def main(argv: list[str]) -> None:
+    settings = parse(Heads, argv)
+    kinds = settings.kinds.split(",")
+    for seed in range(settings.seeds):
+        for what in kinds:
+            train(settings, what, seed)
+    torch.set_num_threads(settings.threads)
+    target, tokenizer = load_target(TargetSpec(settings.target, dtype="bfloat16"), "cpu")
+    asked = load_prompts(settings.data, tokenizer, limit=settings.prompts)
+    prompts = [prompt.tokens for prompt in asked]
+    rows: list[dict[str, Any]] = []
+    arms = [(what, seed) for what in kinds for seed in range(settings.seeds)]
+    for what, seed in track(arms, "decoding"):
+        drafter = load_drafter(str(folder(settings, what, seed)), target, tokenizer)
+        assert drafter is not None
+        about = {"what": what, "target": settings.target, "data": settings.data, "seed": seed}
+        for row in measured(settings, target, tokenizer, drafter, prompts):
+            rows.append(about | row | trained_by(settings, what, seed) | about_run())
+    out = Path(settings.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "heads.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (out / "heads.md").write_text(head_page.page(rows))
+    print(head_page.page(rows))
+
+
+def folder(settings: Heads, what: str, seed: int) -> Path:
+    """The drafter folder of a run."""
+    return Path(settings.trained) / f"{what}-{seed}" / "drafter"
+
+
+def train(settings: Heads, what: str, seed: int) -> None:
+    """Run the recipe with this seed; a finished run is left as it is."""
+    out = folder(settings, what, seed).parent
+    if (out / "drafter" / "draftsmith.json").exists():
+        return
+    entry, recipe = KINDS[what]
+    config = ["--config_file", "recipes/accelerate/cpu.yaml"]
+    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", *config]
+    arguments = [f"recipe={recipe}", f"seed={seed}", f"out={out}", *settings.options.split()]
+    subprocess.run([*launch, f"train/{entry}.py", *arguments], check=True)
+
+
+def trained_by(settings: Heads, what: str, seed: int) -> dict[str, Any]:
+    """What the run says of itself."""
+    meta = json.loads((folder(settings, what, seed) / "draftsmith.json").read_text())
+    made = meta["provenance"]
+    return {"steps": made["steps"], "recipe": made["recipe"], "argv": made["argv"]}
+
+
+def measured(
+    settings: Heads, target: Any, tokenizer: Any, drafter: Drafter, prompts: list[list[int]]
+) -> list[dict[str, Any]]:
+    """The rows of one drafter: three trees at two temperatures, and chains of every depth."""
+    rows = []
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature, max_new_tokens=settings.max_new_tokens)
+        for tree, plan in TREES.items():
+            rows.append(
+                decoded(
+                    settings,
+                    Decoder(
+                        target, tokenizer, drafter, K=DEPTH, tree=plan, batch_size=settings.batch
+                    ),
+                    prompts,
+                    params,
+                )
+                | {"tree": tree}
+            )
+        for depth in range(1, min(settings.deepest, drafter.levels) + 1):
+            decoder = Decoder(target, tokenizer, drafter, K=depth, batch_size=settings.batch)
+            rows.append(decoded(settings, decoder, prompts, params) | {"tree": f"chain {depth}"})
+    return rows
+
+
+def decoded(
+    settings: Heads, decoder: Decoder, prompts: list[list[int]], params: SamplingParams
+) -> dict[str, Any]:
+    """tau of one setting with its interval over prompts, and what its drafting costs alone."""
+    done: list[Completion] = decoder.generate(prompts, params)
+    counters = [completion.counters for completion in done]
+    emitted, rounds = [c.emitted for c in counters], [c.rounds for c in counters]
+    plan = decoder.settings.plan
+    assert decoder.drafter is not None
+    times = isolated_times(
+        decoder.runner, decoder.drafter, plan, batch=1, context=160, prompt=96, nodes=plan.nodes
+    )
+    draft = plan.levels * times["draft"] + (times["extend"] or 0.0)
+    return {
+        "temperature": params.temperature,
+        "tau": block_efficiency(counters),
+        "tau_interval": ratio_interval(emitted, rounds),
+        "acceptance_conditional": acceptance_by_position(counters)[1],
+        "K": plan.levels,
+        "N": plan.nodes,
+        "draft_ms": 1e3 * draft,
+        "c": times["draft"] / times["plain"],
+        "ideal_speedup": block_efficiency(counters) * times["plain"] / (times["verify"] + draft),
+        "n_prompts": len(prompts),
+        "max_new_tokens": settings.max_new_tokens,
+        "emitted": emitted,
+        "rounds": rounds,
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

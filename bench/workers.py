@@ -1,0 +1,55 @@
+"""Arms of a comparison that need a process each, so that each has a peak memory of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+MIB = 2**20
+
+
+def synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def resident(device: str, peak: bool) -> float:
+    """MiB this process holds now, or held at most."""
+    if device == "cuda":
+        read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
+        return read() / MIB
+    status = Path("/proc/self/status").read_text()
+    field = "VmHWM:" if peak else "VmRSS:"
+    return int(status.split(field)[1].split()[0]) / 1024
+
+
+class Arm:
+    """One worker process, driven line by line. command: what its Python runs."""
+
+    def __init__(self, *command: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # A waiting thread of one arm must not spin on the core that the other arm needs.
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        )
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"an arm of the benchmark died with code {self.process.wait()}")
+        return line
+
+    def run(self) -> dict[str, float]:
+        assert self.process.stdin is not None
+        print("go", file=self.process.stdin, flush=True)
+        return json.loads(self.read())
+
+    def close(self) -> None:
+        self.process.communicate()

@@ -1,0 +1,66 @@
+"""The page of the heads' comparison, made from rows whose answers are known."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def page_module() -> Any:
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        spec = importlib.util.spec_from_file_location("head_page", ROOT / "bench" / "head_page.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(ROOT / "bench"))
+
+
+def rows() -> list[dict[str, Any]]:
+    """Two kinds, two seeds, four prompts of ten rounds: eagle3 emits one token more each."""
+    trees = {"chain": 5, "static": 24, "dynamic": 24, "dynamic, sharpness 2": 24}
+    found = []
+    for kind, more, ms in (("medusa", 0, 1.0), ("eagle3", 10, 2.0)):
+        for seed in (0, 1):
+            about = {"what": kind, "seed": seed, "target": "t", "data": "d", "temperature": 0.0}
+            about |= {"n_prompts": 4, "max_new_tokens": 64, "rounds": [10] * 4}
+            about |= {"commit": "c", "command": "python", "machine": "m"}
+            for at, (tree, nodes) in enumerate(trees.items()):
+                emitted = [20 + more + 5 * at + seed] * 4
+                found.append(
+                    about
+                    | {"tree": tree, "N": nodes, "emitted": emitted, "tau": sum(emitted) / 40}
+                    | {"draft_ms": 4 * ms, "acceptance_conditional": [0.5, 0.25 + 0.25 * seed]}
+                )
+            for depth in (1, 2, 4, 8):
+                chain = {"tree": f"chain {depth}", "N": depth + 1, "draft_ms": depth * ms}
+                emitted = [10 + more + depth] * 4
+                found.append(about | chain | {"emitted": emitted, "tau": sum(emitted) / 40})
+    return found
+
+
+def test_the_page_says_what_the_rows_say() -> None:
+    text = page_module().page(rows())
+    # Summed over seeds: (20 + 21) / 20; every prompt alike, so the interval has no width.
+    assert "| medusa | 2.05 [2.05, 2.05] (2.00 to 2.10) |" in text
+    assert "| eagle3 | 0.500 | 0.375 |" in text
+    # eagle3's four tokens take 8 ms, medusa drafts eight in that time.
+    assert "| medusa | 8 | 8.00 | 1.80" in text
+    assert "| eagle3 | 4 | 8.00 | 2.40" in text
+    assert "- eagle3 - medusa, chain: +1.00 [+1.00, +1.00]" in text
+    assert "- medusa: static - chain: +0.50 [+0.50, +0.50]" in text
+
+
+def test_differences_that_may_be_chance_are_said_to_be() -> None:
+    found = rows()
+    for r in found:
+        if r["what"] == "eagle3" and r["tree"] == "chain":
+            r["emitted"] = [40, 0, 41, 1]
+    text = page_module().page(found)
+    assert "eagle3 - medusa, chain: -0.00" in text or "eagle3 - medusa, chain: +0.00" in text
+    line = next(line for line in text.splitlines() if "eagle3 - medusa, chain" in line)
+    assert line.endswith("not told apart")

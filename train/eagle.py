@@ -1,0 +1,148 @@
+"""EAGLE-1 (arXiv 2401.15077) and EAGLE-3 (2503.01840) heads on a frozen target.
+
+    accelerate launch train/eagle.py recipe=eagle3/quickstart lr=1e-3
+    accelerate launch --config_file recipes/accelerate/cpu.yaml train/eagle.py recipe=...   (CPU)
+
+    EAGLE-1: loss = sum_t smooth-L1(f'_t, f_{t+1}) + 0.1 D(p_{t+1}, q_t)      / trained tokens
+    EAGLE-3: loss = sum_s 0.8^s sum_t D(p_{t+1+s}, q_{t,s})                   / trained tokens
+
+The head reads the target's state at t and the token x_{t+1}, and predicts x_{t+2}; f' is its
+output. EAGLE-3 goes on for S steps from its own outputs, as it will in decoding (the training-time
+test). D is a key of losses.DIVERGENCES, fkl by default, or a `mix` of several. The target's states
+are computed at each step, or kept on disk (`cache`). EAGLE-2 is a way to decode: tree=dynamic.
+
+Where this differs from the papers:
+1. All depths are divided by the trained tokens of the step; the official code by masked ones too.
+2. EAGLE-3's LM head begins as the target's rows (`init_head`), the official one at random.
+3. Where the target's likeliest token is outside the draft vocabulary, EAGLE-3 trains on what is
+   left of p; the official code leaves such positions out (`mask_outside`).
+4. EAGLE-1's fc has no bias, since vLLM's has none; gradients are clipped by norm, not by value.
+5. The weights with the best held-out tau are kept, not the last ones.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.drafters.eagle import EagleDrafter
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.target import load_target, split_head, vocab_size
+from draftsmith.train import head_run, recipe
+from draftsmith.train.eagle_head import EagleSource, counted, open_head
+from draftsmith.train.eagle_objectives import Eagle1Objective, Eagle3Objective, EagleObjective
+from draftsmith.train.expectations import compare
+from draftsmith.train.head_run import HeadRun, acceptance, evaluate_head, open_heldout, save_head
+from draftsmith.train.launch import start
+from draftsmith.train.log import run_entry
+from draftsmith.train.loop import fit
+from draftsmith.train.result import made_by
+from draftsmith.train.state import Run
+from draftsmith.train.taps import States, open_states
+from draftsmith.train.text import Snapshot, make_batches, training_examples
+
+
+@dataclass(kw_only=True)
+class EagleRun(HeadRun, EagleSource):
+    """What a recipe of this entry can say."""
+
+    entry: str = "eagle"
+    unroll: int = 7  # S; of EAGLE-1, the depths that are measured
+    step_decay: float = 0.8  # of EAGLE-3, from one step to the next
+    loss: str = "fkl"
+    mix: dict[str, float] = field(default_factory=dict)  # in place of loss: losses with weights
+    mask_outside: bool = False  # EAGLE-3: see 3.
+    token_weight: float = 0.1  # of EAGLE-1's D
+    noise: float = 0.2  # of EAGLE-1, on the target's states
+
+
+def main(argv: list[str]) -> None:
+    # ---- the recipe, this process, the run folder --------------------------------------------
+    config = recipe.load(EagleRun, argv)
+    config = shrunk(config) if config.target.shrink else config
+    accelerator = start(config)
+    run = Run(config.out, recipe.show(config), main=accelerator.is_main_process)
+    result = run.folder / "drafter"
+    if run.finished():
+        accelerator.print(f"{result} is finished: nothing to do")
+        return
+    accelerator.print(recipe.show(config))
+
+    # ---- the frozen target, the text, the head -----------------------------------------------
+    if config.target.dtype == "auto":
+        dtype = "bfloat16" if config.precision == "bf16" else "float32"
+        config.target = replace(config.target, dtype=dtype)
+    target, tokenizer = load_target(config.target, accelerator.device)
+    examples = training_examples(config.data, tokenizer, few=config.target.shrink)
+    batches = make_batches(
+        config, examples, tokenizer, batch_size=config.batch_size, seed=config.seed
+    )
+    counts_V = counted(examples, len(split_head(target)[1]))
+    head = open_head(config, target, tokenizer, counts_V, config.seed)
+    coverage = head.vocab.coverage(counts_V.to(target.device))
+    accelerator.print(f"the head drafts {len(head.vocab.ids_D):,} tokens: {coverage:.2%} of text")
+
+    # ---- objective, on states made as they are needed or read from a cache -------------------
+    opened = (config, accelerator, target, tokenizer, head.taps, batches, run.folder / "states")
+    states = open_states(*opened)
+    objective = make_objective(config, head, target, tokenizer, states).to(accelerator.device)
+
+    # ---- held-out prompts, and what the target writes to them --------------------------------
+    heldout = open_heldout(config, accelerator, target, tokenizer, run.cache)
+    snapshot = Snapshot(head, target.dtype)
+
+    def evaluate() -> dict[str, float]:
+        drafter = EagleDrafter(snapshot.take(), target, vocab_size(tokenizer))
+        return evaluate_head(config, heldout, objective.measure, drafter)
+
+    # ---- fit, and keep what accepted most ----------------------------------------------------
+    ended = fit(accelerator, objective, batches, config, run, evaluate)
+    run.load_best(objective)
+
+    # ---- save, and hold it against what others have reached ----------------------------------
+    if accelerator.is_main_process:
+        found = acceptance(run, ended)
+        made = made_by(argv, config.seed, examples, ended) | found | {"coverage": coverage}
+        path = config.target.path
+        save_head(config, result, head, target, tokenizer, target_path=path, made=made)
+        run.finish({"result": str(result), **ended._asdict()})
+        print(f"saved {result}")
+        sequences = ended.steps * config.batch_size * config.accumulation
+        seen = min(1.0, sequences * accelerator.num_processes / len(batches))
+        figures = {"tau": found["tau"], "K": config.K, "first": found["acceptance"]}
+        told = compare(head.kind, int(seen * len(examples)), **figures, coverage=coverage)
+        print(f"warning: {told}" if told else "")
+
+
+def make_objective(
+    config: EagleRun,
+    head: Eagle,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    states: States,
+) -> EagleObjective:
+    """What the recipe trains for."""
+    if config.gradient_checkpointing:
+        raise ValueError("got gradient_checkpointing=true, expected false: a head has one layer")
+    shared: dict[str, Any] = {"steps": config.unroll, "loss": config.mix or config.loss}
+    if config.version == 1:
+        shared |= {"token_weight": config.token_weight, "noise": config.noise}
+        return Eagle1Objective(head, target, tokenizer, states, **shared)
+    shared |= {"step_decay": config.step_decay, "mask_outside": config.mask_outside}
+    return Eagle3Objective(head, target, tokenizer, states, **shared)
+
+
+def shrunk(config: EagleRun) -> EagleRun:
+    """Two steps of a tiny head on a tiny random target, whose states aren't worth keeping."""
+    sizes: dict[str, Any] = {"heads": 0, "kv_heads": 0, "head_dim": 0, "intermediate": 0}
+    few: dict[str, Any] = {
+        "taps": [],
+        "draft_vocab": min(config.draft_vocab, 256),
+        "draft": "",
+        "cache": False,
+    }
+    return replace(head_run.shrunk(config), unroll=min(config.unroll, 3), **sizes, **few)
+
+
+if __name__ == "__main__":
+    run_entry(main)

@@ -1,0 +1,161 @@
+"""Medusa (arXiv 2401.10774) and Hydra (2402.05109) heads on a frozen target, and Medusa-2.
+
+    accelerate launch train/heads.py recipe=medusa/quickstart lr=1e-3
+    accelerate launch --config_file recipes/accelerate/cpu.yaml train/heads.py recipe=...   (CPU)
+
+    loss = sum_d decay^d sum_t l(head d at t, token t+2+d) / number of trained tokens
+
+Head d reads the target's last state at t; Hydra's also the tokens up to t+1+d, and Hydra++'s
+(`prefix`) the states before t through a decoder layer. l is cross-entropy with the text, or a
+divergence from the target's own distribution there (train/losses.py). `joint` is Medusa-2
+(train/medusa2.py): it changes the target too, and writes `target/` beside `drafter/`.
+
+Where this differs from the papers:
+1. All depths are divided by the trained tokens of the step; the papers take means by depth.
+2. Blocks have weights of their own and biases begin at 0 (the official ones repeat one block);
+   Hydra's LM heads have no bias, and its recon term is a mean over features.
+3. Medusa-2 is the self-distilled form, without a stage of heads alone before: its adapters leave
+   the LM head alone, and the target keeps its precision (no 4 bits).
+4. The weights with the best held-out tau are kept, not the last ones.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.drafters.hydra import HydraDrafter
+from draftsmith.decode.drafters.medusa import MedusaDrafter
+from draftsmith.models.hydra_heads import Hydra, HydraConfig
+from draftsmith.models.medusa import Medusa, MedusaConfig
+from draftsmith.models.target import load_target, split_head, vocab_size
+from draftsmith.train import head_run, recipe
+from draftsmith.train.head_objectives import HeadObjective, HydraObjective, MedusaObjective
+from draftsmith.train.launch import start
+from draftsmith.train.log import run_entry
+from draftsmith.train.loop import fit
+from draftsmith.train.medusa2 import JointMedusa, JointRun
+from draftsmith.train.result import made_by, save_model
+from draftsmith.train.state import Run
+from draftsmith.train.taps import OnlineTaps, States, open_states
+from draftsmith.train.text import Snapshot, make_batches, training_examples
+
+KINDS: dict[str, Any] = {"medusa": MedusaDrafter, "hydra": HydraDrafter}
+
+
+@dataclass(kw_only=True)
+class HeadsConfig(JointRun):
+    """What a recipe of this entry can say."""
+
+    entry: str = "heads"
+    kind: str  # medusa | hydra
+    heads: int = 4  # tokens ahead
+    layers: int = 1  # blocks of a head
+    own_heads: bool = True  # medusa: an LM head for each; else all multiply the target's
+    prefix: bool = False  # hydra: Hydra++'s decoder layer
+    dropout: float = 0.0  # of hydra
+    loss: str = "ce"  # or a key of losses.DIVERGENCES
+    decay: float = 1.0  # of a head's weight, from one depth to the next
+    recon: float = 0.0  # hydra: weight of smooth L1 with the target's states
+    noise: float = 0.0  # hydra: alpha of NEFTune's noise on them
+
+
+def main(argv: list[str]) -> None:
+    # ---- the recipe, this process, the run folder --------------------------------------------
+    config = recipe.load(HeadsConfig, argv)
+    config = head_run.shrunk(config) if config.target.shrink else config
+    accelerator = start(config)
+    run = Run(config.out, recipe.show(config), main=accelerator.is_main_process)
+    result = run.folder / "drafter"
+    if run.finished():
+        accelerator.print(f"{result} is finished: nothing to do")
+        return
+    accelerator.print(recipe.show(config))
+
+    # ---- the target, the head, the text ------------------------------------------------------
+    if config.target.dtype == "auto":
+        dtype = "bfloat16" if config.precision == "bf16" else "float32"
+        config.target = replace(config.target, dtype=dtype)
+    target, tokenizer = load_target(config.target, accelerator.device)
+    examples = training_examples(config.data, tokenizer, few=config.target.shrink)
+    batches = make_batches(
+        config, examples, tokenizer, batch_size=config.batch_size, seed=config.seed
+    )
+
+    # ---- objective, on states made as they are needed or read from a cache -------------------
+    head = make_head(config, target)
+    opened = (config, accelerator, target, tokenizer, head.taps, batches, run.folder / "states")
+    states = OnlineTaps(target, head.taps) if config.joint else open_states(*opened)
+    objective = make_objective(config, head, target, tokenizer, states).to(accelerator.device)
+
+    # ---- held-out prompts, and what the target writes to them --------------------------------
+    heldout = head_run.open_heldout(config, accelerator, target, tokenizer, run.cache)
+    snapshot = Snapshot(head, target.dtype)
+
+    def evaluate() -> dict[str, float]:
+        drafter = KINDS[config.kind](snapshot.take(), target, vocab_size(tokenizer))
+        return head_run.evaluate_head(config, heldout, objective.measure, drafter)
+
+    # ---- fit, and keep what accepted most ----------------------------------------------------
+    ended = fit(accelerator, objective, batches, config, run, evaluate)
+    run.load_best(objective)
+
+    # ---- save --------------------------------------------------------------------------------
+    if accelerator.is_main_process:
+        made = made_by(argv, config.seed, examples, ended) | head_run.acceptance(run, ended)
+        made["samples"] = head_run.samples_seen(config, examples, batches, ended, accelerator)
+        path = config.target.path
+        if isinstance(objective, JointMedusa):
+            target, path = objective.merged(), str(run.folder / "target")
+            save_model(run.folder / "target", target, tokenizer, made)
+        head_run.save_head(config, result, head, target, tokenizer, target_path=path, made=made)
+        run.finish({"result": str(result), **ended._asdict()})
+        print(f"saved {result}")
+
+
+def make_head(config: HeadsConfig, target: PreTrainedModel) -> Medusa | Hydra:
+    """Fresh heads in fp32 on the target's device; ValueError for options that don't go together."""
+    of_hydra = [config.prefix, config.dropout, config.recon, config.noise]
+    if config.kind not in KINDS or (config.kind != "hydra" and any(of_hydra)):
+        raise ValueError(
+            f"got kind={config.kind!r} with prefix, dropout, recon, noise = {of_hydra}, expected "
+            "medusa or hydra, and hydra where any of these is set"
+        )
+    joint = config.kind == "medusa" and not config.cache
+    if (config.joint and not joint) or (config.gradient_checkpointing and not config.joint):
+        raise ValueError(
+            f"got joint={config.joint} with kind={config.kind}, cache={config.cache}, "
+            f"gradient_checkpointing={config.gradient_checkpointing}; a joint run changes the "
+            "states, so it needs kind=medusa and no cache; only it has layers to checkpoint"
+        )
+    rows, hidden = split_head(target)[1].shape
+    sizes: Any = {"hidden": hidden, "rows": rows, "heads": config.heads, "layers": config.layers}
+    prefix = head_run.layer_like(target) if config.prefix else None
+    medusa = MedusaConfig(**sizes, own_heads=config.own_heads)
+    hydra = HydraConfig(**sizes, prefix=prefix, dropout=config.dropout)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(config.seed)
+        head: Medusa | Hydra = Medusa(medusa) if config.kind == "medusa" else Hydra(hydra)
+    return head.init_from(target).to(target.device)
+
+
+def make_objective(
+    config: HeadsConfig,
+    head: Medusa | Hydra,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    states: States,
+) -> HeadObjective:
+    """What the recipe trains for."""
+    loss: dict[str, Any] = {"loss": config.loss, "decay": config.decay}
+    if isinstance(head, Hydra):
+        loss |= {"recon": config.recon, "noise": config.noise}
+        return HydraObjective(head, target, tokenizer, states, **loss)
+    if config.joint:
+        return JointMedusa(head, target, tokenizer, config, **loss)
+    return MedusaObjective(head, target, tokenizer, states, **loss)
+
+
+if __name__ == "__main__":
+    run_entry(main)

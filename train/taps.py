@@ -1,0 +1,99 @@
+"""The target's states of a training batch: computed as they are needed, or read from a cache.
+
+Shapes: B rows, T positions, N = B * T, G hidden size of the target, S states a token in the cache,
+F = (number of taps) * G.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.models.taps import Tap, TargetStates, check_taps, target_states
+from draftsmith.train.data import Batch, Batches
+from draftsmith.train.tap_cache import TapCache
+
+States = Callable[[Batch], TargetStates]
+
+
+class CacheSettings(Protocol):
+    """The part of a recipe that this file reads."""
+
+    cache: bool
+    cache_int8: bool
+
+
+class OnlineTaps:
+    """States of a batch by a pass of the target.
+
+    Raises ValueError for taps that the target hasn't.
+    """
+
+    def __init__(self, target: PreTrainedModel, taps: Sequence[Tap]) -> None:
+        check_taps(taps, target.config.get_text_config().num_hidden_layers)
+        self.target = target
+        self.taps = tuple(taps)
+
+    def __call__(self, batch: Batch) -> TargetStates:
+        return target_states(
+            self.target,
+            self.taps,
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.attention_mask,
+        )
+
+
+class CachedTaps:
+    """The same states from a cache that is written, in the target's type; zeros at padding.
+
+    Args:
+        taps: of those in the cache.
+    """
+
+    def __init__(self, cache: TapCache, taps: Sequence[Tap]) -> None:
+        self.cache = cache
+        self.columns = [cache.states.index(tap) for tap in taps]
+
+    def __call__(self, batch: Batch) -> TargetStates:
+        cache, device = self.cache, batch.input_ids.device
+        assert batch.places is not None, "the states of text written on the fly are in no cache"
+        places_N = batch.places.flatten().cpu()
+        shape = (len(places_N), len(cache.states), cache.hidden)
+        states_NSG = torch.zeros(shape, dtype=cache.target.dtype, device=device)
+        at_N = (places_N >= 0).nonzero().flatten()
+        states_NSG[at_N.to(device)] = cache.rows(places_N[at_N], device, states_NSG.dtype)
+        states_BTSG = states_NSG.unflatten(0, batch.places.shape)
+        return TargetStates(states_BTSG[:, :, 0], states_BTSG[:, :, self.columns].flatten(2))
+
+
+def open_states(
+    config: CacheSettings,
+    accelerator: Accelerator,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    taps: Sequence[Tap],
+    batches: Batches,
+    folder: Path,
+) -> States:
+    """The states that training reads: computed, or with `cache` from `folder`, which all processes
+    first fill together.
+
+    Raises ValueError for wrong taps, or what `TapCache` refuses.
+    """
+    if not config.cache:
+        if config.cache_int8:
+            raise ValueError("got cache_int8=true without cache=true, which it is a form of")
+        return OnlineTaps(target, taps)
+    stored = "int8" if config.cache_int8 else "bfloat16"
+    cache = TapCache(folder, target, tokenizer, taps, batches, stored=stored)
+    if accelerator.is_main_process:
+        cache.claim()
+    accelerator.wait_for_everyone()
+    with accelerator.autocast():
+        cache.write(accelerator.process_index, accelerator.num_processes)
+    accelerator.wait_for_everyone()
+    return CachedTaps(cache, taps)
