@@ -38,14 +38,15 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
         calls[f"verify {n}"] = forward_call(target, length=n, pool=pool, **at)
     if drafter.size is not None:
         twin = with_room(drafter, rows, slots)
-        for name, fed in {"root": (1,), **{str(n): (1, n) for n in sizes}}.items():
-            calls[f"draft {name}"] = draft_call(twin, fed, device=target.device, **at)
+        for n in (0, *sizes):
+            fed = (1, n)[: 1 + (n > 0 and drafter.levels > 1)]
+            calls[f"draft {n}"] = draft_call(twin, fed, device=target.device, **at)
     times = median_times(
         {name: graphed(call, target.device) for name, call in calls.items()}, target.device, REPEATS
     )
-    root = times.get("draft root", 0.0)
+    first = times.get("draft 0", 0.0) if drafter.levels > 1 else 0.0
     return Costs(
         tuple(sizes),
         tuple(times[f"verify {n}"] for n in sizes),
-        tuple(max(times.get(f"draft {n}", 0.0) - root, 0.0) for n in sizes),
+        tuple(max(times.get(f"draft {n}", 0.0) - first, 0.0) for n in sizes),
     )

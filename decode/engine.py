@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode import memory
 from draftsmith.decode.compatible import check_drafter, check_rule
 from draftsmith.decode.costs import measured_costs
-from draftsmith.decode.drafters.base import Admitted, Drafter
+from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Drafter
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.graphs import Graphs
@@ -65,7 +65,9 @@ class Decoder:
         drafter: Drafter | None = None,
         **settings: Any,
     ) -> None:
-        self.settings = Settings(**settings)
+        self.settings = Settings(**settings).reaching(
+            ANY_DEPTH if drafter is None else drafter.levels
+        )
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size(tokenizer)
         taps = () if drafter is None else drafter.taps

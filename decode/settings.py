@@ -1,6 +1,6 @@
 """How a decoder decodes: everything that may be chosen beside target, drafter and sampling."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draftsmith.decode.lossy import Lossy
 from draftsmith.decode.lossy import parse as parse_lossy
@@ -13,14 +13,14 @@ from draftsmith.decode.verify import RULES
 class Settings:
     """The decoder's settings.
 
-    K: draft calls a round; a static tree is cut to that depth. tree: `chain`, a published tree
-    (`medusa-63`, `eagle-25`), `dynamic:levels,width,nodes`, or a JSON file of rank paths. policy:
-    when to stop drafting, see `policy.POLICIES`. rule: a key of `verify.RULES`; at temperature 0
-    every rule is the coupled one. lossy: extra acceptance, see `lossy.parse`; it changes the
-    target's law, so it needs allow_lossy. same_shape: draft, but accept nothing: plain decoding
-    through the very products that speculative decoding makes, the baseline for exact comparison
-    where rounding depends on shapes (bf16). attention: a backend of `decode/attention.py`. fast:
-    compiled layers and CUDA graphs, where they work.
+    K: draft calls a round, by default 4 or what the drafter can; a tree is cut to that depth.
+    tree: `chain`, a published tree (`medusa-63`, `eagle-25`), `dynamic:levels,width,nodes`, or a
+    JSON file of rank paths. policy: when to stop drafting, see `policy.POLICIES`. rule: a key of
+    `verify.RULES`; at temperature 0 every rule is the coupled one. lossy: extra acceptance, see
+    `lossy.parse`; it changes the target's law, so it needs allow_lossy. same_shape: draft, but
+    accept nothing: plain decoding through the very products that speculative decoding makes, the
+    baseline for exact comparison where rounding depends on shapes (bf16). attention: a backend of
+    `decode/attention.py`. fast: compiled layers and CUDA graphs, where they work.
     """
 
     K: int | None = None
@@ -70,6 +70,13 @@ class Settings:
                 f"lossy: got {self.lossy!r} with tree={self.tree}, expected a chain or a static "
                 "tree, whose draft logits are kept"
             )
+
+    def reaching(self, levels: int) -> "Settings":
+        """The same for a drafter of so many levels: without a K, the tree is cut to what it drafts;
+        a K of one's own is left for `compatible` to refuse.
+        """
+        short = self.K is None and levels < self.plan.levels
+        return replace(self, K=levels) if short else self
 
     @property
     def plan(self) -> Plan:

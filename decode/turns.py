@@ -175,7 +175,8 @@ class Loaded:
         """How an arm decodes."""
         if name is None:
             return Settings(batch_size=settings.batch, attention=settings.backend)
-        return replace(settings.decoding, K=self.K[name])
+        K = self.K[name]
+        return replace(settings.decoding, K=K).reaching(self.drafters[name].levels)
 
     def decoder(self, settings: Evaluation, name: str | None, **changes: Any) -> Decoder:
         """A drafter's decoder, or for None that of plain decoding."""
@@ -209,14 +210,13 @@ def load(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
 
 
 def default_K(path: str, tree: str) -> int | None:
-    """The depth of a chain as the drafter folder's draftsmith.json has it, else 4; None, the whole
-    of it, for a tree.
+    """The depth of a chain as the drafter folder's draftsmith.json has it; None, the decoder's own
+    default, without one, and for a tree.
     """
-    if tree != "chain":
-        return None
     meta = Path(path) / META
-    defaults = read_json(meta).get("defaults", {}) if meta.is_file() else {}
-    return int((DEFAULTS | defaults)["K"])
+    if tree != "chain" or not meta.is_file():
+        return None
+    return int((DEFAULTS | read_json(meta).get("defaults", {}))["K"])
 
 
 def same_shape(name: str) -> str:

@@ -196,6 +196,13 @@ def open_drafter(
             "target it was trained on; give that target, or set allow_target_mismatch=true to "
             "insist (decoding stays lossless, acceptance may be low)"
         )
+    bodies = {mark["body"] for mark in (meta["target"], target_fingerprint) if "body" in mark}
+    if len(bodies) > 1:
+        warnings.warn(
+            f"{folder} was made for this model with other weights in its layers (tuned, merged or "
+            "quantised since): decoding stays lossless, acceptance may be lower",
+            stacklevel=2,
+        )
     return drafter
 
 

@@ -11,8 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.models.tokenizer import vocab_size
 
 SAMPLED_ROWS = 64
-# Parts of a fingerprint that inform and don't identify: one model may be padded in two ways.
-NOT_COMPARED = ("name", "logit_rows")
+SAMPLED_WEIGHTS = 64  # of each parameter of the body
+# Parts of a fingerprint that inform and don't identify: one model may be padded in two ways, and
+# its layers quantised, or tuned a little further.
+NOT_COMPARED = ("name", "logit_rows", "body")
 
 
 def fingerprint(
@@ -20,7 +22,8 @@ def fingerprint(
     tokenizer: PreTrainedTokenizerBase,
     name: str | None = None,
 ) -> dict[str, Any]:
-    """What identifies a target: its shapes, tokenizer, sampled rows of its LM head, its final norm.
+    """What identifies a target: its shapes, tokenizer, sampled rows of its LM head, its final norm;
+    and, to warn by, sampled weights of its body, where they are loaded.
 
     Weights are rounded to bf16 before they are hashed, so that one checkpoint read in bf16 and in
     fp32 has one fingerprint. A target behind an endpoint (`target_model` None) is known by its
@@ -48,6 +51,7 @@ def fingerprint(
         "logit_rows": head.weight.shape[0],
         "head": _digest([head.weight[rows.to(head.weight.device)]]),
         "final_norm": _digest([p for norm in norms for p in norm.parameters()]),
+        **_body(target_model),
     }
 
 
@@ -64,6 +68,16 @@ def differences(made_for: dict[str, Any], given: dict[str, Any]) -> list[str]:
         for part in made_for
         if part in given and part not in NOT_COMPARED and made_for[part] != given[part]
     ]
+
+
+def _body(model: PreTrainedModel) -> dict[str, str]:
+    weights = list(model.base_model.parameters())
+    if any(weight.is_meta for weight in weights):
+        return {}
+    flat = (weight.detach().flatten() for weight in weights)
+    return {
+        "body": _digest([x[:: max(1, len(x) // SAMPLED_WEIGHTS)][:SAMPLED_WEIGHTS] for x in flat])
+    }
 
 
 def _digest(tensors: list[torch.Tensor] | list[nn.Parameter]) -> str:

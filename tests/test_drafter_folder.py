@@ -1,10 +1,12 @@
 """The drafter folder: saved whole or not at all, refused when it isn't what it says."""
 
+import copy
 import json
 import resource
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,25 @@ def test_one_checkpoint_has_one_fingerprint(
     with torch.no_grad():
         model.lm_head.weight[0] += 1
     assert len(drafter_folder.differences(marks[0], fingerprint(model, tokenizer))) == 1
+
+
+def test_a_tuned_target_is_taken_with_a_warning(
+    folder: Path,
+    mark: dict[str, Any],
+    tiny_target: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """LM head and final norm are the same, a layer isn't: a merged adapter, say."""
+    tuned = copy.deepcopy(tiny_target)
+    with torch.no_grad():
+        tuned.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    with pytest.warns(UserWarning, match="with other weights in its layers"):
+        open_drafter(folder, fingerprint(tuned, tiny_tokenizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_drafter(folder, mark)
+        # In bf16 it is the same target.
+        open_drafter(folder, fingerprint(copy.deepcopy(tiny_target).bfloat16(), tiny_tokenizer))
 
 
 def test_wrong_target_names_what_differs(

@@ -14,6 +14,7 @@ from draftsmith.decode.__main__ import main
 from draftsmith.decode.calibrate import Calibration
 from draftsmith.decode.calibrate import run as calibrate
 from draftsmith.decode.costs import measured_costs
+from draftsmith.decode.drafters.base import Feed, Round
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine import Decoder
@@ -133,6 +134,23 @@ def test_costs_of_draft_calls(tiny_target: PreTrainedModel) -> None:
     costs = measured_costs(Runner(tiny_target, VOCAB), drafter, chain_plan(7), 2, 100)
     assert costs.nodes == (1, 2, 4, 8) and min(costs.draft) > 0
     assert len(costs.draft) == len(costs.verify) == 4
+
+
+def test_costs_of_a_drafter_of_one_level(tiny_target: PreTrainedModel) -> None:
+    """Which has no second call."""
+    drafter = EagleDrafter(made("eagle3"), tiny_target, VOCAB)
+    drafter.levels = 1
+    fed: list[int] = []
+    feed = drafter.feed
+
+    def watched(request: Round) -> Feed:
+        fed.append(request.plan.levels)
+        return feed(request)
+
+    drafter.feed = watched  # type: ignore[method-assign]
+    drafter.reset(2, 128)
+    costs = measured_costs(Runner(tiny_target, VOCAB), drafter, chain_plan(1), 2, 100)
+    assert set(fed) == {1} and min(costs.draft) > 0
 
 
 def test_a_draft_lm_takes_nothing_in_apart(

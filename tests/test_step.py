@@ -68,29 +68,16 @@ def test_a_policy_that_asks_after_each_call_does_read_it(
         decoder.stepper.step(batch, decoder.policy.next_plan(), 64, decoder.policy.enough)
 
 
-@pytest.mark.parametrize("params", SETTINGS[:2], ids=["greedy", "t1"])
-@pytest.mark.parametrize("mode", ["chain", "static", "dynamic"])
-def test_a_recorded_round_is_the_round(
-    tiny_target: PreTrainedModel,
-    tiny_draft: PreTrainedModel,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    mode: str,
-    params: SamplingParams,
-) -> None:
-    """Recorded once for each kind and replayed on the same tensors, read one round late, over two
-    calls whose rows come and go: the same tokens. The recorder stands in for CUDA's: what it
-    records is the list of tensor operations, so whatever the host decided is frozen in it.
-    """
-    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
-    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=2, **MODES[mode])
-    decoder.late = True
-    recordings = []
+def record_rounds(decoder: Decoder) -> list[torch.fx.GraphModule]:
+    """From now on the decoder records its rounds; returns the list of recordings, empty as yet."""
+    recordings: list[torch.fx.GraphModule] = []
 
     def record(run: Round) -> Round:
         assert decoder._batch is not None
-        rows = decoder._batch.rows
+        rows, drafter = decoder._batch.rows, decoder.drafter
         state = [rows.lens_B, rows.pending_B, rows.rounds_B, rows.room_B, rows.active_B]
-        state += [drafter.tail_B2, drafter.pool.kv_2LBSHE, decoder._batch.pool.kv_2LBSHE]
+        state += [t for t in vars(drafter).values() if isinstance(t, torch.Tensor)]
+        state += [drafter.pool.kv_2LBSHE, decoder._batch.pool.kv_2LBSHE]
         shape = {}
 
         def table() -> torch.Tensor:
@@ -112,6 +99,26 @@ def test_a_recorded_round_is_the_round(
         return replay
 
     decoder.graphs = Graphs(decoder.stepper, lambda: record)
+    return recordings
+
+
+@pytest.mark.parametrize("params", SETTINGS[:2], ids=["greedy", "t1"])
+@pytest.mark.parametrize("mode", ["chain", "static", "dynamic"])
+def test_a_recorded_round_is_the_round(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    mode: str,
+    params: SamplingParams,
+) -> None:
+    """Recorded once for each kind and replayed on the same tensors, read one round late, over two
+    calls whose rows come and go: the same tokens. The recorder stands in for CUDA's: what it
+    records is the list of tensor operations, so whatever the host decided is frozen in it.
+    """
+    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=2, **MODES[mode])
+    decoder.late = True
+    recordings = record_rounds(decoder)
     expected = truths(tiny_target, tiny_tokenizer, params)
     for _ in range(2):
         assert [c.tokens for c in decoder.generate(PROMPTS, params)] == expected

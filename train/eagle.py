@@ -31,7 +31,6 @@ from draftsmith.models.target import load_target, split_head, vocab_size
 from draftsmith.train import head_run, recipe
 from draftsmith.train.eagle_head import EagleSource, counted, open_head
 from draftsmith.train.eagle_objectives import Eagle1Objective, Eagle3Objective, EagleObjective
-from draftsmith.train.expectations import compare
 from draftsmith.train.head_run import HeadRun, acceptance, evaluate_head, open_heldout, save_head
 from draftsmith.train.launch import start
 from draftsmith.train.log import run_entry
@@ -99,19 +98,15 @@ def main(argv: list[str]) -> None:
     ended = fit(accelerator, objective, batches, config, run, evaluate)
     run.load_best(objective)
 
-    # ---- save, and hold it against what others have reached ----------------------------------
+    # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
         found = acceptance(run, ended)
         made = made_by(argv, config.seed, examples, ended) | found | {"coverage": coverage}
+        made["samples"] = head_run.samples_seen(config, examples, batches, ended, accelerator)
         path = config.target.path
         save_head(config, result, head, target, tokenizer, target_path=path, made=made)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
-        sequences = ended.steps * config.batch_size * config.accumulation
-        seen = min(1.0, sequences * accelerator.num_processes / len(batches))
-        figures = {"tau": found["tau"], "K": config.K, "first": found["acceptance"]}
-        told = compare(head.kind, int(seen * len(examples)), **figures, coverage=coverage)
-        print(f"warning: {told}" if told else "")
 
 
 def make_objective(

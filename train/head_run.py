@@ -168,10 +168,11 @@ def save_head(
         tokenizer=tokenizer,
         target_fingerprint=fingerprint(target, tokenizer, target_path),
         provenance=made,
-        defaults={"K": config.K},
+        defaults={"K": min(config.K, head.levels)},
     )
     print(serve_line(folder, head.kind, target_path))
     if "samples" in made:
         figures = {"tau": made["tau"], "K": config.K, "first": made["acceptance"]}
-        told = compare(head.kind, made["samples"], **figures)
+        coverage = made.get("coverage", 1.0)
+        told = compare(head.kind, made["samples"], **figures, coverage=coverage)
         print(f"warning: {told}" if told else "", end="\n" if told else "")

@@ -40,7 +40,6 @@ from draftsmith.train.state import write_atomically
 FORMAT = 1
 SHARD_BYTES = 2**29
 STORED = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
-SAMPLED = 64  # weights of each parameter that tell one body from another
 
 
 class TapCache:
@@ -87,7 +86,6 @@ class TapCache:
             "stored": stored,
             "computed in": str(target.dtype).removeprefix("torch."),
             "tokens a shard": shard_tokens,
-            "body": body_digest(target),
             **{f"target {k}": v for k, v in fingerprint(target, tokenizer).items() if v},
         }
         self.hash = hashlib.sha256(json.dumps(self.identity).encode()).hexdigest()
@@ -241,16 +239,6 @@ def quantised(states_NSG: Tensor) -> tuple[Tensor, Tensor]:
     """(states as whole numbers from -127 to 127, scales [N, S]): states = numbers * scales."""
     scales_NS = states_NSG.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny) / 127
     return (states_NSG / scales_NS[..., None]).round().to(torch.int8), scales_NS
-
-
-def body_digest(model: PreTrainedModel) -> str:
-    """Of some weights of every parameter in the body."""
-    digest = hashlib.sha256()
-    for parameter in split_head(model)[0].parameters():
-        flat = parameter.detach().flatten()
-        some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED]
-        digest.update(some.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _damaged(path: Path, what: str) -> ValueError:
