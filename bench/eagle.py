@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from workers import Arm, resident, synchronise
 
 from draftsmith.models.eagle import Eagle, EagleConfig
-from draftsmith.models.taps import NORM, TargetStates
+from draftsmith.models.taps import TargetStates
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.data import Batch
 from draftsmith.train.eagle_objectives import Eagle3Objective
@@ -52,7 +52,7 @@ class Words:
 
 
 class Inputs:
-    """A head for a target of one layer, and a row of several documents with its states."""
+    """A head for a target of two layers, and a row of several documents with its states."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
@@ -68,8 +68,9 @@ class Inputs:
         )
         dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
         with torch.device(args.device):
-            self.target = LlamaForCausalLM(layer).to(dtype).requires_grad_(False)
-            self.head = Eagle(EagleConfig(layer, taps=(0, 1, NORM), draft_vocab=args.draft))
+            two = LlamaConfig(**layer.to_dict() | {"num_hidden_layers": 2})  # taps 0 to 2
+            self.target = LlamaForCausalLM(two).to(dtype).requires_grad_(False)
+            self.head = Eagle(EagleConfig(layer, taps=(0, 1, 2), draft_vocab=args.draft))
             self.head.set_vocab(DraftVocab(torch.arange(args.draft), args.vocabulary))
             self.head.bind(self.target).lm_head.requires_grad_(False)
             length = args.length // args.documents

@@ -28,7 +28,8 @@ def page(rows: Rows) -> str:
         f"{first['max_new_tokens']} new tokens, bf16, seeds {', '.join(map(str, seeds))}. Nodes, "
         f"the root included: {', '.join(f'{tree} {n}' for tree, n in sizes.items())}. tau: tokens "
         "a target call, over all seeds; its interval is 95%, bootstrap over prompts; in brackets "
-        "the smallest and largest seed.",
+        "the smallest and largest seed. Each kind is trained by its recipe on the same answers, by "
+        "the optimizer that did best for it in short trials.",
     ]
     for temperature in sorted({r["temperature"] for r in rows}):
         here = [r for r in rows if r["temperature"] == temperature]
@@ -37,7 +38,7 @@ def page(rows: Rows) -> str:
         lines += ["", "Acceptance of a chain by depth, given that all before was accepted:", ""]
         depths = max(len(r["acceptance_conditional"]) for r in here if r["tree"] == "chain")
         head = ("head", *(f"depth {d}" for d in range(1, depths + 1)))
-        lines += markdown(head, [[k, *_by_depth(here, k)] for k in kinds])
+        lines += markdown(head, [[k, *_by_depth(here, k, depths)] for k in kinds])
         lines += ["", *_equal_time(here, kinds), "", "Differences, paired over prompts:", ""]
         lines += [f"- {words}" for words in _claims(here, kinds, list(sizes))]
     return "\n".join(lines) + "\n"
@@ -61,9 +62,10 @@ def _taus(rows: Rows, what: str, trees: Sequence[str] | dict[str, int]) -> list[
     return cells
 
 
-def _by_depth(rows: Rows, what: str) -> list[str]:
+def _by_depth(rows: Rows, what: str, depths: int) -> list[str]:
     runs = [r["acceptance_conditional"] for r in rows if r["what"] == what and r["tree"] == "chain"]
-    return [f"{sum(values) / len(values):.3f}" for values in zip(*runs, strict=True)]
+    means = [f"{sum(values) / len(values):.3f}" for values in zip(*runs, strict=True)]
+    return means + ["-"] * (depths - len(means))
 
 
 def _equal_time(rows: Rows, kinds: Sequence[str]) -> list[str]:

@@ -3,10 +3,11 @@
     python bench/heads.py                       # trains what isn't trained yet, then measures
     python bench/heads.py kinds=medusa,eagle3 seeds=1 prompts=8 out=runs/heads/try
 
-The heads are trained by their gsm8k recipes, on the same answers of the same target, one run a
-seed. Held-out prompts are then decoded with chains, a static tree and a dynamic tree of as many
-nodes, at temperature 0 and 1, and with chains of every depth, of which the deepest counts whose
-drafting takes no longer than EAGLE-3's four tokens. Rows and page go to <out>/heads.*
+The heads are trained by their gsm8k recipes, on the same answers of the same target
+(recipe=gsm8k/prepare), one run a seed. Held-out prompts are then decoded with four draft calls, as
+chains, a static tree and dynamic trees of as many nodes as it, at temperature 0 and 1; and with
+chains of every depth, of which the deepest counts that is drafted as fast as four tokens of the
+last kind. Rows and page go to <out>/heads.*
 """
 
 import json
@@ -40,7 +41,7 @@ KINDS = {
     "eagle1": ("eagle", "eagle1/gsm8k"),
     "eagle3": ("eagle", "eagle3/gsm8k"),
 }
-# Of four levels and as many nodes each, the root included.
+# Four levels each; the trees with 24 nodes, the root included.
 TREES = {
     "chain": "chain",
     "static": "eagle-25",
@@ -111,32 +112,24 @@ def train(settings: Heads, what: str, seed: int) -> None:
 def trained_by(settings: Heads, what: str, seed: int) -> dict[str, Any]:
     """What the run says of itself."""
     meta = json.loads((folder(settings, what, seed) / "draftsmith.json").read_text())
-    made = meta["provenance"]
+    made = {"steps": None, "argv": None} | meta["provenance"]
     return {"steps": made["steps"], "recipe": made["recipe"], "argv": made["argv"]}
 
 
 def measured(
     settings: Heads, target: Any, tokenizer: Any, drafter: Drafter, prompts: list[list[int]]
 ) -> list[dict[str, Any]]:
-    """The rows of one drafter: three trees at two temperatures, and chains of every depth."""
+    """The rows of one drafter: every tree at two temperatures, and chains of every depth."""
+    most = drafter.levels
+    arms = {tree: (plan, min(DEPTH, most)) for tree, plan in TREES.items()}
+    arms |= {f"chain {K}": ("chain", K) for K in range(1, min(settings.deepest, most) + 1)}
     rows = []
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature, max_new_tokens=settings.max_new_tokens)
-        for tree, plan in TREES.items():
-            rows.append(
-                decoded(
-                    settings,
-                    Decoder(
-                        target, tokenizer, drafter, K=DEPTH, tree=plan, batch_size=settings.batch
-                    ),
-                    prompts,
-                    params,
-                )
-                | {"tree": tree}
-            )
-        for depth in range(1, min(settings.deepest, drafter.levels) + 1):
-            decoder = Decoder(target, tokenizer, drafter, K=depth, batch_size=settings.batch)
-            rows.append(decoded(settings, decoder, prompts, params) | {"tree": f"chain {depth}"})
+        for tree, (plan, K) in arms.items():
+            options: dict[str, Any] = {"K": K, "tree": plan, "batch_size": settings.batch}
+            decoder = Decoder(target, tokenizer, drafter, **options)
+            rows.append({"tree": tree, **decoded(settings, decoder, prompts, params)})
     return rows
 
 

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from draftsmith.decode import report, results
 from draftsmith.decode.arguments import parse
@@ -24,13 +25,13 @@ def main(argv: list[str]) -> int:
         settings = parse(Evaluation, argv)
         reports = evaluate(settings, arms(settings.drafter.split(",")))
     except ValueError as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         return 2
     for name, result in reports.items():
         folder = Path(settings.out) / (name if len(reports) > 1 else "")
         report.write(result, folder)
         console.print(report.table(result))
-        console.print(f"written: {folder / 'report.json'}, {folder / 'report.html'}")
+        console.print(f"written: {folder / 'report.json'}, {folder / 'report.html'}", markup=False)
     rows = [results.row(name, result) for name, result in reports.items()]
     results.publish(f"Drafters for {settings.target}", rows, Path(settings.out))
     return 0

@@ -17,6 +17,7 @@ have to do with each other. Prompts are of the tune part, never of the one that 
 
 import json
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from draftsmith.decode.arguments import parse
@@ -33,6 +35,8 @@ from draftsmith.decode.prompts import load_prompts
 from draftsmith.decode.request import Completion
 from draftsmith.decode.sampling import SamplingParams, request_race
 from draftsmith.decode.tree_plan import RankPath, StaticTree
+from draftsmith.models.checkpoint import load_config
+from draftsmith.models.drafter_folder import open_drafter
 from draftsmith.models.provenance import git_commit
 
 SHARPNESS = (0.5, 0.7, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4, 2.8, 3.4, 4.0, 4.8, 5.7, 6.7, 8.0)
@@ -166,7 +170,7 @@ def main(argv: list[str]) -> int:
         settings = parse(Calibration, argv)
         made = run(settings)
     except ValueError as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         return 2
     out = Path(settings.out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +188,8 @@ def main(argv: list[str]) -> int:
     console.print(
         f"{made.tree}, {made.tree.levels} levels: expected tau {made.tau:.3f} over {made.rounds} "
         f"rounds\nwritten: {out}; decode with it: tree={out}\n"
-        f"the draft's scores foretell the answers best times {made.sharpness:.2g}: tree={dynamic}"
+        f"the draft's scores foretell the answers best times {made.sharpness:.2g}: tree={dynamic}",
+        markup=False,
     )
     return 0
 
@@ -199,6 +204,7 @@ def run(settings: Calibration) -> Calibrated:
         max_new_tokens=settings.max_new_tokens,
         seed=settings.seed,
     )
+    _refuse_heads(settings)
     decoder = Decoder.from_pretrained(
         settings.target,
         settings.drafter,
@@ -207,12 +213,7 @@ def run(settings: Calibration) -> Calibrated:
         batch_size=settings.batch,
     )
     drafter = decoder.drafter
-    if not isinstance(drafter, LMDrafter):
-        raise ValueError(
-            f"drafter: got {settings.drafter!r}, expected the folder of a draft LM, whose guesses "
-            "don't depend on how deep they stand as a head's do, and have an order, which prompt "
-            "lookup's have not; use tree=eagle-25, medusa-63 or dynamic:levels,width,nodes"
-        )
+    assert isinstance(drafter, LMDrafter)
     prompts = load_prompts(
         settings.prompts,
         decoder.tokenizer,
@@ -230,3 +231,20 @@ def run(settings: Calibration) -> Calibrated:
                 progress.advance(bar)
     ranks, sharpness = answer_ranks(drafter, answers, params)
     return replace(calibrate(ranks, settings.nodes, settings.levels), sharpness=sharpness)
+
+
+def _refuse_heads(settings: Calibration) -> None:
+    """ValueError for anything but a draft LM, by the folder's kind: no model is loaded yet."""
+    kind = settings.drafter
+    if kind not in ("ngram", "none"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said when it is loaded
+            kind = open_drafter(
+                settings.drafter, None, target_config=load_config(settings.target)
+            ).kind
+    if kind != "lm":
+        raise ValueError(
+            f"drafter: got {settings.drafter!r}, expected the folder of a draft LM, whose guesses "
+            "don't depend on how deep they stand as a head's do, and have an order, which prompt "
+            "lookup's have not; use tree=eagle-25, medusa-63 or dynamic:levels,width,nodes"
+        )

@@ -32,10 +32,11 @@ def main(argv: list[str]) -> int:
         )
         return 0
     try:
-        settings = parse(Doctor, [f"folder={argv[0]}", *argv[1:]] if "=" not in argv[0] else argv)
+        named = argv[0].split("=")[0] in Doctor.__annotations__
+        settings = parse(Doctor, argv if named else [f"folder={argv[0]}", *argv[1:]])
         layout, findings = examine(settings.folder, settings.target)
     except ValueError as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         return 2
     console.print(checks(f"{settings.folder}: {LAYOUTS[layout]}", findings))
     console.print(servers(outlook(layout, findings)))

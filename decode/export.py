@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 
 from draftsmith.decode.arguments import parse
 from draftsmith.models.export import LAYOUTS, export
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
         settings = parse(Export, argv)
         line = export(settings.drafter, settings.target, settings.to, settings.out)
     except ValueError as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         return 2
     console.print(f"written: {settings.out}\n{line}", markup=False, highlight=False)
     return 0

@@ -90,7 +90,8 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
         log_q_BFV = (_scores(request, logits_BFV, drafted) * plan.sharpness).log_softmax(-1)
         log_q_BFK, children_BFK = _top(log_q_BFV, width)
         new_BK = (worth_BC.gather(1, fed_BF)[..., None] + log_q_BFK).flatten(1)
-        new_BK = new_BK.nan_to_num(nan=-torch.inf)  # a draft's NaN must not break the tree
+        # A draft's NaN must not break the tree: it is worth least, and so is all below it.
+        new_BK = new_BK.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         first = tokens_BC.shape[1]
         tokens_BC = torch.cat([tokens_BC, children_BFK.flatten(1)], 1)
         parent_BC = torch.cat([parent_BC, fed_BF.repeat_interleave(width, 1)], 1)
@@ -116,7 +117,7 @@ def _rerank(
     request: Round, plan: DynamicTree, found: tuple[Tensor, Tensor, Tensor, Tensor], depth_C: Tensor
 ) -> tuple[TokenTree, Tensor]:
     """Of all candidates the best, in order of creation: parents come before their children, since
-    no node is worth more than its parent and ties go to the earlier one.
+    no node is worth more than its parent, and ties, those of -inf too, go to the earlier one.
     """
     tokens_BC, parent_BC, slot_BC, worth_BC = found
     order_BC = worth_BC.sort(dim=1, descending=True, stable=True).indices

@@ -3,8 +3,6 @@
 Shapes: B rows, N pairs (any leading axes: X), H hidden, U width of the taps side by side.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -14,23 +12,9 @@ from draftsmith.decode.runner import AGREEMENT
 from draftsmith.models.eagle import Attention, Eagle, causal
 
 
-class EagleBody(Protocol):
-    """What an `Eagle` computes between the target's states and its own LM head."""
-
-    def fuse(self, taps_XU: Tensor) -> Tensor: ...
-
-    def step(
-        self, hidden_BTH: Tensor, tokens_BT: Tensor, positions_BT: Tensor, attention: Attention
-    ) -> Tensor: ...
-
-    def before_head(self, output_XH: Tensor) -> Tensor: ...
-
-    def fed_back(self, output_XH: Tensor) -> Tensor: ...
-
-
 class LeanEagle:
     """The lean form of a head that is frozen and whose rotary embeddings depend on nothing but the
-    position.
+    position: the same `fuse`, `step`, `before_head` and `fed_back`.
     """
 
     def __init__(self, head: Eagle) -> None:
@@ -96,7 +80,7 @@ def lean_eagle(head: Eagle) -> LeanEagle | None:
 
 
 @torch.inference_mode()
-def agree(head: Eagle, lean: EagleBody) -> bool:
+def agree(head: Eagle, lean: LeanEagle) -> bool:
     """Two steps of two rows, the second from the first's states: does `lean` give the head's?"""
     device, dtype = head.fc.weight.device, head.fc.weight.dtype
     noise = torch.Generator().manual_seed(0)
@@ -104,7 +88,7 @@ def agree(head: Eagle, lean: EagleBody) -> bool:
     tokens_BT = torch.arange(14, device=device).view(2, 7) % head.rows
     at_BT = (torch.arange(7, device=device) % head.context).expand(2, -1)
 
-    def states(body: EagleBody) -> list[Tensor]:
+    def states(body: Eagle | LeanEagle) -> list[Tensor]:
         first_BTH = body.step(body.fuse(taps_BTU), tokens_BT, at_BT, causal())
         second_BTH = body.step(body.fed_back(first_BTH), tokens_BT, at_BT, causal())
         return [x.float() for x in (first_BTH, second_BTH, body.before_head(second_BTH))]

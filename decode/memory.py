@@ -23,6 +23,7 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import WITH_REPLACEMENT, WITHOUT_REPLACEMENT
 from draftsmith.decode.tree_plan import Plan, StaticTree
 from draftsmith.decode.verify import RULES
+from draftsmith.models.taps import NORM
 
 GIB = 1 << 30
 # Noise is made of 64-bit integers, three arrays of which are alive at once: bytes a number.
@@ -36,19 +37,22 @@ COPIES = {"block": (2, 5), "leviathan": (2, 7), "recursive": (2, 7), "traversal"
 @dataclass(frozen=True)
 class ModelSize:
     """config: of the text model, or of a head's layers; dtype: of weights, states, keys and values;
-    beside: further numbers alive for each token of a pass: the states of a target's taps, or a
-    head's wide input.
+    beside: further numbers alive for each token of a pass: the states of taps inside a target, or
+    a head's wide input; handed: numbers of a token's states that a drafter is given.
     """
 
     config: PreTrainedConfig
     dtype: torch.dtype
     beside: int = 0
+    handed: int = 0
 
     @classmethod
     def of(cls, runner: Runner) -> "ModelSize":
         """The size of the model that a runner runs."""
-        taps = len(runner.taps) * runner.config.hidden_size
-        return cls(runner.config, runner.dtype, beside=taps)
+        hidden = runner.config.hidden_size
+        inside = sum(tap != NORM for tap in runner.taps)  # the last state is the pass's own output
+        handed = len(runner.taps) * hidden
+        return cls(runner.config, runner.dtype, beside=inside * hidden, handed=handed)
 
     def kv(self, rows: int, slots: int) -> int:
         """Bytes of a pool."""
@@ -57,7 +61,7 @@ class ModelSize:
     @property
     def taps(self) -> int:
         """Bytes of one token's states that are handed on."""
-        return self.beside * self.dtype.itemsize
+        return self.handed * self.dtype.itemsize
 
     @property
     def token(self) -> int:
@@ -139,7 +143,8 @@ class MemoryPlan:
 def plan(work: Work, target: ModelSize, drafter: ModelSize | None) -> MemoryPlan:
     """What `work` will hold. drafter: None where the drafter has no model."""
     prefill = _prefill(work, target)
-    if drafter is not None:  # it reads the states that the target's left
+    if drafter is not None and drafter.config.num_hidden_layers:
+        # It reads the states that the target's left, of all tokens.
         taps = work.rows * work.prompt * target.taps
         prefill = max(prefill, taps + _prefill(work, drafter))
     return MemoryPlan(

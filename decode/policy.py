@@ -130,7 +130,8 @@ class Entropy(Fixed):
 @dataclass(frozen=True)
 class Costs:
     """Measured seconds: verify[i] of a pass over nodes[i] tokens a row, draft[i] of a draft call
-    that feeds as many; between them, straight lines.
+    that feeds as many; between them, straight lines. A head's first call feeds nothing, but it
+    takes in what was kept, which is charged in its place, as one pass.
     """
 
     nodes: tuple[int, ...]

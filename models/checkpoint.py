@@ -161,6 +161,11 @@ def read_json(file: Path) -> dict:
     return content
 
 
+def write_json(file: Path, content: dict) -> None:
+    """As configs are written."""
+    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
 def _tensors_of(config: PretrainedConfig) -> tuple[Shapes, set[str]]:
     """Names on disk and shapes of a saved model of this config, and the tied names it may omit."""
     with torch.device("meta"):

@@ -8,6 +8,7 @@ Shapes: V rows of the target's LM head, H hidden.
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,12 +28,12 @@ from draftsmith.models.findings import (
     Case,
     Check,
     Finding,
-    Problem,
     fault,
     warning,
 )
 from draftsmith.models.fingerprint import differences, fingerprint
-from draftsmith.models.imports import TargetNeeded, layout_of
+from draftsmith.models.foreign import TargetNeeded, check_types, is_finite
+from draftsmith.models.imports import layout_of
 from draftsmith.models.tensors import Checkpoint, outline
 from draftsmith.models.tokenizer import TOKENIZER_FILES, check_same_tokenizer, load_tokenizer
 
@@ -47,12 +48,13 @@ def examine(folder: str, target: str | None = None) -> tuple[str, list[Finding]]
         raise ValueError(f"got {folder}, which is no folder; expected a drafter folder")
     try:
         raw, checkpoint = read_json(path / "config.json"), Checkpoint(path)
-        assert checkpoint.meta is not None  # every header was read
+        layout = layout_of(raw, set(checkpoint.meta), checkpoint.file) or "lm"
+        case = Case(path, layout, raw, checkpoint)
+        if layout in EAGLES:
+            case.names.keys()  # no name stands twice
     except ValueError as error:
         unread = {server: "doesn't load it" for server in SERVERS}
         return "unknown", [Finding("files", "fault", str(error), unread, "copy the folder again")]
-    layout = layout_of(raw, set(checkpoint.file_of), checkpoint.file) or "lm"
-    case = Case(path, layout, raw, checkpoint)
     if target is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -62,27 +64,37 @@ def examine(folder: str, target: str | None = None) -> tuple[str, list[Finding]]
     if layout == "speculators" and raw["speculators_model_type"] != "eagle3":
         says = f"a speculator of type {raw['speculators_model_type']}, not EAGLE-3"
         return layout, [*findings, Finding("kind", "fault", says, {DRAFTSMITH: "doesn't read it"})]
-    sized = all(case.config.get(name) for name in SIZES) or layout not in EAGLES
-    if not sized:
-        lacks = ", ".join(name for name in SIZES if not case.config.get(name))
-        return layout, [Finding("config.json", "fault", f"lacks {lacks}", {}, "restore it")]
+    wrong = _misread(case)
+    if wrong:
+        return layout, [Finding("config.json", "fault", wrong, {}, "restore it")]
     for name, check in CHECKS[layout].items():
         if check is fits and target is None:
             continue
-        problems = list(check(case))
-        findings += [Finding(name, p.verdict, p.says, p.servers, p.mend) for p in problems]
-        findings += [] if problems else [Finding(name, "ok")]
+        findings += [replace(one, check=name) for one in check(case)] or [Finding(name, "ok")]
     if not any(finding.verdict == "fault" for finding in findings):
         findings += opened(case)
     return layout, findings
 
 
+def _misread(case: Case) -> str:
+    """What a config lacks, or holds in another type; "" where it is in order."""
+    try:
+        if case.layout != "lm":
+            check_types(case.raw)
+    except ValueError as error:
+        return str(error)
+    lacks = [n for n in SIZES if case.layout in EAGLES and not case.config.get(n)]
+    return f"lacks {', '.join(lacks)}" if lacks else ""
+
+
 def outlook(layout: str, findings: list[Finding]) -> dict[str, str]:
     """What each server does with the folder: how it reads the layout, then what spoils that."""
     said = {}
+    judged = not any(f.check == "opened here" and f.verdict == "fault" for f in findings)
     for server in SERVERS:
         spoilt = [f for f in findings if server in f.servers]
         reads = [READS.get(layout, {}).get(server, "doesn't read it")]
+        reads = reads if judged else ["not judged: the head in it isn't known"]
         reads = [] if any(f.verdict == "fault" for f in spoilt) else reads
         said[server] = "; ".join([*reads, *(f"{f.check}: {f.servers[server]}" for f in spoilt)])
     return said
@@ -114,12 +126,11 @@ def opened(case: Case) -> Iterator[Finding]:
 # ---- checks of every layout ---------------------------------------------------------------------
 
 
-def finite(case: Case) -> Iterator[Problem]:
+def finite(case: Case) -> Iterator[Finding]:
     """Numbers that are none."""
     broken = []
     for name in case.checkpoint.file_of:
-        value = case.checkpoint.read([name])[name]
-        if value.is_floating_point() and not torch.isfinite(value.float()).all():
+        if not is_finite(case.checkpoint.read([name])[name]):
             broken.append(name)
     if broken:
         yield fault(
@@ -129,7 +140,7 @@ def finite(case: Case) -> Iterator[Problem]:
         )
 
 
-def dtype(case: Case) -> Iterator[Problem]:
+def dtype(case: Case) -> Iterator[Finding]:
     """The type that the weights are served in."""
     kinds = {str(t.dtype).removeprefix("torch.") for t in case.checkpoint.meta.values()}
     stored = sorted(kinds & {"float64", "float32", "float16", "bfloat16"})
@@ -143,9 +154,14 @@ def dtype(case: Case) -> Iterator[Problem]:
         yield warning(f"torch_dtype {said}, weights in {stored[0]}", f"write {stored[0]}")
 
 
-def positions(case: Case) -> Iterator[Problem]:
+def positions(case: Case) -> Iterator[Finding]:
     """How far the head's positions reach."""
-    limit = case.config.get("max_position_embeddings")
+    config = case.config
+    if case.layout == "hydra":  # Hydra++'s layer; another toolkit's is of the target's sizes
+        config = case.config.get("prefix") or {}
+        if not config:
+            return
+    limit = config.get("max_position_embeddings")
     wanted = getattr(case.target_config, "max_position_embeddings", None)
     if limit is None:
         yield warning("no max_position_embeddings", "write the target's", sglang="takes 2048")
@@ -159,7 +175,7 @@ def positions(case: Case) -> Iterator[Problem]:
         )
 
 
-def fits(case: Case) -> Iterator[Problem]:
+def fits(case: Case) -> Iterator[Finding]:
     """Whether it was made for the target: sizes, tokenizer, weights."""
     if case.target is None or case.tokenizer is None:
         return
@@ -196,7 +212,7 @@ def fits(case: Case) -> Iterator[Problem]:
     yield from _embeddings(case)
 
 
-def _embeddings(case: Case) -> Iterator[Problem]:
+def _embeddings(case: Case) -> Iterator[Finding]:
     """Embeddings of its own that aren't the target's."""
     name = next((n for n in case.checkpoint.file_of if n.endswith("embed_tokens.weight")), None)
     if name is None or case.layout not in EAGLES:
@@ -216,7 +232,7 @@ def _embeddings(case: Case) -> Iterator[Problem]:
 # ---- checks of Medusa, Hydra and draft LMs ------------------------------------------------------
 
 
-def medusa_file(case: Case) -> Iterator[Problem]:
+def medusa_file(case: Case) -> Iterator[Finding]:
     """TGI looks for one file, and a field."""
     if case.checkpoint.file != "medusa_lm_head.safetensors":
         yield warning(
@@ -234,7 +250,7 @@ def medusa_file(case: Case) -> Iterator[Problem]:
         yield warning(f"medusa_num_heads {said}, the file has {len(heads)}", f"write {len(heads)}")
 
 
-def draft_lm(case: Case) -> Iterator[Problem]:
+def draft_lm(case: Case) -> Iterator[Finding]:
     """The logits that a server compares with the target's."""
     if case.target is None:
         return
@@ -256,7 +272,7 @@ CHECKS: dict[str, dict[str, Check]] = {
     "eagle3": EAGLE3 | {"positions": positions} | EVERY,
     "speculators": EAGLE3 | {"positions": positions} | EVERY,
     "medusa": {"heads and file": medusa_file} | EVERY,
-    "hydra": EVERY,
+    "hydra": {"positions": positions} | EVERY,
     "lm": {"logits": draft_lm} | {name: EVERY[name] for name in ("finite numbers", "dtype")},
 }
 LAYOUTS = {

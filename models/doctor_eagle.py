@@ -8,29 +8,32 @@ Shapes: V rows of the target's LM head, D draft vocabulary, H hidden.
 
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
-import torch
-
-from draftsmith.models.eagle import EAGLE3_NAMES
-from draftsmith.models.findings import Case, Check, Problem, fault, warning
-from draftsmith.models.imports import rope_parameters
+from draftsmith.models.doctor_vocab import vocabulary
+from draftsmith.models.eagle import EAGLE3_NAMES, Eagle
+from draftsmith.models.findings import RANDOM, REFUSES, Case, Check, Finding, fault, warning
+from draftsmith.models.foreign import rope_parameters
+from draftsmith.models.imports import READERS
 from draftsmith.models.serve import unread_by_sglang
 
-RANDOM = "leaves the layer random, without a word"
-REFUSES = "refuses it"
-OFFSETS = "write offsets, id - position: `python -m draftsmith export` does"
 IDS = "eagle_aux_hidden_state_layer_ids"
+# Tensors that have a check of their own.
+OWN = re.compile(r"(fc|lm_head|input_norm)\.|fc_norm|d2t|t2d|.*_proj\.bias")
 
 
-def tensors(case: Case) -> Iterator[Problem]:
+def tensors(case: Case) -> Iterator[Finding]:
     """Missing, unknown and misshapen tensors, apart from those that have a check of their own."""
-    found = {name: tuple(case.checkpoint.meta[t].shape) for name, t in case.names.items()}
-    wanted = _shapes(case)
-    own = ("fc.weight", "fc.bias", "lm_head.weight", "d2t", "t2d", "input_norm.weight")
-    missing = sorted(wanted.keys() - found.keys())
-    unknown = [n for n in found if n not in wanted and n not in own and "fc_norm" not in n]
-    unknown = [n for n in unknown if not re.fullmatch(r"layers\.\d+\..*_proj\.bias", n)]
-    odd = [n for n in wanted.keys() & found.keys() if wanted[n] != found[n]]
+    try:  # of a target that isn't given only the number of layers is made up, and the taps with it
+        stand_in: Any = SimpleNamespace(num_hidden_layers=8, vocab_size=0)
+        read = READERS[case.layout](case.raw, case.checkpoint, case.target_config or stand_in)
+        faults = read.faults(Eagle, case.checkpoint)
+    except ValueError:
+        return  # another check says why, or our own loader
+    missing, unknown, odd = (
+        [name for name in names if not OWN.match(name)] for names in faults.values()
+    )
     if missing:
         yield fault(
             f"{len(missing)} missing: {', '.join(missing[:3])}",
@@ -40,16 +43,15 @@ def tensors(case: Case) -> Iterator[Problem]:
         )
     if unknown:
         yield fault(
-            f"{len(unknown)} without a place: {', '.join(sorted(unknown)[:3])}",
+            f"{len(unknown)} without a place: {', '.join(unknown[:3])}",
             "rename them as the others are, or drop them",
             vllm_draftsmith=REFUSES,
             sglang="skips them, and leaves random what they were for, without a word",
             speculators="skips them with a warning",
         )
     if odd:
-        name = sorted(odd)[0]
         yield fault(
-            f"{name} is {list(found[name])}, its config makes it {list(wanted[name])}",
+            f"{len(odd)} of another shape: {', '.join(odd[:3])}",
             "config.json and weights are of two heads: restore them",
             vllm_sglang_speculators_draftsmith=REFUSES,
         )
@@ -61,38 +63,11 @@ def tensors(case: Case) -> Iterator[Problem]:
         )
 
 
-def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    """The tensors of the layers and the final norm that the config asks for."""
-    config, eagle1 = case.config, case.layout == "eagle1"
-    H, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    heads = int(config["num_attention_heads"])
-    width = int(config.get("head_dim") or H // heads)
-    keys = int(config.get("num_key_value_heads") or heads) * width
-    made: dict[str, tuple[int, ...]] = {} if eagle1 else {"norm.weight": (H,)}
-    for index in range(int(config.get("num_hidden_layers", 1))):
-        first = index == 0
-        entry = 2 * H if first and not eagle1 else H
-        norms = ["post_attention_layernorm"]
-        norms += ["input_layernorm"] if not (first and eagle1) else []
-        norms += ["hidden_norm"] if first and not eagle1 else []
-        part: dict[str, tuple[int, ...]] = {f"{norm}.weight": (H,) for norm in norms}
-        part |= {f"self_attn.{n}_proj.weight": (keys, entry) for n in "kv"}
-        part |= {"self_attn.q_proj.weight": (heads * width, entry)}
-        part |= {"self_attn.o_proj.weight": (H, heads * width)}
-        part |= {f"mlp.{n}_proj.weight": (inner, H) for n in ("gate", "up")}
-        part |= {"mlp.down_proj.weight": (H, inner)}
-        if any("q_norm" in name for name in case.names):
-            part |= {f"self_attn.{n}_norm.weight": (width,) for n in "qk"}
-        made |= {f"layers.{index}.{name}": shape for name, shape in part.items()}
-    return made
-
-
-def layer_ids(case: Case) -> Iterator[Problem]:
+def layer_ids(case: Case) -> Iterator[Finding]:
     """Which layers of the target are tapped, in vLLM's and in SGLang's convention."""
     top = case.config.get(IDS)
     nested = (case.config.get("eagle_config") or {}).get(IDS)
     layers, flat = case.target_layers, case.layout == "eagle3"
-    usual = [2, layers // 2, layers - 3] if layers else None
     mend = f"write {IDS} at the top level (layers already run) and in eagle_config (that - 1)"
     if not top and not nested:
         yield warning(
@@ -101,18 +76,16 @@ def layer_ids(case: Case) -> Iterator[Problem]:
         )
         return
     by_nested = [i + 1 for i in nested] if nested else None
-    if flat and not top and by_nested != usual:
-        yield fault(
-            f"only the nested ids, {nested}",
-            mend,
-            vllm="doesn't read them: taps 2, n // 2, n - 3, and accepts next to nothing",
-        )
-    if flat and not nested and top != usual:
-        yield fault(
-            f"only the top-level ids, {top}",
-            mend,
-            sglang="doesn't read them: taps 2, n // 2, n - 3, and accepts next to nothing",
-        )
+    takes = "doesn't read them: taps 2, n // 2, n - 3"
+    for name, found, reader in (("nested", nested, "vllm"), ("top-level", top, "sglang")):
+        alone = flat and bool(found) and not (top and nested)
+        count = _usual_for(top or by_nested or [])
+        if (alone and count is None) or (alone and layers not in (None, count)):
+            does = {reader: f"{takes}, and accepts next to nothing"}
+            yield fault(f"only the {name} ids, {found}", mend, **does)
+        elif alone and layers is None:
+            says = f"only the {name} ids, {found}: right for a target of {count} layers"
+            yield warning(says, mend, **{reader: takes})
     if top and by_nested and by_nested != top:
         yield fault(
             f"top level {top}, nested {nested}: the second + 1 should be the first",
@@ -138,7 +111,15 @@ def layer_ids(case: Case) -> Iterator[Problem]:
         )
 
 
-def fc(case: Case) -> Iterator[Problem]:
+def _usual_for(ids: list[int]) -> int | None:
+    """The number of layers of a target that EAGLE-3 usually taps at `ids`, None where there is
+    none.
+    """
+    layers = ids[-1] + 3 if ids else 0
+    return layers if ids == [2, layers // 2, layers - 3] else None
+
+
+def fc(case: Case) -> Iterator[Finding]:
     """The matrix that fuses what the head reads."""
     weight, hidden = case.meta("fc.weight"), int(case.config["hidden_size"])
     if weight is None:
@@ -168,72 +149,7 @@ def fc(case: Case) -> Iterator[Problem]:
         )
 
 
-def vocabulary(case: Case) -> Iterator[Problem]:
-    """The draft vocabulary: its size, its LM head, and the maps to the target's tokens."""
-    said, whole = case.config.get("draft_vocab_size"), case.config.get("vocab_size")
-    head = case.meta("lm_head.weight")
-    if head is None:
-        takes = "takes the target's rows, without a word"
-        yield fault("no lm_head.weight", "restore it", sglang=RANDOM, speculators=takes)
-        return
-    rows = head.shape[0]
-    if said is None:
-        fails = "fails on the missing field"
-        yield fault("no draft_vocab_size", f"write {rows}", sglang=fails, vllm="takes vocab_size")
-    elif said != rows:
-        says = f"draft_vocab_size is {said}, lm_head.weight has {rows} rows"
-        yield fault(says, f"write {rows}, if d2t has as many", vllm_sglang_speculators=REFUSES)
-    if whole is None:
-        yield warning("no vocab_size", "write the target's into config.json")
-    elif "d2t" in case.names:
-        yield from _maps(case, rows, int(whole))
-    elif rows < whole:
-        yield fault(
-            f"no d2t, though it drafts {rows} of {whole} tokens",
-            OFFSETS if "t2d" in case.names else "restore it",
-            vllm_sglang="takes draft ids for the target's",
-            speculators="fails",
-        )
-
-
-def _maps(case: Case, rows: int, whole: int) -> Iterator[Problem]:
-    d2t_D = case.value("d2t").long()
-    ids_D = d2t_D + torch.arange(len(d2t_D))
-    t2d_V = case.value("t2d").bool() if "t2d" in case.names else None
-    outside = int(((ids_D < 0) | (ids_D >= whole)).sum())
-    if len(d2t_D) != rows:
-        says = f"d2t has {len(d2t_D)} entries for {rows} rows"
-        yield fault(says, "restore it", vllm_sglang_speculators_draftsmith=REFUSES)
-    elif (
-        outside and bool((d2t_D.diff() > 0).all()) and 0 <= int(d2t_D[0]) <= int(d2t_D[-1]) < whole
-    ):
-        yield fault(
-            f"d2t holds ids, not offsets: its last entry leads to {int(ids_D[-1])} of {whole}",
-            OFFSETS,
-            vllm_sglang="proposes other tokens, or fails",
-            draftsmith=REFUSES,
-        )
-    elif outside:
-        says = f"d2t leads {outside} times outside the {whole} tokens"
-        mend = "it is another target's, or damaged: restore it"
-        yield fault(says, mend, vllm_sglang="fails", draftsmith=REFUSES)
-    elif len(ids_D.unique()) < rows:
-        yield fault("d2t leads twice to one token", "restore it", draftsmith=REFUSES)
-    elif rows == whole and bool(d2t_D.any()):
-        says = "a d2t that moves tokens, for a whole vocabulary"
-        yield fault(says, "drop d2t and t2d", sglang="proposes other tokens")
-    elif t2d_V is None and rows < whole:
-        yield warning("no t2d", "`python -m draftsmith export` adds it", speculators="needs it")
-    elif t2d_V is not None and t2d_V.nonzero().flatten().tolist() != ids_D.sort().values.tolist():
-        yield fault(
-            "t2d and d2t name different tokens",
-            "make t2d anew, True at the ids of d2t: `python -m draftsmith export` does",
-            speculators="trains on with the wrong rows",
-            draftsmith="goes by d2t",
-        )
-
-
-def norms(case: Case) -> Iterator[Problem]:
+def norms(case: Case) -> Iterator[Finding]:
     """Norm flags against norm tensors, and what the readers make of a missing flag."""
     config = (case.config.get("eagle_config") or {}) | case.config
     for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
@@ -261,10 +177,19 @@ def norms(case: Case) -> Iterator[Problem]:
         )
 
 
-def readers(case: Case) -> Iterator[Problem]:
+def readers(case: Case) -> Iterator[Finding]:
     """What one server's loader lacks or calls otherwise: norms on queries and keys, further layers,
     and what SGLang ignores.
     """
+    if "sliding_attention" in (case.config.get("layer_types") or []):
+        yield warning(
+            f"its layer sees {case.config.get('sliding_window')} tokens back",
+            "serve it with vLLM",
+            sglang="sees all, unless --speculative-draft-window-size says so",
+            draftsmith="sees all: beyond that acceptance may fall",
+        )
+    if case.layout == "speculators":
+        yield from _speculators(case)
     if case.layout != "eagle3":
         return
     named = (case.raw.get("architectures"), case.raw.get("model_type"))
@@ -292,7 +217,25 @@ def readers(case: Case) -> Iterator[Problem]:
         yield warning(says, f"{to}sglang`", sglang=f"{born}, without a word")
 
 
-def tied(case: Case) -> Iterator[Problem]:
+def _speculators(case: Case) -> Iterator[Finding]:
+    verifier = (case.raw.get("speculators_config") or {}).get("verifier") or {}
+    if not verifier.get("name_or_path"):
+        yield fault(
+            "verifier.name_or_path isn't written",
+            "write the target's, or `python -m draftsmith export to=speculators`",
+            speculators="fails",
+            vllm="doesn't know the target",
+        )
+    kind = (case.raw.get("transformer_layer_config") or {}).get("model_type")
+    if kind not in EAGLE3_NAMES:
+        yield fault(
+            f"transformer_layer_config has model_type {kind!r}",
+            f"write {' or '.join(EAGLE3_NAMES)}, whichever it is",
+            vllm_draftsmith=REFUSES,
+        )
+
+
+def tied(case: Case) -> Iterator[Finding]:
     """An LM head of its own."""
     if case.config.get("tie_word_embeddings"):
         yield fault(
@@ -303,7 +246,7 @@ def tied(case: Case) -> Iterator[Problem]:
         )
 
 
-def rotary(case: Case) -> Iterator[Problem]:
+def rotary(case: Case) -> Iterator[Finding]:
     """Both generations of rotary fields, saying the same."""
     config, now = case.config, case.config.get("rope_parameters")
     if now and case.layout == "speculators":
@@ -335,7 +278,7 @@ def rotary(case: Case) -> Iterator[Problem]:
         )
 
 
-def biases(case: Case) -> Iterator[Problem]:
+def biases(case: Case) -> Iterator[Finding]:
     """Biases that a server has no place for, or makes up."""
     config, bias = case.config, "fc.bias" in case.names
     invented = "gives the attention biases that nothing fills"
@@ -343,6 +286,18 @@ def biases(case: Case) -> Iterator[Problem]:
         say = warning if case.layout == "eagle1" else fault
         mend = "write false: `python -m draftsmith export` does"
         yield say("bias is true", mend, vllm_sglang=invented)
+    flag = bool(config.get("attention_bias"))
+    has = any(re.search(r"self_attn\..*_proj\.bias", name) for name in case.names)
+    if has != flag:
+        yield fault(
+            "biases of the attention, and attention_bias isn't set"
+            if has
+            else "attention_bias is set, and there are no such biases in the file",
+            f"write attention_bias: {str(has).lower()}, or restore the tensors",
+            vllm=REFUSES if has else invented,
+            sglang="has none: it skips them, without a word",
+            draftsmith=REFUSES,
+        )
     if case.layout != "eagle1":
         if bias:
             mend = "drop it, if zero"
@@ -362,7 +317,7 @@ def biases(case: Case) -> Iterator[Problem]:
         )
 
 
-def path_name(case: Case) -> Iterator[Problem]:
+def path_name(case: Case) -> Iterator[Finding]:
     """vLLM guesses the method from the path."""
     part, method = ("eagle-", "eagle") if case.layout == "eagle1" else ("eagle3", "eagle3")
     if part not in str(case.folder.resolve()).lower() and case.layout != "speculators":
@@ -387,5 +342,8 @@ EAGLE3: dict[str, Check] = {
 }
 EAGLE1: dict[str, Check] = {
     name: EAGLE3[name]
-    for name in ("tensors", "fc", "own LM head", "rotary fields", "biases", "path name")
+    for name in (
+        *("tensors", "fc", "one server alone", "own LM head", "rotary fields", "biases"),
+        "path name",
+    )
 }

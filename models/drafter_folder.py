@@ -6,7 +6,6 @@ for, and where it comes from. A folder is replaced only by a whole one, and read
 whole.
 """
 
-import json
 import os
 import shutil
 import warnings
@@ -19,7 +18,13 @@ from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from draftsmith.models.checkpoint import check_tensors, load_config, read_json, refuse_faults
+from draftsmith.models.checkpoint import (
+    check_tensors,
+    load_config,
+    read_json,
+    refuse_faults,
+    write_json,
+)
 from draftsmith.models.disk import flush
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.eagle import Eagle
@@ -106,7 +111,7 @@ def save_drafter(
             _previous(folder).rename(folder)
         model.save_pretrained(new, max_shard_size="1000GB")  # one file
         tokenizer.save_pretrained(new)
-        (new / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        write_json(new / META, meta)
         _check_weights(new, kind)
         for path in [*new.iterdir(), new]:
             flush(path)

@@ -40,6 +40,7 @@ from draftsmith.models.vocab import DraftVocab
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 ATTENTIONS = {"llama": LlamaAttention, "qwen3": Qwen3Attention}
 MLPS = {"llama": LlamaMLP, "qwen3": Qwen3MLP}
+LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 # What EAGLE-3 is called on disk. By the first name vLLM and SGLang build Llama's layers; the norms
 # on queries and keys of Qwen3's are known to vLLM alone, by the second.
 EAGLE3_NAMES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
@@ -66,16 +67,25 @@ class EagleConfig:
     norm_before_fc: bool = False
 
     def __post_init__(self) -> None:
-        kinds = sorted(ATTENTIONS)
-        if self.version not in (1, 3) or self.layer.model_type not in kinds:
+        if self.version not in (1, 3) or self.layer.model_type not in LAYER_CONFIGS:
             raise ValueError(
                 f"eagle: got version {self.version} with layers of {self.layer.model_type}, "
-                f"expected version 1 or 3 and layers of {' or '.join(kinds)}"
+                f"expected version 1 or 3 and layers of {' or '.join(LAYER_CONFIGS)}"
             )
         if self.version == 1 and (self.taps != (NORM,) or any(getattr(self, f) for f in FLAGS)):
             raise ValueError(
                 f"eagle 1: got taps {self.taps} or a norm of EAGLE-3.1, expected the tap {NORM!r} "
                 "alone and none of them; use version 3"
+            )
+        if self.version == 1 and self.layer.model_type != "llama":
+            raise ValueError(
+                f"eagle 1: got layers of {self.layer.model_type}, expected llama: servers know no "
+                "others in it, and would skip their norms on queries and keys; use version 3"
+            )
+        if self.version == 3 and NORM in self.taps:
+            raise ValueError(
+                f"eagle 3: got taps {self.taps}, expected numbers of layers: no server taps the "
+                "state after the final norm"
             )
         if self.version == 3 and not 1 <= self.draft_vocab <= self.layer.vocab_size:
             raise ValueError(
@@ -333,8 +343,6 @@ def tap_fields(taps: tuple[Tap, ...]) -> dict[str, Any]:
     """The taps in both conventions: vLLM reads the top level, layers already run; SGLang the nested
     field, the layer whose output it is, counted from 0.
     """
-    if taps == (NORM,):
-        return {}
     ids = [int(tap) for tap in taps]
     nested = {
         "use_aux_hidden_state": True,
@@ -345,14 +353,13 @@ def tap_fields(taps: tuple[Tap, ...]) -> dict[str, Any]:
 
 def read_config(config: dict[str, Any]) -> EagleConfig:
     """The EagleConfig of a folder that `Eagle.to_json` wrote."""
-    kinds = {"llama": LlamaConfig, "qwen3": Qwen3Config}
     kind = config.get("model_type")
-    if kind not in kinds:
+    if kind not in LAYER_CONFIGS:
         raise ValueError(
-            f"config.json: got model_type={kind!r}, expected one of {', '.join(kinds)}: EAGLE "
-            "heads are layers of these"
+            f"config.json: got model_type={kind!r}, expected one of {', '.join(LAYER_CONFIGS)}: "
+            "EAGLE heads are layers of these"
         )
-    layer = kinds[kind](
+    layer = LAYER_CONFIGS[kind](
         **{k: v for k, v in config.items() if k in (*LAYER_FIELDS, "rope_parameters")}
     )
     if config.get("architectures") not in [[name] for name in EAGLE3_NAMES.values()]:

@@ -23,12 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.checkpoint import load_config
+from draftsmith.models.checkpoint import load_config, write_json
 from draftsmith.models.drafter_folder import META, DrafterFolder, open_drafter
 from draftsmith.models.eagle import FLAGS
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.serve import sglang_line, unread_by_sglang, vllm_line
-from draftsmith.models.tensors import outline, write_json
+from draftsmith.models.tensors import outline
 from draftsmith.models.tokenizer import load_tokenizer
 
 SPECULATORS = "0.9.0"  # the version whose folders these are

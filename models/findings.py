@@ -12,12 +12,14 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.models.imports import plain_names
+from draftsmith.models.foreign import plain_names
 from draftsmith.models.tensors import Checkpoint
 
 # By the source of these versions' loaders; TGI's by that of its last release.
 SERVERS = (*("vLLM 0.33", "SGLang 0.5.14", "speculators 0.9", "TGI", "transformers", "draftsmith"),)
 VLLM, SGLANG, SPECULATORS, TGI, TRANSFORMERS, DRAFTSMITH = SERVERS
+RANDOM = "leaves the layer random, without a word"
+REFUSES = "refuses it"
 EAGLES = ("eagle1", "eagle3", "speculators")
 
 
@@ -33,16 +35,6 @@ class Finding:
     says: str = ""
     servers: dict[str, str] = field(default_factory=dict)
     mend: str = ""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A finding without the name of its check."""
-
-    verdict: str
-    says: str
-    servers: dict[str, str]
-    mend: str
 
 
 @dataclass(frozen=True)
@@ -88,19 +80,19 @@ class Case:
         return self.target_config.num_hidden_layers if self.target is not None else None
 
 
-Check = Callable[[Case], Iterator[Problem]]
+Check = Callable[[Case], Iterator[Finding]]  # without the name of the check
 
 
-def fault(says: str, mend: str, **servers: str) -> Problem:
+def fault(says: str, mend: str, **servers: str) -> Finding:
     """servers: what vllm, sglang, speculators, tgi, transformers, draftsmith do; names joined by _
     where they do the same.
     """
-    return Problem("fault", says, _named(servers), mend)
+    return Finding("", "fault", says, _named(servers), mend)
 
 
-def warning(says: str, mend: str, **servers: str) -> Problem:
+def warning(says: str, mend: str, **servers: str) -> Finding:
     """As `fault`."""
-    return Problem("warning", says, _named(servers), mend)
+    return Finding("", "warning", says, _named(servers), mend)
 
 
 def _named(servers: dict[str, str]) -> dict[str, str]:

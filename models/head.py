@@ -7,7 +7,6 @@ Shapes: V rows of the target's LM head, H hidden size.
 """
 
 import copy
-import json
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.checkpoint import DTYPES, Shapes, read_header, read_json, refuse_faults
+from draftsmith.models.checkpoint import (
+    DTYPES,
+    Shapes,
+    read_header,
+    read_json,
+    refuse_faults,
+    write_json,
+)
 from draftsmith.models.taps import Tap, check_taps
 from draftsmith.models.target import split_head
 
@@ -110,7 +116,7 @@ class Head(nn.Module):
         """Write config.json and model.safetensors."""
         folder = Path(folder)
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.on_disk().items()}
-        (folder / "config.json").write_text(json.dumps(self.to_json(), indent=2) + "\n", "utf-8")
+        write_json(folder / "config.json", self.to_json())
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -20,15 +20,13 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.eagle import LAYER_FIELDS, Attention, EagleLayer, Rotary
+from draftsmith.models.eagle import LAYER_CONFIGS, LAYER_FIELDS, Attention, EagleLayer, Rotary
 from draftsmith.models.head import ANY_DEPTH, Head, OutputHead, field
 from draftsmith.models.medusa import ResidualBlock, check_sizes, copy_head, parts_of
 from draftsmith.models.taps import NORM
-
-LAYERS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,10 @@ class HydraConfig:
         if self.prefix is None:
             return
         got = (self.prefix.model_type, self.prefix.hidden_size, self.prefix.num_hidden_layers)
-        if got[0] not in LAYERS or got[1:] != (self.hidden, 1):
+        if got[0] not in LAYER_CONFIGS or got[1:] != (self.hidden, 1):
             raise ValueError(
                 f"hydra: got a prefix of kind {got[0]}, hidden size {got[1]}, {got[2]} layers, "
-                f"expected one layer of {' or '.join(LAYERS)}, hidden size {self.hidden}"
+                f"expected one layer of {' or '.join(LAYER_CONFIGS)}, hidden size {self.hidden}"
             )
 
 
@@ -142,17 +140,8 @@ class Hydra(Head):
         return self._dropped(x_XI)
 
     def head_VH(self, depth: int) -> Tensor:
-        """The LM head's weight [V, H].
-
-        A loss that multiplies by a bare weight takes in the bias as one more column of it, and a 1
-        as one more entry of the state.
-        """
+        """The weight [V, H] of one LM head; its bias, where it has one, is apart (`output`)."""
         return self.output(depth).weight
-
-    def logits(self, depth: int, state_XH: Tensor) -> Tensor:
-        """Logits [..., V] of a state, bias included."""
-        made: Tensor = self.output(depth)(state_XH)
-        return made
 
     def _dropped(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout, self.training)
@@ -183,12 +172,12 @@ class Hydra(Head):
         if field(config, "hydra_head_arch", str, "mlp") == "prefix-mlp":
             layer = dict(field(config, "prefix", dict))
             kind = layer.pop("model_type", None)
-            if kind not in LAYERS:
+            if kind not in LAYER_CONFIGS:
                 raise ValueError(
                     f"config.json: got a prefix of model_type={kind!r}, expected "
-                    f"{' or '.join(LAYERS)}; restore the file as it was saved"
+                    f"{' or '.join(LAYER_CONFIGS)}; restore the file as it was saved"
                 )
-            prefix = LAYERS[kind](**layer)
+            prefix = LAYER_CONFIGS[kind](**layer)
         return cls(
             HydraConfig(
                 hidden=field(config, "hidden_size", int),

@@ -4,12 +4,13 @@ Heads need a target's embeddings, its LM head and final norm, never its layers; 
 by its headers. Both are read here without the rest, whatever files they stand in.
 """
 
-import json
 import pickle
+import struct
 import zipfile
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +28,12 @@ FILES = (
     *("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt"),
 )
 
+# What unpickling a damaged file raises.
+DAMAGED = (
+    *(OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError),
+    *(AssertionError, struct.error, pickle.UnpicklingError, zipfile.BadZipFile),
+)
+
 
 class Checkpoint:
     """The tensors of a folder, or of a hub name that is at hand; ValueError where there are none,
@@ -42,9 +49,16 @@ class Checkpoint:
                 "path, or copy the folder again"
             )
         self.file = found
+        self._unpickled: dict[str, dict[str, Tensor]] = {}
         self.file_of: dict[str, str] = {}
         if found.endswith(".index.json"):
-            self.file_of = dict(read_json(self._locate(found) or Path())["weight_map"])
+            named = read_json(self._locate(found) or Path()).get("weight_map")
+            if not isinstance(named, dict) or not all(isinstance(f, str) for f in named.values()):
+                raise ValueError(
+                    f"got {path} whose {found} has no weight_map; expected the file of each "
+                    "tensor; copy it again"
+                )
+            self.file_of = named
         else:
             self.file_of = dict.fromkeys(self._open(found), found)
 
@@ -72,14 +86,15 @@ class Checkpoint:
         if path is None:
             raise ValueError(f"got {self.path} without {file}, which its index names; copy it too")
         if path.suffix != ".safetensors":
-            tensors = load_pickled(path)
+            tensors = self._unpickled.setdefault(file, {}) or load_pickled(path)
+            self._unpickled[file] = tensors
             return tensors if wanted is None else {name: tensors[name] for name in wanted}
         try:
             with safe_open(path, framework="pt") as opened:
                 if wanted is not None:
                     return {name: opened.get_tensor(name) for name in wanted}
-                return {name: _described(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+                return {name: _described(opened, name) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: half bytes
             raise _cut(path, error) from error
 
     def _locate(self, file: str) -> Path | None:
@@ -96,7 +111,7 @@ def load_pickled(file: Path) -> dict[str, Tensor]:
     try:
         mapped = zipfile.is_zipfile(file)
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+    except DAMAGED as error:
         raise _cut(file, error) from error
     if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
         raise ValueError(f"got {file}, which holds no state dict; expected tensors by name")
@@ -144,10 +159,12 @@ def _stored(name: str, checkpoint: Checkpoint) -> str:
     return min(ends, key=len)
 
 
-def _described(view: object) -> Tensor:
-    """A slice of a safetensors file as a tensor without values."""
-    shape, kind = view.get_shape(), view.get_dtype()  # type: ignore[attr-defined]
-    return torch.empty(shape, dtype=TYPES.get(kind, torch.uint8), device="meta")
+def _described(opened: Any, name: str) -> Tensor:
+    """A tensor of a safetensors file without its values."""
+    view = opened.get_slice(name)
+    shape = view.get_shape()
+    dtype = (view[:0] if shape else opened.get_tensor(name)).dtype
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _cut(file: Path, error: BaseException) -> ValueError:
@@ -156,15 +173,3 @@ def _cut(file: Path, error: BaseException) -> ValueError:
         f"got {file}, which cannot be read ({reason}); expected a whole file of tensors; it was "
         "probably cut while it was copied: copy it again"
     )
-
-
-def write_json(file: Path, content: dict) -> None:
-    """As configs are written."""
-    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-
-
-KINDS = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
-NAMES = "F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL"
-TYPES = {
-    name: getattr(torch, kind) for name, kind in zip(NAMES.split(), KINDS.split(), strict=True)
-}

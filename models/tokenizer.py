@@ -11,7 +11,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from draftsmith.models.checkpoint import read_json
 
@@ -45,7 +51,10 @@ def load_tokenizer(path: str | Path, *, local_files_only: bool = False) -> PreTr
             read_json(folder / "tokenizer.json")
     try:
         return AutoTokenizer.from_pretrained(
-            str(path), trust_remote_code=False, local_files_only=local_files_only
+            str(path),
+            trust_remote_code=False,
+            local_files_only=local_files_only,
+            **_of_head(folder),
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -53,6 +62,15 @@ def load_tokenizer(path: str | Path, *, local_files_only: bool = False) -> PreTr
             f"got {path}, from which no tokenizer can be read ({reason}); expected tokenizer files "
             "in transformers' layout; check the path, or copy the files again"
         ) from error
+
+
+def _of_head(folder: Path) -> dict[str, PretrainedConfig]:
+    """An empty config for a folder whose own is of a head: transformers would warn that it doesn't
+    know the type, and the tokenizer's files say all that is needed.
+    """
+    config = folder / "config.json"
+    kind = read_json(config).get("model_type") if config.is_file() else None
+    return {} if kind is None or kind in CONFIG_MAPPING else {"config": PretrainedConfig()}
 
 
 def check_logit_width(rows: int, tokenizer: PreTrainedTokenizerBase, owner: str) -> None:

@@ -1,4 +1,5 @@
-"""Run by test_distributed.py under `accelerate launch`: trains the small model of test_loop.py.
+"""Run by test_distributed.py under `accelerate launch`: trains the small model of test_loop.py, or
+with "head" a tiny head.
 
 distributed_job.py FOLDER '{"steps": 5, ...}'
 """
@@ -9,21 +10,21 @@ from pathlib import Path
 
 import torch
 from test_loop import Bigram, Sequences, settings
+from tiny_heads import fresh, llama, objective_of, text
 
 from draftsmith.train.data import Batch
 from draftsmith.train.launch import start
 from draftsmith.train.log import run_entry
-from draftsmith.train.loop import fit
+from draftsmith.train.loop import Objective, StepBatches, fit
 from draftsmith.train.state import Run
 
 
 def main(argv: list[str]) -> None:
     folder, changes = Path(argv[0]), json.loads(argv[1])
-    cut_at = changes.pop("cut_at", None)
+    cut_at, kind = changes.pop("cut_at", None), changes.pop("head", None)
     config = settings(folder, **changes)
     accelerator = start(config)
     run = Run(folder, json.dumps({"lr": config.lr}), main=accelerator.is_main_process)
-    objective = Bigram()
 
     class Text(Sequences):
         def batch(self, step: int, *place: int, **shape: int) -> Batch:
@@ -31,7 +32,13 @@ def main(argv: list[str]) -> None:
                 os._exit(9)
             return super().batch(step, *place, **shape)
 
-    fit(accelerator, objective, Text(), config, run, evaluate=lambda: {"loss": 1.0})
+    objective: Objective = Bigram()
+    batches: StepBatches = Text()
+    if kind:
+        target = llama()
+        objective = objective_of(fresh(kind, target), target, loss="lk")
+        batches = text(batch_size=config.batch_size)
+    fit(accelerator, objective, batches, config, run, evaluate=lambda: {"loss": 1.0})
     if accelerator.is_main_process:
         torch.save(objective.state_dict(), folder / "weights.pt")
         (folder / "kind.txt").write_text(accelerator.distributed_type.value)

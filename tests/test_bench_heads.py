@@ -1,9 +1,15 @@
 """The page of the heads' comparison, made from rows whose answers are known."""
 
 import importlib.util
+import itertools
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import head_folders
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,3 +70,30 @@ def test_differences_that_may_be_chance_are_said_to_be() -> None:
     assert "eagle3 - medusa, chain: -0.00" in text or "eagle3 - medusa, chain: +0.00" in text
     line = next(line for line in text.splitlines() if "eagle3 - medusa, chain" in line)
     assert line.endswith("not told apart")
+
+
+def test_trained_heads_are_measured(
+    tmp_path: Path, tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Heads that stand already, of three tokens ahead and of any depth: trees are cut to fit."""
+    target = head_folders.on_disk(tmp_path / "target", tiny_target, tiny_tokenizer)
+    for what in ("medusa", "eagle3"):
+        folder = tmp_path / "trained" / f"{what}-0" / "drafter"
+        head_folders.ours(folder, head_folders.made(what, tiny_target), tiny_target, tiny_tokenizer)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def main(\nimport os, sys\n")
+    where = [f"target={target}", f"data={prompts}", f"out={tmp_path}", "kinds=medusa,eagle3"]
+    few = ["seeds=1", "prompts=2", "max_new_tokens=6", "deepest=2"]
+    command = [sys.executable, "bench/heads.py", *where, *few, f"trained={tmp_path / 'trained'}"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    found = json.loads((tmp_path / "heads.json").read_text())
+    arms = {(r["what"], r["tree"], r["temperature"]) for r in found}
+    trees = ("chain", "static", "dynamic", "dynamic, sharpness 2", "chain 1", "chain 2")
+    assert arms == set(itertools.product(("medusa", "eagle3"), trees, (0.0, 1.0)))
+    assert {(r["what"], r["K"]) for r in found if r["tree"] == "chain"} == {
+        ("medusa", 3),
+        ("eagle3", 4),
+    }
+    for r in found:
+        assert 1 <= r["tau"] <= r["K"] + 1 and r["draft_ms"] > 0
+    assert (tmp_path / "heads.md").read_text() == page_module().page(found)

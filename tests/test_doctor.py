@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import build_llama
+from doctor_traps import IDS, TRAPS, Change, Trap, drop, say, twice
 from head_folders import made, on_disk, ours
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,8 +23,6 @@ from draftsmith.models.findings import SERVERS, Finding
 from draftsmith.models.fingerprint import fingerprint
 
 Target = LlamaForCausalLM
-Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
-IDS = "eagle_aux_hidden_state_layer_ids"
 LAYERS = 6
 
 
@@ -48,6 +46,7 @@ def place(
         "eagle3-norms": made("eagle3", target, taps=(1, 3, 5), fc_norm=True, norm_output=True),
         "eagle3-two": made("eagle3", target, taps=(1, 3, 5), layers=2),
         "eagle3-qwen": made("eagle3", target, taps=(1, 3, 5), qwen=True),
+        "eagle3-all": made("eagle3", target, taps=(1, 3, 5), draft_vocab=320),
         "eagle-1": made("eagle1", target),
         "medusa": made("medusa", target),
         "hydra": made("hydra", target, prefixed=True),
@@ -91,6 +90,7 @@ GOOD: dict[str, list[tuple[str, str]]] = {
     "eagle3-norms": [],
     "eagle3-two": [("one server alone", "warning")],  # the name of a norm
     "eagle3-qwen": [("one server alone", "warning")],  # SGLang has no norms on queries and keys
+    "eagle3-all": [],
     "eagle-1": [("biases", "warning")] * 2,  # SGLang's bias and its name of the architecture
     "eagle3-speculators": [],
     "medusa": [("heads and file", "warning")],  # TGI's name of the file
@@ -105,180 +105,6 @@ def test_good_folders(place: Path, name: str) -> None:
     assert problems(findings) == GOOD[name], findings
     assert findings[-1] == Finding("opened here", "ok")
     assert outlook(layout, findings)["draftsmith"] == "reads it"
-
-
-def nan(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tensors["norm.weight"][3] = float("nan")
-
-
-def rename(old: str, new: str) -> Change:
-    def by(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if old in name]:
-            tensors[name.replace(old, new)] = tensors.pop(name)
-
-    return by
-
-
-def say(**fields: Any) -> Change:
-    return lambda config, tensors: config.update(fields)
-
-
-def drop(name: str) -> Change:
-    return lambda config, tensors: (config.pop(name, None), tensors.pop(name, None))
-
-
-def as_ids(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
-
-
-def shift(name: str, by: int, at: slice) -> Change:
-    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        tensors[name][at] += by
-
-    return change
-
-
-def nested(ids: list[int]) -> Change:
-    return say(eagle_config={IDS: ids})
-
-
-def top(ids: list[int]) -> Change:
-    return lambda config, tensors: config.update(
-        {IDS: ids, "eagle_config": {IDS: [i - 1 for i in ids]}}
-    )
-
-
-def float32(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tensors |= {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
-    config["torch_dtype"] = "float32"
-
-
-def input_norm(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tensors["input_norm.weight"] = torch.ones(96, dtype=torch.bfloat16)
-
-
-def other_t2d(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tensors["t2d"] = tensors["t2d"].roll(1)
-
-
-def trained_bias(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tensors["fc.bias"], config["bias"] = torch.ones(32).bfloat16(), True
-
-
-# (what, folder, one change, check, verdict, words, server -> its words)
-Trap = tuple[str, str, Change, str, str, str, dict[str, str]]
-# fmt: off
-TRAPS: list[Trap] = [
-    ("unknown name", "eagle3", rename("midlayer.mlp.up", "midlayer.mlp.upper"),
-     "tensors", "fault", "without a place: layers.0.mlp.upper",
-     {"SGLang 0.5.14": "skips them", "vLLM 0.33": "refuses"}),
-    ("missing tensor", "eagle3", drop("midlayer.self_attn.o_proj.weight"),
-     "tensors", "fault", "1 missing: layers.0.self_attn.o_proj",
-     {"SGLang 0.5.14": "random, without a word"}),
-    ("wrong sizes", "eagle3", say(intermediate_size=64),
-     "tensors", "fault", r"is \[48, 32\], its config makes it \[64, 32\]|is \[32, 48\]",
-     {"vLLM 0.33": "refuses"}),
-    ("midlayer in speculators", "eagle3-speculators", rename("layers.0.", "midlayer."),
-     "tensors", "fault", "whose name is layers.0",
-     {"speculators 0.9": "random"}),
-    ("not a number", "eagle3", nan,
-     "finite numbers", "fault", "norm.weight",
-     {"vLLM 0.33": "accepts nothing"}),
-    ("nested ids only", "eagle3", drop(IDS),
-     "layer ids", "fault", r"only the nested ids, \[0, 2, 4\]",
-     {"vLLM 0.33": "next to nothing"}),
-    ("top ids only", "eagle3", drop("eagle_config"),
-     "layer ids", "fault", r"only the top-level ids, \[1, 3, 5\]",
-     {"SGLang 0.5.14": "next to nothing"}),
-    ("ids that differ", "eagle3", nested([1, 3, 5]),
-     "layer ids", "fault", r"nested \[1, 3, 5\]: the second",
-     {"SGLang 0.5.14": "taps [2, 4, 6]"}),
-    ("ids that descend", "eagle3", top([5, 3, 1]),
-     "layer ids", "fault", "don't ascend",
-     {"SGLang 0.5.14": "order of the layers"}),
-    ("ids of another target", "eagle3", top([1, 3, 15]),
-     "layer ids", "fault", r"ids \[15\] of a target of 6",
-     {"vLLM 0.33": "fewer taps"}),
-    ("too few ids", "eagle3", top([1, 3]),
-     "fc", "fault", "reads 96 numbers, 2 taps of 32 are 64",
-     {"vLLM 0.33": "refuses"}),
-    ("no draft_vocab_size", "eagle3", drop("draft_vocab_size"),
-     "draft vocabulary", "fault", "no draft_vocab_size",
-     {"SGLang 0.5.14": "fails"}),
-    ("another draft_vocab_size", "eagle3", say(draft_vocab_size=320),
-     "draft vocabulary", "fault", "is 320, lm_head.weight has 160 rows",
-     {"vLLM 0.33": "refuses"}),
-    ("no d2t", "eagle3", drop("d2t"),
-     "draft vocabulary", "fault", "no d2t, though it drafts 160 of 320",
-     {"SGLang 0.5.14": "takes draft ids"}),
-    ("d2t of ids", "eagle3", as_ids,
-     "draft vocabulary", "fault", "holds ids, not offsets",
-     {"vLLM 0.33": "other tokens"}),
-    ("d2t outside", "eagle3", shift("d2t", 1000, slice(3, 4)),
-     "draft vocabulary", "fault", "leads 1 times outside the 320",
-     {"draftsmith": "refuses"}),
-    ("t2d of other tokens", "eagle3", other_t2d,
-     "draft vocabulary", "fault", "name different tokens",
-     {"speculators 0.9": "wrong rows"}),
-    ("no t2d", "eagle3", drop("t2d"),
-     "draft vocabulary", "warning", "no t2d",
-     {"speculators 0.9": "needs it"}),
-    ("norms without a flag", "eagle3-norms", say(fc_norm=False),
-     "norm flags", "fault", r"fc_norm.\* in the file",
-     {"SGLang 0.5.14": "skips the norm"}),
-    ("a flag without norms", "eagle3", say(fc_norm=True),
-     "norm flags", "fault", r"there is no fc_norm.\*",
-     {"vLLM 0.33": "as they are born"}),
-    ("another norm without a flag", "eagle3", input_norm,
-     "norm flags", "fault", r"input_norm.\* in the file",
-     {"vLLM 0.33": "refuses"}),
-    ("flag unwritten", "eagle3-speculators", drop("norm_before_residual"),
-     "norm flags", "fault", "isn't written",
-     {"vLLM 0.33": "takes it for true"}),
-    ("a flag SGLang ignores", "eagle3", say(norm_before_residual=True),
-     "one server alone", "warning", "norm_before_residual",
-     {"SGLang 0.5.14": "drafts wrongly"}),
-    ("qwen layers by Llama's name", "eagle3-qwen", say(architectures=["LlamaForCausalLMEagle3"]),
-     "one server alone", "fault", "norms on queries and keys, under the name",
-     {"vLLM 0.33": "refuses"}),
-    ("SGLang's name of a norm", "eagle3-two", rename("1.input_layernorm", "1.hidden_norm"),
-     "one server alone", "warning", "SGLang's name",
-     {"vLLM 0.33": "as it is born"}),
-    ("tied", "eagle3", say(tie_word_embeddings=True),
-     "own LM head", "fault", "is true",
-     {"SGLang 0.5.14": "takes the embeddings"}),
-    ("few positions", "eagle3", say(max_position_embeddings=64),
-     "positions", "warning", "64, the target's 512",
-     {"draftsmith": "ends decoding at 64"}),
-    ("new rotary fields alone", "eagle3", drop("rope_theta"),
-     "rotary fields", "warning", "only rope_parameters",
-     {"vLLM 0.33": "turns by 10,000"}),
-    ("old rotary fields alone", "eagle3", drop("rope_parameters"),
-     "rotary fields", "warning", "only the rotary fields of before",
-     {}),
-    ("rotary fields that differ", "eagle3", say(rope_theta=7.0),
-     "rotary fields", "fault", "rope_theta 7.0 .* beside",
-     {"SGLang 0.5.14": "reads rope_parameters"}),
-    ("bias of the attention", "eagle3", say(bias=True),
-     "biases", "fault", "bias is true",
-     {"vLLM 0.33": "nothing fills"}),
-    ("a trained bias", "eagle-1", trained_bias,
-     "biases", "warning", "fc.bias isn't zero",
-     {"vLLM 0.33": "doesn't add it"}),
-    ("float32", "eagle3", float32,
-     "dtype", "warning", "weights in float32",
-     {}),
-    ("another dtype said", "eagle3", say(torch_dtype="float16"),
-     "dtype", "warning", "torch_dtype float16, weights in bfloat16",
-     {}),
-    ("hidden size", "eagle3", say(hidden_size=16, target_hidden_size=16),
-     "target", "fault", "hidden size 16, the target's 32",
-     {"draftsmith": "refuses"}),
-    ("vocabulary", "eagle3", say(vocab_size=384),
-     "target", "fault", "vocab_size 384, the target's 320",
-     {"draftsmith": "refuses"}),
-]
-# fmt: on
 
 
 @pytest.mark.parametrize("trap", TRAPS, ids=[trap[0] for trap in TRAPS])
@@ -307,6 +133,43 @@ def test_files_that_cannot_be_read(place: Path, tmp_path: Path) -> None:
     assert "cannot be read" in examine(str(folder))[1][0].says
     with pytest.raises(ValueError, match="is no folder"):
         examine(str(tmp_path / "nowhere"))
+
+
+def test_usual_ids_may_stand_alone(broken: Callable[[str, Change], Path]) -> None:
+    """Servers take [2, n // 2, n - 3] where they find none: without a target, for some n."""
+
+    def usual(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        del config[IDS]
+        config["eagle_config"] = {IDS: [1, 15, 28]}
+
+    found = [f for f in examine(str(broken("eagle3", usual)))[1] if f.check == "layer ids"]
+    assert [f.verdict for f in found] == ["warning"] and "a target of 32 layers" in found[0].says
+
+
+def test_fields_of_another_type(
+    broken: Callable[[str, Change], Path], tmp_path: Path, place: Path
+) -> None:
+    for name, value, expected in (
+        ("hidden_size", "32x", "a whole number"),
+        ("eagle_config", [1, 2], "an object"),
+        (IDS, 3, "a list"),
+        (IDS, ["1"], "numbers of layers"),
+    ):
+        folder = broken("eagle3", say(**{name: value}))
+        found = [f for f in examine(str(folder))[1] if f.verdict == "fault"]
+        assert [f.check for f in found] == ["config.json"] and expected in found[0].says
+        shutil.rmtree(folder)
+
+
+def test_what_our_loader_refuses_is_not_judged(broken: Callable[[str, Change], Path]) -> None:
+    layout, findings = examine(str(broken("medusa", drop("1.0.linear.weight"))))
+    assert ("opened here", "fault") in problems(findings)
+    assert "not judged" in outlook(layout, findings)["TGI"]
+
+
+def test_one_tensor_by_two_names(broken: Callable[[str, Change], Path]) -> None:
+    (only,) = examine(str(broken("eagle3", twice)))[1]
+    assert only.verdict == "fault" and "holds one tensor twice" in only.says
 
 
 def test_a_path_that_vllm_does_not_guess_by(place: Path, tmp_path: Path) -> None:
@@ -343,5 +206,9 @@ def test_the_command(
     assert "EAGLE-3" in shown and "layer ids" in shown and "SGLang 0.5.14" in shown
     assert main([str(broken("eagle3", drop("d2t")))]) == 1
     assert "fault" in capsys.readouterr().out
+    odd = place / "lr=3e-4[a]"
+    odd.symlink_to(place / "eagle3")
+    assert main([str(odd)]) == 0 and "lr=3e-4[a]" in capsys.readouterr().out
+    assert main(["[/red]"]) == 2 and "[/red]" in capsys.readouterr().out
     assert main(["nowhere"]) == 2 and "is no folder" in capsys.readouterr().out
     assert main([]) == 0

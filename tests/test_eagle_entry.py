@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from head_folders import made
 from safetensors.torch import load_file
+from test_imports import official_eagle1, official_eagle3
 
 from draftsmith.models.drafter_folder import open_drafter
 from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.taps import NORM
 from draftsmith.train import eagle, expectations
 from draftsmith.train.data import Batches, Examples
 from draftsmith.train.eagle_head import EagleSource, counted, open_head
@@ -51,6 +54,16 @@ def test_a_fresh_head_is_like_the_targets_layers(tiny_target, tiny_tokenizer, co
     assert not torch.equal(other.fc.weight, head.fc.weight)
 
 
+def test_its_activation_is_one_that_servers_know(
+    tiny_target, tiny_tokenizer, counts_V, monkeypatch
+) -> None:
+    monkeypatch.setattr(tiny_target.config, "hidden_act", "gelu")
+    head = open_head(EagleSource(), tiny_target, tiny_tokenizer, counts_V, 0)
+    assert head.to_json()["hidden_act"] == "silu"
+    x = torch.linspace(-3, 3, 9)
+    assert torch.allclose(head.decoder_layers[0].mlp.act_fn(x), torch.nn.functional.silu(x))
+
+
 def test_sizes_taps_and_vocabulary_of_the_recipe(tiny_target, tiny_tokenizer, counts_V) -> None:
     sizes = {"layer": "qwen3", "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16}
     text = {"taps": [3, 0], "draft_vocab": 310, "intermediate": 24, "freeze_head": True}
@@ -70,11 +83,6 @@ def test_a_head_may_begin_at_random(tiny_target, tiny_tokenizer, counts_V) -> No
     assert not torch.allclose(head.lm_head.weight, tiny_target.lm_head.weight, atol=0.1)
 
 
-def test_poor_coverage_is_warned_of(tiny_target, tiny_tokenizer, counts_V) -> None:
-    with pytest.warns(UserWarning, match=r"draft_vocab=160 covers 75\.1% .* at least 95%"):
-        open_head(EagleSource(draft_vocab=160), tiny_target, tiny_tokenizer, counts_V, 0)
-
-
 WRONG = [
     ({"version": 2}, "expected version 1 or 3"),
     ({"init_head": "zeros"}, "expected target or random"),
@@ -82,6 +90,8 @@ WRONG = [
     ({"taps": [4]}, r"taps: got \[4\] for a target of 3 layers"),
     ({"version": 1, "taps": [1]}, "eagle 1: got taps"),
     ({"version": 1, "fc_norm": True}, "eagle 1: got .* a norm of EAGLE-3.1"),
+    ({"version": 1, "draft_vocab": 9, "freeze_head": True}, "got draft_vocab and freeze_head, exp"),
+    ({"version": 1, "init_head": "random"}, "eagle 1: got init_head, expected none of draft_vocab"),
     ({"draft_vocab": ROWS + 1}, "draft_vocab=321, expected 1 to the target's 320"),
 ]
 
@@ -176,12 +186,56 @@ def test_a_run_goes_on_from_an_earlier_head(tmp_path: Path, arguments) -> None:
         run(tmp_path / "third", [*more, "version=1"])
 
 
-def test_a_run_from_a_cache(tmp_path: Path, arguments) -> None:
+@pytest.mark.parametrize(
+    ("kind", "write"), [("eagle1", official_eagle1), ("eagle3", official_eagle3)]
+)
+def test_a_run_goes_on_from_an_official_head(
+    kind, write, tmp_path: Path, arguments, tiny_target, capsys
+) -> None:
+    """Whose folder leaves the layers that it reads to the target. Its tokens are what they are."""
+    head = made(kind, tiny_target)
+    folder = write(tmp_path / "theirs", head, tiny_target)
+    more = [f"draft={folder}", f"version={kind[-1]}", "lr=1e-9"]
+    with pytest.warns(UserWarning) as told:
+        run(tmp_path / "run", [*arguments, *more])
+    assert any("not known to be made for this target" in str(w.message) for w in told)
+    thin = [w for w in told if "expected at least 95%" in str(w.message)]
+    assert len(thin) == (kind == "eagle3")
+    saved = open_drafter(tmp_path / "run/drafter", None).head()
+    assert saved.taps == ((NORM,) if kind == "eagle1" else (1, 2))
+    assert torch.allclose(saved.fc.weight, head.fc.weight, atol=1e-6)
+
+
+def test_two_runs_from_one_cache(tmp_path: Path, arguments) -> None:
     online = run(tmp_path / "online", arguments)
-    cached = run(tmp_path / "cached", [*arguments, "cache=true"])
-    assert list((tmp_path / "cached/states").glob("states-*.safetensors"))
+    more = [*arguments, f"cache={tmp_path}/states"]
+    cached = run(tmp_path / "cached", more)
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "states").iterdir()}
+    assert len(written) == 2
     for there, here in zip(online[1:], cached[1:], strict=True):
         assert here["loss"] == pytest.approx(there["loss"], rel=2**-7)
+    again = run(tmp_path / "again", [*more, "packing=false", "lr=1e-2"])
+    assert again[1]["loss"] != cached[1]["loss"]
+    assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "states").iterdir()}
+
+
+def test_a_shrunk_run_keeps_no_states(tmp_path: Path, arguments) -> None:
+    """Of its tiny target they would be other ones than the folder is for."""
+    kept = [f"cache={tmp_path}/states", "cache_int8=true", "target.shrink=true"]
+    run(tmp_path / "run", [*arguments, *kept])
+    assert (tmp_path / "run/drafter").is_dir() and not (tmp_path / "states").exists()
+
+
+def test_a_text_longer_than_the_head_knows_is_refused(tmp_path: Path, arguments) -> None:
+    with pytest.raises(ValueError, match="max_length: got 600, expected at most the 512 positions"):
+        run(tmp_path / "run", [*arguments, "max_length=600"])
+
+
+def test_poor_coverage_is_warned_of(tmp_path: Path, arguments) -> None:
+    with pytest.warns(
+        UserWarning, match=r"drafts cover \d+\.\d% of the text, expected at least 95%"
+    ):
+        run(tmp_path / "run", [*arguments, "draft_vocab=8"])
 
 
 def test_a_run_far_below_the_known_is_told(tmp_path: Path, arguments, monkeypatch, capsys) -> None:

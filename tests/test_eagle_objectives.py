@@ -3,7 +3,6 @@ position by position.
 """
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -211,7 +210,6 @@ class Pairs:
 EAGLE3 = [
     *({"loss": name} for name in ("fkl", "nla", "lk")),
     {"loss": {"fkl": 0.9, "nla": 0.1}},
-    {"loss": "fkl", "mask_outside": True},
     {"loss": "fkl", "step_decay": 0.5},
 ]
 
@@ -228,8 +226,6 @@ def test_eagle3_is_the_formula_pair_by_pair(options, draft_vocab, steps) -> None
     pairs = Pairs(head, steps)
     total, counts, alphas = torch.zeros(()), [0] * steps, [0.0] * steps
     for step, _, p, q in pairs:
-        if options.get("mask_outside") and int(p.argmax()) not in pairs.ids_D:
-            continue
         p = p[pairs.ids_D]
         total = total + decay**step * loss(p, q)
         counts[step] += 1
@@ -251,7 +247,7 @@ def test_eagle3_is_the_formula_pair_by_pair(options, draft_vocab, steps) -> None
 def test_measuring_is_over_the_whole_vocabulary(version, draft_vocab) -> None:
     """Without noise, on every pair; alpha is 1 - TV with nothing drafted outside."""
     head, steps = head_of(version, draft_vocab), 3
-    kind = Eagle1Objective if version == 1 else partial(Eagle3Objective, mask_outside=True)
+    kind = Eagle1Objective if version == 1 else Eagle3Objective
     objective = build(kind, head, steps=steps, loss="fkl")
     output = objective.measure(batch())
     pairs = Pairs(head, steps)
@@ -313,13 +309,13 @@ def test_lk_weighs_its_kl_by_the_last_steps_alpha() -> None:
     objective = build(Eagle3Objective, head, steps=2, loss="lk")
     alphas = {"restricted_alpha_0": 0.5, "restricted_alpha_1": 0.125}
     objective.observe({"count_0": 0.5, "count_1": 0.25} | alphas)
-    assert objective.mean_alpha_S.tolist() == [1.0, 0.5]
+    assert objective.mean_alpha_D.tolist() == [1.0, 0.5]
     pairs, want = Pairs(head, 2), 0.0
     for step, _, p, q in pairs:
         weight = math.exp(-3.0 * (1.0, 0.5)[step])
         want += 0.8**step * losses.lk(p[pairs.ids_D], q, kl_weight=weight).item()
     assert abs(objective(batch()).loss.item() - want) < 1e-5 * want
-    assert "mean_alpha_S" in objective.state_dict()
+    assert "mean_alpha_D" in objective.state_dict()
 
 
 def test_a_frozen_lm_head_gets_no_gradient_and_the_target_none() -> None:

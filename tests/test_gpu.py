@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from head_folders import made
 from test_step import MODES, started
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.attention import Attend, Seen, available, mix
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.load import OF_HEADS
 from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.exactness import divergences
@@ -82,6 +84,30 @@ def test_a_graph_gives_the_tokens_of_the_calls_it_records(
         answers.append([c.tokens for c in decoder.generate(PROMPTS, params)])
         assert decoder.graphs.recordings, "no round was recorded"
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("mode", TREES)
+@pytest.mark.parametrize("kind", OF_HEADS)
+def test_heads_are_captured_and_change_no_answer(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, kind: str, mode: str
+) -> None:
+    """In fp32: a graph's tokens are those of the calls it records, and plain decoding's."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    vocab, params = len(tiny_tokenizer), SamplingParams(1.0, max_new_tokens=64, ignore_eos=True)
+    target = _there(tiny_target)
+    plain = Decoder(target, tiny_tokenizer).generate(PROMPTS, params)
+    head = made(kind, tiny_target, **({"prefixed": True} if kind == "hydra" else {}))
+    drafter = OF_HEADS[kind](head.to(DEVICE), target, vocab)
+    answers = []
+    for record in (None, lambda run: run):
+        settings = TREES[mode] | ({"K": 3} if mode != "dynamic" else {})
+        decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=3, **settings)
+        decoder.graphs = Graphs(decoder.stepper, record)
+        got = decoder.generate(PROMPTS, params)
+        answers.append([c.tokens for c in got])
+        assert decoder.graphs.recordings, "no round was recorded"
+    found = divergences(plain, got, target, params, vocab_size=vocab, dtype="float32")
+    assert answers[0] == answers[1] and all(d.near_tie for d in found), found
 
 
 @pytest.mark.parametrize("mode", TREES)

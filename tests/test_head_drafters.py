@@ -12,16 +12,17 @@ import torch
 from counting import ahead, counting_target
 from test_hydra import layer, looks_at
 from test_medusa import randomised
-from test_step import started
+from test_step import record_rounds, started
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.base import Round
+from draftsmith.decode.drafters.head_kv import keep_last
 from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.load import load_drafter
-from draftsmith.decode.drafters.medusa import MedusaDrafter, keep_last
+from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import TokenTree
@@ -153,7 +154,7 @@ def law(drafter: Drafting, base_1H: Tensor, path: list[int], vocab: int) -> Tens
     if isinstance(head, Medusa):
         return (head.states(base_1H)[depth] @ head.head_VH(depth).T)[0, :vocab]
     state_1H = head.state(depth, base_1H, head.embed(torch.tensor([path])))
-    return head.logits(depth, state_1H)[0, :vocab]
+    return head.output(depth)(state_1H)[0, :vocab]
 
 
 @pytest.mark.parametrize("params", WAYS, ids=["greedy", "t1"])
@@ -241,6 +242,48 @@ def test_a_round_never_reads_the_device(
     batch = started(decoder, WAYS[1])
     with FakeTensorMode(allow_non_fake_inputs=True):
         decoder.stepper.step(batch, decoder.policy.next_plan(), 64, None)
+
+
+@pytest.mark.parametrize("tree", [TREES[0], TREES[3]], ids=str)
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
+def test_a_recorded_round_is_the_round(
+    target: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    kind: str,
+    tree: dict[str, Any],
+) -> None:
+    """Replayed on the same tensors, over two calls whose rows come and go: the same tokens."""
+    drafter = make(kind, target, len(tiny_tokenizer), off=0)
+    decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=2, **tree)
+    decoder.late = True
+    recordings = record_rounds(decoder)
+    expected = truths(target, tiny_tokenizer, WAYS[1])
+    for _ in range(2):
+        assert [c.tokens for c in decoder.generate(PROMPTS, WAYS[1])] == expected
+    assert len(recordings) == 1
+
+
+@pytest.mark.parametrize("params", WAYS, ids=["greedy", "t1"])
+@pytest.mark.parametrize("tree", ["chain", "eagle-25", "dynamic:3,5,30", "dynamic:3,20,200"])
+def test_a_head_that_says_no_number_changes_no_answer(
+    target: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tree: str,
+    params: SamplingParams,
+) -> None:
+    """And the nodes below its own keep their parents, though these are worth nothing."""
+    drafter = make("medusa", target, len(tiny_tokenizer), off=0)
+    drafter.head.output(0).weight.fill_(torch.nan)
+    decoder = Decoder(target, tiny_tokenizer, drafter, tree=tree, batch_size=3)
+    seen: list[TokenTree] = []
+    propose = drafter.propose
+    drafter.propose = lambda request: seen.append(propose(request)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
+    done = decoder.generate(PROMPTS, params)
+    assert [c.tokens for c in done] == truths(target, tiny_tokenizer, params)
+    for topology in (tree.topology for tree in seen):
+        parent_BN, depth_BN = (torch.atleast_2d(x) for x in (topology.parent, topology.depth))
+        above_BM = depth_BN.gather(1, parent_BN[:, 1:])
+        assert torch.equal(depth_BN[:, 1:], above_BM + 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from tiny_heads import (
     ALPHA,
@@ -31,7 +30,7 @@ from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.eagle import causal
-from draftsmith.models.hydra_heads import Hydra
+from draftsmith.models.hydra_heads import Hydra, HydraConfig
 from draftsmith.models.medusa import Medusa
 from draftsmith.models.taps import NORM
 from draftsmith.train.data import Batch
@@ -76,7 +75,7 @@ def q_state(head: Medusa | Hydra, depth: int, base_TH: Tensor, ids_T: Tensor, t:
 
 
 def by_loops(
-    head: Medusa | Hydra, target: PreTrainedModel, batch: Batch, loss: str, recon: float
+    head: Medusa | Hydra, target: PreTrainedModel, batch: Batch, loss: str
 ) -> dict[str, Tensor]:
     """Every pair (t, d) one by one, from whole logits."""
     norm_BTH = OnlineTaps(target, (NORM,))(batch).norm_BTG
@@ -100,8 +99,6 @@ def by_loops(
                         cost = -q_V.log_softmax(-1)[ids_T[goal]]
                     else:
                         cost = divergence(loss, kl_weight=lk_weight(ALPHA))(p_V, q_V)
-                    if recon:
-                        cost = cost + recon * F.smooth_l1_loss(q_state_H, p_state_H)
                     sums["loss"] = sums["loss"] + DECAY**depth * cost
                     sums[f"alpha_{depth}"] += torch.minimum(p_V.softmax(-1), q_V.softmax(-1)).sum()
                     sums[f"top1_{depth}"] += float(p_V.argmax() == q_V.argmax())
@@ -115,15 +112,14 @@ def by_loops(
 def test_loss_and_gradients_are_those_of_the_loops(kind: str, loss: str, packing: bool) -> None:
     target, batch = llama().double(), one_batch(packing)
     head = fresh(kind, target).double()
-    recon = 0.3 if kind != "medusa" else 0.0
-    objective = objective_of(head, target, loss=loss, **({"recon": recon} if recon else {}))
+    objective = objective_of(head, target, loss=loss)
     assert objective.vocab_size == TOKENS < ROWS
     objective.mean_alpha_D.fill_(ALPHA)  # of the step before: what `lk` weighs its KL by
     output = objective(batch)
     output.loss.backward()
     got = {name: p.grad.clone() for name, p in head.named_parameters()}
     head.zero_grad()
-    expected = by_loops(head, target, batch, loss, recon)
+    expected = by_loops(head, target, batch, loss)
     expected["loss"].backward()
     assert output.tokens == batch.loss_mask.sum()
     assert output.loss.item() == pytest.approx(expected["loss"].item(), rel=1e-9)
@@ -139,18 +135,27 @@ def test_loss_and_gradients_are_those_of_the_loops(kind: str, loss: str, packing
     assert 0 < measured.metrics["count_2"] < measured.metrics["count_0"] < output.tokens
 
 
-def test_rows_shorter_than_the_heads_reach() -> None:
-    """Two tokens have no pair at all; nothing breaks, and no gradient comes."""
+@pytest.mark.parametrize("length", [2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_shorter_than_the_heads_reach(kind: str, length: int) -> None:
+    """Of five heads only those have pairs, and gradients, whose tokens the text still has: none of
+    two tokens, one of three.
+    """
     target = llama()
-    ids_BT = torch.tensor([[3, 4], [5, 6]])
-    mask_BT = torch.tensor([[True, False]] * 2)
-    batch = Batch(ids_BT, torch.arange(2).expand(2, 2), mask_BT, None, (0, 1))
-    for kind in KINDS:
-        head = fresh(kind, target)
-        output = objective_of(head, target, loss="fkl")(batch)
-        output.loss.backward()
-        assert output.loss == 0 and output.tokens == 2
-        assert all(p.grad is None or not p.grad.any() for p in head.parameters())
+    ids_BT = torch.arange(3, 3 + 2 * length).view(2, length)
+    mask_BT = torch.ones(2, length, dtype=torch.bool)
+    mask_BT[:, -1] = False
+    batch = Batch(ids_BT, torch.arange(length).expand(2, -1), mask_BT, None, (0, 1))
+    head = fresh(kind, target, heads=5)
+    output = objective_of(head, target, loss="fkl")(batch)
+    output.loss.backward()
+    assert output.tokens == 2 * (length - 1)
+    counts = [int(output.metrics[f"count_{depth}"]) for depth in range(5)]
+    assert counts == [2 * max(0, length - 2 - depth) for depth in range(5)]
+    assert (output.loss > 0) == (length > 2)
+    for depth in range(5):
+        gradient = head.output(depth).weight.grad
+        assert (gradient is not None and bool(gradient.any())) == (counts[depth] > 0)
 
 
 def counting_target(size: int = 31) -> PreTrainedModel:
@@ -288,6 +293,13 @@ def test_noise_and_dropout_are_for_training_alone() -> None:
     distance_BTH = (seen[0] - norm_BTH).abs()
     assert 0.95 * reach < distance_BTH.max() <= reach * 1.0001
     assert distance_BTH.mean().item() == pytest.approx(reach / 2, rel=0.1)
+
+
+def test_a_bias_that_the_loss_would_not_see_is_refused() -> None:
+    target = llama()
+    config = HydraConfig(hidden=32, rows=ROWS, heads=HEADS, head_bias=True)
+    with pytest.raises(AssertionError, match="weights alone"):
+        objective_of(Hydra(config).init_from(target), target)
 
 
 def test_an_unknown_loss_is_named_at_once() -> None:

@@ -80,7 +80,15 @@ def test_training_helps_and_the_folder_decodes_as_measured(
 
 def test_cached_states_train_as_computed_ones_do(training: Argv, tmp_path: Path) -> None:
     heads.main([*training, "kind=hydra", "prefix=true"])
-    heads.main([*training, "kind=hydra", "prefix=true", "cache=true", f"out={tmp_path / 'two'}"])
+    heads.main(
+        [
+            *training,
+            "kind=hydra",
+            "prefix=true",
+            f"cache={tmp_path / 'states'}",
+            f"out={tmp_path / 'two'}",
+        ]
+    )
     for a, b in zip(records(tmp_path / "run"), records(tmp_path / "two"), strict=True):
         assert a.keys() == b.keys()
         # The cache holds bf16, with 8 bits.
@@ -117,11 +125,13 @@ def test_a_joint_run_leaves_a_target_and_its_drafter(
         (["kind=medusas"], "kind='medusas'.*expected medusa or hydra"),
         (["kind=medusa", "prefix=true"], "hydra where any of these is set"),
         (["kind=hydra", "joint=true"], "joint=True with kind=hydra"),
-        (["kind=medusa", "joint=true", "cache=true"], "needs kind=medusa and no cache"),
+        (["kind=medusa", "joint=true", "cache=states"], "needs kind=medusa and no cache"),
         (["kind=medusa", "gradient_checkpointing=true"], "only it has layers to checkpoint"),
         (["kind=medusa", "loss=soft"], "got 'soft', expected one of fkl"),
         (["kind=hydra", "dropout=1.5"], "dropout=1.5"),
-        (["kind=medusa", "heads=0"], "heads=0"),
+        (["kind=hydra", "heads=0"], "hydra: got .*heads=0"),
+        (["kind=hydra", "prefix=true", "max_length=600"], "max_length: got 600.*the 512 positions"),
+        (["kind=medusa", "heads=0"], "medusa: got .*heads=0"),
         (["kind=medusa", "heads=2"], "K"),
     ],
 )

@@ -1,6 +1,7 @@
 """What is measured and planned of heads: reports, isolated times, costs, alpha, memory."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from draftsmith.decode.__main__ import main
 from draftsmith.decode.calibrate import Calibration
 from draftsmith.decode.calibrate import run as calibrate
 from draftsmith.decode.costs import measured_costs
-from draftsmith.decode.drafters.base import Feed, Round
+from draftsmith.decode.drafters.base import Drafter, Feed, Round
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.load import OF_HEADS
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.measure import (
     draft_call,
@@ -32,6 +34,9 @@ from draftsmith.decode.tree_plan import chain_plan, parse_tree
 from draftsmith.models.drafter_folder import save_drafter
 from draftsmith.models.eagle import Eagle, EagleConfig, causal
 from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.head import Head
+from draftsmith.models.hydra_heads import Hydra, HydraConfig
+from draftsmith.models.medusa import Medusa, MedusaConfig
 from draftsmith.models.taps import target_states
 
 
@@ -132,8 +137,9 @@ def test_timed_calls_feed_what_rounds_feed(tiny_target: PreTrainedModel, tree: s
 def test_costs_of_draft_calls(tiny_target: PreTrainedModel) -> None:
     drafter = EagleDrafter(made("eagle3"), tiny_target, VOCAB)
     costs = measured_costs(Runner(tiny_target, VOCAB), drafter, chain_plan(7), 2, 100)
-    assert costs.nodes == (1, 2, 4, 8) and min(costs.draft) > 0
-    assert len(costs.draft) == len(costs.verify) == 4
+    assert costs.nodes == (1, 2, 4, 8) and min(costs.verify) > 0
+    # The difference of two medians is noise on a busy machine: it may be clamped at 0.
+    assert min(costs.draft) >= 0 and len(costs.draft) == len(costs.verify) == 4
 
 
 def test_costs_of_a_drafter_of_one_level(tiny_target: PreTrainedModel) -> None:
@@ -165,22 +171,36 @@ def test_a_draft_lm_takes_nothing_in_apart(
     assert times["extend"] > 0 and times["draft"] > 0
 
 
-def test_heads_are_not_calibrated(folders: Path) -> None:
+def test_heads_are_not_calibrated(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Decoder, "from_pretrained")  # said before anything is loaded
     with pytest.raises(ValueError, match=r"as a head's do.* use tree=eagle-25"):
         calibrate(Calibration(target=str(folders / "target"), drafter=str(folders / "knows")))
 
 
-def large(version: int, vocab: int) -> tuple[PreTrainedModel, EagleDrafter]:
+def large(kind: str, vocab: int) -> tuple[PreTrainedModel, Drafter]:
     target, about = model(vocab, 3), {"taps": (0, 1, 2), "draft_vocab": vocab // 2}
-    head = Eagle(EagleConfig(config(vocab, 1), version, **(about if version == 3 else {})))
-    return target, EagleDrafter(head.eval().requires_grad_(False), target, vocab)
+    sizes = {"hidden": 64, "rows": vocab, "heads": 5}
+    heads: dict[str, Callable[[], Head]] = {
+        "eagle1": lambda: Eagle(EagleConfig(config(vocab, 1), 1)),
+        "eagle3": lambda: Eagle(EagleConfig(config(vocab, 1), 3, **about)),
+        "medusa": lambda: Medusa(MedusaConfig(**sizes)),
+        "medusa-shared": lambda: Medusa(MedusaConfig(**sizes, own_heads=False)),
+        "hydra": lambda: Hydra(HydraConfig(**sizes)),
+        "hydra++": lambda: Hydra(HydraConfig(**sizes, prefix=config(vocab, 1))),
+    }
+    head = heads[kind]().eval().requires_grad_(False)
+    return target, OF_HEADS[head.kind](head, target, vocab)
 
 
-@pytest.mark.parametrize("version", [1, 3])
+HEADS = ["eagle1", "eagle3", "medusa", "medusa-shared", "hydra", "hydra++"]
+
+
+@pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize(
     ("params", "settings", "vocab", "prompt"),
     [
         (GREEDY, {"K": 15}, LARGE, 20),
+        (SAMPLED, {"K": 5, "rule": "block"}, LARGE, 20),
         (SAMPLED, {"tree": "eagle-25", "rule": "recursive"}, LARGE, 20),
         (SAMPLED, {"tree": "dynamic:4,8,16"}, LARGE, 20),
         (GREEDY, {"K": 4}, VOCAB, 600),
@@ -189,7 +209,7 @@ def large(version: int, vocab: int) -> tuple[PreTrainedModel, EagleDrafter]:
 def test_a_heads_memory_is_planned(
     tiny_tokenizer: PreTrainedTokenizerBase,
     monkeypatch: pytest.MonkeyPatch,
-    version: int,
+    kind: str,
     params: SamplingParams,
     settings: dict,
     vocab: int,
@@ -197,7 +217,9 @@ def test_a_heads_memory_is_planned(
 ) -> None:
     """Its pool to the byte; a run's peak within five per cent, taps included."""
     monkeypatch.setattr("draftsmith.decode.engine.vocab_size", lambda tokenizer: vocab)
-    target, drafter = large(version, vocab)
+    target, drafter = large(kind, vocab)
+    if settings.get("K", 0) > drafter.levels:
+        settings = {"K": drafter.levels}
     decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=8, **settings)
 
     def run() -> None:
@@ -208,5 +230,6 @@ def test_a_heads_memory_is_planned(
 
     used, planned = peak(run), decoder.memory
     assert planned is not None
-    assert planned.drafter_kv == drafter.pool.kv_2LBSHE.nbytes
+    pool = getattr(drafter, "pool", None)
+    assert planned.drafter_kv == (0 if pool is None else pool.kv_2LBSHE.nbytes)
     assert abs(planned.total / used - 1) < 0.05, (planned.total, used)

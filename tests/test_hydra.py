@@ -66,7 +66,7 @@ def test_heads_by_hand(bias: bool) -> None:
             logits = x @ w[f"hydra_lm_head.{depth}.weight"].T
             if bias:
                 logits = logits + w[f"hydra_lm_head.{depth}.bias"]
-            assert torch.allclose(head.logits(depth, states_BSH[:, t]), logits, atol=1e-4)
+            assert torch.allclose(head.output(depth)(states_BSH[:, t]), logits, atol=1e-4)
     assert len({p.data_ptr() for p in head.parameters()}) == len(list(head.parameters()))
 
 

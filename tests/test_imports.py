@@ -20,7 +20,7 @@ from draftsmith.models.drafter_folder import open_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.head import Head
 from draftsmith.models.hydra_heads import Hydra, HydraConfig
-from draftsmith.models.tensors import outline
+from draftsmith.models.tensors import Checkpoint, outline
 
 Target = LlamaForCausalLM
 
@@ -205,6 +205,19 @@ def test_another_target_is_refused(
         (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[0, 1, 2]), r"reads 64 numbers"),
         (lambda c, t: c.update(target_hidden_size=64), "is 32 wide for a target of 64"),
         (lambda c, t: c.pop("hidden_size"), "got no hidden_size"),
+        (lambda c, t: t.update(d2t=t["t2d"].nonzero().flatten()), "holds ids in d2t"),
+        (lambda c, t: t.update(ids_within()), "holds ids in d2t"),
+        (lambda c, t: t.update(all_moved()), "moves tokens of a whole vocabulary"),
+        (lambda c, t: t.update({"layers.0.hidden_norm.weight": torch.ones(32)}), "tensor twice"),
+        (lambda c, t: c.update(hidden_size="32x"), "hidden_size='32x', expected a whole number"),
+        (lambda c, t: c.update(eagle_config=[1]), "expected an object"),
+        (
+            lambda c, t: c.update(
+                transformer_layer_config={"model_type": "mistral"}, speculators_model_type="eagle3"
+            ),
+            "model_type 'mistral'",
+        ),
+        (lambda c, t: t["midlayer.mlp.up_proj.weight"].fill_(torch.nan), "aren't finite"),
     ],
 )
 def test_broken_heads_are_refused(
@@ -219,6 +232,24 @@ def test_broken_heads_are_refused(
     folder = written(tmp_path / "t", config, tensors, "model.safetensors")
     with warnings.catch_warnings(), pytest.raises(ValueError, match=message):
         warnings.simplefilter("ignore")
+        open_drafter(folder, None).head()
+
+
+def ids_within() -> dict[str, Tensor]:
+    """As offsets these would stay inside the vocabulary too."""
+    return {"d2t": torch.arange(160), "t2d": torch.arange(320) < 160}
+
+
+def all_moved() -> dict[str, Tensor]:
+    ids_D = torch.arange(320)
+    return {"d2t": ids_D.flip(0) - ids_D, "lm_head.weight": torch.ones(320, 32)}
+
+
+def test_what_is_left_out_is_said(tmp_path: Path, tiny_target: Target) -> None:
+    about = {"layer_types": ["sliding_attention"], "sliding_window": 64}
+    about |= {"embed_requires_grad": True, "eagle_aux_hidden_state_layer_ids": [1, 2]}
+    folder = official_eagle3(tmp_path / "t", made("eagle3", tiny_target), tiny_target, **about)
+    with pytest.warns(UserWarning, match=r"see 64 tokens back.*its embeddings were trained"):
         open_drafter(folder, None)
 
 
@@ -241,9 +272,29 @@ def test_nothing_but_tensors_is_unpickled(tmp_path: Path, tiny_target: Target) -
     (folder / "pytorch_model.bin").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"cannot be read .*expected a whole file"):
         open_drafter(folder, None)
+    (folder / "pytorch_model.bin").write_bytes(whole[:60] + bytes(9) + whole[69:-200] + bytes(200))
+    with pytest.raises(ValueError, match=r"cannot be read .*expected a whole file"):
+        open_drafter(folder, None)
     torch.save({"fc.weight": Other()}, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"cannot be read"):
         open_drafter(folder, None)
+    (folder / "pytorch_model.bin").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    with pytest.raises(ValueError, match=r"has no weight_map"):
+        open_drafter(folder, None)
+
+
+def test_types_are_those_of_the_file(tmp_path: Path) -> None:
+    tensors = {
+        "half": torch.zeros(2, 3).bfloat16(),
+        "eighth": torch.zeros(2).to(torch.float8_e4m3fn),
+        "one": torch.tensor(3),
+    }
+    folder = written(tmp_path / "t", {}, tensors, "model.safetensors")
+    described = Checkpoint(folder).meta
+    for name, tensor in tensors.items():
+        found = described[name]
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape) and found.is_meta
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -125,3 +125,41 @@ def test_distillation_survives_kill_9(
     name = "drafter/model.safetensors"
     assert (straight / name).read_bytes() == (broken / name).read_bytes()
     assert records(straight) == records(broken)
+
+
+HEADS = {
+    "eagle": ["draft_vocab=300", "unroll=3", "optimizer=muon", "cache={folder}/states"],
+    "heads": ["kind=hydra", "prefix=true", "layers=2", "dropout=0.2", "noise=1"],
+}
+
+
+@pytest.mark.parametrize("entry", HEADS)
+def test_heads_survive_kill_9(
+    entry: str,
+    tmp_path: Path,
+    corpus: Path,
+    tiny_target: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """EAGLE-3 from states that both runs read in one folder, and Hydra++ with all that it draws;
+    `lk` carries the alphas of the last step.
+    """
+    tiny_target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    arguments = [f"target.path={tmp_path / 'target'}", f"data={corpus}", "loss=lk"]
+    arguments += ["max_length=48", "max_new_tokens=8", "prompt_tokens=8", "heldout_prompts=4"]
+    arguments += ["batch_size=2", "steps=40", "save_every=4", "eval_every=20", "lr=0.01"]
+    arguments += [option.format(folder=tmp_path) for option in HEADS[entry]]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    code, output = run_entry(entry, [*arguments, f"out={straight}"])
+    assert code == 0, output
+    again = [*arguments, f"out={broken}"]
+    process = start_entry(entry, again)
+    stop_after(process, broken / "metrics.jsonl", 15, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    code, output = run_entry(entry, again)
+    assert code == 0, output
+    assert "resumed after step" in output
+    for name in ("drafter/model.safetensors", "best/weights.safetensors"):
+        assert (straight / name).read_bytes() == (broken / name).read_bytes(), name
+    assert records(straight) == records(broken)

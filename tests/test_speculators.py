@@ -56,7 +56,6 @@ CASES = [
     *(Case(f"{n} taps", {"taps": tuple(range(n))}) for n in (1, 2, 3, 4)),
     *(Case(loss, {"draft_vocab": 48}, loss=loss) for loss in ("rkl", "tv", "nla")),
 ]
-CASES.append(Case("5 taps", {"taps": (0, 1, 2, 3, "norm")}))
 
 
 def their_model(head: Eagle):

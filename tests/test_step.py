@@ -77,7 +77,8 @@ def record_rounds(decoder: Decoder) -> list[torch.fx.GraphModule]:
         rows, drafter = decoder._batch.rows, decoder.drafter
         state = [rows.lens_B, rows.pending_B, rows.rounds_B, rows.room_B, rows.active_B]
         state += [t for t in vars(drafter).values() if isinstance(t, torch.Tensor)]
-        state += [drafter.pool.kv_2LBSHE, decoder._batch.pool.kv_2LBSHE]
+        pools = [getattr(drafter, "pool", None), decoder._batch.pool]
+        state += [pool.kv_2LBSHE for pool in pools if pool is not None]
         shape = {}
 
         def table() -> torch.Tensor:

@@ -200,6 +200,16 @@ def test_goes_on_after_a_kill_in_a_shard(make, written: TapCache, monkeypatch) -
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
 
 
+def test_another_run_reads_the_same_folder(make, written: TapCache) -> None:
+    """Whatever its rows, it takes every shard as it is."""
+    kept = {path: path.stat().st_mtime_ns for path in written.folder.iterdir()}
+    other = make(text=batches(packing=True))
+    other.claim()
+    other.write()
+    assert torch.equal(everything(other), everything(written))
+    assert {path: path.stat().st_mtime_ns for path in written.folder.iterdir()} == kept
+
+
 def test_size_is_told_before_it_starts(make, capsys) -> None:
     for stored in tap_cache.STORED:
         cache = make(stored, stored=stored, shard_bytes=10**6)
@@ -312,23 +322,35 @@ def test_reading_loads_the_rows_alone(make) -> None:
     assert torch.equal(found[:, 2, 31], places.float())
 
 
+def test_states_of_another_autocast_are_refused(written: TapCache, make) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        low = make()
+        with pytest.raises(ValueError, match="autocast: got None, expected bfloat16"):
+            low.claim()
+        make("low").claim()
+    with pytest.raises(ValueError, match="autocast: got bfloat16, expected None"):
+        make("low").claim()
+
+
 @dataclass
 class Settings:
-    cache: bool = False
+    cache: str = ""
     cache_int8: bool = False
 
 
 def test_open_states(tmp_path: Path, tiny_target, tiny_tokenizer) -> None:
-    def opened(**settings: bool):
-        place = tmp_path / "-".join(settings)
-        given = (tiny_target, tiny_tokenizer, TAPS, batches(), place)
-        return open_states(Settings(**settings), Accelerator(cpu=True), *given)
+    def opened(name: str = "", int8: bool = False):
+        given = (tiny_target, tiny_tokenizer, TAPS, batches())
+        settings = Settings(str(tmp_path / name) if name else "", int8)
+        return open_states(settings, Accelerator(cpu=True), *given)
 
     assert isinstance(opened(), OnlineTaps)
-    cached, small = opened(cache=True), opened(cache=True, cache_int8=True)
+    cached, small = opened("bf16"), opened("int8", int8=True)
     assert isinstance(cached, CachedTaps) and isinstance(small, CachedTaps)
     assert (cached.cache.stored, small.cache.stored) == ("bfloat16", "int8")
-    with pytest.raises(ValueError, match="cache_int8=true without cache=true"):
-        opened(cache_int8=True)
+    with pytest.raises(ValueError, match="cache_int8=true without a cache"):
+        opened(int8=True)
+    with pytest.raises(ValueError, match="stored: got bfloat16, expected int8"):
+        opened("bf16", int8=True)
     with pytest.raises(ValueError, match="taps: got"):
         OnlineTaps(tiny_target, (9,))

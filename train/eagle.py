@@ -9,17 +9,18 @@
 The head reads the target's state at t and the token x_{t+1}, and predicts x_{t+2}; f' is its
 output. EAGLE-3 goes on for S steps from its own outputs, as it will in decoding (the training-time
 test). D is a key of losses.DIVERGENCES, fkl by default, or a `mix` of several. The target's states
-are computed at each step, or kept on disk (`cache`). EAGLE-2 is a way to decode: tree=dynamic.
+are computed at each step, or kept in a folder (`cache`). EAGLE-2 is a way to decode: tree=dynamic.
 
 Where this differs from the papers:
 1. All depths are divided by the trained tokens of the step; the official code by masked ones too.
 2. EAGLE-3's LM head begins as the target's rows (`init_head`), the official one at random.
 3. Where the target's likeliest token is outside the draft vocabulary, EAGLE-3 trains on what is
-   left of p; the official code leaves such positions out (`mask_outside`).
+   left of p; the official code leaves such positions out.
 4. EAGLE-1's fc has no bias, since vLLM's has none; gradients are clipped by norm, not by value.
 5. The weights with the best held-out tau are kept, not the last ones.
 """
 
+import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,10 +29,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.target import load_target, split_head, vocab_size
+from draftsmith.models.vocab import ENOUGH
 from draftsmith.train import head_run, recipe
 from draftsmith.train.eagle_head import EagleSource, counted, open_head
 from draftsmith.train.eagle_objectives import Eagle1Objective, Eagle3Objective, EagleObjective
-from draftsmith.train.head_run import HeadRun, acceptance, evaluate_head, open_heldout, save_head
+from draftsmith.train.head_run import HeadRun, evaluate_head, kept_figures, open_heldout, save_head
 from draftsmith.train.launch import start
 from draftsmith.train.log import run_entry
 from draftsmith.train.loop import fit
@@ -50,7 +52,6 @@ class EagleRun(HeadRun, EagleSource):
     step_decay: float = 0.8  # of EAGLE-3, from one step to the next
     loss: str = "fkl"
     mix: dict[str, float] = field(default_factory=dict)  # in place of loss: losses with weights
-    mask_outside: bool = False  # EAGLE-3: see 3.
     token_weight: float = 0.1  # of EAGLE-1's D
     noise: float = 0.2  # of EAGLE-1, on the target's states
 
@@ -79,11 +80,18 @@ def main(argv: list[str]) -> None:
     counts_V = counted(examples, len(split_head(target)[1]))
     head = open_head(config, target, tokenizer, counts_V, config.seed)
     coverage = head.vocab.coverage(counts_V.to(target.device))
-    accelerator.print(f"the head drafts {len(head.vocab.ids_D):,} tokens: {coverage:.2%} of text")
+    drafted = len(head.vocab.ids_D)
+    accelerator.print(f"the head drafts {drafted:,} tokens: {coverage:.2%} of text")
+    if coverage < ENOUGH and accelerator.is_main_process:
+        warnings.warn(
+            f"the tokens that the head drafts cover {coverage:.1%} of the text, expected at least "
+            f"{ENOUGH:.0%}: at the rest it can't be right; raise draft_vocab",
+            stacklevel=2,
+        )
+    head_run.check_context(config, head)
 
     # ---- objective, on states made as they are needed or read from a cache -------------------
-    opened = (config, accelerator, target, tokenizer, head.taps, batches, run.folder / "states")
-    states = open_states(*opened)
+    states = open_states(config, accelerator, target, tokenizer, head.taps, batches)
     objective = make_objective(config, head, target, tokenizer, states).to(accelerator.device)
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
@@ -100,8 +108,8 @@ def main(argv: list[str]) -> None:
 
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
-        found = acceptance(run, ended)
-        made = made_by(argv, config.seed, examples, ended) | found | {"coverage": coverage}
+        made = made_by(argv, config.seed, examples, ended) | kept_figures(run, ended)
+        made["coverage"] = coverage
         made["samples"] = head_run.samples_seen(config, examples, batches, ended, accelerator)
         path = config.target.path
         save_head(config, result, head, target, tokenizer, target_path=path, made=made)
@@ -123,19 +131,14 @@ def make_objective(
     if config.version == 1:
         shared |= {"token_weight": config.token_weight, "noise": config.noise}
         return Eagle1Objective(head, target, tokenizer, states, **shared)
-    shared |= {"step_decay": config.step_decay, "mask_outside": config.mask_outside}
+    shared["step_decay"] = config.step_decay
     return Eagle3Objective(head, target, tokenizer, states, **shared)
 
 
 def shrunk(config: EagleRun) -> EagleRun:
-    """Two steps of a tiny head on a tiny random target, whose states aren't worth keeping."""
+    """Two steps of a tiny head on a tiny random target."""
     sizes: dict[str, Any] = {"heads": 0, "kv_heads": 0, "head_dim": 0, "intermediate": 0}
-    few: dict[str, Any] = {
-        "taps": [],
-        "draft_vocab": min(config.draft_vocab, 256),
-        "draft": "",
-        "cache": False,
-    }
+    few: dict[str, Any] = {"taps": [], "draft_vocab": min(config.draft_vocab, 256), "draft": ""}
     return replace(head_run.shrunk(config), unroll=min(config.unroll, 3), **sizes, **few)
 
 

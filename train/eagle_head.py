@@ -8,23 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Qwen3Config,
-)
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.drafter_folder import open_drafter
-from draftsmith.models.eagle import FLAGS, LAYER_FIELDS, Eagle, EagleConfig
+from draftsmith.models.eagle import FLAGS, LAYER_CONFIGS, LAYER_FIELDS, Eagle, EagleConfig
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.taps import default_taps
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.data import Examples
 from draftsmith.train.head_run import layer_like
-
-LAYERS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
 
 @dataclass(kw_only=True)
@@ -32,7 +24,7 @@ class EagleSource:
     """The part of a recipe that says which head to start from."""
 
     version: int = 3  # 1 | 3
-    draft: str = ""  # a drafter folder to go on from; empty: a fresh head as below
+    draft: str = ""  # a drafter folder to go on from: all but freeze_head is then as it is there
     layer: str = "llama"  # llama | qwen3, which SGLang doesn't load
     layers: int = 1
     heads: int = 0  # 0, as in the next three: as many as the target's layers have
@@ -67,6 +59,13 @@ def open_head(
         ValueError: sizes, taps or flags that a head can't have, or an earlier head that is of
             another kind or was made for another target.
     """
+    of_3 = {"draft_vocab": 0, "init_head": "target", "freeze_head": False}
+    set_too = [name for name, unset in of_3.items() if getattr(source, name) != unset]
+    if source.version == 1 and set_too:
+        raise ValueError(
+            f"eagle 1: got {' and '.join(set_too)}, expected none of {', '.join(of_3)}: it drafts "
+            "by the target's own LM head; leave them out, or set version=3"
+        )
     head = _earlier(source, target, tokenizer) if source.draft else _fresh(source, target, seed)
     head.to(target.device).bind(target)
     if source.version == 3 and not source.draft:
@@ -85,7 +84,12 @@ def open_head(
 def _earlier(
     source: EagleSource, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Eagle:
-    folder = open_drafter(source.draft, fingerprint(target, tokenizer), target_tokenizer=tokenizer)
+    folder = open_drafter(
+        source.draft,
+        fingerprint(target, tokenizer),
+        target_tokenizer=tokenizer,
+        target_config=target.config.get_text_config(),
+    )
     if folder.kind != f"eagle{source.version}":
         raise ValueError(
             f"draft: got {source.draft} of kind {folder.kind}, expected eagle{source.version}; "
@@ -97,10 +101,10 @@ def _earlier(
 
 
 def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle:
-    if source.init_head not in ("target", "random") or source.layer not in LAYERS:
+    if source.init_head not in ("target", "random") or source.layer not in LAYER_CONFIGS:
         raise ValueError(
             f"got init_head={source.init_head!r}, layer={source.layer!r}, expected target or "
-            f"random, and one of {', '.join(LAYERS)}"
+            f"random, and one of {', '.join(LAYER_CONFIGS)}"
         )
     rows = target.get_output_embeddings().weight.shape[0]
     three: dict[str, Any] = {name: getattr(source, name) for name in FLAGS}
@@ -126,4 +130,4 @@ def _layer(source: EagleSource, target: PreTrainedModel) -> PretrainedConfig:
     }
     sizes = layer_like(target, source.layers).to_dict() | {k: v for k, v in named.items() if v}
     kept = {k: sizes[k] for k in (*LAYER_FIELDS, "rope_parameters") if sizes.get(k) is not None}
-    return LAYERS[source.layer](**kept)
+    return LAYER_CONFIGS[source.layer](**kept)

@@ -24,13 +24,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.taps import TargetStates
-from draftsmith.models.target import check_split, split_head
-from draftsmith.models.tokenizer import vocab_size
-from draftsmith.train.chunked_steps import chunked_steps, measure_steps, target_rows
+from draftsmith.models.target import split_head
+from draftsmith.train.chunked_steps import chunked_steps, measure_steps
 from draftsmith.train.data import Batch
-from draftsmith.train.loop import Objective, StepOutput
+from draftsmith.train.head_objectives import OnStates
+from draftsmith.train.loop import StepOutput
 from draftsmith.train.losses import Loss, lk_weight, mixed
-from draftsmith.train.taps import OnlineTaps, States
+from draftsmith.train.objectives import cut_rows
+from draftsmith.train.taps import States
 
 NOISE_LENGTH = 512  # EAGLE-1's noise falls with the length of the row, and is 0.2 wide at this one
 
@@ -41,18 +42,15 @@ def trained(batch: Batch, steps: int) -> Tensor:
     return (batch.loss_mask & (batch.position_ids >= depth_S11)).flatten(1)
 
 
-class EagleObjective(Objective):
+class EagleObjective(OnStates):
     """What both versions share: the unrolled head against the target.
 
-    Args:
-        head: trained, and bound to the target.
-        target: frozen, on the same device.
-        states: the target's states of a training batch; held-out ones are always computed.
+    Args beyond `OnStates`:
         steps: S, how many `measure` runs.
         loss: a key of `losses.DIVERGENCES`, or weights of several. `lk` weighs its KL at each step
             by the mean alpha of that step in the optimizer step before (the first by 1).
 
-    Raises ValueError for an unknown loss, and for a target whose logits aren't one product.
+    Raises ValueError for an unknown loss, or less than a step, too.
 
     Metrics are sums: count_s, the trained pairs of step s; alpha_s, of their sum_v min(p, q).
     Training compares on the draft vocabulary and calls that restricted_alpha_s unless it is the
@@ -60,7 +58,7 @@ class EagleObjective(Objective):
     argmaxes agree.
     """
 
-    mean_alpha_S: Tensor
+    head: Eagle
 
     def __init__(
         self,
@@ -72,29 +70,20 @@ class EagleObjective(Objective):
         steps: int,
         loss: str | Mapping[str, float],
     ) -> None:
-        super().__init__()
         if steps < 1:
             raise ValueError(f"steps: got {steps}, expected at least 1")
+        super().__init__(head, target, tokenizer, states, depths=steps)
+        self.steps = steps
         self.loss = {loss: 1.0} if isinstance(loss, str) else dict(loss)
         mixed(self.loss)  # what is wrong with it shows now
-        check_split(target)
-        self.head, self.steps = head, steps
-        self._target, self._states = (target,), (states, OnlineTaps(target, head.taps))
-        self.register_buffer("mean_alpha_S", torch.zeros(steps))
         # Rows past the tokenizer's are no tokens. The ids ascend: what is left is a prefix.
         ids_D = head.vocab.ids_D
-        ids_D = ids_D[ids_D < vocab_size(tokenizer)].to(target.device)
-        head_VG = split_head(target)[1].detach()[: vocab_size(tokenizer)]
+        ids_D = ids_D[ids_D < self.vocab_size].to(target.device)
+        head_VG = cut_rows(split_head(target)[1].detach(), self.vocab_size)
         whole = len(ids_D) == len(head_VG)
         self.alpha_name = "alpha" if whole else "restricted_alpha"
         # Frozen, so gathered once. Not buffers: they aren't saved.
         self._p_heads = (head_VG if whole else head_VG[ids_D], head_VG, ids_D)
-
-    def observe(self, means: dict[str, float]) -> None:
-        for step in range(self.steps):
-            pairs = means.get(f"count_{step}")
-            if pairs:
-                self.mean_alpha_S[step] = means[f"{self.alpha_name}_{step}"] / pairs
 
     @torch.no_grad()
     def measure(self, batch: Batch) -> StepOutput:
@@ -139,12 +128,10 @@ class EagleObjective(Objective):
         raise NotImplementedError
 
     def _losses(self, steps: int) -> list[Loss]:
-        return [mixed(self.loss, lk_weight(alpha)) for alpha in self.mean_alpha_S[:steps]]
+        return [mixed(self.loss, lk_weight(alpha)) for alpha in self.mean_alpha_D[:steps]]
 
     def _q_head(self) -> Tensor:
-        """Without rows that are no tokens. A slice of all rows would cost a copy backward."""
-        head_DH, rows = self.head.head_DH, len(self._p_heads[2])
-        return head_DH if len(head_DH) == rows else head_DH[:rows]
+        return cut_rows(self.head.head_DH, len(self._p_heads[2]))
 
 
 class Eagle3Objective(EagleObjective):
@@ -152,15 +139,11 @@ class Eagle3Objective(EagleObjective):
 
     Args beyond `EagleObjective`:
         step_decay: weight of step s is step_decay^s.
-        mask_outside: leave out the pairs whose likeliest token by the target is outside the draft
-            vocabulary, as the official code and SpecForge do; it costs the target's logits over the
-            whole vocabulary. By default they train on what is left of p, as speculators does: the
-            rest of such a p is still what drafts are accepted by.
 
-    The LM head is left as it was where its weight needs no gradient.
+    Where the target's likeliest token is outside the draft vocabulary it trains on what is left of
+    p, as speculators does: the rest of such a p is still what drafts are accepted by. The LM head
+    is left as it was where its weight needs no gradient.
     """
-
-    decay_S: Tensor
 
     def __init__(
         self,
@@ -172,39 +155,28 @@ class Eagle3Objective(EagleObjective):
         steps: int,
         loss: str | Mapping[str, float],
         step_decay: float = 0.8,
-        mask_outside: bool = False,
     ) -> None:
         super().__init__(head, target, tokenizer, states, steps=steps, loss=loss)
         if not 0 < step_decay <= 1:
             raise ValueError(f"step_decay: got {step_decay}, expected above 0 and at most 1")
-        decay_S = step_decay ** torch.arange(steps, dtype=torch.float32)
-        self.register_buffer("decay_S", decay_S, persistent=False)
-        self.mask_outside = mask_outside
+        self.step_decay = step_decay
 
     def forward(self, batch: Batch) -> StepOutput:
         seen = self._states[0](batch)
-        weight_SN = trained(batch, self.steps) * self.decay_S.unsqueeze(1)
-        if self.mask_outside:
-            weight_SN = weight_SN * self._inside(seen.norm_BTG.flatten(0, 1), weight_SN)
+        kept_SN = trained(batch, self.steps)
+        weight_SN = kept_SN * self._decay(kept_SN.device).unsqueeze(1)
         steps_SNH = self.unrolled(batch, seen.taps_BTF, self.steps)
         loss, metrics = self.compare(batch, seen, steps_SNH, weight_SN)
         return StepOutput(loss, batch.loss_mask.sum(), metrics)
 
-    @torch.no_grad()
-    def _inside(self, norm_NG: Tensor, weight_SN: Tensor) -> Tensor:
-        """[N] bool: the target's likeliest token is one that the head can draft."""
-        _, p_head_VG, ids_D = self._p_heads
-        known_V = torch.zeros(len(p_head_VG), dtype=torch.bool, device=ids_D.device)
-        known_V[ids_D] = True
-        inside_N = torch.zeros(len(norm_NG), dtype=torch.bool, device=ids_D.device)
-        for rows_C, logits_CV in target_rows(norm_NG, p_head_VG, weight_SN):
-            inside_N[rows_C] = known_V[logits_CV.argmax(-1)]
-        return inside_N
+    def _decay(self, device: torch.device) -> Tensor:
+        """The weights of the steps, [S] in fp32. No buffer: DeepSpeed casts those."""
+        return self.step_decay ** torch.arange(self.steps, dtype=torch.float32, device=device)
 
     def _measured(
         self, batch: Batch, seen: TargetStates, steps_SNH: list[Tensor], loss_S: Tensor
     ) -> Tensor:
-        return (loss_S * self.decay_S).sum()
+        return (loss_S * self._decay(loss_S.device)).sum()
 
 
 class Eagle1Objective(EagleObjective):

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.eagle import causal
+from draftsmith.models.head import Head
 from draftsmith.models.hydra_heads import Hydra
 from draftsmith.models.medusa import Medusa
 from draftsmith.models.target import check_split, split_head
@@ -25,7 +25,8 @@ from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.chunked import chunked_cross_entropy, chunked_divergence
 from draftsmith.train.data import Batch
 from draftsmith.train.loop import Objective, StepOutput
-from draftsmith.train.losses import Loss, agreement, divergence, full_precision, lk_weight
+from draftsmith.train.losses import Loss, agreement, divergence, lk_weight
+from draftsmith.train.objectives import cut_rows
 from draftsmith.train.taps import OnlineTaps, States
 
 
@@ -33,7 +34,7 @@ def trained_pairs(batch: Batch, depth: int) -> Tensor:
     """[B, S] bool: which positions t have a trained token t + 2 + depth in their document."""
     at = 1 + depth
     positions_BT = batch.position_ids
-    same_BS = positions_BT[:, at:] == positions_BT[:, : positions_BT.shape[1] - at] + at
+    same_BS = positions_BT[:, at:] == positions_BT[:, :-at] + at
     return batch.loss_mask[:, at:] & same_BS
 
 
@@ -48,26 +49,62 @@ class Compared(NamedTuple):
     mask_N: Tensor
 
 
-class HeadObjective(Objective):
-    """sum_d decay^d sum_t loss(t, d) over the trained pairs; one normaliser for all depths, the
-    trained tokens of the step.
+class OnStates(Objective):
+    """What objectives of heads share. Only the head is a submodule: the target stays as it is.
 
     Args:
         head: trained, and bound to the target.
         target: frozen, on the same device.
         states: the target's states of a training batch; held-out ones are always computed.
+        depths: how many have a mean alpha.
+
+    Raises ValueError for a target whose logits aren't one product.
+    """
+
+    mean_alpha_D: Tensor  # of the step before
+    alpha_name = "alpha"  # of the metric
+
+    def __init__(
+        self,
+        head: Head,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        states: States,
+        *,
+        depths: int,
+    ) -> None:
+        super().__init__()
+        check_split(target)
+        self.head = head
+        self._target, self._states = (target,), (states, OnlineTaps(target, head.taps))
+        self.vocab_size = vocab_size(tokenizer)
+        self.register_buffer("mean_alpha_D", torch.zeros(depths))
+
+    def observe(self, means: dict[str, float]) -> None:
+        for depth in range(len(self.mean_alpha_D)):
+            pairs = means.get(f"count_{depth}")
+            alpha = means.get(f"{self.alpha_name}_{depth}")
+            if pairs and alpha is not None:
+                self.mean_alpha_D[depth] = alpha / pairs
+
+
+class HeadObjective(OnStates):
+    """sum_d decay^d sum_t loss(t, d) over the trained pairs; one normaliser for all depths, the
+    trained tokens of the step.
+
+    Args beyond `OnStates`:
         loss: "ce", cross-entropy with the text's token, or a key of `losses.DIVERGENCES` with the
             target's distribution. `lk` weighs its KL at each depth by the mean alpha of that depth
             in the step before (the first step by 1).
         decay: of the weights over depth.
 
-    Raises ValueError for an unknown loss, and for a target whose logits aren't one product.
+    Raises ValueError for an unknown loss too.
 
     Metrics are sums: count_d (trained pairs at depth d), alpha_d where the loss knows it, and in
     `measure` always alpha_d and top1_d (both argmaxes agree).
     """
 
-    mean_alpha_D: Tensor
+    head: Medusa | Hydra
 
     def __init__(
         self,
@@ -79,15 +116,10 @@ class HeadObjective(Objective):
         loss: str,
         decay: float,
     ) -> None:
-        super().__init__()
+        super().__init__(head, target, tokenizer, states, depths=head.levels)
         if loss != "ce":
             divergence(loss)  # what is wrong with it shows now
-        check_split(target)
-        self.head = head
-        self._target, self._states = (target,), (states, OnlineTaps(target, head.taps))
-        self.vocab_size = vocab_size(tokenizer)
         self.loss, self.decay = loss, decay
-        self.register_buffer("mean_alpha_D", torch.zeros(head.levels))
 
     def forward(self, batch: Batch) -> StepOutput:
         return self.score(batch, self._states[0](batch).norm_BTG)
@@ -100,16 +132,6 @@ class HeadObjective(Objective):
     def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
         """What each depth's LM head multiplies, [B, S, H] or longer. norm: in the head's type."""
         raise NotImplementedError
-
-    def extra(self, q_hidden_NH: Tensor, p_hidden_NH: Tensor, weight_N: Tensor) -> Tensor | float:
-        """A loss on the states themselves."""
-        return 0.0
-
-    def observe(self, means: dict[str, float]) -> None:
-        for depth in range(len(self.mean_alpha_D)):
-            pairs = means[f"count_{depth}"]
-            if pairs and f"alpha_{depth}" in means:
-                self.mean_alpha_D[depth] = means[f"alpha_{depth}"] / pairs
 
     def score(self, batch: Batch, norm_BTH: Tensor, *, fully: bool = False) -> StepOutput:
         """The step's sums from the target's states; fully: with what costs another pass."""
@@ -124,7 +146,7 @@ class HeadObjective(Objective):
             else:
                 scored = chunked_divergence(self._divergence(depth), *states, weight_N)
                 loss, metrics[f"alpha_{depth}"] = scored.total, scored.alpha_N.sum()
-            total = total + loss + self.extra(at.q_hidden_NH, at.p_hidden_NH, weight_N)
+            total = total + loss
             if fully:
                 agreeing = chunked_divergence(agreement, *states, mask_N)
                 metrics[f"alpha_{depth}"] = agreeing.alpha_N.sum()
@@ -133,7 +155,7 @@ class HeadObjective(Objective):
         return StepOutput(total, batch.loss_mask.sum(), metrics)
 
     def _compared(self, batch: Batch, norm_BTH: Tensor) -> Iterator[Compared]:
-        p_head_VH = self._cut(split_head(self._target[0])[1])
+        p_head_VH = cut_rows(split_head(self._target[0])[1], self.vocab_size)
         own = next(self.head.parameters()).dtype
         for depth, q_hidden_BTH in enumerate(self.drafted(batch, norm_BTH.to(own))):
             mask_BS = trained_pairs(batch, depth)
@@ -141,7 +163,7 @@ class HeadObjective(Objective):
             tokens_BT = batch.input_ids.roll(-2 - depth, dims=1)
             yield Compared(
                 q_hidden_BTH[:, : mask_BS.shape[1]].flatten(0, 1),
-                self._cut(self.head.head_VH(depth)),
+                cut_rows(self.head.head_VH(depth), self.vocab_size),
                 norm_BTH[:, 1 + depth :].flatten(0, 1).to(p_head_VH.dtype),
                 p_head_VH,
                 tokens_BT[:, : mask_BS.shape[1]].flatten(),
@@ -150,10 +172,6 @@ class HeadObjective(Objective):
 
     def _divergence(self, depth: int) -> Loss:
         return divergence(self.loss, kl_weight=lk_weight(self.mean_alpha_D[depth]))
-
-    def _cut(self, head_VH: Tensor) -> Tensor:
-        """The head of the tokenizer's tokens. A slice of all rows would cost a copy backward."""
-        return head_VH if len(head_VH) == self.vocab_size else head_VH[: self.vocab_size]
 
 
 class MedusaObjective(HeadObjective):
@@ -170,7 +188,6 @@ class HydraObjective(HeadObjective):
     the text's own.
 
     Args (beside those of `HeadObjective`):
-        recon: weight of smooth L1 between a head's state and the target's, a mean over features.
         noise: alpha of NEFTune's noise on the states read, alpha * U(-1, 1) / sqrt(T H).
     """
 
@@ -185,11 +202,11 @@ class HydraObjective(HeadObjective):
         *,
         loss: str,
         decay: float,
-        recon: float = 0.0,
         noise: float = 0.0,
     ) -> None:
         super().__init__(head, target, tokenizer, states, loss=loss, decay=decay)
-        self.recon, self.noise = recon, noise
+        assert not head.config.head_bias, "the loss multiplies by weights alone"
+        self.noise = noise
 
     def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
         if self.noise and self.training:
@@ -206,10 +223,3 @@ class HydraObjective(HeadObjective):
             path_BSPH = torch.stack(path, 2)
             states.append(self.head.state(depth, base_BTH[:, :many], path_BSPH))
         return states
-
-    def extra(self, q_hidden_NH: Tensor, p_hidden_NH: Tensor, weight_N: Tensor) -> Tensor | float:
-        if not self.recon:
-            return 0.0
-        pair = full_precision(q_hidden_NH), full_precision(p_hidden_NH)
-        far_NH = F.smooth_l1_loss(*pair, reduction="none")
-        return self.recon * (far_NH.mean(-1) * weight_N).sum()

@@ -17,13 +17,12 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen3Config,
 )
 
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.drafter_folder import save_drafter, serve_line
-from draftsmith.models.eagle import LAYER_FIELDS
+from draftsmith.models.eagle import LAYER_CONFIGS, LAYER_FIELDS
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.head import Head
 from draftsmith.models.target import TargetSpec, split_head
@@ -48,7 +47,7 @@ class HeadRun(Settings, Text):
     max_new_tokens: int = 128
     K: int = 4  # drafted tokens a round: for tau, and the result's default
     tree: str = "chain"  # for tau
-    cache: bool = False  # the target's states: kept on disk, or made anew at each step
+    cache: str = ""  # a folder for the target's states; empty: they are made anew at each step
     cache_int8: bool = False  # at half the size
     best_metric: str = "tau"
     best_mode: str = "max"
@@ -59,26 +58,40 @@ LLAMA_ROTARY = ("llama", "mistral", "qwen2", "qwen3")  # the whole head, by one 
 
 
 def shrunk(config: SomeRun) -> SomeRun:
-    """Two steps on a tiny random target: shows that a recipe composes and runs."""
+    """Two steps on a tiny random target, whose states aren't worth keeping: shows that a recipe
+    composes and runs.
+    """
     prompts_from = text_at_hand(config.heldout_data or config.data)
     data = config.data if Path(config.data).exists() else prompts_from
     short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "prompt_tokens": 8}
     few: dict[str, Any] = {"max_new_tokens": 8, "heldout_prompts": 2, "heldout_data": prompts_from}
-    return replace(config, data=data, max_length=min(config.max_length, 256), **short, **few)
+    short |= {"max_length": min(config.max_length, 256), "cache": "", "cache_int8": False}
+    return replace(config, data=data, **short, **few)
 
 
 def layer_like(target: PreTrainedModel, layers: int = 1) -> PretrainedConfig:
     """Sizes of a head's own decoder layers: those of its target's, in Llama's form or Qwen3's.
 
-    Positions are turned as the target's are, where its family turns them as Llama's does.
+    Positions are turned as the target's are, where its family turns them as Llama's does. Whatever
+    the target's activation, theirs is silu: servers know no other in such layers.
     """
     config = target.config.get_text_config()
     names = (*LAYER_FIELDS, *(("rope_parameters",) if config.model_type in LLAMA_ROTARY else ()))
     sizes = {name: getattr(config, name, None) for name in names}
     sizes |= {"num_hidden_layers": layers, "vocab_size": split_head(target)[1].shape[0]}
+    sizes["hidden_act"] = "silu"
     sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * config.hidden_size
-    kind = Qwen3Config if config.model_type == "qwen3" else LlamaConfig
+    kind = LAYER_CONFIGS.get(config.model_type, LlamaConfig)
     return kind(**{name: value for name, value in sizes.items() if value is not None})
+
+
+def check_context(config: HeadRun, head: Head) -> None:
+    """ValueError for a head that knows fewer positions than the training text has."""
+    if head.context < config.max_length:
+        raise ValueError(
+            f"max_length: got {config.max_length}, expected at most the {head.context} positions "
+            f"that the {head.kind} head knows; shorten it, or start from another head or target"
+        )
 
 
 def open_heldout(
@@ -105,6 +118,7 @@ def evaluate_head(
     """Held-out figures of a head: `loss`, and `alpha_d` and `top1_d` of each depth, as means over
     the pairs at that depth; `tau`, decoded; and `tau_estimate`, what a chain would reach if
     acceptance at each depth were independent: 1 + sum_k prod_{d < k} alpha_d (top1_d if greedy).
+    alpha_d is always that of temperature 1, which heads are trained at; tau is at `temperature`.
 
     Args:
         measure: the objective's; gives the sums alpha_d, top1_d and count_d.
@@ -124,7 +138,7 @@ def evaluate_head(
     return means | {"tau_estimate": estimate, "tau": tau}
 
 
-def acceptance(run: Run, ended: Result) -> dict[str, Any]:
+def kept_figures(run: Run, ended: Result) -> dict[str, Any]:
     """For the provenance: what `evaluate_head` found for the weights that were kept."""
     lines = run.metrics.read_text("utf-8").splitlines()
     found: dict[str, float] = {}
@@ -161,6 +175,7 @@ def save_head(
     """
     # Whole numbers, such as the maps of a draft vocabulary, keep their type.
     head.to("cpu", getattr(torch, config.save_dtype))
+    K = min(config.K, head.levels)
     save_drafter(
         folder,
         kind=head.kind,
@@ -168,11 +183,12 @@ def save_head(
         tokenizer=tokenizer,
         target_fingerprint=fingerprint(target, tokenizer, target_path),
         provenance=made,
-        defaults={"K": min(config.K, head.levels)},
+        defaults={"K": K},
     )
     print(serve_line(folder, head.kind, target_path))
     if "samples" in made:
-        figures = {"tau": made["tau"], "K": config.K, "first": made["acceptance"]}
+        figures = {"tau": made["tau"], "K": K, "first": made["acceptance"]}
         coverage = made.get("coverage", 1.0)
         told = compare(head.kind, made["samples"], **figures, coverage=coverage)
-        print(f"warning: {told}" if told else "", end="\n" if told else "")
+        if told:
+            print(f"warning: {told}")

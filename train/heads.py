@@ -13,7 +13,7 @@ divergence from the target's own distribution there (train/losses.py). `joint` i
 Where this differs from the papers:
 1. All depths are divided by the trained tokens of the step; the papers take means by depth.
 2. Blocks have weights of their own and biases begin at 0 (the official ones repeat one block);
-   Hydra's LM heads have no bias, and its recon term is a mean over features.
+   Hydra's LM heads have no bias, and its recon term isn't here.
 3. Medusa-2 is the self-distilled form, without a stage of heads alone before: its adapters leave
    the LM head alone, and the target keeps its precision (no 4 bits).
 4. The weights with the best held-out tau are kept, not the last ones.
@@ -38,7 +38,7 @@ from draftsmith.train.loop import fit
 from draftsmith.train.medusa2 import JointMedusa, JointRun
 from draftsmith.train.result import made_by, save_model
 from draftsmith.train.state import Run
-from draftsmith.train.taps import OnlineTaps, States, open_states
+from draftsmith.train.taps import States, open_states
 from draftsmith.train.text import Snapshot, make_batches, training_examples
 
 KINDS: dict[str, Any] = {"medusa": MedusaDrafter, "hydra": HydraDrafter}
@@ -57,7 +57,6 @@ class HeadsConfig(JointRun):
     dropout: float = 0.0  # of hydra
     loss: str = "ce"  # or a key of losses.DIVERGENCES
     decay: float = 1.0  # of a head's weight, from one depth to the next
-    recon: float = 0.0  # hydra: weight of smooth L1 with the target's states
     noise: float = 0.0  # hydra: alpha of NEFTune's noise on them
 
 
@@ -85,8 +84,7 @@ def main(argv: list[str]) -> None:
 
     # ---- objective, on states made as they are needed or read from a cache -------------------
     head = make_head(config, target)
-    opened = (config, accelerator, target, tokenizer, head.taps, batches, run.folder / "states")
-    states = OnlineTaps(target, head.taps) if config.joint else open_states(*opened)
+    states = open_states(config, accelerator, target, tokenizer, head.taps, batches)
     objective = make_objective(config, head, target, tokenizer, states).to(accelerator.device)
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
@@ -103,7 +101,7 @@ def main(argv: list[str]) -> None:
 
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
-        made = made_by(argv, config.seed, examples, ended) | head_run.acceptance(run, ended)
+        made = made_by(argv, config.seed, examples, ended) | head_run.kept_figures(run, ended)
         made["samples"] = head_run.samples_seen(config, examples, batches, ended, accelerator)
         path = config.target.path
         if isinstance(objective, JointMedusa):
@@ -116,27 +114,30 @@ def main(argv: list[str]) -> None:
 
 def make_head(config: HeadsConfig, target: PreTrainedModel) -> Medusa | Hydra:
     """Fresh heads in fp32 on the target's device; ValueError for options that don't go together."""
-    of_hydra = [config.prefix, config.dropout, config.recon, config.noise]
+    of_hydra = [config.prefix, config.dropout, config.noise]
     if config.kind not in KINDS or (config.kind != "hydra" and any(of_hydra)):
         raise ValueError(
-            f"got kind={config.kind!r} with prefix, dropout, recon, noise = {of_hydra}, expected "
-            "medusa or hydra, and hydra where any of these is set"
+            f"got kind={config.kind!r} with prefix, dropout, noise = {of_hydra}, expected medusa "
+            "or hydra, and hydra where any of these is set"
         )
     joint = config.kind == "medusa" and not config.cache
     if (config.joint and not joint) or (config.gradient_checkpointing and not config.joint):
         raise ValueError(
-            f"got joint={config.joint} with kind={config.kind}, cache={config.cache}, "
+            f"got joint={config.joint} with kind={config.kind}, cache={config.cache!r}, "
             f"gradient_checkpointing={config.gradient_checkpointing}; a joint run changes the "
             "states, so it needs kind=medusa and no cache; only it has layers to checkpoint"
         )
     rows, hidden = split_head(target)[1].shape
     sizes: Any = {"hidden": hidden, "rows": rows, "heads": config.heads, "layers": config.layers}
-    prefix = head_run.layer_like(target) if config.prefix else None
-    medusa = MedusaConfig(**sizes, own_heads=config.own_heads)
-    hydra = HydraConfig(**sizes, prefix=prefix, dropout=config.dropout)
+    head: Medusa | Hydra
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(config.seed)
-        head: Medusa | Hydra = Medusa(medusa) if config.kind == "medusa" else Hydra(hydra)
+        if config.kind == "medusa":
+            head = Medusa(MedusaConfig(**sizes, own_heads=config.own_heads))
+        else:
+            prefix = head_run.layer_like(target) if config.prefix else None
+            head = Hydra(HydraConfig(**sizes, prefix=prefix, dropout=config.dropout))
+    head_run.check_context(config, head)
     return head.init_from(target).to(target.device)
 
 
@@ -150,8 +151,7 @@ def make_objective(
     """What the recipe trains for."""
     loss: dict[str, Any] = {"loss": config.loss, "decay": config.decay}
     if isinstance(head, Hydra):
-        loss |= {"recon": config.recon, "noise": config.noise}
-        return HydraObjective(head, target, tokenizer, states, **loss)
+        return HydraObjective(head, target, tokenizer, states, **loss, noise=config.noise)
     if config.joint:
         return JointMedusa(head, target, tokenizer, config, **loss)
     return MedusaObjective(head, target, tokenizer, states, **loss)

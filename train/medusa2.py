@@ -25,7 +25,7 @@ from draftsmith.train.head_objectives import MedusaObjective
 from draftsmith.train.head_run import HeadRun
 from draftsmith.train.loop import StepOutput
 from draftsmith.train.losses import forward_kl
-from draftsmith.train.objectives import hidden_and_head
+from draftsmith.train.objectives import cut_rows, hidden_and_head
 from draftsmith.train.taps import OnlineTaps
 
 
@@ -127,7 +127,7 @@ class JointMedusa(MedusaObjective):
             before_NH, _ = hidden_and_head(target, batch)
         adapted.train(self.training)
         after_NH, _ = hidden_and_head(target, batch)
-        head_VH = self._cut(split_head(target)[1])
+        head_VH = cut_rows(split_head(target)[1], self.vocab_size)
         weight_N = batch.loss_mask.flatten().float()
         base = chunked_divergence(forward_kl, after_NH, head_VH, before_NH, head_VH, weight_N).total
         heads = self.score(batch, after_NH.unflatten(0, batch.input_ids.shape), fully=fully)

@@ -100,16 +100,17 @@ class Distillation(Objective):
         with torch.no_grad():
             p_hidden_NG, p_head_VG = hidden_and_head(self._target[0], batch)
         q_hidden_NH, q_head_VH = hidden_and_head(self.draft, batch)
-        q_head_VH, p_head_VG = (self._cut(head) for head in (q_head_VH, p_head_VG))
-        return q_hidden_NH, q_head_VH, p_hidden_NG, p_head_VG
-
-    def _cut(self, head_VH: Tensor) -> Tensor:
-        """The head of the tokenizer's tokens. A slice of all rows would cost a copy backward."""
-        return head_VH if len(head_VH) == self.vocab_size else head_VH[: self.vocab_size]
+        rows = self.vocab_size
+        return q_hidden_NH, cut_rows(q_head_VH, rows), p_hidden_NG, cut_rows(p_head_VG, rows)
 
     def _compare(self, loss: Loss, batch: Batch, states: States) -> Divergence:
         weight_N = batch.loss_mask.flatten().float()
         return chunked_divergence(loss, *states, weight_N, transform=self.warp.transform)
+
+
+def cut_rows(head_VH: Tensor, rows: int) -> Tensor:
+    """An LM head's first rows, without padding. A slice of all would cost a copy backward."""
+    return head_VH if len(head_VH) == rows else head_VH[:rows]
 
 
 def hidden_and_head(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:

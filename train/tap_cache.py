@@ -7,8 +7,8 @@ Every piece of the text (`data.cut_long`) runs as a document of its own, as it d
 packed and unpacked batches read the same states. Tokens lie flat in the order of the pieces, a
 shard ends with a piece, and each state is stored once: the final one, then the taps.
 
-int8 is symmetric with one scale a token and state, max |x| / 127. On the taps of a 15M Llama its
-error is 1.1 to 1.3% of the states' root mean square (tests/test_tap_cache.py).
+int8 is symmetric with one scale a token and state, max |x| / 127. On the taps of a small model, a
+15M Llama, its error is 1.1 to 1.3% of the states' root mean square (tests/test_tap_cache.py).
 
 Shapes: N tokens, S states a token, G hidden size of the target.
 """
@@ -44,6 +44,8 @@ STORED = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.in
 
 class TapCache:
     """The states of `batches`' pieces in `folder`: what belongs there, how it is written and read.
+
+    Made under the autocast that its states are to be computed under.
 
     Args:
         taps: besides the final state, which is always there.
@@ -85,6 +87,7 @@ class TapCache:
             "states": list(self.states),
             "stored": stored,
             "computed in": str(target.dtype).removeprefix("torch."),
+            "autocast": autocast_type(target.device.type),
             "tokens a shard": shard_tokens,
             **{f"target {k}": v for k, v in fingerprint(target, tokenizer).items() if v},
         }
@@ -130,8 +133,8 @@ class TapCache:
         if needed > free:
             raise ValueError(
                 f"{self.folder}: got {free / 1e9:.1f} GB free, expected {needed / 1e9:.1f} GB for "
-                "the target's states; make room, set cache_int8=true, shorten max_length, or set "
-                "cache=false"
+                "the target's states; make room, set cache_int8=true, shorten max_length, or leave "
+                "out cache"
             )
 
     def write(self, rank: int = 0, world: int = 1) -> None:
@@ -139,6 +142,7 @@ class TapCache:
 
         Raises ValueError for a shard that is damaged or of another cache.
         """
+        assert autocast_type(self.target.device.type) == self.identity["autocast"]
         mine = range(rank, len(self), world)
         for shard in track(mine, "target's states", disable=rank > 0, transient=True):
             if self.path(shard).exists():
@@ -154,7 +158,8 @@ class TapCache:
         assert (places < spans[piece, 1]).all(), "a place that no piece holds"
         row = places - spans[piece, 0] + self.offsets[piece]
         of_shard = self.firsts.searchsorted(piece, "right") - 1
-        states_NSG = torch.empty(len(row), len(self.states), self.hidden, dtype=dtype).to(device)
+        shape = (len(row), len(self.states), self.hidden)
+        states_NSG = torch.empty(shape, dtype=dtype, device=device)
         for shard in np.unique(of_shard).tolist():
             at_N = torch.from_numpy((of_shard == shard).nonzero()[0])
             local_N = torch.from_numpy(row - self.offsets[self.firsts[shard]])[at_N]
@@ -233,6 +238,13 @@ class TapCache:
                 f"({'; '.join(differ)}); restore those, give this run a folder of its own, or "
                 "delete this one to write it anew"
             )
+
+
+def autocast_type(device: str) -> str | None:
+    """What autocast computes products in on this kind of device, None where it is off."""
+    if not torch.is_autocast_enabled(device):
+        return None
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
 def quantised(states_NSG: Tensor) -> tuple[Tensor, Tensor]:

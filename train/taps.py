@@ -22,7 +22,7 @@ States = Callable[[Batch], TargetStates]
 class CacheSettings(Protocol):
     """The part of a recipe that this file reads."""
 
-    cache: bool
+    cache: str
     cache_int8: bool
 
 
@@ -77,23 +77,22 @@ def open_states(
     tokenizer: PreTrainedTokenizerBase,
     taps: Sequence[Tap],
     batches: Batches,
-    folder: Path,
 ) -> States:
-    """The states that training reads: computed, or with `cache` from `folder`, which all processes
-    first fill together.
+    """The states that training reads: computed, or from the folder `cache`, which all processes
+    first fill together. Runs on the same text, target and taps can share one.
 
     Raises ValueError for wrong taps, or what `TapCache` refuses.
     """
     if not config.cache:
         if config.cache_int8:
-            raise ValueError("got cache_int8=true without cache=true, which it is a form of")
+            raise ValueError("got cache_int8=true without a cache, expected cache=<a folder> too")
         return OnlineTaps(target, taps)
     stored = "int8" if config.cache_int8 else "bfloat16"
-    cache = TapCache(folder, target, tokenizer, taps, batches, stored=stored)
-    if accelerator.is_main_process:
-        cache.claim()
-    accelerator.wait_for_everyone()
     with accelerator.autocast():
+        cache = TapCache(Path(config.cache), target, tokenizer, taps, batches, stored=stored)
+        if accelerator.is_main_process:
+            cache.claim()
+        accelerator.wait_for_everyone()
         cache.write(accelerator.process_index, accelerator.num_processes)
     accelerator.wait_for_everyone()
     return CachedTaps(cache, taps)

@@ -4,29 +4,18 @@ Shapes: B rows, R of them just admitted, N prompt tokens, L tokens of a kept pat
 text, F nodes fed, H hidden, I = H * (1 + tokens of the path), V vocabulary.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.attention import Attend, Seen
+from draftsmith.decode.attention import Seen
 from draftsmith.decode.drafters.base import Admitted, Feed, Frontier, Kept, Round
-from draftsmith.decode.drafters.medusa import (
-    bytes_of,
-    headless,
-    keep_last,
-    output_product,
-    state_at,
-    through,
-)
+from draftsmith.decode.drafters.head_kv import HeadKV, keep_last, state_at
+from draftsmith.decode.drafters.medusa import bytes_of, headless, output_product, through
 from draftsmith.decode.growth import grow
-from draftsmith.decode.kv import KVPool, SlotCache
-from draftsmith.decode.lean import attend
 from draftsmith.decode.memory import ModelSize
 from draftsmith.decode.product import Product, head_logits
-from draftsmith.decode.runner import round_up
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.eagle import causal
 from draftsmith.models.hydra_heads import Hydra
@@ -69,8 +58,8 @@ class HydraDrafter:
         hidden = self.head.hidden
         self.base_BH = torch.zeros(rows, hidden, dtype=self.dtype, device=self.device)
         if self.layer is not None:
-            self.pool = KVPool(
-                self.layer, rows=rows, slots=round_up(slots), dtype=self.dtype, device=self.device
+            self.pool = HeadKV(
+                self.layer, rows=rows, slots=slots, context=self.context, like=self.base_BH
             )
 
     def release(self) -> None:
@@ -82,10 +71,8 @@ class HydraDrafter:
         assert states_RNH is not None
         states_RNH = states_RNH.to(self.dtype)
         if self.layer is not None:
-            self.pool.clear(rows_R)
-            at_RN = torch.arange(states_RNH.shape[1], device=self.device).expand(len(rows_R), -1)
-            flat = (rows_R[:, None] * self.pool.slots + at_RN).flatten()
-            states_RNH = self._prefix(states_RNH, at_RN, SlotCache(self.pool, flat, prefix=0))
+            where = self.pool.prefill(rows_R, states_RNH.shape[1])
+            states_RNH = self.head.prefix(states_RNH, *where)
         self.base_BH[rows_R] = state_at(states_RNH, admitted.lens_R - 1)
 
     def propose(self, request: Round) -> TokenTree:
@@ -113,11 +100,8 @@ class HydraDrafter:
         if self.layer is not None:
             length = states_BLH.shape[1]
             at_BL = lens_B[:, None] + torch.arange(length, device=self.device)
-            seen = Seen(lens_B, min(round_up(kept.top + length), self.pool.slots))
-            groups = self.layer.num_attention_heads // self.layer.num_key_value_heads
-            attended = Attend(seen, at_BL, groups=groups, dtype=self.dtype, backend="masked")
-            cache = SlotCache(self.pool, self.pool.flat(at_BL), seen.width, attended)
-            states_BLH = self._prefix(states_BLH, at_BL, cache)
+            seen = Seen(lens_B, self.pool.width(kept.top + length))
+            states_BLH = self.head.prefix(states_BLH, *self.pool.fed(at_BL, at_BL, seen))
         keep_last(self.base_BH, states_BLH, kept.n_new_B)
 
     def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor) -> Tensor:
@@ -134,11 +118,6 @@ class HydraDrafter:
         out among as many draft calls.
         """
         return bytes_of(list(self.head.parameters())) // self.levels
-
-    def _prefix(self, states_BNH: Tensor, at_BN: Tensor, cache: SlotCache) -> Tensor:
-        # What lies past the context's end is never kept.
-        at_BN = at_BN.clamp(max=self.context - 1)
-        return self.head.prefix(states_BNH, at_BN, partial(attend, cache, None))
 
     def _logits(self, depth: int, fed_BFI: Tensor) -> Tensor:
         """Raw logits [B, F, V] of nodes, from all that they read side by side."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.decode.drafters.base import Admitted, Feed, Frontier, Kept, Round
+from draftsmith.decode.drafters.head_kv import keep_last, state_at
 from draftsmith.decode.growth import grow
 from draftsmith.decode.memory import ModelSize
 from draftsmith.decode.product import Product, head_logits
@@ -58,14 +59,21 @@ class MedusaDrafter:
         return grow(request, self.feed(request))[0]
 
     def feed(self, request: Round) -> Feed:
-        logits_BKV = self.hidden_BH
+        levels = request.plan.levels
+        states_BKH = self.hidden_BH
+        shared_BKV: Tensor | None = None
 
         def feed(frontier: Frontier) -> Tensor:
-            nonlocal logits_BKV
-            if frontier.depth == 0:
-                logits_BKV = self._logits(self.hidden_BH, request.plan.levels)
-            nodes = frontier.tokens_BF.shape[1]
-            return logits_BKV[:, frontier.depth, None].expand(-1, nodes, -1)
+            nonlocal states_BKH, shared_BKV
+            depth, nodes = frontier.depth, frontier.tokens_BF.shape[1]
+            if depth == 0:
+                states_BKH = self._states(self.hidden_BH, levels)
+                if not self.head.config.own_heads:  # one matrix, read once for all levels
+                    shared_BKV = head_logits(self.outputs[0], states_BKH)
+            if shared_BKV is not None:
+                return shared_BKV[:, depth, None].expand(-1, nodes, -1)
+            logits_B1V = head_logits(self.outputs[depth], states_BKH[:, depth, None])
+            return logits_B1V.expand(-1, nodes, -1)
 
         return feed
 
@@ -76,7 +84,8 @@ class MedusaDrafter:
     def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor) -> Tensor:
         """Head 0 on the state before each token; before the first there is none: 0."""
         before_XH = taps_BTU[:, :-1].to(self.first.weight.dtype).flatten(0, 1)
-        logits_BTV = self._logits(before_XH, 1).view(*taps_BTU[:, :-1].shape[:2], -1)
+        logits_XV = head_logits(self.outputs[0], self._states(before_XH, 1))
+        logits_BTV = logits_XV.view(*taps_BTU[:, :-1].shape[:2], -1)
         return torch.cat([torch.zeros_like(logits_BTV[:, :1]), logits_BTV], 1)
 
     @property
@@ -85,18 +94,15 @@ class MedusaDrafter:
         shared = [] if self.head.config.own_heads else [self.head.target_head_VH]
         return bytes_of([*self.head.parameters(), *shared]) // self.levels
 
-    def _logits(self, hidden_BH: Tensor, levels: int) -> Tensor:
-        """Raw logits [B, K, V] of the first `levels` heads."""
+    def _states(self, hidden_BH: Tensor, levels: int) -> Tensor:
+        """What the LM heads of the first `levels` heads multiply, [B, K, H]."""
         inner_BKH = self.first(hidden_BH).unflatten(-1, (self.levels, -1))
         state_BKH = (hidden_BH[:, None] + F.silu(inner_BKH))[:, :levels]
         states = [
             through(products, state_BH)
             for products, state_BH in zip(self.more[:levels], state_BKH.unbind(1), strict=True)
         ]
-        if not self.head.config.own_heads:
-            return head_logits(self.outputs[0], torch.stack(states, 1))
-        pairs = zip(self.outputs[:levels], states, strict=True)
-        return torch.stack([head_logits(output, state_BH) for output, state_BH in pairs], 1)
+        return torch.stack(states, 1)
 
 
 def output_product(head_VH: Tensor, bias_V: Tensor | None, vocab_size: int) -> Product:
@@ -110,17 +116,6 @@ def through(blocks: list[Product], state_XH: Tensor) -> Tensor:
     for linear in blocks:
         state_XH = state_XH + F.silu(linear(state_XH))
     return state_XH
-
-
-def state_at(states_BLH: Tensor, place_B: Tensor) -> Tensor:
-    """The state [B, H] at one place of each row."""
-    return states_BLH.gather(1, place_B[:, None, None].expand(-1, 1, states_BLH.shape[2]))[:, 0]
-
-
-def keep_last(old_BH: Tensor, states_BLH: Tensor, n_new_B: Tensor) -> None:
-    """Put the state before the new pending token in the old one's place, where anything is new."""
-    last_BH = state_at(states_BLH, (n_new_B - 1).clamp(min=0)).to(old_BH.dtype)
-    old_BH.copy_(torch.where(n_new_B[:, None] > 0, last_BH, old_BH))
 
 
 def bytes_of(tensors: list[Tensor]) -> int:
