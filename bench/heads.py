@@ -7,7 +7,7 @@ The heads are trained by their gsm8k recipes, on the same answers of the same ta
 (recipe=gsm8k/prepare), one run a seed. Held-out prompts are then decoded with four draft calls, as
 chains, a static tree and dynamic trees of as many nodes as it, at temperature 0 and 1; and with
 chains of every depth, of which the deepest counts that is drafted as fast as four tokens of the
-last kind. Rows and page go to <out>/heads.*
+last kind. What was measured is kept beside each run. Rows and page go to <out>/heads.*
 """
 
 import json
@@ -57,10 +57,10 @@ class Heads:
     data: str = "../shared/data/gsm8k/train.jsonl"
     kinds: str = ",".join(KINDS)
     seeds: int = 3
-    prompts: int = 48
-    max_new_tokens: int = 128
-    batch: int = 16
-    deepest: int = 8  # chain that is tried for equal draft time
+    prompts: int = 24
+    max_new_tokens: int = 64
+    batch: int = 24
+    deepest: int = 5  # chain that is tried for equal draft time
     threads: int = 1
     trained: str = "runs/heads"  # the runs, <what>-<seed> each
     options: str = ""  # more arguments for the training entries, space between them
@@ -80,16 +80,26 @@ def main(argv: list[str]) -> None:
     rows: list[dict[str, Any]] = []
     arms = [(what, seed) for what in kinds for seed in range(settings.seeds)]
     for what, seed in track(arms, "decoding"):
-        drafter = load_drafter(str(folder(settings, what, seed)), target, tokenizer)
-        assert drafter is not None
-        about = {"what": what, "target": settings.target, "data": settings.data, "seed": seed}
-        for row in measured(settings, target, tokenizer, drafter, prompts):
-            rows.append(about | row | trained_by(settings, what, seed) | about_run())
+        kept = folder(settings, what, seed).with_name(f"measured-{asked_for(settings)}.json")
+        if not kept.exists():
+            drafter = load_drafter(str(folder(settings, what, seed)), target, tokenizer)
+            assert drafter is not None
+            about = {"what": what, "target": settings.target, "data": settings.data, "seed": seed}
+            about |= trained_by(settings, what, seed) | about_run()
+            found = measured(settings, target, tokenizer, drafter, prompts)
+            kept.write_text(json.dumps([about | row for row in found]))
+        rows += json.loads(kept.read_text())
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "heads.json").write_text(json.dumps(rows, indent=1) + "\n")
     (out / "heads.md").write_text(head_page.page(rows))
     print(head_page.page(rows))
+
+
+def asked_for(settings: Heads) -> str:
+    """What a measurement is a function of, beside the head: it is kept under this name."""
+    parts = (settings.prompts, settings.max_new_tokens, settings.batch, settings.deepest)
+    return "-".join(map(str, parts))
 
 
 def folder(settings: Heads, what: str, seed: int) -> Path:
@@ -124,40 +134,39 @@ def measured(
     arms = {tree: (plan, min(DEPTH, most)) for tree, plan in TREES.items()}
     arms |= {f"chain {K}": ("chain", K) for K in range(1, min(settings.deepest, most) + 1)}
     rows = []
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature, max_new_tokens=settings.max_new_tokens)
-        for tree, (plan, K) in arms.items():
-            options: dict[str, Any] = {"K": K, "tree": plan, "batch_size": settings.batch}
-            decoder = Decoder(target, tokenizer, drafter, **options)
-            rows.append({"tree": tree, **decoded(settings, decoder, prompts, params)})
+    for tree, (plan, K) in arms.items():
+        options: dict[str, Any] = {"K": K, "tree": plan, "batch_size": settings.batch}
+        decoder = Decoder(target, tokenizer, drafter, **options)
+        cost = costs(decoder, drafter)
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature, max_new_tokens=settings.max_new_tokens)
+            row = decoded(decoder.generate(prompts, params))
+            row |= {"tree": tree, "temperature": temperature, **cost}
+            row["max_new_tokens"] = settings.max_new_tokens
+            rows.append(row)
     return rows
 
 
-def decoded(
-    settings: Heads, decoder: Decoder, prompts: list[list[int]], params: SamplingParams
-) -> dict[str, Any]:
-    """tau of one setting with its interval over prompts, and what its drafting costs alone."""
-    done: list[Completion] = decoder.generate(prompts, params)
-    counters = [completion.counters for completion in done]
-    emitted, rounds = [c.emitted for c in counters], [c.rounds for c in counters]
+def costs(decoder: Decoder, drafter: Drafter) -> dict[str, Any]:
+    """What a round's drafting costs alone, at batch 1: the median of isolated calls."""
     plan = decoder.settings.plan
-    assert decoder.drafter is not None
     times = isolated_times(
-        decoder.runner, decoder.drafter, plan, batch=1, context=160, prompt=96, nodes=plan.nodes
+        decoder.runner, drafter, plan, batch=1, context=160, prompt=96, nodes=plan.nodes
     )
     draft = plan.levels * times["draft"] + (times["extend"] or 0.0)
+    sizes = {"K": plan.levels, "N": plan.nodes}
+    return sizes | {"draft_ms": 1e3 * draft, "c": times["draft"] / times["plain"]}
+
+
+def decoded(done: list[Completion]) -> dict[str, Any]:
+    """tau of one setting, with its interval over prompts."""
+    counters = [completion.counters for completion in done]
+    emitted, rounds = [c.emitted for c in counters], [c.rounds for c in counters]
     return {
-        "temperature": params.temperature,
         "tau": block_efficiency(counters),
         "tau_interval": ratio_interval(emitted, rounds),
         "acceptance_conditional": acceptance_by_position(counters)[1],
-        "K": plan.levels,
-        "N": plan.nodes,
-        "draft_ms": 1e3 * draft,
-        "c": times["draft"] / times["plain"],
-        "ideal_speedup": block_efficiency(counters) * times["plain"] / (times["verify"] + draft),
-        "n_prompts": len(prompts),
-        "max_new_tokens": settings.max_new_tokens,
+        "n_prompts": len(done),
         "emitted": emitted,
         "rounds": rounds,
     }

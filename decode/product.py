@@ -71,7 +71,8 @@ def head_logits(head: Product, hidden: Tensor) -> Tensor:
     """Logits [..., V] fp32 of states [..., H] by an LM head."""
     # Flat: for rows that aren't contiguous torch would copy the head once for each of them.
     flat = hidden.flatten(0, -2)
-    if hidden.is_cuda and FP32_PRODUCT and head.weight.dtype in HALF:
+    wide = hidden.device.type in ("cuda", "meta")  # meta: CUDA's path without a device
+    if wide and FP32_PRODUCT and head.weight.dtype in HALF:
         # Half-precision logits tie: the product's own fp32 sums are kept.
         logits = torch.mm(flat, head.weight.T, out_dtype=torch.float32)
         logits = logits if head.bias is None else logits + head.bias
