@@ -38,14 +38,16 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         return 2
-    console.print(checks(f"{settings.folder}: {LAYOUTS[layout]}", findings))
+    # In one piece, however long: a path that is broken over lines can't be copied.
+    console.print(f"{settings.folder}: {LAYOUTS[layout]}", markup=False, soft_wrap=True)
+    console.print(checks(findings))
     console.print(servers(outlook(layout, findings)))
     return 1 if any(finding.verdict == "fault" for finding in findings) else 0
 
 
-def checks(title: str, findings: list[Finding]) -> Table:
+def checks(findings: list[Finding]) -> Table:
     """One row a finding: what was checked, how it stands, how to mend it."""
-    table = Table(title=escape(title), box=SIMPLE_HEAD, title_justify="left")
+    table = Table(box=SIMPLE_HEAD)
     for name in ("check", "verdict", "found", "how to mend it"):
         table.add_column(name, overflow="fold")
     for one in findings:
