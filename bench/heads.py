@@ -6,14 +6,14 @@
 The heads are trained by their gsm8k recipes, on the same answers of the same target
 (recipe=gsm8k/prepare), one run a seed. Held-out prompts are then decoded with four draft calls, as
 chains, a static tree and dynamic trees of as many nodes as it, at temperature 0 and 1; and with
-chains of every depth, of which the deepest counts that is drafted as fast as four tokens of the
-last kind. What was measured is kept beside each run. Rows and page go to <out>/heads.*
+chains of every depth (first seed), of which the deepest counts that is drafted as fast as four
+tokens of the last kind. What was measured is kept beside each run. Rows and page go to <out>/heads.*
 """
 
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Heads:
     prompts: int = 24
     max_new_tokens: int = 64
     batch: int = 24
-    deepest: int = 5  # chain that is tried for equal draft time
+    deepest: int = 5  # chain that is tried for equal draft time, with the first seed
     threads: int = 1
     trained: str = "runs/heads"  # the runs, <what>-<seed> each
     options: str = ""  # more arguments for the training entries, space between them
@@ -86,7 +86,10 @@ def main(argv: list[str]) -> None:
             assert drafter is not None
             about = {"what": what, "target": settings.target, "data": settings.data, "seed": seed}
             about |= trained_by(settings, what, seed) | about_run()
-            found = measured(settings, target, tokenizer, drafter, prompts)
+            deepest = settings.deepest if seed == 0 else 0
+            found = measured(
+                replace(settings, deepest=deepest), target, tokenizer, drafter, prompts
+            )
             kept.write_text(json.dumps([about | row for row in found]))
         rows += json.loads(kept.read_text())
     out = Path(settings.out)
