@@ -7,7 +7,7 @@ The heads are trained by their gsm8k recipes, on the same answers of the same ta
 (recipe=gsm8k/prepare), one run a seed. Held-out prompts are then decoded with four draft calls, as
 chains, a static tree and dynamic trees of as many nodes as it, at temperature 0 and 1; and with
 chains of every depth (first seed), of which the deepest counts that is drafted as fast as four
-tokens of the last kind. What was measured is kept beside each run. Rows and page go to <out>/heads.*
+tokens of the last kind. What was measured is kept beside each run. Rows and page: <out>/heads.*
 """
 
 import json
