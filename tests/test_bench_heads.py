@@ -39,11 +39,18 @@ def rows() -> list[dict[str, Any]]:
                 emitted = [20 + more + 5 * at + seed] * 4
                 found.append(
                     about
-                    | {"tree": tree, "N": nodes, "emitted": emitted, "tau": sum(emitted) / 40}
+                    | {
+                        "tree": tree,
+                        "K": 4,
+                        "N": nodes,
+                        "emitted": emitted,
+                        "tau": sum(emitted) / 40,
+                    }
                     | {"draft_ms": 4 * ms, "acceptance_conditional": [0.5, 0.25 + 0.25 * seed]}
                 )
             for depth in (1, 2, 4, 8):
-                chain = {"tree": f"chain {depth}", "N": depth + 1, "draft_ms": depth * ms}
+                chain = {"tree": f"chain {depth}", "K": depth, "N": depth + 1}
+                chain["draft_ms"] = depth * ms
                 emitted = [10 + more + depth] * 4
                 found.append(about | chain | {"emitted": emitted, "tau": sum(emitted) / 40})
     return found
