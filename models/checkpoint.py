@@ -99,19 +99,24 @@ def check_tensors(folder: Path, config: PretrainedConfig) -> None:
         ValueError: an unreadable or truncated file, or tensors that are missing, unknown or of
             another shape, named (the first few of each).
     """
-    found = read_header(folder / "model.safetensors")
     expected, tied = _tensors_of(config)
-    named = sorted(expected.keys() & found.keys())
-    faults = {
+    found = read_header(folder / "model.safetensors")
+    refuse_faults(folder, tensor_faults(found, expected, "model", tied))
+
+
+def tensor_faults(
+    found: Shapes, expected: Shapes, by: str, optional: set[str] | frozenset[str] = frozenset()
+) -> dict[str, list[str]]:
+    """How the tensors of a file differ from those expected; by: what says so, in words."""
+    return {
         "missing": sorted(expected.keys() - found.keys()),
-        "unknown": sorted(found.keys() - expected.keys() - tied),
+        "unknown": sorted(found.keys() - expected.keys() - optional),
         "of another shape": [
-            f"{name} (file {list(found[name])}, model {list(expected[name])})"
-            for name in named
+            f"{name} (file {list(found[name])}, {by} {list(expected[name])})"
+            for name in sorted(expected.keys() & found.keys())
             if found[name] != expected[name]
         ],
     }
-    refuse_faults(folder, faults)
 
 
 def read_header(file: Path) -> Shapes:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from draftsmith.models.checkpoint import refuse_faults
 from draftsmith.models.eagle import LAYER_FIELDS
-from draftsmith.models.head import Head, assembled, tensor_faults
+from draftsmith.models.head import Head, assembled, head_faults
 from draftsmith.models.tensors import Checkpoint
 
 # Tensors that heads carry and that ours don't need: the target's embeddings, and what follows from
@@ -56,7 +56,7 @@ class Foreign:
         """How its tensors differ from those of the head that the config describes."""
         found = {ours: tuple(checkpoint.meta[name].shape) for ours, name in self.names.items()}
         found |= {name: tuple(tensor.shape) for name, tensor in self.made.items()}
-        return tensor_faults(cls, self.config, found)
+        return head_faults(cls, self.config, found)
 
     def head(self, cls: type[Head], checkpoint: Checkpoint, dtype: str = "auto") -> Head:
         """The head, in eval mode, in the dtype it is stored in unless another is named."""

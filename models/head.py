@@ -21,6 +21,7 @@ from draftsmith.models.checkpoint import (
     read_header,
     read_json,
     refuse_faults,
+    tensor_faults,
     write_json,
 )
 from draftsmith.models.taps import Tap, check_taps
@@ -146,23 +147,15 @@ def assembled(
 def check_head(cls: type[Head], folder: Path) -> None:
     """Compare the header of a folder's weights with the head that its config describes."""
     found = read_header(folder / "model.safetensors")
-    refuse_faults(folder, tensor_faults(cls, read_json(folder / "config.json"), found))
+    refuse_faults(folder, head_faults(cls, read_json(folder / "config.json"), found))
 
 
-def tensor_faults(cls: type[Head], config: dict[str, Any], found: Shapes) -> dict[str, list[str]]:
+def head_faults(cls: type[Head], config: dict[str, Any], found: Shapes) -> dict[str, list[str]]:
     """How the tensors found differ from those of the head that a config.json describes."""
     with torch.device("meta"):
         head = cls.from_json(config)
         expected = {name: tuple(t.shape) for name, t in head.on_disk().items()}
-    return {
-        "missing": sorted(expected.keys() - found.keys()),
-        "unknown": sorted(found.keys() - expected.keys()),
-        "of another shape": [
-            f"{name} (file {list(found[name])}, config {list(expected[name])})"
-            for name in sorted(expected.keys() & found.keys())
-            if found[name] != expected[name]
-        ],
-    }
+    return tensor_faults(found, expected, "config")
 
 
 def field(config: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:

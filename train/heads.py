@@ -57,7 +57,7 @@ class HeadsConfig(JointRun):
     dropout: float = 0.0  # of hydra
     loss: str = "ce"  # or a key of losses.DIVERGENCES
     decay: float = 1.0  # of a head's weight, from one depth to the next
-    noise: float = 0.0  # hydra: alpha of NEFTune's noise on them
+    noise: float = 0.0  # hydra: alpha of NEFTune's noise on the states read
 
 
 def main(argv: list[str]) -> None:

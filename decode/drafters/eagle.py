@@ -16,7 +16,14 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.attention import Seen
 from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Feed, Frontier, Kept, Round
-from draftsmith.decode.drafters.head_kv import HeadKV, keep_last, state_at
+from draftsmith.decode.drafters.head_kv import (
+    HeadKV,
+    bytes_of,
+    from_second,
+    keep_last,
+    picked,
+    state_at,
+)
 from draftsmith.decode.growth import grow
 from draftsmith.decode.lean_eagle import LeanEagle, lean_eagle
 from draftsmith.decode.memory import ModelSize
@@ -86,8 +93,7 @@ class EagleDrafter:
                 return self._logits(outputs_BFH)
             hidden_BFH = outputs_BFH
             if frontier.of_BF is not None:
-                of_BFH = frontier.of_BF[..., None].expand(-1, -1, hidden_BFH.shape[2])
-                hidden_BFH = hidden_BFH.gather(1, of_BFH)
+                hidden_BFH = picked(hidden_BFH, frontier.of_BF)
             slots_BF = last_B1 + frontier.slot_F
             at_BF = (last_B1 + frontier.depth).expand_as(slots_BF)
             if frontier.block is None:
@@ -116,7 +122,7 @@ class EagleDrafter:
         fused_BTH = self._fused(taps_BTU[:, :-1])
         output_BTH = self.body.step(fused_BTH, ids_BT[:, 1:], at_BT, causal())
         logits_BTV = self._logits(output_BTH)
-        return torch.cat([torch.zeros_like(logits_BTV[:, :1]), logits_BTV], 1)
+        return from_second(logits_BTV)
 
     @property
     def parameter_bytes(self) -> int:
@@ -125,7 +131,7 @@ class EagleDrafter:
         """
         read = [*self.head.layers.parameters(), self.lm_head.weight]
         read += self.head.fc.parameters() if self.kind == "eagle1" else []
-        return sum(weight.numel() * weight.element_size() for weight in read)
+        return bytes_of(read)
 
     def _fused(self, taps_BNU: Tensor) -> Tensor:
         return self.body.fuse(taps_BNU.to(self.dtype))

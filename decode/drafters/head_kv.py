@@ -3,6 +3,7 @@
 Shapes: B rows, R of them just admitted, N tokens, L tokens of a kept path, H hidden.
 """
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -53,9 +54,24 @@ class HeadKV(KVPool):
         return min(round_up(slots), self.slots)
 
 
+def picked(states_BNX: Tensor, of_BF: Tensor) -> Tensor:
+    """The states [B, F, X] at places `of_BF` of each row."""
+    return states_BNX.gather(1, of_BF[..., None].expand(-1, -1, states_BNX.shape[2]))
+
+
 def state_at(states_BNH: Tensor, place_B: Tensor) -> Tensor:
     """The state [B, H] at one place of each row."""
-    return states_BNH.gather(1, place_B[:, None, None].expand(-1, 1, states_BNH.shape[2]))[:, 0]
+    return picked(states_BNH, place_B[:, None])[:, 0]
+
+
+def from_second(logits_BTV: Tensor) -> Tensor:
+    """Logits of a text from its second token on, with 0 for the first, where no head has any."""
+    return torch.cat([torch.zeros_like(logits_BTV[:, :1]), logits_BTV], 1)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes that tensors hold."""
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def keep_last(old_BH: Tensor, states_BLH: Tensor, n_new_B: Tensor) -> None:

@@ -11,8 +11,15 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.attention import Seen
 from draftsmith.decode.drafters.base import Admitted, Feed, Frontier, Kept, Round
-from draftsmith.decode.drafters.head_kv import HeadKV, keep_last, state_at
-from draftsmith.decode.drafters.medusa import bytes_of, headless, output_product, through
+from draftsmith.decode.drafters.head_kv import (
+    HeadKV,
+    bytes_of,
+    from_second,
+    keep_last,
+    picked,
+    state_at,
+)
+from draftsmith.decode.drafters.medusa import headless, output_product, through
 from draftsmith.decode.growth import grow
 from draftsmith.decode.memory import ModelSize
 from draftsmith.decode.product import Product, head_logits
@@ -84,8 +91,7 @@ class HydraDrafter:
         def feed(frontier: Frontier) -> Tensor:
             nonlocal fed_BFI
             if frontier.of_BF is not None:
-                of_BFI = frontier.of_BF[..., None].expand(-1, -1, fed_BFI.shape[2])
-                fed_BFI = fed_BFI.gather(1, of_BFI)
+                fed_BFI = picked(fed_BFI, frontier.of_BF)
             fed_BFI = torch.cat([fed_BFI, self.head.embed(frontier.tokens_BF)], -1)
             return self._logits(frontier.depth, fed_BFI)
 
@@ -110,14 +116,14 @@ class HydraDrafter:
         base_BTH = self.head.prefix(taps_BTU[:, :-1].to(self.dtype), at_BT, causal())
         fed_BTI = torch.cat([base_BTH, self.head.embed(ids_BT[:, 1:])], -1)
         logits_BTV = self._logits(0, fed_BTI)
-        return torch.cat([torch.zeros_like(logits_BTV[:, :1]), logits_BTV], 1)
+        return from_second(logits_BTV)
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of the weights read in a round of all levels, the prefix layer's included, shared
         out among as many draft calls.
         """
-        return bytes_of(list(self.head.parameters())) // self.levels
+        return bytes_of(self.head.parameters()) // self.levels
 
     def _logits(self, depth: int, fed_BFI: Tensor) -> Tensor:
         """Raw logits [B, F, V] of nodes, from all that they read side by side."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.decode.drafters.base import Admitted, Feed, Frontier, Kept, Round
-from draftsmith.decode.drafters.head_kv import keep_last, state_at
+from draftsmith.decode.drafters.head_kv import bytes_of, from_second, keep_last, state_at
 from draftsmith.decode.growth import grow
 from draftsmith.decode.memory import ModelSize
 from draftsmith.decode.product import Product, head_logits
@@ -86,7 +86,7 @@ class MedusaDrafter:
         before_XH = taps_BTU[:, :-1].to(self.first.weight.dtype).flatten(0, 1)
         logits_XV = head_logits(self.outputs[0], self._states(before_XH, 1))
         logits_BTV = logits_XV.view(*taps_BTU[:, :-1].shape[:2], -1)
-        return torch.cat([torch.zeros_like(logits_BTV[:, :1]), logits_BTV], 1)
+        return from_second(logits_BTV)
 
     @property
     def parameter_bytes(self) -> int:
@@ -116,11 +116,6 @@ def through(blocks: list[Product], state_XH: Tensor) -> Tensor:
     for linear in blocks:
         state_XH = state_XH + F.silu(linear(state_XH))
     return state_XH
-
-
-def bytes_of(tensors: list[Tensor]) -> int:
-    """Bytes that tensors hold."""
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def headless(hidden: int, dtype: torch.dtype) -> ModelSize:
