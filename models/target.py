@@ -4,7 +4,7 @@ Legend: B rows, T positions, H hidden, V rows of the output head.
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "TargetSpec",
     "check_same_tokenizer",
     "check_split",
+    "cut_rows",
     "load_target",
     "split_head",
     "unwrapped",
@@ -43,6 +44,10 @@ class TargetSpec:
         False  # a tiny random model of the same family: tries a recipe without its weights
     )
     adapter: str | None = None  # a folder with a PEFT adapter, merged into the weights
+
+    def resolved(self, dtype: str) -> "TargetSpec":
+        """The same with `dtype` where it says "auto"."""
+        return replace(self, dtype=dtype) if self.dtype == "auto" else self
 
 
 def load_target(
@@ -162,6 +167,11 @@ def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
             "weights (LoRA and its like): learned prompts aren't tokens; train a LoRA instead"
         )
     return wrapper.get_base_model()
+
+
+def cut_rows(head_VH: torch.Tensor, rows: int) -> torch.Tensor:
+    """An output head's first rows, without padding. A slice of all would cost a copy backward."""
+    return head_VH if len(head_VH) == rows else head_VH[:rows]
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_lm import draft_from_config
 from draftsmith.train.data import Batch, Batches, Examples
 from draftsmith.train.losses import divergence, lk_weight
-from draftsmith.train.objectives import Distillation
+from draftsmith.train.objectives import Distillation, Losses
+from draftsmith.train.teachers import StateTeacher
 from draftsmith.train.text import OnPolicy, OnPolicyText, Snapshot, as_batch, prompt_of
 
 
@@ -41,6 +44,27 @@ def some_batch(rows: int = 3, width: int = 14) -> Batch:
     return Batch(ids, torch.arange(width).expand(rows, -1), mask, None, tuple(range(rows)))
 
 
+@dataclass(kw_only=True)
+class FourSteps(Losses):
+    steps: int = 4
+
+
+def distillation(
+    draft: PreTrainedModel,
+    target: PreTrainedModel,
+    vocabulary: int,
+    warp: SamplingParams | None = None,
+    **losses: Any,
+) -> Distillation:
+    return Distillation(
+        draft,
+        StateTeacher(target, vocabulary),
+        FourSteps(**losses),
+        vocab_size=vocabulary,
+        warp=warp or SamplingParams(1.0),
+    )
+
+
 @pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd", "tv", "tvpp", "nla", "lk"])
 @pytest.mark.parametrize("warp", [SamplingParams(1.0), SamplingParams(0.7, top_k=40, top_p=0.9)])
 def test_distillation_is_the_plain_formula(
@@ -52,9 +76,7 @@ def test_distillation_is_the_plain_formula(
 ) -> None:
     """Logits of both models in full, one transform, one pure loss, a masked sum."""
     batch, vocabulary = some_batch(), len(tiny_tokenizer)
-    objective = Distillation(
-        padded_draft, tiny_target, tiny_tokenizer, loss=loss, beta=0.3, warp=warp
-    )
+    objective = distillation(padded_draft, tiny_target, vocabulary, warp, loss=loss, beta=0.3)
     objective.observe({"alpha": 0.4})
     output = objective(batch)
     output.loss.backward()
@@ -90,14 +112,8 @@ def test_measure_and_temperature_zero(
     )
     agreeing = (same & batch.loss_mask).sum().float()
     for temperature in (0.0, 1.0):
-        objective = Distillation(
-            tiny_draft,
-            tiny_target,
-            tiny_tokenizer,
-            loss="fkl",
-            beta=0.5,
-            warp=SamplingParams(temperature),
-        )
+        warp = SamplingParams(temperature)
+        objective = distillation(tiny_draft, tiny_target, len(tiny_tokenizer), warp)
         measured = objective.measure(batch)
         assert measured.metrics["agreement"] == agreeing
         assert measured.metrics["alpha"].isclose(agreeing) == (temperature == 0)
@@ -109,27 +125,56 @@ def test_the_target_is_no_part_of_it(
     tiny_tokenizer: PreTrainedTokenizerFast,
     padded_draft: PreTrainedModel,
 ) -> None:
-    objective = Distillation(
-        padded_draft, tiny_target, tiny_tokenizer, loss="fkl", beta=0.5, warp=SamplingParams(1.0)
-    )
+    objective = distillation(padded_draft, tiny_target, len(tiny_tokenizer))
     names = set(objective.state_dict())
-    assert names == {"mean_alpha"} | {f"draft.{name}" for name in padded_draft.state_dict()}
+    assert names == {"mean_alpha", "steps_done"} | {
+        f"draft.{name}" for name in padded_draft.state_dict()
+    }
     before = copy.deepcopy(tiny_target.state_dict())
     objective(some_batch()).loss.backward()
     assert all(parameter.grad is None for parameter in tiny_target.parameters())
     assert all(torch.equal(a, before[name]) for name, a in tiny_target.state_dict().items())
 
 
-def test_unknown_loss_and_beta(
-    tiny_target: PreTrainedModel,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    tiny_draft: PreTrainedModel,
-) -> None:
-    models = (tiny_draft, tiny_target, tiny_tokenizer)
-    with pytest.raises(ValueError, match="got 'kl', expected one of fkl, rkl"):
-        Distillation(*models, loss="kl", beta=0.5, warp=SamplingParams(1.0))
+def test_unknown_loss_and_beta(tiny_target: PreTrainedModel, tiny_draft: PreTrainedModel) -> None:
+    for loss, message in (
+        ("kl", "got 'kl', expected one of ce, fkl, rkl"),
+        ("0*ce+fkl", "with weights above 0"),
+        ("fkl+fkl", "each once"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distillation(tiny_draft, tiny_target, 300, loss=loss)
     with pytest.raises(ValueError, match=r"beta: got 1\.0, expected a number strictly between"):
-        Distillation(*models, loss="jsd", beta=1.0, warp=SamplingParams(1.0))
+        distillation(tiny_draft, tiny_target, 300, loss="jsd", beta=1.0)
+    with pytest.raises(ValueError, match="leaves 4 and 0 of 4 steps"):
+        distillation(tiny_draft, tiny_target, 300, second_loss="tv", second_from=1.0)
+
+
+def test_mixes_with_the_text_and_stages(
+    tiny_target: PreTrainedModel, tiny_draft: PreTrainedModel
+) -> None:
+    """OmniDraft's hybrid first, total variation after half of the steps."""
+    batch, stages = some_batch(), {"loss": "rkl+0.2*ce", "second_loss": "tv"}
+    objective = distillation(tiny_draft, tiny_target, 300, **stages)
+    p, q = (m(batch.input_ids).logits[..., :300] for m in (tiny_target, tiny_draft))
+    next_BT = batch.input_ids.roll(-1, 1)
+    ce_BT = torch.nn.functional.cross_entropy(q.transpose(1, 2), next_BT, reduction="none")
+    hybrid = (divergence("rkl")(p, q) + 0.2 * ce_BT)[batch.loss_mask].sum()
+    for done in range(4):
+        expected = hybrid if done < 2 else divergence("tv")(p, q)[batch.loss_mask].sum()
+        torch.testing.assert_close(objective(batch).loss, expected)
+        objective.observe({"alpha": 0.5})
+
+
+def test_cross_entropy_alone_runs_no_target(
+    tiny_target: PreTrainedModel, tiny_draft: PreTrainedModel
+) -> None:
+    batch, objective = some_batch(), distillation(tiny_draft, tiny_target, 300, loss="ce")
+    usual = objective.measure(batch)
+    objective._teacher = None  # type: ignore[assignment]
+    output = objective(batch)
+    torch.testing.assert_close(output.loss.detach(), usual.loss)
+    assert output.metrics == {} and 0 < usual.metrics["alpha"] < output.tokens
 
 
 def chats_and_documents() -> Examples:

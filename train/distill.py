@@ -3,12 +3,14 @@
     accelerate launch train/distill.py recipe=quickstart/distill lr=1e-4
     accelerate launch --config_file recipes/accelerate/cpu.yaml train/distill.py recipe=...   (CPU)
 
-    loss = sum_t D(p_t, q_t) / number of tokens,   p_t = target(x_<t), q_t = draft(x_<t)
+    loss = sum_t w_t D(p_t, q_t) / number of tokens,   p_t = target(x_<t), q_t = draft(x_<t)
 
-D is fkl, rkl, jsd, tv, tvpp, nla or lk (train/losses.py); both sides go through the one transform
-(vocabulary cut, temperature, top-k, top-p). The text x is what `data` names: ground truth, or the
-target's own answers (a folder of train/prepare.py); at a share `on_policy` (lambda) of the steps
-the draft writes the answers itself. No gradient goes through its sampling.
+D is fkl, rkl, jsd, tv, tvpp, nla, lk or ce, or a weighted sum of them (train/losses.py), and may be
+another one in a second stage. Both sides go through the one transform (vocabulary cut, temperature,
+top-k, top-p). w is 1, or chosen by `select` (AdaSPEC) or `by_depth` (train/weighting.py). The text
+x is what `data` names: ground truth, or the target's own answers (a folder of train/prepare.py;
+with loss=ce that is sequence-level distillation); at a share `on_policy` (lambda) of the steps the
+draft writes the answers itself. No gradient goes through its sampling.
 
 Where this differs from DistillSpec:
 1. The mean is over all trained tokens of the step, not within each sequence first.
@@ -20,6 +22,7 @@ Where this differs from DistillSpec:
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +32,16 @@ from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import TargetSpec, load_target, vocab_size
 from draftsmith.train import recipe
-from draftsmith.train.draft import TINY, DraftSource, open_draft
-from draftsmith.train.heldout import HeldOut, prompts_for_development
+from draftsmith.train.draft import TINY, DraftSource, open_draft, open_reference
+from draftsmith.train.heldout import open_heldout
 from draftsmith.train.launch import start
 from draftsmith.train.log import run_entry
 from draftsmith.train.loop import StepBatches, fit
-from draftsmith.train.objectives import Distillation
+from draftsmith.train.objectives import Distillation, Losses
 from draftsmith.train.result import made_by, save_draft
 from draftsmith.train.settings import Settings
 from draftsmith.train.state import Run
+from draftsmith.train.teachers import StateTeacher, open_teacher
 from draftsmith.train.text import (
     OnPolicy,
     OnPolicyText,
@@ -46,16 +50,17 @@ from draftsmith.train.text import (
     text_at_hand,
     training_examples,
 )
+from draftsmith.train.weighting import Weighting
 
 
 @dataclass(kw_only=True)
-class DistillConfig(Settings, DraftSource, OnPolicyText):
+class DistillConfig(Settings, DraftSource, OnPolicyText, Losses, Weighting):
     """What a recipe of this entry can say."""
 
     entry: str = "distill"
     target: TargetSpec
-    loss: str = "fkl"
-    beta: float = 0.5  # of jsd
+    cache: str = ""  # a folder for the target's states; empty: they are made anew at each step
+    cache_int8: bool = False  # at half the size
     temperature: float = 1.0  # of the comparison, and of the held-out measures
     top_k: int = 0
     top_p: float = 1.0
@@ -87,39 +92,41 @@ def main(argv: list[str]) -> None:
     accelerator.print(recipe.show(config))
 
     # ---- the frozen target, the draft --------------------------------------------------------
-    dtype = "bfloat16" if config.precision == "bf16" else "float32"
-    if config.target.dtype == "auto":
-        config.target = replace(config.target, dtype=dtype)
+    config.target = config.target.resolved(config.dtype)
     target, tokenizer = load_target(config.target, accelerator.device)
     draft = open_draft(config, target, tokenizer, config.seed)
-
-    # ---- objective ---------------------------------------------------------------------------
-    warp = config.warp
-    objective = Distillation(
-        draft, target, tokenizer, loss=config.loss, beta=config.beta, warp=warp
-    ).to(accelerator.device)
-    snapshot = Snapshot(draft, getattr(torch, dtype))
+    snapshot = Snapshot(draft, target.dtype)
     if config.gradient_checkpointing:
         draft.gradient_checkpointing_enable({"use_reentrant": False})
 
     # ---- text to compare them on, as it is or with answers of the draft ----------------------
     examples = training_examples(config.data, tokenizer, few=config.target.shrink)
     order: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed}
-    batches: StepBatches = make_batches(config, examples, tokenizer, **order)
+    text = make_batches(config, examples, tokenizer, **order)
+    batches: StepBatches = text
     if config.on_policy:
         rows = make_batches(config, examples, tokenizer, packing=False, **order)
         batches = OnPolicy(config, rows, snapshot, tokenizer)
 
+    # ---- objective ---------------------------------------------------------------------------
+    teacher = open_teacher(config, accelerator, target, tokenizer, text)
+    objective = Distillation(
+        draft,
+        teacher,
+        config,
+        vocab_size=vocab_size(tokenizer),
+        warp=config.warp,
+        weighting=config,
+        reference=open_reference(config.reference, target, tokenizer),
+    ).to(accelerator.device)
+
     # ---- held-out prompts, and what the target writes to them --------------------------------
-    source, count = config.heldout_data or config.data, config.heldout_prompts
-    prompts = prompts_for_development(source, tokenizer, count=count, length=config.prompt_tokens)
-    heldout = HeldOut(accelerator, target, tokenizer, prompts, warp, batch_size=config.batch_size)
-    with accelerator.main_process_first():
-        heldout.write_answers(run.cache / "heldout.safetensors")
+    heldout = open_heldout(config, config.warp, accelerator, target, tokenizer, run.cache)
+    itself = StateTeacher(target, vocab_size(tokenizer))
 
     def evaluate() -> dict[str, float]:
         tau = heldout.tau(LMDrafter(snapshot.take(), vocab_size(tokenizer)), config.K)
-        return heldout.means(objective.measure) | {"tau": tau}
+        return heldout.means(partial(objective.measure, teacher=itself)) | {"tau": tau}
 
     # ---- fit, and keep what accepted most ----------------------------------------------------
     ended = fit(accelerator, objective, batches, config, run, evaluate)
@@ -136,11 +143,16 @@ def main(argv: list[str]) -> None:
 
 
 def shrunk(config: DistillConfig) -> DistillConfig:
-    """Two steps of a tiny draft and a tiny random target: shows that a recipe composes and runs."""
+    """Two steps of a tiny draft and a tiny random target, without cache and reference: shows that a
+    recipe composes and runs.
+    """
     prompts_from = text_at_hand(config.heldout_data or config.data)
     data = config.data if Path(config.data).exists() else prompts_from
     short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "prompt_tokens": 8}
     few: dict[str, Any] = {"max_new_tokens": 8, "heldout_prompts": 2, "heldout_data": prompts_from}
+    few |= {"cache": "", "cache_int8": False}
+    if config.reference:  # of the real draft
+        few |= {"reference": "", "select": "random"}
     return replace(config, draft="", data=data, **TINY, **short, **few)
 
 

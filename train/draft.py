@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.models.draft_lm import draft_from_config, load_draft
+from draftsmith.models.draft_lm import draft_from_config, load_draft, recast
 from draftsmith.models.drafter_folder import open_drafter
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.target import check_same_tokenizer
@@ -65,24 +66,60 @@ def fresh_model(
 def open_draft(
     source: DraftSource, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
-    """The draft of `source` for `target`, in fp32.
+    """The draft of `source` for `target`, in fp32 and where that is.
 
     Raises:
         ValueError: a folder that isn't whole, is made for another target, or has other tokens.
     """
     if not source.draft:
         rows = target.get_output_embeddings().weight.shape[0]
-        return fresh_model(source, target.config, tokenizer, rows=rows, seed=seed)
-    if not Path(source.draft).is_dir():
-        check_same_tokenizer(tokenizer, load_tokenizer(source.draft))
-        return load_draft(source.draft)
+        draft = fresh_model(source, target.config, tokenizer, rows=rows, seed=seed)
+    else:
+        mismatch = source.allow_target_mismatch
+        draft = given_draft(source.draft, target, tokenizer, allow_target_mismatch=mismatch)
+    return place(draft, target.device)
+
+
+def given_draft(
+    path: str,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    allow_target_mismatch: bool = False,
+) -> PreTrainedModel:
+    """The draft LM in a drafter folder or at a hub name, in fp32, checked against its target.
+
+    Raises:
+        ValueError: a folder that isn't whole, is made for another target, or has other tokens.
+    """
+    if not Path(path).is_dir():
+        check_same_tokenizer(tokenizer, load_tokenizer(path))
+        return load_draft(path)
     folder = open_drafter(
-        source.draft,
+        path,
         fingerprint(target, tokenizer),
-        allow_target_mismatch=source.allow_target_mismatch,
+        allow_target_mismatch=allow_target_mismatch,
         target_tokenizer=tokenizer,
     )
     return folder.model("float32")
+
+
+def open_reference(
+    path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel | None:
+    """The frozen reference draft at `path`, if any, in the target's type and place."""
+    if not path:
+        return None
+    reference = given_draft(path, target, tokenizer).requires_grad_(False)
+    recast(reference, target.dtype)
+    return place(reference, target.device)
+
+
+def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """The model, moved to a device."""
+    moved: Any = model
+    moved.to(device)
+    return model
 
 
 # What target.shrink=true makes of any recipe's sizes.

@@ -33,7 +33,8 @@ from draftsmith.models.vocab import ENOUGH
 from draftsmith.train import head_run, recipe
 from draftsmith.train.eagle_head import EagleSource, counted, open_head
 from draftsmith.train.eagle_objectives import Eagle1Objective, Eagle3Objective, EagleObjective
-from draftsmith.train.head_run import HeadRun, evaluate_head, kept_figures, open_heldout, save_head
+from draftsmith.train.head_run import HeadRun, evaluate_head, kept_figures, save_head
+from draftsmith.train.heldout import open_heldout
 from draftsmith.train.launch import start
 from draftsmith.train.log import run_entry
 from draftsmith.train.loop import fit
@@ -69,9 +70,7 @@ def main(argv: list[str]) -> None:
     accelerator.print(recipe.show(config))
 
     # ---- the frozen target, the text, the head -----------------------------------------------
-    if config.target.dtype == "auto":
-        dtype = "bfloat16" if config.precision == "bf16" else "float32"
-        config.target = replace(config.target, dtype=dtype)
+    config.target = config.target.resolved(config.dtype)
     target, tokenizer = load_target(config.target, accelerator.device)
     examples = training_examples(config.data, tokenizer, few=config.target.shrink)
     batches = make_batches(
@@ -95,7 +94,8 @@ def main(argv: list[str]) -> None:
     objective = make_objective(config, head, target, tokenizer, states).to(accelerator.device)
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
-    heldout = open_heldout(config, accelerator, target, tokenizer, run.cache)
+    params, cache = config.params, run.cache
+    heldout = open_heldout(config, params, accelerator, target, tokenizer, cache)
     snapshot = Snapshot(head, target.dtype)
 
     def evaluate() -> dict[str, float]:

@@ -24,13 +24,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.taps import TargetStates
-from draftsmith.models.target import split_head
+from draftsmith.models.target import cut_rows, split_head
 from draftsmith.train.chunked_steps import chunked_steps, measure_steps
 from draftsmith.train.data import Batch
 from draftsmith.train.head_objectives import OnStates
 from draftsmith.train.loop import StepOutput
 from draftsmith.train.losses import Loss, lk_weight, mixed
-from draftsmith.train.objectives import cut_rows
 from draftsmith.train.taps import States
 
 NOISE_LENGTH = 512  # EAGLE-1's noise falls with the length of the row, and is 0.2 wide at this one

@@ -20,13 +20,12 @@ from draftsmith.models.eagle import causal
 from draftsmith.models.head import Head
 from draftsmith.models.hydra_heads import Hydra
 from draftsmith.models.medusa import Medusa
-from draftsmith.models.target import check_split, split_head
+from draftsmith.models.target import check_split, cut_rows, split_head
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.chunked import chunked_cross_entropy, chunked_divergence
 from draftsmith.train.data import Batch
 from draftsmith.train.loop import Objective, StepOutput
 from draftsmith.train.losses import Loss, agreement, divergence, lk_weight
-from draftsmith.train.objectives import cut_rows
 from draftsmith.train.taps import OnlineTaps, States
 
 

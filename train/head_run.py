@@ -28,7 +28,7 @@ from draftsmith.models.head import Head
 from draftsmith.models.target import TargetSpec, split_head
 from draftsmith.train.data import Batch, Batches, Examples
 from draftsmith.train.expectations import compare
-from draftsmith.train.heldout import HeldOut, prompts_for_development
+from draftsmith.train.heldout import HeldOut
 from draftsmith.train.loop import Result, StepOutput
 from draftsmith.train.settings import Settings
 from draftsmith.train.state import Run
@@ -51,6 +51,11 @@ class HeadRun(Settings, Text):
     cache_int8: bool = False  # at half the size
     best_metric: str = "tau"
     best_mode: str = "max"
+
+    @property
+    def params(self) -> SamplingParams:
+        """How the target writes the held-out answers, and how tau is decoded."""
+        return SamplingParams(self.temperature, max_new_tokens=self.max_new_tokens)
 
 
 SomeRun = TypeVar("SomeRun", bound=HeadRun)
@@ -92,24 +97,6 @@ def check_context(config: HeadRun, head: Head) -> None:
             f"max_length: got {config.max_length}, expected at most the {head.context} positions "
             f"that the {head.kind} head knows; shorten it, or start from another head or target"
         )
-
-
-def open_heldout(
-    config: HeadRun,
-    accelerator: Accelerator,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: Path,
-) -> HeldOut:
-    """The held-out prompts with the target's answers; errors of `prompts_for_development` pass."""
-    source, many = config.heldout_data or config.data, config.heldout_prompts
-    prompts = prompts_for_development(source, tokenizer, count=many, length=config.prompt_tokens)
-    params = SamplingParams(config.temperature, max_new_tokens=config.max_new_tokens)
-    rows = config.batch_size
-    heldout = HeldOut(accelerator, target, tokenizer, prompts, params, batch_size=rows)
-    with accelerator.main_process_first():
-        heldout.write_answers(cache / "heldout.safetensors")
-    return heldout
 
 
 def evaluate_head(

@@ -19,7 +19,7 @@ Where this differs from the papers:
 4. The weights with the best held-out tau are kept, not the last ones.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from draftsmith.models.medusa import Medusa, MedusaConfig
 from draftsmith.models.target import load_target, split_head, vocab_size
 from draftsmith.train import head_run, recipe
 from draftsmith.train.head_objectives import HeadObjective, HydraObjective, MedusaObjective
+from draftsmith.train.heldout import open_heldout
 from draftsmith.train.launch import start
 from draftsmith.train.log import run_entry
 from draftsmith.train.loop import fit
@@ -73,9 +74,7 @@ def main(argv: list[str]) -> None:
     accelerator.print(recipe.show(config))
 
     # ---- the target, the head, the text ------------------------------------------------------
-    if config.target.dtype == "auto":
-        dtype = "bfloat16" if config.precision == "bf16" else "float32"
-        config.target = replace(config.target, dtype=dtype)
+    config.target = config.target.resolved(config.dtype)
     target, tokenizer = load_target(config.target, accelerator.device)
     examples = training_examples(config.data, tokenizer, few=config.target.shrink)
     batches = make_batches(
@@ -88,7 +87,8 @@ def main(argv: list[str]) -> None:
     objective = make_objective(config, head, target, tokenizer, states).to(accelerator.device)
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
-    heldout = head_run.open_heldout(config, accelerator, target, tokenizer, run.cache)
+    params, cache = config.params, run.cache
+    heldout = open_heldout(config, params, accelerator, target, tokenizer, cache)
     snapshot = Snapshot(head, target.dtype)
 
     def evaluate() -> dict[str, float]:

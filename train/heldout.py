@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -56,6 +57,37 @@ def prompts_for_development(
     rows = part_of(load_rows(data, "heldout"), "tune")
     asks = from_rows(rows, tokenizer, limit=count, window=length, samples=1, seed=0)
     return [ask.ids for ask in asks]
+
+
+class HeldOutSettings(Protocol):
+    """The part of a recipe that says what figures are taken on."""
+
+    data: str
+    heldout_data: str
+    heldout_prompts: int
+    prompt_tokens: int
+    batch_size: int
+
+
+def open_heldout(
+    config: HeldOutSettings,
+    params: SamplingParams,
+    accelerator: Accelerator,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path,
+) -> "HeldOut":
+    """The held-out prompts with the target's answers; errors of `prompts_for_development` pass.
+
+    cache: the folder to keep the answers in.
+    """
+    source, many = config.heldout_data or config.data, config.heldout_prompts
+    prompts = prompts_for_development(source, tokenizer, count=many, length=config.prompt_tokens)
+    rows = config.batch_size
+    heldout = HeldOut(accelerator, target, tokenizer, prompts, params, batch_size=rows)
+    with accelerator.main_process_first():
+        heldout.write_answers(cache / "heldout.safetensors")
+    return heldout
 
 
 class HeldOut:

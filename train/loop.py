@@ -57,6 +57,12 @@ class Objective(nn.Module):
         """Factors of the learning rate, by the name of the submodule they are for."""
         return {}
 
+    def tokens(self, batch: Batch) -> int:
+        """How many tokens of a micro-batch count: its share of what the step's loss is divided by,
+        and what `forward` gives as `StepOutput.tokens`.
+        """
+        return int(batch.loss_mask.sum())
+
     def observe(self, means: dict[str, float]) -> None:
         """Called with the means of each finished step; what it keeps must be a buffer."""
 
@@ -168,7 +174,7 @@ class _Fitting:
         place = {"accumulation": many, "world": accelerator.num_processes}
         rank = accelerator.process_index
         micros = [batches.batch(step, micro, rank, **place) for micro in range(many)]
-        counts = [sum(int(micro.loss_mask.sum()) for micro in micros), len(stop)]
+        counts = [sum(map(self.objective.tokens, micros)), len(stop)]
         total = accelerator.reduce(torch.tensor(counts, device=accelerator.device))
         tokens, stopping = total.tolist()
         if stopping:

@@ -196,7 +196,32 @@ def divergence(name: str, beta: float = 0.5, kl_weight: float | Tensor = 1.0) ->
     return DIVERGENCES[name]
 
 
-def mixed(weights: Mapping[str, float], kl_weight: float | Tensor = 1.0) -> Loss:
+def parse_loss(text: str) -> dict[str, float]:
+    """The weight of each part of a loss as recipes spell it: "fkl", "0.5*ce+0.5*tv", "rkl+0.2*ce".
+
+    Parts are keys of `DIVERGENCES`, or ce, cross-entropy with the text itself. Raises ValueError
+    for anything else, and for weights that aren't above 0.
+    """
+    weights: dict[str, float] = {}
+    for term in text.replace(" ", "").split("+"):
+        weight, _, name = term.rpartition("*")
+        if name not in ("ce", *DIVERGENCES) or name in weights or not _positive(weight or "1"):
+            raise ValueError(
+                f"loss: got {text!r}, expected one of ce, {', '.join(DIVERGENCES)}, or a sum of "
+                "them with weights above 0, each once, like 0.5*ce+0.5*fkl"
+            )
+        weights[name] = float(weight or 1)
+    return weights
+
+
+def _positive(number: str) -> bool:
+    try:
+        return 0 < float(number) < math.inf
+    except ValueError:
+        return False
+
+
+def mixed(weights: Mapping[str, float], kl_weight: float | Tensor = 1.0, beta: float = 0.5) -> Loss:
     """The weighted sum of the named losses as a function of (p_logits, q_logits) alone.
 
     Raises ValueError for an unknown name, and for weights that aren't positive.
@@ -206,7 +231,7 @@ def mixed(weights: Mapping[str, float], kl_weight: float | Tensor = 1.0) -> Loss
             f"loss: got the weights {dict(weights)}, expected a number above 0 for each of its "
             "parts; leave out what isn't wanted"
         )
-    parts = tuple((divergence(name, kl_weight=kl_weight), w) for name, w in weights.items())
+    parts = tuple((divergence(name, beta, kl_weight), w) for name, w in weights.items())
     alone = len(parts) == 1 and parts[0][1] == 1.0
     return parts[0][0] if alone else partial(mixture, parts=parts)
 

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.medusa import Medusa
-from draftsmith.models.target import split_head
+from draftsmith.models.target import cut_rows, split_head
 from draftsmith.train.chunked import chunked_divergence
 from draftsmith.train.data import Batch
 from draftsmith.train.head_objectives import MedusaObjective
 from draftsmith.train.head_run import HeadRun
 from draftsmith.train.loop import StepOutput
 from draftsmith.train.losses import forward_kl
-from draftsmith.train.objectives import cut_rows, hidden_and_head
+from draftsmith.train.objectives import hidden_and_head
 from draftsmith.train.taps import OnlineTaps
 
 

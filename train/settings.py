@@ -33,6 +33,11 @@ class Settings:
     save_dtype: str = "bfloat16"  # of the result: bfloat16 | float32
     track: str = "none"  # none | wandb
 
+    @property
+    def dtype(self) -> str:
+        """Of frozen models, and of copies to decode with."""
+        return "bfloat16" if self.precision == "bf16" else "float32"
+
 
 def check(settings: Settings) -> None:
     """Raises ValueError for what no type can rule out."""
