@@ -41,6 +41,7 @@ from draftsmith.train.objectives import Distillation, Losses
 from draftsmith.train.result import made_by, save_draft
 from draftsmith.train.settings import Settings
 from draftsmith.train.state import Run
+from draftsmith.train.taps import Cache
 from draftsmith.train.teachers import StateTeacher, open_teacher
 from draftsmith.train.text import (
     OnPolicy,
@@ -54,13 +55,11 @@ from draftsmith.train.weighting import Weighting
 
 
 @dataclass(kw_only=True)
-class DistillConfig(Settings, DraftSource, OnPolicyText, Losses, Weighting):
+class DistillConfig(Settings, DraftSource, OnPolicyText, Losses, Weighting, Cache):
     """What a recipe of this entry can say."""
 
     entry: str = "distill"
     target: TargetSpec
-    cache: str = ""  # a folder for the target's states; empty: they are made anew at each step
-    cache_int8: bool = False  # at half the size
     temperature: float = 1.0  # of the comparison, and of the held-out measures
     top_k: int = 0
     top_p: float = 1.0

@@ -32,11 +32,12 @@ from draftsmith.train.heldout import HeldOut
 from draftsmith.train.loop import Result, StepOutput
 from draftsmith.train.settings import Settings
 from draftsmith.train.state import Run
+from draftsmith.train.taps import Cache
 from draftsmith.train.text import Text, text_at_hand
 
 
 @dataclass(kw_only=True)
-class HeadRun(Settings, Text):
+class HeadRun(Settings, Text, Cache):
     """The part of a recipe that all heads share; the best weights are those of the best tau."""
 
     target: TargetSpec
@@ -47,8 +48,6 @@ class HeadRun(Settings, Text):
     max_new_tokens: int = 128
     K: int = 4  # drafted tokens a round: for tau, and the result's default
     tree: str = "chain"  # for tau
-    cache: str = ""  # a folder for the target's states; empty: they are made anew at each step
-    cache_int8: bool = False  # at half the size
     best_metric: str = "tau"
     best_mode: str = "max"
 

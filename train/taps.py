@@ -5,8 +5,8 @@ F = (number of taps) * G.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -19,11 +19,12 @@ from draftsmith.train.tap_cache import TapCache
 States = Callable[[Batch], TargetStates]
 
 
-class CacheSettings(Protocol):
-    """The part of a recipe that this file reads."""
+@dataclass(kw_only=True)
+class Cache:
+    """The part of a recipe that says where the target's states are kept."""
 
-    cache: str
-    cache_int8: bool
+    cache: str = ""  # a folder; empty: they are made anew at each step
+    cache_int8: bool = False  # at half the size
 
 
 class OnlineTaps:
@@ -71,7 +72,7 @@ class CachedTaps:
 
 
 def open_states(
-    config: CacheSettings,
+    config: Cache,
     accelerator: Accelerator,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -19,7 +19,7 @@ from draftsmith.train.chunked import Divergence, chunked_divergence
 from draftsmith.train.data import Batch, Batches
 from draftsmith.train.gradients import Transform
 from draftsmith.train.losses import Loss
-from draftsmith.train.taps import CacheSettings, OnlineTaps, States, open_states
+from draftsmith.train.taps import Cache, OnlineTaps, States, open_states
 
 
 class TargetRows(Protocol):
@@ -82,7 +82,7 @@ class StateTeacher:
 
 
 def open_teacher(
-    config: CacheSettings,
+    config: Cache,
     accelerator: Accelerator,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
