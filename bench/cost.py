@@ -21,13 +21,13 @@ from typing import Any
 import device
 import torch
 from rich.progress import track
-from rows import about_run, command, drawing, lower, publish
+from rows import about_run, command, lower, publish
 
 from draftsmith.decode.arguments import parse
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.measure import forward_call, median_times
 from draftsmith.decode.runner import Runner
-from draftsmith.decode.svg import Series, columns
+from draftsmith.decode.svg import Series, columns, drawing
 from draftsmith.models.draft_lm import load_draft
 
 BASE = {"length": 1, "batch": 1, "context": 256}

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from arms import Arm, Turns, assisted, efficiency, generate, rate, rates_row, take_turns, tau
-from rows import command, drawing, publish, row
+from rows import command, publish, row
 from transformers import PreTrainedModel, logging
 
 from draftsmith.decode.arguments import parse
@@ -29,7 +29,7 @@ from draftsmith.decode.engine import Decoder
 from draftsmith.decode.measure import isolated_times
 from draftsmith.decode.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.svg import Lane, lanes
+from draftsmith.decode.svg import Lane, drawing, lanes
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.target import TargetSpec, load_target
 

@@ -4,7 +4,7 @@
 
 Correctness (the tests marked gpu), the rounds of an 8B shape and their goals (steps.py), how the
 cost grows (cost.py), the bounded losses, a step of EAGLE-3 (eagle.py, where speculators is
-importable). What would run past the limit is skipped and named. Needs
+importable), distillation of 1B from 8B (gkd.py; against TRL's where that is). What would run past the limit is skipped and named. Needs
 torch, transformers, accelerate, rich, pytest and triton; nothing is installed. Tables go to
 docs/results/gpu.*; a goal is met where the ratio reaches it.
 """
@@ -75,12 +75,14 @@ def parts(settings: Gpu, folder: str) -> dict[str, tuple[list[str], float]]:
     eagle = ["--device", settings.device, "--out", folder]
     if toy:
         eagle += ["--hidden", "64", "--vocabulary", "512", "--draft", "128", "--length", "64"]
+    gkd = ["tiny=true", "pairs=1", "case=vocabulary 4k"] if toy else ["pairs=3"]
     return {
         "tests": (["-m", "pytest", "-q", "-x", "-m", "gpu", "tests/test_gpu.py"], 150),
         "steps": ([str(here / "steps.py"), *common], 45 if toy else 330),
         "cost": ([str(here / "cost.py"), *common, *shapes], 90),
         "losses": ([str(here / "losses.py"), *losses], 120),
         "eagle": ([str(here / "eagle.py"), *eagle], 120),
+        "gkd": ([str(here / "gkd.py"), *common, *gkd], 120),
     }
 
 

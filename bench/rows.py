@@ -1,7 +1,6 @@
 """The rows that every benchmark writes: ours against a peer, pair by pair, in the same run."""
 
 import json
-import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -11,9 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.decode.report_style import STYLE
 from draftsmith.decode.results import machine
-from draftsmith.decode.svg import WIDTH
 from draftsmith.models.provenance import git_commit
 
 HEAD = ("what", "peer", "ratio", "range", "pairs", "ours", "theirs", "unit")
@@ -103,24 +100,3 @@ def command() -> str:
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table."""
     return [f"| {' | '.join(r)} |" for r in (head, ["---"] * len(head), *body)]
-
-
-def drawing(charts: Sequence[tuple[str, str]], legend: Sequence[tuple[str, str]]) -> str:
-    """(title, chart of decode.svg) below one another as a picture file; legend: (colour, words)."""
-    parts, y = [], 30.0
-    for at, (css, words) in enumerate(legend):
-        x = 8 + at * (WIDTH - 8) / len(legend)
-        parts.append(f'<rect class="{css}" x="{x:.0f}" y="6" width="11" height="11" rx="3"/>')
-        parts.append(f'<text class="axis" x="{x + 16:.0f}" y="16">{words}</text>')
-    for title, chart in charts:
-        found = re.fullmatch(rf'<svg viewBox="0 0 {WIDTH} (\d+)"[^>]*>(.*)</svg>', chart, re.S)
-        assert found, f"a chart of decode.svg begins otherwise: {chart[:80]!r}"
-        parts.append(f'<text class="name" x="8" y="{y + 12:.0f}">{title}</text>')
-        parts.append(f'<g transform="translate(0 {y + 16:.0f})">{found[2]}</g>')
-        y += 22 + float(found[1])
-    box = f'viewBox="0 0 {WIDTH} {y:.0f}" width="{1.5 * WIDTH:.0f}"'
-    paper = f'<rect width="{WIDTH}" height="{y:.0f}" style="fill: var(--card)"/>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {box}><style>{STYLE}</style>'
-        f"{paper}{''.join(parts)}</svg>\n"
-    )

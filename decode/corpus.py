@@ -10,6 +10,7 @@ Kinds of rows, told apart by their fields:
 """
 
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -127,13 +128,11 @@ def stdlib_rows(root: Path) -> list[Row]:
     Raises:
         ValueError: under 5 MB of source (a stripped or zipped Python).
     """
-    rows = []
-    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
-        *folders, name = path.relative_to(root).parts
-        if name.startswith("test") or any(
-            folder in STDLIB_EXCLUDED or folder.startswith("test") for folder in folders
-        ):
-            continue
+    rows, paths = [], []
+    for folder, inner, names in os.walk(root):
+        inner[:] = {d for d in inner if not d.startswith("test")} - STDLIB_EXCLUDED  # not entered
+        paths += [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("test")]
+    for path in sorted(paths, key=lambda p: p.relative_to(root).as_posix()):
         source = path.read_bytes().decode("utf-8", errors="replace")
         if source.strip():
             where = f"stdlib:{path.relative_to(root).as_posix()}"

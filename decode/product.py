@@ -67,6 +67,37 @@ class Product:
         self.version = sum(map(version, self.sources))
 
 
+class VocabHead(Product):
+    """An LM head whose logits are in the order of the tokenizer's `size` tokens.
+
+    rows_DH, bias_D: its rows and biases, of the tokens ids_D in ascending order (None: of the first
+    D); those beyond `size` are padding. source: the parameter that they are rows of, or, copied,
+    themselves.
+    """
+
+    def __init__(
+        self,
+        rows_DH: Tensor,
+        ids_D: Tensor | None,
+        size: int,
+        source: Tensor,
+        bias_D: Tensor | None = None,
+    ) -> None:
+        kept = size if ids_D is None else int((ids_D < size).sum())
+        bias_D = None if bias_D is None else bias_D[:kept]
+        super().__init__(rows_DH[:kept], bias_D, [source])
+        self.size = size
+        self.ids_D = None if ids_D is None else ids_D[:kept].to(rows_DH.device)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] fp32 of states [..., H]; -inf for tokens that have no row."""
+        logits_XD = head_logits(self, hidden)
+        if self.ids_D is None:
+            return logits_XD
+        logits_XV = logits_XD.new_full((*logits_XD.shape[:-1], self.size), float("-inf"))
+        return logits_XV.index_copy_(-1, self.ids_D, logits_XD)
+
+
 def head_logits(head: Product, hidden: Tensor) -> Tensor:
     """Logits [..., V] fp32 of states [..., H] by an LM head."""
     # Flat: for rows that aren't contiguous torch would copy the head once for each of them.

@@ -20,9 +20,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from draftsmith.decode.attention import ATTENTION, Attend, Seen, resolve
 from draftsmith.decode.kv import KVPool, SlotCache
 from draftsmith.decode.lean import LeanBody, Taken, lean_body
-from draftsmith.decode.product import Product, head_logits
+from draftsmith.decode.product import VocabHead
 from draftsmith.models.taps import NORM, Tap, check_taps, joined, watching
-from draftsmith.models.target import split_head, unwrapped
+from draftsmith.models.target import output_head, unwrapped
+from draftsmith.models.vocab import DraftVocab
 
 __all__ = ["Runner", "Seen", "round_up"]
 
@@ -49,6 +50,7 @@ class Runner:
 
     model: a causal LM, or a PeftModel around one, whose adapter then stays live. attention: a
     backend of `decode/attention.py`, or "auto". taps: states that each pass gives beside the last.
+    vocab: the tokens that have logits, whose rows of the LM head are then copied; None: all.
 
     Raises ValueError for models that can't be rolled back by slots (recurrent state), whose logits
     are more than head(hidden), and for an attention backend that the machine lacks.
@@ -60,17 +62,24 @@ class Runner:
         vocab_size: int,
         attention: str = "auto",
         taps: tuple[Tap, ...] = (),
+        vocab: DraftVocab | None = None,
     ) -> None:
         model = unwrapped(model)
         refuse_what_cannot_roll_back(model)
         self.model = model
-        self.body, head_VH = split_head(model)
+        self.body, head_VH, bias_D = output_head(model)
         if head_VH.shape[0] < vocab_size:
             raise ValueError(
                 f"model: got {head_VH.shape[0]} logits, expected at least the tokenizer's "
                 f"{vocab_size}; this model was made for another tokenizer"
             )
-        self.head = Product(head_VH.detach()[:vocab_size], None, [head_VH])
+        ids_D, rows_DH = None, head_VH.detach()
+        bias_D = None if bias_D is None else bias_D.detach()
+        if vocab is not None:
+            ids_D = vocab.ids_D.to(head_VH.device)
+            rows_DH, bias_D = rows_DH[ids_D], None if bias_D is None else bias_D[ids_D]
+        source = head_VH if vocab is None else rows_DH
+        self.head = VocabHead(rows_DH, ids_D, vocab_size, source, bias_D)
         self.dtype, self.device = head_VH.dtype, head_VH.device
         self.config = config = model.config.get_text_config()
         check_taps(taps, config.num_hidden_layers)
@@ -138,8 +147,8 @@ class Runner:
         return States(hidden_BNH, joined(self.taps, hidden_BNH, taken) if self.taps else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] fp32 over the tokenizer's vocabulary."""
-        return head_logits(self.head, hidden)
+        """Logits [..., V] fp32 over the tokenizer's vocabulary; -inf for tokens that have none."""
+        return self.head.logits(hidden)
 
     def _whole(
         self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, taken: Taken
@@ -177,7 +186,8 @@ class Runner:
         states = []
         for body in (self._whole, lean):
             self.call, pool = body, self.pool(2, 16)
-            states.append(self.prefill(pool, rows_B, tokens_BN, lens_B)[0])
+            logits_BV = self.prefill(pool, rows_B, tokens_BN, lens_B)[0]
+            states.append(logits_BV.masked_fill(logits_BV.isneginf(), 0))  # tokens without a row
             positions_BN = lens_B[:, None] + torch.arange(3, device=self.device)
             seen = Seen(lens_B, pool.slots)
             new_BN = tokens_BN[:, :3]

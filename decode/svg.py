@@ -1,13 +1,17 @@
-"""Two kinds of chart as inline SVG: upright columns and lying lanes. No scripts, fonts or files.
+"""Three kinds of chart as inline SVG: upright columns, lying lanes, points with the lines through
+them. No scripts, fonts or files.
 
 Colours are CSS classes (`a`, `b`, ...), so that the page decides them, also in the dark.
 Every length below is in units of the view box; the page scales it.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+
+from draftsmith.decode.report_style import STYLE
 
 WIDTH = 500
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 22, 44
@@ -60,7 +64,7 @@ def columns(
     group = (WIDTH - LEFT - RIGHT) / max(1, len(places))
     wide = min(56.0, 0.76 * group / len(series))
     height = floor - (TOP if wide >= LEVEL_LABEL else 2 * TOP)
-    out = [_grid(steps, ceiling, floor, height)]
+    out = [_grid(steps, floor, height)]
     for at, place in enumerate(places):
         middle = LEFT + (at + 0.5) * group
         out.append(_text(middle, floor + 16, place, "tick", "middle"))
@@ -105,6 +109,82 @@ def lanes(
     return _frame(title, spoken, floor + 44, out)
 
 
+@dataclass(frozen=True)
+class Trend:
+    """Points (x, y) of one colour and the straight line (over log x) between two of its places;
+    apart: points that the line was not drawn through, shown hollow. name: at the line's end.
+    """
+
+    name: str
+    css: str
+    points: Sequence[tuple[float, float]]
+    apart: Sequence[tuple[float, float]]
+    line: tuple[tuple[float, float], tuple[float, float]]
+
+
+def scatter(title: str, trends: Sequence[Trend], *, x_label: str, y_label: str) -> str:
+    """Points over a logarithmic axis of positive x, which is marked where points lie."""
+    all_points = [point for one in trends for point in (*one.points, *one.apart, *one.line)]
+    places = sorted({x for one in trends for x, _ in (*one.points, *one.apart)})
+    values = [y for _, y in all_points]
+    step = ticks((max(values) - min(values)) or 1.0)[1]
+    bottom = math.floor(min(values) / step)
+    top = max(bottom + 1, math.ceil(max(values) / step))
+    steps = [round(n * step, 12) for n in range(bottom, top + 1)]
+    floor, height = COLUMN_HEIGHT - BOTTOM, COLUMN_HEIGHT - BOTTOM - TOP
+    names = max(len(one.name) for one in trends) * CHARACTER + 14
+    first, wide = math.log10(places[0]), WIDTH - LEFT - RIGHT - 16 - names
+    span = (math.log10(places[-1]) - first) or 1.0
+
+    def at(point: tuple[float, float]) -> tuple[float, float]:
+        across = (math.log10(point[0]) - first) / span
+        up = (point[1] - steps[0]) / (steps[-1] - steps[0])
+        return LEFT + 8 + across * wide, floor - up * height
+
+    out = [_grid(steps, floor, height)]
+    out += [_text(at((x, 0))[0], floor + 16, short_count(x), "tick", "middle") for x in places]
+    lowest = math.inf
+    for one in sorted(trends, key=lambda one: one.line[1][1]):
+        (x0, y0), (x1, y1) = map(at, one.line)
+        out.append(
+            f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" style="stroke: var(--{one.css})"/>'
+        )
+        for point, hollow in [(p, False) for p in one.points] + [(p, True) for p in one.apart]:
+            out.append(_dot(one, at(point), hollow, f"{short_count(point[0])}: {point[1]:.4g}"))
+        # Names of lines that end close to one another stand above one another.
+        lowest = min(y1 + 4, lowest - 13)
+        out.append(_text(x1 + 10, lowest, one.name, "value small", "start"))
+    out.append(_text((LEFT + WIDTH - RIGHT) / 2, COLUMN_HEIGHT - 8, x_label, "axis", "middle"))
+    out.append(_turned(13, floor - height / 2, y_label, "axis", "middle"))
+    spoken = "; ".join(
+        f"{one.name}: "
+        + ", ".join(f"{short_count(x)} {y:.3g}" for x, y in (*one.points, *one.apart))
+        for one in trends
+    )
+    return _frame(title, spoken, COLUMN_HEIGHT, out)
+
+
+def drawing(charts: Sequence[tuple[str, str]], legend: Sequence[tuple[str, str]]) -> str:
+    """(title, chart of decode.svg) below one another as a picture file; legend: (colour, words)."""
+    parts, y = [], 30.0
+    for at, (css, words) in enumerate(legend):
+        x = 8 + at * (WIDTH - 8) / len(legend)
+        parts.append(f'<rect class="{css}" x="{x:.0f}" y="6" width="11" height="11" rx="3"/>')
+        parts.append(f'<text class="axis" x="{x + 16:.0f}" y="16">{words}</text>')
+    for title, chart in charts:
+        found = re.fullmatch(rf'<svg viewBox="0 0 {WIDTH} (\d+)"[^>]*>(.*)</svg>', chart, re.S)
+        assert found, f"a chart of decode.svg begins otherwise: {chart[:80]!r}"
+        parts.append(f'<text class="name" x="8" y="{y + 12:.0f}">{title}</text>')
+        parts.append(f'<g transform="translate(0 {y + 16:.0f})">{found[2]}</g>')
+        y += 22 + float(found[1])
+    box = f'viewBox="0 0 {WIDTH} {y:.0f}" width="{1.5 * WIDTH:.0f}"'
+    paper = f'<rect width="{WIDTH}" height="{y:.0f}" style="fill: var(--card)"/>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {box}><style>{STYLE}</style>'
+        f"{paper}{''.join(parts)}</svg>\n"
+    )
+
+
 def ticks(peak: float) -> list[float]:
     """Three to seven round numbers from 0 to the first one at or above `peak` (above 0)."""
     rough = peak / 5
@@ -135,11 +215,11 @@ def _lane(row: Lane, y: float, scale: float) -> str:
     return "".join(out)
 
 
-def _grid(steps: Sequence[float], ceiling: float, floor: float, height: float) -> str:
-    out = []
+def _grid(steps: Sequence[float], floor: float, height: float) -> str:
+    out, low, ceiling = [], steps[0], steps[-1]
     for step in steps:
-        y = floor - height * step / ceiling
-        css = "grid" if step else "base"
+        y = floor - height * (step - low) / (ceiling - low)
+        css = "grid" if step > low else "base"
         out.append(
             f'<line class="{css}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
@@ -176,6 +256,23 @@ def _turned(x: float, y: float, words: str, css: str, anchor: str) -> str:
 
 def _tick(value: float) -> str:
     return f"{value:,.10g}"
+
+
+def _dot(one: Trend, at: tuple[float, float], hollow: bool, hint: str) -> str:
+    inside = ' style="fill: var(--card)"' if hollow else ""
+    return (
+        f'<circle class="{one.css}"{inside} cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="4" '
+        f'stroke="var(--{one.css})" stroke-width="1.5"><title>{escape(f"{one.name}, {hint}")}'
+        "</title></circle>"
+    )
+
+
+def short_count(count: float) -> str:
+    """1.5M, 320k."""
+    for size, sign in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{sign}"
+    return f"{count:g}"
 
 
 def _frame(title: str, spoken: str, height: float, parts: Sequence[str]) -> str:

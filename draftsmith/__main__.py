@@ -8,7 +8,11 @@ COMMANDS = {
     "calibrate": ("draftsmith.decode.calibrate", "the best static tree for a target and a drafter"),
     "export": ("draftsmith.decode.export", "write a drafter as SGLang, vLLM, TGI ... read it"),
     "doctor": ("draftsmith.decode.doctor", "what is wrong with a drafter folder, for each server"),
+    "trim": ("draftsmith.train.trim", "draft only the tokens that the target writes"),
+    "plan": ("draftsmith.train.plan", "memory and time of a training run, before it starts"),
     "data": ("draftsmith.train.show", "show one training example with its trained tokens coloured"),
+    "size": ("draftsmith.decode.sizing", "depth and width of a draft by predicted speed-up"),
+    "scaling": ("draftsmith.decode.scaling", "acceptance against size and text: fits, a picture"),
     "quickstart": (
         "draftsmith.train.quickstart",
         "train, distil and decode on this machine's text",

@@ -121,6 +121,10 @@ def opened(case: Case) -> Iterator[Finding]:
         yield Finding("opened here", "fault", str(error), refused, "see the message")
         return
     yield Finding("opened here", "ok")
+    if found.vocab is not None:  # of a draft LM: known to our decoder alone
+        says = f"{len(found.vocab.ids_D)} of {found.vocab.size} tokens"
+        servers = dict.fromkeys((VLLM, SGLANG, TRANSFORMERS), "drafts with its whole LM head")
+        yield Finding("draft vocabulary", "ok", says, servers)
 
 
 # ---- checks of every layout ---------------------------------------------------------------------

@@ -12,6 +12,23 @@ from draftsmith.models.checkpoint import load_lm
 
 
 def draft_from_config(
+    target_config: PretrainedConfig, *, seed: int, **sizes_and_fields: Any
+) -> PreTrainedModel:
+    """A randomly initialised causal LM of the target's family, fp32, on the CPU.
+
+    seed: of the weights. No global random state is read or moved. The rest, and the errors, are
+    those of `draft_config`.
+    """
+    config = draft_config(target_config, **sizes_and_fields)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # torch.manual_seed would also seed the accelerators, which fork_rng here doesn't restore.
+        torch.default_generator.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa"
+        )
+
+
+def draft_config(
     target_config: PretrainedConfig,
     *,
     layers: int,
@@ -19,18 +36,16 @@ def draft_from_config(
     heads: int,
     kv_heads: int,
     intermediate: int,
-    seed: int,
     vocab_size: int,
     **config_fields: Any,
-) -> PreTrainedModel:
-    """A randomly initialised causal LM of the target's family, fp32, on the CPU.
+) -> PretrainedConfig:
+    """The configuration of a draft of the target's family.
 
     Args:
         target_config: its class and all that isn't a size is kept (activation, norm, RoPE, ids,
             tied or separate output head).
         layers, hidden, heads, kv_heads, intermediate: the draft's sizes. The head size is hidden /
             heads unless `head_dim=` is among `config_fields`.
-        seed: of the weights. No global random state is read or moved.
         vocab_size: rows of the embedding and the output head. The target's own number of rows,
             padding included, is what vLLM and transformers expect of a draft that they serve.
         config_fields: any other field of the family, e.g. `tie_word_embeddings=True`.
@@ -77,13 +92,7 @@ def draft_from_config(
     _fit_rope(config)
     config.architectures = None
     # Once more through the constructor: it validates, and derives what depends on the sizes.
-    config = type(config).from_dict(config.to_dict())
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # torch.manual_seed would also seed the accelerators, which fork_rng here doesn't restore.
-        torch.default_generator.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="sdpa"
-        )
+    return type(config).from_dict(config.to_dict())
 
 
 def load_draft(path: str | Path, dtype: str = "float32") -> PreTrainedModel:

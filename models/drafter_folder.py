@@ -41,6 +41,7 @@ from draftsmith.models.tokenizer import (
     check_same_tokenizer,
     load_tokenizer,
 )
+from draftsmith.models.vocab import DraftVocab, read_vocab
 
 __all__ = ["SCHEMA", "DrafterFolder", "fingerprint", "open_drafter", "save_drafter", "serve_line"]
 
@@ -58,6 +59,7 @@ def save_drafter(
     target_fingerprint: dict[str, Any],
     provenance: dict[str, Any],
     defaults: dict[str, Any],
+    vocab: DraftVocab | None = None,
 ) -> None:
     """Write a drafter folder whole or not at all.
 
@@ -70,6 +72,7 @@ def save_drafter(
         target_fingerprint: of the target it was trained for.
         provenance: see `provenance.provenance`.
         defaults: how to decode with it; any of the keys of `DEFAULTS`.
+        vocab: of a draft LM, the tokens that it drafts; None: all. Its weights stay whole.
 
     Raises:
         ValueError: unknown kind or default, weights that aren't finite, an existing folder that
@@ -88,6 +91,7 @@ def save_drafter(
             f"got {folder}, which exists and isn't a drafter folder; expected a new folder or a "
             "drafter folder to replace; choose another output folder"
         )
+    assert vocab is None or kind == "lm", f"a {kind} head has its draft vocabulary in itself"
     broken = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
     if broken:
         raise ValueError(
@@ -99,7 +103,7 @@ def save_drafter(
         "kind": kind,
         "target": target_fingerprint,
         "taps": list(model.taps) if isinstance(model, Head) else None,
-        "vocabulary_map": _vocabulary_map(model),
+        "vocabulary_map": _vocabulary_map(model, vocab),
         "defaults": DEFAULTS | defaults,
         "provenance": provenance,
     }
@@ -112,6 +116,8 @@ def save_drafter(
         model.save_pretrained(new, max_shard_size="1000GB")  # one file
         tokenizer.save_pretrained(new)
         write_json(new / META, meta)
+        if vocab is not None:
+            vocab.save(new, target_fingerprint["tokenizer"])
         _check_weights(new, kind)
         for path in [*new.iterdir(), new]:
             flush(path)
@@ -128,13 +134,14 @@ def save_drafter(
 @dataclass(frozen=True)
 class DrafterFolder:
     """A drafter folder that was found whole: where it is, its kind, its draftsmith.json; of another
-    toolkit's head, how to read it.
+    toolkit's head, how to read it; of a draft LM, the tokens that it drafts (None: all).
     """
 
     path: Path
     kind: str
     meta: dict[str, Any]
     foreign: tuple[Foreign, Checkpoint] | None = None
+    vocab: DraftVocab | None = None
 
     def model(self, dtype: str = "auto") -> PreTrainedModel:
         """The draft LM in eval mode, in the saved dtype unless another is named."""
@@ -173,8 +180,9 @@ def open_drafter(
         target_config: for what other toolkits' heads leave to the target.
 
     Raises:
-        ValueError: a file is missing, cut or foreign; a tensor is missing, unknown or of another
-            shape; another schema or kind; another target or tokenizer.
+        ValueError: a file is missing, cut or foreign (a draft vocabulary's too); a tensor is
+            missing, unknown or of another shape; another schema or kind; another target or
+            tokenizer.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -184,11 +192,13 @@ def open_drafter(
         return foreign
     meta = _read_meta(folder)
     _check_weights(folder, meta["kind"])
-    drafter = DrafterFolder(folder, meta["kind"], meta)
-    tokenizer = drafter.tokenizer()
     rows = int(read_json(folder / "config.json").get("vocab_size") or 0)
+    vocab = None
     if meta["kind"] == "lm":
         rows = load_config(folder).get_text_config().vocab_size
+        vocab = read_vocab(folder, meta, rows)
+    drafter = DrafterFolder(folder, meta["kind"], meta, vocab=vocab)
+    tokenizer = drafter.tokenizer()
     check_logit_width(rows, tokenizer, f"the draft {folder}")
     if target_tokenizer is not None:
         check_same_tokenizer(target_tokenizer, tokenizer)
@@ -280,11 +290,14 @@ def _without_meta(kind: str, note: str) -> dict[str, Any]:
     return meta | {"defaults": DEFAULTS, "provenance": None}
 
 
-def _vocabulary_map(model: PreTrainedModel | Head) -> dict[str, int] | None:
+def _vocabulary_map(
+    model: PreTrainedModel | Head, vocab: DraftVocab | None
+) -> dict[str, int] | None:
     """How many of the target's tokens the draft has, where it hasn't all."""
-    if not isinstance(model, Eagle) or model.vocab.is_full:
+    vocab = model.vocab if isinstance(model, Eagle) else vocab
+    if vocab is None or vocab.is_full:
         return None
-    return {"draft": len(model.vocab.ids_D), "target": model.vocab.size}
+    return {"draft": len(vocab.ids_D), "target": vocab.size}
 
 
 def _check_weights(folder: Path, kind: str) -> None:

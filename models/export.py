@@ -30,6 +30,7 @@ from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.serve import sglang_line, unread_by_sglang, vllm_line
 from draftsmith.models.tensors import outline
 from draftsmith.models.tokenizer import load_tokenizer
+from draftsmith.models.vocab import FILE
 
 SPECULATORS = "0.9.0"  # the version whose folders these are
 WEIGHTS = "model.safetensors"
@@ -75,7 +76,7 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
 
 
 def _lm(opened: DrafterFolder, target: PreTrainedModel, folder: Path) -> None:
-    """A plain transformers folder already: all but our own file."""
+    """A plain transformers folder already: all but our own files. Servers draft all its tokens."""
     rows = load_config(opened.path).get_text_config().vocab_size
     wanted = target.config.get_text_config().vocab_size
     if rows != wanted:
@@ -84,7 +85,8 @@ def _lm(opened: DrafterFolder, target: PreTrainedModel, folder: Path) -> None:
             f"with vocab_size={wanted}",
             stacklevel=3,
         )
-    shutil.copytree(opened.path, folder, ignore=shutil.ignore_patterns(META), dirs_exist_ok=True)
+    ours = shutil.ignore_patterns(META, FILE)
+    shutil.copytree(opened.path, folder, ignore=ours, dirs_exist_ok=True)
 
 
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str) -> None:

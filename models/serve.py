@@ -21,6 +21,12 @@ def _lm(folder: Path, meta: dict[str, Any], target: str) -> list[str]:
         f"target.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("
         f"{str(folder)!r}))  # transformers",
     ]
+    drafted = meta.get("vocabulary_map")
+    if drafted is not None:
+        lines.append(
+            f"# servers know no draft vocabulary of a draft LM: there it drafts all "
+            f"{drafted['target']:,} tokens, by python -m draftsmith {drafted['draft']:,}"
+        )
     rows = load_config(folder).get_text_config().vocab_size
     wanted = (meta["target"] or {}).get("logit_rows", rows)
     if rows != wanted:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.target import split_head
+from draftsmith.models.target import output_head
 
 Tap = int | str
 NORM = "norm"
@@ -58,7 +58,7 @@ def check_taps(taps: Sequence[Tap], layers: int) -> None:
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers of a causal LM in order; ValueError where they can't be told."""
     count = model.config.get_text_config().num_hidden_layers
-    for module in split_head(model)[0].modules():
+    for module in output_head(model)[0].modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)
     raise ValueError(
@@ -108,5 +108,5 @@ def target_states(model: PreTrainedModel, taps: Sequence[Tap], **inputs: Any) ->
     check_taps(taps, model.config.get_text_config().num_hidden_layers)
     taken: dict[int, Tensor | None] = {int(tap): None for tap in taps if tap != NORM}
     with watching(model, taken):
-        norm_BTG = split_head(model)[0](**inputs, use_cache=False).last_hidden_state
+        norm_BTG = output_head(model)[0](**inputs, use_cache=False).last_hidden_state
     return TargetStates(norm_BTG, joined(taps, norm_BTG, taken) if taps else norm_BTG[..., :0])

@@ -28,9 +28,11 @@ __all__ = [
     "check_split",
     "cut_rows",
     "load_target",
+    "output_head",
     "split_head",
     "unwrapped",
     "vocab_size",
+    "without_bias",
 ]
 
 
@@ -76,15 +78,19 @@ def load_target(
     return model.eval().to(device), tokenizer
 
 
-def split_head(model: PreTrainedModel) -> tuple[nn.Module, torch.Tensor]:
-    """A causal LM as (body, head_VH): logits_BTV = body(input_ids).last_hidden_state @ head_VH.T.
+def output_head(
+    model: PreTrainedModel,
+) -> tuple[nn.Module, torch.Tensor, torch.Tensor | None]:
+    """A causal LM as (body, head_VH, bias_V): its logits are body(input_ids).last_hidden_state @
+    head_VH.T + bias_V; most have no bias. A PeftModel's adapters are part of its body.
 
     Losses then run on hidden states and never hold logits of a whole batch. The weight is the
     model's own parameter (tied or not), so gradients reach it. `check_split` confirms the equation.
 
     Raises:
-        ValueError: the head has a bias, isn't linear, or its logits are capped or scaled.
+        ValueError: the head isn't linear, or its logits are capped or scaled.
     """
+    model = unwrapped(model)
     name = type(model).__name__
     config = model.config.get_text_config()
     for field, neutral in LOGIT_FIELDS.items():
@@ -94,11 +100,29 @@ def split_head(model: PreTrainedModel) -> tuple[nn.Module, torch.Tensor]:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise _no_split(name, f"its output head is {type(head).__name__}, not a linear layer")
-    if head.bias is not None:
-        raise _no_split(name, "its output head has a bias")
     if model.base_model is model:
         raise _no_split(name, "its body isn't a module apart from the head")
-    return model.base_model, head.weight
+    return model.base_model, head.weight, head.bias
+
+
+def split_head(model: PreTrainedModel) -> tuple[nn.Module, torch.Tensor]:
+    """(body, head_VH) of `output_head` for those who have no use for a bias: ValueError for one."""
+    body, head_VH, bias_V = output_head(model)
+    if bias_V is not None:
+        raise _no_split(type(model).__name__, "its output head has a bias")
+    return body, head_VH
+
+
+def without_bias(
+    hidden_NH: torch.Tensor, head_VH: torch.Tensor, bias_V: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """States [N, H + 1] and head [V, H + 1] whose product has the bias in it: a state of 1 times
+    a column of biases. As they are without one.
+    """
+    if bias_V is None:
+        return hidden_NH, head_VH
+    ones_N1 = torch.ones_like(hidden_NH[:, :1])
+    return torch.cat([hidden_NH, ones_N1], 1), torch.cat([head_VH, bias_V[:, None]], 1)
 
 
 def with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
@@ -176,17 +200,17 @@ def cut_rows(head_VH: torch.Tensor, rows: int) -> torch.Tensor:
 
 @torch.no_grad()
 def check_split(model: PreTrainedModel) -> None:
-    """Run eight tokens both ways and compare: catches families that `split_head` doesn't know.
+    """Run eight tokens both ways and compare: catches families that `output_head` doesn't know.
 
     Raises ValueError when head(body(x)) differs from the model's own logits by more than rounding,
     1e-4 of the largest logit in fp32 and 1e-2 in lower precision.
     """
-    body, head_VH = split_head(model)
+    body, head_VH, bias_V = output_head(model)
     training = model.training
     model.eval()
     ids_BT = torch.arange(8, device=head_VH.device)[None] % head_VH.shape[0]
     hidden_BTH = body(input_ids=ids_BT, use_cache=False).last_hidden_state
-    split_BTV = nn.functional.linear(hidden_BTH, head_VH).float()
+    split_BTV = nn.functional.linear(hidden_BTH, head_VH, bias_V).float()
     whole_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
     model.train(training)
     limit = 1e-4 if head_VH.dtype == torch.float32 else 1e-2

@@ -3,14 +3,24 @@
 A head that drafts 32k of 128k tokens multiplies a quarter of the matrix. What it can't propose, it
 can't get accepted, so the tokens are chosen by how often the target writes them.
 
+An EAGLE-3 folder has no other rows, and its map among its weights. A draft LM's folder stays the
+plain one that servers load, with all rows; its map lies beside, in `draft_vocab.json`. It is no
+safetensors file: vLLM and SGLang load every one of those in a folder, and stop at an unknown name.
+
 Shapes: V tokens of the target (rows of its LM head), D of the draft.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftsmith.models.checkpoint import read_json, write_json
+
+FILE = "draft_vocab.json"
 ENOUGH = 0.95  # share of the target's own text that a draft vocabulary should cover
 
 
@@ -57,6 +67,31 @@ class DraftVocab:
             )
         return cls(ids_D, size)
 
+    @classmethod
+    def whole(cls, size: int) -> "DraftVocab":
+        """Of a draft that has every token."""
+        return cls(torch.arange(size), size)
+
+    def among(self, counts_V: Tensor, draft_size: int, keep: Sequence[int] = ()) -> "DraftVocab":
+        """The `draft_size` tokens of these that are counted most often, those of `keep` that it
+        has always among them. ValueError for a size that leaves them no room, or isn't smaller.
+        """
+        has_V = self.t2d_V
+        kept = [token for token in dict.fromkeys(keep) if has_V[token]]
+        if not max(1, len(kept)) <= draft_size < len(self.ids_D):
+            raise ValueError(
+                f"draft vocabulary: got {draft_size} tokens, expected at least {max(1, len(kept))} "
+                f"(those that end an answer are kept) and less than the {len(self.ids_D)} there are"
+            )
+        rank_V = counts_V.where(has_V, -1)
+        rank_V[kept] = counts_V.max() + 1
+        return DraftVocab.most_frequent(rank_V, draft_size)
+
+    def save(self, folder: Path, tokenizer: str) -> None:
+        """Write a draft LM's map; tokenizer: the fingerprint of the target's."""
+        d2t = self.d2t_D.tolist()
+        write_json(folder / FILE, {"target": self.size, "tokenizer": tokenizer, "d2t": d2t})
+
     @property
     def is_full(self) -> bool:
         return len(self.ids_D) == self.size
@@ -77,3 +112,35 @@ class DraftVocab:
         """Share of the counted tokens that the draft can propose; 1 where nothing was counted."""
         total = int(counts_V.sum())
         return int(counts_V[self.ids_D].sum()) / total if total else 1.0
+
+
+def read_vocab(folder: Path, meta: dict[str, Any], rows: int) -> DraftVocab | None:
+    """The draft vocabulary of a draft LM's folder; None where it drafts all tokens.
+
+    meta: its draftsmith.json. rows: of its LM head. ValueError for a map that is missing, damaged,
+    of another size or of another tokenizer.
+    """
+    said, file = meta.get("vocabulary_map"), folder / FILE
+    if said is None and not file.exists():
+        return None
+    mend = f"restore the folder as it was saved; or, to draft all tokens, remove {FILE} and set "
+    mend += "vocabulary_map to null"
+    if said is None or not file.exists():
+        one = f"{FILE} and no vocabulary_map" if said is None else f"a vocabulary_map and no {FILE}"
+        raise ValueError(
+            f"got {folder} with {one} (in draftsmith.json), expected both or neither; {mend}"
+        )
+    content = read_json(file)
+    d2t = content.get("d2t")
+    if not isinstance(d2t, list) or not all(type(offset) is int for offset in d2t):
+        raise ValueError(f"got {file} without d2t, a list of whole numbers; {mend}")
+    got = {"draft": len(d2t), "target": content.get("target")}
+    wanted = {"draft": said.get("draft"), "target": rows}
+    made_for = (meta["target"] or {}).get("tokenizer")
+    if got != wanted or content.get("tokenizer") != made_for:
+        raise ValueError(
+            f"got {file} of {got['draft']} of {got['target']} tokens, expected {wanted['draft']} "
+            f"of {rows}, of the tokenizer that {folder} was made for: it belongs to another draft "
+            f"or another target; {mend}"
+        )
+    return DraftVocab.from_offsets(torch.tensor(d2t, dtype=torch.int64), rows)

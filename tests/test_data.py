@@ -179,10 +179,31 @@ def test_how_a_step_is_divided_changes_nothing() -> None:
         return [row for part in parts for row in part]
 
     for step in (0, 3, 11):
-        whole = rows_of(step, 8, 1, 1)
+        whole = sorted(rows_of(step, 8, 1, 1))
         assert len(set(whole)) == 8
-        assert rows_of(step, 2, 4, 1) == rows_of(step, 2, 2, 2) == whole
-        assert rows_of(step, 4, 1, 2) == whole
+        for division in ((2, 4, 1), (2, 2, 2), (4, 1, 2)):
+            assert sorted(rows_of(step, *division)) == whole
+
+
+def test_processes_get_equal_work() -> None:
+    """Against the division in the epoch's order: all processes wait for the widest batch."""
+    source = batches(some_examples(count=300, longest=60), batch_size=4)
+    shape = dict(accumulation=3, world=2)
+    dealt_SMR, straight_SMR = [], []
+    for step in range(8):
+        widths = [
+            source.batch(step, micro, rank, **shape).input_ids.shape[1]
+            for micro in range(3)
+            for rank in range(2)
+        ]
+        pieces = [source.sequence(24 * step + i)[0] for i in range(24)]
+        lengths = [int(end - begin) for begin, end in source.cut.spans[pieces]]
+        dealt_SMR.append(torch.tensor(widths).view(3, 2))
+        straight_SMR.append(torch.tensor(lengths).view(3, 2, 4).amax(2))
+    dealt, straight = torch.stack(dealt_SMR), torch.stack(straight_SMR)
+    idle = [float((w.amax(2, keepdim=True) - w).sum() / w.sum()) for w in (dealt, straight)]
+    assert idle[0] < idle[1] / 2
+    assert dealt.amax(2).sum() < 0.75 * straight.amax(2).sum(), "the longest go together"
 
 
 def test_a_batch_depends_on_step_and_seed_alone() -> None:

@@ -112,6 +112,10 @@ class Handler(BaseHTTPRequestHandler):
         }  # fmt: skip
         if self.server.habits["ids"] and body.get("return_token_ids"):
             choice["token_ids"] = written
+        if "logprobs" in body:  # by the habit `likely`: token -> {token: log-probability}
+            likely = [self.server.habits["likely"](token) for token in written]
+            told = [{f"token_id:{i}": value for i, value in row.items()} for row in likely]
+            choice["logprobs"] = {"top_logprobs": told}
         count = len(written) + self.server.habits.get("extra_tokens", 0)
         usage = {"completion_tokens": count, "prompt_tokens": len(tokenizer(text)["input_ids"])}
         self.reply(200, {"choices": [choice], "usage": usage}, half=fault == "half")

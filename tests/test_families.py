@@ -14,6 +14,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     Lfm2Config,
@@ -26,6 +28,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
@@ -77,8 +81,10 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             **SIZES, head_dim=8, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2
         )
     ),
+    "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES | {"num_key_value_heads": 4})),
+    "phi": lambda: PhiForCausalLM(PhiConfig(**SIZES)),  # its LM head has a bias
 }
-WINDOWED = [family for family in FAMILIES if family != "qwen3-moe"]
+WINDOWED = [family for family in FAMILIES if family not in ("qwen3-moe", "gpt-neox", "phi")]
 
 
 def made(family: str, seed: int = 0) -> PreTrainedModel:
@@ -87,6 +93,8 @@ def made(family: str, seed: int = 0) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if "sinks" in name:
             parameter.data += 1
+        if name == "lm_head.bias":
+            parameter.data.normal_(std=2)
     return model.requires_grad_(False)
 
 

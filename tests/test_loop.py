@@ -238,11 +238,16 @@ def test_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     assert same_weights(expected, resumed)
 
 
-def test_another_number_of_processes_does_not_resume(tmp_path: Path) -> None:
+def test_another_number_of_processes_needs_as_many_sequences(tmp_path: Path) -> None:
     train(settings(tmp_path, steps=1))
     position = tmp_path / "checkpoints/step-000001/position.json"
     position.write_text(json.dumps(json.loads(position.read_text()) | {"world": 2}))
-    with pytest.raises(ValueError, match="is from a run of 2 processes, this one has 1"):
+    with pytest.raises(ValueError, match=r"8 x 1 x 2 became 8 x 1 x 1 .* can't go on exactly"):
+        train(settings(tmp_path, steps=1))
+    result, *_ = train(settings(tmp_path, steps=1, allow_resize=True))
+    assert result.steps == 1
+    position.write_text(json.dumps(json.loads(position.read_text()) | {"mode": "zero2"}))
+    with pytest.raises(ValueError, match="is of a zero2 run, this launch is replicated"):
         train(settings(tmp_path, steps=1))
 
 
@@ -357,7 +362,7 @@ def test_settings_out_of_range(tmp_path: Path, changes: dict, message: str) -> N
 def test_launches_that_fail_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="FSDP"):
+    with pytest.raises(ValueError, match="got FSDP with fsdp_version=1"):
         start(config)
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PhiConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_lm import draft_from_config
@@ -99,6 +99,31 @@ def test_distillation_is_the_plain_formula(
     torch.testing.assert_close(output.metrics["alpha"], alpha.detach(), rtol=1e-4, atol=1e-4)
     for a, parameter in zip(got, padded_draft.parameters(), strict=True):
         torch.testing.assert_close(a, parameter.grad, rtol=2e-3, atol=2e-4)
+
+
+def phi(layers: int, seed: int) -> PreTrainedModel:
+    """A small Phi, whose LM head has a bias."""
+    sizes = {"hidden": 16, "heads": 2, "kv_heads": 2, "intermediate": 32, "vocab_size": 320}
+    model = draft_from_config(PhiConfig(), layers=layers, seed=seed, **sizes, eos_token_id=1)
+    model.lm_head.bias.data = torch.linspace(-2, 2, 320).roll(50 * layers)
+    return model
+
+
+def test_a_bias_of_the_output_head_is_compared_and_trained() -> None:
+    draft, target, batch = phi(1, 0), phi(2, 1).requires_grad_(False), some_batch()
+    output = distillation(draft, target, 300, loss="0.5*ce+0.5*rkl")(batch)
+    output.loss.backward()
+    got = {name: parameter.grad.clone() for name, parameter in draft.named_parameters()}
+    draft.zero_grad()
+    p, q = (model(batch.input_ids).logits[..., :300][batch.loss_mask] for model in (target, draft))
+    following = batch.input_ids.roll(-1, 1)[batch.loss_mask]
+    own = torch.nn.functional.cross_entropy(q, following, reduction="sum")
+    expected = 0.5 * own + 0.5 * divergence("rkl", 0.5)(p, q).sum()
+    expected.backward()
+    torch.testing.assert_close(output.loss, expected, rtol=1e-4, atol=1e-4)
+    for name, parameter in draft.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, rtol=2e-3, atol=2e-4, msg=name)
+    assert got["lm_head.bias"].any()
 
 
 def test_measure_and_temperature_zero(
@@ -229,11 +254,27 @@ def test_on_policy_is_a_function_of_seed_step_micro_and_rank(
     a, b = first.batch(5, 1, 1, **place), second.batch(5, 1, 1, **place)
     assert torch.equal(a.input_ids, b.input_ids)
     assert torch.equal(a.loss_mask, b.loss_mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # bf16 packs its weights
+def test_answers_are_those_of_the_weights_of_now(
+    tiny_draft: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype
+) -> None:
+    draft = copy.deepcopy(tiny_draft)
+    plain, batches = on_policy(draft, tiny_tokenizer, on_policy=1.0)
+    place = {"accumulation": 1, "world": 1}
+
+    def writing() -> OnPolicy:
+        return OnPolicy(plain.text, batches, Snapshot(draft, dtype), tiny_tokenizer)
+
+    kept = writing()
+    before = kept.batch(5, 0, 0, **place).input_ids
     with torch.no_grad():
-        changed = copy.deepcopy(tiny_draft)
-        changed.model.norm.weight.mul_(-1.0)
-    other, _ = on_policy(changed, tiny_tokenizer, on_policy=1.0)
-    assert not torch.equal(a.input_ids, other.batch(5, 1, 1, **place).input_ids)
+        for weight in draft.parameters():
+            weight.mul_(-1.0)
+    after = kept.batch(5, 0, 0, **place).input_ids
+    assert not torch.equal(before, after)
+    assert torch.equal(after, writing().batch(5, 0, 0, **place).input_ids)
 
 
 def test_one_draw_a_step_for_all(

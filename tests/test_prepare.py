@@ -89,6 +89,22 @@ def test_answers_are_the_decoders_own(folder: Path, finished: Path) -> None:
     assert prompts[0] == prompts[1] and completions[0].tokens != completions[1].tokens
 
 
+def test_several_temperatures_take_turns(folder: Path, finished: Path, tmp_path: Path) -> None:
+    """Request i has the (i mod 2)-th temperature and the seed that it has anyway."""
+    given = arguments(folder, tmp_path / "two", temperatures="[0.0,1.0]")
+    main(given)
+    found, warm = answers_of(tmp_path / "two"), answers_of(finished)
+    decoder = Decoder.from_pretrained(str(folder / "target"), dtype="float32")
+    prompts = [found[i]["prompt_ids"] for i in range(0, COUNT * SAMPLES, 2)]
+    greedy = decoder.generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=24))
+    for index in range(COUNT * SAMPLES):
+        expected = warm[index]["token_ids"] if index % 2 else greedy[index // 2].tokens
+        assert found[index]["token_ids"] == expected, index
+    assert len(load_prepared(tmp_path / "two")) == COUNT * SAMPLES
+    with pytest.raises(ValueError, match="sampling differ"):
+        main([*given, "temperatures=[0.0,0.6]"])
+
+
 def test_answers_are_trained_and_prompts_are_not(
     folder: Path, finished: Path, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:

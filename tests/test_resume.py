@@ -62,8 +62,18 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_pretraining_survives_ctrl_c_and_kill_9(tmp_path: Path, corpus: Path) -> None:
-    """muon has two optimizers and state in both; the evaluation and best weights resume too."""
-    arguments = [f"data={corpus}", "tokenizer_size=280", "layers=2", "hidden=32", "heads=2"]
+    """muon has two optimizers and state in both; the evaluation and best weights resume too; the
+    corpus is streamed, in several windows an epoch.
+    """
+    arguments = [
+        f"data={corpus}",
+        f"corpus=[{corpus}]",
+        "shuffle=24",
+        "tokenizer_size=280",
+        "layers=2",
+        "hidden=32",
+        "heads=2",
+    ]
     arguments += ["kv_heads=1", "intermediate=64", "max_length=64", "batch_size=2", "steps=150"]
     arguments += ["accumulation=2", "optimizer=muon", "save_every=5", "eval_every=50", "warmup=9"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"

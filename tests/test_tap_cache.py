@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftsmith.models.taps import NORM
 from draftsmith.models.target import TargetSpec, load_target
-from draftsmith.train import tap_cache
+from draftsmith.train import tap_cache, token_shards
 from draftsmith.train.data import Batch, Batches, Examples
 from draftsmith.train.tap_cache import TapCache, quantised
 from draftsmith.train.taps import CachedTaps, OnlineTaps, open_states
@@ -174,7 +174,7 @@ def test_two_processes_write_the_folder_of_one(make, written: TapCache) -> None:
 
 
 def test_goes_on_after_a_kill_in_a_shard(make, written: TapCache, monkeypatch) -> None:
-    whole = tap_cache.write_atomically
+    whole = token_shards.write_atomically
     cache = make("killed")
 
     def killed(path: Path, content: bytes) -> None:
@@ -183,7 +183,7 @@ def test_goes_on_after_a_kill_in_a_shard(make, written: TapCache, monkeypatch) -
             raise KeyboardInterrupt
         whole(path, content)
 
-    monkeypatch.setattr(tap_cache, "write_atomically", killed)
+    monkeypatch.setattr(token_shards, "write_atomically", killed)
     cache.claim()
     with pytest.raises(KeyboardInterrupt):
         cache.write()
@@ -226,7 +226,7 @@ def test_size_is_told_before_it_starts(make, capsys) -> None:
 def test_a_disk_without_room_is_refused(make, monkeypatch) -> None:
     cache = make()
     room = shutil_usage(free=int(cache.offsets[-1]) * cache.token_bytes - 1)
-    monkeypatch.setattr(tap_cache.shutil, "disk_usage", lambda path: room)
+    monkeypatch.setattr(token_shards.shutil, "disk_usage", lambda path: room)
     with pytest.raises(ValueError, match=r"got 0\.0 GB free.*cache_int8=true"):
         cache.claim()
 
@@ -336,6 +336,7 @@ def test_states_of_another_autocast_are_refused(written: TapCache, make) -> None
 class Settings:
     cache: str = ""
     cache_int8: bool = False
+    cache_top_k: int = 0
 
 
 def test_open_states(tmp_path: Path, tiny_target, tiny_tokenizer) -> None:
@@ -350,6 +351,11 @@ def test_open_states(tmp_path: Path, tiny_target, tiny_tokenizer) -> None:
     assert (cached.cache.stored, small.cache.stored) == ("bfloat16", "int8")
     with pytest.raises(ValueError, match="cache_int8=true without a cache"):
         opened(int8=True)
+    with pytest.raises(
+        ValueError, match="cache_top_k: got 8, expected 0: a head reads the target's"
+    ):
+        given = (tiny_target, tiny_tokenizer, TAPS, batches())
+        open_states(Settings("x", cache_top_k=8), Accelerator(cpu=True), *given)
     with pytest.raises(ValueError, match="stored: got bfloat16, expected int8"):
         opened("bf16", int8=True)
     with pytest.raises(ValueError, match="taps: got"):

@@ -8,6 +8,7 @@ number of processes.
 
 import fcntl
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -46,7 +47,7 @@ def claim(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> None
     path = folder / MANIFEST
     identity = json.loads(json.dumps(identity))
     if path.exists():
-        found = _read_identity(folder)
+        found = read_identity(folder)
         differ = [k for k in identity | found if identity.get(k) != found.get(k)]
         if differ:
             key = differ[0]
@@ -99,6 +100,12 @@ def summary(folder: Path, requests: int) -> str:
         lines.append(
             f"  tokenised again from text: {len(again):,}; {rate} {len(judged):,} whose token "
             "count the server told have another one now (a lower bound of those that differ)"
+        )
+    told = [sum(map(math.exp, row.values())) for a in answers for row in a.get("top_logprobs", ())]
+    if told:
+        lines.append(
+            f"  with log-probabilities of the likeliest tokens: {sum(told) / len(told):.2%} of the "
+            "mass a token"
         )
     read = [a["prompt_mismatch"] for a in answers if a.get("prompt_mismatch") is not None]
     if any(read):
@@ -181,26 +188,31 @@ def load_prepared(folder: str | Path) -> Examples:
     Raises:
         ValueError: no such folder, an unfinished run, or a spoiled line.
     """
-    folder = Path(folder)
+    pairs = []
+    for answer in finished_answers(Path(folder)):
+        prompt, tokens = answer["prompt_ids"], answer["token_ids"]
+        pairs.append((prompt + tokens, [False] * len(prompt) + [True] * len(tokens)))
+    return Examples.collect(pairs)
+
+
+def finished_answers(folder: Path) -> list[Answer]:
+    """The answers of a finished run in the order of the requests; errors of `load_prepared`."""
     if not is_prepared(folder):
         raise ValueError(
             f"{folder}: got no {MANIFEST}, expected a folder that train/prepare.py wrote"
         )
-    requests = _read_identity(folder)["requests"]
+    requests = read_identity(folder)["requests"]
     answers = {answer["index"]: answer for answer in read_answers(folder)}
     if len(answers) < requests:
         raise ValueError(
             f"{folder}: got {len(answers)} of {requests} answers; run the same train/prepare.py "
             "command again to finish it"
         )
-    pairs = []
-    for index in sorted(answers):
-        prompt, tokens = answers[index]["prompt_ids"], answers[index]["token_ids"]
-        pairs.append((prompt + tokens, [False] * len(prompt) + [True] * len(tokens)))
-    return Examples.collect(pairs)
+    return [answers[index] for index in sorted(answers)]
 
 
-def _read_identity(folder: Path) -> dict[str, Any]:
+def read_identity(folder: Path) -> dict[str, Any]:
+    """What decides the answers of a prepared folder, as `claim` was told."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())

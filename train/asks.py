@@ -22,6 +22,7 @@ class Ask:
     text: str
     messages: tuple[Message, ...]  # of a chat, up to the answer
     seed: int  # the request's own
+    top_logprobs: int = 0  # how many of the likeliest tokens to tell with each token
 
 
 def from_rows(
@@ -32,6 +33,7 @@ def from_rows(
     window: int,
     samples: int,
     seed: int,
+    top_logprobs: int = 0,
 ) -> list[Ask]:
     """`samples` requests for each prompt: one prompt a row, or `limit` windows of documents.
 
@@ -39,6 +41,7 @@ def from_rows(
         limit: prompts at most; 0: all rows. Documents need it.
         window: tokens of a document's window.
         seed: the run's; it places the windows, and makes each request's seed.
+        top_logprobs: of each request.
 
     Raises:
         ValueError: documents without a limit, or what `prompt_ids` and `text_prompts` raise.
@@ -57,7 +60,8 @@ def from_rows(
     for number, (ids, messages) in enumerate(prompts):
         text = str(tokenizer.decode(ids[ids[0] == tokenizer.bos_token_id :]))
         for index in range(number * samples, (number + 1) * samples):
-            asks.append(Ask(index, ids, text, messages, request_seeds(seed, index)))
+            own = request_seeds(seed, index)
+            asks.append(Ask(index, ids, text, messages, own, top_logprobs))
     return asks
 
 

@@ -38,6 +38,8 @@ TILE_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 24}
 # Rows of the head whose gradient is formed at once where it can't be added up in place.
 HEAD_BLOCK = 1 << 13
 
+References = Callable[[Tensor, int], Iterator[Tensor]]
+
 
 class Divergence(NamedTuple):
     """total: scalar, sum of weight * loss, carries the gradient. loss_N, alpha_N: detached."""
@@ -90,8 +92,7 @@ def chunked_divergence(
         return chunk_logits(p_hidden_NG, p_head_VG.to(p_type), keep_K, rows)
 
     score = divergence_score(loss, transform)
-    plan = _plan(references, score, 2, weight_N, q_hidden_NH, q_head_VH, chunk)
-    total, scores_SN = _Chunked.apply(q_hidden_NH, q_head_VH, weight_N.detach(), plan)
+    total, scores_SN = bounded(references, score, 2, weight_N, q_hidden_NH, q_head_VH, chunk)
     return Divergence(total, scores_SN[0], scores_SN[1])
 
 
@@ -117,16 +118,34 @@ def chunked_cross_entropy(
     def references(keep_K: Tensor, rows: int) -> Iterator[Tensor]:
         return iter(tokens_N[keep_K].split(rows))
 
-    plan = _plan(references, cross_entropy_score, 1, weight_N, q_hidden_NH, q_head_VH, chunk)
-    total, scores_SN = _Chunked.apply(q_hidden_NH, q_head_VH, weight_N.detach(), plan)
+    q = (q_hidden_NH, q_head_VH)
+    total, scores_SN = bounded(references, cross_entropy_score, 1, weight_N, *q, chunk)
     return total, scores_SN[0]
+
+
+def bounded(
+    references: References,
+    score: Score,
+    scores: int,
+    weight_N: Tensor,
+    q_hidden_NH: Tensor,
+    q_head_VH: Tensor,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor]:
+    """(sum_n weight_n * the first of `scores` a row, all of them [S, N], detached), in one pass.
+
+    references: (rows that have a weight [K], rows of a chunk) -> what `score` compares each chunk
+        with, [C, ...]. The rest, types and errors as in `chunked_divergence`.
+    """
+    plan = _plan(references, score, scores, weight_N, q_hidden_NH, q_head_VH, chunk)
+    return _Chunked.apply(q_hidden_NH, q_head_VH, weight_N.detach(), plan)
 
 
 @dataclass(frozen=True)
 class _Plan:
     """What one pass does: which rows, against what, and which gradients it has to form."""
 
-    references: Callable[[Tensor, int], Iterator[Tensor]]  # (keep_K, rows) -> a [C, ...] a chunk
+    references: References
     score: Score
     scores: int
     chunk: int
@@ -137,7 +156,7 @@ class _Plan:
 
 
 def _plan(
-    references: Callable[[Tensor, int], Iterator[Tensor]],
+    references: References,
     score: Score,
     scores: int,
     weight_N: Tensor,

@@ -180,7 +180,9 @@ class Batches:
 
     The sequences (examples, or packed bins of them) of an epoch are one permutation, seeded by
     (seed, epoch); each step takes the next batch_size * world * accumulation of them, and the next
-    epoch follows without a gap. How that number is divided changes no step.
+    epoch follows without a gap. How that number is divided changes no step. Unpacked examples are
+    dealt out by length: micro-batches take them from the longest on, and within one the processes
+    in turn, so that rows of a batch are padded little and no process waits long for another.
 
     Args:
         packing: fill sequences of exactly `max_length` with several documents, which don't see each
@@ -219,10 +221,18 @@ class Batches:
         """The micro-batch `micro` of `step` on `rank`. Costs the batch alone, at any step."""
         assert 0 <= micro < accumulation, (micro, accumulation)
         assert 0 <= rank < world, (rank, world)
-        first = ((step * accumulation + micro) * world + rank) * self.batch_size
-        return self._form([self._sequence(first + i) for i in range(self.batch_size)])
+        size, many = self.batch_size, accumulation * world
+        all_ = [self.sequence(step * size * many + i) for i in range(size * many)]
+        if not self.packing and many > 1:
+            all_.sort(key=lambda bin_: -int(np.diff(self.cut.spans[bin_])[:, 0].sum()))
+            # There and back, as teams are chosen: else the first would always get the longer ones.
+            turns = [world * i + (rank, world - 1 - rank)[i % 2] for i in range(size)]
+            return self._form([all_[micro * world * size + turn] for turn in turns])
+        first = (micro * world + rank) * size
+        return self._form(all_[first : first + size])
 
-    def _sequence(self, k: int) -> list[int]:
+    def sequence(self, k: int) -> list[int]:
+        """The pieces of `cut` that the k-th sequence holds, counted over all epochs."""
         epoch, place = divmod(k, len(self._bins))
         if epoch not in self._orders:
             # A step touches two epochs at most, unless the data is smaller than one step.

@@ -22,27 +22,24 @@ Where this differs from DistillSpec:
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import TargetSpec, load_target, vocab_size
 from draftsmith.train import recipe
 from draftsmith.train.draft import TINY, DraftSource, open_draft, open_reference
-from draftsmith.train.heldout import open_heldout
+from draftsmith.train.heldout import draft_figures
 from draftsmith.train.launch import start
 from draftsmith.train.log import run_entry
 from draftsmith.train.loop import StepBatches, fit
+from draftsmith.train.lora import to_save
 from draftsmith.train.objectives import Distillation, Losses
 from draftsmith.train.result import made_by, save_draft
 from draftsmith.train.settings import Settings
 from draftsmith.train.state import Run
 from draftsmith.train.taps import Cache
-from draftsmith.train.teachers import StateTeacher, open_teacher
+from draftsmith.train.teachers import open_teacher
 from draftsmith.train.text import (
     OnPolicy,
     OnPolicyText,
@@ -108,7 +105,7 @@ def main(argv: list[str]) -> None:
         batches = OnPolicy(config, rows, snapshot, tokenizer)
 
     # ---- objective ---------------------------------------------------------------------------
-    teacher = open_teacher(config, accelerator, target, tokenizer, text)
+    teacher = open_teacher(config, accelerator, target, tokenizer, text, draft)
     objective = Distillation(
         draft,
         teacher,
@@ -120,12 +117,7 @@ def main(argv: list[str]) -> None:
     ).to(accelerator.device)
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
-    heldout = open_heldout(config, config.warp, accelerator, target, tokenizer, run.cache)
-    itself = StateTeacher(target, vocab_size(tokenizer))
-
-    def evaluate() -> dict[str, float]:
-        tau = heldout.tau(LMDrafter(snapshot.take(), vocab_size(tokenizer)), config.K)
-        return heldout.means(partial(objective.measure, teacher=itself)) | {"tau": tau}
+    evaluate = draft_figures(config, accelerator, objective, snapshot, target, tokenizer, run.cache)
 
     # ---- fit, and keep what accepted most ----------------------------------------------------
     ended = fit(accelerator, objective, batches, config, run, evaluate)
@@ -133,7 +125,7 @@ def main(argv: list[str]) -> None:
 
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
-        objective.to("cpu", getattr(torch, config.save_dtype))
+        draft = to_save(draft, run.folder / "adapter", config.save_dtype)
         made = made_by(argv, config.seed, examples, ended, acceptance=ended.best)
         path = config.target.path
         save_draft(result, draft, target, tokenizer, target_path=path, made=made, K=config.K)
@@ -149,7 +141,7 @@ def shrunk(config: DistillConfig) -> DistillConfig:
     data = config.data if Path(config.data).exists() else prompts_from
     short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "prompt_tokens": 8}
     few: dict[str, Any] = {"max_new_tokens": 8, "heldout_prompts": 2, "heldout_data": prompts_from}
-    few |= {"cache": "", "cache_int8": False}
+    few |= {"cache": "", "cache_int8": False, "cache_top_k": 0}
     if config.reference:  # of the real draft
         few |= {"reference": "", "select": "random"}
     return replace(config, draft="", data=data, **TINY, **short, **few)

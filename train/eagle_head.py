@@ -16,6 +16,7 @@ from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.taps import default_taps
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.data import Examples
+from draftsmith.train.draft import place
 from draftsmith.train.head_run import layer_like
 
 
@@ -67,12 +68,12 @@ def open_head(
             "by the target's own LM head; leave them out, or set version=3"
         )
     head = _earlier(source, target, tokenizer) if source.draft else _fresh(source, target, seed)
-    head.to(target.device).bind(target)
+    place(head, target.device).bind(target)
     if source.version == 3 and not source.draft:
         vocab = DraftVocab.most_frequent(counts_V, head.config.draft_vocab)
         if not vocab.is_full:
             head.set_vocab(vocab)
-            head.to(target.device)
+            place(head, target.device)
         if source.init_head == "target":
             rows_DH = head.target_head_VH[vocab.ids_D.to(target.device)]
             head.lm_head.weight.data.copy_(rows_DH)

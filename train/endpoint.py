@@ -24,7 +24,9 @@ from urllib.parse import urlsplit
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.asks import Ask
+from draftsmith.train.top_logprobs import TopLogprobs, asked, read_top_logprobs
 
 APIS = ("auto", "tokens", "chat", "text")
 API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"
@@ -42,7 +44,8 @@ class Reply:
     wrote: exactly at "length"; at "stop" one less passes, since some count the end token. Equal
     counts may hide different tokens, so the rate is a lower bound. None: the server gave ids, or no
     count. prompt_mismatch: the server read another number of prompt tokens than `Ask.ids` has
-    (another chat template, a second BOS); None: no count.
+    (another chat template, a second BOS); None: no count. top_logprobs: a dict a token, where the
+    request asks for them.
     """
 
     token_ids: list[int]
@@ -51,6 +54,7 @@ class Reply:
     retokenised: bool
     mismatch: bool | None
     prompt_mismatch: bool | None
+    top_logprobs: TopLogprobs
 
 
 class Endpoint:
@@ -148,7 +152,7 @@ class Endpoint:
             reply = self._ask_by("tokens", ask, params)
             self.api = "tokens"
         except Refused as refusal:
-            if refusal.code not in NOT_UNDERSTOOD:
+            if refusal.code not in NOT_UNDERSTOOD or ask.top_logprobs:
                 raise
             try:
                 reply = self._ask_by(fallback, ask, params)
@@ -175,7 +179,7 @@ class Endpoint:
                 self._post("/chat/completions", body | {"messages": list(ask.messages)}, ask), ask
             )
         prompt = (
-            {"prompt": ask.ids, "return_token_ids": True}
+            {"prompt": ask.ids, "return_token_ids": True, **asked(ask.top_logprobs)}
             if api == "tokens"
             else {"prompt": ask.text}
         )
@@ -197,6 +201,10 @@ class Endpoint:
             ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
             if written is not None:
                 mismatch = len(ids) not in ((written, written - 1) if ended else (written,))
+        top_logprobs: TopLogprobs = []
+        if ask.top_logprobs:
+            size = vocab_size(self.tokenizer)
+            top_logprobs = read_top_logprobs(choice, 0 if retokenised else len(ids), size)
         special = self.tokenizer.all_special_ids
         if ended and not (ids and ids[-1] in special):
             ids = [*ids, self.tokenizer.eos_token_id]
@@ -207,6 +215,7 @@ class Endpoint:
             retokenised=retokenised,
             mismatch=mismatch,
             prompt_mismatch=None if read is None else read != len(ask.ids),
+            top_logprobs=top_logprobs,
         )
 
     def _served_model(self) -> str:

@@ -113,7 +113,7 @@ def main(argv: list[str]) -> None:
 
 
 def make_head(config: HeadsConfig, target: PreTrainedModel) -> Medusa | Hydra:
-    """Fresh heads in fp32 on the target's device; ValueError for options that don't go together."""
+    """Fresh heads in fp32, on the CPU; ValueError for options that don't go together."""
     of_hydra = [config.prefix, config.dropout, config.noise]
     if config.kind not in KINDS or (config.kind != "hydra" and any(of_hydra)):
         raise ValueError(
@@ -138,7 +138,7 @@ def make_head(config: HeadsConfig, target: PreTrainedModel) -> Medusa | Hydra:
             prefix = head_run.layer_like(target) if config.prefix else None
             head = Hydra(HydraConfig(**sizes, prefix=prefix, dropout=config.dropout))
     head_run.check_context(config, head)
-    return head.init_from(target).to(target.device)
+    return head.init_from(target)
 
 
 def make_objective(

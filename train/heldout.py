@@ -1,6 +1,8 @@
 """Measuring on held-out text while a draft trains."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -9,13 +11,18 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafters.lm import LMDrafter, weights_read
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.splits import load_rows, part_of
+from draftsmith.models.target import vocab_size
 from draftsmith.train.answers import is_prepared
 from draftsmith.train.asks import from_rows
 from draftsmith.train.data import Batch, Batches, Examples
-from draftsmith.train.loop import StepOutput
+from draftsmith.train.loop import Evaluate, StepOutput
+from draftsmith.train.objectives import Distillation, Losses
+from draftsmith.train.teachers import StateTeacher
+from draftsmith.train.text import Snapshot
 
 Score = Callable[[Batch], StepOutput]
 
@@ -59,6 +66,31 @@ def prompts_for_development(
     return [ask.ids for ask in asks]
 
 
+@dataclass(kw_only=True)
+class Figures:
+    """The part of a recipe that says how a draft is measured with its target while it trains."""
+
+    heldout_data: str = ""  # whose prompts the target answers; empty: the held-out side of data
+    heldout_prompts: int = 32  # 0: no figures but the loss
+    prompt_tokens: int = 32  # of a document, where it is to be continued
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    K: int = 4  # drafted tokens a round: for tau and MBSU, and the result's default
+
+    @property
+    def warp(self) -> SamplingParams:
+        """How both sides' logits become distributions."""
+        return SamplingParams(self.temperature, max_new_tokens=self.max_new_tokens)
+
+
+@dataclass(kw_only=True)
+class CrossEntropy(Losses):
+    """The loss of pretraining, in terms of distillation."""
+
+    loss: str = "ce"
+    steps: int = 1
+
+
 class HeldOutSettings(Protocol):
     """The part of a recipe that says what figures are taken on."""
 
@@ -67,6 +99,66 @@ class HeldOutSettings(Protocol):
     heldout_prompts: int
     prompt_tokens: int
     batch_size: int
+
+
+class DraftFigures(HeldOutSettings, Protocol):
+    """The same for a draft LM."""
+
+    K: int
+
+    @property
+    def warp(self) -> SamplingParams: ...
+
+
+def draft_figures(
+    config: DraftFigures,
+    accelerator: Accelerator,
+    objective: Distillation,
+    snapshot: Snapshot[PreTrainedModel],
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path,
+) -> Evaluate:
+    """Loss, alpha and agreement on the target's answers, tau and MBSU, of a draft LM in training.
+
+    Args:
+        snapshot: copies of the draft, to decode with.
+        cache: the folder to keep the answers in.
+    """
+    size = vocab_size(tokenizer)
+    heldout = open_heldout(config, config.warp, accelerator, target, tokenizer, cache)
+    itself = StateTeacher(target, size)
+
+    def evaluate() -> dict[str, float]:
+        drafter = LMDrafter(snapshot.take(), size)
+        means = heldout.means(partial(objective.measure, teacher=itself))
+        tau = heldout.tau(drafter, config.K)
+        c_bytes = drafter.parameter_bytes / weights_read(target)
+        return means | {"tau": tau, "mbsu": tau / (1 + config.K * c_bytes)}
+
+    return evaluate
+
+
+def measured(
+    config: DraftFigures,
+    accelerator: Accelerator,
+    draft: PreTrainedModel,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path,
+) -> tuple[Distillation, Evaluate]:
+    """Cross-entropy of a draft LM with the text, as an objective that can be measured with the
+    target; and its figures.
+    """
+    size = vocab_size(tokenizer)
+    teacher = StateTeacher(target, size)
+    ce = CrossEntropy()
+    objective = Distillation(draft, teacher, ce, vocab_size=size, warp=config.warp)
+    objective.to(target.device)
+    snapshot = Snapshot(draft, target.dtype)
+    return objective, draft_figures(
+        config, accelerator, objective, snapshot, target, tokenizer, cache
+    )
 
 
 def open_heldout(

@@ -4,8 +4,11 @@
 write the same files. Each is an error here. recipes/accelerate holds configurations that work.
 """
 
+import json
 import logging
 import os
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from accelerate.utils import (
 from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.train.settings import Settings, check
+from draftsmith.train.sharding import FSDP2_ASKED, check_mode
 
 
 def start(settings: Settings) -> Accelerator:
@@ -35,6 +39,9 @@ def start(settings: Settings) -> Accelerator:
     _check_environment(settings, deepspeed)
     no_device = not torch.accelerator.is_available()
     handlers: list[Any] = []
+    if deepspeed:
+        # torch's, of the names of its collectives that DeepSpeed calls, at every call.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if deepspeed and no_device:
         from deepspeed.ops import __compatible_ops__
 
@@ -50,6 +57,7 @@ def start(settings: Settings) -> Accelerator:
         kwargs_handlers=handlers,
     )
     _check_launch(accelerator, settings, deepspeed)
+    check_mode(accelerator, settings)
     if accelerator.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -61,12 +69,10 @@ def start(settings: Settings) -> Accelerator:
 
 def _deepspeed_plugin(settings: Settings) -> DeepSpeedPlugin:
     """DeepSpeed accumulates, clips and steps by its own configuration: give it the recipe's."""
+    check_deepspeed(settings)
     plugin = DeepSpeedPlugin()
-    if plugin.zero_stage == 3:
-        raise ValueError(
-            "got ZeRO stage 3, expected 1 or 2: a sharded output head couldn't be read apart from "
-            "its model, which the losses do; use --zero_stage 2"
-        )
+    # Else transformers would load the frozen target in parts, too.
+    plugin.zero3_init_flag = False
     plugin.deepspeed_config.update(
         gradient_accumulation_steps=settings.accumulation,
         gradient_clipping=settings.clip_norm,
@@ -75,13 +81,54 @@ def _deepspeed_plugin(settings: Settings) -> DeepSpeedPlugin:
     return plugin
 
 
+def check_deepspeed(settings: Settings) -> None:
+    """ValueError for a value of DeepSpeed's own configuration that isn't the recipe's."""
+    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    given: dict[str, Any] = json.loads(Path(path).read_text()) if path != "none" else {}
+    for name in ("gradient_accumulation_steps", "gradient_clipping"):
+        given.setdefault(name, _number(os.environ.get(f"ACCELERATE_{name.upper()}")))
+    half = settings.precision == "bf16"
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is what it says by itself
+    asked = [
+        (name, given.get(name), ours, getattr(settings, ours))
+        for name, ours in (
+            ("gradient_accumulation_steps", "accumulation"),
+            ("gradient_clipping", "clip_norm"),
+            ("train_micro_batch_size_per_gpu", "batch_size"),
+        )
+    ]
+    asked += [
+        ("bf16.enabled", given.get("bf16", {}).get("enabled"), "precision", half),
+        ("fp16.enabled", given.get("fp16", {}).get("enabled"), "precision", False),
+        ("mixed_precision", launched if launched != "no" else None, "precision", "bf16" * half),
+    ]
+    for name, theirs, field, ours in asked:
+        if theirs not in (None, "auto", ours):
+            raise ValueError(
+                f"the DeepSpeed configuration says {name}={theirs}, the recipe says "
+                f"{field}={getattr(settings, field)}: leave it out there, and the recipe holds"
+            )
+
+
+def _number(text: str | None) -> float | None:
+    return None if text in (None, "None", "none", "auto") else float(text or 0)
+
+
 def _flag(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("1", "true", "yes")
 
 
 def _check_environment(settings: Settings, deepspeed: bool) -> None:
     if _flag("ACCELERATE_USE_FSDP"):
-        raise ValueError("got FSDP, which isn't supported: use DDP, or ZeRO through DeepSpeed")
+        version = os.environ.get("FSDP_VERSION", "1")
+        if version != "2" or _flag("FSDP_OFFLOAD_PARAMS"):
+            raise ValueError(
+                f"got FSDP with fsdp_version={version}, offload_params="
+                f"{os.environ.get('FSDP_OFFLOAD_PARAMS')}; expected version 2 without offloading: "
+                "launch with --config_file recipes/accelerate/fsdp2.yaml"
+            )
+        del os.environ["ACCELERATE_USE_FSDP"]
+        os.environ[FSDP2_ASKED] = "1"
     if deepspeed and _flag("ACCELERATE_USE_CPU"):
         raise ValueError("DeepSpeed under use_cpu becomes plain DDP: launch it without use_cpu")
     # With --cpu the launcher starts one process, but leaves the address it meant for several.

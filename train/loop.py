@@ -1,18 +1,17 @@
-"""The training loop: with launch.py and checkpoint.py the only code that knows accelerate.
+"""The training loop: with launch.py and sharding.py the only code that knows accelerate.
 
 One optimizer step takes `accumulation` micro-batches on each process. Its loss is
 
     sum of the loss over all trained tokens of the step / number of these tokens
 
-however the tokens are split over micro-batches and processes. DDP averages gradients over the
-processes, DeepSpeed over processes and micro-batches: the loss that goes backward is scaled up by
-just these counts.
+however the tokens are split over micro-batches and processes. Gradients are averaged over the
+processes, by DeepSpeed over micro-batches too: the loss that goes backward is scaled up by just
+this count (`averaged`).
 
 A step is a function of the weights, the optimizer state and (seed, step, process); nothing else is
 carried over. So a resumed run repeats an uninterrupted one bit by bit.
 """
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -23,7 +22,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import (
-    DistributedType,
     broadcast_object_list,
     clean_state_dict_for_safetensors,
     gather_object,
@@ -34,8 +32,9 @@ from draftsmith.train.checkpoint import load, save
 from draftsmith.train.data import Batch
 from draftsmith.train.interrupt import stop_request
 from draftsmith.train.log import Log, summary_table, wandb_tracker
-from draftsmith.train.optim import learning_rate, optimizers
+from draftsmith.train.optim import learning_rate
 from draftsmith.train.settings import Settings
+from draftsmith.train.sharding import spread, whole_state
 from draftsmith.train.state import Run
 
 Evaluate = Callable[[], dict[str, float]]
@@ -68,7 +67,9 @@ class Objective(nn.Module):
 
 
 class StepBatches(Protocol):
-    """Where micro-batches come from: a function of its arguments alone."""
+    """Where micro-batches come from: a function of its arguments alone, or asked for in order and
+    then `checkpoint.Resumable`.
+    """
 
     def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
         """Micro-batch `micro` of process `rank` in optimizer step `step` (from 0), on the CPU."""
@@ -104,18 +105,18 @@ def fit(
 
     Raises:
         ValueError: a loss or gradient that isn't finite (the state before it is saved), a step
-            without trained tokens, or a checkpoint of another number of processes.
+            without trained tokens, or a checkpoint that this launch can't go on from exactly.
         OSError: a checkpoint can't be written; the one before is intact.
         SystemExit: 130, after Ctrl-C or SIGTERM; the last step is finished and saved.
     """
-    fitting = _Fitting(accelerator, objective, settings, run)
+    fitting = _Fitting(accelerator, objective, batches, settings, run)
     at = fitting.position
     with stop_request() as stop, fitting.open_log() as log:
         if evaluate and at.best is None:
             log.write({"step": 0, **fitting.evaluate(evaluate)})
         while at.step < settings.steps and not fitting.out_of_patience():
             started = time.monotonic()
-            micros, tokens = fitting.fetch(batches, stop)
+            micros, tokens = fitting.fetch(stop)
             record = fitting.train_step(micros, tokens)
             record["seconds"] = time.monotonic() - started
             at.seconds += record["seconds"]
@@ -124,8 +125,9 @@ def fit(
                 record |= fitting.evaluate(evaluate)
             log.write(record)
             if settings.save_every and at.step % settings.save_every == 0:
-                save(accelerator, run, at)
-        save(accelerator, run, at)
+                fitting.save()
+        fitting.save()
+        fitting.spread.finish()
         log.show(summary_table(str(run.folder), fitting.figures()))
     return Result(at.step, at.best, at.best_step)
 
@@ -134,19 +136,24 @@ class _Fitting:
     """One `fit`: what accelerate has wrapped, and how far it is."""
 
     def __init__(
-        self, accelerator: Accelerator, objective: Objective, settings: Settings, run: Run
+        self,
+        accelerator: Accelerator,
+        objective: Objective,
+        batches: StepBatches,
+        settings: Settings,
+        run: Run,
     ) -> None:
         self.accelerator = accelerator
         self.objective = objective
+        self.batches = batches
         self.settings = settings
         self.run = run
-        self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-        plain = optimizers(objective, settings)
-        if self.deepspeed and len(plain) > 1:
-            raise ValueError("DeepSpeed takes one optimizer, muon needs two: use adamw or sgd")
-        self.model, *self.optimizers = accelerator.prepare(objective, *plain)
+        self.spread = spread(accelerator, objective, settings)
         self.resumed = run.latest() is not None
-        self.position = load(accelerator, run)
+        self.position = load(self.spread, run, batches)
+
+    def save(self) -> None:
+        save(self.spread, self.run, self.position, self.batches)
 
     def open_log(self) -> Log:
         """The log of the main process; on the others it writes nothing."""
@@ -165,7 +172,7 @@ class _Fitting:
         waited = self.position.step - self.position.best_step
         return 0 < self.settings.patience * self.settings.eval_every <= waited
 
-    def fetch(self, batches: StepBatches, stop: list[int]) -> tuple[list[Batch], int]:
+    def fetch(self, stop: list[int]) -> tuple[list[Batch], int]:
         """This process's micro-batches of the next step, and the whole step's trained tokens.
 
         One all-reduce counts them, and tells every process whether one of them was asked to stop.
@@ -173,12 +180,12 @@ class _Fitting:
         accelerator, step, many = self.accelerator, self.position.step, self.settings.accumulation
         place = {"accumulation": many, "world": accelerator.num_processes}
         rank = accelerator.process_index
-        micros = [batches.batch(step, micro, rank, **place) for micro in range(many)]
+        micros = [self.batches.batch(step, micro, rank, **place) for micro in range(many)]
         counts = [sum(map(self.objective.tokens, micros)), len(stop)]
         total = accelerator.reduce(torch.tensor(counts, device=accelerator.device))
         tokens, stopping = total.tolist()
         if stopping:
-            save(accelerator, self.run, self.position)
+            self.save()
             accelerator.print(f"stopped after step {step}: repeat the same command to resume")
             raise SystemExit(130)
         if tokens == 0:
@@ -194,23 +201,21 @@ class _Fitting:
         at, accelerator = self.position, self.accelerator
         torch.manual_seed(step_seed(self.settings.seed, at.step, accelerator.process_index))
         rate = learning_rate(self.settings, at.step)
-        for optimizer in self.optimizers:
+        for optimizer in self.spread.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_scale", 1.0)
-        self.model.train()
-        scale = accelerator.num_processes / tokens
-        scale *= self.settings.accumulation if self.deepspeed else 1
+        self.objective.train()
+        scale = self.spread.averaged / tokens
         outputs: list[StepOutput] = []
         means: dict[str, float] = {}
         for micro in micros:
             last = len(outputs) + 1 == len(micros)
-            wait = not last and not self.deepspeed
-            with accelerator.no_sync(self.model) if wait else contextlib.nullcontext():
-                outputs.append(self.model(micro.to(accelerator.device)))
+            with self.spread.micro(last=last):
+                outputs.append(self.spread(micro.to(accelerator.device)))
                 if last:
                     # Before the last backward: DeepSpeed makes its step inside of it.
                     means = self._means(outputs, micros, tokens)
-                self._backward(outputs[-1].loss * scale, last=last)
+                self.spread.backward(outputs[-1].loss * scale, last=last)
         norm = self._update(micros)
         at.step += 1
         at.tokens += tokens
@@ -220,7 +225,7 @@ class _Fitting:
     def evaluate(self, evaluate: Evaluate) -> dict[str, float]:
         """Evaluate, keep the weights if they are the best so far, and return `eval_...` values."""
         at, wanted = self.position, self.settings.best_metric
-        self.model.eval()
+        self.objective.eval()
         with torch.no_grad():
             # One process decides for all: a sum in another order may differ in its last bit.
             [values] = broadcast_object_list([evaluate()])
@@ -232,7 +237,7 @@ class _Fitting:
         sign = 1 if self.settings.best_mode == "max" else -1
         if at.best is None or sign * values[wanted] > sign * at.best:
             at.best, at.best_step = values[wanted], at.step
-            weights = self.accelerator.get_state_dict(self.model)
+            weights = whole_state(self.objective)
             if self.accelerator.is_main_process:
                 self.run.save_best(clean_state_dict_for_safetensors(weights), at.step)
         return {f"eval_{name}": value for name, value in values.items()}
@@ -247,12 +252,6 @@ class _Fitting:
             figures[f"best held-out {self.settings.best_metric}"] = at.best
             figures["at step"] = at.best_step
         return figures
-
-    def _backward(self, loss: Tensor, *, last: bool) -> None:
-        if self.deepspeed:
-            self.accelerator.deepspeed_engine_wrapped.backward(loss, sync_gradients=last)
-        else:
-            self.accelerator.backward(loss)
 
     def _means(
         self, outputs: list[StepOutput], micros: list[Batch], tokens: int
@@ -273,23 +272,17 @@ class _Fitting:
 
     def _update(self, micros: list[Batch]) -> float:
         """Clip and step; returns the gradient's norm before clipping."""
-        if self.deepspeed:
-            norm = float(self.accelerator.deepspeed_engine_wrapped.get_global_grad_norm())
-        else:
-            limit = self.settings.clip_norm or math.inf
-            norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
+        norm = self.spread.clip()
         if not math.isfinite(norm):
             what = f"the gradient's norm is {norm}"
-            self._end_at_nonfinite(what, micros, weights_good=not self.deepspeed)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            self._end_at_nonfinite(what, micros, weights_good=not self.spread.stepped_in_backward)
+        self.spread.step()
         return norm
 
     def _end_at_nonfinite(self, what: str, micros: list[Batch], *, weights_good: bool) -> None:
         """Keep the last good state, and say which examples the bad step had."""
         if weights_good:
-            save(self.accelerator, self.run, self.position)
+            self.save()
         rows = sorted(gather_object([row for micro in micros for row in micro.rows]))
         raise ValueError(
             f"step {self.position.step + 1}: {what}; the examples of the batch are {rows}. The "

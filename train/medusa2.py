@@ -24,42 +24,21 @@ from draftsmith.train.data import Batch
 from draftsmith.train.head_objectives import MedusaObjective
 from draftsmith.train.head_run import HeadRun
 from draftsmith.train.loop import StepOutput
+from draftsmith.train.lora import Lora, with_lora
 from draftsmith.train.losses import forward_kl
 from draftsmith.train.objectives import hidden_and_head
 from draftsmith.train.taps import OnlineTaps
 
 
 @dataclass(kw_only=True)
-class JointRun(HeadRun):
+class JointRun(HeadRun, Lora):
     """The part of a recipe that is about Medusa-2."""
 
     joint: bool = False
     head_weight: float = 0.01  # lambda
     head_lr_scale: float = 4.0  # how much faster the heads learn
     lora_rank: int = 32
-    lora_alpha: int = 16
     lora_dropout: float = 0.05
-
-
-def with_lora(target: PreTrainedModel, run: JointRun) -> Any:
-    """The target as a PeftModel, its layers wrapped in place: adapters that change nothing yet on
-    all linear maps but the LM head.
-
-    Raises ValueError where peft isn't installed.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ValueError("joint=true needs peft: pip install 'draftsmith[lora]'") from error
-    if run.gradient_checkpointing:
-        target.gradient_checkpointing_enable({"use_reentrant": False})
-    lora = LoraConfig(
-        r=run.lora_rank,
-        lora_alpha=run.lora_alpha,
-        lora_dropout=run.lora_dropout,
-        target_modules="all-linear",
-    )
-    return get_peft_model(target, lora)
 
 
 class JointMedusa(MedusaObjective):
@@ -84,8 +63,12 @@ class JointMedusa(MedusaObjective):
     ) -> None:
         states = OnlineTaps(target, head.taps)  # not used: those here carry a gradient
         super().__init__(head, target, tokenizer, states, loss=loss, decay=decay)
-        self.run, adapted = run, with_lora(target, run)
-        self._adapted = (adapted,)
+        if run.lora_rank < 1:
+            raise ValueError(f"lora_rank: got {run.lora_rank}, expected 1 or more with joint=true")
+        if run.gradient_checkpointing:
+            target.gradient_checkpointing_enable({"use_reentrant": False})
+        adapted: Any = with_lora(target, run, given=True, seed=run.seed)
+        self.run, self._adapted = run, (adapted,)
         layers = [module for module in adapted.modules() if hasattr(module, "lora_dropout")]
         parts = [(layer.lora_A, layer.lora_B, layer.lora_dropout) for layer in layers]
         self.adapters = nn.ModuleList(part for of_layer in parts for part in of_layer)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.models.target import check_split, cut_rows, split_head
+from draftsmith.models.target import check_split, cut_rows, output_head, without_bias
 from draftsmith.train.chunked import Divergence, chunked_cross_entropy
 from draftsmith.train.data import Batch
 from draftsmith.train.loop import Objective, StepOutput
@@ -218,11 +218,11 @@ def stages(config: Stages) -> dict[int, dict[str, float]]:
 
 def hidden_and_head(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """The states [N, H] that `model`'s head [V, H] turns into logits."""
-    body, head_VH = split_head(model)
+    body, head_VH, bias_V = output_head(model)
     hidden_BTH = body(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         attention_mask=batch.attention_mask,
         use_cache=False,
     ).last_hidden_state
-    return hidden_BTH.flatten(0, 1), head_VH
+    return without_bias(hidden_BTH.flatten(0, 1), head_VH, bias_V)

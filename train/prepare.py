@@ -6,12 +6,16 @@
 
     answer[n, s] ~ p(. | prompt[n]),  with the seed request_seeds(seed, n * samples + s)
 
+With several `temperatures`, request i is answered at the (i mod their number)-th of them: FastDraft
+(arXiv 2411.11055) aligns a draft on answers at 0, 0.6, 0.8 and 1.
+
 Each process answers the prompts n = rank, rank + world, ... and appends an answer to its shard when
 it is finished. After a kill the same command goes on. Train with `data=<out>`.
 """
 
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -26,11 +30,12 @@ from draftsmith.models.provenance import git_commit, versions
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.answers import Shard, claim, read_answers, summary, watched
-from draftsmith.train.asks import fitting, from_rows, prompts_hash
+from draftsmith.train.asks import Ask, fitting, from_rows, prompts_hash
 from draftsmith.train.endpoint import Endpoint, GivenUp, Refused
 from draftsmith.train.log import run_entry
 from draftsmith.train.recipe import load, show
 from draftsmith.train.sources import load_rows
+from draftsmith.train.top_logprobs import check_asked
 from draftsmith.train.writers import write_answers
 
 
@@ -47,6 +52,7 @@ class Prepare:
     samples: int = 1  # answers a prompt
     max_new_tokens: int = 256
     temperature: float = 1.0
+    temperatures: list[float] = field(default_factory=list)  # several, in turn; then not the one
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -56,6 +62,7 @@ class Prepare:
     endpoint: str = ""
     endpoint_model: str = ""  # as the server names it; empty: the only one it serves
     endpoint_api: str = "auto"  # auto | tokens | chat | text
+    endpoint_top_logprobs: int = 0  # of each token, kept to train on; see train/top_logprobs.py
     concurrency: int = 16  # requests under way
     retries: int = 6
     timeout_s: float = 600.0
@@ -65,6 +72,8 @@ def main(argv: list[str]) -> None:
     config = load(Prepare, argv)
     if config.target.shrink:  # to try a recipe: some prompts, short answers
         config = replace(config, limit=4, max_new_tokens=8)
+    params = [sampling(config, t) for t in config.temperatures or [config.temperature]]
+    check_asked(config.endpoint_top_logprobs, config.endpoint, config.endpoint_api, params)
 
     # ---- target ------------------------------------------------------------------------------
     state = PartialState(cpu=config.device == "cpu" or not torch.accelerator.is_available())
@@ -79,25 +88,16 @@ def main(argv: list[str]) -> None:
         target, room = fingerprint(model, tokenizer), writer.context - 1
 
     # ---- prompts -----------------------------------------------------------------------------
-    asks = from_rows(
-        load_rows(config.data, config.split),
-        tokenizer,
-        limit=config.limit,
-        window=config.prompt_length,
-        samples=config.samples,
-        seed=config.seed,
-    )
-    longest = min(room, config.max_prompt_tokens or room)
-    asks = fitting(asks, longest=longest, leave_out=config.max_prompt_tokens > 0)
+    asks = requests(config, tokenizer, room)
 
     # ---- the folder: ours, or an error -------------------------------------------------------
-    params = sampling(config)
     identity = {
         "target": target,
         "dtype": config.target.dtype,
-        "sampling": asdict(params),
+        "sampling": asdict(params[0]) if len(params) == 1 else [asdict(p) for p in params],
         "prompts": prompts_hash(asks),
         "requests": len(asks),
+        "top_logprobs": config.endpoint_top_logprobs or None,  # as a folder without has it
     }
     about = {"recipe": show(config), "argv": argv, "commit": git_commit(), "versions": versions()}
     out, rank, world = Path(config.out), state.process_index, state.num_processes
@@ -112,7 +112,10 @@ def main(argv: list[str]) -> None:
         mine = [ask for ask in asks if ask.index // config.samples % world == rank]
         left = [ask for ask in mine if ask.index not in done]
         console.print(f"{out}: {len(mine) - len(left):,} of {len(mine):,} answers are there")
-        answers = write_answers(writer, left, params)
+        answers = chain.from_iterable(
+            write_answers(writer, [ask for ask in left if ask.index % len(params) == turn], given)
+            for turn, given in enumerate(params)
+        )
         try:
             for answer in watched(answers, len(left), console):
                 shard.append(answer)
@@ -122,15 +125,23 @@ def main(argv: list[str]) -> None:
     console.print(summary(out, len(asks)))
 
 
-def sampling(config: Prepare) -> SamplingParams:
-    return SamplingParams(
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        max_new_tokens=config.max_new_tokens,
+def requests(config: Prepare, tokenizer: PreTrainedTokenizerBase, room: int) -> list[Ask]:
+    asks = from_rows(
+        load_rows(config.data, config.split),
+        tokenizer,
+        limit=config.limit,
+        window=config.prompt_length,
+        samples=config.samples,
         seed=config.seed,
+        top_logprobs=config.endpoint_top_logprobs,
     )
+    longest = min(room, config.max_prompt_tokens or room)
+    return fitting(asks, longest=longest, leave_out=config.max_prompt_tokens > 0)
+
+
+def sampling(config: Prepare, temperature: float) -> SamplingParams:
+    shape = (temperature, config.top_k, config.top_p, config.max_new_tokens)
+    return SamplingParams(*shape, seed=config.seed, min_p=config.min_p)
 
 
 def open_endpoint(config: Prepare, tokenizer: PreTrainedTokenizerBase) -> Endpoint:

@@ -5,13 +5,14 @@
 
     loss = - sum_t log q(x_t | x_<t) / number of tokens
 
-It makes the quickstart's target, and with target.path= the first stage of a draft for that target,
-on its tokenizer, as in FastDraft (Zafrir et al., arXiv 2411.11055). Where this differs from there:
+It makes the quickstart's target, with model= tunes a given one on its task before it is distilled,
+and with target.path= makes the first stages of a draft for that target, on its tokenizer, as in
+FastDraft (Zafrir et al., arXiv 2411.11055). The text is `data`, of which answers alone are trained
+where there are prompts; or `corpus`, streamed. Where this differs from FastDraft:
 
-1. One stage on one corpus. Their second stage (text, then code and text) is a second run, with
-   model=<the first one's result>.
-2. The sizes are given, not searched for.
-3. Embedding and output head are tied: at small sizes the table is most of the model.
+1. One stage a run. Their second one (text, then code and text) is a second run, with
+   model=<the first one's result>; their third is train/distill.py on what the target wrote.
+2. Embedding and output head are tied: at small sizes the table is most of the model.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,21 +27,23 @@ from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.target import TargetSpec, check_same_tokenizer, load_target
 from draftsmith.models.tokenizer import load_tokenizer, train_bpe, vocab_size
 from draftsmith.train import recipe
-from draftsmith.train.draft import TINY, Sizes, fresh_model
-from draftsmith.train.heldout import mean_output
+from draftsmith.train.data import Examples
+from draftsmith.train.draft import TINY, Sizes, fresh_draft, fresh_model, place
+from draftsmith.train.heldout import Figures, mean_output, measured
 from draftsmith.train.launch import start
 from draftsmith.train.log import run_entry
-from draftsmith.train.loop import fit
+from draftsmith.train.loop import Evaluate, Objective, StepBatches, fit
+from draftsmith.train.lora import Lora, to_save, with_lora
 from draftsmith.train.objectives import NextToken
 from draftsmith.train.result import made_by, save_draft, save_model
-from draftsmith.train.settings import Settings
 from draftsmith.train.sources import tokenise
 from draftsmith.train.state import Run
-from draftsmith.train.text import Text, make_batches, text_at_hand
+from draftsmith.train.stream import Corpus, Stream, held_out_texts
+from draftsmith.train.text import make_batches, text_at_hand
 
 
 @dataclass(kw_only=True)
-class PretrainConfig(Settings, Sizes, Text):
+class PretrainConfig(Corpus, Sizes, Lora, Figures):
     """What a recipe of this entry can say."""
 
     entry: str = "pretrain"
@@ -56,6 +59,7 @@ def main(argv: list[str]) -> None:
     config = recipe.load(PretrainConfig, argv)
     config = shrunk(config) if config.target.shrink else config
     accelerator = start(config)
+    device = accelerator.device
     run = Run(config.out, recipe.show(config), main=accelerator.is_main_process)
     result = run.folder / ("drafter" if config.target.path else "model")
     if run.finished():
@@ -67,46 +71,60 @@ def main(argv: list[str]) -> None:
     train_rows, heldout_rows = load_rows(config.data, "train"), load_rows(config.data, "heldout")
     if config.target.shrink:
         train_rows, heldout_rows = train_rows[:20], heldout_rows[:2]
-    target, tokenizer = target_and_tokenizer(config, train_rows)
-    examples = tokenise(train_rows, tokenizer)
+    target, tokenizer = target_and_tokenizer(config, train_rows, device)
     order: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed}
-    batches = make_batches(config, examples, tokenizer, **order)
+    source: Examples | Stream
+    batches: StepBatches
+    if config.corpus:
+        left_out = held_out_texts(config.data, config.heldout_data)
+        batches = source = Stream(config, tokenizer, left_out)
+        amount = f"text from {', '.join(config.corpus)}"
+    else:
+        source = tokenise(train_rows, tokenizer)
+        batches = make_batches(config, source, tokenizer, **order)
+        amount = f"{len(source.ids):,} tokens of text, {len(batches):,} sequences"
     heldout = make_batches(config, tokenise(heldout_rows, tokenizer), tokenizer, **order)
 
     # ---- model and objective -----------------------------------------------------------------
     model = load_draft(config.model) if config.model else make_model(config, tokenizer, target)
+    model = place(with_lora(model, config, given=bool(config.model), seed=config.seed), device)
+    figures: Evaluate = dict  # none
+    objective: Objective = NextToken(model)
+    if target is not None and config.heldout_prompts:
+        objective, figures = measured(config, accelerator, model, target, tokenizer, run.cache)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    objective = NextToken(model).to(accelerator.device)
-    size, text = model.num_parameters(), len(examples.ids)
-    accelerator.print(f"{size:,} parameters; {text:,} tokens of text, {len(batches):,} sequences")
+    accelerator.print(f"{model.num_parameters():,} parameters; {amount}")
 
     # ---- fit, and keep what was best on held-out text ----------------------------------------
     def evaluate() -> dict[str, float]:
-        return mean_output(accelerator, objective, heldout, config.heldout_sequences)
+        return figures() | mean_output(accelerator, objective, heldout, config.heldout_sequences)
 
     ended = fit(accelerator, objective, batches, config, run, evaluate)
     run.load_best(objective)
+    if isinstance(batches, Stream) and batches.skipped:
+        print(f"skipped {len(batches.skipped)} corrupt shards: {', '.join(batches.skipped)}")
 
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
-        objective.to("cpu", getattr(torch, config.save_dtype))
-        made = made_by(argv, config.seed, examples, ended)
+        model = to_save(model, run.folder / "adapter", config.save_dtype)
+        made = made_by(argv, config.seed, source, ended)
         if target is None:
             save_model(result, model, tokenizer, made)
         else:
             path = config.target.path
-            save_draft(result, model, target, tokenizer, target_path=path, made=made)
+            save_draft(result, model, target, tokenizer, target_path=path, made=made, K=config.K)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
 
 
 def target_and_tokenizer(
-    config: PretrainConfig, rows: list[Row]
+    config: PretrainConfig, rows: list[Row], device: torch.device
 ) -> tuple[PreTrainedModel | None, PreTrainedTokenizerBase]:
     """The target that a draft is for, if any; its tokenizer, or the model's, or a new one."""
     if config.target.path:
-        target, tokenizer = load_target(config.target, "cpu")
+        where = device if config.heldout_prompts else "cpu"
+        target, tokenizer = load_target(config.target.resolved(config.dtype), where)
         if config.model:
             check_same_tokenizer(tokenizer, load_tokenizer(config.model))
         return target, tokenizer
@@ -119,19 +137,23 @@ def target_and_tokenizer(
 def make_model(
     config: PretrainConfig, tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel | None
 ) -> PreTrainedModel:
-    """A random Llama, or a draft of the target's family with as many logits as the target."""
+    """A random Llama, or a draft of the target's family (`fresh_draft`)."""
     if target is None:
+        if config.init != "random":
+            raise ValueError(f"got init={config.init} without a target, expected target.path=...")
         rows = vocab_size(tokenizer)
         return fresh_model(config, LlamaConfig(), tokenizer, rows=rows, seed=config.seed)
-    rows = target.get_output_embeddings().weight.shape[0]
-    return fresh_model(config, target.config, tokenizer, rows=rows, seed=config.seed)
+    return fresh_draft(config, target, tokenizer, config.seed)
 
 
 def shrunk(config: PretrainConfig) -> PretrainConfig:
     """Two steps of a tiny model on little text: shows that a recipe composes and runs."""
     short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "heldout_sequences": 2}
+    few: dict[str, Any] = {"heldout_prompts": 2, "max_new_tokens": 8, "prompt_tokens": 8}
+    corpus = list(dict.fromkeys(map(text_at_hand, config.corpus)))
+    few |= {"corpus": corpus, "weights": [], "shuffle": 8, "heldout_data": "", "model": ""}
     data = text_at_hand(config.data)
-    return replace(config, data=data, tokenizer_size=300, **TINY, **short)
+    return replace(config, data=data, tokenizer_size=300, **TINY, **short, **few)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def load(schema: type[T], argv: list[str]) -> T:
     folder, parts = RECIPES, ["_schema"]
     if chosen:
         folder, recipe = _locate(chosen[0])
-        entry, ours = _compose(folder, [recipe], []).get("entry"), structure.get("entry")
+        entry, ours = entry_of(chosen[0]), structure.get("entry")
         if entry != ours:
             raise ValueError(f"recipe {chosen[0]!r} is for train/{entry}.py, this is {ours}.py")
         parts.append(recipe)
@@ -65,6 +65,13 @@ def load(schema: type[T], argv: list[str]) -> T:
         raise ValueError(f"no value for {', '.join(missing)}: give {missing[0]}=...{hint}")
     result: Any = OmegaConf.to_object(config)
     return result
+
+
+def entry_of(name: str) -> str | None:
+    """The entry that a recipe says it is for; ValueError where there is no such recipe."""
+    folder, found = _locate(name)
+    entry: str | None = _compose(folder, [found], []).get("entry")
+    return entry
 
 
 def show(config: Any) -> str:

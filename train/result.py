@@ -2,22 +2,27 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.drafter_folder import save_drafter, serve_line
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.provenance import provenance
-from draftsmith.train.data import Examples
 from draftsmith.train.loop import Result
 from draftsmith.train.state import whole_folder
+
+
+class Source(Protocol):
+    """Text that a run has read."""
+
+    def fingerprint(self) -> str: ...
 
 
 def made_by(
     argv: list[str],
     seed: int,
-    examples: Examples,
+    source: Source,
     ended: Result,
     acceptance: float | None = None,
 ) -> dict[str, Any]:
@@ -26,7 +31,7 @@ def made_by(
         recipe=dict(arg.split("=", 1) for arg in argv).get("recipe"),
         argv=argv,
         seeds={"run": seed},
-        data_hash=examples.fingerprint(),
+        data_hash=source.fingerprint(),
         steps=ended.best_step,
         acceptance=acceptance,
     )

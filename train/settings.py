@@ -24,12 +24,14 @@ class Settings:
     clip_norm: float = 1.0  # 0: no clipping
     precision: str = "bf16"  # bf16: autocast over fp32 weights | fp32
     gradient_checkpointing: bool = False
+    compile: bool = False  # the draft's decoder layers, by torch.compile
     eval_every: int = 100
     best_metric: str = "loss"  # of those that the evaluation gives
     best_mode: str = "min"  # min | max
     patience: int = 0  # evaluations without a better value before the run ends; 0: never
     save_every: int = 100
     processes: int = 0  # how many the launch must have; 0: as launched
+    allow_resize: bool = False  # resume on other batches or processes where that isn't exact
     save_dtype: str = "bfloat16"  # of the result: bfloat16 | float32
     track: str = "none"  # none | wandb
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,11 @@ def tokenise(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Example
             whose mask can't be derived; with the row's place.
     """
     eos = _eos(tokenizer)
+    how: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
+    how |= {"return_attention_mask": False, "return_token_type_ids": False}
+    # All documents in one call: it uses the cores, and the interpreter is free meanwhile.
+    texts = [row.completion for row in rows if row.kind == "text"]
+    documents = iter(tokenizer(texts, **how)["input_ids"] if texts else ())
     pairs: list[tuple[list[int], list[bool]]] = []
     rewritten = 0
     for row in rows:
@@ -43,10 +49,11 @@ def tokenise(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Example
                 rewritten += skipped
             else:
                 prompt = beginning(plain_prompt(row), tokenizer)
-                encoded = tokenizer(row.completion, add_special_tokens=False, verbose=False)
-                answer = [*encoded["input_ids"], eos]
+                is_text = row.kind == "text"
+                ids = next(documents) if is_text else tokenizer(row.completion, **how)["input_ids"]
+                answer = [*ids, eos]
                 ids = prompt + answer
-                trained = [row.kind == "text"] * len(prompt) + [True] * len(answer)
+                trained = [is_text] * len(prompt) + [True] * len(answer)
         except ValueError as error:
             raise ValueError(f"{row.where}: {error}") from error
         pairs.append((ids, trained))

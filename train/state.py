@@ -26,6 +26,8 @@ from draftsmith.models.disk import flush
 KEPT_CHECKPOINTS = 2
 # Where the run lies and who watches it don't change what it computes.
 FREE_KEYS = {"out", "track"}
+# How a step is divided may change on the way; checkpoint.load says when that is exact.
+DIVISION_KEYS = {"batch_size", "accumulation", "processes", "allow_resize"}
 
 
 class Run:
@@ -55,7 +57,8 @@ class Run:
             for half in self.checkpoints.glob(".step-*"):
                 shutil.rmtree(half)
         stored = self.folder / "recipe.yaml"
-        changed = _changes(stored.read_text(), recipe) if stored.exists() else ["it is new"]
+        free = FREE_KEYS if self.finished() else FREE_KEYS | DIVISION_KEYS
+        changed = _changes(stored.read_text(), recipe, free) if stored.exists() else ["it is new"]
         if changed and (self.latest() or self.finished()):
             raise ValueError(
                 f"{folder} holds a run with another recipe ({'; '.join(changed)}). Repeat its "
@@ -179,10 +182,10 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _changes(stored: str, given: str) -> list[str]:
+def _changes(stored: str, given: str, free: set[str]) -> list[str]:
     old, new = _flat(yaml.safe_load(stored) or {}), _flat(yaml.safe_load(given) or {})
     return [
         f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} now"
         for key in sorted(old.keys() | new.keys())
-        if key not in FREE_KEYS and old.get(key) != new.get(key)
+        if key not in free and old.get(key) != new.get(key)
     ]

@@ -25,6 +25,7 @@ class Cache:
 
     cache: str = ""  # a folder; empty: they are made anew at each step
     cache_int8: bool = False  # at half the size
+    cache_top_k: int = 0  # instead of states, so many of the likeliest tokens; 0: states, exact
 
 
 class OnlineTaps:
@@ -84,6 +85,11 @@ def open_states(
 
     Raises ValueError for wrong taps, or what `TapCache` refuses.
     """
+    if config.cache_top_k:
+        raise ValueError(
+            f"cache_top_k: got {config.cache_top_k}, expected 0: a head reads the target's states, "
+            "of which the likeliest tokens tell nothing; cache them as they are, or with cache_int8"
+        )
     if not config.cache:
         if config.cache_int8:
             raise ValueError("got cache_int8=true without a cache, expected cache=<a folder> too")
@@ -91,9 +97,5 @@ def open_states(
     stored = "int8" if config.cache_int8 else "bfloat16"
     with accelerator.autocast():
         cache = TapCache(Path(config.cache), target, tokenizer, taps, batches, stored=stored)
-        if accelerator.is_main_process:
-            cache.claim()
-        accelerator.wait_for_everyone()
-        cache.write(accelerator.process_index, accelerator.num_processes)
-    accelerator.wait_for_everyone()
+        cache.fill(accelerator)
     return CachedTaps(cache, taps)

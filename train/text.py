@@ -21,6 +21,7 @@ from draftsmith.models.draft_lm import recast
 from draftsmith.train.answers import is_prepared
 from draftsmith.train.data import Batch, Batches, Examples
 from draftsmith.train.loop import step_seed
+from draftsmith.train.sharding import whole_state
 from draftsmith.train.sources import load_examples, tokenise
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -55,8 +56,8 @@ class Snapshot(Generic[Module]):
 
     @torch.no_grad()
     def take(self) -> Module:
-        """The copy, with the weights that the model has now."""
-        self._copy.load_state_dict(self._source.state_dict())
+        """The copy, with the weights that the model has now. All processes call it together."""
+        self._copy.load_state_dict(whole_state(self._source))
         return self._copy
 
 
@@ -90,6 +91,7 @@ class OnPolicy:
         self.batches = batches
         self.draft = draft
         self.tokenizer = tokenizer
+        self._decoder: Decoder | None = None
 
     def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
         """As `Batches.batch`."""
@@ -109,8 +111,11 @@ class OnPolicy:
             max_new_tokens=min(self.text.max_new_tokens, room),
             seed=seed,
         )
-        decoder = Decoder(self.draft.take(), self.tokenizer, batch_size=len(prompts))
-        answers = [made.tokens for made in decoder.generate(prompts, params)]
+        draft = self.draft.take()
+        if self._decoder is None:
+            # Kept: the copy's weights change in place, and what a GPU has compiled stays good.
+            self._decoder = Decoder(draft, self.tokenizer, batch_size=len(prompts))
+        answers = [made.tokens for made in self._decoder.generate(prompts, params)]
         return as_batch(prompts, answers, self.batches.pad_id, written.rows)
 
 

@@ -30,7 +30,8 @@ def _by_server(endpoint: Endpoint, asks: list[Ask], params: SamplingParams) -> I
     for ask, reply in endpoint.answers(asks, params):
         answer = _answer(ask, reply.token_ids, reply.text, reply.finish_reason)
         exactness = {"mismatch": reply.mismatch, "prompt_mismatch": reply.prompt_mismatch}
-        yield answer | {"retokenised": reply.retokenised} | exactness
+        told = {"top_logprobs": reply.top_logprobs} if reply.top_logprobs else {}
+        yield answer | {"retokenised": reply.retokenised} | exactness | told
 
 
 def _answer(ask: Ask, tokens: list[int], text: str, finish_reason: str) -> Answer:

@@ -27,7 +27,7 @@ from draftsmith.decode.drafters.head_kv import (
 from draftsmith.decode.growth import grow
 from draftsmith.decode.lean_eagle import LeanEagle, lean_eagle
 from draftsmith.decode.memory import ModelSize
-from draftsmith.decode.product import Product, head_logits
+from draftsmith.decode.product import VocabHead
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.eagle import Eagle, causal
 
@@ -44,14 +44,12 @@ class EagleDrafter:
     def __init__(self, head: Eagle, target: PreTrainedModel, vocab_size: int) -> None:
         self.head = head.bind(target)
         self.kind, self.taps, self.context = head.kind, head.taps, head.context
-        self.layer, self.vocab_size = head.config.layer, vocab_size
+        self.layer = head.config.layer
         weight = head.fc.weight
         self.dtype, self.device = weight.dtype, weight.device
-        vocab, rows_DH = head.vocab, head.head_DH.detach()
-        # Drafted tokens in the tokenizer's order; beyond its size lies padding.
-        self.ids_D = None if vocab.is_full else vocab.ids_D.to(self.device)
-        kept_DH = rows_DH[:vocab_size] if vocab.is_full else rows_DH
-        self.lm_head = Product(kept_DH, None, [head.head_DH])
+        self.vocab = head.vocab
+        ids_D = None if self.vocab.is_full else self.vocab.ids_D
+        self.lm_head = VocabHead(head.head_DH.detach(), ids_D, vocab_size, head.head_DH)
         self.body: Eagle | LeanEagle = lean_eagle(head) or head
 
     @property
@@ -139,9 +137,4 @@ class EagleDrafter:
     def _logits(self, output_BNH: Tensor) -> Tensor:
         """Raw logits [B, N, V]; -inf for tokens that aren't drafted."""
         state_BNH = self.body.before_head(output_BNH).to(self.lm_head.weight.dtype)
-        logits_BND = head_logits(self.lm_head, state_BNH)
-        if self.ids_D is None:
-            return logits_BND
-        shape = (*logits_BND.shape[:-1], self.head.rows)
-        logits_BNV = logits_BND.new_full(shape, float("-inf"))
-        return logits_BNV.index_copy_(-1, self.ids_D, logits_BND)[..., : self.vocab_size]
+        return self.lm_head.logits(state_BNH)

@@ -13,7 +13,8 @@ from draftsmith.decode.memory import ModelSize
 from draftsmith.decode.runner import Runner, Seen, context_of, round_up
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.taps import Tap
-from draftsmith.models.target import split_head
+from draftsmith.models.target import output_head
+from draftsmith.models.vocab import DraftVocab
 
 
 class LMDrafter:
@@ -22,6 +23,9 @@ class LMDrafter:
     tail_B2 holds each row's last two tokens, the second one pending. The first draft call feeds
     both: that brings the KV up to date whatever was accepted (a kept leaf was never fed), so
     catching up costs no pass of its own.
+
+    vocab: the tokens that it drafts, whose rows of the LM head are copied; None: all. The others
+    can't be accepted, so decoding stays lossless.
     """
 
     kind = "lm"
@@ -29,9 +33,12 @@ class LMDrafter:
     taps: tuple[Tap, ...] = ()
     levels = ANY_DEPTH
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
-        self.runner = Runner(model, vocab_size)
+    def __init__(
+        self, model: PreTrainedModel, vocab_size: int, vocab: DraftVocab | None = None
+    ) -> None:
+        self.runner = Runner(model, vocab_size, vocab=vocab)
         self.context = context_of(model)
+        self.vocab = vocab or DraftVocab.whole(output_head(self.runner.model)[1].shape[0])
 
     @property
     def size(self) -> ModelSize:
@@ -80,8 +87,12 @@ class LMDrafter:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of the weights one draft call reads: everything but an untied embedding table."""
-        return weights_read(self.runner.model)
+        """Bytes of the weights one draft call reads: everything but an untied embedding table, and
+        of the LM head the rows of the tokens that it drafts.
+        """
+        row_H = self.runner.head.weight[0]
+        unread = self.vocab.size - len(self.vocab.ids_D)
+        return weights_read(self.runner.model) - unread * row_H.numel() * row_H.element_size()
 
     def _logits(self, request: Round, frontier: Frontier, width: int) -> Tensor:
         """Raw logits [B, F, V] of the nodes to feed."""
@@ -105,7 +116,7 @@ def weights_read(model: PreTrainedModel) -> int:
     """Bytes of weights a one-token forward reads. An embedding row is negligible; a tied table
     counts once, as the LM head.
     """
-    embedding, head = model.get_input_embeddings().weight, split_head(model)[1]
+    embedding, head = model.get_input_embeddings().weight, output_head(model)[1]
     assert isinstance(embedding, Tensor)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     return total if head is embedding else total - embedding.numel() * embedding.element_size()

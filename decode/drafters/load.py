@@ -49,7 +49,7 @@ def _lm(
     recast(model, target.dtype)
     model.to(target.device)
     check_split(model)
-    return LMDrafter(model, vocab_size(tokenizer))
+    return LMDrafter(model, vocab_size(tokenizer), folder.vocab)
 
 
 def _head(

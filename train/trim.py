@@ -1,0 +1,295 @@
+"""Fewer tokens to draft, without training (VocabTrim, arXiv 2506.22694).
+
+    python -m draftsmith trim drafter=DRAFTER target=TARGET data=ANSWERS prompts=PROMPTS \\
+        sizes=512,1024,2048 temperature=1 out=FOLDER [size=1024]
+
+A drafter needs LM-head rows for the tokens that its target writes. They are counted in `data`, the
+target's own answers; the most frequent ones stay, and those that end an answer. A token left out
+can't be accepted: alpha and tau fall a little, each draft call reads fewer bytes, answers stay the
+target's.
+
+Without `size` the one with the largest MBSU on the tune part of `prompts` is written; the table is
+of the report part. No counted prompt may be in it. A draft LM keeps its whole LM head on disk, an
+EAGLE-3 head loses the rows.
+
+Shapes: V rows of the LM head, D of them kept.
+"""
+
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.arguments import parse
+from draftsmith.decode.drafters.eagle import EagleDrafter
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.load import KINDS
+from draftsmith.decode.prompts import load_prompts, spread
+from draftsmith.decode.request import eos_ids
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.worth import Trimmable, Worth
+from draftsmith.models.checkpoint import load_config
+from draftsmith.models.drafter_folder import DrafterFolder, open_drafter, save_drafter, serve_line
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.provenance import git_commit
+from draftsmith.models.target import TargetSpec, check_split, load_target
+from draftsmith.models.tokenizer import vocab_size
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.train.answers import is_prepared
+from draftsmith.train.data import Examples
+from draftsmith.train.eagle_head import counted
+from draftsmith.train.sources import load_examples
+
+AS_IT_IS = "as it is"
+WIDTH = 110  # of the table
+Row = dict[str, Any]
+
+
+@dataclass
+class Trim:
+    """Which drafter to trim for which target, by what text, and how it is measured."""
+
+    drafter: str
+    target: str
+    data: str  # a folder of train/prepare.py; rows work too, where the target writes like them
+    out: str
+    sizes: str = "512,1024,2048"  # tokens to keep, to compare
+    size: int | None = None  # the one to write; none: the best of them
+    prompts: str = ""  # for alpha and tau; empty: the held-out side of `data`
+    split: str = "heldout"
+    limit: int = 16  # prompts of each part
+    prompt_tokens: int = 64
+    max_new_tokens: int = 128
+    K: int | None = None  # draft calls a round; none: the drafter folder's default
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+
+    @property
+    def params(self) -> SamplingParams:
+        """How answers are drawn."""
+        warp = (self.temperature, self.top_k, self.top_p, self.max_new_tokens)
+        return SamplingParams(*warp, seed=self.seed, min_p=self.min_p)
+
+    @property
+    def compared(self) -> list[int]:
+        """The sizes to measure, ascending."""
+        try:
+            sizes = {int(part) for part in self.sizes.split(",")}
+        except ValueError:
+            raise ValueError(
+                f"sizes: got {self.sizes!r}, expected numbers of tokens, such as 512,1024"
+            ) from None
+        return sorted(sizes | ({self.size} if self.size is not None else set()))
+
+
+def main(argv: list[str]) -> int:
+    """Measure, write one size, print the table; 2 after a user's error."""
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    try:
+        settings = parse(Trim, argv)
+        rows, line = run(settings, argv)
+    except ValueError as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
+        return 2
+    console.print(as_table(rows))
+    console.print(f"written: {settings.out}\n{line}", markup=False, soft_wrap=True)
+    return 0
+
+
+def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
+    """The table's rows, the drafter as it is first; and the line that serves what was written.
+
+    ValueError for what doesn't load or fit, a kind without rows to leave out, a size without room,
+    or prompts that were counted.
+    """
+    # ---- the pair ----------------------------------------------------------------------------
+    sizes = settings.compared
+    _refuse_others(settings)
+    place = torch.device(settings.device)
+    target, tokenizer = load_target(TargetSpec(settings.target, dtype=settings.dtype), place)
+    check_split(target)
+    mark = fingerprint(target, tokenizer, settings.target)
+    about: dict[str, Any] = {"target_tokenizer": tokenizer, "target_config": target.config}
+    opened = open_drafter(settings.drafter, mark, **about)
+    whole = KINDS[opened.kind](opened, target, tokenizer)
+    assert isinstance(whole, Trimmable), whole.kind
+
+    # ---- tokens that the target writes -------------------------------------------------------
+    if not is_prepared(settings.data):
+        warnings.warn(
+            f"{settings.data} is no folder of train/prepare.py: its text counts as if the target "
+            "had written it, and tokens that the target prefers may be missing",
+            stacklevel=2,
+        )
+    examples = load_examples(settings.data, tokenizer, "train")
+    # A draft LM that was trimmed before still has all its rows.
+    is_lm, has = isinstance(whole, LMDrafter), whole.vocab
+    choices = DraftVocab.whole(has.size) if is_lm else DraftVocab(has.ids_D.cpu(), has.size)
+    counts_V = counted(examples, choices.size)
+    special = [token for token in tokenizer.all_special_ids if counts_V[token]]
+    keep = (*eos_ids(target, tokenizer), *special)
+    vocabs = {size: choices.among(counts_V, size, keep) for size in sizes}
+
+    # ---- choose on one part of the prompts, report on the other ------------------------------
+    arms: dict[Hashable, Trimmable] = {AS_IT_IS: whole}
+    arms |= {size: trimmed(whole, vocab, target, tokenizer) for size, vocab in vocabs.items()}
+    K = settings.K or int(opened.meta["defaults"]["K"])
+    worth = Worth(target, tokenizer, arms, settings.params, K, counts_V)
+    size = settings.size
+    if size is None:
+        rows = worth.rows(_prompts(settings, tokenizer, examples, worth.context, "tune"))
+        size = max(rows[1:], key=lambda row: float(row["mbsu"]))["name"]
+    rows = worth.rows(_prompts(settings, tokenizer, examples, worth.context, "report"))
+    times = worth.times()
+    rows = [row | {"c": times[row["name"]], "chosen": row["name"] == size} for row in rows]
+
+    # ---- save --------------------------------------------------------------------------------
+    made = {"argv": argv, "commit": git_commit(), "data_hash": examples.fingerprint()}
+    made |= next(row for row in rows if row["chosen"])
+    save_trimmed(settings.out, opened, vocabs[size], tokenizer, mark, made)
+    return rows, serve_line(settings.out, opened.kind, settings.target)
+
+
+def trimmed(
+    drafter: Trimmable,
+    vocab: DraftVocab,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Trimmable:
+    """A drafter with the same weights that drafts the tokens of `vocab` alone."""
+    if isinstance(drafter, LMDrafter):
+        return LMDrafter(drafter.runner.model, vocab_size(tokenizer), vocab)
+    return EagleDrafter(trimmed_head(drafter.head, vocab), target, vocab_size(tokenizer))
+
+
+def trimmed_head(head: Eagle, vocab: DraftVocab) -> Eagle:
+    """An EAGLE-3 head with the LM-head rows of some of its tokens; the other weights are shared."""
+    rows_DH = head.lm_head.weight.detach()
+    with torch.device("meta"):
+        made = Eagle(replace(head.config, draft_vocab=len(vocab.ids_D)))
+    kept_D = torch.isin(head.vocab.ids_D, vocab.ids_D.to(rows_DH.device))
+    maps = {"d2t": vocab.d2t_D, "t2d": vocab.t2d_V}
+    state = head.state_dict() | {name: ids.to(rows_DH.device) for name, ids in maps.items()}
+    made.load_state_dict(state | {"lm_head.weight": rows_DH[kept_D]}, assign=True)
+    made.rotary = head.rotary
+    return made.eval().requires_grad_(False)
+
+
+def save_trimmed(
+    out: str,
+    opened: DrafterFolder,
+    vocab: DraftVocab,
+    tokenizer: PreTrainedTokenizerBase,
+    mark: dict[str, Any],
+    made: dict[str, Any],
+) -> None:
+    """The folder of a trimmed drafter, its weights as they were saved. made: how it was trimmed,
+    beside what its provenance said.
+    """
+    is_lm = opened.kind == "lm"
+    model: Any = opened.model() if is_lm else opened.head()
+    save_drafter(
+        out,
+        kind=opened.kind,
+        model=model if is_lm else trimmed_head(model, vocab),
+        tokenizer=tokenizer,
+        target_fingerprint=opened.meta["target"] or mark,
+        provenance=(opened.meta["provenance"] or {}) | {"trim": made},
+        defaults=opened.meta["defaults"],
+        vocab=vocab if is_lm else None,
+    )
+
+
+def as_table(rows: list[Row]) -> Table:
+    """Before and after, for a terminal."""
+    title = f"{rows[0]['prompts']} prompts that nothing was counted or chosen on"
+    table = Table(title=title, box=SIMPLE_HEAD)
+    names = ("tokens", "counted", "held-out", "alpha", "tau", "change", "MB", "MBSU", "c", "")
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in rows:
+        low, high = row["tau_change_interval"]
+        as_it_is = row["name"] == AS_IT_IS
+        table.add_row(
+            f"{row['tokens']:,}",
+            f"{row['counted']:.2%}",
+            f"{row['written']:.2%}",
+            f"{row['alpha']:.4f}",
+            f"{row['tau']:.3f}",
+            "" if as_it_is else f"{low:+.3f} to {high:+.3f}",
+            f"{row['bytes'] / 1e6:.3g}",
+            f"{row['mbsu']:.3f}",
+            f"{row['c']:.3f}",
+            AS_IT_IS if as_it_is else "written" if row["chosen"] else "",
+        )
+    return table
+
+
+def _refuse_others(settings: Trim) -> None:
+    """ValueError for a kind that has no rows to leave out; no model is loaded yet."""
+    kind, says = settings.drafter, "it has no LM head"
+    if kind not in ("ngram", "none"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said when it is loaded
+            config = load_config(settings.target)
+            kind = open_drafter(settings.drafter, None, target_config=config).kind
+        says = REFUSED.get(kind, "")
+    if says:
+        raise ValueError(
+            f"drafter: got {settings.drafter!r} of kind {kind}, expected a draft LM or an EAGLE-3 "
+            f"head: {says}"
+        )
+
+
+def _prompts(
+    settings: Trim,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Examples,
+    context: int,
+    part: str,
+) -> list[list[int]]:
+    """One part's prompts; ValueError for counted ones among them, or none that fits."""
+    if not settings.prompts and is_prepared(settings.data):
+        raise ValueError(
+            f"{settings.data} holds answers to training prompts only: say prompts=<what the "
+            "prompts came from>"
+        )
+    found = load_prompts(
+        settings.prompts or settings.data,
+        tokenizer,
+        limit=None,
+        prompt_tokens=settings.prompt_tokens,
+        split=settings.split,
+        part=part,
+    )
+    kept = [one for one in found if len(one.tokens) + settings.max_new_tokens <= context]
+    seen = {tuple(examples.prompt(i)) for i in range(len(examples))}
+    counted_too = sum(tuple(one.tokens) in seen for one in kept)
+    if counted_too or not kept:
+        raise ValueError(
+            f"prompts: got {len(found)}, of which {len(kept)} fit the context of {context} and "
+            f"{counted_too} were counted in {settings.data}; expected some that fit and weren't: "
+            "give others, or lower max_new_tokens"
+        )
+    return [one.tokens for one in spread(kept, settings.limit)]
+
+
+REFUSED = {
+    "eagle1": "an EAGLE-1 head multiplies the target's own LM head, which the target needs whole",
+    "medusa": "each Medusa head's rows are all the target's: no layout of theirs has a map",
+    "hydra": "each Hydra head's rows are all the target's: no layout of theirs has a map",
+}
