@@ -13,8 +13,9 @@ then generates without a KV cache: the peer is told not to; "defaults" is what i
 Each arm is a process that times whole steps, from the beginning of one to that of the next; arms
 take turns (on CUDA one runs after the other), the order swapped from pair to pair, after a turn
 that isn't counted. With "identical batches" the losses of the first step must agree; "packed" is
-what our recipes do. Memory is the most that an arm held beyond what it held before its first step,
-when both have the same models.
+what our recipes do, "cached states" what they can do too: the target's states are on disk, put
+there before. Memory is the most that an arm held beyond what it held before its first step, when
+both have the same models.
 
 MFU: 2 flops a weight and trained token for the target and 6 for the draft, without embeddings and
 without attention's own products, a second; over the device's peak in bf16.
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 from device import LLAMA_8B
-from gkd_arms import DEFAULTS, IDENTICAL, PACKED, PEER, Bench, Case, Shape, work
+from gkd_arms import CACHED, DEFAULTS, IDENTICAL, PACKED, PEER, Bench, Case, Shape, work
 from rows import lower, publish, row
 from workers import Arm
 
@@ -47,7 +48,8 @@ def written(case: Case, *arms: str) -> Case:
     return replace(case, arms=(*case.arms[:2], *arms), length=1024, on_policy=1.0, steps=1, goal=3)
 
 
-SMALL = Case((8, 384, 1024, 6, 3, 4096), (2, 192, 512, 4, 2, 4096), (PEER, IDENTICAL, PACKED))
+SMALL_ARMS = (PEER, IDENTICAL, PACKED, CACHED)
+SMALL = Case((8, 384, 1024, 6, 3, 4096), (2, 192, 512, 4, 2, 4096), SMALL_ARMS)
 WIDE = Case((2, 256, 688, 4, 2, 131_072), (1, 128, 352, 4, 2, 131_072), batch=2, length=256)
 BIG = Case(LLAMA_8B, (16, 2048, 8192, 32, 8, 128_256), length=2048)
 CASES = {
@@ -103,7 +105,7 @@ def rates(runs: list[dict[str, float]], of: str) -> list[float]:
 def compare(case: Case, runs: Runs, about: str) -> list[dict[str, Any]]:
     """Ours against theirs: trained tokens and steps a second, peak memory."""
     rows = []
-    for peer, arm in product((PEER, DEFAULTS), (IDENTICAL, PACKED)):
+    for peer, arm in product((PEER, DEFAULTS), (IDENTICAL, PACKED, CACHED)):
         if peer not in runs or arm not in runs:
             continue
         what = f"{about}, {'same prompts' if case.on_policy else arm}"

@@ -25,11 +25,11 @@ from draftsmith.train.loop import StepBatches, fit
 from draftsmith.train.objectives import Distillation
 from draftsmith.train.sources import tokenise
 from draftsmith.train.state import Run
-from draftsmith.train.teachers import StateTeacher
+from draftsmith.train.teachers import open_teacher
 from draftsmith.train.text import OnPolicy, Snapshot, make_batches, prompt_of
 
 PEER, DEFAULTS = "TRL GKDTrainer", "TRL GKDTrainer, defaults"
-IDENTICAL, PACKED = "identical batches", "packed"
+IDENTICAL, PACKED, CACHED = "identical batches", "packed", "packed, cached states"
 GSM8K = Path(__file__).parents[2] / "shared/data/gsm8k/train.jsonl"
 Shape = tuple[int, ...]  # as in device.py
 
@@ -154,7 +154,8 @@ class Inputs:
             eval_every=0,
             save_every=0,
             max_length=case.length,
-            packing=settings.arm == PACKED,
+            packing=settings.arm in (PACKED, CACHED),
+            cache=f"{folder}/cache" if settings.arm == CACHED else "",
             on_policy=case.on_policy,
             max_new_tokens=case.answer,
         )
@@ -179,7 +180,7 @@ def ours(x: Inputs, gate: Gate) -> None:
             super().observe(means)
             gate.losses.append(means["loss"])
 
-    teacher = StateTeacher(x.target, vocab)
+    teacher = open_teacher(config, accelerator, x.target, x.tokenizer, x.batches)
     objective = Watched(x.draft, teacher, config, vocab_size=vocab, warp=config.warp)
     fit(accelerator, objective, Gated(batches, gate), config, Run(config.out, "", main=True))
 

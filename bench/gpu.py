@@ -4,9 +4,9 @@
 
 Correctness (the tests marked gpu), the rounds of an 8B shape and their goals (steps.py), how the
 cost grows (cost.py), the bounded losses, a step of EAGLE-3 (eagle.py, where speculators is
-importable), distillation of 1B from 8B (gkd.py; against TRL's where that is). What would run past the limit is skipped and named. Needs
-torch, transformers, accelerate, rich, pytest and triton; nothing is installed. Tables go to
-docs/results/gpu.*; a goal is met where the ratio reaches it.
+importable), distillation of 1B from 8B (gkd.py, beside TRL where that is). What would run past the
+limit is skipped and named. Needs torch, transformers, accelerate, rich, pytest and triton; nothing
+is installed. Tables go to docs/results/gpu.*; a goal is met where the ratio reaches it.
 """
 
 import json

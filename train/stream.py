@@ -270,8 +270,8 @@ class Stream:
             self.config, self.tokenizer, self.shards, rank=rank, world=world, left_out=self.left_out
         )
         self._pool = ThreadPoolExecutor(1, "corpus")
-        self._place = {"rank": rank, "world": world, "batch_size": self.config.batch_size}
-        self._place |= {"corpus": self.fingerprint()[:12]}
+        self._place: State = {"rank": rank, "world": world, "corpus": self.fingerprint()[:12]}
+        self._place["batch_size"] = self.config.batch_size
         if self._start:
             changed = [name for name, value in self._place.items() if self._start[name] != value]
             if changed:
