@@ -127,7 +127,8 @@ class Bench:
         self.settings, self.pair = settings, PAIRS[settings.pair]
         self.folder = Path(settings.trained) / settings.pair
         base = recipe.load(DistillConfig, [f"recipe={settings.pair}/distill", "processes=1"])
-        self.base = replace(base, target=base.target.resolved(base.dtype), steps=settings.steps)
+        target = base.target.resolved(base.dtype)
+        self.base = replace(base, target=target, loss="fkl", steps=settings.steps)
         self.accelerator = start(self.base)
         self.target, self.tokenizer = load_target(self.base.target, self.accelerator.device)
         self.vocab_size = vocab_size(self.tokenizer)
