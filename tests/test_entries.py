@@ -244,7 +244,7 @@ def test_a_draft_for_another_target(
         ("data=nothing.jsonl", "does not exist"),
         ("data={empty}", "holds no rows"),
         ("data={strange}", r"strange.jsonl:2: got the fields \['question'\]"),
-        ("loss=kl", "divergence: got 'kl'"),
+        ("loss=kl", "loss: got 'kl'"),
         ("loss=jsd beta=0.0", "beta: got 0.0"),
         ("temperature=-1", "temperature: got -1.0"),
         ("prompt_tokens=5000", "windows of 5000 tokens"),
