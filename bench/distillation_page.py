@@ -115,7 +115,24 @@ def _of_pair(rows: Rows) -> list[str]:
         cells = [_words(values, digits) for values, digits in zip(by_name, (4, 3), strict=True)]
         verdicts = [verdict(values) for values in by_name]
         lines.append(f"| {words} ({arm} - {other}) | {' | '.join([*cells, *verdicts])} |")
-    return lines
+    return [*lines, "", _recommended(rows, steps)]
+
+
+def _recommended(rows: Rows, steps: int) -> str:
+    """The best arms of equal steps, and whether the first is better than the second."""
+    means = {
+        arm: float(np.mean([r["alpha"] for r in rows if r["what"] == arm]))
+        for arm in WHAT
+        if any(r["what"] == arm and r["steps"] == steps for r in rows)
+    }
+    best, next_best = sorted(means, key=lambda arm: -means[arm])[:2]
+    ahead = _words(difference(rows, best, next_best, "alpha"), 4)
+    return (
+        f"Recommended: {best} ({WHAT[best]}), the highest alpha at {steps} steps; ahead of "
+        f"{next_best} by {ahead} seeds. All of it is one pair of small models, a short run, and "
+        "temperature 1: tune on your own held-out prompts before you trust an order of arms that "
+        "lie close."
+    )
 
 
 def _arm(rows: Rows, arm: str) -> list[str]:

@@ -140,7 +140,7 @@ class Inputs:
         self.tokenizer = stand_in_tokenizer()
         missing = case.target[-1] - len(self.tokenizer)
         self.tokenizer.add_tokens([f"<|{i}|>" for i in range(missing)])
-        rows = load_rows(str(GSM8K) if GSM8K.exists() else "stdlib", "train")[:400]
+        rows = load_rows(str(GSM8K) if GSM8K.exists() else "stdlib", "train")[:100]
         self.config = DistillConfig(
             out=folder,
             target=TargetSpec("random"),
@@ -155,7 +155,7 @@ class Inputs:
             save_every=0,
             max_length=case.length,
             packing=settings.arm in (PACKED, CACHED),
-            cache=f"{folder}/cache" if settings.arm == CACHED else "",
+            cache=f"{folder}/states" if settings.arm == CACHED else "",
             on_policy=case.on_policy,
             max_new_tokens=case.answer,
         )

@@ -53,6 +53,7 @@ def test_page_says_what_the_rows_say() -> None:
     line = claims["total variation beats forward KL (tv - fkl)"]
     assert line.endswith("| holds | holds |") and "+0.030 [+0.030, +0.030], 5 of 5" in line
     assert "AdaSPEC beats DistillSpec at equal steps (adaspec - fkl)" in claims
+    assert "Recommended: tv (total variation), the highest alpha at 100 steps; ahead of fkl" in made
     assert "rkl" not in made  # an arm that wasn't run makes no claim
 
 
