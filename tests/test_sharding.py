@@ -78,7 +78,10 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mode", ["fsdp2", "zero3", pytest.param("zero1", marks=pytest.mark.slow)])
+SLOW = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("zero1", "zero3")]
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", *SLOW])
 def test_two_processes_equal_one(mode: str, tmp_path: Path, one_process: Path) -> None:
     """Loss, gradient norm, held-out figures, those of a full copy, and the weights; with a resume
     after step 2; on 2 processes of 2 micro-batches of 2 sequences.
