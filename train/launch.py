@@ -21,7 +21,7 @@ from accelerate.utils import (
 from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.train.settings import Settings, check
-from draftsmith.train.sharding import FSDP2_ASKED, check_mode
+from draftsmith.train.sharding import FSDP2_ASKED, check_mode, load_whole
 
 
 def start(settings: Settings) -> Accelerator:
@@ -58,6 +58,7 @@ def start(settings: Settings) -> Accelerator:
     )
     _check_launch(accelerator, settings, deepspeed)
     check_mode(accelerator, settings)
+    load_whole()
     if accelerator.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)

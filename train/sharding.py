@@ -16,6 +16,7 @@ FSDP2 gathers all that lies outside the decoder layers, ZeRO-3 the heads that ar
 import contextlib
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.train.optim import optimizers
 from draftsmith.train.settings import Settings
@@ -135,6 +137,7 @@ class Zero(Replicated):
         self.model, *self.optimizers = self.accelerator.prepare(self.objective, *plain)
         self.averaged *= self.settings.accumulation
         self.engine: Any = self.accelerator.deepspeed_engine_wrapped
+        load_whole()
         if mode(self.accelerator) == "zero3":
             _declare_heads(self.objective)
             _run_as_forward(self.objective, "measure")
@@ -153,6 +156,13 @@ class Zero(Replicated):
             _make_whole(self.objective)
 
 
+def load_whole() -> None:
+    """Have transformers make and load models whole again: told of ZeRO-3, it would cut the frozen
+    target and whatever else is loaded.
+    """
+    unset_hf_deepspeed_config()
+
+
 class Fsdp2(Replicated):
     """`fully_shard` on each decoder layer, and on the objective for the rest.
 
@@ -166,6 +176,9 @@ class Fsdp2(Replicated):
         if not layers:
             raise _nothing_to_cut(objective, "fsdp2")
         self._classes = {module: type(module) for module in (*layers, objective)}
+        # fully_shard has the modules renew their shares after weights are loaded into them.
+        parts = objective.modules()
+        self._hooks = {part: OrderedDict(part._load_state_dict_post_hooks) for part in parts}
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(objective, mesh=mesh)
@@ -207,6 +220,8 @@ class Fsdp2(Replicated):
         _make_whole(self.objective)
         for module, kind in self._classes.items():
             module.__class__ = kind
+        for module, hooks in self._hooks.items():
+            module._load_state_dict_post_hooks = hooks
 
 
 def spread(accelerator: Accelerator, objective: nn.Module, settings: Settings) -> Replicated:
