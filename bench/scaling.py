@@ -95,7 +95,7 @@ def rows_of(place: Path, seed: int, counts: list[int]) -> list[dict[str, Any]]:
     for record in records:
         tokens += record.get("tokens", 0)
         if "eval_alpha" in record:
-            evaluated.append({"tokens": tokens, "steps": record["step"], **record})
+            evaluated.append(record | {"tokens": tokens, "steps": record["step"]})
     if max(counts) >= len(evaluated):
         raise SystemExit(
             f"{place} has {len(evaluated) - 1} evaluations after its start, expected at least "
