@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from rows import markdown
 
+from draftsmith.decode.metrics import bootstrap
+
 Rows = Sequence[dict[str, Any]]
 
 WHAT = {
@@ -83,11 +85,9 @@ def difference(rows: Rows, arm: str, other: str, name: str) -> np.ndarray:
     return np.array([found[arm, seed] - found[other, seed] for seed in seeds])
 
 
-def interval(values: np.ndarray) -> tuple[float, float]:
+def interval(values: np.ndarray) -> list[float]:
     """95%, bootstrap of the mean."""
-    draws = np.random.default_rng(0).integers(len(values), size=(DRAWS, len(values)))
-    low, high = np.quantile(values[draws].mean(1), [0.025, 0.975])
-    return float(low), float(high)
+    return bootstrap(lambda i: float(values[i].mean()), len(values), draws=DRAWS)
 
 
 def verdict(values: np.ndarray) -> str:
