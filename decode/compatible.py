@@ -4,6 +4,7 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.settings import Settings
 from draftsmith.decode.tree_plan import DynamicTree
+from draftsmith.models.scorers import Scored
 
 
 def check_drafter(settings: Settings, drafter: Drafter, vocab_size: int, context: int) -> None:
@@ -37,6 +38,33 @@ def check_drafter(settings: Settings, drafter: Drafter, vocab_size: int, context
         raise ValueError(
             f"lossy: got {acceptance} with a drafter of kind {drafter.kind}, which has no "
             "distribution to compare; use typical or lenience"
+        )
+
+
+def check_acceptance(drafter: Drafter) -> Scored:
+    """The drafter's acceptance head; ValueError where it has none."""
+    if drafter.acceptance is None:
+        raise ValueError(
+            f"policy acceptance: got a drafter of kind {drafter.kind} without an acceptance head, "
+            "expected one in its folder's acceptance/; train one with train/scorers.py, or use "
+            "policy=confidence"
+        )
+    return drafter.acceptance
+
+
+def check_recording(settings: Settings, drafter: Drafter | None) -> None:
+    """ValueError where what is drafted can't be recorded node by node."""
+    judged = settings.rule in ("coupled", "point_mass", "leviathan")
+    if drafter is None or not drafter.samples or isinstance(settings.plan, DynamicTree):
+        raise ValueError(
+            f"recording: got tree={settings.tree} with drafter="
+            f"{None if drafter is None else drafter.kind}, expected a drafter with a q, and a "
+            "chain or a static tree"
+        )
+    if not judged:
+        raise ValueError(
+            f"recording: got rule={settings.rule}, which judges whole paths; expected one that "
+            "judges token by token: coupled, or leviathan"
         )
 
 

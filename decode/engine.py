@@ -21,13 +21,19 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode import memory
-from draftsmith.decode.compatible import check_drafter, check_rule
+from draftsmith.decode.compatible import (
+    check_acceptance,
+    check_drafter,
+    check_recording,
+    check_rule,
+)
 from draftsmith.decode.costs import measured_costs
 from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Drafter
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.graphs import Graphs
-from draftsmith.decode.policy import Cost, Outcome, make_policy
+from draftsmith.decode.policy import Acceptance, Cost, Outcome, make_policy
+from draftsmith.decode.recorder import Recorder
 from draftsmith.decode.request import Completion, Event, Prompt, Request, eos_ids, open_request
 from draftsmith.decode.rows import Rows
 from draftsmith.decode.runner import Runner
@@ -63,6 +69,7 @@ class Decoder:
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         drafter: Drafter | None = None,
+        recorder: Recorder | None = None,
         **settings: Any,
     ) -> None:
         self.settings = Settings(**settings).reaching(
@@ -74,14 +81,22 @@ class Decoder:
         self.runner = Runner(target, self.vocab_size, self.settings.attention, taps)
         self.drafter = drafter
         self.policy = make_policy(self.settings.policy, self.settings.plan)
-        self.stepper = Stepper(self.runner, drafter, self.settings, self.vocab_size)
+        self.recorder = recorder
+        self.stepper = Stepper(self.runner, drafter, self.settings, self.vocab_size, recorder)
+        if self.stepper.acceptance is not None:
+            self.stepper.acceptance = self.stepper.acceptance.ready(target, tokenizer)
         self.context = context_of(target)
         if drafter is not None:
             self.context = min(self.context, drafter.context)
             check_drafter(self.settings, drafter, self.vocab_size, self.context)
+            if isinstance(self.policy, Acceptance):
+                self.policy.read_by(check_acceptance(drafter), self.runner.device)
+        if recorder is not None:
+            check_recording(self.settings, drafter)
         self.eos_ids = eos_ids(target, tokenizer)
         # On a CPU a round is over when its call returns: reading it late would only waste one.
-        self.late = self.settings.fast and self.runner.device.type == "cuda"
+        fast = self.settings.fast and recorder is None
+        self.late = fast and self.runner.device.type == "cuda"
         if self.late:
             for runner in (self.runner, getattr(drafter, "runner", None)):
                 if runner is not None:
@@ -202,7 +217,7 @@ class Decoder:
             if self.graphs is not None:
                 told = self.graphs.step(batch, plan, top)
             else:
-                told = self.stepper.step(batch, plan, top, self.policy.enough)
+                told = self.stepper.step(batch, plan, top, self.policy)
             table, ready = told.table, None
             if self.late and on_cuda:
                 table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
@@ -362,23 +377,27 @@ class Decoder:
         assert request is not None
         request.completion.tokens += tokens
         if ended:
-            batch.rows.release(row)
-            request.finish(batch.rows.stop_ids)
+            self._end(batch, row)
         return request, tokens, ended
 
     def _fail(self, batch: Batch, row: int) -> tuple[Request, list[int], bool]:
         """End a request whose logits are not numbers."""
         request = batch.rows.requests[row]
         assert request is not None
-        batch.rows.release(row)
         completion = request.completion
         at = len(completion.prompt_tokens) + len(completion.tokens)
-        request.finish(
-            batch.rows.stop_ids,
-            error=f"prompt {completion.index}: got NaN logits at position {at}, expected numbers; "
-            "look at the target's weights, or try a wider dtype",
-        )
+        error = f"prompt {completion.index}: got NaN logits at position {at}, expected numbers; "
+        self._end(batch, row, f"{error}look at the target's weights, or try a wider dtype")
         return request, [], True
+
+    def _end(self, batch: Batch, row: int, error: str = "") -> None:
+        """Free a row whose request has ended."""
+        request = batch.rows.requests[row]
+        assert request is not None
+        batch.rows.release(row)
+        request.finish(batch.rows.stop_ids, error)
+        if self.recorder is not None:
+            self.recorder.finish(request.completion.index, error)
 
 
 def _rank_path(plan: Plan | None, nodes: list[int]) -> tuple[int, ...]:

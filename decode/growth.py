@@ -47,23 +47,27 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
     """Draft call by draft call, until every row has enough or the plan ends."""
     device = request.pending_B.device
     tokens_BN = request.pending_B[:, None]
-    path_log_q_BN = torch.zeros_like(tokens_BN, dtype=torch.float32)
+    path_BN = torch.zeros_like(tokens_BN, dtype=torch.float32)
     q_logits, drafted = [], 0
     for depth, level in enumerate(static_levels(plan, device)):
         frontier = _static_frontier(plan, depth, level, tokens_BN)
-        q_logits_BFV = _transformed(request, feed(frontier))
+        fed = feed(frontier)
+        q_logits_BFV = _transformed(request, fed.logits_BFV)
         children_BC = _draw(request, q_logits_BFV, depth, level)
         if request.want_q:
             q_logits.append(q_logits_BFV)
         tokens_BN = torch.cat([tokens_BN, children_BC], 1)
         drafted = depth + 1
-        if request.enough is not None and drafted < plan.levels:
-            log_q_BCV = q_logits_BFV.log_softmax(-1)[:, level.of_C]
-            log_q_BC = log_q_BCV.gather(2, children_BC[..., None])[..., 0]
-            path_log_q_BC = log_q_BC + path_log_q_BN[:, level.fed_F[level.of_C]]
-            path_log_q_BN = torch.cat([path_log_q_BN, path_log_q_BC], 1)
-            if _enough(request, Call(q_logits_BFV, log_q_BC, path_log_q_BC)):
-                break
+        if request.calls is None and (request.enough is None or drafted == plan.levels):
+            continue
+        of_BC = level.of_C.expand_as(children_BC)
+        call = _call(request, depth, (q_logits_BFV, fed.states_BFH), of_BC, children_BC)
+        if request.chance is not None:
+            above_BC = path_BN[:, level.fed_F[level.of_C]]
+            call.path_BC = above_BC + request.chance(call)
+            path_BN = torch.cat([path_BN, call.path_BC], 1)
+        if drafted < plan.levels and _enough(request, call):
+            break
     plan = plan.cut(drafted)
     topology = chain(drafted, device) if plan.is_chain else static_topology(plan, device)
     q_logits_BIV = torch.cat(q_logits, 1) if request.want_q else None
@@ -75,7 +79,8 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
 
     A node's worth is the product along its path of the softmax of the scores its siblings were
     ranked by, times the plan's sharpness: at temperature 0 and sharpness 1 the draft's own
-    probabilities; with shared noise, how sure it is which token wins the race.
+    probabilities; with shared noise, how sure it is which token wins the race. Where the round has
+    a `chance` (an acceptance head's), it is the product of that.
     """
     batch, device, width = request.pending_B.shape[0], request.pending_B.device, plan.width
     zeros_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -86,10 +91,15 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
     frontier = Frontier(0, tokens_BC, None, zeros_B1[0])
     fed_BF, drafted = zeros_B1, 0
     while True:
-        logits_BFV = _transformed(request, feed(frontier))
+        fed = feed(frontier)
+        logits_BFV = _transformed(request, fed.logits_BFV)
         log_q_BFV = (_scores(request, logits_BFV, drafted) * plan.sharpness).log_softmax(-1)
         log_q_BFK, children_BFK = _top(log_q_BFV, width)
-        new_BK = (worth_BC.gather(1, fed_BF)[..., None] + log_q_BFK).flatten(1)
+        place_F = torch.arange(fed_BF.shape[1], device=device)
+        of_BK = place_F.repeat_interleave(width).expand(batch, -1)
+        call = _call(request, drafted, (logits_BFV, fed.states_BFH), of_BK, children_BFK.flatten(1))
+        own_BK = log_q_BFK.flatten(1) if request.chance is None else request.chance(call)
+        new_BK = worth_BC.gather(1, fed_BF).gather(1, of_BK) + own_BK
         # A draft's NaN must not break the tree: it is worth least, and so is all below it.
         new_BK = new_BK.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         first = tokens_BC.shape[1]
@@ -101,10 +111,9 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
         depth_C = torch.cat([depth_C, torch.full((new_BK.shape[1],), drafted, device=device)])
         if drafted == plan.levels:
             break
-        if request.enough is not None:
-            call = Call(logits_BFV, log_q_BFK.flatten(1), new_BK)
-            if _enough(request, call):
-                break
+        call.path_BC = new_BK
+        if _enough(request, call):
+            break
         best_BF = new_BK.sort(dim=1, descending=True, stable=True).indices[:, :width]
         slot_F = 1 + (drafted - 1) * width + torch.arange(width, device=device)
         frontier = _dynamic_frontier(frontier, children_BFK, best_BF, drafted, slot_F)
@@ -215,9 +224,25 @@ def _transformed(request: Round, logits_BFV: Tensor) -> Tensor:
     return request.params.transform(logits_BFV)
 
 
+def _call(
+    request: Round,
+    depth: int,
+    made: tuple[Tensor, Tensor],
+    of_BC: Tensor,
+    tokens_BC: Tensor,
+) -> Call:
+    """What a call came to (`made`: its transformed logits, and states), noted if anyone records."""
+    scores_BFV = _scores(request, made[0], depth)
+    call = Call(depth, request.active_B, *made, scores_BFV, of_BC, tokens_BC)
+    if request.calls is not None:
+        request.calls.append(call)
+    return call
+
+
 def _enough(request: Round, call: Call) -> bool:
     """Whether no row wants another call. One reading of the device for each call: policies that
     look at every call pay it.
     """
-    assert request.enough is not None
+    if request.enough is None:
+        return False
     return bool((request.enough(call) | ~request.active_B).all())

@@ -8,6 +8,8 @@
     lenience-exp:l    the same with p(x)^l in the place of p(x) / l: DistillSpec's f_exp
     fuzzy:t           the Jensen-Shannon divergence (nats) of p and q at the parent is under t:
                       fuzzy speculative decoding (Holsman et al., arXiv 2502.20704)
+    judge:FOLDER,t    a trained head finds, above t, that x does no harm: see `judge.py`; without
+                      t at the folder's own threshold
 
 p and q are the laws after the parent; at temperature 0 the softmax of the raw logits.
 
@@ -20,48 +22,77 @@ Shapes: B rows, N nodes, I inner nodes, D levels, V vocabulary.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.judge import Judge, load_judge
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.verdict import Noise
+from draftsmith.models.scorers import check_threshold
 
 
 @dataclass(frozen=True)
 class Lossy:
-    """One way to accept more: a key of `FORMS` and its numbers."""
+    """One way to accept more: a key of `FORMS` and its numbers; of a judge its folder, and once it
+    is `ready` the judge.
+    """
 
     name: str
     values: tuple[float, ...]
+    folder: str = ""
+    judge: Judge | None = field(default=None, repr=False, compare=False)
 
     @property
     def needs_q(self) -> bool:
         """Whether the tree must carry the draft's logits, whatever the rule."""
         return self.name == "fuzzy"
 
-    def mask(self, tree: TokenTree, p_logits_BNV: Tensor, noise: Noise) -> Tensor:
+    def mask(
+        self,
+        tree: TokenTree,
+        p_logits_BNV: Tensor,
+        noise: Noise,
+        states_BNH: Tensor | None = None,
+    ) -> Tensor:
         """[B, N] bool: nodes to accept if their parent is; False at the root.
 
-        p_logits_BNV transformed; noise: the round's, as the rule gets it. Raises ValueError for a
-        tree that lacks what the mask needs.
+        p_logits_BNV transformed; noise: the round's, as the rule gets it; states_BNH: the target's
+        at each node, after the final norm. Raises ValueError for a tree that lacks what the mask
+        needs.
         """
         if tree.topology.levels == 0:
             return torch.zeros_like(tree.tokens_BN, dtype=torch.bool)
+        if self.folder:
+            assert self.judge is not None, f"{self} was not made ready"
+            return self.judge.mask(states_BNH) & (tree.topology.depth > 0)
         mask_BN = FORMS[self.name].mask(tree, p_logits_BNV.log_softmax(-1), noise, self.values)
         return mask_BN & (tree.topology.depth > 0)
 
+    def ready(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> "Lossy":
+        """The same with what it reads from disk, for this target; errors of `load_judge` pass."""
+        if not self.folder:
+            return self
+        threshold = self.values[0] if self.values else None
+        return replace(self, judge=load_judge(self.folder, threshold, target, tokenizer))
+
     def __str__(self) -> str:
-        return f"{self.name}:{','.join(map(repr, self.values))}"
+        return f"{self.name}:{','.join(filter(None, (self.folder, *map(repr, self.values))))}"
 
 
 def parse(text: str) -> Lossy:
-    """`typical`, `typical:0.09,0.3`, `lenience:0.8`, `fuzzy:0.1`; ValueError for anything else."""
+    """`typical`, `typical:0.09,0.3`, `lenience:0.8`, `fuzzy:0.1`, `judge:FOLDER`, `judge:FOLDER,
+    0.5`; ValueError for anything else.
+    """
     name, colon, tail = text.partition(":")
+    if name == "judge":
+        return _parse_judge(text, tail)
     form = FORMS.get(name)
     if form is None:
-        raise ValueError(f"lossy: got {text!r}, expected one of {sorted(FORMS)} with its numbers")
+        known = sorted((*FORMS, "judge"))
+        raise ValueError(f"lossy: got {text!r}, expected one of {known} with its numbers")
     try:
         values = tuple(float(part) for part in tail.split(",")) if colon else form.defaults
     except ValueError:
@@ -73,6 +104,25 @@ def parse(text: str) -> Lossy:
             f"lossy: got {text!r}, expected {form.count} number(s) in {low}, 1] after '{name}:'"
         )
     return Lossy(name, values)
+
+
+def _parse_judge(text: str, tail: str) -> Lossy:
+    """A folder, and after its last comma a threshold, if that is a number."""
+    folder, comma, number = tail.rpartition(",")
+    values: tuple[float, ...] = ()
+    try:
+        values = (float(number),) if comma else ()
+    except ValueError:
+        folder = tail
+    folder = folder if values else tail
+    if not folder:
+        raise ValueError(
+            f"lossy: got {text!r}, expected judge:FOLDER or judge:FOLDER,threshold, the folder that "
+            "train/scorers.py wrote"
+        )
+    if values:
+        check_threshold(values[0], f"lossy: {text!r}: threshold")
+    return Lossy("judge", values, folder)
 
 
 def typical(tree: TokenTree, log_p_BNV: Tensor, noise: Noise, values: tuple[float, ...]) -> Tensor:

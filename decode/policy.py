@@ -4,6 +4,9 @@
     confidence:0.4    stop once no drafted token of a call has that probability (transformers' rule)
     entropy:0.2,0.6   AdaEDL: stop where 1 - sqrt(0.2 * H(q)), a bound on acceptance, is under a
                       limit that starts at 0.6 and follows the acceptance seen
+    acceptance:0.7,1  SpecDec++: stop once something drafted has been rejected with a probability
+                      above 0.7, by the head in the drafter folder, after 1 call or more; without
+                      numbers at the head's own threshold
     depth:0.3         dynamic depth: stop once the nodes to feed next hold less than that
                       probability together
     cost              the K, or part of the tree, of the highest expected tokens a second, by
@@ -24,8 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Call, Enough
+from draftsmith.decode.acceptance import AcceptanceHead
+from draftsmith.decode.drafters.base import Call, Chance, Enough
 from draftsmith.decode.tree_plan import DynamicTree, Plan, StaticTree, chain_plan
+from draftsmith.models.scorers import Scored, check_threshold
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,13 @@ class Outcome:
 
 
 class Policy(Protocol):
-    """plans: every tree it may ask for, the largest last; enough: asked after each draft call."""
+    """plans: every tree it may ask for, the largest last; enough: asked after each draft call;
+    chance: what it judges paths by, if it does.
+    """
 
     plans: tuple[Plan, ...]
     enough: Enough | None
+    chance: Chance | None
 
     def next_plan(self) -> Plan:
         """The tree of the next round."""
@@ -56,6 +64,7 @@ class Fixed:
     """Always the same tree."""
 
     enough: Enough | None = None
+    chance: Chance | None = None
 
     def __init__(self, plan: Plan) -> None:
         self.plans: tuple[Plan, ...] = (plan,)
@@ -86,10 +95,50 @@ class Depth(Fixed):
         super().__init__(plan)
         _share("depth", threshold)
         width = plan.width if isinstance(plan, DynamicTree) else len(plan.paths)
+        if not isinstance(plan, DynamicTree):  # which judges by what orders it
+            self.chance = lambda call: call.log_q_BC
 
         def enough(call: Call) -> Tensor:
-            beam_BC = call.path_log_q_BC.topk(min(width, call.path_log_q_BC.shape[1]), dim=1).values
+            assert call.path_BC is not None
+            beam_BC = call.path_BC.topk(min(width, call.path_BC.shape[1]), dim=1).values
             return beam_BC.exp().sum(1) < threshold
+
+        self.enough = enough
+
+
+class Acceptance(Fixed):
+    """SpecDec++ (Huang et al., arXiv 2405.19715): go on while the best path is wholly kept with a
+    chance of at least 1 - threshold, by an acceptance head. A dynamic tree is ordered and pruned by
+    that chance too.
+
+    A draft call serves all rows of a batch, and its gain is the sum of theirs: so the mean chance
+    of the rows that decode decides. Of one row that is the paper's rule.
+
+    threshold: None for the head's own. least: draft calls before it may stop.
+    """
+
+    def __init__(self, plan: Plan, threshold: float | None = None, least: float = 1) -> None:
+        super().__init__(plan)
+        if threshold is not None:
+            check_threshold(threshold, "policy acceptance")
+        if not 1 <= least <= plan.levels or least != int(least):
+            raise ValueError(
+                f"policy acceptance: got at least {least:g} draft calls, expected a whole number "
+                f"from 1 to the tree's {plan.levels}"
+            )
+        self.threshold, self.least = threshold, int(least)
+
+    def read_by(self, head: Scored, device: torch.device) -> None:
+        """Judge by this head, whose states come on `device`."""
+        threshold = head.threshold if self.threshold is None else self.threshold
+        self.chance = AcceptanceHead(head.scorer, device)
+
+        def enough(call: Call) -> Tensor:
+            assert call.path_BC is not None
+            best_B = call.path_BC.amax(1).exp() * call.active_B
+            mean = best_B.sum() / call.active_B.sum().clamp(min=1)
+            stop = (mean < 1 - threshold) & (call.depth + 1 >= self.least)
+            return stop.expand_as(best_B)
 
         self.enough = enough
 
@@ -154,6 +203,7 @@ class Cost:
 
     PERIOD, MEMORY, LEAN = 8, 0.995, 8.0
     enough: Enough | None = None
+    chance: Chance | None = None
 
     def __init__(self, plan: Plan) -> None:
         self.costs: Costs | None = None
@@ -219,6 +269,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "fixed": Fixed,
     "confidence": Confidence,
     "entropy": Entropy,
+    "acceptance": Acceptance,
     "depth": Depth,
     "cost": Cost,
 }
@@ -235,7 +286,7 @@ def make_policy(text: str, plan: Plan) -> Policy:
         values = [float(number) for number in numbers.split(",")] if numbers else []
     except ValueError:
         raise ValueError(f"policy: got {text!r}, expected numbers after the colon") from None
-    most = {"fixed": 0, "cost": 0, "entropy": 2}.get(name, 1)
+    most = {"fixed": 0, "cost": 0, "entropy": 2, "acceptance": 2}.get(name, 1)
     if len(values) > most:
         raise ValueError(f"policy: got {text!r}, expected at most {most} numbers for {name}")
     return POLICIES[name](plan, *values)

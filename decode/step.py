@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode import sampling
-from draftsmith.decode.drafters.base import Drafter, Enough, Kept, Round
+from draftsmith.decode.drafters.base import Call, Drafter, Kept, Round
 from draftsmith.decode.kv import KVPool
+from draftsmith.decode.policy import Policy
+from draftsmith.decode.recorder import Recorder
 from draftsmith.decode.rows import Rows
 from draftsmith.decode.runner import Runner, Seen, round_up
 from draftsmith.decode.sampling import SamplingParams, choose, position_keys
@@ -47,16 +49,22 @@ class Stepper:
     """The round of one decoder."""
 
     def __init__(
-        self, runner: Runner, drafter: Drafter | None, settings: Settings, vocab_size: int
+        self,
+        runner: Runner,
+        drafter: Drafter | None,
+        settings: Settings,
+        vocab_size: int,
+        recorder: Recorder | None = None,
     ) -> None:
         self.runner, self.drafter, self.settings = runner, drafter, settings
+        self.recorder = recorder
         self.vocab_size = vocab_size
         self.acceptance = settings.acceptance
 
     @torch.inference_mode()
-    def step(self, batch: Batch, plan: Plan | None, top: int, enough: Enough | None) -> Told:
+    def step(self, batch: Batch, plan: Plan | None, top: int, policy: Policy | None) -> Told:
         """Advance every active row by one round. plan: None for plain decoding; top: at least the
-        largest committed length, a plain int.
+        largest committed length, a plain int; policy: asked on the way, None for whole trees.
         """
         rows, params, pool = batch.rows, batch.params, batch.pool
         levels = 0 if plan is None else plan.levels
@@ -65,7 +73,8 @@ class Stepper:
         shared_BLV = None
         if self.rule(params).identical:
             shared_BLV = self.race(rows.seeds_B, lens_B1 + step_L + 1, params)
-        tree = self._propose(batch, plan, top, shared_BLV, enough)
+        calls: list[Call] | None = None if self.recorder is None else []
+        tree = self._propose(batch, plan, top, shared_BLV, policy, calls)
         if shared_BLV is not None:
             shared_BLV = shared_BLV[:, : tree.topology.levels + 1]
 
@@ -80,7 +89,12 @@ class Stepper:
         # One broken node breaks its row: nothing times NaN is NaN in every product over the slots.
         bad_B = p_logits_BNV.amax(-1).isnan().any(1)
 
-        path_BL, n_accepted_B, next_B = self._verdict(batch, tree, p_logits_BNV, shared_BLV)
+        noise = self._noise(batch, topology, shared_BLV)
+        if self.recorder is not None and calls:
+            self.recorder.record(rows, tree, calls, p_logits_BNV, hidden_BNH, noise)
+        path_BL, n_accepted_B, next_B = self._verdict(
+            batch.params, tree, p_logits_BNV, hidden_BNH, noise
+        )
         if not (topology.is_chain or self.settings.same_shape):
             level_L = step_L[: topology.levels + 1]
             pool.commit(lens_B1 + path_BL, lens_B1 + level_L)
@@ -116,7 +130,8 @@ class Stepper:
         plan: Plan | None,
         top: int,
         shared_BLV: Tensor | None,
-        enough: Enough | None,
+        policy: Policy | None,
+        calls: list[Call] | None,
     ) -> TokenTree:
         rows = batch.rows
         if self.drafter is None or plan is None:
@@ -135,21 +150,27 @@ class Stepper:
             # Keyed by the round: a level drafted again after a rejection needs fresh noise.
             seeds_B=None if rule.identical else self._round_keys(rows, sampling.DRAFT),
             want_q=needs_q or not rule.identical,
-            enough=enough,
+            enough=None if policy is None else policy.enough,
+            chance=None if policy is None else policy.chance,
+            calls=calls,
         )
         return self.drafter.propose(request)
 
     def _verdict(
-        self, batch: Batch, tree: TokenTree, p_logits_BNV: Tensor, shared_BLV: Tensor | None
+        self,
+        params: SamplingParams,
+        tree: TokenTree,
+        p_logits_BNV: Tensor,
+        hidden_BNH: Tensor,
+        noise: Noise,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        noise = self._noise(batch, tree.topology, shared_BLV)
         extra_BN = None
         if self.acceptance is not None:
-            extra_BN = self.acceptance.mask(tree, p_logits_BNV, noise)
-        verdict = self.rule(batch.params).verify(tree, p_logits_BNV, noise, extra_BN)
+            extra_BN = self.acceptance.mask(tree, p_logits_BNV, noise, hidden_BNH)
+        verdict = self.rule(params).verify(tree, p_logits_BNV, noise, extra_BN)
         if not self.settings.same_shape:
             return verdict
-        race_BV = None if shared_BLV is None else shared_BLV[:, 0]
+        race_BV = None if noise.log_race_BLV is None else noise.log_race_BLV[:, 0]
         plain_B = choose(p_logits_BNV[:, 0], race_BV)
         return verdict.path_BL, torch.zeros_like(verdict.n_accepted_B), plain_B
 

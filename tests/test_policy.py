@@ -45,8 +45,13 @@ def test_an_early_end_is_fine_for_rules_by_rejection(
     assert sum(c.emitted for c in counters) >= 0.95 * sum(c.drafted for c in counters)
 
 
-def a_call(log_q: list[float], paths: list[float], logits: torch.Tensor) -> Call:
-    return Call(logits, torch.tensor([log_q]).log(), torch.tensor([paths]).log())
+def a_call(q: list[float], paths: list[float], logits: torch.Tensor, depth: int = 0) -> Call:
+    """One row, one node fed; children of probability q, on paths of these chances."""
+    of_BC = torch.zeros(1, len(paths), dtype=torch.int64)
+    call = Call(depth, torch.ones(1, dtype=torch.bool), logits, logits, logits, of_BC, of_BC)
+    call.path_BC = torch.tensor([paths]).log()
+    call.log_q_BC = torch.tensor([q]).log()
+    return call
 
 
 def test_confidence_depth_and_entropy_stop_where_they_should() -> None:

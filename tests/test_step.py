@@ -65,7 +65,7 @@ def test_a_policy_that_asks_after_each_call_does_read_it(
     batch = started(decoder, SETTINGS[0])
     read = (DataDependentOutputException, DynamicOutputShapeException)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(read):
-        decoder.stepper.step(batch, decoder.policy.next_plan(), 64, decoder.policy.enough)
+        decoder.stepper.step(batch, decoder.policy.next_plan(), 64, decoder.policy)
 
 
 def record_rounds(decoder: Decoder) -> list[torch.fx.GraphModule]:

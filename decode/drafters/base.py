@@ -6,8 +6,10 @@ draft call, C children drawn from them, U width of the taps' states side by side
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from draftsmith.decode.memory import ModelSize
@@ -15,26 +17,68 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_plan import Plan
 from draftsmith.models.head import ANY_DEPTH
+from draftsmith.models.scorers import Scored
 from draftsmith.models.taps import Tap
 
 __all__ = [
-    *("ANY_DEPTH", "Admitted", "Call", "Drafter", "Enough", "Feed", "Frontier", "Kept", "Round"),
+    *("ANY_DEPTH", "Admitted", "Call", "Chance", "Drafter", "Enough", "Fed", "Feed", "Frontier"),
+    *("Kept", "Round"),
 ]
 
 
-@dataclass(frozen=True)
+class Fed(NamedTuple):
+    """What a draft call gives: raw logits_BFV, and states_BFH, what the LM head made them of."""
+
+    logits_BFV: Tensor
+    states_BFH: Tensor
+
+
+@dataclass
 class Call:
-    """One draft call as a policy sees it: q_logits_BFV, transformed; of the children drawn from it,
-    log_q_BC and along their whole paths path_log_q_BC.
+    """One draft call and the children drawn in it, as policies and recorders see them.
+
+    depth: of the nodes fed; active_B: rows that still decode; q_logits_BFV transformed; states_BFH
+    as in `Fed`; scores_BFV: what children are ranked by, the logits less the shared noise; of_BC:
+    which of the nodes fed each child is of; path_BC: log chance of the children's whole paths, by
+    the round's `chance` (of a dynamic tree, by what orders it), None where nobody asked.
     """
 
+    depth: int
+    active_B: Tensor
     q_logits_BFV: Tensor
-    log_q_BC: Tensor
-    path_log_q_BC: Tensor
+    states_BFH: Tensor
+    scores_BFV: Tensor
+    of_BC: Tensor
+    tokens_BC: Tensor
+    path_BC: Tensor | None = None
+
+    @cached_property
+    def log_q_BC(self) -> Tensor:
+        """Log q of each child's token."""
+        return self._of_children(self.q_logits_BFV.log_softmax(-1))
+
+    @cached_property
+    def entropy_BF(self) -> Tensor:
+        """H(q) after each node fed, nats."""
+        return torch.special.entr(self.q_logits_BFV.softmax(-1)).sum(-1)
+
+    @cached_property
+    def lead_BC(self) -> Tensor:
+        """How far each child's score is above the best other token's; below 0 of lower ranks."""
+        best_BF2 = self.scores_BFV.topk(2, -1).values
+        first_BC, second_BC = (best_BF2[..., i].gather(1, self.of_BC) for i in range(2))
+        own_BC = self._of_children(self.scores_BFV)
+        return own_BC - torch.where(own_BC >= first_BC, second_BC, first_BC)
+
+    def _of_children(self, x_BFV: Tensor) -> Tensor:
+        rows_B1 = torch.arange(x_BFV.shape[0], device=x_BFV.device)[:, None]
+        return x_BFV[rows_B1, self.of_BC, self.tokens_BC]
 
 
 # Says for each row [B] bool whether drafting deeper isn't worth another call.
 Enough = Callable[[Call], Tensor]
+# Log chance [B, C] that a call adds to the paths of its children.
+Chance = Callable[[Call], Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,7 +89,8 @@ class Round:
     token of each level, shared with the target, None when greedy or the law isn't coupled; seeds_B:
     of the noise that laws of independent draws use, fresh each round, None for other laws; want_q:
     whether the tree must carry the draft's logits; enough: asked after each call, None for trees
-    always drafted whole.
+    always drafted whole; chance: what paths are judged by, None where nothing asks; calls: a list
+    that every call is put into, None to keep none.
     """
 
     plan: Plan
@@ -59,6 +104,8 @@ class Round:
     seeds_B: Tensor | None
     want_q: bool = False
     enough: Enough | None = None
+    chance: Chance | None = None
+    calls: list[Call] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +124,7 @@ class Frontier:
     depth_M: Tensor | None = None
 
 
-Feed = Callable[[Frontier], Tensor]  # -> raw logits [B, F, V]
+Feed = Callable[[Frontier], Fed]
 
 
 @dataclass(frozen=True)
@@ -123,6 +170,7 @@ class Drafter(Protocol):
     samples: bool  # whether it can draw from a q of its own, as rules by rejection need
     taps: tuple[Tap, ...]  # states of the target that it reads; () for none
     levels: int  # of the deepest tree that it can draft
+    acceptance: Scored | None  # foretells what is kept, where its folder holds such a head
 
     @property
     def size(self) -> ModelSize | None:

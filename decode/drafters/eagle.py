@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.attention import Seen
-from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Feed, Frontier, Kept, Round
+from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Fed, Feed, Frontier, Kept, Round
 from draftsmith.decode.drafters.head_kv import (
     HeadKV,
     bytes_of,
@@ -30,6 +30,7 @@ from draftsmith.decode.memory import ModelSize
 from draftsmith.decode.product import VocabHead
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.eagle import Eagle, causal
+from draftsmith.models.scorers import Scored
 
 
 class EagleDrafter:
@@ -40,6 +41,7 @@ class EagleDrafter:
 
     trees = samples = True
     levels = ANY_DEPTH
+    acceptance: Scored | None = None
 
     def __init__(self, head: Eagle, target: PreTrainedModel, vocab_size: int) -> None:
         self.head = head.bind(target)
@@ -85,10 +87,10 @@ class EagleDrafter:
         last_B1 = request.lens_B[:, None] - 1
         outputs_BFH = self.state_BH[:, None]
 
-        def feed(frontier: Frontier) -> Tensor:
+        def feed(frontier: Frontier) -> Fed:
             nonlocal outputs_BFH
             if frontier.depth == 0:
-                return self._logits(outputs_BFH)
+                return self._fed(outputs_BFH)
             hidden_BFH = outputs_BFH
             if frontier.of_BF is not None:
                 hidden_BFH = picked(hidden_BFH, frontier.of_BF)
@@ -101,7 +103,7 @@ class EagleDrafter:
             hidden_BFH = self.body.fed_back(hidden_BFH)
             where = self.pool.fed(at_BF, slots_BF, seen)
             outputs_BFH = self.body.step(hidden_BFH, frontier.tokens_BF, *where)
-            return self._logits(outputs_BFH)
+            return self._fed(outputs_BFH)
 
         return feed
 
@@ -119,8 +121,7 @@ class EagleDrafter:
         at_BT = torch.arange(ids_BT.shape[1] - 1, device=self.device).expand(len(ids_BT), -1)
         fused_BTH = self._fused(taps_BTU[:, :-1])
         output_BTH = self.body.step(fused_BTH, ids_BT[:, 1:], at_BT, causal())
-        logits_BTV = self._logits(output_BTH)
-        return from_second(logits_BTV)
+        return from_second(self._fed(output_BTH).logits_BFV)
 
     @property
     def parameter_bytes(self) -> int:
@@ -134,7 +135,7 @@ class EagleDrafter:
     def _fused(self, taps_BNU: Tensor) -> Tensor:
         return self.body.fuse(taps_BNU.to(self.dtype))
 
-    def _logits(self, output_BNH: Tensor) -> Tensor:
-        """Raw logits [B, N, V]; -inf for tokens that aren't drafted."""
+    def _fed(self, output_BNH: Tensor) -> Fed:
+        """Raw logits, -inf for tokens that aren't drafted, and what they are made of."""
         state_BNH = self.body.before_head(output_BNH).to(self.lm_head.weight.dtype)
-        return self.lm_head.logits(state_BNH)
+        return Fed(self.lm_head.logits(state_BNH), state_BNH)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.attention import Seen
-from draftsmith.decode.drafters.base import Admitted, Feed, Frontier, Kept, Round
+from draftsmith.decode.drafters.base import Admitted, Fed, Feed, Frontier, Kept, Round
 from draftsmith.decode.drafters.head_kv import (
     HeadKV,
     bytes_of,
@@ -27,6 +27,7 @@ from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.eagle import causal
 from draftsmith.models.hydra_heads import Hydra
 from draftsmith.models.medusa import ResidualBlock
+from draftsmith.models.scorers import Scored
 
 
 class HydraDrafter:
@@ -41,6 +42,7 @@ class HydraDrafter:
 
     kind = "hydra"
     trees = samples = True
+    acceptance: Scored | None = None
 
     def __init__(self, head: Hydra, target: PreTrainedModel, vocab_size: int) -> None:
         self.head = head.bind(target)
@@ -88,12 +90,12 @@ class HydraDrafter:
     def feed(self, request: Round) -> Feed:
         fed_BFI = self.base_BH[:, None]  # what the nodes fed last have read
 
-        def feed(frontier: Frontier) -> Tensor:
+        def feed(frontier: Frontier) -> Fed:
             nonlocal fed_BFI
             if frontier.of_BF is not None:
                 fed_BFI = picked(fed_BFI, frontier.of_BF)
             fed_BFI = torch.cat([fed_BFI, self.head.embed(frontier.tokens_BF)], -1)
-            return self._logits(frontier.depth, fed_BFI)
+            return self._fed(frontier.depth, fed_BFI)
 
         return feed
 
@@ -115,8 +117,7 @@ class HydraDrafter:
         at_BT = torch.arange(ids_BT.shape[1] - 1, device=self.device).expand(len(ids_BT), -1)
         base_BTH = self.head.prefix(taps_BTU[:, :-1].to(self.dtype), at_BT, causal())
         fed_BTI = torch.cat([base_BTH, self.head.embed(ids_BT[:, 1:])], -1)
-        logits_BTV = self._logits(0, fed_BTI)
-        return from_second(logits_BTV)
+        return from_second(self._fed(0, fed_BTI).logits_BFV)
 
     @property
     def parameter_bytes(self) -> int:
@@ -125,11 +126,11 @@ class HydraDrafter:
         """
         return bytes_of(self.head.parameters()) // self.levels
 
-    def _logits(self, depth: int, fed_BFI: Tensor) -> Tensor:
-        """Raw logits [B, F, V] of nodes, from all that they read side by side."""
+    def _fed(self, depth: int, fed_BFI: Tensor) -> Fed:
+        """Of nodes, from all that they read side by side."""
         inner_BFH, skipped_BFH = self.first[depth](fed_BFI).chunk(2, -1)
         state_BFH = through(self.more[depth], skipped_BFH + F.silu(inner_BFH))
-        return head_logits(self.outputs[depth], state_BFH)
+        return Fed(head_logits(self.outputs[depth], state_BFH), state_BFH)
 
 
 def _entry(block: ResidualBlock) -> list[nn.Linear]:

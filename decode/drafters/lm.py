@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Feed, Frontier, Kept, Round
+from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Fed, Feed, Frontier, Kept, Round
 from draftsmith.decode.growth import grow
 from draftsmith.decode.memory import ModelSize
 from draftsmith.decode.runner import Runner, Seen, context_of, round_up
 from draftsmith.decode.token_tree import TokenTree
+from draftsmith.models.scorers import Scored
 from draftsmith.models.taps import Tap
 from draftsmith.models.target import output_head
 from draftsmith.models.vocab import DraftVocab
@@ -32,6 +33,7 @@ class LMDrafter:
     trees = samples = True
     taps: tuple[Tap, ...] = ()
     levels = ANY_DEPTH
+    acceptance: Scored | None = None
 
     def __init__(
         self, model: PreTrainedModel, vocab_size: int, vocab: DraftVocab | None = None
@@ -66,7 +68,7 @@ class LMDrafter:
 
     def feed(self, request: Round) -> Feed:
         width = min(round_up(request.top + request.plan.slots), self.pool.slots)
-        return lambda frontier: self._logits(request, frontier, width)
+        return lambda frontier: self._fed(request, frontier, width)
 
     def extend(self, kept: Kept) -> None:
         known_B = torch.cat([self.tail_B2, kept.tokens_BL], 1)
@@ -94,8 +96,7 @@ class LMDrafter:
         unread = self.vocab.size - len(self.vocab.ids_D)
         return weights_read(self.runner.model) - unread * row_H.numel() * row_H.element_size()
 
-    def _logits(self, request: Round, frontier: Frontier, width: int) -> Tensor:
-        """Raw logits [B, F, V] of the nodes to feed."""
+    def _fed(self, request: Round, frontier: Frontier, width: int) -> Fed:
         if frontier.block is None:
             # The tail at first, then one token after another: a chain as far as it goes.
             length = 2 if frontier.depth == 0 else 1
@@ -104,12 +105,13 @@ class LMDrafter:
             at_BN = first_B[:, None] + torch.arange(length, device=first_B.device)
             seen = Seen(first_B, width)
             states = self.runner.verify(self.pool, tokens_BN, at_BN, at_BN, seen)
-            return self.runner.logits(states.hidden_BNH[:, -1:])
+            last_B1H = states.hidden_BNH[:, -1:]
+            return Fed(self.runner.logits(last_B1H), last_B1H)
         slots_BF = request.lens_B[:, None] + frontier.slot_F
         positions_BF = (request.lens_B[:, None] + frontier.depth).expand_as(slots_BF)
         seen = Seen(request.lens_B, width, frontier.block, frontier.depth_M)
         states = self.runner.verify(self.pool, frontier.tokens_BF, positions_BF, slots_BF, seen)
-        return self.runner.logits(states.hidden_BNH)
+        return Fed(self.runner.logits(states.hidden_BNH), states.hidden_BNH)
 
 
 def weights_read(model: PreTrainedModel) -> int:

@@ -1,5 +1,6 @@
 """From a name or folder to a drafter that is ready to propose."""
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,6 +14,7 @@ from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.drafter_folder import DrafterFolder, open_drafter
 from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.scorers import load_acceptance
 from draftsmith.models.target import check_split
 from draftsmith.models.tokenizer import vocab_size
 
@@ -39,7 +41,9 @@ def load_drafter(
         target_tokenizer=tokenizer,
         target_config=target.config,
     )
-    return KINDS[folder.kind](folder, target, tokenizer)
+    drafter = KINDS[folder.kind](folder, target, tokenizer)
+    drafter.acceptance = load_acceptance(folder.path)
+    return drafter
 
 
 def _lm(
@@ -67,4 +71,4 @@ OF_HEADS: dict[str, Any] = {
     "medusa": MedusaDrafter,
     "hydra": HydraDrafter,
 }
-KINDS = {"lm": _lm, **dict.fromkeys(OF_HEADS, _head)}
+KINDS: dict[str, Callable[..., Drafter]] = {"lm": _lm, **dict.fromkeys(OF_HEADS, _head)}

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from draftsmith.decode.drafters.base import Admitted, Feed, Frontier, Kept, Round
+from draftsmith.decode.drafters.base import Admitted, Fed, Feed, Frontier, Kept, Round
 from draftsmith.decode.drafters.head_kv import bytes_of, from_second, keep_last, state_at
 from draftsmith.decode.growth import grow
 from draftsmith.decode.memory import ModelSize
 from draftsmith.decode.product import Product, head_logits
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.medusa import Medusa
+from draftsmith.models.scorers import Scored
 
 
 class MedusaDrafter:
@@ -30,6 +31,7 @@ class MedusaDrafter:
 
     kind = "medusa"
     trees = samples = True
+    acceptance: Scored | None = None
 
     def __init__(self, head: Medusa, target: PreTrainedModel, vocab_size: int) -> None:
         self.head = head.bind(target)
@@ -63,17 +65,19 @@ class MedusaDrafter:
         states_BKH = self.hidden_BH
         shared_BKV: Tensor | None = None
 
-        def feed(frontier: Frontier) -> Tensor:
+        def feed(frontier: Frontier) -> Fed:
             nonlocal states_BKH, shared_BKV
             depth, nodes = frontier.depth, frontier.tokens_BF.shape[1]
             if depth == 0:
                 states_BKH = self._states(self.hidden_BH, levels)
                 if not self.head.config.own_heads:  # one matrix, read once for all levels
                     shared_BKV = head_logits(self.outputs[0], states_BKH)
+            state_B1H = states_BKH[:, depth, None]
             if shared_BKV is not None:
-                return shared_BKV[:, depth, None].expand(-1, nodes, -1)
-            logits_B1V = head_logits(self.outputs[depth], states_BKH[:, depth, None])
-            return logits_B1V.expand(-1, nodes, -1)
+                logits_B1V = shared_BKV[:, depth, None]
+            else:
+                logits_B1V = head_logits(self.outputs[depth], state_B1H)
+            return Fed(logits_B1V.expand(-1, nodes, -1), state_B1H.expand(-1, nodes, -1))
 
         return feed
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Kept, Round
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, chain
+from draftsmith.models.scorers import Scored
 from draftsmith.models.taps import Tap
 
 
@@ -28,6 +29,7 @@ class NgramDrafter:
     context = levels = ANY_DEPTH
     parameter_bytes = 0
     size = None
+    acceptance: Scored | None = None
 
     def __init__(self, longest: int = 3, device: torch.device | str = "cpu") -> None:
         if longest < 1:

@@ -1,0 +1,347 @@
+"""Acceptance heads: what they compute, where they stop, what is recorded for them; bad folders."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from truths import PROMPTS, SETTINGS, truths
+
+from draftsmith.decode.acceptance import AcceptanceHead
+from draftsmith.decode.drafters.base import Call
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.engine import Decoder
+from draftsmith.decode.policy import Acceptance, make_policy
+from draftsmith.decode.recorder import Columns, Recorder
+from draftsmith.decode.sampling import SamplingParams, request_race
+from draftsmith.decode.tree_plan import chain_plan
+from draftsmith.models.scorers import (
+    FOLDER,
+    SCALARS,
+    Scored,
+    Scorer,
+    ScorerConfig,
+    load_acceptance,
+    load_scorer,
+    save_scorer,
+    weights_mark,
+)
+
+HIDDEN = 32
+ABOUT = {"made_for": "x", "threshold": 0.6, "calibrated": True, "figures": {}, "provenance": {}}
+
+
+def scorer(seed: int = 0, **config: object) -> Scorer:
+    torch.manual_seed(seed)
+    made = Scorer(ScorerConfig("acceptance", HIDDEN, **config))  # type: ignore[arg-type]
+    made.scale.fill_(1.5)
+    made.shift.fill_(-0.3)
+    return made.eval().requires_grad_(False)
+
+
+def scored(**config: object) -> Scored:
+    return Scored(scorer(**config), ABOUT)
+
+
+def some_call(depth: int, batch: int = 2, fed: int = 3, children: int = 4) -> Call:
+    torch.manual_seed(depth)
+    logits = torch.randn(batch, fed, 50)
+    of_BC = torch.randint(0, fed, (batch, children))
+    tokens = torch.randint(0, 50, (batch, children))
+    active = torch.ones(batch, dtype=torch.bool)
+    states = torch.randn(batch, fed, HIDDEN)
+    return Call(depth, active, logits, states, logits - torch.rand_like(logits), of_BC, tokens)
+
+
+def test_a_head_reads_the_state_and_numbers_of_each_child() -> None:
+    made, call = scorer(scalars=SCALARS, state="parent", width=8), some_call(depth=2)
+    found = AcceptanceHead(made, torch.device("cpu"))(call)
+    for row in range(2):
+        for child in range(4):
+            fed, token = int(call.of_BC[row, child]), int(call.tokens_BC[row, child])
+            log_q = call.q_logits_BFV[row, fed].log_softmax(-1)
+            scores = call.scores_BFV[row, fed]
+            others = torch.cat([scores[:token], scores[token + 1 :]])
+            lead = scores[token] - others.max()
+            numbers = [log_q[token], -(log_q.exp() * log_q).sum(), lead, torch.tensor(2.0)]
+            logit = made(call.states_BFH[row, fed], torch.stack(numbers))
+            odds = made.calibrated(logit)
+            torch.testing.assert_close(found[row, child], odds.sigmoid().log())
+
+
+def test_a_head_that_reads_the_token_scores_the_nodes_fed() -> None:
+    made = scorer(state="token", blocks=2)
+    head = AcceptanceHead(made, torch.device("cpu"))
+    assert head(some_call(depth=0)).abs().max() == 0  # the root is kept already
+    call = some_call(depth=1)
+    own_BF = made.calibrated(made(call.states_BFH)).sigmoid().log()
+    torch.testing.assert_close(head(call), own_BF.gather(1, call.of_BC))
+
+
+def test_standardised_inputs_are_folded_in() -> None:
+    made = scorer(state="parent", width=8)
+    mean, deviation, x = torch.randn(HIDDEN), torch.rand(HIDDEN) + 0.5, torch.randn(5, HIDDEN)
+    expected = made((x - mean) / deviation)
+    made.standardise(mean, deviation)
+    torch.testing.assert_close(made(x), expected)
+    with pytest.raises(ValueError, match="give a width"):
+        scorer(state="token").standardise(mean, deviation)
+
+
+def test_drafting_stops_once_the_mean_chance_is_too_low() -> None:
+    policy = Acceptance(chain_plan(8), 0.4, 2)
+    policy.read_by(scored(state="parent"), torch.device("cpu"))
+    assert policy.enough is not None
+
+    def stops(depth: int, chances: list[float], active: list[bool]) -> list[bool]:
+        call = some_call(depth, batch=len(chances), fed=1, children=1)
+        call.active_B = torch.tensor(active)
+        call.path_BC = torch.tensor(chances).log()[:, None]
+        return list(policy.enough(call).tolist())  # type: ignore[misc]
+
+    assert stops(1, [0.59], [True]) == [True]
+    assert stops(1, [0.61], [True]) == [False]
+    assert stops(0, [0.1], [True]) == [False]  # at least two draft calls
+    assert stops(3, [0.9, 0.25], [True, True]) == [True, True]
+    assert stops(3, [0.9, 0.35], [True, True]) == [False, False]
+    assert stops(3, [0.1, 0.7], [False, True]) == [False, False]  # an idle row has no say
+
+
+TOKEN: dict[str, object] = {"state": "token"}
+PARENT: dict[str, object] = {"state": "parent", "scalars": SCALARS, "width": 8}
+
+
+@pytest.mark.parametrize(
+    ("tree", "config", "params"),
+    [
+        ("chain", TOKEN, SETTINGS[0]),
+        ("chain", PARENT, SETTINGS[1]),
+        ("eagle-25", PARENT, SETTINGS[1]),
+        ("dynamic:4,3,12", TOKEN, SETTINGS[1]),
+        ("dynamic:4,3,12", PARENT, SETTINGS[0]),
+    ],
+)
+def test_no_head_changes_an_answer(
+    tiny_target: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tree: str,
+    config: dict[str, object],
+    params: SamplingParams,
+) -> None:
+    drafter = LMDrafter(tiny_target, len(tiny_tokenizer))
+    drafter.acceptance = scored(**config)
+    decoder = Decoder(
+        tiny_target, tiny_tokenizer, drafter, policy="acceptance:0.2", tree=tree, batch_size=3
+    )
+    done = decoder.generate(PROMPTS, params)
+    assert [c.tokens for c in done] == truths(tiny_target, tiny_tokenizer, params)
+    rounds, drafted = (sum(getattr(c.counters, n) for c in done) for n in ("rounds", "drafted"))
+    assert rounds <= drafted < decoder.settings.plan.levels * rounds  # it did stop early
+
+
+def test_the_head_orders_and_prunes_a_dynamic_tree(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """One that likes improbable tokens makes other trees, worse ones, and no other answers."""
+    kept = {}
+    for liking in (1.0, -1.0):
+        made = scorer(state="parent", scalars=("log_q",), blocks=0)
+        made.enter = torch.nn.Linear(HIDDEN + 1, HIDDEN).requires_grad_(False)
+        made.enter.weight.zero_()
+        made.enter.bias.zero_()
+        made.enter.weight[0, -1] = liking
+        made.out.weight.zero_()
+        made.out.weight[0, 0] = 1.0
+        drafter = LMDrafter(tiny_target, len(tiny_tokenizer))
+        drafter.acceptance = Scored(made, ABOUT)
+        decoder = Decoder(
+            tiny_target,
+            tiny_tokenizer,
+            drafter,
+            policy="acceptance:0.9999",
+            tree="dynamic:3,4,6",
+        )
+        done = decoder.generate(PROMPTS, SETTINGS[1])
+        assert [c.tokens for c in done] == truths(tiny_target, tiny_tokenizer, SETTINGS[1])
+        kept[liking] = sum(c.counters.emitted for c in done) / sum(c.counters.rounds for c in done)
+    assert kept[1.0] > kept[-1.0] + 0.2
+
+
+def recorded(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    **how: object,
+) -> tuple[dict[int, Columns], list]:
+    found: dict[int, Columns] = {}
+    drafter = LMDrafter(draft, len(tokenizer))
+    decoder = Decoder(target, tokenizer, drafter, Recorder(found.__setitem__), batch_size=2, **how)
+    done = decoder.generate(PROMPTS, SETTINGS[1])
+    return found, done
+
+
+@pytest.mark.parametrize("how", [{"K": 3}, {"K": 3, "same_shape": True}, {"tree": "eagle-25"}])
+def test_what_is_recorded_is_what_happened(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    how: dict[str, object],
+) -> None:
+    found, done = recorded(tiny_target, tiny_draft, tiny_tokenizer, **how)
+    assert sorted(found) == list(range(len(PROMPTS)))
+    for completion in done:
+        columns, counters = found[completion.index], completion.counters
+        assert int(columns["round"].max()) + 1 == counters.rounds
+        assert len(columns["token"]) == counters.nodes
+        text = completion.prompt_tokens + completion.tokens
+        kept = columns["kept"] & columns["on_path"]
+        if "same_shape" not in how:
+            assert int(kept.sum()) >= counters.emitted - counters.rounds  # the last round is cut
+        inside = kept & (columns["position"] < len(text))
+        for position, token in zip(
+            columns["position"][inside].tolist(), columns["token"][inside].tolist(), strict=True
+        ):
+            assert text[position] == token
+        check_numbers(tiny_target, tiny_draft, text, completion.index, columns)
+
+
+def check_numbers(
+    target: PreTrainedModel, draft: PreTrainedModel, text: list[int], index: int, columns: Columns
+) -> None:
+    """Where all above a node is the text itself: the numbers against whole forward passes."""
+    ids = torch.tensor([text])
+    with torch.no_grad():
+        at_draft = draft.base_model(ids).last_hidden_state[0]
+        at_target = target.base_model(ids).last_hidden_state[0]
+        log_q = draft.lm_head(at_draft).log_softmax(-1)
+        log_p = target.lm_head(at_target).log_softmax(-1)
+    inside = columns["on_path"] & (columns["position"] < len(text))
+    assert inside.any()
+    race = request_race(SETTINGS[1], index, torch.arange(len(text)), log_q.shape[1])
+    assert race is not None
+    for row in inside.nonzero()[:, 0].tolist():
+        position, token = int(columns["position"][row]), int(columns["token"][row])
+        own = log_q[position - 1]
+        near = {"rtol": 1e-3, "atol": 1e-3}
+        torch.testing.assert_close(columns["log_q"][row], own[token], **near)
+        torch.testing.assert_close(columns["log_p"][row], log_p[position - 1, token], **near)
+        entropy = -(own.exp() * own).sum()
+        torch.testing.assert_close(columns["entropy"][row], entropy, **near)
+        scores = own - race[position]
+        best = scores.topk(2).values
+        lead = scores[token] - (best[1] if scores[token] >= best[0] else best[0])
+        torch.testing.assert_close(columns["lead"][row], lead, **near)
+        assert close(columns["draft_state"][row], at_draft[position - 1])
+        if text[position] == token:
+            assert close(columns["target_state"][row], at_target[position])
+
+
+def close(stored: Tensor, state: Tensor) -> bool:
+    """As far as bf16 goes."""
+    return bool((stored.float() - state).abs().max() <= 0.01 * state.abs().max())
+
+
+def test_leviathan_is_recorded_by_its_own_draws(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    found, done = recorded(tiny_target, tiny_draft, tiny_tokenizer, K=3, rule="leviathan")
+    for completion in done:
+        columns, counters = found[completion.index], completion.counters
+        certain = columns["log_p"] >= columns["log_q"]
+        assert columns["kept"][certain].all()
+        kept = int((columns["kept"] & columns["on_path"]).sum())
+        assert counters.emitted - counters.rounds <= kept <= counters.emitted - counters.rounds + 3
+
+
+def test_what_cant_be_recorded_is_refused(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    drafter, recorder = LMDrafter(tiny_target, len(tiny_tokenizer)), Recorder(lambda *_: None)
+    for how in ({"tree": "dynamic:3,2,6"}, {"rule": "block"}):
+        with pytest.raises(ValueError, match="recording: got"):
+            Decoder(tiny_target, tiny_tokenizer, drafter, recorder, **how)
+    with pytest.raises(ValueError, match="expected a drafter"):
+        Decoder(tiny_target, tiny_tokenizer, None, recorder)
+
+
+def test_a_policy_without_its_head_is_refused(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    drafter = LMDrafter(tiny_target, len(tiny_tokenizer))
+    with pytest.raises(ValueError, match="without an acceptance head"):
+        Decoder(tiny_target, tiny_tokenizer, drafter, policy="acceptance")
+    for text in ("acceptance:0", "acceptance:1", "acceptance:0.5,9", "acceptance:0.5,1.5"):
+        with pytest.raises(ValueError, match="policy"):
+            make_policy(text, chain_plan(4))
+
+
+def folder_of(tmp_path: Path, **about: object) -> Path:
+    """A drafter folder of which only the weights matter, with a head."""
+    drafter = tmp_path / "drafter"
+    drafter.mkdir(exist_ok=True)
+    (drafter / "model.safetensors").write_bytes(b"\x08" + bytes(7) + bytes(range(256)) * 80)
+    save_scorer(
+        drafter / FOLDER,
+        scorer(state="parent"),
+        ABOUT | {"made_for": weights_mark(drafter)} | about,
+    )
+    return drafter
+
+
+def test_a_head_comes_back_from_its_folder(tmp_path: Path) -> None:
+    drafter = folder_of(tmp_path)
+    found = load_acceptance(drafter, HIDDEN)
+    assert found is not None and found.threshold == 0.6
+    x = torch.randn(3, HIDDEN)
+    made = scorer(state="parent")
+    torch.testing.assert_close(
+        found.scorer.calibrated(found.scorer(x)), made.calibrated(made(x)), rtol=0, atol=0
+    )
+    assert load_acceptance(tmp_path) is None
+
+
+def test_a_head_for_another_draft_is_refused(tmp_path: Path) -> None:
+    drafter = folder_of(tmp_path)
+    with pytest.raises(ValueError, match="states of 32, expected 48"):
+        load_acceptance(drafter, 48)
+    weights = drafter / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(bytes(data))
+    with pytest.raises(ValueError, match="for a draft of mark"):
+        load_acceptance(drafter)
+
+
+def test_broken_folders_and_settings_are_refused(tmp_path: Path) -> None:
+    head = folder_of(tmp_path) / FOLDER
+    with pytest.raises(ValueError, match="expected schema 1 and kind 'judge'"):
+        load_scorer(head, "judge")
+    with pytest.raises(ValueError, match=r"threshold: got 1\.0, expected"):
+        folder_of(tmp_path, threshold=1.0)
+    (head / "model.safetensors").write_bytes((head / "model.safetensors").read_bytes()[:90])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        load_scorer(head, "acceptance")
+    (head / "scorer.json").unlink()
+    with pytest.raises(ValueError, match=r"without scorer\.json"):
+        load_scorer(head, "acceptance")
+    wrong: list[tuple[dict[str, object], str]] = [
+        ({"state": "token", "scalars": ("log_q",)}, "expected state='parent'"),
+        ({"scalars": ("log_q", "log_q"), "state": "parent"}, "each once"),
+        ({"blocks": -1}, "expected at least 1, 0 and 0"),
+    ]
+    for config, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            scorer(**config)
+    with pytest.raises(ValueError, match="a judge with state='parent'"):
+        ScorerConfig("judge", HIDDEN, state="parent")
+
+
+def test_an_uncalibrated_head_says_how_good_it_is(tmp_path: Path) -> None:
+    drafter = folder_of(
+        tmp_path, calibrated=False, figures={"brier": 0.2345, "brier_constant": 0.2}
+    )
+    with pytest.warns(UserWarning, match=r"Brier score 0\.2345, that of a constant 0\.2000"):
+        load_acceptance(drafter)
