@@ -46,6 +46,7 @@ class Row:
     category: str = ""  # of a benchmark's prompt
     later: tuple[str, ...] = ()  # what the user says after the answer to the prompt, and so on
     reference: str = ""  # a known answer to the prompt that nothing is trained on
+    error: tuple[int, int] | None = None  # of an answer that people found wrong, in its characters
 
     @property
     def text(self) -> str:
@@ -58,15 +59,20 @@ def read_source(data: str) -> list[list[Row]]:
     """The rows of each file of a data set; the corpus and a hub's data set count as one file.
 
     Args:
-        data: a JSONL or Parquet file, a folder of them, `stdlib`, or a hub's
-            `name[:config][@split]` (its train split by default).
+        data: a JSONL or Parquet file, a folder of them, `stdlib`, `arithmetic` (also
+            `arithmetic:plain`, see `arithmetic.py`), or a hub's `name[:config][@split]` (its train
+            split by default).
 
     Raises:
         ValueError: missing or empty data, a malformed line, a row of unknown layout, hub out of
             reach; with path and line.
     """
     path = Path(data)
-    if data == "stdlib":
+    if data in ("arithmetic", "arithmetic:plain"):
+        from draftsmith.decode.arithmetic import HABIT, arithmetic_rows
+
+        files = [arithmetic_rows(habit=HABIT if data == "arithmetic" else 0.0)]
+    elif data == "stdlib":
         files = [stdlib_rows(Path(sysconfig.get_path("stdlib")))]
     elif path.is_dir():
         paths = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".parquet"))
@@ -110,9 +116,11 @@ def parse(fields: Any, where: str) -> Row:
         known = str(known[0]) if isinstance(known, list) and known else ""
         return Row("turns", where, first, category=category, later=tuple(later), reference=known)
     if "question" in fields and "answer" in fields:
-        return Row("question", where, word("question"), word("answer"))
+        error = _error(fields, word("answer"), where)
+        return Row("question", where, word("question"), word("answer"), error=error)
     if "prompt" in fields and "completion" in fields:
-        return Row("completion", where, word("prompt"), word("completion"))
+        error = _error(fields, word("completion"), where)
+        return Row("completion", where, word("prompt"), word("completion"), error=error)
     if "prompt" in fields:
         return Row("prompt", where, word("prompt"), category=category)
     if isinstance(fields.get("text"), str):
@@ -144,6 +152,21 @@ def stdlib_rows(root: Path) -> list[Row]:
             f"{STDLIB_LEAST_BYTES / 1e6:.0f}; use a complete Python, or give data= a text of yours"
         )
     return rows
+
+
+def _error(fields: dict[str, Any], answer: str, where: str) -> tuple[int, int] | None:
+    """The marked error of an answer, None without one."""
+    span = fields.get("error")
+    if span is None:
+        return None
+    places = span if isinstance(span, list) and len(span) == 2 else []
+    first, end = places if all(isinstance(place, int) for place in places) and places else (0, 0)
+    if not 0 <= first < end <= len(answer):
+        raise ValueError(
+            f"{where}: 'error' is {span!r:.60}, expected [first, end] in characters of the answer, "
+            f"which has {len(answer)}, or none where it is right"
+        )
+    return first, end
 
 
 def _messages(value: Any, where: str) -> tuple[Message, ...]:

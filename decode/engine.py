@@ -40,7 +40,7 @@ from draftsmith.decode.runner import Runner
 from draftsmith.decode.sampling import SamplingParams, choose
 from draftsmith.decode.settings import Settings
 from draftsmith.decode.step import Batch, Stepper, Told
-from draftsmith.decode.tree_plan import Plan, StaticTree
+from draftsmith.decode.tree_plan import Plan, rank_path
 from draftsmith.models.target import TargetSpec, check_split, load_target
 from draftsmith.models.tokenizer import vocab_size
 
@@ -246,7 +246,7 @@ class Decoder:
             counters.record(told.levels, accepted, len(kept), told.nodes)
             counters.decode_seconds = now - request.started
             request.completion.accepted += [i < accepted for i in range(len(kept))]
-            paths.append(_rank_path(flight.plan, table[row][length + 1 : length + 1 + accepted]))
+            paths.append(rank_path(flight.plan, table[row][length + 1 : length + 1 + accepted]))
             yield self._deliver(batch, row, kept, ended=stopped or not active)
         if flight.plan is not None:
             self.policy.observe(Outcome(flight.plan, told.levels, paths))
@@ -398,10 +398,3 @@ class Decoder:
         request.finish(batch.rows.stop_ids, error)
         if self.recorder is not None:
             self.recorder.finish(request.completion.index, error)
-
-
-def _rank_path(plan: Plan | None, nodes: list[int]) -> tuple[int, ...]:
-    """The rank path of the last node kept; zeros where ranks aren't known."""
-    if nodes and isinstance(plan, StaticTree):
-        return plan.paths[nodes[-1] - 1]
-    return (0,) * len(nodes)

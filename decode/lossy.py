@@ -66,7 +66,7 @@ class Lossy:
         if tree.topology.levels == 0:
             return torch.zeros_like(tree.tokens_BN, dtype=torch.bool)
         if self.folder:
-            assert self.judge is not None, f"{self} was not made ready"
+            assert self.judge is not None and states_BNH is not None, f"{self}: not made ready"
             return self.judge.mask(states_BNH) & (tree.topology.depth > 0)
         mask_BN = FORMS[self.name].mask(tree, p_logits_BNV.log_softmax(-1), noise, self.values)
         return mask_BN & (tree.topology.depth > 0)
@@ -117,8 +117,8 @@ def _parse_judge(text: str, tail: str) -> Lossy:
     folder = folder if values else tail
     if not folder:
         raise ValueError(
-            f"lossy: got {text!r}, expected judge:FOLDER or judge:FOLDER,threshold, the folder that "
-            "train/scorers.py wrote"
+            f"lossy: got {text!r}, expected judge:FOLDER or judge:FOLDER,threshold, with the "
+            "folder that train/scorers.py wrote"
         )
     if values:
         check_threshold(values[0], f"lossy: {text!r}: threshold")

@@ -55,8 +55,8 @@ def load_prompts(
         split: `heldout`: what the same source's training side lacks; `all`: a source that nothing
             was trained on. Benchmarks (Spec-Bench, HumanEval, other prompts with a category) and
             .txt files are always taken whole.
-        part: `report`, or `tune` for choices made on the way (see `splits.part_of`); a source that
-            is taken whole is for reporting only.
+        part: `report`, or `tune` for choices made on the way (see `splits.part_of`), or `train` for
+            the training side; a source that is taken whole is for reporting only.
         turns: of a user's turns (Spec-Bench, MT-bench) that many at most; None for all.
 
     Raises:
@@ -172,22 +172,23 @@ def beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _rows(source: str, split: str, part: str) -> list[Row]:
     if split not in ("heldout", "all"):
         raise ValueError(f"split: got {split!r}, expected heldout, or all")
-    if part not in PARTS:
-        raise ValueError(f"part: got {part!r}, expected one of {', '.join(PARTS)}")
+    if part not in (*PARTS, "train"):
+        raise ValueError(f"part: got {part!r}, expected one of {', '.join(PARTS)}, train")
+    side = "train" if part == "train" else split
     if Path(source).suffix == ".txt":
         rows, whole = _lines(Path(source)), True
     elif source == "stdlib":
-        rows, whole = load_rows(source, split), split == "all"
+        rows, whole = load_rows(source, side), split == "all"
     else:
         rows = load_rows(source, "all")
         whole = split == "all" or all(_of_benchmark(row) for row in rows)
-        rows = rows if whole else load_rows(source, split)
-    if whole and part == "tune":
+        rows = rows if whole else load_rows(source, side)
+    if whole and part != "report":
         raise ValueError(
             f"prompts: {source!r} is taken whole, to report on; choices need other prompts, such "
             "as the held-out side of the training data"
         )
-    return rows if whole else part_of(rows, part)
+    return rows if whole or part == "train" else part_of(rows, part)
 
 
 def _of_benchmark(row: Row) -> bool:

@@ -111,7 +111,7 @@ def lanes(
 
 @dataclass(frozen=True)
 class Trend:
-    """Points (x, y) of one colour and the straight line (over log x) between two of its places;
+    """Points (x, y) of one colour and the line through some places, straight in between as drawn;
     apart: points that the line was not drawn through, shown hollow. name: at the line's end.
     """
 
@@ -119,36 +119,35 @@ class Trend:
     css: str
     points: Sequence[tuple[float, float]]
     apart: Sequence[tuple[float, float]]
-    line: tuple[tuple[float, float], tuple[float, float]]
+    line: Sequence[tuple[float, float]]
 
 
-def scatter(title: str, trends: Sequence[Trend], *, x_label: str, y_label: str) -> str:
-    """Points over a logarithmic axis of positive x, which is marked where points lie."""
+def scatter(
+    title: str, trends: Sequence[Trend], *, x_label: str, y_label: str, log: bool = True
+) -> str:
+    """Points over an axis of x: logarithmic and marked where points lie, or even (log=False)."""
     all_points = [point for one in trends for point in (*one.points, *one.apart, *one.line)]
     places = sorted({x for one in trends for x, _ in (*one.points, *one.apart)})
-    values = [y for _, y in all_points]
-    step = ticks((max(values) - min(values)) or 1.0)[1]
-    bottom = math.floor(min(values) / step)
-    top = max(bottom + 1, math.ceil(max(values) / step))
-    steps = [round(n * step, 12) for n in range(bottom, top + 1)]
+    places = places if log else _round_steps(places)
+    along = math.log10 if log else float
+    steps = _round_steps([y for _, y in all_points])
     floor, height = COLUMN_HEIGHT - BOTTOM, COLUMN_HEIGHT - BOTTOM - TOP
     names = max(len(one.name) for one in trends) * CHARACTER + 14
-    first, wide = math.log10(places[0]), WIDTH - LEFT - RIGHT - 16 - names
-    span = (math.log10(places[-1]) - first) or 1.0
+    first, wide = along(places[0]), WIDTH - LEFT - RIGHT - 16 - names
+    span = (along(places[-1]) - first) or 1.0
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
-        across = (math.log10(point[0]) - first) / span
+        across = (along(point[0]) - first) / span
         up = (point[1] - steps[0]) / (steps[-1] - steps[0])
         return LEFT + 8 + across * wide, floor - up * height
 
     out = [_grid(steps, floor, height)]
     out += [_text(at((x, 0))[0], floor + 16, short_count(x), "tick", "middle") for x in places]
     lowest = math.inf
-    for one in sorted(trends, key=lambda one: one.line[1][1]):
-        (x0, y0), (x1, y1) = map(at, one.line)
-        out.append(
-            f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" style="stroke: var(--{one.css})"/>'
-        )
+    for one in sorted(trends, key=lambda one: one.line[-1][1]):
+        way = "L".join(f"{x:.1f} {y:.1f}" for x, y in map(at, one.line))
+        out.append(f'<path d="M{way}" style="stroke: var(--{one.css}); fill: none"/>')
+        x1, y1 = at(one.line[-1])
         for point, hollow in [(p, False) for p in one.points] + [(p, True) for p in one.apart]:
             out.append(_dot(one, at(point), hollow, f"{short_count(point[0])}: {point[1]:.4g}"))
         # Names of lines that end close to one another stand above one another.
@@ -213,6 +212,14 @@ def _lane(row: Lane, y: float, scale: float) -> str:
         out.append(f'<path class="casing" d="{shape}"/><path class="whisker" d="{shape}"/>')
     out.append(_text(end + 8, y + LANE / 2 + 4, row.note, "value", "start"))
     return "".join(out)
+
+
+def _round_steps(values: Sequence[float]) -> list[float]:
+    """Round numbers from at or below the least value to at or above the greatest."""
+    step = ticks((max(values) - min(values)) or 1.0)[1]
+    bottom = math.floor(min(values) / step)
+    top = max(bottom + 1, math.ceil(max(values) / step))
+    return [round(n * step, 12) for n in range(bottom, top + 1)]
 
 
 def _grid(steps: Sequence[float], floor: float, height: float) -> str:

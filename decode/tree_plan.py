@@ -191,6 +191,13 @@ def read_tree(file: File) -> StaticTree:
     return StaticTree.from_paths(tuple(row) for row in rows)
 
 
+def rank_path(plan: Plan | None, nodes: list[int]) -> tuple[int, ...]:
+    """The rank path of the last node kept; zeros where ranks aren't known."""
+    if nodes and isinstance(plan, StaticTree):
+        return plan.paths[nodes[-1] - 1]
+    return (0,) * len(nodes)
+
+
 @cache  # recordings of rounds read these tensors: none may go
 def static_topology(tree: StaticTree, device: torch.device) -> Topology:
     """Its topology on a device, made once."""

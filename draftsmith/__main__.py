@@ -6,6 +6,7 @@ import sys
 COMMANDS = {
     "evaluate": ("draftsmith.decode.__main__", "decode with a drafter: speed, acceptance, proof"),
     "calibrate": ("draftsmith.decode.calibrate", "the best static tree for a target and a drafter"),
+    "trace": ("draftsmith.decode.tracing", "record what is drafted and kept, to train scorers on"),
     "export": ("draftsmith.decode.export", "write a drafter as SGLang, vLLM, TGI ... read it"),
     "doctor": ("draftsmith.decode.doctor", "what is wrong with a drafter folder, for each server"),
     "trim": ("draftsmith.train.trim", "draft only the tokens that the target writes"),
@@ -13,6 +14,7 @@ COMMANDS = {
     "data": ("draftsmith.train.show", "show one training example with its trained tokens coloured"),
     "size": ("draftsmith.decode.sizing", "depth and width of a draft by predicted speed-up"),
     "scaling": ("draftsmith.decode.scaling", "acceptance against size and text: fits, a picture"),
+    "judge-labels": ("draftsmith.decode.judge_labels", "tokens that a judge may let pass"),
     "quickstart": (
         "draftsmith.train.quickstart",
         "train, distil and decode on this machine's text",

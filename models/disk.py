@@ -11,3 +11,22 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a reader, also after a crash, sees the old content or the new one.
+
+    Raises:
+        OSError: the disk is full; the old content is untouched.
+    """
+    half = path.with_name(f".{path.name}.half")
+    try:
+        with half.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        half.unlink(missing_ok=True)
+        raise
+    half.replace(path)
+    flush(path.parent)

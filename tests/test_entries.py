@@ -28,6 +28,7 @@ SHORT = {
     "distill": ["precision=fp32"],
     "heads": ["precision=fp32"],
     "eagle": ["precision=fp32"],
+    "scorers": ["precision=fp32"],
 }
 Argv = list[str]
 

@@ -160,9 +160,10 @@ def test_gsm8k_is_tuned_on_100_and_reported_on_200(
     source = write_rows(tmp_path / "train.jsonl", questions(320))
     asked = {
         part: [p.text for p in load_prompts(source, tiny_tokenizer, limit=None, part=part)]
-        for part in ("tune", "report")
+        for part in ("train", "tune", "report")
     }
-    assert [len(asked["tune"]), len(asked["report"])] == [100, 200]
+    assert [len(found) for found in asked.values()] == [20, 100, 200]
+    assert asked["train"][-1] == "<|user|>19 + 1?\n<|assistant|>"
     assert asked["tune"][0] == "<|user|>20 + 1?\n<|assistant|>"
     assert asked["report"][0] == "<|user|>120 + 1?\n<|assistant|>"
 
@@ -196,8 +197,9 @@ def test_what_is_taken_whole_is_for_reporting_only(
         (str(tmp_path / "a.txt"), "heldout"),
         (own, "all"),
     ):
-        with pytest.raises(ValueError, match="is taken whole, to report on"):
-            load_prompts(source, tiny_tokenizer, limit=None, split=split, part="tune")
+        for part in ("tune", "train"):
+            with pytest.raises(ValueError, match="is taken whole, to report on"):
+                load_prompts(source, tiny_tokenizer, limit=None, split=split, part=part)
 
 
 def test_bad_sources_are_clear_errors(

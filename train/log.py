@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from draftsmith.train.state import write_atomically
+from draftsmith.models.disk import write_atomically
 
 LINE_SECONDS = 10.0  # between two plain lines where the output is no terminal
 SHOWN = ("loss", "alpha", "grad_norm")

@@ -29,7 +29,6 @@ from accelerate.utils import (
 from torch import Tensor, nn
 
 from draftsmith.train.checkpoint import load, save
-from draftsmith.train.data import Batch
 from draftsmith.train.interrupt import stop_request
 from draftsmith.train.log import Log, summary_table, wandb_tracker
 from draftsmith.train.optim import learning_rate
@@ -56,7 +55,7 @@ class Objective(nn.Module):
         """Factors of the learning rate, by the name of the submodule they are for."""
         return {}
 
-    def tokens(self, batch: Batch) -> int:
+    def tokens(self, batch: Any) -> int:
         """How many tokens of a micro-batch count: its share of what the step's loss is divided by,
         and what `forward` gives as `StepOutput.tokens`.
         """
@@ -66,12 +65,25 @@ class Objective(nn.Module):
         """Called with the means of each finished step; what it keeps must be a buffer."""
 
 
+class MicroBatch(Protocol):
+    """What an objective reads: `data.Batch`, or rows of another kind."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The examples in it, for messages."""
+
+    def to(self, device: torch.device) -> Any:
+        """The same on a device."""
+
+
 class StepBatches(Protocol):
     """Where micro-batches come from: a function of its arguments alone, or asked for in order and
     then `checkpoint.Resumable`.
     """
 
-    def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
+    def batch(
+        self, step: int, micro: int, rank: int, *, accumulation: int, world: int
+    ) -> MicroBatch:
         """Micro-batch `micro` of process `rank` in optimizer step `step` (from 0), on the CPU."""
 
 
@@ -172,7 +184,7 @@ class _Fitting:
         waited = self.position.step - self.position.best_step
         return 0 < self.settings.patience * self.settings.eval_every <= waited
 
-    def fetch(self, stop: list[int]) -> tuple[list[Batch], int]:
+    def fetch(self, stop: list[int]) -> tuple[list[MicroBatch], int]:
         """This process's micro-batches of the next step, and the whole step's trained tokens.
 
         One all-reduce counts them, and tells every process whether one of them was asked to stop.
@@ -196,7 +208,7 @@ class _Fitting:
             )
         return micros, tokens
 
-    def train_step(self, micros: list[Batch], tokens: int) -> dict[str, Any]:
+    def train_step(self, micros: list[MicroBatch], tokens: int) -> dict[str, Any]:
         """One optimizer step over `micros`; returns its record."""
         at, accelerator = self.position, self.accelerator
         torch.manual_seed(step_seed(self.settings.seed, at.step, accelerator.process_index))
@@ -254,7 +266,7 @@ class _Fitting:
         return figures
 
     def _means(
-        self, outputs: list[StepOutput], micros: list[Batch], tokens: int
+        self, outputs: list[StepOutput], micros: list[MicroBatch], tokens: int
     ) -> dict[str, float]:
         """Means per trained token over the whole step; ends the run if the loss isn't finite."""
         names = sorted(outputs[0].metrics)
@@ -270,7 +282,7 @@ class _Fitting:
             self._end_at_nonfinite(f"the loss is {loss}", bad, weights_good=True)
         return {"loss": loss / tokens} | {n: s / tokens for n, s in zip(names, sums, strict=True)}
 
-    def _update(self, micros: list[Batch]) -> float:
+    def _update(self, micros: list[MicroBatch]) -> float:
         """Clip and step; returns the gradient's norm before clipping."""
         norm = self.spread.clip()
         if not math.isfinite(norm):
@@ -279,7 +291,7 @@ class _Fitting:
         self.spread.step()
         return norm
 
-    def _end_at_nonfinite(self, what: str, micros: list[Batch], *, weights_good: bool) -> None:
+    def _end_at_nonfinite(self, what: str, micros: list[MicroBatch], *, weights_good: bool) -> None:
         """Keep the last good state, and say which examples the bad step had."""
         if weights_good:
             self.save()

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from draftsmith.models.disk import flush
+from draftsmith.models.disk import flush, write_atomically
 
 KEPT_CHECKPOINTS = 2
 # Where the run lies and who watches it don't change what it computes.
@@ -135,25 +135,6 @@ class Run:
             ) from error
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, also after a crash, sees the old content or the new one.
-
-    Raises:
-        OSError: the disk is full; the old content is untouched.
-    """
-    half = path.with_name(f".{path.name}.half")
-    try:
-        with half.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        half.unlink(missing_ok=True)
-        raise
-    half.replace(path)
-    flush(path.parent)
 
 
 @contextlib.contextmanager

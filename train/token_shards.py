@@ -30,9 +30,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.checkpoint import read_json
+from draftsmith.models.disk import write_atomically
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.train.data import Batches
-from draftsmith.train.state import write_atomically
 
 FORMAT = 1
 SHARD_BYTES = 2**29

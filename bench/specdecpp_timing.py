@@ -1,0 +1,174 @@
+"""The measured side of bench/specdecpp.py: tokens a second by rule, and the cost of a head."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from draftsmith.decode import replay
+from draftsmith.decode.costs import measured_costs
+from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.engine import Decoder
+from draftsmith.decode.measure import median_times, round_of, with_room
+from draftsmith.decode.metrics import block_efficiency, ratio_interval
+from draftsmith.decode.policy import Acceptance
+from draftsmith.decode.replay import Rounds, Stop
+from draftsmith.decode.request import Completion
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.tree_plan import chain_plan
+from draftsmith.models.scorers import SCALARS, Scored, Scorer, ScorerConfig
+
+CONTEXT = 128  # tokens before a timed call
+Rules = dict[str, dict[str, tuple[Stop, dict[str, Any]]]]  # arm -> setting -> replayed, decoded
+Open = Callable[..., Decoder]
+
+
+def rules(K: int, grid: Sequence[float]) -> Rules:
+    """What the decoder can be told, beside what replays it."""
+    longest = {"K": K}
+    return {
+        "fixed-k": {f"K {k}": (replay.fixed(k), {"K": k}) for k in range(1, K + 1)},
+        "confidence": {
+            f"q {x:g}": (replay.confidence(x), longest | {"policy": f"confidence:{x}"})
+            for x in grid
+        },
+        "entropy": {
+            f"adaedl {g:g}": (replay.adaedl(g), longest | {"policy": f"entropy:{g},0.6"})
+            for g in (0.1, 0.2, 0.4)
+        },
+        "head": {
+            f"h {x:g}": (replay.chance(x), longest | {"policy": f"acceptance:{x}"}) for x in grid
+        },
+    }
+
+
+def timed_rows(
+    open_decoder: Open,
+    settings: Rules,
+    tuned_on: list[Rounds],
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+) -> list[dict[str, Any]]:
+    """Tokens a second of each arm and of plain decoding, one prompt at a time, arms in turn; and
+    whether all answers in fp32 are plain decoding's.
+
+    open_decoder: (dtype=, and settings of `Decoder`) -> a decoder of the pair.
+    """
+    longest = max(s["K"] for arm in settings.values() for _, s in arm.values())
+    probe = open_decoder(dtype="bfloat16", K=longest)
+    assert probe.drafter is not None
+    plan = chain_plan(longest)
+    costs = measured_costs(probe.runner, probe.drafter, plan, 1, 2 * CONTEXT)
+    c, v = costs.draft[0] / costs.verify[0], costs.of(chain_plan(4)) / costs.verify[0]
+    v -= 4 * c
+    chosen = {}
+    for arm, options in settings.items():
+        best, _ = replay.tune({name: stop for name, (stop, _) in options.items()}, tuned_on, c, v)
+        chosen[arm] = (best, options[best][1])
+    fast = {arm: open_decoder(dtype="bfloat16", **how) for arm, (_, how) in chosen.items()}
+    fast["plain"] = open_decoder(dtype="bfloat16", plain=True)
+    done = in_turn(fast, prompts, params)
+    plain = open_decoder(dtype="float32", plain=True).generate(prompts, params)
+    rows = []
+    for arm, answers in done.items():
+        counters = [one.counters for one in answers]
+        seconds = [one.decode_seconds for one in counters]
+        row: dict[str, Any] = {
+            "what": arm,
+            "setting": chosen[arm][0] if arm in chosen else "",
+            "measured_c": c,
+            "measured_v": v,
+            "tokens_per_s": sum(one.emitted for one in counters) / sum(seconds),
+            "tau": block_efficiency(counters),
+            "K": sum(one.drafted for one in counters) / sum(one.rounds for one in counters),
+            "timed_prompts": len(prompts),
+        }
+        if arm in chosen:
+            for other in ("plain", "fixed-k", "entropy"):
+                base = [one.counters.decode_seconds for one in done[other]]
+                row[f"over_{other}"] = sum(base) / sum(seconds)
+                row[f"over_{other}_interval"] = ratio_interval(base, seconds)
+            exact = open_decoder(dtype="float32", **chosen[arm][1]).generate(prompts, params)
+            same = [one.tokens == other.tokens for one, other in zip(exact, plain, strict=True)]
+            row |= {"identical": sum(same), "compared": len(same)}
+        rows.append(row)
+    return rows
+
+
+def in_turn(
+    arms: dict[str, Decoder], prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> dict[str, list[Completion]]:
+    """Every arm on every prompt, after two to warm up."""
+    names = list(arms)
+    done: dict[str, list[Completion]] = {name: [] for name in names}
+    for number, prompt in enumerate([*prompts[:2], *prompts]):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            [answer] = arms[name].generate([prompt], params, [number])
+            done[name] += [answer] if number >= 2 else []
+    return done
+
+
+def head_cost(drafter: Drafter, levels: int = 8) -> dict[str, float]:
+    """Seconds of a draft call in a chain, and what asking the drafter's acceptance head adds."""
+    device = torch.device("cpu")
+    assert drafter.acceptance is not None
+    plan = chain_plan(levels)
+    policy = Acceptance(plan, 0.99999)
+    policy.read_by(drafter.acceptance, device)
+    twin = with_room(drafter, 1, CONTEXT + plan.slots + 1)
+    request = round_of(plan, 1, CONTEXT, device)
+    asking = replace(request, enough=policy.enough, chance=policy.chance)
+    calls = {"draft": lambda: twin.propose(request), "asked": lambda: twin.propose(asking)}
+    times = median_times(calls, device)
+    step = times["draft"] / levels
+    added = (times["asked"] - times["draft"]) / (levels - 1)  # the last call isn't asked
+    return {"t_draft": step, "t_head": added, "share": added / step}
+
+
+def real_sizes() -> list[dict[str, Any]]:
+    """The same for a draft of Qwen3-0.6B's shape with random weights, and heads of two widths."""
+    started = time.perf_counter()
+    shape = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+    )
+    with torch.device("cpu"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
+    model.requires_grad_(False)
+    drafter = LMDrafter(model, shape.vocab_size)
+    rows = []
+    forms: dict[str, dict[str, Any]] = {
+        "2 blocks of 64, state and 4 numbers": {
+            "blocks": 2,
+            "width": 64,
+            "scalars": SCALARS,
+            "state": "parent",
+        },
+        "3 blocks of 1024 (the paper's)": {"blocks": 3},
+    }
+    for name, form in forms.items():
+        scorer = Scorer(ScorerConfig("acceptance", shape.hidden_size, **form)).eval()
+        drafter.acceptance = Scored(scorer.requires_grad_(False), {"threshold": 0.5})
+        cost = head_cost(drafter, levels=4)
+        rows.append({"what": "head-cost", "draft": "Qwen3-0.6B's shape", "form": name, **cost})
+    print(f"draft of Qwen3-0.6B's shape: {time.perf_counter() - started:.0f} s")
+    return rows
+
+
+def small_size(open_decoder: Open) -> dict[str, Any]:
+    """Of the pair's own draft and head."""
+    drafter = open_decoder(dtype="bfloat16").drafter
+    assert drafter is not None
+    return {"what": "head-cost", "draft": "the pair's", "form": "head", **head_cost(drafter)}

@@ -1,0 +1,160 @@
+"""Acceptance heads (SpecDec++, arXiv 2405.19715) and judges (2501.19309) from recorded traces.
+
+    accelerate launch train/scorers.py recipe=specdecpp/gsm8k
+    accelerate launch --config_file recipes/accelerate/cpu.yaml train/scorers.py recipe=...   (CPU)
+
+    loss = sum_i [w (1 - a_i) (-log P0_i) + a_i (-log P1_i)] / sum_i [w (1 - a_i) + a_i]
+
+P1 = 1 - P0 = sigmoid of the scorer's logit at a drafted token (models/scorers.py), a its label:
+`soft`, min(1, p / q), or `hard`, whether the rule kept it; w = `reject_weight`. The rows are those
+of `traces` (python -m draftsmith trace, or mined labels). Draft and target stay as they are.
+
+Prompts are split 80 / 10 / 10: to fit; to choose the best weights and calibrate them; to check. The
+log-odds scale * logit + shift have the least unweighted cross-entropy with what the rule did: a
+weight w divides the odds by about w, the shift gives them back. An acceptance head goes into a copy
+of its drafter folder, `drafter/acceptance`; a judge is a folder of its own.
+
+Where this differs from the papers:
+1. The loss is divided by the rows of the step and the mean weight of all fitted rows, not by the
+   weight of the batch: so it is the same however a step's rows are divided.
+2. One logit, blocks with weights of their own, other inputs: see models/scorers.py. What is read
+   has mean 0 and deviation 1 while it trains, where a linear map can take that in.
+3. The weights with the best held-out Brier score are kept, not the last ones; then calibrated.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.models.scorers import Scorer, ScorerConfig, check_threshold
+from draftsmith.models.target import TargetSpec
+from draftsmith.train import recipe
+from draftsmith.train.launch import start
+from draftsmith.train.log import run_entry
+from draftsmith.train.loop import fit
+from draftsmith.train.result import made_by
+from draftsmith.train.scorer_objective import ScorerObjective
+from draftsmith.train.scorer_result import calibrate, next_command, save_result, show
+from draftsmith.train.scorer_rows import LABELS, RowBatches, expected_marks, read_rows
+from draftsmith.train.scorer_trial import write_trial
+from draftsmith.train.settings import Settings
+from draftsmith.train.state import Run
+
+THRESHOLDS = {"acceptance": 0.7, "judge": 0.5}  # the papers'
+
+
+@dataclass(kw_only=True)
+class ScorersConfig(Settings):
+    """What a recipe of this entry can say."""
+
+    entry: str = "scorers"
+    kind: str  # acceptance | judge
+    target: TargetSpec
+    drafter: str = ""  # acceptance: the folder whose tokens are scored
+    traces: list[str] = field(default_factory=list)  # folders, of one target and draft
+    labels: str = "hard"  # what the rule did | soft: min(1, p / q)
+    off_path: bool = False  # also rows after a rejected one, which no decoder would have come to
+    reads: str = "token"  # the state after the token | parent: the one that it was drawn from
+    scalars: list[str] = field(default_factory=list)  # of log_q, entropy, lead, depth
+    blocks: int = 3  # 0: linear
+    width: int = 0  # of the blocks; 0: the state's
+    reject_weight: float = 6.0  # w; 0: both classes weigh the same
+    threshold: float = 0.0  # the result's default; 0: the paper's
+    batch_size: int = 1024  # rows in a micro-batch of one process
+    precision: str = "fp32"
+    save_dtype: str = "float32"
+    best_metric: str = "brier"
+
+
+def main(argv: list[str]) -> None:
+    # ---- the recipe, this process, the run folder --------------------------------------------
+    config = recipe.load(ScorersConfig, argv)
+    config = shrunk(config) if config.target.shrink else config
+    check(config)
+    accelerator = start(config)
+    run = Run(config.out, recipe.show(config), main=accelerator.is_main_process)
+    result = run.folder / ("drafter" if config.kind == "acceptance" else "judge")
+    if run.finished():
+        accelerator.print(f"{result} is finished: nothing to do")
+        return
+    accelerator.print(recipe.show(config))
+
+    # ---- what it is for, and the rows of each part of the prompts ----------------------------
+    if config.target.shrink:
+        write_trial(run.cache, config, accelerator)
+    made_for, mark = expected_marks(config)
+    parts, counts = read_rows(config, made_for, mark)
+    accelerator.print(f"rows: {counts}")
+
+    # ---- scorer and objective ----------------------------------------------------------------
+    scorer = make_scorer(config, parts["fit"].hidden)
+    objective = ScorerObjective(scorer, parts["fit"], config.reject_weight).to(accelerator.device)
+    batches = RowBatches(parts["fit"], batch_size=config.batch_size, seed=config.seed)
+
+    # ---- fit, and keep what foretold best ----------------------------------------------------
+    def evaluate() -> dict[str, float]:
+        return objective.heldout(parts["calibrate"])
+
+    ended = fit(accelerator, objective, batches, config, run, evaluate)
+    run.load_best(objective)
+
+    # ---- calibrate, check, save --------------------------------------------------------------
+    if accelerator.is_main_process:
+        scorer = objective.folded(getattr(torch, config.save_dtype))
+        before, after = calibrate(scorer, parts["calibrate"], parts["check"])
+        about: dict[str, Any] = {"made_for": mark or made_for, "figures": after}
+        about |= {"uncalibrated": before, "calibrated": after["brier"] < after["brier_constant"]}
+        about["threshold"] = config.threshold or THRESHOLDS[config.kind]
+        about["provenance"] = made_by(argv, config.seed, parts["fit"], ended) | {"rows": counts}
+        save_result(result, scorer, about, config.drafter)
+        show(run.folder, before, after)
+        run.finish({"result": str(result), **ended._asdict()})
+        print(f"saved {result}")
+        print(next_command(config.kind, config.target.path, result, about["threshold"]))
+
+
+def check(config: ScorersConfig) -> None:
+    """ValueError for what doesn't go together."""
+    shape_of(config, hidden=1)
+    judged = config.kind == "judge"
+    if config.labels not in LABELS or (judged and config.labels != "hard"):
+        raise ValueError(
+            f"labels: got {config.labels!r} for kind={config.kind}, expected one of "
+            f"{', '.join(LABELS)}, and hard for a judge, whose labels are accept or reject"
+        )
+    goal = Path(config.out, "drafter").resolve()
+    if judged == bool(config.drafter) or Path(config.drafter).resolve() == goal:
+        raise ValueError(
+            f"drafter: got {config.drafter!r} for kind={config.kind}, expected a drafter's folder "
+            "other than the result for an acceptance head, none for a judge; or another out="
+        )
+    if config.threshold:
+        check_threshold(config.threshold, "threshold")
+    if config.reject_weight < 0:
+        raise ValueError(f"reject_weight: got {config.reject_weight}, expected 0 or more")
+
+
+def shape_of(config: ScorersConfig, hidden: int) -> ScorerConfig:
+    """The scorer that a recipe describes, for states of a width."""
+    sizes: dict[str, Any] = {"blocks": config.blocks, "width": config.width}
+    return ScorerConfig(
+        config.kind, hidden, **sizes, scalars=tuple(config.scalars), state=config.reads
+    )
+
+
+def make_scorer(config: ScorersConfig, hidden: int) -> Scorer:
+    """A fresh scorer in fp32, on the CPU."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.seed)
+        return Scorer(shape_of(config, hidden))
+
+
+def shrunk(config: ScorersConfig) -> ScorersConfig:
+    """Two steps on traces of a tiny random target and draft: a recipe composes and runs."""
+    return replace(config, steps=2, warmup=0, batch_size=16, accumulation=1)
+
+
+if __name__ == "__main__":
+    run_entry(main)
