@@ -27,7 +27,7 @@ import specdecpp_page
 import torch
 from rich.console import Console
 from rows import about_run
-from specdecpp_timing import real_sizes, rules, small_size, timed_rows
+from specdecpp_timing import decoded_rules, real_sizes, small_size, timed_rows
 
 from draftsmith.decode import replay
 from draftsmith.decode.arguments import parse
@@ -36,10 +36,11 @@ from draftsmith.decode.metrics import block_efficiency
 from draftsmith.decode.mixing import check_mixing, mixed_rows
 from draftsmith.decode.prompts import load_prompts
 from draftsmith.decode.recorder import Columns, Recorder
-from draftsmith.decode.replay import Rounds, Stop
+from draftsmith.decode.replay import Rounds
 from draftsmith.decode.request import Completion, Counters
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.splits import load_rows
+from draftsmith.decode.stopping import by_head, compared, rules
 from draftsmith.decode.traces import TraceWriter, read_traces
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.scorers import FOLDER, load_scorer, weights_mark
@@ -51,7 +52,6 @@ MOST = 4 << 30  # bytes of a trace
 MATHS, PIECE, SOURCE_SHARE = 3000, 1500, 5
 MIXING = 0.15  # of mixed rows, the paper's r
 WINDOW = 96  # tokens of source that a copy is made of; a third of it is repeated
-GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 KINDS = ("gsm8k", "python", "copy")
 # How each head learns, and from which trace: ours, and the paper's form at our rate and steps (with
 # its own, made for 40,000 answers, it hardly leaves its beginning on so few).
@@ -169,7 +169,7 @@ class Seed:
             return self.decoder(drafter=None if how.pop("plain", False) else folder, **how)
 
         rows = timed_rows(
-            open_decoder, rules(self.settings.K, GRID), tuned_on, prompts, self.params
+            open_decoder, decoded_rules(self.settings.K), tuned_on, prompts, self.params
         )
         rows.append(small_size(open_decoder))
         return rows + (real_sizes() if self.seed == 0 else [])
@@ -261,35 +261,20 @@ class Seed:
 
     def replayed(self, parts: dict[str, dict[str, list[Rounds]]], c: float) -> list[dict[str, Any]]:
         """A row an arm at one cost of a draft call."""
-        chosen = {}
-        for arm, options in candidates(self.settings.K).items():
-            by = arm if arm in HEADS else "head"
-            best, _ = replay.tune(options, parts["tune"][by], c)
-            chosen[arm] = (best, replay.replay(options[best], parts["report"][by]))
-        rows = []
-        best_fixed, best_oracle = chosen["fixed-k"][1], chosen["oracle"][1]
-        headroom = replay.speedup(best_oracle, c) / replay.speedup(best_fixed, c) - 1
-        for arm, (best, counters) in chosen.items():
-            over_fixed, interval = replay.gain(counters, best_fixed, c)
-            over_entropy, entropy_interval = replay.gain(counters, chosen["entropy"][1], c)
-            kinds = split(counters)
-            rows.append(
-                {
-                    "what": arm,
-                    "c": c,
-                    "setting": best,
-                    **replay.figures(counters, c),
-                    "over_fixed": over_fixed,
-                    "over_fixed_interval": interval,
-                    "over_entropy": over_entropy,
-                    "over_entropy_interval": entropy_interval,
-                    "share_of_oracle": (over_fixed - 1) / headroom,
-                    "kinds": {
-                        kind: {"tau": block_efficiency(own), "speedup": replay.speedup(own, c)}
-                        for kind, own in kinds.items()
-                    },
-                }
-            )
+        tune, report = parts["tune"], parts["report"]
+        arms: dict[str, Any] = {
+            name: (own, tune["head"], report["head"])
+            for name, own in rules(self.settings.K).items()
+        }
+        for name, state in (("head-paper", "token"), ("head", "parent")):
+            arms[name] = (by_head(state), tune[name], report[name])
+        rows, counters = compared(arms, c)
+        for row in rows:
+            row |= {"c": c, "prompts": 3 * self.settings.each}
+            row["kinds"] = {
+                kind: {"tau": block_efficiency(own), "speedup": replay.speedup(own, c)}
+                for kind, own in split(counters[row["what"]]).items()
+            }
         return rows
 
 
@@ -297,22 +282,6 @@ def train(entry: str, *argv: str) -> None:
     """Run a training entry, whose precision is its process's; CalledProcessError where it fails."""
     given = [argument for argument in argv if argument]
     subprocess.run([sys.executable, f"train/{entry}.py", *given], check=True)
-
-
-def candidates(K: int) -> dict[str, dict[str, Stop]]:
-    """Of each arm, the rules to choose from, by setting."""
-    adaptive = {f"adaedl {g:g},{x:g}": replay.adaedl(g, x) for g in (0.1, 0.2, 0.4) for x in (0.6,)}
-    static = {f"limit {x:g}": replay.entropy(x) for x in GRID}
-    return {
-        "fixed-k": {f"K {k}": replay.fixed(k) for k in range(1, K + 1)},
-        "confidence": {f"q {x:g}": replay.confidence(x) for x in GRID},
-        "product": {f"h {x:g}": replay.chance(x, by="log_q") for x in GRID},
-        "entropy": adaptive | static,
-        "head": {f"h {x:g}": replay.chance(x) for x in GRID},
-        "head-paper": {f"h {x:g}": replay.chance(x, newest=False) for x in GRID},
-        "oracle-after": {"": replay.oracle_after()},
-        "oracle": {"": replay.oracle()},
-    }
 
 
 def split(counters: Sequence[Counters]) -> dict[str, Sequence[Counters]]:

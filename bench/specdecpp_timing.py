@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from draftsmith.decode import replay
-from draftsmith.decode.costs import measured_costs
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine import Decoder
@@ -19,6 +18,7 @@ from draftsmith.decode.policy import Acceptance
 from draftsmith.decode.replay import Rounds, Stop
 from draftsmith.decode.request import Completion
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.stopping import GRID, measured
 from draftsmith.decode.tree_plan import chain_plan
 from draftsmith.models.scorers import SCALARS, Scored, Scorer, ScorerConfig
 
@@ -27,21 +27,21 @@ Rules = dict[str, dict[str, tuple[Stop, dict[str, Any]]]]  # arm -> setting -> r
 Open = Callable[..., Decoder]
 
 
-def rules(K: int, grid: Sequence[float]) -> Rules:
+def decoded_rules(K: int) -> Rules:
     """What the decoder can be told, beside what replays it."""
     longest = {"K": K}
     return {
         "fixed-k": {f"K {k}": (replay.fixed(k), {"K": k}) for k in range(1, K + 1)},
         "confidence": {
             f"q {x:g}": (replay.confidence(x), longest | {"policy": f"confidence:{x}"})
-            for x in grid
+            for x in GRID
         },
         "entropy": {
             f"adaedl {g:g}": (replay.adaedl(g), longest | {"policy": f"entropy:{g},0.6"})
             for g in (0.1, 0.2, 0.4)
         },
         "head": {
-            f"h {x:g}": (replay.chance(x), longest | {"policy": f"acceptance:{x}"}) for x in grid
+            f"h {x:g}": (replay.chance(x), longest | {"policy": f"acceptance:{x}"}) for x in GRID
         },
     }
 
@@ -60,11 +60,7 @@ def timed_rows(
     """
     longest = max(s["K"] for arm in settings.values() for _, s in arm.values())
     probe = open_decoder(dtype="bfloat16", K=longest)
-    assert probe.drafter is not None
-    plan = chain_plan(longest)
-    costs = measured_costs(probe.runner, probe.drafter, plan, 1, 2 * CONTEXT)
-    c, v = costs.draft[0] / costs.verify[0], costs.of(chain_plan(4)) / costs.verify[0]
-    v -= 4 * c
+    c, v = measured(probe)
     chosen = {}
     for arm, options in settings.items():
         best, _ = replay.tune({name: stop for name, (stop, _) in options.items()}, tuned_on, c, v)

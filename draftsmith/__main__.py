@@ -9,6 +9,7 @@ COMMANDS = {
     "trace": ("draftsmith.decode.tracing", "record what is drafted and kept, to train scorers on"),
     "export": ("draftsmith.decode.export", "write a drafter as SGLang, vLLM, TGI ... read it"),
     "doctor": ("draftsmith.decode.doctor", "what is wrong with a drafter folder, for each server"),
+    "stopping": ("draftsmith.decode.stopping", "which rule should stop drafting, and where"),
     "trim": ("draftsmith.train.trim", "draft only the tokens that the target writes"),
     "plan": ("draftsmith.train.plan", "memory and time of a training run, before it starts"),
     "data": ("draftsmith.train.show", "show one training example with its trained tokens coloured"),

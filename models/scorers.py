@@ -247,6 +247,13 @@ def load_acceptance(drafter: str | Path, hidden: int | None = None) -> Scored | 
     return found
 
 
+def set_threshold(folder: str | Path, threshold: float, tuned: dict[str, Any]) -> None:
+    """Give a scorer's folder another default threshold, and note how it was found."""
+    check_threshold(threshold, "threshold")
+    file = Path(folder) / ABOUT
+    write_json(file, read_json(file) | {"threshold": threshold, "tuned": tuned})
+
+
 def check_width(scorer: Scorer, hidden: int | None, where: str) -> None:
     """ValueError where a scorer reads states of another width."""
     if hidden not in (None, scorer.config.hidden):

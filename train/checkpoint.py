@@ -155,5 +155,5 @@ def _sequences(position: Position) -> int:
 
 
 # What draws or reads by process and micro-batch, or selects within a micro-batch.
-DEPENDING = ("on_policy", "select", "dropout", "noise", "corpus")
+DEPENDING = ("on_policy", "select", "dropout", "noise", "corpus", "head_weight")
 BATCHES = "batches-{}.json"  # of a process

@@ -10,7 +10,8 @@ another one in a second stage. Both sides go through the one transform (vocabula
 top-k, top-p). w is 1, or chosen by `select` (AdaSPEC) or `by_depth` (train/weighting.py). The text
 x is what `data` names: ground truth, or the target's own answers (a folder of train/prepare.py;
 with loss=ce that is sequence-level distillation); at a share `on_policy` (lambda) of the steps the
-draft writes the answers itself. No gradient goes through its sampling.
+draft writes the answers itself. No gradient goes through its sampling. With `head_weight` an
+acceptance head (SpecDec++) is trained along: train/scorer_joint.py.
 
 Where this differs from DistillSpec:
 1. The mean is over all trained tokens of the step, not within each sequence first.
@@ -36,6 +37,8 @@ from draftsmith.train.loop import StepBatches, fit
 from draftsmith.train.lora import to_save
 from draftsmith.train.objectives import Distillation, Losses
 from draftsmith.train.result import made_by, save_draft
+from draftsmith.train.scorer_joint import JointHead, open_head
+from draftsmith.train.scorer_record import finish_head
 from draftsmith.train.settings import Settings
 from draftsmith.train.state import Run
 from draftsmith.train.taps import Cache
@@ -52,7 +55,7 @@ from draftsmith.train.weighting import Weighting
 
 
 @dataclass(kw_only=True)
-class DistillConfig(Settings, DraftSource, OnPolicyText, Losses, Weighting, Cache):
+class DistillConfig(Settings, DraftSource, OnPolicyText, Losses, Weighting, Cache, JointHead):
     """What a recipe of this entry can say."""
 
     entry: str = "distill"
@@ -106,6 +109,7 @@ def main(argv: list[str]) -> None:
 
     # ---- objective ---------------------------------------------------------------------------
     teacher = open_teacher(config, accelerator, target, tokenizer, text, draft)
+    head = open_head(config, draft.config.hidden_size, teacher)
     objective = Distillation(
         draft,
         teacher,
@@ -114,6 +118,7 @@ def main(argv: list[str]) -> None:
         warp=config.warp,
         weighting=config,
         reference=open_reference(config.reference, target, tokenizer),
+        head=head,
     ).to(accelerator.device)
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
@@ -129,6 +134,8 @@ def main(argv: list[str]) -> None:
         made = made_by(argv, config.seed, examples, ended, acceptance=ended.best)
         path = config.target.path
         save_draft(result, draft, target, tokenizer, target_path=path, made=made, K=config.K)
+        if head is not None:
+            finish_head(config, run, result, head.scorer, target, tokenizer, made)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
 
@@ -142,6 +149,8 @@ def shrunk(config: DistillConfig) -> DistillConfig:
     short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "prompt_tokens": 8}
     few: dict[str, Any] = {"max_new_tokens": 8, "heldout_prompts": 2, "heldout_data": prompts_from}
     few |= {"cache": "", "cache_int8": False, "cache_top_k": 0}
+    if config.head_weight:  # cold, random models disagree
+        few |= {"temperature": 0.1, "head_prompts": 40}
     if config.reference:  # of the real draft
         few |= {"reference": "", "select": "random"}
     return replace(config, draft="", data=data, **TINY, **short, **few)

@@ -18,6 +18,7 @@ from draftsmith.train.chunked import Divergence, chunked_cross_entropy
 from draftsmith.train.data import Batch
 from draftsmith.train.loop import Objective, StepOutput
 from draftsmith.train.losses import agreement, forward_kl, lk_weight, mixed, parse_loss
+from draftsmith.train.scorer_joint import AcceptanceLoss
 from draftsmith.train.teachers import TargetRows, Teacher
 from draftsmith.train.weighting import Weighting, check, compares, depth_weights, kept, selected
 
@@ -72,6 +73,7 @@ class Distillation(Objective):
             compared as they are, and alpha is the agreement of the argmaxes (in `measure`).
         weighting: which tokens count; None: all alike.
         reference: the frozen reference draft, where the weighting compares with one.
+        head: an acceptance head that is trained along, on all trained tokens.
 
     Raises:
         ValueError: an unknown loss, or a draft whose logits aren't one product of its last state.
@@ -94,6 +96,7 @@ class Distillation(Objective):
         warp: SamplingParams,
         weighting: Weighting | None = None,
         reference: PreTrainedModel | None = None,
+        head: AcceptanceLoss | None = None,
     ) -> None:
         super().__init__()
         # What is wrong with them shows now, not at the first step.
@@ -103,7 +106,7 @@ class Distillation(Objective):
         self.weighting = weighting or Weighting()
         check(self.weighting)
         check_split(draft)
-        self.draft = draft
+        self.draft, self.head = draft, head
         self._teacher, self._reference = teacher, (reference,)
         self.vocab_size = vocab_size
         self.beta, self.warp = config.beta, warp
@@ -116,14 +119,20 @@ class Distillation(Objective):
     def forward(self, batch: Batch) -> StepOutput:
         parts = self._parts()
         counts = self.weighting.select or self.weighting.by_depth
-        asked = counts or parts.keys() != {"ce"}
+        asked = counts or self.head is not None or parts.keys() != {"ce"}
         with torch.no_grad():
             rows = self._teacher(batch) if asked else None
         q = self._draft_side(self.draft, batch)
         weight_N = self._weights(batch, rows, q) if counts else batch.loss_mask.flatten().float()
         loss, alpha_N = self._score(parts, batch, rows, q, weight_N)
         metrics = {} if alpha_N is None else {"alpha": (alpha_N * (weight_N > 0)).sum()}
-        return StepOutput(loss, torch.tensor(self.tokens(batch), device=loss.device), metrics)
+        tokens = self.tokens(batch)
+        if self.head is not None:
+            assert rows is not None, "a head asks for the target"
+            mean = self.head(rows, q, batch.loss_mask.flatten(), self.warp.transform)
+            loss = loss + self.head.weight * tokens * mean
+            metrics["head"] = tokens * mean.detach()
+        return StepOutput(loss, torch.tensor(tokens, device=loss.device), metrics)
 
     @torch.no_grad()
     def measure(self, batch: Batch, teacher: Teacher | None = None) -> StepOutput:

@@ -1,4 +1,4 @@
-"""What a run of train/scorers.py leaves: a calibrated scorer, figures, how to use it."""
+"""What the training of a scorer leaves: calibrated, with figures, and how to use it."""
 
 import os
 import shutil
@@ -16,6 +16,9 @@ from draftsmith.train.scorer_rows import ScorerRows
 from draftsmith.train.state import whole_folder, write_atomically
 
 
+THRESHOLDS = {"acceptance": 0.7, "judge": 0.5}  # the papers'
+
+
 @torch.no_grad()
 def calibrate(
     scorer: Scorer, tune: ScorerRows, check: ScorerRows
@@ -30,6 +33,19 @@ def calibrate(
     scorer.shift.fill_(shift)
     logit_N = logits(scorer, check)
     return figures(logit_N, check.kept_N), figures(scorer.calibrated(logit_N), check.kept_N)
+
+
+def describe(
+    made_for: str | dict[str, Any],
+    before: dict[str, Any],
+    after: dict[str, Any],
+    threshold: float,
+    made: dict[str, Any],
+) -> dict[str, Any]:
+    """What `save_scorer` wants told: figures before and after calibration, and the provenance."""
+    better = after["brier"] < after["brier_constant"]
+    about = {"made_for": made_for, "figures": after, "uncalibrated": before, "calibrated": better}
+    return about | {"threshold": threshold, "provenance": made}
 
 
 def save_result(folder: Path, scorer: Scorer, about: dict[str, Any], drafter: str) -> None:

@@ -12,8 +12,8 @@ beside a state, I = H + S.
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,17 +31,18 @@ LABELS = ("soft", "hard")
 CHUNK = 1 << 14  # rows turned to fp32 at a time
 
 
-class Reading(Protocol):
+@dataclass(kw_only=True)
+class Reading:
     """The part of a recipe that says what a scorer reads, and learns to foretell."""
 
-    kind: str
+    kind: str  # acceptance | judge
     target: TargetSpec
-    drafter: str
-    traces: list[str]
-    labels: str
-    off_path: bool
-    reads: str
-    scalars: list[str]
+    drafter: str = ""  # acceptance: the folder whose tokens are scored
+    traces: list[str] = field(default_factory=list)  # folders, of one target and draft
+    labels: str = "hard"  # what the rule did | soft: min(1, p / q)
+    off_path: bool = False  # also rows after a rejected one, which no decoder would have come to
+    reads: str = "token"  # the state after the token | parent: the one that it was drawn from
+    scalars: list[str] = field(default_factory=list)  # of log_q, entropy, lead, depth
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,12 @@ def expected_marks(reading: Reading) -> tuple[dict[str, Any], str | None]:
 
 
 def read_rows(
-    reading: Reading, made_for: dict[str, Any], mark: str | None
+    reading: Reading,
+    made_for: dict[str, Any],
+    mark: str | None,
+    names: Sequence[str] = tuple(PARTS),
 ) -> tuple[dict[str, ScorerRows], dict[str, int]]:
-    """The rows of each part of PARTS, and counts of what there was and what was left out.
+    """The rows of parts of PARTS, and counts of what there was and what was left out.
 
     Args:
         made_for: the target's fingerprint; {} for that of the first trace.
@@ -190,7 +194,7 @@ def read_rows(
     counts["used"] = len(rows)
     part_of = {prompt: part(prompt) for prompt in rows.prompt_N.unique().tolist()}
     parts = {}
-    for name in PARTS:
+    for name in names:
         prompts = [prompt for prompt, own in part_of.items() if own == name]
         chosen_N = torch.isin(rows.prompt_N, torch.tensor(prompts, dtype=torch.int64))
         parts[name] = rows.where(chosen_N)

@@ -7,7 +7,8 @@
 
 P1 = 1 - P0 = sigmoid of the scorer's logit at a drafted token (models/scorers.py), a its label:
 `soft`, min(1, p / q), or `hard`, whether the rule kept it; w = `reject_weight`. The rows are those
-of `traces` (python -m draftsmith trace, or mined labels). Draft and target stay as they are.
+of `traces` (python -m draftsmith trace, or mined labels). Draft and target stay as they are; a head
+that is trained together with its draft: train/distill.py, `head_weight`.
 
 Prompts are split 80 / 10 / 10: to fit; to choose the best weights and calibrate them; to check. The
 log-odds scale * logit + shift have the least unweighted cross-entropy with what the rule did: a
@@ -22,42 +23,38 @@ Where this differs from the papers:
 3. The weights with the best held-out Brier score are kept, not the last ones; then calibrated.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith.models.scorers import Scorer, ScorerConfig, check_threshold
-from draftsmith.models.target import TargetSpec
 from draftsmith.train import recipe
 from draftsmith.train.launch import start
 from draftsmith.train.log import run_entry
 from draftsmith.train.loop import fit
 from draftsmith.train.result import made_by
 from draftsmith.train.scorer_objective import ScorerObjective
-from draftsmith.train.scorer_result import calibrate, next_command, save_result, show
-from draftsmith.train.scorer_rows import LABELS, RowBatches, expected_marks, read_rows
+from draftsmith.train.scorer_result import (
+    THRESHOLDS,
+    calibrate,
+    describe,
+    next_command,
+    save_result,
+    show,
+)
+from draftsmith.train.scorer_rows import LABELS, Reading, RowBatches, expected_marks, read_rows
 from draftsmith.train.scorer_trial import write_trial
 from draftsmith.train.settings import Settings
 from draftsmith.train.state import Run
 
-THRESHOLDS = {"acceptance": 0.7, "judge": 0.5}  # the papers'
-
 
 @dataclass(kw_only=True)
-class ScorersConfig(Settings):
+class ScorersConfig(Settings, Reading):
     """What a recipe of this entry can say."""
 
     entry: str = "scorers"
-    kind: str  # acceptance | judge
-    target: TargetSpec
-    drafter: str = ""  # acceptance: the folder whose tokens are scored
-    traces: list[str] = field(default_factory=list)  # folders, of one target and draft
-    labels: str = "hard"  # what the rule did | soft: min(1, p / q)
-    off_path: bool = False  # also rows after a rejected one, which no decoder would have come to
-    reads: str = "token"  # the state after the token | parent: the one that it was drawn from
-    scalars: list[str] = field(default_factory=list)  # of log_q, entropy, lead, depth
     blocks: int = 3  # 0: linear
     width: int = 0  # of the blocks; 0: the state's
     reject_weight: float = 6.0  # w; 0: both classes weigh the same
@@ -104,15 +101,14 @@ def main(argv: list[str]) -> None:
     if accelerator.is_main_process:
         scorer = objective.folded(getattr(torch, config.save_dtype))
         before, after = calibrate(scorer, parts["calibrate"], parts["check"])
-        about: dict[str, Any] = {"made_for": mark or made_for, "figures": after}
-        about |= {"uncalibrated": before, "calibrated": after["brier"] < after["brier_constant"]}
-        about["threshold"] = config.threshold or THRESHOLDS[config.kind]
-        about["provenance"] = made_by(argv, config.seed, parts["fit"], ended) | {"rows": counts}
+        threshold = config.threshold or THRESHOLDS[config.kind]
+        made = made_by(argv, config.seed, parts["fit"], ended) | {"rows": counts}
+        about = describe(mark or made_for, before, after, threshold, made)
         save_result(result, scorer, about, config.drafter)
         show(run.folder, before, after)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
-        print(next_command(config.kind, config.target.path, result, about["threshold"]))
+        print(next_command(config.kind, config.target.path, result, threshold))
 
 
 def check(config: ScorersConfig) -> None:

@@ -1,0 +1,193 @@
+"""Which rule should stop drafting, and at which threshold: replayed on traces, not decoded.
+
+    python -m draftsmith trace target=T drafter=D part=tune every=true out=runs/tune
+    python -m draftsmith trace target=T drafter=D part=report every=true out=runs/report
+    python -m draftsmith stopping tune=runs/tune report=runs/report drafter=D target=T save=true
+
+Fixed K, confidence, the product of q, entropy, and the acceptance head of the drafter folder if it
+has one, each at the setting that is fastest on the tune trace; the figures are of the report trace.
+Beside them the oracles, which no rule reaches. Costs are measured on this machine (target=...) or
+said: c = t_draft / t_plain, v = t_verify / t_plain. save=true makes the head's threshold that of
+the table, for `policy=acceptance`. See `decode/replay.py` for what is counted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from draftsmith.decode import replay
+from draftsmith.decode.arguments import parse
+from draftsmith.decode.costs import measured_costs
+from draftsmith.decode.engine import Decoder
+from draftsmith.decode.replay import Rounds, Stop
+from draftsmith.decode.request import Counters
+from draftsmith.decode.traces import read_traces
+from draftsmith.decode.tree_plan import chain_plan
+from draftsmith.models.scorers import (
+    FOLDER,
+    Scored,
+    load_acceptance,
+    set_threshold,
+    weights_mark,
+)
+
+GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+CONTEXT = 256  # tokens of a row, whose middle the costs are measured at
+WIDTH = 120  # of the table where there is no terminal
+Arms = Mapping[str, tuple[Mapping[str, Stop], Sequence[Rounds], Sequence[Rounds]]]
+
+
+@dataclass
+class Stopping:
+    """Traces to tune and to report on, and what a call costs."""
+
+    tune: str
+    report: str = ""  # empty: the tune trace, whose figures are then a little too good
+    drafter: str = ""  # a folder with an acceptance head; empty: the other rules
+    target: str = ""  # to measure the costs with
+    c: float | None = None
+    v: float = 1.0
+    save: bool = False
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+
+
+def rules(K: int) -> dict[str, dict[str, Stop]]:
+    """What there is to choose from without a head, by name and setting, for drafts of K at most."""
+    adaptive = {f"adaedl {g:g}": replay.adaedl(g) for g in (0.1, 0.2, 0.4)}
+    return {
+        "fixed-k": {f"K {k}": replay.fixed(k) for k in range(1, K + 1)},
+        "confidence": {f"q {x:g}": replay.confidence(x) for x in GRID},
+        "product": {f"h {x:g}": replay.chance(x, by="log_q") for x in GRID},
+        "entropy": adaptive | {f"limit {x:g}": replay.entropy(x) for x in GRID},
+    }
+
+
+def by_head(state: str) -> dict[str, Stop]:
+    """Of an acceptance head that reads this state (see `ScorerConfig`)."""
+    return {f"h {x:g}": replay.chance(x, newest=state == "parent") for x in GRID}
+
+
+def compared(
+    arms: Arms, c: float, v: float = 1.0
+) -> tuple[list[dict[str, Any]], dict[str, list[Counters]]]:
+    """A row an arm, each at its fastest setting on its first rounds, measured on its second ones,
+    and the oracles; and the counters of the second ones. Ratios to `fixed-k` and `entropy`, with
+    intervals over prompts; share_of_oracle: of what the oracle gains over fixed-k.
+    """
+    chosen: dict[str, str] = {}
+    counters: dict[str, list[Counters]] = {}
+    for arm, (options, tuned_on, reported) in arms.items():
+        chosen[arm], _ = replay.tune(options, tuned_on, c, v)
+        counters[arm] = replay.replay(options[chosen[arm]], reported)
+    reported = arms["fixed-k"][2]
+    counters["oracle-after"] = replay.replay(replay.oracle_after(), reported)
+    counters["oracle"] = replay.replay(replay.oracle(), reported)
+    headroom = replay.gain(counters["oracle"], counters["fixed-k"], c, v)[0] - 1
+    rows = []
+    for arm, own in counters.items():
+        row = {"what": arm, "setting": chosen.get(arm, ""), **replay.figures(own, c, v)}
+        for other, name in (("fixed-k", "over_fixed"), ("entropy", "over_entropy")):
+            row[name], row[f"{name}_interval"] = replay.gain(own, counters[other], c, v)
+        row["share_of_oracle"] = (row["over_fixed"] - 1) / headroom if headroom else 0.0
+        rows.append(row)
+    return rows, counters
+
+
+def main(argv: list[str]) -> int:
+    """Compare, print the table, save the threshold if asked to; 2 after a user's error."""
+    console = Console()
+    console.width = console.width if console.is_terminal else WIDTH
+    try:
+        settings = parse(Stopping, argv)
+        c, v = costs(settings)
+        rows = compare(settings, c, v)
+        console.print(table(rows, c, v))
+        if not settings.report:
+            console.print("settings were chosen on the prompts they are reported on: give report=")
+        if settings.save:
+            found = [row["setting"] for row in rows if row["what"] == "head"]
+            if not found:
+                raise ValueError("save: got no acceptance head, expected drafter= with one")
+            threshold = float(found[0].removeprefix("h "))
+            folder = f"{settings.drafter}/{FOLDER}"
+            set_threshold(folder, threshold, {"c": c, "v": v, "trace": settings.tune})
+            console.print(f"{folder}: threshold {threshold:g}; decode with policy=acceptance")
+    except ValueError as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
+        return 2
+    return 0
+
+
+def compare(settings: Stopping, c: float, v: float) -> list[dict[str, Any]]:
+    """`compared` for what the settings name; ValueError for traces of another drafter, or without a
+    round at every position.
+    """
+    head = load_acceptance(settings.drafter) if settings.drafter else None
+    parts = [settings.tune, settings.report or settings.tune]
+    tuned_on, reported = (rounds(settings, part, head) for part in parts)
+    arms = {name: (own, tuned_on, reported) for name, own in rules(_longest(tuned_on)).items()}
+    if head is not None:
+        arms["head"] = (by_head(head.scorer.config.state), tuned_on, reported)
+    return compared(arms, c, v)[0]
+
+
+def rounds(settings: Stopping, folder: str, head: Scored | None) -> list[Rounds]:
+    """A trace's rounds, with the head's scores where there is one."""
+    trace = read_traces(folder)
+    made_by = (trace.about["drafter"] or {}).get("mark")
+    if settings.drafter and made_by != weights_mark(settings.drafter):
+        raise ValueError(
+            f"{folder}: got a trace of a drafter of mark {made_by}, expected the weights in "
+            f"{settings.drafter}; trace that drafter"
+        )
+    return replay.rounds_of(trace, None if head is None else replay.log_chances(head.scorer, trace))
+
+
+def costs(settings: Stopping) -> tuple[float, float]:
+    """(c, v), as said or measured for one row; ValueError where neither can be."""
+    if settings.c is not None:
+        if not settings.c > 0 or not settings.v > 0:
+            raise ValueError(f"c, v: got {settings.c}, {settings.v}, expected numbers above 0")
+        return settings.c, settings.v
+    if not settings.target or not settings.drafter:
+        raise ValueError("c: got none, expected c=..., or target= and drafter= to measure it")
+    decoder = Decoder.from_pretrained(
+        settings.target, settings.drafter, device=settings.device, dtype=settings.dtype
+    )
+    assert decoder.drafter is not None
+    return measured(decoder)
+
+
+def measured(decoder: Decoder, K: int = 4) -> tuple[float, float]:
+    """(c, v) of one row on this machine, v at drafts of K."""
+    assert decoder.drafter is not None
+    found = measured_costs(decoder.runner, decoder.drafter, chain_plan(K), 1, CONTEXT)
+    plain, draft = found.verify[0], found.draft[0]
+    return draft / plain, (found.of(chain_plan(K)) - K * draft) / plain
+
+
+def table(rows: Sequence[Mapping[str, Any]], c: float, v: float) -> Table:
+    """The rows in words."""
+    made = Table(box=SIMPLE_HEAD, title=f"stopping rules at c = {c:.3g}, v = {v:.3g}")
+    made.caption = "speed-up, modelled: tokens emitted / (rounds v + tokens drafted c)"
+    for name in ("rule", "setting", "speed-up", "95%", "over fixed K", "95%"):
+        made.add_column(name)
+    for name in ("tau", "drafted a round", "discarded a token"):
+        made.add_column(name, justify="right")
+    for row in rows:
+        numbers = (f"{row['tau']:.2f}", f"{row['K']:.2f}", f"{row['discard_rate']:.2f}")
+        ends = [row["speedup_interval"], row["over_fixed_interval"]]
+        own, ratio = (f"{low:.3f} to {high:.3f}" for low, high in ends)
+        ratios = (f"{row['speedup']:.3f}", own, f"{row['over_fixed']:.3f}", ratio)
+        made.add_row(row["what"], row["setting"], *ratios, *numbers)
+    return made
+
+
+def _longest(rounds: Sequence[Rounds]) -> int:
+    return min(one.kept_TK.shape[1] for one in rounds)
