@@ -110,6 +110,8 @@ def distilled(settings: Evidence) -> None:
     of GSM8K and pieces of Python source, about as many tokens of each.
     """
     mix = Path(settings.trained) / "mix.jsonl"
+    if (mix.parent / "draft" / "drafter").exists():
+        return
     if not mix.exists():
         mix.parent.mkdir(parents=True, exist_ok=True)
         maths = load_rows(settings.gsm8k, "train")[:MATHS]
@@ -244,8 +246,10 @@ class Seed:
         argv = [*how, f"seed={self.seed}", f"out={out}", f"drafter={self.drafter}"]
         argv += [f"target.path={self.settings.target}", f"traces=[{self.folder}/{learns_from}]"]
         argv += [f"steps={self.settings.steps}"] if self.settings.steps else []
-        train("scorers", *argv)
-        return out / "drafter" / FOLDER
+        made = out / "drafter" / FOLDER
+        if not made.exists():
+            train("scorers", *argv)
+        return made
 
     def rounds(self, part: str, heads: Mapping[str, Path]) -> dict[str, list[Rounds]]:
         """The rounds at every position of a part's answers, scored by each head."""
@@ -267,7 +271,7 @@ class Seed:
             for name, own in rules(self.settings.K).items()
         }
         for name, state in (("head-paper", "token"), ("head", "parent")):
-            arms[name] = (by_head(state), tune[name], report[name])
+            arms[name] = (by_head(state, self.settings.K), tune[name], report[name])
         rows, counters = compared(arms, c)
         for row in rows:
             row |= {"c": c, "prompts": 3 * self.settings.each}

@@ -18,7 +18,7 @@ from draftsmith.decode.policy import Acceptance
 from draftsmith.decode.replay import Rounds, Stop
 from draftsmith.decode.request import Completion
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.stopping import GRID, measured
+from draftsmith.decode.stopping import by_head, measured, rules
 from draftsmith.decode.tree_plan import chain_plan
 from draftsmith.models.scorers import SCALARS, Scored, Scorer, ScorerConfig
 
@@ -29,21 +29,20 @@ Open = Callable[..., Decoder]
 
 def decoded_rules(K: int) -> Rules:
     """What the decoder can be told, beside what replays it."""
-    longest = {"K": K}
-    return {
+    found: Rules = {
         "fixed-k": {f"K {k}": (replay.fixed(k), {"K": k}) for k in range(1, K + 1)},
-        "confidence": {
-            f"q {x:g}": (replay.confidence(x), longest | {"policy": f"confidence:{x}"})
-            for x in GRID
-        },
         "entropy": {
-            f"adaedl {g:g}": (replay.adaedl(g), longest | {"policy": f"entropy:{g},0.6"})
+            f"adaedl {g:g}, K {K}": (replay.adaedl(g), {"K": K, "policy": f"entropy:{g},0.6"})
             for g in (0.1, 0.2, 0.4)
         },
-        "head": {
-            f"h {x:g}": (replay.chance(x), longest | {"policy": f"acceptance:{x}"}) for x in GRID
-        },
     }
+    for arm, options in (("confidence", rules(K)["confidence"]), ("head", by_head("parent", K))):
+        policy = "acceptance" if arm == "head" else arm
+        found[arm] = {}
+        for setting, stop in options.items():
+            threshold, _, most = setting.partition(" ")[2].partition(", K ")
+            found[arm][setting] = stop, {"K": int(most), "policy": f"{policy}:{threshold}"}
+    return found
 
 
 def timed_rows(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.decode.drafters.base import Call
-from draftsmith.models.scorers import Scorer
+from draftsmith.models.scorers import Scorer, within
 
 
 class AcceptanceHead:
@@ -61,8 +61,8 @@ class AcceptanceHead:
 
 # What `models.scorers.SCALARS` names, of each child [B, C].
 READ = {
-    "log_q": lambda call: call.log_q_BC,
+    "log_q": lambda call: within(call.log_q_BC),
     "entropy": lambda call: call.entropy_BF.gather(1, call.of_BC),
-    "lead": lambda call: call.lead_BC,
+    "lead": lambda call: within(call.lead_BC),
     "depth": lambda call: torch.full_like(call.of_BC, call.depth, dtype=torch.float32),
 }

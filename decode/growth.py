@@ -61,7 +61,8 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
         if request.calls is None and (request.enough is None or drafted == plan.levels):
             continue
         of_BC = level.of_C.expand_as(children_BC)
-        call = _call(request, depth, (q_logits_BFV, fed.states_BFH), of_BC, children_BC)
+        scores_BFV = _scores(request, q_logits_BFV, depth)
+        call = _call(request, depth, (q_logits_BFV, fed.states_BFH, scores_BFV), of_BC, children_BC)
         if request.chance is not None:
             above_BC = path_BN[:, level.fed_F[level.of_C]]
             call.path_BC = above_BC + request.chance(call)
@@ -93,11 +94,13 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
     while True:
         fed = feed(frontier)
         logits_BFV = _transformed(request, fed.logits_BFV)
-        log_q_BFV = (_scores(request, logits_BFV, drafted) * plan.sharpness).log_softmax(-1)
+        scores_BFV = _scores(request, logits_BFV, drafted)
+        log_q_BFV = (scores_BFV * plan.sharpness).log_softmax(-1)
         log_q_BFK, children_BFK = _top(log_q_BFV, width)
         place_F = torch.arange(fed_BF.shape[1], device=device)
         of_BK = place_F.repeat_interleave(width).expand(batch, -1)
-        call = _call(request, drafted, (logits_BFV, fed.states_BFH), of_BK, children_BFK.flatten(1))
+        made = (logits_BFV, fed.states_BFH, scores_BFV)
+        call = _call(request, drafted, made, of_BK, children_BFK.flatten(1))
         own_BK = log_q_BFK.flatten(1) if request.chance is None else request.chance(call)
         new_BK = worth_BC.gather(1, fed_BF).gather(1, of_BK) + own_BK
         # A draft's NaN must not break the tree: it is worth least, and so is all below it.
@@ -227,13 +230,14 @@ def _transformed(request: Round, logits_BFV: Tensor) -> Tensor:
 def _call(
     request: Round,
     depth: int,
-    made: tuple[Tensor, Tensor],
+    made: tuple[Tensor, Tensor, Tensor],
     of_BC: Tensor,
     tokens_BC: Tensor,
 ) -> Call:
-    """What a call came to (`made`: its transformed logits, and states), noted if anyone records."""
-    scores_BFV = _scores(request, made[0], depth)
-    call = Call(depth, request.active_B, *made, scores_BFV, of_BC, tokens_BC)
+    """What a call came to (`made`: its transformed logits, states and scores), noted if anyone
+    records.
+    """
+    call = Call(depth, request.active_B, *made, of_BC, tokens_BC)
     if request.calls is not None:
         request.calls.append(call)
     return call

@@ -108,14 +108,16 @@ def label(settings: Labels) -> str:
         asked = [one for one in enumerate(questions(settings)) if one[0] not in writer.done]
         how = {"batch": settings.batch, "max_new_tokens": settings.max_new_tokens}
         todo, found = len(asked), Miner(target, tokenizer, drafter, **how).mine(asked)
-    with Progress(transient=True) as progress:
-        bar = progress.add_task("labels", total=todo)
-        for index, columns in found:
-            writer.add(index, columns)
-            progress.advance(bar)
-            if writer.full:
-                break
-    writer.close()
+    try:
+        with Progress(transient=True) as progress:
+            bar = progress.add_task("labels", total=todo)
+            for index, columns in found:
+                writer.add(index, columns)
+                progress.advance(bar)
+                if writer.full:
+                    break
+    finally:
+        writer.close()
     kept = read_traces(settings.out, ["kept"]).columns["kept"]
     full = " (full: max_gb)" if writer.full else ""
     return (

@@ -135,7 +135,8 @@ class Acceptance(Fixed):
 
         def enough(call: Call) -> Tensor:
             assert call.path_BC is not None
-            best_B = call.path_BC.amax(1).exp() * call.active_B
+            # NaN, of a broken draft or an idle row, must not decide for the other rows.
+            best_B = (call.path_BC.amax(1).exp() * call.active_B).nan_to_num(nan=0.0)
             mean = best_B.sum() / call.active_B.sum().clamp(min=1)
             stop = (mean < 1 - threshold) & (call.depth + 1 >= self.least)
             return stop.expand_as(best_B)

@@ -33,7 +33,7 @@ from draftsmith.decode.policy import Entropy, Outcome
 from draftsmith.decode.request import Counters
 from draftsmith.decode.traces import Trace
 from draftsmith.decode.tree_plan import chain_plan
-from draftsmith.models.scorers import Scorer
+from draftsmith.models.scorers import Scorer, read_scalar
 
 COLUMNS = ("prompt", "round", "position", "parent", "depth", "log_q", "entropy", "kept", "on_path")
 BLOCK = 1 << 14  # rows that a head scores at once
@@ -106,13 +106,11 @@ def log_chances(scorer: Scorer, trace: Trace) -> Tensor:
     gets 0, which no rule reads.
     """
     columns, config = trace.columns, scorer.config
-    read = {"log_q": columns["log_q"], "entropy": columns["entropy"], "lead": columns["lead"]}
-    read["depth"] = columns["depth"] - 1  # levels before it
     order_n = torch.from_numpy(_order(trace))
     state_n = order_n.roll(-1) if config.state == "token" else order_n
     found_n = torch.empty(len(order_n))
     for at, state_at in zip(order_n.split(BLOCK), state_n.split(BLOCK), strict=True):
-        numbers = [read[name][at].float() for name in config.scalars]
+        numbers = [read_scalar(name, columns[name][at]) for name in config.scalars]
         scalars = torch.stack(numbers, 1) if numbers else None
         logits = scorer(columns["draft_state"][state_at].float(), scalars)
         found_n[at] = F.logsigmoid(scorer.calibrated(logits))
@@ -164,11 +162,14 @@ def adaedl(gamma: float = 0.2, limit: float = 0.6) -> Stop:
     return stop
 
 
-def chance(
-    threshold: float, *, least: int = 1, most: int = 64, newest: bool = True, by: str = "score"
-) -> Stop:
+def capped(stop: Stop, most: int) -> Stop:
+    """A rule with at most so many tokens: the decoder's K."""
+    return lambda prompts: [np.minimum(drafted_T, most) for drafted_T in stop(prompts)]
+
+
+def chance(threshold: float, *, least: int = 1, newest: bool = True, by: str = "score") -> Stop:
     """Stop once something drafted has been rejected with a chance above `threshold`, after `least`
-    tokens or more, at the latest after `most`.
+    tokens or more.
 
     newest: whether the newest token's score counts; not of a head that reads the state after it
     (policy `acceptance`). by: `score`, or `log_q`: policy `depth` at 1 - threshold.
@@ -183,7 +184,7 @@ def chance(
                 path_TK = np.pad(path_TK[:, :-1], ((0, 0), (1, 0)))
             enough_TK = np.exp(path_TK) < 1 - threshold
             enough_TK[:, : least - 1] = False
-            found.append(np.minimum(_first(enough_TK), most))
+            found.append(_first(enough_TK))
         return found
 
     return stop

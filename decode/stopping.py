@@ -11,8 +11,9 @@ said: c = t_draft / t_plain, v = t_verify / t_plain. save=true makes the head's 
 the table, for `policy=acceptance`. See `decode/replay.py` for what is counted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -28,6 +29,7 @@ from draftsmith.decode.replay import Rounds, Stop
 from draftsmith.decode.request import Counters
 from draftsmith.decode.traces import read_traces
 from draftsmith.decode.tree_plan import chain_plan
+from draftsmith.models.fingerprint import differences
 from draftsmith.models.scorers import (
     FOLDER,
     Scored,
@@ -36,8 +38,13 @@ from draftsmith.models.scorers import (
     weights_mark,
 )
 
-GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+GRID = (
+    *(0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4),
+    *(0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99),
+)
+CAPS = (2, 3, 4, 6, 8)  # of tokens, beside the longest draft
 CONTEXT = 256  # tokens of a row, whose middle the costs are measured at
+DECIDE = ("temperature", "top_k", "top_p", "min_p", "K")  # what two traces must share
 WIDTH = 120  # of the table where there is no terminal
 Arms = Mapping[str, tuple[Mapping[str, Stop], Sequence[Rounds], Sequence[Rounds]]]
 
@@ -59,18 +66,27 @@ class Stopping:
 
 def rules(K: int) -> dict[str, dict[str, Stop]]:
     """What there is to choose from without a head, by name and setting, for drafts of K at most."""
-    adaptive = {f"adaedl {g:g}": replay.adaedl(g) for g in (0.1, 0.2, 0.4)}
     return {
         "fixed-k": {f"K {k}": replay.fixed(k) for k in range(1, K + 1)},
-        "confidence": {f"q {x:g}": replay.confidence(x) for x in GRID},
-        "product": {f"h {x:g}": replay.chance(x, by="log_q") for x in GRID},
-        "entropy": adaptive | {f"limit {x:g}": replay.entropy(x) for x in GRID},
+        "confidence": swept("q", replay.confidence, K),
+        "product": swept("h", partial(replay.chance, by="log_q"), K),
+        "entropy": {f"adaedl {g:g}, K {K}": replay.adaedl(g) for g in (0.1, 0.2, 0.4)}
+        | swept("limit", replay.entropy, K),
     }
 
 
-def by_head(state: str) -> dict[str, Stop]:
+def by_head(state: str, K: int) -> dict[str, Stop]:
     """Of an acceptance head that reads this state (see `ScorerConfig`)."""
-    return {f"h {x:g}": replay.chance(x, newest=state == "parent") for x in GRID}
+    return swept("h", partial(replay.chance, newest=state == "parent"), K)
+
+
+def swept(name: str, rule: Callable[[float], Stop], K: int) -> dict[str, Stop]:
+    """A rule at every threshold, each with every cap on the tokens."""
+    return {
+        f"{name} {x:g}, K {most}": replay.capped(rule(x), most)
+        for x in GRID
+        for most in (*(cap for cap in CAPS if cap < K), K)
+    }
 
 
 def compared(
@@ -114,10 +130,10 @@ def main(argv: list[str]) -> int:
             found = [row["setting"] for row in rows if row["what"] == "head"]
             if not found:
                 raise ValueError("save: got no acceptance head, expected drafter= with one")
-            threshold = float(found[0].removeprefix("h "))
+            threshold, _, most = found[0].removeprefix("h ").partition(", K ")
             folder = f"{settings.drafter}/{FOLDER}"
-            set_threshold(folder, threshold, {"c": c, "v": v, "trace": settings.tune})
-            console.print(f"{folder}: threshold {threshold:g}; decode with policy=acceptance")
+            set_threshold(folder, float(threshold), {"c": c, "v": v, "trace": settings.tune})
+            console.print(f"{folder}: threshold {threshold}; policy=acceptance K={most} uses it")
     except ValueError as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         return 2
@@ -130,16 +146,19 @@ def compare(settings: Stopping, c: float, v: float) -> list[dict[str, Any]]:
     """
     head = load_acceptance(settings.drafter) if settings.drafter else None
     parts = [settings.tune, settings.report or settings.tune]
+    check_alike(*parts)
     tuned_on, reported = (rounds(settings, part, head) for part in parts)
-    arms = {name: (own, tuned_on, reported) for name, own in rules(_longest(tuned_on)).items()}
+    longest = min(one.kept_TK.shape[1] for one in tuned_on)
+    arms = {name: (own, tuned_on, reported) for name, own in rules(longest).items()}
     if head is not None:
-        arms["head"] = (by_head(head.scorer.config.state), tuned_on, reported)
+        arms["head"] = (by_head(head.scorer.config.state, longest), tuned_on, reported)
     return compared(arms, c, v)[0]
 
 
 def rounds(settings: Stopping, folder: str, head: Scored | None) -> list[Rounds]:
     """A trace's rounds, with the head's scores where there is one."""
-    trace = read_traces(folder)
+    read = replay.COLUMNS if head is None else (*replay.COLUMNS, "lead", "draft_state")
+    trace = read_traces(folder, read, kind="decoder")
     made_by = (trace.about["drafter"] or {}).get("mark")
     if settings.drafter and made_by != weights_mark(settings.drafter):
         raise ValueError(
@@ -147,6 +166,20 @@ def rounds(settings: Stopping, folder: str, head: Scored | None) -> list[Rounds]
             f"{settings.drafter}; trace that drafter"
         )
     return replay.rounds_of(trace, None if head is None else replay.log_chances(head.scorer, trace))
+
+
+def check_alike(tune: str, report: str) -> None:
+    """ValueError for traces of two targets, or of two ways to sample or to draft."""
+    one, other = (read_traces(part, ["prompt"]).about for part in (tune, report))
+    differ = differences(one["target"] or {}, other["target"] or {})
+    for name in DECIDE:
+        values = [about.get("settings", {}).get(name) for about in (one, other)]
+        differ += [] if values[0] == values[1] else [f"{name}: {values[0]} and {values[1]}"]
+    if differ:
+        raise ValueError(
+            f"report: got {report}, made otherwise than {tune} ({'; '.join(differ)}), expected "
+            "the same target, sampling and K; trace both alike"
+        )
 
 
 def costs(settings: Stopping) -> tuple[float, float]:
@@ -177,7 +210,7 @@ def table(rows: Sequence[Mapping[str, Any]], c: float, v: float) -> Table:
     made = Table(box=SIMPLE_HEAD, title=f"stopping rules at c = {c:.3g}, v = {v:.3g}")
     made.caption = "speed-up, modelled: tokens emitted / (rounds v + tokens drafted c)"
     for name in ("rule", "setting", "speed-up", "95%", "over fixed K", "95%"):
-        made.add_column(name)
+        made.add_column(name, no_wrap=True)
     for name in ("tau", "drafted a round", "discarded a token"):
         made.add_column(name, justify="right")
     for row in rows:
@@ -187,7 +220,3 @@ def table(rows: Sequence[Mapping[str, Any]], c: float, v: float) -> Table:
         ratios = (f"{row['speedup']:.3f}", own, f"{row['over_fixed']:.3f}", ratio)
         made.add_row(row["what"], row["setting"], *ratios, *numbers)
     return made
-
-
-def _longest(rounds: Sequence[Rounds]) -> int:
-    return min(one.kept_TK.shape[1] for one in rounds)

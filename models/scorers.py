@@ -45,6 +45,7 @@ KINDS = ("acceptance", "judge")
 # Of a drafted token: log q; the entropy of q (nats); by how much it won its race; levels before it.
 SCALARS = ("log_q", "entropy", "lead", "depth")
 STATES = ("token", "parent")
+FAR = 30.0  # nats, of log q and lead; at temperature 1 none was above 19
 FOLDER = "acceptance"  # of the head in a drafter folder
 ABOUT = "scorer.json"
 SCHEMA = 1
@@ -245,6 +246,16 @@ def load_acceptance(drafter: str | Path, hidden: int | None = None) -> Scored | 
         )
     check_width(found.scorer, hidden, f"{folder}")
     return found
+
+
+def within(nats_X: Tensor) -> Tensor:
+    """log q or lead as a scorer reads it; both are infinite where a filter leaves one token."""
+    return nats_X.clamp(-FAR, FAR)
+
+
+def read_scalar(name: str, column_N: Tensor) -> Tensor:
+    """A column of a trace as a scorer reads it, fp32; of depths, the levels before the token."""
+    return column_N.float() - 1 if name == "depth" else within(column_N.float())
 
 
 def set_threshold(folder: str | Path, threshold: float, tuned: dict[str, Any]) -> None:

@@ -11,12 +11,16 @@ from truths import PROMPTS, SETTINGS, truths
 from draftsmith.decode.acceptance import AcceptanceHead
 from draftsmith.decode.drafters.base import Call
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.policy import Acceptance, make_policy
 from draftsmith.decode.recorder import Columns, Recorder
 from draftsmith.decode.sampling import SamplingParams, request_race
 from draftsmith.decode.tree_plan import chain_plan
+from draftsmith.models.drafter_folder import save_drafter
+from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.scorers import (
+    FAR,
     FOLDER,
     SCALARS,
     Scored,
@@ -24,6 +28,7 @@ from draftsmith.models.scorers import (
     ScorerConfig,
     load_acceptance,
     load_scorer,
+    read_scalar,
     save_scorer,
     weights_mark,
 )
@@ -79,6 +84,23 @@ def test_a_head_that_reads_the_token_scores_the_nodes_fed() -> None:
     torch.testing.assert_close(head(call), own_BF.gather(1, call.of_BC))
 
 
+def test_a_filter_that_leaves_one_token_breaks_no_score() -> None:
+    made = scorer(scalars=SCALARS, state="parent", width=8)
+    logits = torch.full((1, 1, 50), -torch.inf)
+    logits[..., 3] = 1.0
+    tokens, of = torch.tensor([[3, 4]]), torch.zeros(1, 2, dtype=torch.int64)
+    states = torch.randn(1, 1, HIDDEN)
+    call = Call(1, torch.ones(1, dtype=torch.bool), logits, states, logits, of, tokens)
+    assert call.lead_BC.tolist() == [[torch.inf, -torch.inf]]
+    found = AcceptanceHead(made, torch.device("cpu"))(call)
+    numbers = torch.tensor([[0.0, 0.0, FAR, 1.0], [-FAR, 0.0, -FAR, 1.0]])
+    read = made.calibrated(made(states[0].expand(2, -1), numbers))
+    torch.testing.assert_close(found[0], read.sigmoid().log())
+    column = torch.tensor([torch.inf, -torch.inf, 2.0])
+    assert read_scalar("lead", column).tolist() == [FAR, -FAR, 2.0]
+    assert read_scalar("depth", torch.tensor([1, 64])).tolist() == [0.0, 63.0]
+
+
 def test_standardised_inputs_are_folded_in() -> None:
     made = scorer(state="parent", width=8)
     mean, deviation, x = torch.randn(HIDDEN), torch.rand(HIDDEN) + 0.5, torch.randn(5, HIDDEN)
@@ -106,6 +128,10 @@ def test_drafting_stops_once_the_mean_chance_is_too_low() -> None:
     assert stops(3, [0.9, 0.25], [True, True]) == [True, True]
     assert stops(3, [0.9, 0.35], [True, True]) == [False, False]
     assert stops(3, [0.1, 0.7], [False, True]) == [False, False]  # an idle row has no say
+    nan = float("nan")
+    assert stops(3, [0.1, nan], [True, False]) == [True, True]  # nor has one that is broken
+    assert stops(3, [0.9, nan], [True, False]) == [False, False]
+    assert stops(3, [nan], [True]) == [True]
 
 
 TOKEN: dict[str, object] = {"state": "token"}
@@ -313,6 +339,28 @@ def test_a_head_for_another_draft_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(bytes(data))
     with pytest.raises(ValueError, match="for a draft of mark"):
         load_acceptance(drafter)
+
+
+def test_a_drafter_comes_with_no_head_of_other_states(
+    tmp_path: Path,
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    save_drafter(
+        tmp_path / "draft",
+        kind="lm",
+        model=tiny_draft,
+        tokenizer=tiny_tokenizer,
+        target_fingerprint=fingerprint(tiny_target, tiny_tokenizer),
+        provenance={},
+        defaults={},
+    )
+    hidden = tiny_draft.config.hidden_size + 8
+    about = ABOUT | {"made_for": weights_mark(tmp_path / "draft")}
+    save_scorer(tmp_path / "draft" / FOLDER, Scorer(ScorerConfig("acceptance", hidden)), about)
+    with pytest.raises(ValueError, match=f"states of {hidden}, expected {hidden - 8}"):
+        load_drafter(str(tmp_path / "draft"), tiny_target, tiny_tokenizer)
 
 
 def test_broken_folders_and_settings_are_refused(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_where_scores_stop() -> None:
     assert drafted(replay.chance(0.15)) == [2, 2, 1]
     assert drafted(replay.chance(0.15, newest=False)) == [3, 3, 2]
     assert drafted(replay.chance(0.3, least=2)) == [4, 3, 2]
-    assert drafted(replay.chance(0.3, most=2)) == [2, 2, 1]
+    assert drafted(replay.capped(replay.chance(0.3), 2)) == [2, 2, 1]
     assert drafted(replay.confidence(0.5)) == [4, 3, 1]
     # 1 - sqrt(0.2 * 0.105) = 0.855, 1 - sqrt(0.2 * 1.61) = 0.433.
     assert drafted(replay.entropy(0.5)) == [4, 3, 1]

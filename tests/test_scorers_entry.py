@@ -19,6 +19,7 @@ from draftsmith.decode.traces import Trace, read_traces
 from draftsmith.models.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.scorers import Scorer, ScorerConfig, load_acceptance, weights_mark
+from draftsmith.models.target import TargetSpec
 from draftsmith.train import scorers
 from draftsmith.train.calibration import auc, brier
 from draftsmith.train.scorer_objective import ScorerObjective, balance, logits, weighted_entropy
@@ -119,7 +120,7 @@ def test_parts_hold_whole_prompts_and_stay_the_same(
     assert abs(shares["fit"] - 3200) < 76 and abs(shares["check"] - 400) < 57
     folder = write_trace(tmp_path / "trace", about)
     config = scorers.ScorersConfig(
-        out="", steps=1, kind="acceptance", target=scorers.TargetSpec(""), drafter=str(drafter)
+        out="", steps=1, kind="acceptance", target=TargetSpec(""), drafter=str(drafter)
     )
     config.traces, config.reads, config.scalars = [folder], "parent", ["lead", "depth"]
     parts, counts = read_rows(config, about["target"], weights_mark(drafter))
@@ -312,8 +313,8 @@ def all_kept(columns: dict[str, Tensor]) -> dict[str, Tensor]:
     return columns | {"kept": torch.ones_like(columns["kept"])}
 
 
-def greedy(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    return columns | {"lead": torch.full_like(columns["lead"], torch.inf)}
+def broken(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    return columns | {"lead": torch.full_like(columns["lead"], torch.nan)}
 
 
 def without_lead(columns: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -327,7 +328,7 @@ def without_lead(columns: dict[str, Tensor]) -> dict[str, Tensor]:
         ("target", "a trace of another target .*tokenizer: made for .*, given other"),
         ("kind", "a trace of kind 'judge', expected decoder or mixed for kind=acceptance"),
         (all_kept, r"the fit part has \d+ rows of \d+ prompts, \d+ kept and 0 rejected"),
-        (greedy, "where lead isn't finite .at temperature 0"),
+        (broken, "rows where lead isn't a number"),
         (without_lead, "without the columns lead, log_p"),
         ("few", "the check part has 0 rows of 0 prompts"),
     ],

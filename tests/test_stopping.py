@@ -47,7 +47,7 @@ def drafter(tmp_path: Path) -> Path:
         scorer.enter.bias.fill_(-3.0)
         scorer.out.weight.fill_(1.0)
         scorer.out.bias.fill_(0.0)
-    about = {"made_for": weights_mark(folder), "threshold": 0.7, "calibrated": True}
+    about = {"made_for": weights_mark(folder), "threshold": 0.37, "calibrated": True}
     save_scorer(folder / FOLDER, scorer, {**about, "figures": {}, "provenance": {}})
     return folder
 
@@ -83,7 +83,7 @@ def test_settings_are_chosen_on_the_tune_trace_alone(tmp_path: Path, drafter: Pa
         rounds(settings, trace(tmp_path / name, drafter, count), head)
         for name, count in (("one", 4), ("two", 40))
     ]
-    options = by_head("parent")
+    options = by_head("parent", DEPTHS)
     fixed, entropy = rules(DEPTHS)["fixed-k"], rules(DEPTHS)["entropy"]
     arms: dict[str, Any] = {"fixed-k": (fixed, *parts), "entropy": (entropy, *parts)}
     rows, counters = compared({**arms, "head": (options, *parts)}, 0.2)
@@ -105,11 +105,15 @@ def test_the_command_prints_the_rules_and_keeps_the_threshold(
     about = json.loads((drafter / FOLDER / ABOUT).read_text())
     assert about["tuned"] == {"c": 0.05, "v": 1.0, "trace": tune}
     found = load_acceptance(drafter)
-    assert found is not None and found.threshold == about["threshold"] != 0.7
+    assert found is not None and found.threshold == about["threshold"] != 0.37
 
 
 def test_bad_inputs(tmp_path: Path, drafter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tune = trace(tmp_path / "tune", drafter, 3)
+    about = {"kind": "decoder", "target": {}, "drafter": {"mark": weights_mark(drafter)}}
+    at = {"settings": {"temperature": 0.5}}
+    cold = write_trace(tmp_path / "cold", about | at, everywhere, 3)
+    mixed = write_trace(tmp_path / "mixed", about | {"kind": "mixed"}, everywhere, 3)
     other = tmp_path / "other"
     other.mkdir()
     (other / "model.safetensors").write_bytes(WEIGHTS[::-1])
@@ -119,6 +123,8 @@ def test_bad_inputs(tmp_path: Path, drafter: Path, capsys: pytest.CaptureFixture
         ([f"tune={tune}", "c=0.1", "save=true"], "got no acceptance head"),
         ([f"tune={tune}", f"drafter={other}", "c=0.1"], "got a trace of a drafter of mark"),
         ([f"tune={tmp_path}/nothing", "c=0.1"], "nothing"),
+        ([f"tune={tune}", f"report={cold}", "c=0.1"], "temperature: None and 0.5"),
+        ([f"tune={mixed}", "c=0.1"], "a trace of kind 'mixed', expected 'decoder'"),
     ):
         assert main(argv) == 2, argv
         assert message in " ".join(capsys.readouterr().out.split()), argv

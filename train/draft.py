@@ -125,7 +125,8 @@ def given_draft(
     """The draft LM in a drafter folder or at a hub name, in fp32, checked against its target.
 
     Raises:
-        ValueError: a folder that isn't whole, is made for another target, or has other tokens.
+        ValueError: a folder that isn't whole, is made for another target, has other tokens, or
+            holds no LM.
     """
     if not Path(path).is_dir():
         check_same_tokenizer(tokenizer, load_tokenizer(path))
@@ -136,6 +137,11 @@ def given_draft(
         allow_target_mismatch=allow_target_mismatch,
         target_tokenizer=tokenizer,
     )
+    if folder.kind != "lm":
+        raise ValueError(
+            f"got draft={path}, a head of kind {folder.kind}, expected a draft LM; train/heads.py "
+            "and train/eagle.py train heads, train/scorers.py an acceptance head for one"
+        )
     if folder.vocab is not None:
         warnings.warn(
             f"{path} drafts {len(folder.vocab.ids_D):,} of {folder.vocab.size:,} tokens; here it "

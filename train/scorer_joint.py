@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.models.scorers import Scorer, ScorerConfig
+from draftsmith.models.scorers import Scorer, ScorerConfig, read_scalar
 from draftsmith.train.gradients import Transform
 from draftsmith.train.scorer_objective import weighted_entropy
 from draftsmith.train.teachers import TargetRows, Teacher, TopKTeacher
 
-NUMBERS = ("log_q", "entropy", "lead")  # of a drawn token; a text has no levels
+NUMBERS = ("log_q", "entropy", "lead")  # of a drawn token
 
 
 @dataclass(kw_only=True)
@@ -84,7 +84,6 @@ class AcceptanceLoss(nn.Module):
     def __init__(self, scorer: Scorer, *, weight: float, through: bool) -> None:
         super().__init__()
         self.scorer, self.weight, self.through = scorer, weight, through
-        self._places = [NUMBERS.index(name) for name in scorer.config.scalars]
 
     def forward(
         self, rows: TargetRows, q: tuple[Tensor, Tensor], mask_N: Tensor, transform: Transform
@@ -106,8 +105,12 @@ class AcceptanceLoss(nn.Module):
             label_N = rows.divergence(drawn, *q, mask_N.float(), transform).loss_N
         # With a bias the states have a column more, which no decoder shows to a head.
         state_KH = q[0][mask_N][:, : self.scorer.config.hidden].float()
-        numbers = [number[:, self._places] for number in drawn.numbers] if self._places else []
-        return state_KH, torch.cat(numbers) if numbers else None, label_N[mask_N]
+        names, scalars_KS = self.scorer.config.scalars, None
+        if names:
+            found_K3 = torch.cat([label_N.new_empty(0, len(NUMBERS)), *drawn.numbers])
+            of = dict(zip(NUMBERS, found_K3.T, strict=True))
+            scalars_KS = torch.stack([read_scalar(name, of[name]) for name in names], 1)
+        return state_KH, scalars_KS, label_N[mask_N]
 
 
 def open_head(asked: Asked, hidden: int, teacher: Teacher) -> AcceptanceLoss | None:
@@ -117,11 +120,11 @@ def open_head(asked: Asked, hidden: int, teacher: Teacher) -> AcceptanceLoss | N
     """
     if not asked.head_weight:
         return None
-    warp, scalars = asked.warp, tuple(asked.head_scalars)
-    if asked.head_weight < 0 or warp.greedy:
+    scalars, temperature = tuple(asked.head_scalars), asked.warp.temperature
+    if asked.head_weight < 0 or asked.warp.greedy:
         raise ValueError(
-            f"head_weight: got {asked.head_weight} at temperature {warp.temperature}, expected "
-            "above 0, both: the head learns the chance of a drawn token"
+            f"head_weight: got {asked.head_weight} at temperature {temperature}, expected above 0, "
+            "both: the head learns the chance of a drawn token"
         )
     if isinstance(teacher, TopKTeacher):
         raise ValueError(
@@ -129,12 +132,10 @@ def open_head(asked: Asked, hidden: int, teacher: Teacher) -> AcceptanceLoss | N
             "states: a drawn token may be any one; leave cache_top_k out, or train the head on the "
             "finished draft (train/scorers.py)"
         )
-    alone = warp.top_k == 1 or warp.top_p < 1 or warp.min_p > 0
-    if "depth" in scalars or ("lead" in scalars and alone):
+    if "depth" in scalars:
         raise ValueError(
-            f"head_scalars: got {list(scalars)} with top_k={warp.top_k}, top_p={warp.top_p}, "
-            f"min_p={warp.min_p}, expected some of {', '.join(NUMBERS)}, and no lead where a cut "
-            "may leave one token, which leads by infinity"
+            f"head_scalars: got {list(scalars)}, expected some of {', '.join(NUMBERS)}; a text has "
+            "no levels: a head that reads them is trained on the finished draft (train/scorers.py)"
         )
     sizes = {"blocks": asked.head_blocks, "width": asked.head_width}
     config = ScorerConfig("acceptance", hidden, **sizes, scalars=scalars, state="parent")

@@ -39,23 +39,22 @@ def record(
     *,
     kind: str = "decoder",
 ) -> None:
-    """A trace of a drafter's rounds, or a judge's columns of them, on prompts by their numbers.
+    """A trace of a draft LM's rounds on prompts by their numbers, with the columns that scorers of
+    this kind of trace read.
 
     What an interrupted one has left is kept.
     """
-    loaded = load_drafter(str(drafter), target, tokenizer)
     about: dict[str, Any] = {"kind": kind, "target": fingerprint(target, tokenizer)}
-    about["drafter"] = {"path": str(drafter), "kind": loaded.kind, "mark": weights_mark(drafter)}
+    about["drafter"] = {"path": str(drafter), "kind": "lm", "mark": weights_mark(drafter)}
     writer = TraceWriter(folder, about | {"settings": {}}, max_bytes=1 << 30)
     left = [number for number in prompts if number not in writer.done]
 
     def keep(place: int, columns: Columns) -> None:
-        names = JUDGED if kind == "judge" else tuple(columns)
+        names = JUDGED if kind == "judge" else columns.keys() - {"target_state"}
         writer.add(left[place], {name: columns[name] for name in names})
 
-    decoder = Decoder(
-        target, tokenizer, loaded, Recorder(keep), K=DRAFTED, batch_size=min(ROWS, len(prompts))
-    )
+    loaded, rows = load_drafter(str(drafter), target, tokenizer), min(ROWS, len(prompts))
+    decoder = Decoder(target, tokenizer, loaded, Recorder(keep), K=DRAFTED, batch_size=rows)
     decoder.generate([prompts[number] for number in left], params, left)
     writer.close()
 

@@ -15,7 +15,6 @@ from draftsmith.train.scorer_objective import logits
 from draftsmith.train.scorer_rows import ScorerRows
 from draftsmith.train.state import whole_folder, write_atomically
 
-
 THRESHOLDS = {"acceptance": 0.7, "judge": 0.5}  # the papers'
 
 

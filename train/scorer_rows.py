@@ -22,7 +22,7 @@ from torch import Tensor
 from draftsmith.decode.traces import Trace, read_traces
 from draftsmith.models.drafter_folder import open_drafter
 from draftsmith.models.fingerprint import differences, fingerprint
-from draftsmith.models.scorers import weights_mark
+from draftsmith.models.scorers import read_scalar, weights_mark
 from draftsmith.models.target import TargetSpec, load_target
 
 PARTS = {"fit": 0.8, "calibrate": 0.9, "check": 1.0}  # where each ends, in shares of the prompts
@@ -224,8 +224,7 @@ def open_trace(folder: str, reading: Reading, *, mixed: bool) -> tuple[ScorerRow
         at_N, there_N = state_after(trace)
     if "on_path" in found:
         there_N &= found["on_path"]
-    # The head counts levels before the token, as a draft call does.
-    read = [found[name].float() - float(name == "depth") for name in reading.scalars]
+    read = [read_scalar(name, found[name]) for name in reading.scalars]
     scalars_NS = torch.stack(read, 1) if read else torch.empty(total, 0)
     label_N = found["kept"].float()
     if reading.labels == "soft":
@@ -288,9 +287,8 @@ def check_finite(folder: str, rows: ScorerRows, scalars: Sequence[str]) -> None:
         bad = int((~column_N.isfinite()).sum())
         if bad:
             raise ValueError(
-                f"{folder}: got {bad} of {len(rows)} rows where {name} isn't finite (at temperature"
-                " 0 one token has all of q), expected numbers; trace at a temperature above 0, or "
-                "leave it out of scalars="
+                f"{folder}: got {bad} of {len(rows)} rows where {name} isn't a number, expected "
+                "numbers; look at the drafter's logits there, or leave it out of scalars="
             )
 
 

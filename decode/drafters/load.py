@@ -42,7 +42,9 @@ def load_drafter(
         target_config=target.config,
     )
     drafter = KINDS[folder.kind](folder, target, tokenizer)
-    drafter.acceptance = load_acceptance(folder.path)
+    size = drafter.size
+    hidden = None if size is None else size.config.hidden_size
+    drafter.acceptance = load_acceptance(folder.path, hidden)
     return drafter
 
 
