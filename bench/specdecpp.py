@@ -40,7 +40,7 @@ from draftsmith.decode.replay import Rounds
 from draftsmith.decode.request import Completion, Counters
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.splits import load_rows
-from draftsmith.decode.stopping import by_head, compared, rules
+from draftsmith.decode.stopping import by_costs, by_head, compared, rules
 from draftsmith.decode.traces import TraceWriter, read_traces
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.scorers import FOLDER, load_scorer, weights_mark
@@ -272,6 +272,8 @@ class Seed:
         }
         for name, state in (("head-paper", "token"), ("head", "parent")):
             arms[name] = (by_head(state, self.settings.K), tune[name], report[name])
+        options = by_costs("parent", self.settings.K, c, 1.0)
+        arms["head-costs"] = (options, tune["head"], report["head"])
         rows, counters = compared(arms, c)
         for row in rows:
             row |= {"c": c, "prompts": 3 * self.settings.each}

@@ -17,6 +17,7 @@ WHAT = {
     "entropy": "AdaEDL's bound on acceptance, adaptive or at a fixed limit",
     "head-paper": "acceptance head in the paper's form",
     "head": "acceptance head, `recipe=specdecpp/gsm8k`",
+    "head-costs": "the same at h = 1 - c, not tuned",
     "oracle-after": "stops when a token that will be rejected has been drafted",
     "oracle": "drafts what will be kept, and nothing else",
 }

@@ -1,5 +1,8 @@
 """What goes together: settings, drafter, sampling. Refused before anything is decoded."""
 
+import warnings
+from dataclasses import asdict
+
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.settings import Settings
@@ -72,8 +75,23 @@ def check_rule(
     settings: Settings, drafter: Drafter | None, params: SamplingParams, *, identical: bool
 ) -> None:
     """ValueError for a rule by rejection where answers must be plain decoding's, or without draws
-    to reject. identical: of the rule that will be used at this temperature.
+    to reject; a warning for an acceptance head that learned from other draws. identical: of the
+    rule that will be used at this temperature.
     """
+    if drafter is not None and drafter.acceptance is not None and "acceptance" in settings.policy:
+        now = {"rule": settings.rule, **asdict(params)}
+        traced = drafter.acceptance.about.get("traced", {})
+        differ = [
+            f"{name} {was}, now {now[name]}"
+            for name, was in sorted(traced.items())
+            if now.get(name, was) != was
+        ]
+        if differ:
+            warnings.warn(
+                f"policy acceptance: its head learned from {'; '.join(differ)}: answers stay as "
+                "they are, its chances may be off; train one on traces of this, or tune it",
+                stacklevel=4,
+            )
     if settings.same_shape and not identical:
         raise ValueError(
             f"same_shape: got rule={settings.rule} at temperature {params.temperature:g}, expected "

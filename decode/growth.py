@@ -80,14 +80,14 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
 
     A node's worth is the product along its path of the softmax of the scores its siblings were
     ranked by, times the plan's sharpness: at temperature 0 and sharpness 1 the draft's own
-    probabilities; with shared noise, how sure it is which token wins the race. Where the round has
-    a `chance` (an acceptance head's), it is the product of that.
+    probabilities; with shared noise, how sure it is which token wins the race. Where the round's
+    `chance` (an acceptance head's) orders, it is the product of that.
     """
     batch, device, width = request.pending_B.shape[0], request.pending_B.device, plan.width
     zeros_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     # Of every candidate so far (the root is number 0): token, parent, depth, slot if fed, worth.
     tokens_BC, parent_BC, slot_BC = request.pending_B[:, None], zeros_B1 - 1, zeros_B1
-    worth_BC = torch.zeros(batch, 1, device=device)
+    worth_BC = path_BC = torch.zeros(batch, 1, device=device)
     depth_C = torch.zeros(1, dtype=torch.int64, device=device)
     frontier = Frontier(0, tokens_BC, None, zeros_B1[0])
     fed_BF, drafted = zeros_B1, 0
@@ -101,7 +101,12 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
         of_BK = place_F.repeat_interleave(width).expand(batch, -1)
         made = (logits_BFV, fed.states_BFH, scores_BFV)
         call = _call(request, drafted, made, of_BK, children_BFK.flatten(1))
-        own_BK = log_q_BFK.flatten(1) if request.chance is None else request.chance(call)
+        own_BK = log_q_BFK.flatten(1)
+        if request.chance is not None:
+            chance_BK = request.chance(call)
+            call.path_BC = path_BC.gather(1, fed_BF).gather(1, of_BK) + chance_BK
+            path_BC = torch.cat([path_BC, call.path_BC], 1)
+            own_BK = chance_BK if request.orders else own_BK
         new_BK = worth_BC.gather(1, fed_BF).gather(1, of_BK) + own_BK
         # A draft's NaN must not break the tree: it is worth least, and so is all below it.
         new_BK = new_BK.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
@@ -114,7 +119,8 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
         depth_C = torch.cat([depth_C, torch.full((new_BK.shape[1],), drafted, device=device)])
         if drafted == plan.levels:
             break
-        call.path_BC = new_BK
+        if request.chance is None:
+            call.path_BC = new_BK
         if _enough(request, call):
             break
         best_BF = new_BK.sort(dim=1, descending=True, stable=True).indices[:, :width]

@@ -48,7 +48,13 @@ def load_judge(
     """
     scored = load_scorer(folder, "judge")
     check_width(scored.scorer, target.config.get_text_config().hidden_size, f"judge {folder}")
-    differ = differences(scored.about.get("made_for") or {}, fingerprint(target, tokenizer))
+    made_for = scored.about.get("made_for")
+    if not isinstance(made_for, dict) or not made_for:
+        raise ValueError(
+            f"got {folder}, a judge that doesn't say for which target it was made; expected one of "
+            "train/scorers.py; train it again"
+        )
+    differ = differences(made_for, fingerprint(target, tokenizer))
     if differ:
         raise ValueError(
             f"judge {folder}: got one for another target ({'; '.join(differ)}), expected one that "

@@ -46,12 +46,13 @@ class Outcome:
 
 class Policy(Protocol):
     """plans: every tree it may ask for, the largest last; enough: asked after each draft call;
-    chance: what it judges paths by, if it does.
+    chance: what it judges paths by, if it does; orders: whether dynamic trees grow by that, too.
     """
 
     plans: tuple[Plan, ...]
     enough: Enough | None
     chance: Chance | None
+    orders: bool
 
     def next_plan(self) -> Plan:
         """The tree of the next round."""
@@ -65,6 +66,7 @@ class Fixed:
 
     enough: Enough | None = None
     chance: Chance | None = None
+    orders = False
 
     def __init__(self, plan: Plan) -> None:
         self.plans: tuple[Plan, ...] = (plan,)
@@ -109,7 +111,8 @@ class Depth(Fixed):
 class Acceptance(Fixed):
     """SpecDec++ (Huang et al., arXiv 2405.19715): go on while the best path is wholly kept with a
     chance of at least 1 - threshold, by an acceptance head. A dynamic tree is ordered and pruned by
-    that chance too.
+    that chance too, if the head has learned from trees (of chains it knows no second-best tokens)
+    and tells siblings apart (by the state that they were drawn from).
 
     A draft call serves all rows of a batch, and its gain is the sum of theirs: so the mean chance
     of the rows that decode decides. Of one row that is the paper's rule.
@@ -132,6 +135,8 @@ class Acceptance(Fixed):
         """Judge by this head, whose states come on `device`."""
         threshold = head.threshold if self.threshold is None else self.threshold
         self.chance = AcceptanceHead(head.scorer, device)
+        of_trees = head.about.get("traced", {}).get("tree", "chain") != "chain"
+        self.orders = of_trees and head.scorer.config.state == "parent"
 
         def enough(call: Call) -> Tensor:
             assert call.path_BC is not None
@@ -205,6 +210,7 @@ class Cost:
     PERIOD, MEMORY, LEAN = 8, 0.995, 8.0
     enough: Enough | None = None
     chance: Chance | None = None
+    orders = False
 
     def __init__(self, plan: Plan) -> None:
         self.costs: Costs | None = None

@@ -152,6 +152,7 @@ class Stepper:
             want_q=needs_q or not rule.identical,
             enough=None if policy is None else policy.enough,
             chance=None if policy is None else policy.chance,
+            orders=policy is not None and policy.orders,
             calls=calls,
         )
         return self.drafter.propose(request)

@@ -6,9 +6,10 @@
 
 Fixed K, confidence, the product of q, entropy, and the acceptance head of the drafter folder if it
 has one, each at the setting that is fastest on the tune trace; the figures are of the report trace.
-Beside them the oracles, which no rule reaches. Costs are measured on this machine (target=...) or
-said: c = t_draft / t_plain, v = t_verify / t_plain. save=true makes the head's threshold that of
-the table, for `policy=acceptance`. See `decode/replay.py` for what is counted.
+`head-costs` isn't tuned: its threshold follows from c and v. Beside them the oracles, which no rule
+reaches. Costs are measured on this machine (target=...) or said: c = t_draft / t_plain, v =
+t_verify / t_plain. save=true makes the head's threshold that of the table, for `policy=acceptance`.
+See `decode/replay.py` for what is counted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +79,12 @@ def rules(K: int) -> dict[str, dict[str, Stop]]:
 def by_head(state: str, K: int) -> dict[str, Stop]:
     """Of an acceptance head that reads this state (see `ScorerConfig`)."""
     return swept("h", partial(replay.chance, newest=state == "parent"), K)
+
+
+def by_costs(state: str, K: int, c: float, v: float) -> dict[str, Stop]:
+    """The same at the one threshold that the costs give (see `replay.optimal_threshold`)."""
+    h = replay.optimal_threshold(c, v)
+    return {f"h {h:.3g}, K {K}": replay.chance(h, newest=state == "parent")}
 
 
 def swept(name: str, rule: Callable[[float], Stop], K: int) -> dict[str, Stop]:
@@ -151,7 +158,10 @@ def compare(settings: Stopping, c: float, v: float) -> list[dict[str, Any]]:
     longest = min(one.kept_TK.shape[1] for one in tuned_on)
     arms = {name: (own, tuned_on, reported) for name, own in rules(longest).items()}
     if head is not None:
-        arms["head"] = (by_head(head.scorer.config.state, longest), tuned_on, reported)
+        state = head.scorer.config.state
+        arms["head"] = (by_head(state, longest), tuned_on, reported)
+        if c < v:
+            arms["head-costs"] = (by_costs(state, longest, c, v), tuned_on, reported)
     return compared(arms, c, v)[0]
 
 

@@ -22,6 +22,7 @@ Shapes: X any leading axes, H width of the state read, S numbers read beside it,
 """
 
 import hashlib
+import json
 import math
 import warnings
 from dataclasses import asdict, dataclass, fields
@@ -40,6 +41,8 @@ from draftsmith.models.checkpoint import (
     tensor_faults,
     write_json,
 )
+from draftsmith.models.disk import write_atomically
+from draftsmith.models.fingerprint import differences
 
 KINDS = ("acceptance", "judge")
 # Of a drafted token: log q; the entropy of q (nats); by how much it won its race; levels before it.
@@ -170,7 +173,8 @@ def save_scorer(folder: str | Path, scorer: Scorer, about: dict[str, Any]) -> No
     """Write a scorer's folder.
 
     about: `made_for` (a mark: `weights_mark` of a drafter, or a target's fingerprint), `threshold`
-    in (0, 1), `calibrated`, `figures` (on held-out rows: brier, brier_constant, auc, ...),
+    in (0, 1), `calibrated`, `figures` (on held-out rows: brier, brier_constant, auc, ...), `traced`
+    (rule, sampling and tree of the rows that it learned from), `target` (whose verdicts they are),
     `provenance`. ValueError for a threshold outside, or weights that aren't finite.
     """
     check_threshold(about["threshold"], "threshold")
@@ -229,9 +233,14 @@ def load_scorer(folder: str | Path, kind: str) -> Scored:
     return Scored(scorer.float().eval().requires_grad_(False), about)
 
 
-def load_acceptance(drafter: str | Path, hidden: int | None = None) -> Scored | None:
-    """The acceptance head in a drafter folder, None where there is none; hidden: width of the
-    draft's states. ValueError for one that was trained on other weights, or states of other width.
+def load_acceptance(
+    drafter: str | Path, hidden: int | None = None, target: dict[str, Any] | None = None
+) -> Scored | None:
+    """The acceptance head in a drafter folder, None where there is none.
+
+    hidden: width of the draft's states; target: fingerprint of the model to decode, a warning where
+    the head learned what another one keeps. ValueError for a head that was trained on other
+    weights, or states of other width.
     """
     folder = Path(drafter) / FOLDER
     if not folder.is_dir():
@@ -245,6 +254,13 @@ def load_acceptance(drafter: str | Path, hidden: int | None = None) -> Scored | 
             "remove the folder"
         )
     check_width(found.scorer, hidden, f"{folder}")
+    differ = differences(found.about.get("target") or {}, target or {})
+    if differ:
+        warnings.warn(
+            f"{folder} learned what another target keeps ({'; '.join(differ)}): answers stay this "
+            "target's, its chances may be off",
+            stacklevel=2,
+        )
     return found
 
 
@@ -262,7 +278,8 @@ def set_threshold(folder: str | Path, threshold: float, tuned: dict[str, Any]) -
     """Give a scorer's folder another default threshold, and note how it was found."""
     check_threshold(threshold, "threshold")
     file = Path(folder) / ABOUT
-    write_json(file, read_json(file) | {"threshold": threshold, "tuned": tuned})
+    changed = read_json(file) | {"threshold": threshold, "tuned": tuned}
+    write_atomically(file, json.dumps(changed, indent=1).encode())
 
 
 def check_width(scorer: Scorer, hidden: int | None, where: str) -> None:

@@ -66,7 +66,8 @@ def test_the_rule_that_knows_most_wins_and_no_rule_beats_the_oracle(
         drafter=str(drafter),
     )
     found = {row["what"]: row for row in compare(settings, 0.1, 1.0)}
-    assert set(found) == {*rules(1), "head", "oracle", "oracle-after"}
+    assert set(found) == {*rules(1), "head", "head-costs", "oracle", "oracle-after"}
+    assert found["head-costs"]["setting"] == f"h 0.9, K {DEPTHS}"
     assert found["fixed-k"]["over_fixed"] == 1 and found["oracle"]["share_of_oracle"] == 1
     assert found["head"]["over_fixed_interval"][0] > 1  # q says nothing here, the state does
     for row in found.values():

@@ -4,6 +4,7 @@ For a drafter and a target by their names there is `python -m draftsmith trace`.
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,14 @@ from draftsmith.models.scorers import FOLDER, Scorer, save_scorer, weights_mark
 from draftsmith.models.target import TargetSpec
 from draftsmith.train.heldout import prompts_for_development
 from draftsmith.train.scorer_result import THRESHOLDS, calibrate, describe, next_command, show
-from draftsmith.train.scorer_rows import Reading, expected_marks, part, read_rows
+from draftsmith.train.scorer_rows import (
+    TRACED,
+    Reading,
+    expected_marks,
+    part,
+    read_rows,
+    traced_settings,
+)
 from draftsmith.train.state import Run, whole_folder
 
 JUDGED = ("position", "token", "kept", "target_state")
@@ -46,7 +54,9 @@ def record(
     """
     about: dict[str, Any] = {"kind": kind, "target": fingerprint(target, tokenizer)}
     about["drafter"] = {"path": str(drafter), "kind": "lm", "mark": weights_mark(drafter)}
-    writer = TraceWriter(folder, about | {"settings": {}}, max_bytes=1 << 30)
+    settings = {"rule": "coupled", "tree": "chain", **asdict(params)}
+    about["settings"] = {name: settings[name] for name in TRACED}
+    writer = TraceWriter(folder, about, max_bytes=1 << 30)
     left = [number for number in prompts if number not in writer.done]
 
     def keep(place: int, columns: Columns) -> None:
@@ -111,6 +121,7 @@ def finish_head(
     scorer = scorer.cpu().float().eval()
     before, after = calibrate(scorer, *(parts[name] for name in KEPT_APART))
     about = describe(mark or "", before, after, THRESHOLDS["acceptance"], made | {"rows": counts})
+    about |= {"traced": traced_settings(reading.traces), "target": made_for}
     with whole_folder(result / FOLDER) as half:
         save_scorer(half, scorer, about)
     show(run.folder, before, after)

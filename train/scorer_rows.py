@@ -28,6 +28,8 @@ from draftsmith.models.target import TargetSpec, load_target
 PARTS = {"fit": 0.8, "calibrate": 0.9, "check": 1.0}  # where each ends, in shares of the prompts
 TRACES = {"acceptance": ("decoder", "mixed"), "judge": ("judge",)}  # that a scorer learns from
 LABELS = ("soft", "hard")
+PARTS_HELD_OUT = ("tune", "report")
+TRACED = ("rule", "temperature", "top_k", "top_p", "min_p", "tree")  # a head is good for these
 CHUNK = 1 << 14  # rows turned to fp32 at a time
 
 
@@ -250,6 +252,20 @@ def state_after(trace: Trace) -> tuple[Tensor, Tensor]:
     return order_N[place_N], sorted_N[place_N] == node_N
 
 
+def traced_settings(folders: Sequence[str]) -> dict[str, Any]:
+    """Rule, sampling and tree of traces, as far as they say; ValueError where two differ."""
+    found: dict[str, Any] = {}
+    for folder in folders:
+        settings = read_traces(folder, ["prompt"]).about.get("settings", {})
+        for name in (name for name in TRACED if name in settings):
+            if found.setdefault(name, settings[name]) != settings[name]:
+                raise ValueError(
+                    f"traces: got {name}={settings[name]} in {folder} and {found[name]} before, "
+                    "expected one way to decode; train one head for each"
+                )
+    return found
+
+
 def check_about(
     folder: str,
     about: dict[str, Any],
@@ -269,6 +285,17 @@ def check_about(
         raise ValueError(
             f"{folder}: got a trace of another target ({'; '.join(differ)}), expected the one that "
             "the scorer is for; trace that target"
+        )
+    settings = about.get("settings", {})
+    if settings.get("part") in PARTS_HELD_OUT and settings.get("split") != "all":
+        raise ValueError(
+            f"{folder}: got a trace of part={settings['part']}, which stopping rules are tuned or "
+            "reported on, expected part=train; trace the training side"
+        )
+    if reading.labels == "soft" and settings.get("temperature") == 0:
+        raise ValueError(
+            f"{folder}: got labels=soft with a trace at temperature 0, where a token is kept or "
+            "not, expected labels=hard"
         )
     traced = about["drafter"] or {}
     if mark not in (None, traced.get("mark")):

@@ -44,7 +44,14 @@ from draftsmith.train.scorer_result import (
     save_result,
     show,
 )
-from draftsmith.train.scorer_rows import LABELS, Reading, RowBatches, expected_marks, read_rows
+from draftsmith.train.scorer_rows import (
+    LABELS,
+    Reading,
+    RowBatches,
+    expected_marks,
+    read_rows,
+    traced_settings,
+)
 from draftsmith.train.scorer_trial import write_trial
 from draftsmith.train.settings import Settings
 from draftsmith.train.state import Run
@@ -68,7 +75,8 @@ class ScorersConfig(Settings, Reading):
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
     config = recipe.load(ScorersConfig, argv)
-    config = shrunk(config) if config.target.shrink else config
+    if config.target.shrink:  # shows that a recipe composes and runs
+        config = replace(config, steps=2, warmup=0, batch_size=16, accumulation=1)
     check(config)
     accelerator = start(config)
     run = Run(config.out, recipe.show(config), main=accelerator.is_main_process)
@@ -104,6 +112,7 @@ def main(argv: list[str]) -> None:
         threshold = config.threshold or THRESHOLDS[config.kind]
         made = made_by(argv, config.seed, parts["fit"], ended) | {"rows": counts}
         about = describe(mark or made_for, before, after, threshold, made)
+        about |= {"traced": traced_settings(config.traces), "target": made_for}
         save_result(result, scorer, about, config.drafter)
         show(run.folder, before, after)
         run.finish({"result": str(result), **ended._asdict()})
@@ -145,11 +154,6 @@ def make_scorer(config: ScorersConfig, hidden: int) -> Scorer:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         return Scorer(shape_of(config, hidden))
-
-
-def shrunk(config: ScorersConfig) -> ScorersConfig:
-    """Two steps on traces of a tiny random target and draft: a recipe composes and runs."""
-    return replace(config, steps=2, warmup=0, batch_size=16, accumulation=1)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Call:
     depth: of the nodes fed; active_B: rows that still decode; q_logits_BFV transformed; states_BFH
     as in `Fed`; scores_BFV: what children are ranked by, the logits less the shared noise; of_BC:
     which of the nodes fed each child is of; path_BC: log chance of the children's whole paths, by
-    the round's `chance` (of a dynamic tree, by what orders it), None where nobody asked.
+    the round's `chance` (of a dynamic tree without one, by what orders it), None if nobody asks.
     """
 
     depth: int
@@ -89,8 +89,9 @@ class Round:
     token of each level, shared with the target, None when greedy or the law isn't coupled; seeds_B:
     of the noise that laws of independent draws use, fresh each round, None for other laws; want_q:
     whether the tree must carry the draft's logits; enough: asked after each call, None for trees
-    always drafted whole; chance: what paths are judged by, None where nothing asks; calls: a list
-    that every call is put into, None to keep none.
+    always drafted whole; chance: what paths are judged by, None where nothing asks; orders: whether
+    a dynamic tree's nodes are chosen by it too; calls: a list that every call is put into, None to
+    keep none.
     """
 
     plan: Plan
@@ -105,6 +106,7 @@ class Round:
     want_q: bool = False
     enough: Enough | None = None
     chance: Chance | None = None
+    orders: bool = False
     calls: list[Call] | None = None
 
 

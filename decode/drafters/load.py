@@ -44,7 +44,7 @@ def load_drafter(
     drafter = KINDS[folder.kind](folder, target, tokenizer)
     size = drafter.size
     hidden = None if size is None else size.config.hidden_size
-    drafter.acceptance = load_acceptance(folder.path, hidden)
+    drafter.acceptance = load_acceptance(folder.path, hidden, fingerprint(target, tokenizer))
     return drafter
 
 
