@@ -167,9 +167,7 @@ class Entropy(Fixed):
         self.limit, self.rate = limit, self.GOAL
 
         def enough(call: Call) -> Tensor:
-            q_BFV = call.q_logits_BFV.softmax(-1)
-            entropy_BF = torch.special.entr(q_BFV).sum(-1)
-            return 1 - (gamma * entropy_BF.amin(1)).sqrt() < self.limit
+            return 1 - (gamma * call.entropy_BF.amin(1)).sqrt() < self.limit
 
         self.enough = enough
 

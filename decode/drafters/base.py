@@ -33,6 +33,9 @@ class Fed(NamedTuple):
     states_BFH: Tensor
 
 
+LOWEST = -1e30  # in the place of a logit of -inf
+
+
 @dataclass
 class Call:
     """One draft call and the children drawn in it, as policies and recorders see them.
@@ -55,20 +58,36 @@ class Call:
     @cached_property
     def log_q_BC(self) -> Tensor:
         """Log q of each child's token."""
-        return self._of_children(self.q_logits_BFV.log_softmax(-1))
+        return self._of_children(self.q_logits_BFV) - self._sums_BF[0].gather(1, self.of_BC)
 
-    @cached_property
+    @property
     def entropy_BF(self) -> Tensor:
         """H(q) after each node fed, nats."""
-        return torch.special.entr(self.q_logits_BFV.softmax(-1)).sum(-1)
+        return self._sums_BF[1]
 
     @cached_property
     def lead_BC(self) -> Tensor:
         """How far each child's score is above the best other token's; below 0 of lower ranks."""
+        own_BC = self._of_children(self.scores_BFV)
+        if self.tokens_BC.shape[1] == self.scores_BFV.shape[1] == 1:  # a chain: no need to sort
+            others_BFV = self.scores_BFV.scatter(2, self.tokens_BC[..., None], -torch.inf)
+            return own_BC - others_BFV.amax(-1)
         best_BF2 = self.scores_BFV.topk(2, -1).values
         first_BC, second_BC = (best_BF2[..., i].gather(1, self.of_BC) for i in range(2))
-        own_BC = self._of_children(self.scores_BFV)
         return own_BC - torch.where(own_BC >= first_BC, second_BC, first_BC)
+
+    @cached_property
+    def _sums_BF(self) -> tuple[Tensor, Tensor]:
+        """Log of the sum of the logits' exponentials, and H(q): over a vocabulary of 152k a softmax
+        for each would cost a small draft a tenth of its call.
+        """
+        peak_BF1 = self.q_logits_BFV.amax(-1, keepdim=True)
+        weight_BFV = (self.q_logits_BFV - peak_BF1).exp_()
+        sum_BF = weight_BFV.sum(-1)
+        log_sum_BF = sum_BF.log() + peak_BF1[..., 0]
+        # A token that isn't drafted weighs 0 and has no logit.
+        mean_BF = weight_BFV.mul_(self.q_logits_BFV.clamp(min=LOWEST)).sum(-1) / sum_BF
+        return log_sum_BF, (log_sum_BF - mean_BF).clamp(min=0)
 
     def _of_children(self, x_BFV: Tensor) -> Tensor:
         rows_B1 = torch.arange(x_BFV.shape[0], device=x_BFV.device)[:, None]
