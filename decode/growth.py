@@ -51,8 +51,8 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
     q_logits, drafted = [], 0
     for depth, level in enumerate(static_levels(plan, device)):
         frontier = _static_frontier(plan, depth, level, tokens_BN)
-        fed = feed(frontier)
-        q_logits_BFV = _transformed(request, fed.logits_BFV)
+        q_logits_BFV, states_BFH = feed(frontier)
+        q_logits_BFV = _transformed(request, q_logits_BFV)
         children_BC = _draw(request, q_logits_BFV, depth, level)
         if request.want_q:
             q_logits.append(q_logits_BFV)
@@ -62,7 +62,7 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
             continue
         of_BC = level.of_C.expand_as(children_BC)
         scores_BFV = _scores(request, q_logits_BFV, depth)
-        call = _call(request, depth, (q_logits_BFV, fed.states_BFH, scores_BFV), of_BC, children_BC)
+        call = _call(request, depth, (q_logits_BFV, states_BFH, scores_BFV), of_BC, children_BC)
         if request.chance is not None:
             above_BC = path_BN[:, level.fed_F[level.of_C]]
             call.path_BC = above_BC + request.chance(call)
@@ -92,17 +92,19 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
     frontier = Frontier(0, tokens_BC, None, zeros_B1[0])
     fed_BF, drafted = zeros_B1, 0
     while True:
-        fed = feed(frontier)
-        logits_BFV = _transformed(request, fed.logits_BFV)
-        scores_BFV = _scores(request, logits_BFV, drafted)
-        log_q_BFV = (scores_BFV * plan.sharpness).log_softmax(-1)
+        logits_BFV, states_BFH = feed(frontier)
+        logits_BFV = _transformed(request, logits_BFV)
+        log_q_BFV = (_scores(request, logits_BFV, drafted) * plan.sharpness).log_softmax(-1)
         log_q_BFK, children_BFK = _top(log_q_BFV, width)
+        del log_q_BFV  # of all tokens of all nodes: what follows needs the room
         place_F = torch.arange(fed_BF.shape[1], device=device)
         of_BK = place_F.repeat_interleave(width).expand(batch, -1)
-        made = (logits_BFV, fed.states_BFH, scores_BFV)
-        call = _call(request, drafted, made, of_BK, children_BFK.flatten(1))
+        call = None
+        if request.chance is not None or request.enough is not None:
+            made = (logits_BFV, states_BFH, _scores(request, logits_BFV, drafted))
+            call = _call(request, drafted, made, of_BK, children_BFK.flatten(1))
         own_BK = log_q_BFK.flatten(1)
-        if request.chance is not None:
+        if call is not None and request.chance is not None:
             chance_BK = request.chance(call)
             call.path_BC = path_BC.gather(1, fed_BF).gather(1, of_BK) + chance_BK
             path_BC = torch.cat([path_BC, call.path_BC], 1)
@@ -119,10 +121,10 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
         depth_C = torch.cat([depth_C, torch.full((new_BK.shape[1],), drafted, device=device)])
         if drafted == plan.levels:
             break
-        if request.chance is None:
-            call.path_BC = new_BK
-        if _enough(request, call):
-            break
+        if call is not None:
+            call.path_BC = new_BK if call.path_BC is None else call.path_BC
+            if _enough(request, call):
+                break
         best_BF = new_BK.sort(dim=1, descending=True, stable=True).indices[:, :width]
         slot_F = 1 + (drafted - 1) * width + torch.arange(width, device=device)
         frontier = _dynamic_frontier(frontier, children_BFK, best_BF, drafted, slot_F)
