@@ -286,8 +286,7 @@ class Seed:
 
 def train(entry: str, *argv: str) -> None:
     """Run a training entry, whose precision is its process's; CalledProcessError where it fails."""
-    given = [argument for argument in argv if argument]
-    subprocess.run([sys.executable, f"train/{entry}.py", *given], check=True)
+    subprocess.run([sys.executable, f"train/{entry}.py", *argv], check=True)
 
 
 def split(counters: Sequence[Counters]) -> dict[str, Sequence[Counters]]:

@@ -29,19 +29,23 @@ Open = Callable[..., Decoder]
 
 def decoded_rules(K: int) -> Rules:
     """What the decoder can be told, beside what replays it."""
+    policies = {"confidence": "confidence:{}", "entropy": "entropy:{},0.6", "head": "acceptance:{}"}
     found: Rules = {
-        "fixed-k": {f"K {k}": (replay.fixed(k), {"K": k}) for k in range(1, K + 1)},
-        "entropy": {
-            f"adaedl {g:g}, K {K}": (replay.adaedl(g), {"K": K, "policy": f"entropy:{g},0.6"})
-            for g in (0.1, 0.2, 0.4)
-        },
+        "fixed-k": {
+            name: (stop, {"K": int(name.removeprefix("K "))})
+            for name, stop in rules(K)["fixed-k"].items()
+        }
     }
-    for arm, options in (("confidence", rules(K)["confidence"]), ("head", by_head("parent", K))):
-        policy = "acceptance" if arm == "head" else arm
+    for arm, options in (rules(K) | {"head": by_head("parent", K)}).items():
+        if arm not in policies:
+            continue
         found[arm] = {}
         for setting, stop in options.items():
-            threshold, _, most = setting.partition(" ")[2].partition(", K ")
-            found[arm][setting] = stop, {"K": int(most), "policy": f"{policy}:{threshold}"}
+            kind, _, numbers = setting.partition(" ")
+            threshold, _, most = numbers.partition(", K ")
+            if kind != "limit":  # a fixed limit on entropy is no policy of the decoder
+                policy = policies[arm].format(threshold)
+                found[arm][setting] = stop, {"K": int(most), "policy": policy}
     return found
 
 

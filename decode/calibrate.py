@@ -196,14 +196,7 @@ def main(argv: list[str]) -> int:
 
 def run(settings: Calibration) -> Calibrated:
     """The calibrated tree of what `settings` name; ValueError for what doesn't load or fit."""
-    params = SamplingParams(
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
-        max_new_tokens=settings.max_new_tokens,
-        seed=settings.seed,
-    )
+    params = SamplingParams.of(settings)
     _refuse_heads(settings)
     decoder = Decoder.from_pretrained(
         settings.target,

@@ -11,7 +11,7 @@ V vocabulary.
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Call, Feed, Frontier, Round
+from draftsmith.decode.drafters.base import Call, Fed, Feed, Frontier, Round
 from draftsmith.decode.sampling import log_race, position_keys, top_k_values
 from draftsmith.decode.token_tree import (
     DETERMINISTIC,
@@ -61,8 +61,7 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
         if request.calls is None and (request.enough is None or drafted == plan.levels):
             continue
         of_BC = level.of_C.expand_as(children_BC)
-        scores_BFV = _scores(request, q_logits_BFV, depth)
-        call = _call(request, depth, (q_logits_BFV, states_BFH, scores_BFV), of_BC, children_BC)
+        call = _call(request, depth, Fed(q_logits_BFV, states_BFH), of_BC, children_BC)
         if request.chance is not None:
             above_BC = path_BN[:, level.fed_F[level.of_C]]
             call.path_BC = above_BC + request.chance(call)
@@ -101,7 +100,7 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
         of_BK = place_F.repeat_interleave(width).expand(batch, -1)
         call = None
         if request.chance is not None or request.enough is not None:
-            made = (logits_BFV, states_BFH, _scores(request, logits_BFV, drafted))
+            made = Fed(logits_BFV, states_BFH)
             call = _call(request, drafted, made, of_BK, children_BFK.flatten(1))
         own_BK = log_q_BFK.flatten(1)
         if call is not None and request.chance is not None:
@@ -219,9 +218,15 @@ def _top(scores_BFV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _scores(request: Round, q_logits_BFV: Tensor, depth: int) -> Tensor:
     """What children are ranked by where no draw is independent of the target's."""
+    race_B1V = _race(request, depth)
+    return q_logits_BFV if race_B1V is None else q_logits_BFV - race_B1V
+
+
+def _race(request: Round, depth: int) -> Tensor | None:
+    """The shared noise of a level [B, 1, V]; None where children aren't ranked by any."""
     if request.race_BDV is None or request.law == DETERMINISTIC:
-        return q_logits_BFV
-    return q_logits_BFV - request.race_BDV[:, depth, None]
+        return None
+    return request.race_BDV[:, depth, None]
 
 
 def _own_race(request: Round, node_C: Tensor, q_logits_BFV: Tensor) -> Tensor:
@@ -238,14 +243,12 @@ def _transformed(request: Round, logits_BFV: Tensor) -> Tensor:
 def _call(
     request: Round,
     depth: int,
-    made: tuple[Tensor, Tensor, Tensor],
+    made: Fed,
     of_BC: Tensor,
     tokens_BC: Tensor,
 ) -> Call:
-    """What a call came to (`made`: its transformed logits, states and scores), noted if anyone
-    records.
-    """
-    call = Call(depth, request.active_B, *made, of_BC, tokens_BC)
+    """What a call came to (`made`: with its logits transformed), noted if anyone records."""
+    call = Call(depth, request.active_B, *made, _race(request, depth), of_BC, tokens_BC)
     if request.calls is not None:
         request.calls.append(call)
     return call

@@ -9,7 +9,8 @@ Shapes: B rows, D positions, V vocabulary.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,14 @@ class SamplingParams:
     seed: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Any) -> "SamplingParams":
+        """What a command's settings say under the same names; what they don't name stays as it is.
+        ValueError as above.
+        """
+        names = [field.name for field in fields(cls) if hasattr(settings, field.name)]
+        return cls(**{name: getattr(settings, name) for name in names})
 
     def __post_init__(self) -> None:
         # Much smaller ones overflow fp32 once logits are divided by them.

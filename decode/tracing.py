@@ -73,14 +73,7 @@ class Tracing:
 
     @property
     def params(self) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            max_new_tokens=self.max_new_tokens,
-            seed=self.seed,
-        )
+        return SamplingParams.of(self)
 
 
 def main(argv: list[str]) -> int:

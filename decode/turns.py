@@ -89,16 +89,7 @@ class Evaluation:
 
     @property
     def params(self) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            max_new_tokens=self.max_new_tokens,
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
-            min_p=self.min_p,
-            stop=self.stop,
-        )
+        return SamplingParams.of(self)
 
     @property
     def decoding(self) -> Settings:

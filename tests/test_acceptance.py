@@ -55,7 +55,7 @@ def some_call(depth: int, batch: int = 2, fed: int = 3, children: int = 4) -> Ca
     tokens = torch.randint(0, 50, (batch, children))
     active = torch.ones(batch, dtype=torch.bool)
     states = torch.randn(batch, fed, HIDDEN)
-    return Call(depth, active, logits, states, logits - torch.rand_like(logits), of_BC, tokens)
+    return Call(depth, active, logits, states, torch.rand(batch, 1, 50), of_BC, tokens)
 
 
 def test_a_head_reads_the_state_and_numbers_of_each_child() -> None:
@@ -89,7 +89,7 @@ def test_a_filter_that_leaves_one_token_breaks_no_score() -> None:
     logits[..., 3] = 1.0
     tokens, of = torch.tensor([[3, 4]]), torch.zeros(1, 2, dtype=torch.int64)
     states = torch.randn(1, 1, HIDDEN)
-    call = Call(1, torch.ones(1, dtype=torch.bool), logits, states, logits, of, tokens)
+    call = Call(1, torch.ones(1, dtype=torch.bool), logits, states, None, of, tokens)
     assert call.lead_BC.tolist() == [[torch.inf, -torch.inf]]
     found = AcceptanceHead(made, torch.device("cpu"))(call)
     numbers = torch.tensor([[0.0, 0.0, FAR, 1.0], [-FAR, 0.0, -FAR, 1.0]])

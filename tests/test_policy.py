@@ -48,7 +48,7 @@ def test_an_early_end_is_fine_for_rules_by_rejection(
 def a_call(q: list[float], paths: list[float], logits: torch.Tensor, depth: int = 0) -> Call:
     """One row, one node fed; children of probability q, on paths of these chances."""
     of_BC = torch.zeros(1, len(paths), dtype=torch.int64)
-    call = Call(depth, torch.ones(1, dtype=torch.bool), logits, logits, logits, of_BC, of_BC)
+    call = Call(depth, torch.ones(1, dtype=torch.bool), logits, logits, None, of_BC, of_BC)
     call.path_BC = torch.tensor([paths]).log()
     call.log_q_BC = torch.tensor([q]).log()
     return call

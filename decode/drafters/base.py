@@ -41,7 +41,7 @@ class Call:
     """One draft call and the children drawn in it, as policies and recorders see them.
 
     depth: of the nodes fed; active_B: rows that still decode; q_logits_BFV transformed; states_BFH
-    as in `Fed`; scores_BFV: what children are ranked by, the logits less the shared noise; of_BC:
+    as in `Fed`; race_B1V: the shared noise that children are ranked with, None without; of_BC:
     which of the nodes fed each child is of; path_BC: log chance of the children's whole paths, by
     the round's `chance` (of a dynamic tree without one, by what orders it), None if nobody asks.
     """
@@ -50,10 +50,15 @@ class Call:
     active_B: Tensor
     q_logits_BFV: Tensor
     states_BFH: Tensor
-    scores_BFV: Tensor
+    race_B1V: Tensor | None
     of_BC: Tensor
     tokens_BC: Tensor
     path_BC: Tensor | None = None
+
+    @cached_property
+    def scores_BFV(self) -> Tensor:
+        """What children are ranked by: the logits less the noise."""
+        return self.q_logits_BFV if self.race_B1V is None else self.q_logits_BFV - self.race_B1V
 
     @cached_property
     def log_q_BC(self) -> Tensor:

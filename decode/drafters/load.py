@@ -34,9 +34,10 @@ def load_drafter(
         return None
     if name == "ngram":
         return NgramDrafter(device=target.device)
+    mark = fingerprint(target, tokenizer)
     folder = open_drafter(
         name,
-        fingerprint(target, tokenizer),
+        mark,
         allow_target_mismatch=allow_target_mismatch,
         target_tokenizer=tokenizer,
         target_config=target.config,
@@ -44,7 +45,7 @@ def load_drafter(
     drafter = KINDS[folder.kind](folder, target, tokenizer)
     size = drafter.size
     hidden = None if size is None else size.config.hidden_size
-    drafter.acceptance = load_acceptance(folder.path, hidden, fingerprint(target, tokenizer))
+    drafter.acceptance = load_acceptance(folder.path, hidden, mark)
     return drafter
 
 
