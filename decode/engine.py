@@ -9,15 +9,11 @@ the same code with nothing drafted.
 Shapes: B rows, R of them just admitted, L = D + 1 tokens that one round can emit, V vocabulary.
 """
 
-import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode import memory
@@ -28,35 +24,27 @@ from draftsmith.decode.compatible import (
     check_rule,
 )
 from draftsmith.decode.costs import measured_costs
-from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Drafter
+from draftsmith.decode.drafters.base import ANY_DEPTH, Drafter, shape_of
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.graphs import Graphs
-from draftsmith.decode.policy import Acceptance, Cost, Outcome, make_policy
+from draftsmith.decode.harvest import Harvest
+from draftsmith.decode.policy import Acceptance, Cost, make_policy
 from draftsmith.decode.recorder import Recorder
 from draftsmith.decode.request import Completion, Event, Prompt, Request, eos_ids, open_request
 from draftsmith.decode.rows import Rows
 from draftsmith.decode.runner import Runner
-from draftsmith.decode.sampling import SamplingParams, choose
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.session import Finished, News, Session
 from draftsmith.decode.settings import Settings
-from draftsmith.decode.step import Batch, Stepper, Told
-from draftsmith.decode.tree_plan import Plan, rank_path
+from draftsmith.decode.step import Batch, Stepper
+from draftsmith.decode.verify import RULES
 from draftsmith.models.target import TargetSpec, check_split, load_target
 from draftsmith.models.tokenizer import vocab_size
 
+MOST_STOPS = 16  # ids that may end one request of a session
 # Which batch a drafter works for: decoders may share a drafter, one at a time.
 _works_for: "weakref.WeakKeyDictionary[Any, weakref.ref[Batch]]" = weakref.WeakKeyDictionary()
-
-
-@dataclass
-class _Flight:
-    """A round on its way: what it will tell, and whom its rows served when it set off."""
-
-    told: Told
-    table: Tensor  # of `told`, on the host once `ready`
-    ready: torch.cuda.Event | None
-    plan: Plan | None
-    requests: list[Request | None]
 
 
 class Decoder:
@@ -162,10 +150,83 @@ class Decoder:
             completion = request.completion if finished else None
             yield Event(request.completion.index, tokens, text, completion)
 
+    def open_session(
+        self,
+        rows: int,
+        max_len: int,
+        *,
+        finished: Finished | None = None,
+        harvest: bool = False,
+    ) -> Session:
+        """A batch that stays open: requests of any sampling parameters enter it at any step.
+
+        rows: that decode at a time; max_len: tokens of the longest, prompt and answer; finished:
+        called as requests end, with what the target knew of their answers where `harvest` asks for
+        it. Close it before anything else is decoded. ValueError for a rule by rejection, whose
+        answers would depend on the drafter.
+        """
+        how = self.settings
+        if not RULES[how.rule].identical or how.same_shape or how.lossy:
+            raise ValueError(
+                f"session: got rule={how.rule}, lossy={how.lossy!r}, "
+                f"same_shape={how.same_shape}, expected rule=coupled alone: a session's "
+                "answers are the target's, whatever drafts them"
+            )
+        self._enter()
+        try:
+            length = min(max_len, self.context)
+            # The largest that its rows may ask for: a prompt of nearly all, filters that sort.
+            widest = SamplingParams(temperature=0.5, top_p=0.5)
+            work = self._work(rows, length - 1, 1, widest)
+            batch = self._ready(work, MOST_STOPS, [])
+        except BaseException:
+            self._leave()
+            raise
+        if harvest:
+            hidden, like = self.runner.config.hidden_size, batch.pool.kv_2LBSHE
+            taps = hidden * len(self.runner.taps)
+            batch.harvest = Harvest(rows, batch.pool.slots, hidden, taps, like)
+        return Session(self, batch, length, finished)
+
+    def swap_drafter(self, drafter: Drafter) -> None:
+        """Put a drafter of the same shape in the place of this one, between two rounds. Rows on
+        their way go on: what they are made of stays as the old weights left it, so only how much
+        is accepted may change, never an answer.
+
+        Raises ValueError for a drafter of another kind or shape; the old one then stays.
+        """
+        old = self.drafter
+        here, there = shape_of(old), shape_of(drafter)
+        if old is None or here != there:
+            raise ValueError(
+                f"swap_drafter: got a drafter of {there}, expected one of {here}: rows are being "
+                "decoded with it; start anew for another kind or size"
+            )
+        if isinstance(self.policy, Acceptance):
+            self.policy.read_by(check_acceptance(drafter), self.runner.device)
+        for name in drafter.held:
+            if hasattr(old, name):
+                setattr(drafter, name, getattr(old, name))
+        if self.late and (runner := getattr(drafter, "runner", None)) is not None:
+            runner.compile()
+        if self.graphs is not None:
+            self.graphs.forget()
+        self.drafter = self.stepper.drafter = drafter
+        if self._batch is not None:
+            _works_for[drafter] = weakref.ref(self._batch)
+
     def _run(
         self, prompts: Sequence[Prompt], params: SamplingParams, indices: Sequence[int] | None
-    ) -> Iterator[tuple[Request, list[int], bool]]:
-        """Yields (request, its new tokens, whether that was its end)."""
+    ) -> Iterator[News]:
+        self._enter()
+        try:
+            session = self._open(prompts, params, indices)
+            while session.busy:
+                yield from session.step()
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
         if self._decoding:
             raise ValueError(
                 "this decoder is in the middle of another stream, whose rows its drafter holds; "
@@ -173,87 +234,20 @@ class Decoder:
                 "own"
             )
         self._decoding = True
-        try:
-            yield from self._rounds(self._open(prompts, params, indices))
-        finally:
-            self._decoding = False
 
-    def _rounds(self, batch: Batch) -> Iterator[tuple[Request, list[int], bool]]:
-        """Launch rounds and deliver what they tell: at once, or one round late, so that the device
-        never waits for the host.
-        """
-        rows = batch.rows
-        flight: _Flight | None = None
-        while rows.waiting or rows.busy:
-            if not self._owns_drafter(batch):
-                raise ValueError(
-                    "this stream's drafter has been given to another decoder meanwhile; finish or "
-                    "close one stream first, or load the drafter twice"
-                )
-            if rows.waiting and rows.free:
-                yield from self._admit(batch)
-                continue
-            launched = self._launch(batch, flight)
-            if self.late:
-                flight, launched = launched, flight
-            if launched is not None:
-                yield from self._hear(batch, launched)
+    def _leave(self) -> None:
+        self._decoding = False
 
-    def _owns_drafter(self, batch: Batch) -> bool:
+    def owns_drafter(self, batch: Batch) -> bool:
         """Whether the drafter's state is that of this batch (always, without a drafter)."""
         if self.drafter is None:
             return True
         holder = _works_for.get(self.drafter)
         return holder is not None and holder() is batch
 
-    def _launch(self, batch: Batch, flight: _Flight | None) -> _Flight:
-        rows = batch.rows
-        plan = None if self.drafter is None else self.policy.next_plan()
-        ahead = 0 if flight is None else flight.told.levels + 1
-        top = ahead + max((r.length for r in rows.requests if r is not None), default=1)
-        on_cuda = self.runner.device.type == "cuda"
-        # Captures and events belong to the current device.
-        with torch.cuda.device(self.runner.device) if on_cuda else nullcontext():
-            if self.graphs is not None:
-                told = self.graphs.step(batch, plan, top)
-            else:
-                told = self.stepper.step(batch, plan, top, self.policy)
-            table, ready = told.table, None
-            if self.late and on_cuda:
-                table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-                table.copy_(told.table, non_blocking=True)
-                ready = torch.cuda.Event()
-                ready.record()
-        return _Flight(told, table, ready, plan, list(rows.requests))
-
-    def _hear(self, batch: Batch, flight: _Flight) -> Iterator[tuple[Request, list[int], bool]]:
-        rows, told = batch.rows, flight.told
-        if flight.ready is not None:
-            flight.ready.synchronize()
-        table = flight.table.tolist()  # the round's only reading of the device
-        now = time.perf_counter()
-        length = told.levels + 1
-        paths = []
-        for row, request in enumerate(flight.requests):
-            if request is None or rows.requests[row] is not request:
-                continue  # ended while this round was on its way
-            *_, accepted, n_new, active, bad = table[row]
-            if bad:
-                yield self._fail(batch, row)
-                continue
-            kept, stopped = request.cut(table[row][:n_new])
-            counters = request.completion.counters
-            counters.record(told.levels, accepted, len(kept), told.nodes)
-            counters.decode_seconds = now - request.started
-            request.completion.accepted += [i < accepted for i in range(len(kept))]
-            paths.append(rank_path(flight.plan, table[row][length + 1 : length + 1 + accepted]))
-            yield self._deliver(batch, row, kept, ended=stopped or not active)
-        if flight.plan is not None:
-            self.policy.observe(Outcome(flight.plan, told.levels, paths))
-
     def _open(
         self, prompts: Sequence[Prompt], params: SamplingParams, indices: Sequence[int] | None
-    ) -> Batch:
+    ) -> Session:
         identical = self.stepper.rule(params).identical
         check_rule(self.settings, self.drafter, params, identical=identical)
         if indices is not None and len(indices) != len(prompts):
@@ -266,38 +260,42 @@ class Decoder:
                 tokenizer=self.tokenizer,
                 params=params,
                 context=self.context,
-                end_ids=() if params.ignore_eos else self.eos_ids,
+                end_ids=self.eos_ids,
             )
             for i, prompt in enumerate(prompts)
         ]
-        stops = (
-            params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.eos_ids)
-        )
         rows = max(1, min(self.settings.batch_size, len(requests)))
-        work = self._work(rows, requests, params)
+        prompt = max((len(r.completion.prompt_tokens) for r in requests), default=1)
+        work = self._work(rows, prompt, max((r.limit for r in requests), default=1), params)
+        stops = len(params.stop_token_ids) + len(self.eos_ids)
+        batch = self._ready(work, stops, requests)
+        return Session(self, batch, self.context)
+
+    def _ready(self, work: memory.Work, stops: int, requests: Sequence[Request]) -> Batch:
+        """A batch with these requests waiting, and a policy that knows what calls cost."""
         with torch.inference_mode():
-            batch = self._make_room(work, frozenset(stops))
+            batch = self._make_room(work, stops)
             batch.rows.waiting.extend(requests)
         if isinstance(self.policy, Cost) and self.policy.costs is None and self.drafter is not None:
             self.policy.costs = measured_costs(
-                self.runner, self.drafter, self.policy.plans[-1], rows, work.prompt + work.new
+                self.runner, self.drafter, self.policy.plans[-1], work.rows, work.prompt + work.new
             )
         return batch
 
-    def _work(self, rows: int, requests: Sequence[Request], params: SamplingParams) -> memory.Work:
-        acceptance = self.settings.acceptance
+    def _work(self, rows: int, prompt: int, new: int, params: SamplingParams) -> memory.Work:
+        lossy = self.stepper.acceptance
         return memory.Work(
             rows,
-            prompt=max((len(r.completion.prompt_tokens) for r in requests), default=1),
-            new=max((r.limit for r in requests), default=1),
+            prompt=prompt,
+            new=new,
             vocab=self.vocab_size,
             params=params,
             tree=None if self.drafter is None else self.policy.plans[-1],
             rule=self.settings.rule,
-            lossy=acceptance is not None and acceptance.needs_q,
+            lossy=lossy is not None and lossy.needs_q,
         )
 
-    def _make_room(self, work: memory.Work, stops: frozenset[int]) -> Batch:
+    def _make_room(self, work: memory.Work, stops: int) -> Batch:
         """The batch of the last call where it fits, so that recordings of its rounds stay good;
         else a new one. ValueError, naming what would fit, where memory doesn't hold it.
         """
@@ -306,11 +304,12 @@ class Decoder:
         free = memory.available(self.runner.device)
         old = self._batch
         roomy = old is not None and old.pool.rows == work.rows and old.pool.slots >= work.slots
-        if old is not None and roomy and old.rows.stop_ids == stops and self._owns_drafter(old):
+        wide = old is not None and old.rows.stop_ids_BM.shape[1] >= stops
+        if old is not None and roomy and wide and self.owns_drafter(old):
             # The keys and values have their place already.
             self.memory = memory.check(planned, None if free is None else free + planned.kv)
             old.rows.reset()
-            old.params = work.params
+            old.params, old.harvest = work.params, None
             return old
         # Let the old room go before the new one is weighed.
         old = self._batch = None
@@ -329,72 +328,3 @@ class Decoder:
             _works_for[self.drafter] = weakref.ref(batch)
         self._batch = batch
         return batch
-
-    @torch.inference_mode()
-    def _admit(self, batch: Batch) -> list[tuple[Request, list[int], bool]]:
-        """Prefill as many waiting prompts as rows are free; each gets its first token."""
-        rows, device, params = batch.rows, self.runner.device, batch.params
-        started = time.perf_counter()
-        free = rows.free[: len(rows.waiting)]
-        requests = [rows.waiting.popleft() for _ in free]
-        prompts = [request.completion.prompt_tokens for request in requests]
-        lens = [len(prompt) for prompt in prompts]
-        rows_R = torch.tensor(free, device=device)
-        lens_R = torch.tensor(lens, device=device)
-        tokens_RN = torch.tensor(
-            [prompt + [0] * (max(lens) - len(prompt)) for prompt in prompts], device=device
-        )
-        batch.pool.clear(rows_R)
-        logits_RV, taps_RNU = self.runner.prefill(batch.pool, rows_R, tokens_RN, lens_R)
-        seeds_R = torch.tensor([request.seed for request in requests], device=device)
-        race_RLV = self.stepper.race(seeds_R, lens_R[:, None], params)
-        p_logits_RV = params.transform(logits_RV)
-        pending_R = choose(p_logits_RV, None if race_RLV is None else race_RLV[:, 0])
-        rows.admit(rows_R, lens_R, pending_R, requests)
-        if self.drafter is not None:
-            self.drafter.prefill(Admitted(rows_R, tokens_RN, lens_R, pending_R, taps_RNU))
-        firsts, active = pending_R.tolist(), rows.active_B[rows_R].tolist()
-        broken = p_logits_RV.amax(-1).isnan().tolist()
-        now = time.perf_counter()
-        news = []
-        for i, (row, request) in enumerate(zip(free, requests, strict=True)):
-            rows.requests[row] = request
-            request.started = now
-            request.completion.counters.prefill_seconds = now - started
-            if broken[i]:
-                news.append(self._fail(batch, row))
-                continue
-            request.completion.accepted.append(False)
-            kept, stopped = request.cut([firsts[i]])
-            news.append(self._deliver(batch, row, kept, ended=stopped or not active[i]))
-        return news
-
-    def _deliver(
-        self, batch: Batch, row: int, tokens: list[int], *, ended: bool
-    ) -> tuple[Request, list[int], bool]:
-        """Hand tokens to the row's request; at its end, free the row."""
-        request = batch.rows.requests[row]
-        assert request is not None
-        request.completion.tokens += tokens
-        if ended:
-            self._end(batch, row)
-        return request, tokens, ended
-
-    def _fail(self, batch: Batch, row: int) -> tuple[Request, list[int], bool]:
-        """End a request whose logits are not numbers."""
-        request = batch.rows.requests[row]
-        assert request is not None
-        completion = request.completion
-        at = len(completion.prompt_tokens) + len(completion.tokens)
-        error = f"prompt {completion.index}: got NaN logits at position {at}, expected numbers; "
-        self._end(batch, row, f"{error}look at the target's weights, or try a wider dtype")
-        return request, [], True
-
-    def _end(self, batch: Batch, row: int, error: str = "") -> None:
-        """Free a row whose request has ended."""
-        request = batch.rows.requests[row]
-        assert request is not None
-        batch.rows.release(row)
-        request.finish(batch.rows.stop_ids, error)
-        if self.recorder is not None:
-            self.recorder.finish(request.completion.index, error)

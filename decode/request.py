@@ -54,14 +54,16 @@ class Counters:
 @dataclass
 class Completion:
     """The answer to one prompt. tokens include the stop token, or end in the one that completes a
-    stop string; text has neither. finish_reason: "stop", "length" or, with what happened in
-    `error`, "error". accepted[i] says whether token i came from the draft.
+    stop string; text has neither. finish_reason: "stop", "length", "abort" (cancelled) or, with what
+    happened in `error`, "error". accepted[i] says whether token i came from the draft, corrected[i]
+    whether the draft had proposed others there alone.
     """
 
     index: int
     prompt_tokens: list[int]
     tokens: list[int] = field(default_factory=list)
     accepted: list[bool] = field(default_factory=list)
+    corrected: list[bool] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
     error: str = ""
@@ -78,15 +80,17 @@ class Event:
     completion: Completion | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """A prompt on its way: its completion, its noise seed, how many tokens it may emit, and its
-    answer's text as far as it has been read.
+    """A prompt on its way: its completion, how it is sampled, its noise seed, how many tokens it may
+    emit, the ids that end it, and its answer's text as far as it has been read.
     """
 
     completion: Completion
+    params: SamplingParams
     seed: int
     limit: int
+    stop_ids: frozenset[int]
     answer: AnswerText
     started: float = 0.0
     stopped: bool = False  # by a stop string
@@ -102,12 +106,14 @@ class Request:
         self.stopped = kept is not None
         return tokens[:kept], self.stopped
 
-    def finish(self, stop_ids: Collection[int], error: str = "") -> None:
+    def finish(self, error: str = "", *, aborted: bool = False) -> None:
         """The end, all tokens given: sets the completion's reason, error and text."""
         made = self.completion
-        ended = not error and made.tokens[-1] in stop_ids
+        ended = bool(made.tokens) and not error and made.tokens[-1] in self.stop_ids
         reason = "stop" if ended or self.stopped else "length"
         made.error, made.finish_reason = error, "error" if error else reason
+        if aborted:
+            made.finish_reason = "abort"
         text = str(self.answer.tokenizer.decode(made.tokens[:-1] if ended else made.tokens))
         made.text = before_stop(text, self.answer.stop)
 
@@ -133,6 +139,8 @@ def open_request(
 ) -> Request:
     """A request for prompt `index` of a call, whose noise is that of prompt `number` of the run.
 
+    end_ids: what ends an answer unless `params` ignores it.
+
     Raises ValueError for an empty prompt, ids outside the vocabulary, no room in the context, or a
     prompt that ends in one of `end_ids`, after which there is nothing to answer.
     """
@@ -152,15 +160,21 @@ def open_request(
             f"prompt {index}: got {tokenizer.decode(tokens[-1:])!r} as its last token, which ends "
             "an answer, expected a prompt that goes on; take the token off, or set ignore_eos"
         )
+    stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *end_ids)
     room = context - len(tokens)
     if room < 1:
         raise ValueError(
             f"prompt {index}: got {len(tokens)} tokens, expected fewer than the context of "
             f"{context} (of target and drafter the smaller one); shorten the prompt"
         )
-    seed = request_seeds(params.seed, number)
-    limit = min(params.max_new_tokens, room)
-    return Request(Completion(index, tokens), seed, limit, AnswerText(tokenizer, params.stop))
+    return Request(
+        Completion(index, tokens),
+        params,
+        seed=request_seeds(params.seed, number),
+        limit=min(params.max_new_tokens, room),
+        stop_ids=frozenset(stops),
+        answer=AnswerText(tokenizer, params.stop),
+    )
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

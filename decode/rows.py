@@ -1,10 +1,10 @@
 """The rows of a running batch: their device state, and which request each serves.
 
-Shapes: B rows, R of them just admitted, L = D + 1 tokens that one round can emit.
+Shapes: B rows, R of them just admitted, L = D + 1 tokens that one round can emit, M ids that may
+end one request.
 """
 
 from collections import deque
-from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -14,18 +14,17 @@ from draftsmith.decode.request import Request
 
 class Rows:
     """lens: tokens in the target's KV; pending: sampled, not yet in the KV; active rows advance,
-    the others are computed and ignored. All [B].
+    the others are computed and ignored. All [B]. stops: M, the most ids that may end one request.
     """
 
-    def __init__(self, batch: int, stop_ids: Collection[int], device: torch.device) -> None:
+    def __init__(self, batch: int, stops: int, device: torch.device) -> None:
         def zeros(dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(batch, dtype=dtype, device=device)
 
         self.lens_B, self.pending_B, self.seeds_B, self.rounds_B = (zeros() for _ in range(4))
         self.room_B = zeros()  # tokens that the row may still emit
         self.active_B = zeros(torch.bool)
-        self.stop_ids = frozenset(stop_ids)
-        self.stop_ids_M = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
+        self.stop_ids_BM = torch.full((batch, stops), -1, dtype=torch.int64, device=device)
         self.reset()
 
     def reset(self) -> None:
@@ -54,11 +53,13 @@ class Rows:
         device = self.lens_B.device
         self.seeds_B[rows_R] = torch.tensor([r.seed for r in requests], device=device)
         self.room_B[rows_R] = torch.tensor([r.limit - 1 for r in requests], device=device)
-        self.active_B[rows_R] = (self.room_B[rows_R] > 0) & ~self.stops(pending_R)
-
-    def stops(self, tokens: Tensor) -> Tensor:
-        """True where a token ends its request."""
-        return (tokens[..., None] == self.stop_ids_M).any(-1)
+        most = self.stop_ids_BM.shape[1]
+        # No token is -1.
+        ends = [sorted(r.stop_ids) + [-1] * (most - len(r.stop_ids)) for r in requests]
+        ends_RM = torch.tensor(ends, dtype=torch.int64, device=device).view(-1, most)
+        self.stop_ids_BM[rows_R] = ends_RM
+        stopped_R = (pending_R[:, None] == ends_RM).any(1)
+        self.active_B[rows_R] = (self.room_B[rows_R] > 0) & ~stopped_R
 
     def advance(self, emitted_BL: Tensor, n_accepted_B: Tensor, bad_B: Tensor) -> Tensor:
         """Commit a round, cut at a stop token and the room left; n_new_B, 0 in inactive rows and in
@@ -66,7 +67,7 @@ class Rows:
         """
         step_L = torch.arange(1, emitted_BL.shape[1] + 1, device=emitted_BL.device)
         valid_BL = step_L <= (n_accepted_B + 1)[:, None]
-        stops_BL = self.stops(emitted_BL) & valid_BL
+        stops_BL = (emitted_BL[..., None] == self.stop_ids_BM[:, None]).any(-1) & valid_BL
         first_stop_B = torch.where(stops_BL, step_L, emitted_BL.shape[1] + 1).amin(1)
         n_new_B = torch.minimum(torch.minimum(n_accepted_B + 1, first_stop_B), self.room_B)
         n_new_B = torch.where(self.active_B & ~bad_B, n_new_B, 0)

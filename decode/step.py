@@ -13,12 +13,15 @@ from torch import Tensor
 
 from draftsmith.decode import sampling
 from draftsmith.decode.drafters.base import Call, Drafter, Kept, Round
+from draftsmith.decode.drafters.head_kv import picked
+from draftsmith.decode.harvest import Harvest
 from draftsmith.decode.kv import KVPool
 from draftsmith.decode.policy import Policy
 from draftsmith.decode.recorder import Recorder
+from draftsmith.decode.row_params import BatchParams, RowParams
 from draftsmith.decode.rows import Rows
 from draftsmith.decode.runner import Runner, Seen, round_up
-from draftsmith.decode.sampling import SamplingParams, choose, position_keys
+from draftsmith.decode.sampling import choose, position_keys
 from draftsmith.decode.settings import Settings
 from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
 from draftsmith.decode.tree_plan import Plan
@@ -27,11 +30,14 @@ from draftsmith.decode.verify import RULES, Noise, RuleInfo
 
 @dataclass
 class Batch:
-    """What rounds work on: rows, KV, sampling parameters."""
+    """What rounds work on: rows, KV, sampling parameters; harvest: what the target knew of each
+    row's answer, None where nobody wants it.
+    """
 
     rows: Rows
     pool: KVPool
-    params: SamplingParams
+    params: BatchParams
+    harvest: Harvest | None = None
 
 
 class Told(NamedTuple):
@@ -103,26 +109,27 @@ class Stepper:
         emitted_BL = emitted_BL.scatter(1, n_accepted_B[:, None], next_B[:, None])
         before_B = rows.lens_B.clone()
         n_new_B = rows.advance(emitted_BL, n_accepted_B, bad_B)
+        taps_BLU = None if taps_BNU is None else picked(taps_BNU, path_BL)
+        if batch.harvest is not None:
+            batch.harvest.keep(before_B, picked(hidden_BNH, path_BL), taps_BLU)
         if self.drafter is not None:
             path = None if topology.is_chain else path_BL
-            taps_BLU = None
-            if taps_BNU is not None:
-                taps_BLU = taps_BNU.gather(1, path_BL[..., None].expand(-1, -1, taps_BNU.shape[2]))
             self.drafter.extend(Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top))
         columns = [n_accepted_B, n_new_B, rows.active_B, bad_B]
         news = torch.cat([emitted_BL, path_BL, torch.stack(columns, 1)], 1)
         return Told(news, topology.levels, topology.nodes - 1)
 
-    def rule(self, params: SamplingParams) -> RuleInfo:
+    def rule(self, params: BatchParams) -> RuleInfo:
         """The rule asked for; where nothing is drafted or drawn, every rule is the coupled one."""
         plain = params.greedy or self.drafter is None
         return RULES["coupled" if plain else self.settings.rule]
 
-    def race(self, seeds_B: Tensor, positions_BD: Tensor, params: SamplingParams) -> Tensor | None:
+    def race(self, seeds_B: Tensor, positions_BD: Tensor, params: BatchParams) -> Tensor | None:
         """log E [B, D, V] of the tokens at these positions; None when greedy."""
         if params.greedy:
             return None
-        return sampling.log_race(position_keys(seeds_B, positions_BD), self.vocab_size)
+        race_BDV = sampling.log_race(position_keys(seeds_B, positions_BD), self.vocab_size)
+        return params.quiet(race_BDV) if isinstance(params, RowParams) else race_BDV
 
     def _propose(
         self,
@@ -159,7 +166,7 @@ class Stepper:
 
     def _verdict(
         self,
-        params: SamplingParams,
+        params: BatchParams,
         tree: TokenTree,
         p_logits_BNV: Tensor,
         hidden_BNH: Tensor,

@@ -134,12 +134,13 @@ def test_state_after_each_round_equals_a_fresh_prefill(
     target, head = counting(wrong=0.35)
     drafter, fresh = (EagleDrafter(head, target, VOCAB) for _ in range(2))
     decoder = Decoder(target, tiny_tokenizer, drafter, tree=tree, batch_size=4)
-    batch = decoder._open(PROMPTS, SETTINGS[0], None)
-    decoder._admit(batch)
+    session = decoder._open(PROMPTS, SETTINGS[0], None)
+    batch = session.batch
+    session.admit()
     kept = set()
     for _ in range(7):
         before = batch.rows.lens_B.clone()
-        list(decoder._hear(batch, decoder._launch(batch, None)))
+        session.hear(session.launch())
         kept |= set((batch.rows.lens_B - before).tolist())
         for row, request in enumerate(batch.rows.requests):
             if request is None:
@@ -272,9 +273,10 @@ def test_a_round_never_reads_the_device(
     """Under every rule, in place: the recurrent loop can be captured."""
     drafter = EagleDrafter(made("eagle3-two"), tiny_target, VOCAB)
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=4, **ROUNDS[mode])
-    batch = started(decoder, SETTINGS[1])
+    session = started(decoder, SETTINGS[1])
+    batch = session.batch
     places = [t.data_ptr() for t in (drafter.state_BH, drafter.pool.kv_2LBSHE)]
-    list(decoder._hear(batch, decoder._launch(batch, None)))
+    session.hear(session.launch())
     assert places == [t.data_ptr() for t in (drafter.state_BH, drafter.pool.kv_2LBSHE)]
     with FakeTensorMode(allow_non_fake_inputs=True):
         told = decoder.stepper.step(batch, decoder.policy.next_plan(), 64, None)

@@ -176,12 +176,11 @@ def test_kv_after_each_commit_equals_a_fresh_prefill(
     ):
         tree = "eagle-25" if isinstance(drafter, Bushy) else "chain"
         decoder = Decoder(tiny_target, tiny_tokenizer, drafter, K=4, batch_size=4, tree=tree)
-        batch = decoder._open(PROMPTS, params, None)
-        decoder._admit(batch)
+        session = decoder._open(PROMPTS, params, None)
+        session.admit()
         for _ in range(6):
-            flight = decoder._launch(batch, None)
-            list(decoder._hear(batch, flight))
-            check_kv(decoder, batch)
+            session.hear(session.launch())
+            check_kv(decoder, session.batch)
 
 
 @torch.inference_mode()

@@ -139,7 +139,7 @@ def test_a_round_never_waits_for_the_device(
     target, draft = _there(tiny_target, HALF), _there(tiny_draft, HALF)
     drafter = LMDrafter(draft, len(tiny_tokenizer))
     decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=4, fast=False, **MODES[mode])
-    batch = started(decoder, SamplingParams(temperature=1.0, max_new_tokens=40))
+    batch = started(decoder, SamplingParams(temperature=1.0, max_new_tokens=40)).batch
     plan = decoder.policy.next_plan()
     decoder.stepper.step(batch, plan, 64, None)
     torch.cuda.synchronize()

@@ -182,8 +182,9 @@ def test_state_and_drafts_are_those_of_the_text(
         return seen[-1][1]
 
     drafter.propose = recorded  # type: ignore[method-assign]
-    batch = decoder._open(PROMPTS[:3], params, None)
-    decoder._admit(batch)
+    session = decoder._open(PROMPTS[:3], params, None)
+    batch = session.batch
+    session.admit()
     kept = set()
     for _ in range(6):
         texts = {
@@ -193,7 +194,7 @@ def test_state_and_drafts_are_those_of_the_text(
         }
         state_BH = drafter.hidden_BH if isinstance(drafter, MedusaDrafter) else drafter.base_BH
         state_BH = state_BH.clone()
-        list(decoder._hear(batch, decoder._launch(batch, None)))
+        session.hear(session.launch())
         request, drafted = seen[-1]
         for row, text in texts.items():
             base_1H = fresh_base(drafter, target, text[:-1])
@@ -239,7 +240,7 @@ def test_a_round_never_reads_the_device(
 ) -> None:
     drafter = make(kind, target, len(tiny_tokenizer))
     decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=4, **tree)
-    batch = started(decoder, WAYS[1])
+    batch = started(decoder, WAYS[1]).batch
     with FakeTensorMode(allow_non_fake_inputs=True):
         decoder.stepper.step(batch, decoder.policy.next_plan(), 64, None)
 

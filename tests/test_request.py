@@ -81,7 +81,7 @@ def test_the_end_of_an_answer(
     kept, stopped = request.cut([*tiny_tokenizer(text).input_ids, *end])
     assert stopped == bool(stop)
     request.completion.tokens += kept
-    request.finish({END})
+    request.finish()
     made = request.completion
     assert (made.finish_reason, made.text, made.error) == (reason, shown, "")
     assert request.next_text(finished=True) == shown
@@ -89,7 +89,7 @@ def test_the_end_of_an_answer(
 
 def test_a_failed_request_keeps_what_it_has(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     request = opened(tiny_tokenizer, "a")
-    request.finish({END}, error="NaN logits in row 2")
+    request.finish("NaN logits in row 2")
     assert (request.completion.finish_reason, request.completion.text) == ("error", "")
     assert request.completion.error == "NaN logits in row 2"
 

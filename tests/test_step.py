@@ -15,7 +15,8 @@ from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.graphs import Graphs, Round
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.step import Batch, Told
+from draftsmith.decode.session import Session
+from draftsmith.decode.step import Told
 
 MODES = {
     "chain": {},
@@ -29,11 +30,11 @@ MODES = {
 }
 
 
-def started(decoder: Decoder, params: SamplingParams) -> Batch:
-    batch = decoder._open(PROMPTS, params, None)
-    decoder._admit(batch)
-    list(decoder._hear(batch, decoder._launch(batch, None)))
-    return batch
+def started(decoder: Decoder, params: SamplingParams) -> Session:
+    session = decoder._open(PROMPTS, params, None)
+    session.admit()
+    session.hear(session.launch())
+    return session
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=["greedy", "t1", "filtered"])
@@ -48,7 +49,7 @@ def test_a_round_never_reads_the_device(
     """Fake tensors have no values: `.item()`, `nonzero` and the like raise."""
     drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=4, **MODES[mode])
-    batch = started(decoder, params)
+    batch = started(decoder, params).batch
     with FakeTensorMode(allow_non_fake_inputs=True):
         told = decoder.stepper.step(batch, decoder.policy.next_plan(), 64, None)
     assert told.table.shape == (4, 2 * (told.levels + 1) + 4)
@@ -62,7 +63,7 @@ def test_a_policy_that_asks_after_each_call_does_read_it(
     """The check above can fail."""
     drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, policy="confidence")
-    batch = started(decoder, SETTINGS[0])
+    batch = started(decoder, SETTINGS[0]).batch
     read = (DataDependentOutputException, DynamicOutputShapeException)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(read):
         decoder.stepper.step(batch, decoder.policy.next_plan(), 64, decoder.policy)
@@ -133,7 +134,8 @@ def test_state_is_changed_in_place(
 ) -> None:
     drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=4)
-    batch = started(decoder, SETTINGS[1])
+    session = started(decoder, SETTINGS[1])
+    batch = session.batch
 
     def places() -> dict[str, int]:
         held = {**vars(batch.rows), **vars(drafter), **vars(batch.pool)}
@@ -141,5 +143,5 @@ def test_state_is_changed_in_place(
 
     before = places()
     assert len(before) > 8
-    list(decoder._hear(batch, decoder._launch(batch, None)))
+    session.hear(session.launch())
     assert places() == before

@@ -65,7 +65,7 @@ def answer(
         if stopped:
             break
         streamed.append(request.next_text(finished=False))
-    request.finish(())
+    request.finish()
     streamed.append(request.next_text(finished=True))
     return request, streamed
 

@@ -67,10 +67,11 @@ def test_the_drafts_kv_after_each_round_equals_a_fresh_prefill(
 ) -> None:
     drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, tree=tree, batch_size=4)
-    batch = decoder._open(PROMPTS, SETTINGS[1], None)
-    decoder._admit(batch)
+    session = decoder._open(PROMPTS, SETTINGS[1], None)
+    batch = session.batch
+    session.admit()
     for _ in range(6):
-        list(decoder._hear(batch, decoder._launch(batch, None)))
+        session.hear(session.launch())
         for row, request in enumerate(batch.rows.requests):
             if request is None:
                 continue

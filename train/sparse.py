@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftsmith.decode.buckets import bucketed
 from draftsmith.train.chunked import Divergence, bounded
 from draftsmith.train.gradients import Score, Scored, Transform, Workspace, divergence_score
 from draftsmith.train.losses import Loss, full_precision
@@ -89,19 +90,6 @@ def sparse_score(
         return scores, torch.autograd.grad(q_logits_RV, leaf_RV, slope_RV)[0]
 
     return score
-
-
-def bucketed(logits_RV: Tensor, ids_RJ: Tensor) -> tuple[Tensor, Tensor]:
-    """(logits [R, B] of the listed tokens and of the rest as one; the rest's alone [R, V]).
-
-    Their softmax is that of `logits_RV`, added up in the buckets. The rest is a logsumexp of its
-    own: 1 minus the listed ones would be rounding where they are nearly all. Listed tokens are -inf
-    in the second result.
-    """
-    rest_RV = logits_RV.scatter(-1, ids_RJ, -math.inf)
-    listed_RJ = logits_RV.gather(-1, ids_RJ)
-    listed_RJ[:, 1:].masked_fill_(ids_RJ[:, 1:] == ids_RJ[:, :1], -math.inf)
-    return torch.cat([listed_RJ, rest_RV.logsumexp(-1, keepdim=True)], -1), rest_RV
 
 
 @dataclass(frozen=True)

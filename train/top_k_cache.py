@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.buckets import likeliest
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.taps import target_states
 from draftsmith.models.target import cut_rows, output_head, vocab_size, without_bias
@@ -29,7 +30,7 @@ from draftsmith.train.chunked import CHUNK_LOGITS, chunk_logits, chunked_diverge
 from draftsmith.train.data import Batches
 from draftsmith.train.gradients import Transform
 from draftsmith.train.losses import forward_kl, full_precision
-from draftsmith.train.sparse import TopKRows, bucketed
+from draftsmith.train.sparse import TopKRows
 from draftsmith.train.token_shards import SHARD_BYTES, TokenShards
 
 Side = tuple[Tensor, Tensor]  # hidden [N, H], head [V, H]
@@ -118,8 +119,7 @@ class TopKCache(TokenShards):
         with torch.autocast(device.type, enabled=False):
             for logits_CV in chunk_logits(hidden_NG, head_VG, every_N, max(size, 1)):
                 logits_CV = self.warp.transform(full_precision(logits_CV))
-                ids_CJ = logits_CV.topk(self.k).indices
-                yield TopKRows(ids_CJ, bucketed(logits_CV, ids_CJ)[0].log_softmax(-1))
+                yield TopKRows(*likeliest(logits_CV, self.k))
 
 
 def law(warp: SamplingParams) -> tuple[float, ...]:

@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.decode.kv import kv_shape
 from draftsmith.decode.memory import ModelSize
-from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.row_params import BatchParams
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_plan import Plan
 from draftsmith.models.head import ANY_DEPTH
@@ -22,7 +23,7 @@ from draftsmith.models.taps import Tap
 
 __all__ = [
     *("ANY_DEPTH", "Admitted", "Call", "Chance", "Drafter", "Enough", "Fed", "Feed", "Frontier"),
-    *("Kept", "Round"),
+    *("Kept", "Round", "shape_of"),
 ]
 
 
@@ -123,7 +124,7 @@ class Round:
     pending_B: Tensor
     active_B: Tensor
     top: int
-    params: SamplingParams
+    params: BatchParams
     law: str
     race_BDV: Tensor | None
     seeds_B: Tensor | None
@@ -197,6 +198,7 @@ class Drafter(Protocol):
     taps: tuple[Tap, ...]  # states of the target that it reads; () for none
     levels: int  # of the deepest tree that it can draft
     acceptance: Scored | None  # foretells what is kept, where its folder holds such a head
+    held: tuple[str, ...]  # the attributes that are its state of the rows
 
     @property
     def size(self) -> ModelSize | None:
@@ -230,3 +232,15 @@ class Drafter(Protocol):
     @property
     def parameter_bytes(self) -> int:
         """Bytes read by one draft call; 0 where there is no model."""
+
+
+def shape_of(drafter: Drafter | None) -> str:
+    """What two drafters must share for one to go on with the other's state of the rows."""
+    if drafter is None:
+        return "none"
+    size, state = drafter.size, ""
+    if size is not None:
+        state = f", {size.config.hidden_size} wide, keys and values {kv_shape(size.config, 1, 1)}"
+        state += f" in {str(size.dtype).removeprefix('torch.')}"
+    about = f"kind {drafter.kind} (context {drafter.context}, {drafter.levels} levels"
+    return f"{about}, taps {list(drafter.taps)}{state})"

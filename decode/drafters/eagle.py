@@ -42,6 +42,7 @@ class EagleDrafter:
     trees = samples = True
     levels = ANY_DEPTH
     acceptance: Scored | None = None
+    held: tuple[str, ...] = ("pool", "state_BH")
 
     def __init__(self, head: Eagle, target: PreTrainedModel, vocab_size: int) -> None:
         self.head = head.bind(target)

@@ -43,6 +43,7 @@ class HydraDrafter:
     kind = "hydra"
     trees = samples = True
     acceptance: Scored | None = None
+    held: tuple[str, ...] = ("pool", "base_BH")
 
     def __init__(self, head: Hydra, target: PreTrainedModel, vocab_size: int) -> None:
         self.head = head.bind(target)

@@ -34,6 +34,7 @@ class LMDrafter:
     taps: tuple[Tap, ...] = ()
     levels = ANY_DEPTH
     acceptance: Scored | None = None
+    held: tuple[str, ...] = ("pool", "tail_B2", "slot_BN")
 
     def __init__(
         self, model: PreTrainedModel, vocab_size: int, vocab: DraftVocab | None = None

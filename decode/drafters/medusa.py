@@ -32,6 +32,7 @@ class MedusaDrafter:
     kind = "medusa"
     trees = samples = True
     acceptance: Scored | None = None
+    held: tuple[str, ...] = ("hidden_BH",)
 
     def __init__(self, head: Medusa, target: PreTrainedModel, vocab_size: int) -> None:
         self.head = head.bind(target)

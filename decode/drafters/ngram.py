@@ -30,6 +30,7 @@ class NgramDrafter:
     parameter_bytes = 0
     size = None
     acceptance: Scored | None = None
+    held: tuple[str, ...] = ("text_BS", "lens_B")
 
     def __init__(self, longest: int = 3, device: torch.device | str = "cpu") -> None:
         if longest < 1:
