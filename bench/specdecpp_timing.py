@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from draftsmith.decode import replay
-from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafters.base import Call, Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.measure import median_times, round_of, with_room
@@ -112,8 +112,11 @@ def in_turn(
     return done
 
 
+@torch.inference_mode()
 def head_cost(drafter: Drafter, levels: int = 8) -> dict[str, float]:
-    """Seconds of a draft call in a chain, and what asking the drafter's acceptance head adds."""
+    """Seconds of a draft call in a chain, and of asking the drafter's acceptance head about one:
+    timed by itself, since the difference of two rounds drowns in a large draft's noise.
+    """
     device = torch.device("cpu")
     assert drafter.acceptance is not None
     plan = chain_plan(levels)
@@ -121,12 +124,19 @@ def head_cost(drafter: Drafter, levels: int = 8) -> dict[str, float]:
     policy.read_by(drafter.acceptance, device)
     twin = with_room(drafter, 1, CONTEXT + plan.slots + 1)
     request = round_of(plan, 1, CONTEXT, device)
-    asking = replace(request, enough=policy.enough, chance=policy.chance)
-    calls = {"draft": lambda: twin.propose(request), "asked": lambda: twin.propose(asking)}
-    times = median_times(calls, device)
-    step = times["draft"] / levels
-    added = (times["asked"] - times["draft"]) / (levels - 1)  # the last call isn't asked
-    return {"t_draft": step, "t_head": added, "share": added / step}
+    made: list[Call] = []
+    twin.propose(replace(request, calls=made))
+
+    def ask() -> None:
+        for call in made:
+            call = replace(call)  # of which nothing has been read yet
+            assert policy.chance is not None and policy.enough is not None
+            call.path_BC = policy.chance(call)
+            bool(policy.enough(call).all())
+
+    times = median_times({"draft": lambda: twin.propose(request), "asked": ask}, device)
+    step, asked = times["draft"] / levels, times["asked"] / len(made)
+    return {"t_draft": step, "t_head": asked, "share": asked / step}
 
 
 def real_sizes() -> list[dict[str, Any]]:
