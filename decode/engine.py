@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode import memory
@@ -84,6 +85,8 @@ class Decoder:
         self.eos_ids = eos_ids(target, tokenizer)
         # On a CPU a round is over when its call returns: reading it late would only waste one.
         fast = self.settings.fast and recorder is None
+        # A body that is shared out over processes gathers its weights as it runs.
+        fast = fast and not isinstance(self.runner.body, FSDPModule)
         self.late = fast and self.runner.device.type == "cuda"
         if self.late:
             for runner in (self.runner, getattr(drafter, "runner", None)):

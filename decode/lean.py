@@ -8,8 +8,8 @@ matrices are the storage, and each layer's own weights become views of it, so a 
 place is changed for both. See `decode/product.py` for the products themselves.
 
 Only for layers whose source this follows (Llama, Qwen2, Qwen3, Mistral), and frozen (sharded
-training moves weights about). The runner compares it with the model's own forward before it is
-used; everything else takes that forward.
+training moves weights about; a layer that torch has shared out has a class of its own). The runner
+compares it with the model's own forward before it is used; everything else takes that forward.
 
 Shapes: B rows, N tokens, S slots, H hidden, E head width, G query heads a key-value head.
 """

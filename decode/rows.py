@@ -56,7 +56,7 @@ class Rows:
         most = self.stop_ids_BM.shape[1]
         # No token is -1.
         ends = [sorted(r.stop_ids) + [-1] * (most - len(r.stop_ids)) for r in requests]
-        ends_RM = torch.tensor(ends, dtype=torch.int64, device=device).view(-1, most)
+        ends_RM = torch.tensor(ends, dtype=torch.int64, device=device).view(len(ends), most)
         self.stop_ids_BM[rows_R] = ends_RM
         stopped_R = (pending_R[:, None] == ends_RM).any(1)
         self.active_B[rows_R] = (self.room_B[rows_R] > 0) & ~stopped_R

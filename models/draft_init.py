@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 # What the axes of each parameter are, by the end of its name.
@@ -65,7 +66,6 @@ def start_from_target(
             where the target has two; layers that don't exist or aren't as many as the draft's.
     """
     _check(draft.config, target.config)
-    weights = dict(target.named_parameters(remove_duplicate=False))
     many, of = draft.config.num_hidden_layers, target.config.num_hidden_layers
     chosen = list(layers) or spread_layers(of, many)
     if len(chosen) != many or not all(0 <= layer < of for layer in chosen):
@@ -73,6 +73,11 @@ def start_from_target(
             f"got layers {chosen} of the target for a draft of {many}, expected {many} numbers "
             f"from 0 to {of - 1}; correct init_layers or layers"
         )
+    weights = {
+        name: weight.full_tensor() if isinstance(weight, DTensor) else weight
+        for name, weight in target.named_parameters(remove_duplicate=False)
+        if _place(name)[0] in (None, *chosen)  # of a sharded target no more than is used
+    }
     kept = kept_indices(weights, draft.config, target.config, chosen)
     for name, parameter in draft.named_parameters():
         layer, end = _place(name)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import weakref
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ SAMPLED_WEIGHTS = 64  # of each parameter of the body
 # Parts of a fingerprint that inform and don't identify: one model may be padded in two ways, and
 # its layers quantised, or tuned a little further.
 NOT_COMPARED = ("name", "logit_rows", "body")
+_remembered: "weakref.WeakKeyDictionary[nn.Module, dict[str, str]]" = weakref.WeakKeyDictionary()
 
 
 def fingerprint(
@@ -70,7 +72,16 @@ def differences(made_for: dict[str, Any], given: dict[str, Any]) -> list[str]:
     ]
 
 
+def remember_body(model: PreTrainedModel) -> None:
+    """Take the marks of a body's weights before they are shared out over processes: no process can
+    read them all by itself then.
+    """
+    _remembered[model.base_model] = _body(model)
+
+
 def _body(model: PreTrainedModel) -> dict[str, str]:
+    if model.base_model in _remembered:
+        return _remembered[model.base_model]
     weights = list(model.base_model.parameters())
     if any(weight.is_meta for weight in weights):
         return {}

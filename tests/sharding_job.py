@@ -6,18 +6,26 @@ sharding_job.py FOLDER '{NAME: {"steps": 4, ...}, ...}'
 
 import contextlib
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from test_loop import settings
-from tiny_heads import TOKENS, llama
+from tiny_heads import TOKENS, llama, words
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.draft_init import start_from_target
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.taps import decoder_layers
 from draftsmith.train.data import Batch, Batches, Examples
-from draftsmith.train.heldout import mean_output
+from draftsmith.train.frozen_target import in_parts, share_out
+from draftsmith.train.heldout import HeldOut, mean_output
 from draftsmith.train.launch import start
 from draftsmith.train.log import run_entry
 from draftsmith.train.loop import fit
@@ -25,6 +33,8 @@ from draftsmith.train.objectives import Distillation, Losses
 from draftsmith.train.settings import Settings
 from draftsmith.train.sharding import mode
 from draftsmith.train.state import Run
+from draftsmith.train.tap_cache import TapCache
+from draftsmith.train.taps import CachedTaps
 from draftsmith.train.teachers import StateTeacher
 from draftsmith.train.text import Snapshot
 
@@ -71,10 +81,36 @@ class Cut(Batches):
         return super().batch(step, micro, rank, accumulation=accumulation, world=world)
 
 
-def train(accelerator: Accelerator, config: Settings, *, tied: bool, cut_at: int) -> nn.Module:
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]  # of which the processes have unequal shares
+
+
+def target_in_parts(accelerator: Accelerator) -> PreTrainedModel:
+    """The target, of whose layers each process holds its share and says what the whole ones say."""
+    whole, target = llama(), llama()
+    if accelerator.num_processes == 1:
+        return target
+    share_out(target, accelerator.device)
+    assert in_parts(target)
+    here = full = 0
+    for layer in decoder_layers(target):
+        for weight in layer.parameters():
+            assert isinstance(weight, DTensor) and not weight.requires_grad
+            here += weight.to_local().untyped_storage().nbytes()
+            full += weight.numel() * weight.element_size()
+    assert here * accelerator.num_processes == full > 0, (here, full)
+    assert fingerprint(target, words(TOKENS)) == fingerprint(whole, words(TOKENS))
+    return target
+
+
+def train(
+    accelerator: Accelerator, config: Settings, *, tied: bool, cut_at: int, parts: bool = False
+) -> nn.Module:
+    """parts: of a target in parts, of which the draft begins as a part; measured in more ways."""
     main = accelerator.is_main_process
     run = Run(config.out, json.dumps({"lr": config.lr}), main=main)
-    target, draft = llama(), tiny_draft(tied)
+    target, draft = target_in_parts(accelerator) if parts else llama(), tiny_draft(tied)
+    if parts:
+        start_from_target(draft, target)
     snapshot = Snapshot(draft, torch.float32)
     if config.gradient_checkpointing:
         draft.gradient_checkpointing_enable({"use_reentrant": False})
@@ -90,12 +126,14 @@ def train(accelerator: Accelerator, config: Settings, *, tied: bool, cut_at: int
         warp=SamplingParams(1.0),
     )
 
+    more = figures_of(accelerator, target, batches, objective, snapshot, run) if parts else dict
+
     def evaluate() -> dict[str, float]:
         means = mean_output(accelerator, objective.measure, heldout, 8)
         ids = torch.arange(30).view(2, 15)
         with torch.no_grad():
             copied = snapshot.take()(ids).logits
-        return means | {"copy": float(copied.std() + copied[1, 3, 5])}
+        return more() | means | {"copy": float(copied.std() + copied[1, 3, 5])}
 
     try:
         fit(accelerator, objective, batches, config, run, evaluate)
@@ -108,20 +146,52 @@ def train(accelerator: Accelerator, config: Settings, *, tied: bool, cut_at: int
     return draft
 
 
+def figures_of(
+    accelerator: Accelerator,
+    target: PreTrainedModel,
+    batches: Batches,
+    objective: Distillation,
+    snapshot: Snapshot[LlamaForCausalLM],
+    run: Run,
+) -> Callable[[], dict[str, float]]:
+    """What runs the target another number of times in each process: answers that one writes, a
+    cache of three shards, tau of three prompts.
+    """
+    params = SamplingParams(1.0, max_new_tokens=12)
+    heldout = HeldOut(accelerator, target, words(TOKENS), PROMPTS, params, batch_size=2)
+    heldout.write_answers(run.cache / "heldout.safetensors")
+    folder, size = run.cache / "states", 4 * target.config.hidden_size
+    cache = TapCache(
+        folder, target, words(TOKENS), (), batches, stored="float32", shard_bytes=160 * size
+    )
+    cache.fill(accelerator)
+    assert len(cache) == 3
+    teacher = StateTeacher(target, TOKENS, CachedTaps(cache, ()))
+
+    def figures() -> dict[str, float]:
+        told = mean_output(accelerator, partial(objective.measure, teacher=teacher), batches, 8)
+        answered = heldout.means(objective.measure)
+        tau = heldout.tau(LMDrafter(snapshot.take(), TOKENS), 3)
+        return {"cached": told["loss"], "answered": answered["loss"], "tau": tau}
+
+    return figures
+
+
 def main(argv: list[str]) -> None:
     accelerator: Accelerator | None = None
     for name, changes in json.loads(argv[1]).items():
         folder = Path(argv[0]) / name
-        cut_at, tied = changes.pop("cut_at", -1), changes.pop("tied", True)
+        cut_at = changes.pop("cut_at", -1)
+        how = {"tied": changes.pop("tied", True), "parts": changes.pop("parts", False)}
         config = settings(folder, **changes)
         # DeepSpeed allows one in a process; the runs share all that it is made from.
         accelerator = accelerator or start(config)
         if cut_at >= 0:
             with contextlib.suppress(Interrupted):
-                train(accelerator, config, tied=tied, cut_at=cut_at)
+                train(accelerator, config, cut_at=cut_at, **how)
             accelerator.free_memory()
             accelerator.wait_for_everyone()
-        draft = train(accelerator, config, tied=tied, cut_at=-1)
+        draft = train(accelerator, config, cut_at=-1, **how)
         if accelerator.is_main_process:
             torch.save(dict(draft.state_dict()), folder / "weights.pt")
             (folder / "mode.txt").write_text(mode(accelerator))

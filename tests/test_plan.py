@@ -26,13 +26,13 @@ DEEP = ("layers=4", "hidden=128", "intermediate=344", "max_length=256", "max_new
 DEEP += ("batch_size=2",)
 
 
-def target_at(folder: Path, vocab: int) -> str:
+def target_at(folder: Path, vocab: int, layers: int) -> str:
     """A folder with a config.json and nothing else."""
     LlamaConfig(
         vocab_size=vocab,
         hidden_size=96,
         intermediate_size=192,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         architectures=["LlamaForCausalLM"],
@@ -40,10 +40,11 @@ def target_at(folder: Path, vocab: int) -> str:
     return f"target.path={folder}"
 
 
-def planned(folder: Path, vocab: int, *given: str) -> Outline:
+def planned(folder: Path, vocab: int, *given: str, layers: int = 2) -> Outline:
     """The plan of a small distillation, on the CPU unless another gpu is given."""
     gpu = () if any(text.startswith("gpu=") for text in given) else ("gpu=cpu",)
-    return plan(["entry=distill", "out=x", target_at(folder, vocab), *SHAPE, *gpu, *given])
+    target = target_at(folder, vocab, layers)
+    return plan(["entry=distill", "out=x", target, *SHAPE, *gpu, *given])
 
 
 def two_steps(outline: Outline) -> None:
@@ -123,6 +124,19 @@ def test_each_way_divides_what_it_should(tmp_path: Path) -> None:
     step = rehearsed(cast, checkpointing=False, low=True)
     whole = held(cast, sizes, step, Sharding("zero1", 1), world=4)
     assert held(cast, sizes, step, Sharding("zero2", 2), world=4).total <= whole.total
+
+
+def test_a_target_in_parts_is_counted_so(tmp_path: Path) -> None:
+    """Of eight layers each of 4 ranks holds a quarter, and the two that are gathered."""
+    given = (*WIDE, "gpu=h100", "gpus=4")
+    whole = planned(tmp_path, 1024, *given, layers=8)
+    parts = planned(tmp_path, 1024, *given, "shard_target=true", layers=8)
+    layer = 2 * (96 * 96 * 2 + 96 * 48 * 2 + 3 * 96 * 192 + 2 * 96)
+    for one, other in zip(whole.choices, parts.choices, strict=True):
+        assert one.held.target - other.held.target == (8 - 8 // 4 - 2) * layer
+        assert one.held.total - other.held.total == (8 - 8 // 4 - 2) * layer
+    with pytest.raises(ValueError, match="shard_target=true and one process"):
+        planned(tmp_path, 1024, *WIDE, "shard_target=true")
 
 
 def test_more_rows_need_more_and_checkpointing_less(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tiny_heads import llama
 
 from draftsmith.train import launch
 from draftsmith.train.checkpoint import Position, resized
+from draftsmith.train.frozen_target import check_shards
 from draftsmith.train.sharding import FSDP2_ASKED, check_mode, decoder_layers, whole_state
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +30,8 @@ RUNS: dict[str, dict] = {
     # SGD: the scale of a gradient shows, which Adam would hide. Clipped at every step.
     "sgd": {"optimizer": "sgd", "momentum": 0.0, "cut_at": 3, **STEPS},
     "adamw": {"lr": 0.01, "tied": False, "gradient_checkpointing": True, "cut_at": 3, **STEPS},
+    # With several processes the target lies in parts, too.
+    "parts": {"lr": 0.01, "tied": False, "parts": True, "cut_at": 3, **STEPS},
 }
 WHOLE, PARTS = {"batch_size": 8}, {"batch_size": 2, "accumulation": 2}
 
@@ -93,6 +96,29 @@ def test_two_processes_equal_one(mode: str, tmp_path: Path, one_process: Path) -
     for name in RUNS:
         assert (tmp_path / name / "mode.txt").read_text() == mode
         assert_same_run(one_process / name, tmp_path / name)
+
+
+def test_ddp_with_a_target_in_parts(tmp_path: Path, one_process: Path) -> None:
+    """The job looks at what each process holds; fingerprint, cache, answers, tau are one's, too."""
+    output = launched("cpu_ddp2", tmp_path, json.dumps({"parts": RUNS["parts"] | PARTS}))
+    assert output.count("resumed after step 2") == 1
+    assert (tmp_path / "parts" / "mode.txt").read_text() == "replicated"
+    assert_same_run(one_process / "parts", tmp_path / "parts")
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "message"),
+    [
+        ({}, 1, "shard_target=true and one process"),
+        ({"joint": True}, 2, "joint=True, which trains the target too"),
+        ({"head_weight": 0.5}, 2, "head_weight=0.5, whose head is calibrated by one process"),
+    ],
+)
+def test_what_a_target_in_parts_cannot_do(changes: dict, processes: int, message: str) -> None:
+    recipe = {"shard_target": True, "joint": False, "head_weight": 0.0} | changes
+    with pytest.raises(ValueError, match=message):
+        check_shards(SimpleNamespace(**recipe), processes)
+    check_shards(SimpleNamespace(**recipe | {"shard_target": False}), processes)
 
 
 @pytest.mark.slow

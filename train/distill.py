@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.models.target import TargetSpec, load_target, vocab_size
+from draftsmith.models.target import vocab_size
 from draftsmith.train import recipe
 from draftsmith.train.draft import TINY, DraftSource, open_draft, open_reference
+from draftsmith.train.frozen_target import FrozenTarget, open_target
 from draftsmith.train.heldout import draft_figures
 from draftsmith.train.launch import start
 from draftsmith.train.log import run_entry
@@ -55,11 +56,12 @@ from draftsmith.train.weighting import Weighting
 
 
 @dataclass(kw_only=True)
-class DistillConfig(Settings, DraftSource, OnPolicyText, Losses, Weighting, Cache, JointHead):
+class DistillConfig(
+    Settings, FrozenTarget, DraftSource, OnPolicyText, Losses, Weighting, Cache, JointHead
+):
     """What a recipe of this entry can say."""
 
     entry: str = "distill"
-    target: TargetSpec
     temperature: float = 1.0  # of the comparison, and of the held-out measures
     top_k: int = 0
     top_p: float = 1.0
@@ -92,7 +94,7 @@ def main(argv: list[str]) -> None:
 
     # ---- the frozen target, the draft --------------------------------------------------------
     config.target = config.target.resolved(config.dtype)
-    target, tokenizer = load_target(config.target, accelerator.device)
+    target, tokenizer = open_target(config, accelerator)
     draft = open_draft(config, target, tokenizer, config.seed)
     snapshot = Snapshot(draft, target.dtype)
     if config.gradient_checkpointing:

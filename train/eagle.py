@@ -28,11 +28,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.models.eagle import Eagle
-from draftsmith.models.target import load_target, split_head, vocab_size
+from draftsmith.models.target import split_head, vocab_size
 from draftsmith.models.vocab import ENOUGH
 from draftsmith.train import head_run, recipe
 from draftsmith.train.eagle_head import EagleSource, counted, open_head
 from draftsmith.train.eagle_objectives import Eagle1Objective, Eagle3Objective, EagleObjective
+from draftsmith.train.frozen_target import open_target
 from draftsmith.train.head_run import HeadRun, evaluate_head, kept_figures, save_head
 from draftsmith.train.heldout import open_heldout
 from draftsmith.train.launch import start
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> None:
 
     # ---- the frozen target, the text, the head -----------------------------------------------
     config.target = config.target.resolved(config.dtype)
-    target, tokenizer = load_target(config.target, accelerator.device)
+    target, tokenizer = open_target(config, accelerator)
     examples = training_examples(config.data, tokenizer, few=config.target.shrink)
     batches = make_batches(
         config, examples, tokenizer, batch_size=config.batch_size, seed=config.seed

@@ -25,9 +25,10 @@ from draftsmith.models.drafter_folder import save_drafter, serve_line
 from draftsmith.models.eagle import LAYER_CONFIGS, LAYER_FIELDS
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.head import Head
-from draftsmith.models.target import TargetSpec, split_head
+from draftsmith.models.target import split_head
 from draftsmith.train.data import Batch, Batches, Examples
 from draftsmith.train.expectations import compare
+from draftsmith.train.frozen_target import FrozenTarget
 from draftsmith.train.heldout import HeldOut
 from draftsmith.train.loop import Result, StepOutput
 from draftsmith.train.settings import Settings
@@ -37,10 +38,9 @@ from draftsmith.train.text import Text, text_at_hand
 
 
 @dataclass(kw_only=True)
-class HeadRun(Settings, Text, Cache):
+class HeadRun(Settings, FrozenTarget, Text, Cache):
     """The part of a recipe that all heads share; the best weights are those of the best tau."""
 
-    target: TargetSpec
     temperature: float = 1.0  # of held-out tau, and of the answers that figures are taken on
     heldout_data: str = ""  # empty: the held-out side of data
     heldout_prompts: int = 32

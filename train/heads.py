@@ -29,8 +29,9 @@ from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.models.hydra_heads import Hydra, HydraConfig
 from draftsmith.models.medusa import Medusa, MedusaConfig
-from draftsmith.models.target import load_target, split_head, vocab_size
+from draftsmith.models.target import split_head, vocab_size
 from draftsmith.train import head_run, recipe
+from draftsmith.train.frozen_target import open_target
 from draftsmith.train.head_objectives import HeadObjective, HydraObjective, MedusaObjective
 from draftsmith.train.heldout import open_heldout
 from draftsmith.train.launch import start
@@ -75,7 +76,7 @@ def main(argv: list[str]) -> None:
 
     # ---- the target, the head, the text ------------------------------------------------------
     config.target = config.target.resolved(config.dtype)
-    target, tokenizer = load_target(config.target, accelerator.device)
+    target, tokenizer = open_target(config, accelerator)
     examples = training_examples(config.data, tokenizer, few=config.target.shrink)
     batches = make_batches(
         config, examples, tokenizer, batch_size=config.batch_size, seed=config.seed

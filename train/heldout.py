@@ -19,6 +19,7 @@ from draftsmith.models.target import vocab_size
 from draftsmith.train.answers import is_prepared
 from draftsmith.train.asks import from_rows
 from draftsmith.train.data import Batch, Batches, Examples
+from draftsmith.train.frozen_target import in_company
 from draftsmith.train.loop import Evaluate, StepOutput
 from draftsmith.train.objectives import Distillation, Losses
 from draftsmith.train.teachers import StateTeacher
@@ -177,8 +178,7 @@ def open_heldout(
     prompts = prompts_for_development(source, tokenizer, count=many, length=config.prompt_tokens)
     rows = config.batch_size
     heldout = HeldOut(accelerator, target, tokenizer, prompts, params, batch_size=rows)
-    with accelerator.main_process_first():
-        heldout.write_answers(cache / "heldout.safetensors")
+    heldout.write_answers(cache / "heldout.safetensors")
     return heldout
 
 
@@ -208,18 +208,13 @@ class HeldOut:
         self.batch_size = batch_size
 
     def write_answers(self, cache: Path) -> None:
-        """Have the target answer, or read its answers from `cache`. Before `means`."""
-        if not cache.exists():
-            decoder = Decoder(self.target, self.tokenizer, batch_size=DECODER_ROWS)
-            answers = [made.tokens for made in decoder.generate(self.prompts, self.params)]
-            pairs = zip(self.prompts, answers, strict=True)
-            examples = Examples.collect(
-                (prompt + answer, [False] * len(prompt) + [True] * len(answer))
-                for prompt, answer in pairs
-            )
-            half = cache.with_name(f".{cache.name}.half")
-            examples.save(half)
-            half.replace(cache)
+        """Have the target answer, or read its answers from `cache`. Before `means`; all processes
+        call it together.
+        """
+        with in_company(self.target):
+            if self.accelerator.is_main_process and not cache.exists():
+                self._answer(cache)
+        self.accelerator.wait_for_everyone()
         examples = Examples.load(cache)
         self.answers = Batches(
             examples,
@@ -229,6 +224,18 @@ class HeldOut:
             packing=False,
             pad_id=self.tokenizer.pad_token_id or 0,
         )
+
+    def _answer(self, cache: Path) -> None:
+        decoder = Decoder(self.target, self.tokenizer, batch_size=DECODER_ROWS)
+        answers = [made.tokens for made in decoder.generate(self.prompts, self.params)]
+        pairs = zip(self.prompts, answers, strict=True)
+        examples = Examples.collect(
+            (prompt + answer, [False] * len(prompt) + [True] * len(answer))
+            for prompt, answer in pairs
+        )
+        half = cache.with_name(f".{cache.name}.half")
+        examples.save(half)
+        half.replace(cache)
 
     def means(self, score: Score) -> dict[str, float]:
         """Means over contexts that the target wrote: alpha's definition asks for just these."""
@@ -241,7 +248,8 @@ class HeldOut:
         decoder = Decoder(
             self.target, self.tokenizer, drafter, K=K, tree=tree, batch_size=DECODER_ROWS
         )
-        made = decoder.generate([self.prompts[i] for i in mine], self.params, list(mine))
+        with in_company(self.target):
+            made = decoder.generate([self.prompts[i] for i in mine], self.params, list(mine))
         counts = [sum(m.counters.emitted for m in made), sum(m.counters.rounds for m in made)]
         total = accelerator.reduce(torch.tensor(counts, device=accelerator.device))
         emitted, rounds = total.tolist()

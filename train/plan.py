@@ -20,6 +20,7 @@ from rich.table import Table
 
 from draftsmith.decode.arguments import parse
 from draftsmith.decode.memory import GIB
+from draftsmith.train.frozen_target import check_shards
 from draftsmith.train.planned_memory import (
     SHARDINGS,
     Held,
@@ -124,6 +125,7 @@ def plan(argv: list[str]) -> Outline:
     asked = parse(Asked, [a for a, mine in zip(argv, own, strict=True) if mine])
     device = "cpu" if asked.gpu == "cpu" else "cuda"
     cast = staged([a for a, mine in zip(argv, own, strict=True) if not mine], device)
+    check_shards(cast.config, asked.gpus)
     config, sizes = cast.config, sizes_of(cast)
     ways = [way for way in SHARDINGS[: len(SHARDINGS) if asked.gpus > 1 else 1] if _can(way, cast)]
     room = GPUS[asked.gpu].gib * GIB * (1 - SPARE)
@@ -194,7 +196,10 @@ def show(outline: Outline, rest: list[str], console: Console) -> None:
     total = outline.tokens * config.steps
     console.print(f"{learned}; at most {outline.tokens:,} tokens a step, {total:,} in all")
     if best is None:
-        console.print("nothing fits: lower batch_size or max_length, or take more or larger GPUs")
+        remedy = "lower batch_size or max_length, or take more or larger GPUs"
+        if asked.gpus > 1 and not getattr(config, "shard_target", True):
+            remedy += ", or share the target's layers out (shard_target=true)"
+        console.print(f"nothing fits: {remedy}")
         return
     speed, hours = outline.tokens / best.seconds, best.seconds * config.steps / 3600
     console.print(

@@ -3,7 +3,8 @@
     weights     the trained module's: fp32, and under ZeRO a copy to compute with in the low type
     optimizer   its state, by what the run's own optimizers keep
     gradients   at the step's fullest moment
-    target      its weights, and frozen copies in its type: of the draft to decode with, a reference
+    target      its weights, with shard_target a share of its layers and two that are gathered; and
+                frozen copies in its type: of the draft to decode with, a reference
     step        activations, the target's pass, the chunked loss, and what sharding gathers
 
 Where it isn't exact: rows count as full and all their tokens as trained; kernels' own workspaces
@@ -52,13 +53,14 @@ SHARDINGS = [Sharding("ddp"), *(Sharding(f"zero{n}", n) for n in (1, 2, 3)), Sha
 @dataclass(frozen=True)
 class Sizes:
     """Bytes of what a recipe's modules are, whole; edge, layer: fp32 weights outside the decoder
-    layers, and of the largest of these.
+    layers, and of the largest of these; target_layers: the target's, where they are shared out.
     """
 
     weights: int
     learned: int  # elements
     optimizer: int
     target: int
+    target_layers: list[int]
     spare: int
     edge: int
     layer: int
@@ -108,6 +110,7 @@ def sizes_of(staged: Staged) -> Sizes:
         learned=sum(p.numel() for p in learned),
         optimizer=state,
         target=_frozen(staged.target),
+        target_layers=_shared_layers(staged),
         spare=spare * frozen.itemsize,
         edge=weights - sum(layers),
         layer=max(layers, default=0),
@@ -161,7 +164,10 @@ def held(staged: Staged, sizes: Sizes, step: Step, way: Sharding, *, world: int)
         around = sizes.edge + 2 * sizes.layer  # the next layer's are fetched meanwhile
     if way.zero == 3:
         around += min(sizes.weights // 4, GATHERED) * low
-    lasting = Held(weights, sizes.optimizer // cut, 0, sizes.target + sizes.spare, 0)
+    target, shared = sizes.target + sizes.spare, sum(sizes.target_layers)
+    if shared:
+        target -= shared - shared // world - 2 * max(sizes.target_layers)
+    lasting = Held(weights, sizes.optimizer // cut, 0, target, 0)
     # ---- what comes and goes: the passes, the optimizer's step, an evaluation -----------------
     other, gradients = step.peak(share)
     updated = int(share * step.gradients)
@@ -207,6 +213,12 @@ def _decoding(staged: Staged) -> int:
 
 def _type(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
+
+
+def _shared_layers(staged: Staged) -> list[int]:
+    if staged.target is None or not getattr(staged.config, "shard_target", False):
+        return []
+    return [_frozen(layer) for layer in decoder_layers(staged.target)]
 
 
 def _frozen(model: nn.Module | None) -> int:

@@ -33,6 +33,7 @@ from draftsmith.models.checkpoint import read_json
 from draftsmith.models.disk import write_atomically
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.train.data import Batches
+from draftsmith.train.frozen_target import in_company
 
 FORMAT = 1
 SHARD_BYTES = 2**29
@@ -139,7 +140,8 @@ class TokenShards:
         if accelerator.is_main_process:
             self.claim()
         accelerator.wait_for_everyone()
-        self.write(accelerator.process_index, accelerator.num_processes)
+        with in_company(self.target):
+            self.write(accelerator.process_index, accelerator.num_processes)
         accelerator.wait_for_everyone()
 
     def write(self, rank: int = 0, world: int = 1) -> None:

@@ -1,0 +1,138 @@
+"""The frozen target of a run: whole on every process, or its decoder layers shared out.
+
+Shared out, each process keeps its part of every layer (torch's `fully_shard`), and a pass gathers
+one layer after another. Embeddings, the last norm and the LM head stay whole: losses and heads read
+their rows apart from any pass.
+
+Every pass is then one of all processes. A training step has as many on each; what differs from one
+to the next (decoding, filling a cache) happens inside `in_company`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.models.fingerprint import remember_body
+from draftsmith.models.taps import decoder_layers
+from draftsmith.models.target import TargetSpec, load_target, output_head
+
+
+@dataclass(kw_only=True)
+class FrozenTarget:
+    """The part of a recipe that says which target, and where its weights lie."""
+
+    target: TargetSpec
+    shard_target: bool = False  # each process keeps a share of its decoder layers
+
+
+def open_target(
+    config: FrozenTarget, accelerator: Accelerator
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The recipe's target and its tokenizer, where this process computes. All call it together.
+
+    Raises ValueError for what `load_target`, `check_shards` and `share_out` refuse.
+    """
+    check_shards(config, accelerator.num_processes)
+    if not config.shard_target:
+        return load_target(config.target, accelerator.device)
+    # Whole in the host's memory alone: the device sees one whole layer at a time.
+    target, tokenizer = load_target(config.target, "cpu")
+    share_out(target, accelerator.device)
+    return target, tokenizer
+
+
+def check_shards(config: Any, processes: int) -> None:
+    """ValueError for a recipe whose run can't do with a shared target."""
+    if not getattr(config, "shard_target", False):
+        return
+    if processes == 1:
+        raise ValueError(
+            "got shard_target=true and one process, expected several to share the target's layers: "
+            "launch with --num_processes, or say shard_target=false"
+        )
+    for name, why in ALONE.items():
+        if getattr(config, name, False):
+            raise ValueError(
+                f"got shard_target=true and {name}={getattr(config, name)}, {why}: say "
+                "shard_target=false"
+            )
+
+
+# What goes with a whole target alone.
+ALONE = {
+    "joint": "which trains the target too, expected a frozen one",
+    "head_weight": "whose head is calibrated by one process, which can't run the target alone",
+}
+
+
+def share_out(target: PreTrainedModel, device: torch.device) -> None:
+    """Cut each decoder layer of a target into as many parts as there are processes, of which this
+    one keeps its own, and move all to `device`.
+
+    Raises ValueError where the layers can't be told.
+    """
+    layers, body = decoder_layers(target), output_head(target)[0]
+    remember_body(target)
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    outside = set(body.parameters()) - inside
+    # Holds nothing itself: as the root of all it lets one layer run while the next is gathered.
+    fully_shard(body, mesh=mesh, reshard_after_forward=True, ignored_params=outside)
+    target.to(device)  # type: ignore[arg-type]
+    body.register_forward_hook(_forget_order)
+    # What is gathered first in inference mode could never be written outside of it.
+    _one_pass(body)
+
+
+def in_parts(target: PreTrainedModel) -> bool:
+    """Whether the target's layers are shared out."""
+    return isinstance(output_head(target)[0], FSDPModule)
+
+
+@contextmanager
+def in_company(target: PreTrainedModel) -> Iterator[None]:
+    """Inside, each process may run the target as often as it likes, or not at all: who is done
+    joins the others' passes until all are done. Nothing to do for a target that is whole.
+    """
+    if not in_parts(target):
+        yield
+        return
+    body, device = output_head(target)[0], target.device
+
+    def others_run(mine: bool) -> torch.Tensor:
+        running = torch.tensor(int(mine), device=device)
+        distributed.all_reduce(running)
+        return running
+
+    hook = body.register_forward_pre_hook(lambda *_: others_run(True) and None, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+    while others_run(False):
+        _one_pass(body)
+
+
+@torch.no_grad()
+def _one_pass(body: nn.Module) -> None:
+    """Take part in a pass of all processes, with nothing of one's own to run."""
+    device = next(body.parameters()).device
+    body(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+
+
+def _forget_order(body: Any, *_: Any) -> None:
+    """torch notes the order of all passes until a backward comes, which here never does."""
+    order = body._get_fsdp_state()._comm_ctx.post_forward_order
+    for group in order:
+        group._post_forward_indices.clear()
+    order.clear()
