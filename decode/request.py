@@ -54,9 +54,9 @@ class Counters:
 @dataclass
 class Completion:
     """The answer to one prompt. tokens include the stop token, or end in the one that completes a
-    stop string; text has neither. finish_reason: "stop", "length", "abort" (cancelled) or, with what
-    happened in `error`, "error". accepted[i] says whether token i came from the draft, corrected[i]
-    whether the draft had proposed others there alone.
+    stop string; text has neither. finish_reason: "stop", "length", "abort" (cancelled), or "error",
+    with what happened in `error`. accepted[i] says whether token i came from the draft,
+    corrected[i] whether the draft had proposed others there alone.
     """
 
     index: int
@@ -82,8 +82,8 @@ class Event:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way: its completion, how it is sampled, its noise seed, how many tokens it may
-    emit, the ids that end it, and its answer's text as far as it has been read.
+    """A prompt on its way: its completion, how it is sampled, its noise seed, how many tokens it
+    may emit, the ids that end it, and its answer's text as far as it has been read.
     """
 
     completion: Completion

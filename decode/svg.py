@@ -123,11 +123,20 @@ class Trend:
 
 
 def scatter(
-    title: str, trends: Sequence[Trend], *, x_label: str, y_label: str, log: bool = True
+    title: str,
+    trends: Sequence[Trend],
+    *,
+    x_label: str,
+    y_label: str,
+    log: bool = True,
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Points over an axis of x: logarithmic and marked where points lie, or even (log=False)."""
+    """Points over an axis of x: logarithmic and marked where points lie, or even (log=False); or
+    lines alone, of which the ends are marked. marks: (x, words) of dashed upright lines.
+    """
     all_points = [point for one in trends for point in (*one.points, *one.apart, *one.line)]
     places = sorted({x for one in trends for x, _ in (*one.points, *one.apart)})
+    places = places or [min(x for x, _ in all_points), max(x for x, _ in all_points)]
     places = places if log else _round_steps(places)
     along = math.log10 if log else float
     steps = _round_steps([y for _, y in all_points])
@@ -143,6 +152,10 @@ def scatter(
 
     out = [_grid(steps, floor, height)]
     out += [_text(at((x, 0))[0], floor + 16, short_count(x), "tick", "middle") for x in places]
+    for x, words in marks:
+        line = f'x1="{at((x, 0))[0]:.1f}" x2="{at((x, 0))[0]:.1f}" y1="{TOP}" y2="{floor}"'
+        out.append(f'<line class="mark" {line}/>')
+        out.append(_text(at((x, 0))[0] + 3, TOP - 6, words, "tick", "start"))
     lowest = math.inf
     for one in sorted(trends, key=lambda one: one.line[-1][1]):
         way = "L".join(f"{x:.1f} {y:.1f}" for x, y in map(at, one.line))

@@ -5,6 +5,7 @@ import sys
 
 COMMANDS = {
     "evaluate": ("draftsmith.decode.__main__", "decode with a drafter: speed, acceptance, proof"),
+    "serve": ("draftsmith.decode.server", "an OpenAI-compatible server, whose drafts may learn"),
     "calibrate": ("draftsmith.decode.calibrate", "the best static tree for a target and a drafter"),
     "trace": ("draftsmith.decode.tracing", "record what is drafted and kept, to train scorers on"),
     "export": ("draftsmith.decode.export", "write a drafter as SGLang, vLLM, TGI ... read it"),

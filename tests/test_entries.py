@@ -29,6 +29,7 @@ SHORT = {
     "heads": ["precision=fp32"],
     "eagle": ["precision=fp32"],
     "scorers": ["precision=fp32"],
+    "online": ["precision=fp32"],
 }
 Argv = list[str]
 

@@ -85,9 +85,12 @@ class EagleObjective(OnStates):
         self._p_heads = (head_VG if whole else head_VG[ids_D], head_VG, ids_D)
 
     @torch.no_grad()
-    def measure(self, batch: Batch) -> StepOutput:
-        """The loss without noise, and the acceptance at every depth up to S."""
-        seen = self._states[1](batch)
+    def measure(self, batch: Batch, states: States | None = None) -> StepOutput:
+        """The loss without noise, and the acceptance at every depth up to S.
+
+        states: for text whose states are kept; by default they are computed.
+        """
+        seen = (states or self._states[1])(batch)
         steps_SNH = self.unrolled(batch, seen.taps_BTF, self.steps)
         weight_SN, losses = trained(batch, self.steps).float(), self._losses(self.steps)
         _, p_head_VG, ids_D = self._p_heads

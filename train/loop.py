@@ -16,7 +16,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -87,6 +87,14 @@ class StepBatches(Protocol):
         """Micro-batch `micro` of process `rank` in optimizer step `step` (from 0), on the CPU."""
 
 
+@runtime_checkable
+class Patient(Protocol):
+    """A source that may have to wait for what a batch is made of."""
+
+    def heed(self, stop: list[int]) -> None:
+        """Wait no longer once there is something in `stop`; what is given then isn't trained."""
+
+
 class Result(NamedTuple):
     """How a run ended; `best` is None without evaluation."""
 
@@ -124,6 +132,8 @@ def fit(
     fitting = _Fitting(accelerator, objective, batches, settings, run)
     at = fitting.position
     with stop_request() as stop, fitting.open_log() as log:
+        if isinstance(batches, Patient):
+            batches.heed(stop)
         if evaluate and at.best is None:
             log.write({"step": 0, **fitting.evaluate(evaluate)})
         while at.step < settings.steps and not fitting.out_of_patience():

@@ -1,0 +1,139 @@
+"""Online distillation: a draft that goes on learning from what its server decodes (Online
+Speculative Decoding, arXiv 2310.07177).
+
+    python -m draftsmith serve target=... drafter=DRAFTER online=FOLDER                  (decodes)
+    accelerate launch train/online.py recipe=online/gsm8k drafter=DRAFTER folder=FOLDER  (learns)
+    accelerate launch train/online.py recipe=online/replay stream=gsm8k:300+stdlib:1000  (both)
+
+    loss = sum_t D(p_t, q_t) / number of tokens,   p_t as the target said it while it served
+
+The server writes each finished request into a buffer, with the target's likeliest tokens (for
+heads: its states) at every position. A step waits for `requests_per_step` further requests and
+draws its batch: recent ones, any, and those the draft did badly on. Now and then the draft is
+measured on held-out requests; a better one becomes the version that the server takes up between
+two steps (train/publishing.py). Answers never change, whatever is drafted.
+
+Where this differs from the paper:
+1. The loss is on all positions of an answer; the paper's on those where the draft was rejected
+   (`positions=rejected`). Its code also shifts these by one, and takes in bonus tokens.
+2. p is kept from serving, as its likeliest tokens and the rest in one bucket; there both models run
+   again on the buffer.
+3. The buffer isn't cleared after a step: old requests are drawn again.
+4. A new version has to prove itself; the paper swaps after every update.
+5. A draft a topic is a draft a tag, and clients name the tag; there is no classifier.
+"""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from draftsmith.decode.draft_versions import Versions
+from draftsmith.decode.engine import Decoder
+from draftsmith.decode.replay_buffer import ReplayBuffer
+from draftsmith.models.target import load_target
+from draftsmith.train import recipe
+from draftsmith.train.idle_time import Duty, IdleTime, yield_the_processor
+from draftsmith.train.launch import start
+from draftsmith.train.log import run_entry
+from draftsmith.train.loop import fit
+from draftsmith.train.online_drafts import DraftSettings, OnlineDrafts
+from draftsmith.train.publishing import Publisher, Publishing
+from draftsmith.train.replayed import Replay, Serving, draw
+from draftsmith.train.served import Arrivals, Buffered, Feed, Mix
+from draftsmith.train.state import Run
+from draftsmith.train.topics import Stream, read_stream
+
+
+@dataclass(kw_only=True)
+class OnlineRun(DraftSettings, Mix, Publishing, IdleTime, Replay, Stream):
+    """What a recipe of this entry can say."""
+
+    entry: str = "online"
+    folder: str = ""  # the server's `online`; of a replay, by default in the run folder
+    tag: str = "default"
+    best_metric: str = "published"  # the weights kept in the run folder: those published last
+    best_mode: str = "max"
+
+
+def main(argv: list[str]) -> None:
+    # ---- the recipe, this process, the run folder --------------------------------------------
+    config = recipe.load(OnlineRun, argv)
+    config = shrunk(config) if config.target.shrink else config
+    if config.idle_priority and not config.stream:
+        yield_the_processor()
+    accelerator = start(config)
+    if accelerator.num_processes > 1:
+        raise ValueError(f"got {accelerator.num_processes} processes, expected one learner a tag")
+    run = Run(config.out, recipe.show(config), main=True)
+    if run.finished():
+        print(f"{config.out} is finished: nothing to do")
+        return
+    print(recipe.show(config))
+
+    # ---- the frozen target, the draft as it serves now ---------------------------------------
+    config.target = config.target.resolved(config.dtype)
+    target, tokenizer = load_target(config.target, accelerator.device)
+    place = Path(config.folder or run.folder / "online") / config.tag
+    buffer, versions = ReplayBuffer(place / "buffer"), Versions(place)
+    _, path = versions.current()
+    drafts = OnlineDrafts(config, accelerator, target, tokenizer, path, argv)
+
+    # ---- requests: those of a server, or of a stream that is served here ---------------------
+    record = run.folder / "stream.jsonl"
+    feed: Feed = Arrivals()
+    if config.stream:
+        asked = read_stream(config, tokenizer)
+        config.steps = math.ceil(len(asked) / config.requests_per_step)
+        drafts.compare_with(config.ceiling)
+        first = drafts.drafter(path)
+        decoder = Decoder(target, tokenizer, first, K=config.K, batch_size=config.rows)
+        feed = Serving(config, asked, decoder, buffer, drafts.arms, record)
+        drafts.swapped = feed.swap
+    batch_of = partial(drafts.batch_of, rejected=config.positions == "rejected")
+    tell = None if config.stream else print
+    batches = Buffered(config, buffer, batch_of, feed, Duty(config.duty), tell)
+
+    # ---- measure, publish, take back ---------------------------------------------------------
+    publisher = Publisher(config, buffer, versions, drafts, print)
+
+    def evaluate() -> dict[str, float]:
+        drafts.steps = batches.steps
+        return publisher()
+
+    # ---- learn until told to stop, or until the stream ends ----------------------------------
+    ended = fit(accelerator, drafts.learner.objective, batches, config, run, evaluate)
+    if config.stream:
+        draw(record, record.with_suffix(".svg"))
+    version, path = versions.current()
+    result = str(path or config.drafter)
+    run.finish({"result": result, "version": version, **ended._asdict()})
+    print(f"version {version} serves: {result}")
+
+
+def shrunk(config: OnlineRun) -> OnlineRun:
+    """Two steps of a tiny drafter on a tiny random target, with a stream of its own: shows that a
+    recipe composes and runs.
+    """
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    asked = [json.dumps({"prompt": f"What is {i} and {i}?", "topic": "sums"}) for i in range(8)]
+    (out / "asked.jsonl").write_text("\n".join(asked))
+    short: dict[str, Any] = {
+        "requests_per_step": 4,
+        "batch_size": 2,
+        "max_new_tokens": 8,
+        "warmup": 0,
+    }
+    places: dict[str, Any] = {
+        "stream": str(out / "asked.jsonl"),
+        "drafter": str(out / "drafter"),
+        "folder": "",
+    }
+    return replace(config, **short, **places, ceiling="", idle_priority=False, duty=1.0)
+
+
+if __name__ == "__main__":
+    run_entry(main)

@@ -1,0 +1,163 @@
+"""When a draft that learns is served: only once it is better, and no longer than it is.
+
+Better means: on the newest requests that are never trained on, alpha is higher than that of the
+version that serves, on the same rows, by more than `margin` at the lower end of a 95% interval
+(bootstrap over requests, paired, with a fixed seed). Served answers are the target's either way;
+what is at stake is speed.
+
+What the held-out slice can't see (weights that were saved wrongly, another temperature in use) the
+traffic does: where the first requests that a new version served accepted less than the last ones
+before it, the version before is served again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from draftsmith.decode.draft_versions import Versions
+from draftsmith.decode.metrics import paired_difference
+from draftsmith.decode.replay_buffer import ReplayBuffer, Served
+
+Alpha = tuple[float, float]  # the sum of sum_v min(p, q) of a request, and its positions
+
+
+class Drafts(Protocol):
+    """The draft in training, and the one that serves."""
+
+    def candidate(self, served: Served) -> Alpha:
+        """Of the first, on a request."""
+
+    def serving(self, served: Served) -> Alpha:
+        """Of the second."""
+
+    def serve(self, path: Path | None) -> None:
+        """From now on the second is what lies there; None: the first drafter."""
+
+    def save(self, folder: Path, alpha: float) -> None:
+        """Write the first as a drafter folder; alpha: held-out."""
+
+    def go_back(self) -> None:
+        """Give the first the weights of the second."""
+
+
+@dataclass(kw_only=True)
+class Publishing:
+    """The part of a recipe that says when a version is published, and taken back."""
+
+    heldout_requests: int = 32  # the newest that are measured on
+    heldout_least: int = 8  # fewer decide nothing
+    margin: float = 0.0  # of alpha, that the lower end of the gain's interval must pass
+    rollback_requests: int = 32  # before and after a swap
+    rollback_drop: float = 0.05  # of the acceptance rate (accepted / drafted) in use
+
+
+class Publisher:
+    """The evaluation of a learning draft: measures it, publishes it, takes it back.
+
+    tell: prints a line.
+    """
+
+    def __init__(
+        self,
+        config: Publishing,
+        buffer: ReplayBuffer,
+        versions: Versions,
+        drafts: Drafts,
+        tell: Callable[[str], None],
+    ) -> None:
+        if config.heldout_least < 2 or config.rollback_requests < 1:
+            raise ValueError(
+                f"got heldout_least={config.heldout_least}, rollback_requests="
+                f"{config.rollback_requests}, expected at least 2 and 1"
+            )
+        self.config, self.buffer, self.versions = config, buffer, versions
+        self.drafts, self.tell = drafts, tell
+        self._serve(watch=True)
+
+    def __call__(self) -> dict[str, float]:
+        """Roll back or publish where that is due. `version`: the one that serves now; `published`:
+        the newest one; and alpha of both sides where there was enough to measure on.
+        """
+        self._roll_back()
+        figures = self._compare()
+        published = max(self.versions.kept(), default=0)
+        return {"published": published, "version": self.version, **figures}
+
+    def _serve(self, *, watch: bool) -> None:
+        """Measure against what is current from now on."""
+        self.version, path = self.versions.current()
+        self.drafts.serve(path)
+        self.watched = watch and self.version > 0
+        self._known: dict[int, Alpha] = {}
+
+    def _compare(self) -> dict[str, float]:
+        config = self.config
+        numbers = self.buffer.heldout_numbers()[-config.heldout_requests :]
+        rows = {}
+        for number in numbers:
+            try:
+                served = self.buffer.read(number)
+            except FileNotFoundError:  # dropped by the server since it was listed
+                continue
+            ours = self.drafts.candidate(served)
+            if number not in self._known:
+                self._known[number] = self.drafts.serving(served)
+            if ours[1]:
+                rows[number] = (ours, self._known[number])
+        if len(rows) < config.heldout_least:
+            return {}
+        self._known = {number: row[1] for number, row in rows.items()}
+        after, before = ([row[side] for row in rows.values()] for side in (0, 1))
+        gain, (low, high) = paired_difference(_columns(after), _columns(before))
+        alpha = _ratio(after)
+        if low > config.margin:
+            why = f"alpha +{gain:.4f} [{low:.4f}, {high:.4f}] on {len(rows)} held-out requests"
+            version = self.versions.publish(lambda path: self.drafts.save(path, alpha), why)
+            self.tell(f"version {version} serves: {why}")
+            self._serve(watch=True)
+        return {"alpha": alpha, "alpha_serving": _ratio(before), "gain": gain, "gain_low": low}
+
+    def _roll_back(self) -> None:
+        """Take the current version back if it accepts less in use than what was before it."""
+        if not self.watched:
+            return
+        many = self.config.rollback_requests
+        served: list[dict[str, Any]] = []
+        for number in sorted([*self.buffer.numbers(), *self.buffer.heldout_numbers()]):
+            try:
+                served.append(self.buffer.about(number))
+            except FileNotFoundError:  # dropped by the server since it was listed
+                continue
+        first = next((i for i, about in enumerate(served) if about["version"] == self.version), -1)
+        before = [about for about in served[:first] if about["version"] != self.version][-many:]
+        after = [about for about in served[first:] if about["version"] == self.version][:many]
+        if first < 0 or len(after) < many or len(before) < many:
+            return
+        self.watched = False
+        was, now = _accepted(before), _accepted(after)
+        if was - now <= self.config.rollback_drop:
+            return
+        version = before[-1]["version"]
+        if version and version not in self.versions.kept():
+            version = 0
+        bad = self.version
+        why = f"version {bad} accepts {now:.3f} of what it drafts, before it {was:.3f} was accepted"
+        self.versions.point(version, why)
+        self.tell(f"version {version} serves again: {why}")
+        self._serve(watch=False)
+        self.drafts.go_back()
+
+
+def _accepted(served: list[dict[str, Any]]) -> float:
+    drafted = sum(about["drafted"] for about in served)
+    return sum(about["accepted"] for about in served) / max(1, drafted)
+
+
+def _columns(rows: list[Alpha]) -> tuple[list[float], list[float]]:
+    return [row[0] for row in rows], [row[1] for row in rows]
+
+
+def _ratio(rows: list[Alpha]) -> float:
+    top, bottom = _columns(rows)
+    return sum(top) / sum(bottom)
