@@ -27,11 +27,11 @@ def page(rows: Rows) -> str:
         f"`python bench/online.py` at commit {commits} on {rows[0]['machine']}. Target "
         f"{rows[0]['target']}, fp32, temperature 1; {len(seeds)} seeds, each with drafts, a "
         f"stream, arrivals and noise of its own. Requests: {stream}. They come over HTTP as a "
-        "Poisson process at 60% of the measured capacity; server and learner share one core. frozen: "
-        "distilled on answers to GSM8K; online: the versions as they served; ceiling: the frozen "
-        "draft, distilled offline on 2,000 answers to Python source. Brackets: 95% bootstrap "
-        "intervals, over requests of one seed, or over seeds and then requests where they are of "
-        "all.",
+        "Poisson process at 60% of the measured capacity; server and learner share one core. "
+        "frozen: distilled on answers to GSM8K; online: the versions as they served; ceiling: "
+        "the frozen draft, distilled offline on 2,000 answers to Python source. Brackets: 95% "
+        "bootstrap intervals, over requests of one seed, or over seeds and then requests where "
+        "they are of all.",
         "",
         "![alpha over the requests](online.svg)",
         "",
@@ -99,19 +99,22 @@ def _cost(rows: Rows) -> list[str]:
     for seed in sorted({r["seed"] for r in rows}):
         own = {r["what"]: r for r in rows if r["seed"] == seed and r["what"].startswith("loop")}
         off, on = own["loop-off"], own["loop-on"]
+        low, high = on["p50_ratio_interval"]
         body.append(
             [
                 *(str(seed), f"{on['rate']:.2f}"),
                 *(f"{1e3 * one[p]:.0f}" for p in ("p50", "p99") for one in (off, on)),
-                f"{on['p50'] / off['p50'] - 1:+.1%}",
+                f"{on['p50_ratio'] - 1:+.1%} [{low - 1:+.1%}, {high - 1:+.1%}]",
                 f"{off['tokens_per_s']:.0f}, {on['tokens_per_s']:.0f}",
                 f"{on['identical']} of {on['compared']}",
             ]
         )
-    head = ("seed", "requests/s", "p50 off, ms", "p50 on", "p99 off", "p99 on", "p50")
-    head = (*head, "tokens/s off, on", "equal answers")
+    times = ("p50 off, ms", "p50 on", "p99 off", "p99 on", "p50")
+    head = ("seed", "requests/s", *times, "tokens/s off, on", "equal answers")
     words = (
-        "The whole stream, without the learner and with it, in the same arrivals. Times are from "
+        "The first requests of the stream, without the learner and with it, in the same arrivals "
+        f"({own['loop-on']['compared']} of them, of which the later ones are of the new topic). "
+        "Times are from "
         "request to whole answer. With the loop on, the server also keeps what the target knew of "
         "each answer. A better draft shortens answers: the cost is net of that."
     )

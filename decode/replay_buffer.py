@@ -33,6 +33,7 @@ from draftsmith.decode.runner import Runner
 from draftsmith.models.disk import write_atomically
 
 SUFFIX = ".safetensors"
+ROWS = 128  # whose logits are there at a time: 80 MB at a vocabulary of 152k
 
 
 @dataclass
@@ -89,8 +90,9 @@ def as_served(
     if len(made.tokens) < 2:
         return None
     with torch.inference_mode():
-        logits_NV = runner.logits(harvested.norm_AH.to(runner.device))
-        ids_NJ, log_p_NB = likeliest(logits_NV, k)
+        chunks = harvested.norm_AH.to(runner.device).split(ROWS)
+        found = [likeliest(runner.logits(chunk_CH), k) for chunk_CH in chunks]
+        ids_NJ, log_p_NB = (torch.cat(parts) for parts in zip(*found, strict=True))
     counters = made.counters
     about = {"index": made.index, "finish_reason": made.finish_reason}
     about |= {"temperature": request.params.temperature, "rounds": counters.rounds}

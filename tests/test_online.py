@@ -136,13 +136,16 @@ def test_only_what_is_surely_better_is_published(tmp_path: Path, by_lm: dict[int
     assert gate()["published"] == 1, "what serves is what is compared with from then on"
 
 
-@pytest.mark.parametrize(("accepted", "serves"), [(2, 0), (5, 1)])
+@pytest.mark.parametrize(
+    ("accepted", "alpha", "serves"), [(2, 0.5, 0), (5, 0.5, 1), (2, 0.2, 1), (2, 0.4, 0)]
+)
 def test_a_version_that_accepts_less_in_use_is_taken_back(
-    tmp_path: Path, by_lm: dict[int, Served], accepted: int, serves: int
+    tmp_path: Path, by_lm: dict[int, Served], accepted: int, alpha: float, serves: int
 ) -> None:
+    """Unless its alpha on what was asked since falls as much: then the topic has changed."""
     buffer, versions = ReplayBuffer(tmp_path / "buffer"), Versions(tmp_path)
     versions.publish(lambda path: path.mkdir(), "better")
-    drafts = Drafts(now=[0.5] * 64, before=[0.5] * 64)
+    drafts = Drafts(now=[0.5] * 64, before=[0.5] * 20 + [alpha] * 44)
     gate = publisher(tmp_path, drafts, rollback_requests=8, heldout_least=60)
 
     def accepts(many: int) -> Served:

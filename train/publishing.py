@@ -5,9 +5,10 @@ version that serves, on the same rows, by more than `margin` at the lower end of
 (bootstrap over requests, paired, with a fixed seed). Served answers are the target's either way;
 what is at stake is speed.
 
-What the held-out slice can't see (weights that were saved wrongly, another temperature in use) the
-traffic does: where the first requests that a new version served accepted less than the last ones
-before it, the version before is served again.
+What the held-out slice can't see (weights that were saved wrongly, a server that drafts otherwise
+than it is measured) the traffic does: where the first requests that a new version served accepted
+less than the last ones before it, the version before is served again. Unless the text explains it:
+what the version's own alpha loses from the ones to the others (a new topic) doesn't count.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from draftsmith.decode.metrics import paired_difference
 from draftsmith.decode.replay_buffer import ReplayBuffer, Served
 
 Alpha = tuple[float, float]  # the sum of sum_v min(p, q) of a request, and its positions
+Told = tuple[int, dict[str, Any]]  # a request's number, and what the head of its file says
 
 
 class Drafts(Protocol):
@@ -49,7 +51,7 @@ class Publishing:
     heldout_least: int = 8  # fewer decide nothing
     margin: float = 0.0  # of alpha, that the lower end of the gain's interval must pass
     rollback_requests: int = 32  # before and after a swap
-    rollback_drop: float = 0.05  # of the acceptance rate (accepted / drafted) in use
+    rollback_drop: float = 0.05  # of accepted / drafted in use, beyond what alpha explains
 
 
 class Publisher:
@@ -123,22 +125,26 @@ class Publisher:
         if not self.watched:
             return
         many = self.config.rollback_requests
-        served: list[dict[str, Any]] = []
+        served: list[Told] = []
         for number in sorted([*self.buffer.numbers(), *self.buffer.heldout_numbers()]):
             try:
-                served.append(self.buffer.about(number))
+                about = self.buffer.about(number)
             except FileNotFoundError:  # dropped by the server since it was listed
                 continue
-        first = next((i for i, about in enumerate(served) if about["version"] == self.version), -1)
-        before = [about for about in served[:first] if about["version"] != self.version][-many:]
-        after = [about for about in served[first:] if about["version"] == self.version][:many]
+            served.append((number, about))
+        first = next((i for i, (_, a) in enumerate(served) if a["version"] == self.version), -1)
+        before = [one for one in served[:first] if one[1]["version"] != self.version][-many:]
+        after = [one for one in served[first:] if one[1]["version"] == self.version][:many]
         if first < 0 or len(after) < many or len(before) < many:
             return
         self.watched = False
         was, now = _accepted(before), _accepted(after)
         if was - now <= self.config.rollback_drop:
             return
-        version = before[-1]["version"]
+        of_text = self._alpha_of(before) - self._alpha_of(after)
+        if was - now - max(0.0, of_text) <= self.config.rollback_drop:
+            return
+        version = before[-1][1]["version"]
         if version and version not in self.versions.kept():
             version = 0
         bad = self.version
@@ -148,10 +154,20 @@ class Publisher:
         self._serve(watch=False)
         self.drafts.go_back()
 
+    def _alpha_of(self, served: list[Told]) -> float:
+        """Of the version that serves, on these requests."""
+        rows = []
+        for number, _ in served:
+            try:
+                rows.append(self.drafts.serving(self.buffer.read(number)))
+            except FileNotFoundError:  # dropped by the server since it was listed
+                continue
+        return _ratio(rows) if rows else 0.0
 
-def _accepted(served: list[dict[str, Any]]) -> float:
-    drafted = sum(about["drafted"] for about in served)
-    return sum(about["accepted"] for about in served) / max(1, drafted)
+
+def _accepted(served: list[Told]) -> float:
+    drafted = sum(about["drafted"] for _, about in served)
+    return sum(about["accepted"] for _, about in served) / max(1, drafted)
 
 
 def _columns(rows: list[Alpha]) -> tuple[list[float], list[float]]:

@@ -27,7 +27,6 @@ from draftsmith.train.topics import Asked
 
 ARMS = {"frozen": "d", "online": "a", "ceiling": "c"}  # with their colours
 AVERAGED = 50  # requests: of the moving mean in the picture
-LISTED = 32  # likeliest tokens of a position that are kept
 
 
 @dataclass(kw_only=True)
@@ -38,6 +37,7 @@ class Replay:
     temperature: float = 1.0
     rows: int = 8  # requests decoded at a time
     K: int = 4  # drafted tokens a round
+    keep_top_k: int = 64  # likeliest tokens of a position that are kept
     ceiling: str = ""  # a drafter folder that was distilled on all topics; empty: none
 
     @property
@@ -71,6 +71,7 @@ class Serving:
             )
         self.asked, self.decoder, self.buffer = asked, decoder, buffer
         self.alphas, self.record, self.version = alphas, record, 0
+        self.listed = replay.keep_top_k
         self.started = time.monotonic()
         longest = max(len(one.tokens) for one in asked) + replay.max_new_tokens
         self.session = decoder.open_session(
@@ -101,7 +102,8 @@ class Serving:
     def _finished(self, request: Request, harvested: Harvested | None) -> None:
         assert harvested is not None
         runner = self.decoder.runner
-        served = as_served(request, harvested, runner, k=LISTED, version=self.version, states=True)
+        how: dict[str, Any] = {"k": self.listed, "version": self.version, "states": True}
+        served = as_served(request, harvested, runner, **how)
         if served is None:
             return
         exact = replace(served, norm_NH=harvested.norm_AH, taps_TU=harvested.taps_TU)
