@@ -10,7 +10,7 @@ from draftsmith.decode.metrics import bootstrap
 from draftsmith.decode.svg import Trend, drawing, scatter
 
 Rows = Sequence[dict[str, Any]]
-ARMS = {"frozen": "b", "online": "a", "ceiling": "c"}
+ARMS = {"frozen": "d", "online": "a", "ceiling": "c"}  # with their colours
 AVERAGED = 50  # requests of a point of the picture
 LAST = 200  # requests of a part that its figures are of: the learner has had the others
 
