@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from draftsmith.models.disk import flush, write_atomically
+from draftsmith.models.disk import settle, write_atomically
 
 KEPT = 4
 
@@ -58,10 +58,7 @@ class Versions:
         shutil.rmtree(half, ignore_errors=True)
         self.versions.mkdir(parents=True, exist_ok=True)
         write(half)
-        for path in [*half.rglob("*"), half]:
-            flush(path)
-        half.rename(final)
-        flush(self.versions)
+        settle(half, final)
         self.point(version, why)
         for old in self.kept()[:-KEPT]:
             shutil.rmtree(self.versions / f"{old:06d}")

@@ -30,3 +30,13 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
     half.replace(path)
     flush(path.parent)
+
+
+def settle(written: Path, final: Path) -> None:
+    """Give a folder that has been written its name, once all of it is on the disk. Nothing may have
+    that name.
+    """
+    for path in [*written.rglob("*"), written]:
+        flush(path)
+    written.rename(final)
+    flush(final.parent)

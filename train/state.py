@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from draftsmith.models.disk import flush, write_atomically
+from draftsmith.models.disk import settle, write_atomically
 
 KEPT_CHECKPOINTS = 2
 # Where the run lies and who watches it don't change what it computes.
@@ -100,7 +100,7 @@ class Run:
 
     def commit(self, step: int) -> None:
         """Make the staged checkpoint of `step` the latest one, and drop the oldest."""
-        _publish(self.staging(step), self.checkpoints / f"step-{step:06d}")
+        settle(self.staging(step), self.checkpoints / f"step-{step:06d}")
         for old in sorted(self.checkpoints.glob("step-*"))[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(old)
 
@@ -145,14 +145,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
     half.mkdir(parents=True)
     yield half
     shutil.rmtree(final, ignore_errors=True)
-    _publish(half, final)
-
-
-def _publish(written: Path, final: Path) -> None:
-    for path in [*written.rglob("*"), written]:
-        flush(path)
-    written.rename(final)
-    flush(final.parent)
+    settle(half, final)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
