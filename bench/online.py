@@ -4,9 +4,9 @@ costs those who are served meanwhile.
     python bench/online.py              # 3 seeds; about 10 minutes each on two quiet cores
 
 A stream of questions (GSM8K), then of Python source, then of both, comes to a real server over HTTP
-as a Poisson process at 60% of what the server was measured to hold. Server and learner share one
-core; the traffic comes from the other. The same stream is served twice: with the learner and
-without. Three drafts:
+as a Poisson process at 60% of what the server was measured to hold. The server decodes on one
+thread; the learner has what that and the traffic leave of two cores (SCHED_IDLE). The first
+requests of the stream are served without the learner too. Three drafts:
 
     frozen    distilled on the target's answers to GSM8K; what the server starts with
     online    the versions that served, as they were swapped in

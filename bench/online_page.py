@@ -28,10 +28,10 @@ def page(rows: Rows) -> str:
         f"{rows[0]['target']}, fp32, temperature 1; {len(seeds)} seeds, each with drafts, a "
         f"stream, arrivals and noise of its own. Requests: {stream}. They come over HTTP as a "
         "Poisson process at 60% of the measured capacity; the server has one thread, the learner "
-        "what is left of two cores. frozen: distilled on answers to GSM8K; online: the versions as they served; ceiling: "
-        "the frozen draft, distilled offline on 2,000 answers to Python source. Brackets: 95% "
-        "bootstrap intervals, over requests of one seed, or over seeds and then requests where "
-        "they are of all.",
+        "what is left of two cores. frozen: distilled on answers to GSM8K; online: the versions "
+        "as they served; ceiling: the frozen draft, distilled offline on 2,000 answers to Python "
+        "source. Brackets: 95% bootstrap intervals, over requests of one seed, or over seeds and "
+        "then requests where they are of all.",
         "",
         "![alpha over the requests](online.svg)",
         "",
