@@ -140,8 +140,7 @@ class Seed:
 
     def measure(self) -> Rows:
         """Capacity and latency without the loop; the stream without it, and with it; alpha."""
-        asks = self.stream()
-        warm = asks[: 2 * self.settings.rows]
+        asks, warm = self.stream()
         with self.server() as endpoint:
             by_clients(endpoint, warm, self.settings.rows)
             # Of both topics, a request to each client at least.
@@ -173,8 +172,8 @@ class Seed:
         rows.append({"what": "loop-on, all", "rate": rate, **latencies(on)})
         return rows + self.alphas(place, {ask.number: ask for ask in asks}, on)
 
-    def stream(self) -> list[Ask]:
-        """The requests in their order, drawn anew for each seed."""
+    def stream(self) -> tuple[list[Ask], list[Ask]]:
+        """The requests in their order, drawn anew for each seed; and others to warm up with."""
         settings, draw = self.settings, random.Random(self.seed)
         prompts = {
             topic: [
@@ -190,7 +189,8 @@ class Seed:
             for i in range(count):
                 of = topic if topic in prompts else ("maths", "python")[i % 2]
                 asks.append(Ask(len(asks), topic, prompts[of].pop()))
-        return asks
+        others = [prompts["maths"].pop() for _ in range(2 * settings.rows)]
+        return asks, [Ask(len(asks) + i, "", prompt) for i, prompt in enumerate(others)]
 
     @contextmanager
     def server(self, *more: str) -> Iterator[Endpoint]:
@@ -289,7 +289,7 @@ class Seed:
             served = buffer.read(number)
             tokens = served.tokens_T.tolist()
             ask = of_prompt.get(tuple(tokens[: served.prompt]))
-            if ask is None or number < 2 * self.settings.rows:  # those that warmed up
+            if ask is None:  # it warmed the server up
                 continue
             made = Completion(ask.number, tokens[: served.prompt], tokens[served.prompt :])
             version = self.folder / "served" / f"{served.version:06d}"

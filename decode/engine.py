@@ -189,7 +189,7 @@ class Decoder:
             hidden, like = self.runner.config.hidden_size, batch.pool.kv_2LBSHE
             taps = hidden * len(self.runner.taps)
             batch.harvest = Harvest(rows, batch.pool.slots, hidden, taps, like)
-        return Session(self, batch, length, finished)
+        return Session(self, batch, length, finished, narrow=True)
 
     def swap_drafter(self, drafter: Drafter) -> None:
         """Put a drafter of the same shape in the place of this one, between two rounds. Rows on

@@ -7,6 +7,9 @@ no padding, and a finished row's slots can be given to the next prompt.
 Shapes: L layers, B rows, S slots a row, H key-value heads, E head width, N new tokens a row.
 """
 
+import copy
+from typing import Self
+
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
@@ -31,6 +34,14 @@ class KVPool:
         self.kv_2LBSHE = torch.zeros(shape, dtype=dtype, device=device)
         self.keys_LBSHE, self.values_LBSHE = self.kv_2LBSHE
         self.rows, self.slots = rows, slots
+
+    def first(self, rows: int) -> Self:
+        """The same memory, rows 0..rows-1 of it."""
+        part = copy.copy(self)
+        part.kv_2LBSHE = self.kv_2LBSHE[:, :, :rows]
+        part.keys_LBSHE, part.values_LBSHE = part.kv_2LBSHE
+        part.rows = rows
+        return part
 
     def flat(self, slots_BN: Tensor) -> Tensor:
         """Where slots [B, N] of rows 0..B-1 lie when rows and slots are one axis; [B * N]."""

@@ -4,12 +4,16 @@ Shapes: B rows, R of them just admitted, L = D + 1 tokens that one round can emi
 end one request.
 """
 
+import copy
 from collections import deque
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from draftsmith.decode.request import Request
+
+Kind = TypeVar("Kind")
 
 
 class Rows:
@@ -85,3 +89,14 @@ class Rows:
         """Free a row; it rests, if the host alone knows that its request has ended."""
         self.requests[row] = None
         self.active_B[row] = False
+
+
+def first_rows(whole: Kind, rows: int) -> Kind:
+    """A shallow copy of an object whose tensors [B, ...] are the first rows of its own, on the same
+    memory: what is written in place is written there.
+    """
+    part = copy.copy(whole)
+    for name, value in vars(whole).items():
+        if isinstance(value, Tensor):
+            setattr(part, name, value[:rows])
+    return part

@@ -21,7 +21,7 @@ from draftsmith.decode.harvest import Harvested
 from draftsmith.decode.policy import Outcome, Policy
 from draftsmith.decode.recorder import Recorder
 from draftsmith.decode.request import Request
-from draftsmith.decode.row_params import together
+from draftsmith.decode.row_params import BatchParams, together
 from draftsmith.decode.runner import Runner
 from draftsmith.decode.sampling import choose
 from draftsmith.decode.step import Batch, Stepper, Told
@@ -62,15 +62,25 @@ class Flight:
 
 class Session:
     """context: tokens that a row may hold, prompt and answer; finished: called as requests end by
-    themselves, in `step`.
+    themselves, in `step`; narrow: on a CPU, where every row costs, a round computes no more rows
+    than up to the last busy one (a power of two of them). Row sizes then depend on who else is
+    there, and with them the rounding of bf16.
     """
 
     def __init__(
-        self, decoder: Decoding, batch: Batch, context: int, finished: Finished | None = None
+        self,
+        decoder: Decoding,
+        batch: Batch,
+        context: int,
+        finished: Finished | None = None,
+        *,
+        narrow: bool = False,
     ) -> None:
         self.decoder, self.batch, self.context = decoder, batch, context
         self.finished = finished
         self.flight: Flight | None = None
+        self.narrow = narrow and decoder.runner.device.type == "cpu"
+        self._parts: dict[int, Batch] = {}  # of the batch, by their rows
 
     @property
     def waiting(self) -> int:
@@ -112,6 +122,7 @@ class Session:
         if self.flight is not None and self.flight.ready is not None:
             self.flight.ready.synchronize()  # its round reads the old weights
         self.decoder.swap_drafter(drafter)
+        self._parts = {}
 
     @torch.inference_mode()
     def close(self) -> None:
@@ -153,7 +164,7 @@ class Session:
             if decoder.graphs is not None:
                 told = decoder.graphs.step(batch, plan, top)
             else:
-                told = decoder.stepper.step(batch, plan, top, decoder.policy)
+                told = decoder.stepper.step(self._part(), plan, top, decoder.policy)
             table, ready = told.table, None
             if decoder.late and on_cuda:
                 table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
@@ -233,13 +244,30 @@ class Session:
             request.completion.corrected.append(False)
             kept, stopped = request.cut([firsts[i]])
             news.append(self._deliver(row, kept, ended=stopped or not active[i]))
-        # A row that nobody holds may sample as any other one does.
-        of = {row: request.params for row, request in enumerate(rows.requests) if request}
-        if of:
-            some = next(iter(of.values()))
-            every = [of.get(row, some) for row in range(len(rows.requests))]
-            batch.params = together(every, device)
+        batch.params = self._params(len(rows.requests))
+        self._parts = {}
         return news
+
+    def _params(self, rows: int) -> BatchParams:
+        """Of the first rows; one that nobody holds may sample as any other does."""
+        of = {i: r.params for i, r in enumerate(self.batch.rows.requests[:rows]) if r is not None}
+        if not of:
+            return self.batch.params
+        some = next(iter(of.values()))
+        every = [of.get(row, some) for row in range(rows)]
+        return together(every, self.decoder.runner.device)
+
+    def _part(self) -> Batch:
+        """What a round computes: the batch, or its first rows."""
+        batch = self.batch
+        used = max(batch.rows.busy, default=0) + 1
+        rows = 1 << (used - 1).bit_length()
+        if not self.narrow or rows >= len(batch.rows.requests):
+            return batch
+        if rows not in self._parts:
+            drafter = self.decoder.drafter
+            self._parts[rows] = batch.first(rows, self._params(rows), drafter)
+        return self._parts[rows]
 
     def _deliver(self, row: int, tokens: list[int], *, ended: bool) -> News:
         """Hand tokens to the row's request; at its end, free the row."""

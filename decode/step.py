@@ -5,6 +5,7 @@ Shapes: B rows, N nodes, L = D + 1 tokens that one round can emit, U width of th
 vocabulary.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from draftsmith.decode.kv import KVPool
 from draftsmith.decode.policy import Policy
 from draftsmith.decode.recorder import Recorder
 from draftsmith.decode.row_params import BatchParams, RowParams
-from draftsmith.decode.rows import Rows
+from draftsmith.decode.rows import Rows, first_rows
 from draftsmith.decode.runner import Runner, Seen, round_up
 from draftsmith.decode.sampling import choose, position_keys
 from draftsmith.decode.settings import Settings
@@ -31,13 +32,27 @@ from draftsmith.decode.verify import RULES, Noise, RuleInfo
 @dataclass
 class Batch:
     """What rounds work on: rows, KV, sampling parameters; harvest: what the target knew of each
-    row's answer, None where nobody wants it.
+    row's answer, None where nobody wants it; drafter: the stepper's own, of a part of the rows.
     """
 
     rows: Rows
     pool: KVPool
     params: BatchParams
     harvest: Harvest | None = None
+    drafter: Drafter | None = None
+
+    def first(self, rows: int, params: BatchParams, drafter: Drafter | None) -> "Batch":
+        """Rows 0..rows-1 on the same memory; drafter: whose state of them is shared likewise."""
+        part = None
+        if drafter is not None:
+            part = copy.copy(drafter)
+            for name in drafter.held:
+                state = getattr(drafter, name, None)
+                if state is not None:
+                    cut = state.first(rows) if isinstance(state, KVPool) else state[:rows]
+                    setattr(part, name, cut)
+        harvest = None if self.harvest is None else first_rows(self.harvest, rows)
+        return Batch(first_rows(self.rows, rows), self.pool.first(rows), params, harvest, part)
 
 
 class Told(NamedTuple):
@@ -73,6 +88,7 @@ class Stepper:
         largest committed length, a plain int; policy: asked on the way, None for whole trees.
         """
         rows, params, pool = batch.rows, batch.params, batch.pool
+        drafter = batch.drafter or self.drafter
         levels = 0 if plan is None else plan.levels
         lens_B1 = rows.lens_B[:, None]
         step_L = torch.arange(levels + 1, device=self.runner.device)
@@ -112,9 +128,9 @@ class Stepper:
         taps_BLU = None if taps_BNU is None else picked(taps_BNU, path_BL)
         if batch.harvest is not None:
             batch.harvest.keep(before_B, picked(hidden_BNH, path_BL), taps_BLU)
-        if self.drafter is not None:
+        if drafter is not None:
             path = None if topology.is_chain else path_BL
-            self.drafter.extend(Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top))
+            drafter.extend(Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top))
         columns = [n_accepted_B, n_new_B, rows.active_B, bad_B]
         news = torch.cat([emitted_BL, path_BL, torch.stack(columns, 1)], 1)
         return Told(news, topology.levels, topology.nodes - 1)
@@ -140,8 +156,8 @@ class Stepper:
         policy: Policy | None,
         calls: list[Call] | None,
     ) -> TokenTree:
-        rows = batch.rows
-        if self.drafter is None or plan is None:
+        rows, drafter = batch.rows, batch.drafter or self.drafter
+        if drafter is None or plan is None:
             return TokenTree(rows.pending_B[:, None], chain(0, self.runner.device), COUPLED)
         rule = self.rule(batch.params)
         needs_q = self.acceptance is not None and self.acceptance.needs_q
@@ -162,7 +178,7 @@ class Stepper:
             orders=policy is not None and policy.orders,
             calls=calls,
         )
-        return self.drafter.propose(request)
+        return drafter.propose(request)
 
     def _verdict(
         self,

@@ -14,7 +14,7 @@ class Scripted:
     kind, parameter_bytes, trees, samples = "scripted", 0, True, False
     context, levels, taps, size = ANY_DEPTH, ANY_DEPTH, (), None
     acceptance = None
-    held = ()
+    held = ("known", "full")
 
     def __init__(self, mode: str, truth: dict[tuple[int, ...], list[int]], vocab: int) -> None:
         self.mode, self.truth, self.vocab = mode, truth, vocab

@@ -15,7 +15,10 @@ from truths import PROMPTS
 from draftsmith.decode.buckets import likeliest
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.eagle import EagleDrafter
+from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.medusa import MedusaDrafter
+from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine import Decoder
 from draftsmith.decode.harvest import Harvested
 from draftsmith.decode.request import Completion, Request, open_request
@@ -60,24 +63,45 @@ def until_idle(session: Session, each: Callable[[], None] = lambda: None) -> lis
     return ended
 
 
-@pytest.mark.parametrize("tree", ["chain", "eagle-25", "dynamic:3,2,6"])
+def drafter_of(kind: str, target: PreTrainedModel, draft: PreTrainedModel) -> Drafter | None:
+    vocab = draft.config.vocab_size
+    makers: dict[str, Callable[[], Drafter | None]] = {
+        "none": lambda: None,
+        "lm": lambda: LMDrafter(draft, vocab),
+        "ngram": NgramDrafter,
+        "eagle3": lambda: EagleDrafter(made_head("eagle3", target), target, vocab),
+        "medusa": lambda: MedusaDrafter(made_head("medusa", target), target, vocab),
+        "hydra": lambda: HydraDrafter(made_head("hydra", target, prefixed=True), target, vocab),
+    }
+    return makers[kind]()
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [
+        *(("lm", "chain"), ("lm", "eagle-25"), ("lm", "dynamic:3,2,6"), ("none", "chain")),
+        *(("ngram", "chain"), ("eagle3", "eagle-25"), ("medusa", "chain"), ("hydra", "eagle-25")),
+    ],
+)
 def test_requests_of_every_kind_share_a_batch(
     tiny_target: PreTrainedModel,
     tiny_draft: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
+    kind: str,
     tree: str,
 ) -> None:
+    """Rounds are of as many rows as need be, and no answer is another for it."""
     plain = Decoder(tiny_target, tiny_tokenizer)
-    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    drafter = drafter_of(kind, tiny_target, tiny_draft)
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, tree=tree, K=3)
-    session = decoder.open_session(rows=3, max_len=200)
+    session = decoder.open_session(rows=6, max_len=200)
     order = random.Random(0)
     left = [request_for(decoder, i, WAYS[i % len(WAYS)]) for i in range(15)]
     cancelled = {4, 9}
     ended: list[Request] = []
-    mixed = 0
+    mixed, widths = 0, set()
     while left or session.busy:
-        for _ in range(order.randrange(3) if left else 0):
+        for _ in range(order.choice((0, 0, 0, 1, 2)) if left else 0):
             if left:
                 session.submit(left.pop(0))
         for request, _, end in session.step():
@@ -87,6 +111,8 @@ def test_requests_of_every_kind_share_a_batch(
                 assert made.finish_reason == "abort"
             ended += [request] * end
         mixed += isinstance(session.batch.params, RowParams)
+        widths |= session._parts.keys()
+    assert widths & {1, 2, 4}, "no round was narrower than the batch"
     assert mixed > 3, "rows of different laws never shared a round"
     assert {r.completion.index for r in ended} == set(range(15)) - cancelled
     for request in ended:
