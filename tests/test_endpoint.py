@@ -76,11 +76,9 @@ class Handler(BaseHTTPRequestHandler):
             server.most = max(server.most, server.now)
             fault = server.faults.pop(0) if server.faults else OK
         time.sleep(server.habits["wait_s"])
-        try:
-            self.answer(body, fault)
-        finally:
-            with server.lock:
-                server.now -= 1
+        with server.lock:
+            server.now -= 1  # once it has its answer, the client may send the next one
+        self.answer(body, fault)
 
     def answer(self, body: dict[str, Any], fault: Any) -> None:
         if fault == "drop":
