@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     rows = [row for file in files for row in json.loads(file.read_text())]
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "online.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (out / "online.json").write_text(json.dumps(rows, separators=(",", ":")) + "\n")
     (out / "online.svg").write_text(online_page.picture(rows))
     (out / "online.md").write_text(online_page.page(rows))
     Console().print(f"written: {out}/online.json, {out}/online.md, {out}/online.svg")
@@ -279,7 +279,7 @@ class Seed:
             if str(path) not in drafters:
                 drafters[str(path)] = load_drafter(str(path), target, tokenizer)
             [found] = teacher_forced(runner, drafters[str(path)], [made], params)
-            return found.alpha / found.positions
+            return round(found.alpha / found.positions, 5)
 
         buffer = ReplayBuffer(place / "default" / "buffer")
         numbers = sorted([*buffer.numbers(), *buffer.heldout_numbers()])

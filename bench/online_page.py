@@ -75,7 +75,7 @@ def _recovered(rows: Rows) -> list[str]:
             gap = _interval(tables, lambda a: a["ceiling"] - a["frozen"])
             gain = _interval(tables, lambda a: a["online"] - a["frozen"])
             share = ""
-            if gap[1] > 0:  # where there is nothing to recover a share is noise
+            if gap[0] > 0:  # where nothing is surely there to recover a share is noise
                 low, high = _interval(
                     tables, lambda a: (a["online"] - a["frozen"]) / (a["ceiling"] - a["frozen"])
                 )
