@@ -72,11 +72,11 @@ def _recovered(rows: Rows) -> list[str]:
             own = [r for r in rows if seed is None or r["seed"] == seed]
             tables = _tables(own, topic)
             found = {arm: np.concatenate([t[arm] for t in tables]).mean() for arm in ARMS}
-            gap = _interval(tables, lambda a: a["ceiling"] - a["frozen"])
-            gain = _interval(tables, lambda a: a["online"] - a["frozen"])
+            gap = over_seeds(tables, lambda a: a["ceiling"] - a["frozen"])
+            gain = over_seeds(tables, lambda a: a["online"] - a["frozen"])
             share = ""
             if gap[0] > 0:  # where nothing is surely there to recover a share is noise
-                low, high = _interval(
+                low, high = over_seeds(
                     tables, lambda a: (a["online"] - a["frozen"]) / (a["ceiling"] - a["frozen"])
                 )
                 middle = (found["online"] - found["frozen"]) / (found["ceiling"] - found["frozen"])
@@ -161,17 +161,19 @@ def _tables(rows: Rows, topic: str) -> list[Table]:
     return tables
 
 
-def _interval(tables: Sequence[Table], of: Any) -> list[float]:
-    """95%: seeds are drawn, and of each its requests, the same for all arms."""
+def over_seeds(tables: Sequence[Table], of: Any) -> list[float]:
+    """The 95% interval of `of` means by arm: seeds are drawn, and of each its requests, the same
+    for all arms.
+    """
     rng = np.random.default_rng(0)
 
     def statistic(drawn: np.ndarray) -> float:
-        means: dict[str, list[float]] = {arm: [] for arm in ARMS}
+        means: dict[str, list[float]] = {arm: [] for arm in tables[0]}
         for table in (tables[i] for i in drawn):
-            count = len(table["online"])
+            count = len(next(iter(table.values())))
             some = rng.integers(0, count, count)
-            for arm in ARMS:
-                means[arm].append(float(table[arm][some].mean()))
+            for arm, values in table.items():
+                means[arm].append(float(values[some].mean()))
         return float(of({arm: np.mean(values) for arm, values in means.items()}))
 
     return bootstrap(statistic, len(tables))

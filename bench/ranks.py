@@ -1,11 +1,12 @@
-"""Training on two processes against one, a thread each, on batches of the same size.
+"""Training on two processes against one, a thread each.
 
-    python bench/ranks.py           # a minute; two cores
+    python bench/ranks.py           # five minutes; two cores with nothing else to do
 
-Both are train/distill.py under `accelerate launch`, as recipes/accelerate has it, on the same text
-with the same total batch. A step's time is what its record says, from the fetching of a batch to
-the optimizer's step; the first ones aren't counted. The processes take turns. On a machine with
-fewer free cores than processes the ratio says nothing about the code.
+All are train/distill.py under `accelerate launch`, as recipes/accelerate has it, on the same text:
+two processes that share the batch of the one, two with a batch of that size each, and, to see what
+the machine can give at all, two that know nothing of each other. A step's time is what its record
+says, from the fetching of a batch to the optimizer's step; the first ones aren't counted. The arms
+take turns. On a machine with fewer free cores than processes a ratio says nothing about the code.
 """
 
 import argparse
@@ -16,12 +17,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from gkd_arms import random_lm
-from rows import publish, row
+from rows import command, publish, row
 
 from draftsmith.decode.arguments import parse
 from draftsmith.models.tokenizer import stand_in_tokenizer
@@ -35,9 +38,9 @@ PIECE = 600  # characters
 @dataclass
 class Ranks:
     out: str = "runs/bench"
-    pairs: int = 2
+    pairs: int = 5
     steps: int = 13
-    batch: int = 8  # of all processes together
+    batch: int = 8  # sequences a step
     length: int = 256
 
 
@@ -53,7 +56,8 @@ def prepare(folder: Path) -> None:
     (folder / "text.jsonl").write_text("\n".join(lines))
 
 
-def tokens_per_second(settings: Ranks, folder: Path, ranks: int) -> float:
+def tokens_per_second(settings: Ranks, folder: Path, ranks: int, batch: int) -> float:
+    """Of a training on so many processes, `batch` sequences a step on each."""
     out = Path(tempfile.mkdtemp(dir=folder))
     overrides = {
         "out": out,
@@ -61,7 +65,7 @@ def tokens_per_second(settings: Ranks, folder: Path, ranks: int) -> float:
         "draft": "",
         "data": folder / "text.jsonl",
         "steps": settings.steps,
-        "batch_size": settings.batch // ranks,
+        "batch_size": batch,
         "max_length": settings.length,
         "warmup": 0,
         "eval_every": 0,
@@ -73,10 +77,10 @@ def tokens_per_second(settings: Ranks, folder: Path, ranks: int) -> float:
     config = ROOT / f"recipes/accelerate/{CONFIGS[ranks]}.yaml"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
     recipe = ["train/distill.py", "recipe=quickstart/distill"]
-    command = [*launch, *recipe, *(f"{key}={value}" for key, value in overrides.items())]
+    line = [*launch, *recipe, *(f"{key}={value}" for key, value in overrides.items())]
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | threads, capture_output=True, text=True, check=False
+        line, cwd=ROOT, env=os.environ | threads, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(
@@ -87,17 +91,40 @@ def tokens_per_second(settings: Ranks, folder: Path, ranks: int) -> float:
     return sum(r["tokens"] for r in counted) / sum(r["seconds"] for r in counted)
 
 
+def strangers(settings: Ranks, folder: Path) -> float:
+    """Of two trainings at the same time, each on half of the batch."""
+    with ThreadPoolExecutor(2) as pool:
+        half = settings.batch // 2
+        runs = [pool.submit(tokens_per_second, settings, folder, 1, half) for _ in range(2)]
+        return sum(run.result() for run in runs)
+
+
 def main(argv: list[str]) -> None:
     settings = parse(Ranks, argv)
-    found: dict[int, list[float]] = {1: [], 2: []}
+    batch = settings.batch
+    arms: dict[str, Callable[[Path], float]] = {
+        "one": lambda folder: tokens_per_second(settings, folder, 1, batch),
+        f"two processes, batch {batch // 2} each": lambda folder: tokens_per_second(
+            settings, folder, 2, batch // 2
+        ),
+        f"two processes, batch {batch} each": lambda folder: tokens_per_second(
+            settings, folder, 2, batch
+        ),
+        f"two trainings of their own, batch {batch // 2} each": lambda folder: strangers(
+            settings, folder
+        ),
+    }
+    found: dict[str, list[float]] = {arm: [] for arm in arms}
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         for pair in range(settings.pairs):
-            for ranks in list(found)[:: 1 if pair % 2 else -1]:
-                found[ranks].append(tokens_per_second(settings, Path(folder), ranks))
-    what = f"two processes, a thread each, {os.cpu_count()} cores, batch {settings.batch}"
-    both = row(what, "one process, a thread", found[2], found[1], "tokens/s")
-    publish("ranks", [both | {"goal": 1.6}], Path(settings.out))
+            for arm in list(arms)[:: 1 if pair % 2 else -1]:
+                found[arm].append(arms[arm](Path(folder)))
+    one = found.pop("one")
+    peer = f"one process, batch {batch}"
+    rows = [row(arm, peer, values, one, "tokens/s") for arm, values in found.items()]
+    about = f"{command()}; a thread each."
+    publish("ranks", rows, Path(settings.out), about=about)
 
 
 if __name__ == "__main__":
