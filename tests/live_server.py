@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -99,6 +100,32 @@ def save_tiny(
         defaults={},
     )
     return folder
+
+
+def save_pair(
+    folder: Path,
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[Path, Path]:
+    """A target's folder, with its tokenizer, and the draft's, for a server of its own process."""
+    target.save_pretrained(folder / "tiny")
+    tokenizer.save_pretrained(folder / "tiny")
+    return folder / "tiny", save_tiny(folder / "draft", draft, target, tokenizer)
+
+
+def wait_until_up(process: subprocess.Popen[Any], url: str) -> None:
+    """Until a server's own process answers."""
+
+    def up() -> bool:
+        assert process.poll() is None, process.communicate()
+        try:
+            return httpx.get(f"{url}/health").status_code == 200
+        except httpx.TransportError:
+            time.sleep(0.1)
+            return False
+
+    until(up, seconds=90)
 
 
 @contextmanager

@@ -123,6 +123,8 @@ def test_kept_states_are_those_of_a_pass(
 class NoMore:
     """Nothing will come."""
 
+    to_go_on = ""
+
     def more(self) -> bool:
         return False
 
@@ -176,6 +178,7 @@ def test_a_step_waits_for_its_requests(tmp_path: Path, by_lm: dict[int, Served])
 
         left: list[Served]
         looks: int = 0
+        to_go_on: str = "ask again"
 
         def more(self) -> bool:
             self.looks += 1
@@ -196,6 +199,7 @@ def test_a_step_waits_for_its_requests(tmp_path: Path, by_lm: dict[int, Served])
     batches.heed([15])
     stopped = batches.batch(3, 0, 0, accumulation=1, world=1)
     assert not stopped.loss_mask.any() and feed.looks == 9, "a signal ends the waiting"
+    assert batches.to_go_on == "ask again"
     empty = Buffered(
         mix, ReplayBuffer(tmp_path / "no"), lambda r, n: whole(r), NoMore(), Duty(1.0), print
     )

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ from live_server import (
     expected,
     free_port,
     live,
-    save_tiny,
+    save_pair,
     truth,
     until,
+    wait_until_up,
 )
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -302,26 +302,16 @@ def test_the_command_drains_and_exits_with_0(
     tiny_draft: LlamaForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    target, port = tmp_path / "tiny", free_port()
-    tiny_target.save_pretrained(target)
-    tiny_tokenizer.save_pretrained(target)
-    draft = save_tiny(tmp_path / "draft", tiny_draft, tiny_target, tiny_tokenizer)
+    port = free_port()
+    target, draft = save_pair(tmp_path, tiny_target, tiny_draft, tiny_tokenizer)
     command = [sys.executable, "-m", "draftsmith", "serve", f"target={target}", f"port={port}"]
     command += [f"drafter={draft}", "max_len=512", "rows=2"]
     environment = os.environ | {"DRAFTSMITH_API_KEY": "k"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     url = f"http://127.0.0.1:{port}"
 
-    def up() -> bool:
-        assert process.poll() is None, process.communicate()[1]
-        try:
-            return httpx.get(f"{url}/health").status_code == 200
-        except httpx.TransportError:
-            time.sleep(0.1)
-            return False
-
     try:
-        until(up, seconds=90)
+        wait_until_up(process, url)
         headers = {"Authorization": "Bearer k"}
         with httpx.stream(
             "POST",

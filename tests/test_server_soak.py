@@ -4,13 +4,11 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
-from live_server import free_port, save_tiny, truth
+from live_server import free_port, save_pair, truth, wait_until_up
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 REQUESTS, WARM_UP, AT_ONCE, TOKENS, DIFFERENT = 10_000, 2_000, 16, 16, 200
@@ -48,10 +46,8 @@ def test_ten_thousand_requests_leave_no_trace(
     tiny_draft: LlamaForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    target, port = tmp_path / "tiny", free_port()
-    tiny_target.save_pretrained(target)
-    tiny_tokenizer.save_pretrained(target)
-    draft = save_tiny(tmp_path / "draft", tiny_draft, tiny_target, tiny_tokenizer)
+    port = free_port()
+    target, draft = save_pair(tmp_path, tiny_target, tiny_draft, tiny_tokenizer)
     truths = [
         truth(
             *(tiny_target, tiny_tokenizer, [which + 1, 5, 6]),
@@ -66,12 +62,7 @@ def test_ten_thousand_requests_leave_no_trace(
     process = subprocess.Popen(command)
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(900):
-            try:
-                httpx.get(f"{url}/health").raise_for_status()
-                break
-            except httpx.HTTPError:
-                time.sleep(0.1)
+        wait_until_up(process, url)
         held = []
         for start in range(0, REQUESTS, 1000):
             numbers = range(start, start + 1000)

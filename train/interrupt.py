@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 AGAIN_SECONDS = 2.0
+GO_ON = "repeat the same command to resume"  # what a user does after that
 
 
 @contextlib.contextmanager

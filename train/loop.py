@@ -29,7 +29,7 @@ from accelerate.utils import (
 from torch import Tensor, nn
 
 from draftsmith.train.checkpoint import load, save
-from draftsmith.train.interrupt import stop_request
+from draftsmith.train.interrupt import GO_ON, stop_request
 from draftsmith.train.log import Log, summary_table, wandb_tracker
 from draftsmith.train.optim import learning_rate
 from draftsmith.train.settings import Settings
@@ -89,7 +89,11 @@ class StepBatches(Protocol):
 
 @runtime_checkable
 class Patient(Protocol):
-    """A source that may have to wait for what a batch is made of."""
+    """A source that may have to wait for what a batch is made of. to_go_on: what a user does after
+    a stop.
+    """
+
+    to_go_on: str
 
     def heed(self, stop: list[int]) -> None:
         """Wait no longer once there is something in `stop`; what is given then isn't trained."""
@@ -208,7 +212,8 @@ class _Fitting:
         tokens, stopping = total.tolist()
         if stopping:
             self.save()
-            accelerator.print(f"stopped after step {step}: repeat the same command to resume")
+            how = self.batches.to_go_on if isinstance(self.batches, Patient) else GO_ON
+            accelerator.print(f"stopped after step {step}: {how}")
             raise SystemExit(130)
         if tokens == 0:
             rows = [row for micro in micros for row in micro.rows]

@@ -71,6 +71,7 @@ class Serving:
             )
         self.asked, self.decoder, self.buffer = asked, decoder, buffer
         self.alphas, self.record, self.version = alphas, record, 0
+        self.to_go_on = f"a replay starts over; remove {record.parent} first"
         self.listed = replay.keep_top_k
         self.started = time.monotonic()
         longest = max(len(one.tokens) for one in asked) + replay.max_new_tokens

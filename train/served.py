@@ -19,6 +19,7 @@ from draftsmith.decode.replay_buffer import ReplayBuffer, Served
 from draftsmith.models.taps import TargetStates
 from draftsmith.train.data import Batch
 from draftsmith.train.idle_time import Duty
+from draftsmith.train.interrupt import GO_ON
 from draftsmith.train.sparse import TopKRows
 
 
@@ -126,7 +127,9 @@ def _states(
 
 
 class Feed(Protocol):
-    """Where requests come from while there are too few."""
+    """Where requests come from while there are too few. to_go_on: see `loop.Patient`."""
+
+    to_go_on: str
 
     def more(self) -> bool:
         """Wait a moment, or do something that brings requests; False: none will come."""
@@ -156,6 +159,7 @@ class Buffered:
         _check(mix)
         self.mix, self.buffer, self.batch_of = mix, buffer, batch_of
         self.feed, self.duty, self.tell = feed, duty, tell
+        self.to_go_on = feed.to_go_on
         self.first = -1  # requests that had been dropped before this run began
         self.steps = 0  # of the run, the one that was asked for last included
         self.stop: list[int] = []
@@ -268,6 +272,8 @@ def _check(mix: Mix) -> None:
 
 class Arrivals:
     """Requests come from a server: look again after a moment."""
+
+    to_go_on = GO_ON
 
     def more(self) -> bool:
         time.sleep(POLL_SECONDS)
