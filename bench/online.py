@@ -6,7 +6,8 @@ costs those who are served meanwhile.
 A stream of questions (GSM8K), then of Python source, then of both, comes to a real server over HTTP
 as a Poisson process at 60% of what the server was measured to hold. The server decodes on one
 thread; the learner has what that and the traffic leave of two cores (SCHED_IDLE). The first
-requests of the stream are served without the learner too. Three drafts:
+requests of the stream are served without the learner too, and once more with a learner whose
+versions are never good enough to be published. Three drafts:
 
     frozen    distilled on the target's answers to GSM8K; what the server starts with
     online    the versions that served, as they were swapped in
@@ -83,7 +84,8 @@ def main(argv: list[str]) -> int:
     for number in range(settings.first, settings.seeds):
         seed = Seed(settings, number)
         seed.once("rows", seed.measure)
-    files = sorted(Path(settings.trained).glob("seed-*/rows.json"))
+        seed.once("cost", seed.measure_cost)
+    files = sorted(Path(settings.trained).glob("seed-*/*.json"))
     rows = [row for file in files for row in json.loads(file.read_text())]
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -152,25 +154,39 @@ class Seed:
             rate = self.settings.share * rows[-1]["requests_per_s"]
             off = at_rate(endpoint, asks[: self.settings.paired], rate, self.seed)
         place = self.folder / "online"
+        with self.learning_server(place, warm) as endpoint, self.versions_kept(place):
+            on = at_rate(endpoint, asks, rate, self.seed)
+        rows += compared("loop", rate, off, on)
+        rows.append({"what": "loop-on, all", "rate": rate, **latencies(on)})
+        return rows + self.alphas(place, {ask.number: ask for ask in asks}, on)
+
+    def measure_cost(self) -> Rows:
+        """The stream's beginning without the loop, and with one that publishes nothing: what
+        keeping requests and training cost where nobody gains by it.
+        """
+        asks, warm = self.stream()
+        asks = asks[: self.settings.paired]
+        rows = json.loads((self.folder / "rows.json").read_text())
+        [rate] = [row["rate"] for row in rows if row["what"] == "loop-off"]
+        with self.server() as endpoint:
+            by_clients(endpoint, warm, self.settings.rows)
+            off = at_rate(endpoint, asks, rate, self.seed)
+        place = self.folder / "unpublished"
+        with self.learning_server(place, warm, "margin=1") as endpoint:
+            on = at_rate(endpoint, asks, rate, self.seed)
+        return compared("unpublished", rate, off, on)
+
+    @contextmanager
+    def learning_server(self, place: Path, warm: list[Ask], *how: str) -> Iterator[Endpoint]:
+        """A server and its learner, both from the start; how: more of the learner's settings."""
         for left in (place, self.folder / "learner", self.folder / "served"):
             shutil.rmtree(left, ignore_errors=True)
         kept = f"keep_top_k={self.settings.keep_top_k}"
         with self.server(f"online={place}", kept) as endpoint:
             by_clients(endpoint, warm, self.settings.rows)
-            with self.learner(place), self.versions_kept(place):
-                on = at_rate(endpoint, asks, rate, self.seed)
+            with self.learner(place, *how):
+                yield endpoint
             time.sleep(3)  # the last requests are being written
-        pairs = list(zip(off, on, strict=False))
-        for what, replies in (("loop-off", off), ("loop-on", [one for _, one in pairs])):
-            rows.append({"what": what, "rate": rate, **latencies(replies)})
-        rows[-1] |= {
-            "identical": sum(a.text == b.text for a, b in pairs),
-            "compared": len(pairs),
-            "p50_ratio": rows[-1]["p50"] / rows[-2]["p50"],
-            "p50_ratio_interval": _ratio_of_medians(pairs),
-        }
-        rows.append({"what": "loop-on, all", "rate": rate, **latencies(on)})
-        return rows + self.alphas(place, {ask.number: ask for ask in asks}, on)
 
     def stream(self) -> tuple[list[Ask], list[Ask]]:
         """The requests in their order, drawn anew for each seed; and others to warm up with."""
@@ -222,12 +238,12 @@ class Seed:
             yield Endpoint(url, **body)
 
     @contextmanager
-    def learner(self, place: Path) -> Iterator[None]:
+    def learner(self, place: Path, *how: str) -> Iterator[None]:
         """The learner, which runs when nobody else does."""
         command = [
             *(sys.executable, "train/online.py", "recipe=online/gsm8k", f"folder={place}"),
             *(f"drafter={self.drafters['frozen']}", f"out={self.folder / 'learner'}"),
-            *(f"target.path={self.settings.target}", f"seed={self.seed}"),
+            *(f"target.path={self.settings.target}", f"seed={self.seed}", *how),
         ]
         with self.running(command, "learner"):
             yield
@@ -302,6 +318,23 @@ class Seed:
                 row = {"what": what, **about, "alpha": alpha(path, made)}
                 rows.append(row | (counts if what == "online" else {}))
         return rows
+
+
+def compared(what: str, rate: float, off: Sequence[Reply], on: Sequence[Reply]) -> Rows:
+    """Two rows: the same requests in the same arrivals, without the loop and with it."""
+    pairs = list(zip(off, on, strict=False))
+    on = [pair[1] for pair in pairs]
+    rows: Rows = [
+        {"what": f"{what}-{name}", "rate": rate, **latencies(replies)}
+        for name, replies in (("off", off), ("on", on))
+    ]
+    rows[1] |= {
+        "identical": sum(a.text == b.text for a, b in pairs),
+        "compared": len(pairs),
+        "p50_ratio": rows[1]["p50"] / rows[0]["p50"],
+        "p50_ratio_interval": _ratio_of_medians(pairs),
+    }
+    return rows
 
 
 def _ratio_of_medians(pairs: Sequence[tuple[Reply, Reply]]) -> list[float]:

@@ -95,10 +95,28 @@ def _recovered(rows: Rows) -> list[str]:
 
 
 def _cost(rows: Rows) -> list[str]:
+    kept = (
+        "The first requests of the stream, without the learner and with it, in the same arrivals "
+        "(the later ones are of the new topic). Times are from request to whole answer. With the "
+        "loop on, the server also keeps what the target knew of each answer. A better draft "
+        "shortens answers: this is the net cost."
+    )
+    gross = (
+        "The same once more with a learner that publishes nothing (`margin=1`): what keeping and "
+        "learning cost by themselves."
+    )
+    lines = ["## What it costs", "", kept, "", *_compared(rows, "loop")]
+    if any(r["what"] == "unpublished-on" for r in rows):
+        lines += ["", gross, "", *_compared(rows, "unpublished")]
+    return lines
+
+
+def _compared(rows: Rows, what: str) -> list[str]:
+    """A seed a row: latency without the loop and with it."""
     body = []
     for seed in sorted({r["seed"] for r in rows}):
-        own = {r["what"]: r for r in rows if r["seed"] == seed and r["what"].startswith("loop")}
-        off, on = own["loop-off"], own["loop-on"]
+        own = {r["what"]: r for r in rows if r["seed"] == seed}
+        off, on = own[f"{what}-off"], own[f"{what}-on"]
         low, high = on["p50_ratio_interval"]
         body.append(
             [
@@ -110,15 +128,7 @@ def _cost(rows: Rows) -> list[str]:
             ]
         )
     times = ("p50 off, ms", "p50 on", "p99 off", "p99 on", "p50")
-    head = ("seed", "requests/s", *times, "tokens/s off, on", "equal answers")
-    words = (
-        "The first requests of the stream, without the learner and with it, in the same arrivals "
-        f"({own['loop-on']['compared']} of them, of which the later ones are of the new topic). "
-        "Times are from "
-        "request to whole answer. With the loop on, the server also keeps what the target knew of "
-        "each answer. A better draft shortens answers: the cost is net of that."
-    )
-    return ["## What it costs", "", words, "", *markdown(head, body)]
+    return markdown(("seed", "requests/s", *times, "tokens/s off, on", "equal answers"), body)
 
 
 def _latency(rows: Rows) -> list[str]:

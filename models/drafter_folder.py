@@ -7,7 +7,6 @@ whole.
 """
 
 import os
-import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from draftsmith.models.checkpoint import (
     refuse_faults,
     write_json,
 )
-from draftsmith.models.disk import flush
+from draftsmith.models.disk import previous, whole_folder
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.fingerprint import differences, fingerprint
@@ -107,28 +106,19 @@ def save_drafter(
         "defaults": DEFAULTS | defaults,
         "provenance": provenance,
     }
-    new = folder.parent / f".{folder.name}.saving"
     try:
-        _discard(new)
-        new.mkdir(parents=True)
-        if not folder.exists() and _previous(folder).exists():  # killed between two renames
-            _previous(folder).rename(folder)
-        model.save_pretrained(new, max_shard_size="1000GB")  # one file
-        tokenizer.save_pretrained(new)
-        write_json(new / META, meta)
-        if vocab is not None:
-            vocab.save(new, target_fingerprint["tokenizer"])
-        _check_weights(new, kind)
-        for path in [*new.iterdir(), new]:
-            flush(path)
-        _swap(new, folder)
+        with whole_folder(folder) as new:
+            model.save_pretrained(new, max_shard_size="1000GB")  # one file
+            tokenizer.save_pretrained(new)
+            write_json(new / META, meta)
+            if vocab is not None:
+                vocab.save(new, target_fingerprint["tokenizer"])
+            _check_weights(new, kind)
     except (OSError, SafetensorError) as error:
         state = (
             "what was saved there before is unchanged" if folder.exists() else "nothing is there"
         )
         raise OSError(f"could not save the drafter to {folder}: {error}; {state}") from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -331,36 +321,11 @@ def _known_kind(kind: str, folder: Path) -> None:
 
 
 def _no_folder(folder: Path) -> str:
-    previous = _previous(folder)
+    before = previous(folder)
     hint = "check the path; a hub name has to be fetched first"
-    if previous.exists():
-        hint = f"a save was cut between two renames: mv {previous} {folder} restores the one before"
+    if before.exists():
+        hint = f"a save was cut between two renames: mv {before} {folder} restores the one before"
     return f"got {folder}, which is no folder; expected a drafter folder; {hint}"
-
-
-def _previous(folder: Path) -> Path:
-    return folder.parent / f".{folder.name}.previous"
-
-
-def _discard(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-def _swap(new: Path, folder: Path) -> None:
-    """Put `new` where `folder` is: two renames, the first undone if the second fails."""
-    previous = _previous(folder)
-    if folder.exists():
-        _discard(previous)
-        folder.rename(previous)
-    try:
-        new.rename(folder)
-    except OSError:
-        if previous.exists():
-            previous.rename(folder)
-        raise
-    flush(folder.parent)
-    shutil.rmtree(previous, ignore_errors=True)
 
 
 HEADS: dict[str, type[Head]] = {

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.models import drafter_folder
+from draftsmith.models import disk, drafter_folder
 from draftsmith.models.drafter_folder import fingerprint, open_drafter, save_drafter, serve_line
 from draftsmith.models.target import TargetSpec, load_target
 
@@ -252,7 +252,7 @@ def test_failing_anywhere_leaves_the_old_folder(
         (LlamaForCausalLM, "save_pretrained"),
         (PreTrainedTokenizerFast, "save_pretrained"),
         (Path, "write_text"),
-        (drafter_folder, "flush"),
+        (disk, "flush"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, full)
@@ -263,7 +263,7 @@ def test_failing_anywhere_leaves_the_old_folder(
     rename = Path.rename
 
     def second_fails(path: Path, goal: Path) -> Path:
-        return full() if path.name.endswith(".saving") else rename(path, goal)  # type: ignore
+        return full() if path.name.endswith(".half") else rename(path, goal)  # type: ignore
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", second_fails)

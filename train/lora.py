@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from draftsmith.train.state import whole_folder
+from draftsmith.models.disk import whole_folder
 
 
 @dataclass(kw_only=True)

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.models.disk import whole_folder
 from draftsmith.models.drafter_folder import save_drafter, serve_line
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.provenance import provenance
 from draftsmith.train.loop import Result
-from draftsmith.train.state import whole_folder
 
 
 class Source(Protocol):

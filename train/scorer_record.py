@@ -16,6 +16,7 @@ from draftsmith.decode.engine import Decoder
 from draftsmith.decode.recorder import Columns, Recorder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.traces import TraceWriter
+from draftsmith.models.disk import whole_folder
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.scorers import FOLDER, Scorer, save_scorer, weights_mark
 from draftsmith.models.target import TargetSpec
@@ -29,7 +30,7 @@ from draftsmith.train.scorer_rows import (
     read_rows,
     traced_settings,
 )
-from draftsmith.train.state import Run, whole_folder
+from draftsmith.train.state import Run
 
 JUDGED = ("position", "token", "kept", "target_state")
 KEPT_APART = ("calibrate", "check")

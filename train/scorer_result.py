@@ -9,11 +9,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.models.disk import whole_folder, write_atomically
 from draftsmith.models.scorers import FOLDER, Scorer, save_scorer
 from draftsmith.train.calibration import figures, picture, platt
 from draftsmith.train.scorer_objective import logits
 from draftsmith.train.scorer_rows import ScorerRows
-from draftsmith.train.state import whole_folder, write_atomically
 
 THRESHOLDS = {"acceptance": 0.7, "judge": 0.5}  # the papers'
 

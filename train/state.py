@@ -7,12 +7,11 @@
       done.json          written last, when the result is saved
 """
 
-import contextlib
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,17 +134,6 @@ class Run:
             ) from error
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-
-
-@contextlib.contextmanager
-def whole_folder(final: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `final` once it is complete on disk."""
-    half = final.with_name(f".{final.name}.half")
-    shutil.rmtree(half, ignore_errors=True)
-    half.mkdir(parents=True)
-    yield half
-    shutil.rmtree(final, ignore_errors=True)
-    settle(half, final)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
