@@ -1,0 +1,75 @@
+"""The pages of the online drafts' measurements, made from rows whose answers are known."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+ABOUT = {"commit": "c", "command": "python", "machine": "m", "target": "t"}
+
+
+def bench(name: str) -> Any:
+    sys.path.insert(0, str(BENCH))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCH))
+
+
+def test_choices_are_compared_by_request() -> None:
+    """Requests differ by far more than arms do: only pairs can tell them apart."""
+    choices = bench("online_choices")
+    rows = []
+    for seed in (0, 1):
+        for arm, more in (("base", 0.2), ("rejected", 0.1), ("tv", 0.2)):
+            hard = [0.1 + 0.005 * (index % 97) for index in range(400)]
+            alpha = {name: hard for name in ("frozen", "ceiling", "online")}
+            alpha["ceiling"] = [value + 0.4 for value in hard]
+            # Only the last hundred requests of an arm differ from the frozen draft's.
+            learned = [more * (index >= 300) for index in range(400)]
+            alpha["online"] = [a + b for a, b in zip(hard, learned, strict=True)]
+            # Requests end in another order where another draft serves.
+            order = sorted(range(400), key=lambda i: (i // 8, (i * (3 if more == 0.2 else 5)) % 8))
+            row = {"what": arm, "seed": seed, "index": order, **ABOUT}
+            rows.append(row | {"alpha": {n: [v[i] for i in order] for n, v in alpha.items()}})
+    lines = choices.table(rows)
+    cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in lines[2:]}
+    assert list(cells) == ["base", "rejected", "tv"]
+    assert cells["base"][-2:] == ["", "50%"]
+    assert cells["rejected"][-2:] == ["-0.1000 [-0.1000, -0.1000], 2 of 2", "25%"]
+    assert cells["tv"][-2].startswith("+0.0000 [+0.0000, +0.0000]")
+    assert cells["base"][2:4] == cells["rejected"][2:4], "before the last hundred"
+    assert "2 seeds" in choices.page(rows)
+
+
+def test_the_intervals_of_several_seeds_hold_what_they_say() -> None:
+    page = bench("online_page")
+    rng = np.random.default_rng(1)
+    tables = []
+    for _ in range(3):
+        base = rng.uniform(0.1, 0.6, 200)
+        tables.append({"a": base + rng.normal(0.03, 0.02, 200), "b": base})
+    low, high = page.over_seeds(tables, lambda means: means["a"] - means["b"])
+    found = np.mean([(table["a"] - table["b"]).mean() for table in tables])
+    # Unpaired, the spread of the requests alone (0.14) would be an interval of 0.03.
+    assert low < found < high and 0.002 < high - low < 0.008
+    low, high = page.over_seeds(tables, lambda means: means["b"] - means["b"])
+    assert low == high == 0
+
+
+@pytest.mark.parametrize("unpublished", [False, True])
+def test_cost_is_told_with_and_without_publishing(unpublished: bool) -> None:
+    page = bench("online_page")
+    rows = []
+    for what in ("loop", *(["unpublished"] if unpublished else [])):
+        about = ABOUT | {"seed": 0, "rate": 2.0, "p99": 3.0, "tokens_per_s": 9.0}
+        rows.append(about | {"what": f"{what}-off", "p50": 1.0})
+        more = {"p50": 1.05, "p50_ratio": 1.05, "p50_ratio_interval": [1.0, 1.1]}
+        rows.append(about | more | {"what": f"{what}-on", "identical": 7, "compared": 7})
+    text = "\n".join(page._cost(rows))
+    assert text.count("+5.0% [+0.0%, +10.0%]") == text.count("7 of 7") == 1 + unpublished
+    assert ("margin=1" in text) == unpublished
