@@ -43,7 +43,6 @@ from draftsmith.train.launch import start
 from draftsmith.train.loop import StepBatches, fit
 from draftsmith.train.objectives import Distillation
 from draftsmith.train.sources import tokenise
-from draftsmith.train.state import Run
 from draftsmith.train.teachers import StateTeacher, TargetRows, Teacher, open_teacher
 from draftsmith.train.text import OnPolicy, Snapshot, make_batches
 
@@ -194,7 +193,7 @@ class Bench:
                 weighting=config,
                 reference=self.reference(config),
             )
-            run = Run(config.out, recipe.show(config), main=True)
+            run = recipe.run_of(config, main=True)
             with contextlib.redirect_stdout(io.StringIO()):
                 fit(self.accelerator, objective, batches, replace(config, save_every=0), run)
             self.accelerator.free_memory()

@@ -52,6 +52,24 @@ def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def test_a_setting_that_is_newer_than_its_run_counts_as_its_default(
+    recipes: Path, tmp_path: Path
+) -> None:
+    config = recipe.load(Config, ["recipe=some/base", f"out={tmp_path / 'run'}"])
+    run = recipe.run_of(config, main=True)
+    run.finish({"steps": 3})
+    stored = run.folder / "recipe.yaml"
+    older = yaml.safe_load(stored.read_text())
+    del older["names"], older["target"]["shrink"]
+    stored.write_text(yaml.safe_dump(older))
+    assert recipe.run_of(config, main=True).finished() == {"steps": 3}
+    config.target.shrink, config.names = True, ["a"]
+    with pytest.raises(
+        ValueError, match=r"names: None there, \['a'\] now; target.shrink: False there"
+    ):
+        recipe.run_of(config, main=True)
+
+
 def test_recipe_then_arguments(recipes: Path) -> None:
     config = recipe.load(Config, ["recipe=some/base", "lr=1e-4", "target.shrink=true"])
     assert config == Config(steps=3, lr=1e-4, target=Where("a/b", shrink=True))

@@ -41,7 +41,6 @@ from draftsmith.train.result import made_by, save_draft
 from draftsmith.train.scorer_joint import JointHead, open_head
 from draftsmith.train.scorer_record import finish_head
 from draftsmith.train.settings import Settings
-from draftsmith.train.state import Run
 from draftsmith.train.taps import Cache
 from draftsmith.train.teachers import open_teacher
 from draftsmith.train.text import (
@@ -85,7 +84,7 @@ def main(argv: list[str]) -> None:
     config = recipe.load(DistillConfig, argv)
     config = shrunk(config) if config.target.shrink else config
     accelerator = start(config)
-    run = Run(config.out, recipe.show(config), main=accelerator.is_main_process)
+    run = recipe.run_of(config, main=accelerator.is_main_process)
     result = run.folder / "drafter"
     if run.finished():
         accelerator.print(f"{result} is finished: nothing to do")

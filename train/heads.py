@@ -39,7 +39,6 @@ from draftsmith.train.log import run_entry
 from draftsmith.train.loop import fit
 from draftsmith.train.medusa2 import JointMedusa, JointRun
 from draftsmith.train.result import made_by, save_model
-from draftsmith.train.state import Run
 from draftsmith.train.taps import States, open_states
 from draftsmith.train.text import Snapshot, make_batches, training_examples
 
@@ -67,7 +66,7 @@ def main(argv: list[str]) -> None:
     config = recipe.load(HeadsConfig, argv)
     config = head_run.shrunk(config) if config.target.shrink else config
     accelerator = start(config)
-    run = Run(config.out, recipe.show(config), main=accelerator.is_main_process)
+    run = recipe.run_of(config, main=accelerator.is_main_process)
     result = run.folder / "drafter"
     if run.finished():
         accelerator.print(f"{result} is finished: nothing to do")

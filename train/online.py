@@ -43,7 +43,6 @@ from draftsmith.train.online_drafts import DraftSettings, OnlineDrafts
 from draftsmith.train.publishing import Publisher, Publishing
 from draftsmith.train.replayed import Replay, Serving, draw
 from draftsmith.train.served import Arrivals, Buffered, Feed, Mix
-from draftsmith.train.state import Run
 from draftsmith.train.topics import Stream, read_stream
 
 
@@ -67,7 +66,7 @@ def main(argv: list[str]) -> None:
     accelerator = start(config)
     if accelerator.num_processes > 1:
         raise ValueError(f"got {accelerator.num_processes} processes, expected one learner a tag")
-    run = Run(config.out, recipe.show(config), main=True)
+    run = recipe.run_of(config, main=True)
     if run.finished():
         print(f"{config.out} is finished: nothing to do")
         return

@@ -37,7 +37,6 @@ from draftsmith.train.lora import Lora, to_save, with_lora
 from draftsmith.train.objectives import NextToken
 from draftsmith.train.result import made_by, save_draft, save_model
 from draftsmith.train.sources import tokenise
-from draftsmith.train.state import Run
 from draftsmith.train.stream import Corpus, Stream, held_out_texts
 from draftsmith.train.text import make_batches, text_at_hand
 
@@ -60,7 +59,7 @@ def main(argv: list[str]) -> None:
     config = shrunk(config) if config.target.shrink else config
     accelerator = start(config)
     device = accelerator.device
-    run = Run(config.out, recipe.show(config), main=accelerator.is_main_process)
+    run = recipe.run_of(config, main=accelerator.is_main_process)
     result = run.folder / ("drafter" if config.target.path else "model")
     if run.finished():
         accelerator.print(f"{result} is finished: nothing to do")

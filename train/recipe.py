@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import draftsmith.recipes
+from draftsmith.train.state import Run
 
 RECIPES = Path(draftsmith.recipes.__file__).resolve().parent
 T = TypeVar("T")
@@ -77,6 +78,12 @@ def entry_of(name: str) -> str | None:
 def show(config: Any) -> str:
     """The resolved recipe as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+def run_of(config: Any, *, main: bool) -> Run:
+    """The run folder of a recipe; errors of `Run` pass."""
+    defaults = OmegaConf.to_yaml(_structure(type(config)))
+    return Run(config.out, show(config), main=main, defaults=defaults)
 
 
 def _structure(schema: type) -> DictConfig:

@@ -54,7 +54,6 @@ from draftsmith.train.scorer_rows import (
 )
 from draftsmith.train.scorer_trial import write_trial
 from draftsmith.train.settings import Settings
-from draftsmith.train.state import Run
 
 
 @dataclass(kw_only=True)
@@ -79,7 +78,7 @@ def main(argv: list[str]) -> None:
         config = replace(config, steps=2, warmup=0, batch_size=16, accumulation=1)
     check(config)
     accelerator = start(config)
-    run = Run(config.out, recipe.show(config), main=accelerator.is_main_process)
+    run = recipe.run_of(config, main=accelerator.is_main_process)
     result = run.folder / ("drafter" if config.kind == "acceptance" else "judge")
     if run.finished():
         accelerator.print(f"{result} is finished: nothing to do")

@@ -36,12 +36,14 @@ class Run:
         folder: made if absent.
         recipe: the resolved recipe as YAML text.
         main: whether this is the main process.
+        defaults: the settings' defaults as YAML text: what a run did by default that was begun
+            before a setting was there.
 
     Raises:
         ValueError: the folder belongs to another recipe, or another process is writing to it now.
     """
 
-    def __init__(self, folder: str | Path, recipe: str, *, main: bool) -> None:
+    def __init__(self, folder: str | Path, recipe: str, *, main: bool, defaults: str = "") -> None:
         self.folder = Path(folder)
         self.main = main
         self.checkpoints = self.folder / "checkpoints"
@@ -57,7 +59,10 @@ class Run:
                 shutil.rmtree(half)
         stored = self.folder / "recipe.yaml"
         free = FREE_KEYS if self.finished() else FREE_KEYS | DIVISION_KEYS
-        changed = _changes(stored.read_text(), recipe, free) if stored.exists() else ["it is new"]
+        changed = ["it is new"]
+        if stored.exists():
+            old, new, default = map(_flat, (stored.read_text(), recipe, defaults))
+            changed = _changes(default | old, default | new, free)
         if changed and (self.latest() or self.finished()):
             raise ValueError(
                 f"{folder} holds a run with another recipe ({'; '.join(changed)}). Repeat its "
@@ -136,16 +141,21 @@ class Run:
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(text: str) -> dict[str, Any]:
+    """The settings of a YAML text by their full names."""
     flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        nested = isinstance(value, dict)
-        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    left = [("", yaml.safe_load(text) or {})]
+    while left:
+        prefix, tree = left.pop()
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                left.append((f"{prefix}{key}.", value))
+            else:
+                flat[f"{prefix}{key}"] = value
     return flat
 
 
-def _changes(stored: str, given: str, free: set[str]) -> list[str]:
-    old, new = _flat(yaml.safe_load(stored) or {}), _flat(yaml.safe_load(given) or {})
+def _changes(old: dict[str, Any], new: dict[str, Any], free: set[str]) -> list[str]:
     return [
         f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} now"
         for key in sorted(old.keys() | new.keys())
