@@ -15,6 +15,7 @@ from pathlib import Path
 from draftsmith.models.disk import settle, write_atomically
 
 KEPT = 4
+LEARNING = ("lm", "eagle1", "eagle3")  # kinds of drafts that can learn from served requests
 
 
 class Versions:

@@ -21,7 +21,6 @@ from rich.markup import escape
 from draftsmith.decode.arguments import parse
 
 KEY_VARIABLE = "DRAFTSMITH_API_KEY"
-LEARNS_NOT = ("none", "ngram")
 DEFAULT = "default"  # the tag of the first lane
 
 
@@ -50,6 +49,7 @@ class Serving:
     max_body: int = 1 << 20  # bytes of one request
     online: str = ""  # the folder that learning goes through; empty: nothing is kept
     keep_top_k: int = 64  # tokens listed at each position of what is kept
+    keep_requests: int = 4096  # of a lane, that learning can draw from
     seed: int = 0  # of requests that have none
     threads: int = 0  # of the CPU; 0: as torch chooses
 
@@ -57,19 +57,18 @@ class Serving:
         for field in ("rows", "max_tokens", "max_body", "keep_top_k", "timeout_s"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}: got {getattr(self, field)}, expected more than 0")
+        for field in ("max_len", "keep_requests"):
+            if getattr(self, field) < 2:
+                raise ValueError(f"{field}: got {getattr(self, field)}, expected at least 2")
         for field in ("max_queue", "drain_s", "threads"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field}: got {getattr(self, field)}, expected at least 0")
-        if self.max_len < 2:
-            raise ValueError(f"max_len: got {self.max_len}, expected at least 2")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"port: got {self.port}, expected 0 to 65535")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed: got {self.seed}, expected a signed 64-bit integer")
         self.name = self.name or Path(self.target).resolve().name
         self.api_key = self.api_key or os.environ.get(KEY_VARIABLE, "")
-        if all(path in LEARNS_NOT for path in self.lanes.values()) and self.online:
-            raise ValueError(f"online: got {self.online} without a draft that can learn")
 
     @property
     def lanes(self) -> dict[str, str]:

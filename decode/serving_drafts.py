@@ -86,18 +86,21 @@ class Example:
 
 class BufferWriter:
     """Writes finished requests on a thread of its own; what comes while `HELD` of them wait is
-    dropped and counted.
+    dropped and counted. requests: of a lane that stay, half of them the newest.
     """
 
-    def __init__(self, online: Path, metrics: Metrics, *, keep_top_k: int) -> None:
-        self.online, self.metrics, self.keep_top_k = online, metrics, keep_top_k
+    def __init__(self, online: Path, metrics: Metrics, *, keep_top_k: int, requests: int) -> None:
+        self.online, self.metrics = online, metrics
+        self.keep_top_k, self.requests = keep_top_k, requests
         self._buffers: dict[str, ReplayBuffer] = {}
         self._queue: queue.Queue[Example | None] = queue.Queue(HELD)
         self._thread = threading.Thread(target=self._run, name="buffer-writer", daemon=True)
 
     def add_lane(self, tag: str) -> None:
         """Before `start`. ValueError where another process writes to the tag's buffer."""
-        self._buffers[tag] = ReplayBuffer(self.online / tag / "buffer")
+        newest = self.requests // 2
+        how = {"recent": newest, "reservoir": self.requests - newest}
+        self._buffers[tag] = ReplayBuffer(self.online / tag / "buffer", **how)
         self._buffers[tag].open_for_writing()
 
     def start(self) -> None:

@@ -66,6 +66,8 @@ class Metrics:
             "draftsmith:buffer_examples_dropped", "Finished requests that it couldn't take."
         )
 
+        self._told: set[str] = set()
+
     def page(self) -> bytes:
         """Everything, as Prometheus reads it."""
         return generate_latest(self.registry)
@@ -123,4 +125,6 @@ class Metrics:
 
     def dropped(self, model: str, why: str) -> None:
         self.dropped_examples.labels(model).inc()
-        log.debug("%s: a finished request isn't kept: %s", model, why)
+        if why not in self._told:  # once: a full disk drops every request
+            self._told.add(why)
+            log.warning("%s: finished requests aren't kept: %s", model, why)

@@ -15,10 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.api import Encoder
 from draftsmith.decode.app import make_app
 from draftsmith.decode.app_answers import Limits
+from draftsmith.decode.draft_versions import LEARNING
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine import Decoder
-from draftsmith.decode.server import DEFAULT, LEARNS_NOT, Serving
+from draftsmith.decode.server import DEFAULT, Serving
 from draftsmith.decode.serving import Service
 from draftsmith.decode.serving_drafts import BufferWriter, DraftWatcher
 from draftsmith.decode.serving_metrics import Metrics
@@ -41,19 +42,26 @@ class Backend:
         self.metrics = Metrics()
         self.service = Service(self.metrics, rows=settings.rows, max_queue=settings.max_queue)
         online = Path(settings.online) if settings.online else None
-        learning = {tag: path for tag, path in settings.lanes.items() if path not in LEARNS_NOT}
         self.writer: BufferWriter | None = None
         if online is not None:
-            self.writer = BufferWriter(online, self.metrics, keep_top_k=settings.keep_top_k)
+            kept = {"keep_top_k": settings.keep_top_k, "requests": settings.keep_requests}
+            self.writer = BufferWriter(online, self.metrics, **kept)
+        learning: dict[str, str] = {}
         for tag, path in settings.lanes.items():
-            harvest = None
-            if self.writer is not None and tag in learning:
+            decoder, harvest = self.decoder(path), None
+            can_learn = decoder.drafter is not None and decoder.drafter.kind in LEARNING
+            if self.writer is not None and can_learn:
                 self.writer.add_lane(tag)
-                harvest = self.writer.offer
+                learning[tag], harvest = path, self.writer.offer
             model = settings.name if tag == DEFAULT else f"{settings.name}:{tag}"
-            self.service.add_lane(tag, model, self.decoder(path), settings.max_len, harvest)
+            self.service.add_lane(tag, model, decoder, settings.max_len, harvest)
         self.watcher: DraftWatcher | None = None
         if online is not None:
+            if not learning:
+                raise ValueError(
+                    f"online: got {settings.online} and no draft that can learn, expected one of "
+                    f"kind {', '.join(LEARNING)}; leave online out, or give such a drafter"
+                )
             self.watcher = DraftWatcher(self.service, online, learning, self.load)
 
     def load(self, path: str) -> Drafter | None:

@@ -205,3 +205,8 @@ def test_a_step_waits_for_its_requests(tmp_path: Path, by_lm: dict[int, Served])
     )
     with pytest.raises(ValueError, match="got 0 requests to train on"):
         empty.batch(0, 0, 0, accumulation=1, world=1)
+    mix = Mix(requests_per_step=1, max_length=3)  # all prompts are longer
+    short = Buffered(mix, buffer, lambda r, n: whole(r), NoMore(), Duty(1.0), said.append)
+    with pytest.raises(ValueError, match="none of them with a trained token"):
+        short.batch(0, 0, 0, accumulation=1, world=1)
+    assert "9 of 1, none with a token to train at positions=all and max_length=3" in said[-1]

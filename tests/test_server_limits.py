@@ -32,6 +32,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.decode.server import Serving
 from draftsmith.decode.server import main as serve
+from draftsmith.decode.serving_run import Backend
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 BAD: list[tuple[int, dict[str, Any] | bytes, str]] = [
@@ -287,13 +288,21 @@ def test_an_engine_that_fails_says_so(
         ({"drafts": ("default=x",)}, "drafts"),
         ({"drafts": ("../a=x",)}, "drafts"),
         ({"drafts": ("folder",)}, "drafts"),
-        ({"online": "x", "drafter": "ngram"}, "online"),
+        ({"keep_requests": 1}, "keep_requests"),
     ],
 )
 def test_settings_that_make_no_server(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Serving(target="t", **settings)
     assert serve(["target=nowhere", "rows=0"]) == 2
+
+
+def test_a_draft_that_cannot_learn_is_not_kept_for(
+    tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    settings = Serving(target="t", drafter="ngram", online=str(tmp_path / "online"))
+    with pytest.raises(ValueError, match=r"no draft that can learn, expected one of kind lm,"):
+        Backend(settings, tiny_target, tiny_tokenizer)
 
 
 def test_the_command_drains_and_exits_with_0(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.draft_versions import LEARNING
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.drafter_folder import DrafterFolder, open_drafter, save_drafter
@@ -28,7 +29,6 @@ from draftsmith.train.served import kept_states, listed_rows
 from draftsmith.train.teachers import Teacher
 
 AT_ONE = SamplingParams(1.0)  # what was kept of the target is its law at temperature 1
-LEARNING = ("lm", "eagle1", "eagle3")
 
 
 @dataclass(kw_only=True)

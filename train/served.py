@@ -198,7 +198,7 @@ class Buffered:
 
     def _wait(self, step: int) -> None:
         """Until requests for `step` are there, one of them with something to train."""
-        told = False
+        told: set[bool] = set()
         while not self.stop:
             there = self._look()
             if self.first < 0 and there:
@@ -206,13 +206,18 @@ class Buffered:
                 self.first = max(there) + 1 - len(there)
             need = (step + 1) * self.mix.requests_per_step
             come = max(there) + 1 - self.first if there else 0
-            if come >= need and self._trainable():
+            enough = come >= need
+            if enough and self._trainable():
                 return
-            if self.tell is not None and not told:
-                told = True
-                self.tell(
-                    f"step {step + 1} waits for requests in {self.buffer.folder}: {come} of {need}"
-                )
+            if self.tell is not None and enough not in told:
+                told.add(enough)
+                news = f"{come} of {need}"
+                if enough:
+                    news += (
+                        f", none with a token to train at positions={self.mix.positions} and "
+                        f"max_length={self.mix.max_length}, which longer prompts fill"
+                    )
+                self.tell(f"step {step + 1} waits for requests in {self.buffer.folder}: {news}")
             if not self.feed.more():
                 if self._trainable():
                     return
