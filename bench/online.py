@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ Rows = list[dict[str, Any]]
 CLIENTS = (1, 8, 32)
 DRAFTS = ("frozen", "ceiling")
 READY = 120.0  # seconds that a server has to come up
+TOGETHER = 25  # requests that are drawn together for an interval of latency
 
 
 @dataclass
@@ -151,30 +152,44 @@ class Seed:
                 {"what": "latency", "clients": n, **latencies(by_clients(endpoint, some, n))}
                 for n in CLIENTS
             ]
-            rate = self.settings.share * rows[-1]["requests_per_s"]
-            off = at_rate(endpoint, asks[: self.settings.paired], rate, self.seed)
-        place = self.folder / "online"
-        with self.learning_server(place, warm) as endpoint, self.versions_kept(place):
-            on = at_rate(endpoint, asks, rate, self.seed)
+        rate = self.settings.share * rows[-1]["requests_per_s"]
+        off, on = self.both(asks, warm, rate)
         rows += compared("loop", rate, off, on)
         rows.append({"what": "loop-on, all", "rate": rate, **latencies(on)})
-        return rows + self.alphas(place, {ask.number: ask for ask in asks}, on)
+        of_number = {ask.number: ask for ask in asks}
+        return rows + self.alphas(self.folder / "online", of_number, on)
 
     def measure_cost(self) -> Rows:
         """The stream's beginning without the loop, and with one that publishes nothing: what
         keeping requests and training cost where nobody gains by it.
         """
         asks, warm = self.stream()
-        asks = asks[: self.settings.paired]
         rows = json.loads((self.folder / "rows.json").read_text())
         [rate] = [row["rate"] for row in rows if row["what"] == "loop-off"]
-        with self.server() as endpoint:
-            by_clients(endpoint, warm, self.settings.rows)
-            off = at_rate(endpoint, asks, rate, self.seed)
-        place = self.folder / "unpublished"
-        with self.learning_server(place, warm, "margin=1") as endpoint:
-            on = at_rate(endpoint, asks, rate, self.seed)
-        return compared("unpublished", rate, off, on)
+        few = asks[: self.settings.paired]
+        return compared("unpublished", rate, *self.both(few, warm, rate, "margin=1"))
+
+    def both(
+        self, asks: list[Ask], warm: list[Ask], rate: float, *how: str
+    ) -> tuple[list[Reply], list[Reply]]:
+        """The stream's beginning without the loop, and all of it with the loop, on a fresh server
+        each; which comes first changes from seed to seed. how: more of the learner's settings.
+        """
+
+        def without() -> list[Reply]:
+            with self.server() as endpoint:
+                by_clients(endpoint, warm, self.settings.rows)
+                return at_rate(endpoint, asks[: self.settings.paired], rate, self.seed)
+
+        def with_it() -> list[Reply]:
+            place = self.folder / ("unpublished" if how else "online")
+            with self.learning_server(place, warm, *how) as endpoint, self.versions_kept(place):
+                return at_rate(endpoint, asks, rate, self.seed)
+
+        if self.seed % 2:
+            on = with_it()
+            return without(), on
+        return without(), with_it()
 
     @contextmanager
     def learning_server(self, place: Path, warm: list[Ask], *how: str) -> Iterator[Endpoint]:
@@ -270,11 +285,19 @@ class Seed:
         kept.mkdir()
         over = threading.Event()
 
+        def copy_new() -> None:
+            for path in source.glob("[0-9]*"):
+                if not (kept / path.name).exists():
+                    half = kept / f".{path.name}"
+                    shutil.rmtree(half, ignore_errors=True)
+                    with suppress(FileNotFoundError, shutil.Error):  # dropped meanwhile
+                        shutil.copytree(path, half)
+                        half.rename(kept / path.name)
+
         def copy() -> None:
-            while not over.wait(0.5):
-                for path in source.glob("[0-9]*"):
-                    if not (kept / path.name).exists():
-                        shutil.copytree(path, kept / path.name)
+            while not over.wait(0.2):
+                copy_new()
+            copy_new()
 
         thread = threading.Thread(target=copy)
         thread.start()
@@ -338,9 +361,15 @@ def compared(what: str, rate: float, off: Sequence[Reply], on: Sequence[Reply]) 
 
 
 def _ratio_of_medians(pairs: Sequence[tuple[Reply, Reply]]) -> list[float]:
-    """The 95% interval of p50 with the loop / p50 without it, over requests."""
-    off, on = (np.array([pair[side].seconds for pair in pairs]) for side in (0, 1))
-    return bootstrap(lambda i: float(np.median(on[i]) / np.median(off[i])), len(pairs))
+    """The 95% interval of p50 with the loop / p50 without it, over runs of requests that came one
+    after another: those wait for each other.
+    """
+    whole = len(pairs) // TOGETHER * TOGETHER
+    off, on = (
+        np.array([pair[side].seconds for pair in pairs[:whole]]).reshape(-1, TOGETHER)
+        for side in (0, 1)
+    )
+    return bootstrap(lambda i: float(np.median(on[i]) / np.median(off[i])), len(on))
 
 
 def _healthy(url: str) -> bool:

@@ -97,7 +97,8 @@ def _recovered(rows: Rows) -> list[str]:
 def _cost(rows: Rows) -> list[str]:
     kept = (
         "The first requests of the stream, without the learner and with it, in the same arrivals "
-        "(the later ones are of the new topic). Times are from request to whole answer. With the "
+        "(the later ones are of the new topic), a fresh server each; seed 1 began with the loop. "
+        "Times are from request to whole answer; intervals over runs of 25 requests. With the "
         "loop on, the server also keeps what the target knew of each answer. A better draft "
         "shortens answers: this is the net cost."
     )

@@ -167,6 +167,12 @@ class CompletionAsked(Asked):
         | Annotated[list[Tokens], Field(min_length=1)]
     )
 
+    @property
+    def count(self) -> int:
+        """How many prompts there are."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return 1 if one else len(self.prompt)
+
     def prompts(self, encoder: "Encoder") -> list[list[int]]:
         """Each prompt's tokens."""
         if isinstance(self.prompt, str):
@@ -224,6 +230,11 @@ class ChatAsked(Asked):
                 f"{self.max_tokens}; expected one of them"
             )
         return both.pop() if both else None
+
+    @property
+    def count(self) -> int:
+        """How many prompts there are."""
+        return 1
 
     def prompts(self, encoder: "Encoder") -> list[list[int]]:
         """The chat's tokens up to the answer."""

@@ -82,6 +82,8 @@ class Talk:
             raise ApiError(504, "the answer took longer than this server allows", code="timeout")
         if news is LEFT:
             raise ApiError(400, "the client has left")  # nobody reads it
+        if news.stopped:
+            raise ApiError(503, news.error, code="draining", retry_s=RETRY_S)
         if news.error:
             raise ApiError(500, news.error, code="decoding_failed")
         self._open -= news.completion is not None
@@ -176,12 +178,12 @@ class Answers:
         unsaid = most if chat else min(UNSAID, most)
         try:
             params = asked.params(seed=self.limits.seed, unsaid=unsaid, most=most)
-            prompts = asked.prompts(self.encoder)
-            count = len(prompts) * asked.samples
-            if count > self.service.most:
+            count = asked.count * asked.samples
+            if count > self.service.most:  # before they are all encoded
                 raise ValueError(
                     f"n: got {count} answers in one request, expected at most {self.service.most}"
                 )
+            prompts = asked.prompts(self.encoder)
             numbers = self.numbers(count)
             jobs = []
             for index, number in enumerate(numbers):

@@ -24,7 +24,7 @@ def bucketed(logits_RV: Tensor, ids_RJ: Tensor) -> tuple[Tensor, Tensor]:
 
 def likeliest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k likeliest tokens of each row, ids [R, J] likeliest first, and log-probabilities [R, B]
-    of these and of the rest.
+    of these and of the rest; fewer than k where there are fewer tokens.
     """
-    ids_RJ = logits_RV.topk(k).indices
+    ids_RJ = logits_RV.topk(min(k, logits_RV.shape[-1])).indices
     return ids_RJ, bucketed(logits_RV, ids_RJ)[0].log_softmax(-1)

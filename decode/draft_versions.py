@@ -7,12 +7,14 @@ Version 0 is the drafter that the server was started with: it is never written h
 moment leaves a current version that loads. One process publishes; any may read.
 """
 
+import contextlib
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from draftsmith.models.disk import settle, write_atomically
+from draftsmith.models.disk import settle, take_lock, write_atomically
 
 KEPT = 4
 LEARNING = ("lm", "eagle1", "eagle3")  # kinds of drafts that can learn from served requests
@@ -48,9 +50,28 @@ class Versions:
         """The versions whose folders are there, oldest first."""
         return sorted(int(path.name) for path in self.versions.glob("[0-9]*"))
 
-    def publish(self, write: Callable[[Path], None], why: str) -> int:
+    @contextlib.contextmanager
+    def publishing(self) -> Iterator[None]:
+        """The time in which this process is the one that publishes.
+
+        Raises ValueError where another one is.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = take_lock(self.folder / ".learner")
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{self.folder} has a learner already; expected one a tag: stop that one, or give "
+                "tag= and drafter= of another of the server's drafts"
+            ) from error
+        try:
+            yield
+        finally:
+            os.close(lock)
+
+    def publish(self, write: Callable[[Path], None], why: str, *, spare: int = 0) -> int:
         """Have `write` make a new version's folder, and serve it. Its errors pass: the version
-        before then stays.
+        before then stays. spare: one that isn't dropped, however old.
         """
         version = max([*self.kept(), self._pointed()]) + 1
         final = self.path(version)
@@ -62,7 +83,8 @@ class Versions:
         settle(half, final)
         self.point(version, why)
         for old in self.kept()[:-KEPT]:
-            shutil.rmtree(self.versions / f"{old:06d}")
+            if old != spare:
+                shutil.rmtree(self.versions / f"{old:06d}")
         for left in self.versions.glob(".*.half"):  # by a kill
             shutil.rmtree(left)
         return version

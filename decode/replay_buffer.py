@@ -13,7 +13,6 @@ hidden size of the target, U width of the drafter's taps side by side.
 """
 
 import bisect
-import fcntl
 import hashlib
 import json
 import os
@@ -30,7 +29,7 @@ from draftsmith.decode.buckets import likeliest
 from draftsmith.decode.harvest import Harvested
 from draftsmith.decode.request import Request
 from draftsmith.decode.runner import Runner
-from draftsmith.models.disk import write_atomically
+from draftsmith.models.disk import take_lock, write_atomically
 
 SUFFIX = ".safetensors"
 ROWS = 128  # whose logits are there at a time: 80 MB at a vocabulary of 152k
@@ -155,19 +154,16 @@ class ReplayBuffer:
         if self._lock >= 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
+            self._lock = take_lock(self.folder / ".lock")
+        except BlockingIOError as error:
             raise ValueError(
                 f"{self.folder} is being written by another process; expected one server a folder: "
                 "stop that one, or choose another folder or tag"
             ) from error
-        self._lock = lock
         for half in self.folder.glob(".*.half"):
             half.unlink()
-        found = self._found()
+        found = self.all_numbers()
         self._next = max(found, default=-1) + 1
         self._recent, self._heldout, self._older = [], [], []
         for number in found:
@@ -196,11 +192,18 @@ class ReplayBuffer:
 
     def numbers(self) -> list[int]:
         """The requests that may be trained on, oldest first."""
-        return [number for number in self._found() if not self.is_heldout(number)]
+        return [number for number in self.all_numbers() if not self.is_heldout(number)]
 
     def heldout_numbers(self) -> list[int]:
         """The requests for measuring, oldest first."""
-        return [number for number in self._found() if self.is_heldout(number)]
+        return [number for number in self.all_numbers() if self.is_heldout(number)]
+
+    def all_numbers(self) -> list[int]:
+        """The requests of both kinds, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        names = (entry.name for entry in os.scandir(self.folder))
+        return sorted(int(name[: -len(SUFFIX)]) for name in names if _is_request(name))
 
     def is_heldout(self, number: int) -> bool:
         return number % self.heldout_every == 0
@@ -239,12 +242,6 @@ class ReplayBuffer:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:012d}{SUFFIX}"
-
-    def _found(self) -> list[int]:
-        if not self.folder.is_dir():
-            return []
-        names = (entry.name for entry in os.scandir(self.folder))
-        return sorted(int(name[: -len(SUFFIX)]) for name in names if _is_request(name))
 
     def _keep(self, number: int) -> None:
         """Count a request in, and drop the one that has to go for it."""

@@ -11,7 +11,7 @@ served and what is learned meanwhile change how fast it comes. See docs/serving.
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -67,22 +67,23 @@ class Serving:
             raise ValueError(f"port: got {self.port}, expected 0 to 65535")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed: got {self.seed}, expected a signed 64-bit integer")
+        self.lanes = _lanes(self.drafter, self.drafts)
         self.name = self.name or Path(self.target).resolve().name
         self.api_key = self.api_key or os.environ.get(KEY_VARIABLE, "")
 
-    @property
-    def lanes(self) -> dict[str, str]:
-        """Tag -> drafter, the default one first; ValueError for tags that can't be told apart."""
-        lanes = {DEFAULT: self.drafter}
-        for draft in self.drafts:
-            tag, _, path = draft.partition("=")
-            if not re.fullmatch(r"[\w.-]+", tag) or tag in lanes or not path or tag[0] == ".":
-                raise ValueError(
-                    f"drafts: got {draft!r}, expected TAG=FOLDER with a tag of its own of letters, "
-                    "digits, - and _"
-                )
-            lanes[tag] = path
-        return lanes
+
+def _lanes(first: str, more: Sequence[str]) -> dict[str, str]:
+    """Tag -> drafter, the default one first; ValueError for tags that can't be told apart."""
+    lanes = {DEFAULT: first}
+    for draft in more:
+        tag, _, path = draft.partition("=")
+        if not re.fullmatch(r"[\w.-]+", tag) or tag in lanes or not path or tag[0] == ".":
+            raise ValueError(
+                f"drafts: got {draft!r}, expected TAG=FOLDER with a tag of its own of letters, "
+                "digits, - and _"
+            )
+        lanes[tag] = path
+    return lanes
 
 
 def main(argv: list[str]) -> int:

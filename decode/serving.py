@@ -33,16 +33,19 @@ class EngineDied(RuntimeError):
 
 
 class News(NamedTuple):
-    """What a step added to one answer; at the end its completion, or why there is none."""
+    """What a step added to one answer; at the end its completion, or why there is none. stopped:
+    because the server ends, whatever became of the decoding.
+    """
 
     tokens: list[int]
     text: str
     completion: Completion | None = None
     error: str = ""
+    stopped: bool = False
 
 
 Listener = Callable[[News], None]
-Harvest = Callable[["Lane", Request, Harvested], None]
+Harvest = Callable[["Lane", int, Request, Harvested], None]
 
 
 @dataclass
@@ -74,7 +77,7 @@ class Job:
     listener: Listener
     stream: bool
     arrived: float = field(default_factory=time.perf_counter)
-    told: bool = False  # its first token has been counted
+    version: int | None = None  # of the draft that was in use at its first token
 
 
 class Service:
@@ -100,13 +103,16 @@ class Service:
     ) -> Lane:
         """A lane for this decoder, before `start`; errors of `open_session` pass.
 
-        harvest: called on the engine thread with what is to be learned from a finished request.
+        harvest: called on the engine thread with what is to be learned from a finished request, and
+            the version of the draft that it began with.
         """
         assert not self._thread.is_alive(), "lanes are added before the engine starts"
 
         def finished(request: Request, found: Harvested | None) -> None:
             if harvest is not None and found is not None:
-                harvest(lane, request, found)
+                job = self._jobs[id(request)]
+                version = lane.version if job.version is None else job.version
+                harvest(lane, version, request, found)
 
         session = decoder.open_session(
             rows=self.rows,
@@ -190,7 +196,7 @@ class Service:
         except BaseException as error:
             self._die(f"the engine has stopped by an error ({type(error).__name__}); see the log")
             raise
-        self._lose_all("the server was stopped")
+        self._lose_all("the server was stopped", stopped=True)
 
     def _work(self) -> bool:
         """Do what the inbox says, once there is any or a lane has work; False at the end."""
@@ -213,8 +219,8 @@ class Service:
 
     def _tell(self, request: Request, tokens: list[int], *, ended: bool) -> None:
         job = self._jobs[id(request)]
-        if tokens and not job.told:
-            job.told = True
+        if tokens and job.version is None:
+            job.version = job.lane.version
             prompt = len(request.completion.prompt_tokens)
             self.metrics.began(job.lane.model, prompt, time.perf_counter() - job.arrived)
         self.metrics.emitted(job.lane.model, len(tokens))
@@ -255,9 +261,9 @@ class Service:
         self._lose_all(error)
         self.on_death()
 
-    def _lose_all(self, why: str) -> None:
+    def _lose_all(self, why: str, *, stopped: bool = False) -> None:
         """The end of everything on its way. Nothing can be submitted any more."""
         for job in list(self._jobs.values()):
             job.request.finish(aborted=True)
             self._leave(job)
-            job.listener(News([], "", error=why))
+            job.listener(News([], "", error=why, stopped=stopped))

@@ -76,7 +76,7 @@ class DraftWatcher:
 
 @dataclass(frozen=True)
 class Example:
-    """A finished request as the engine hands it over; version: of the draft that served it."""
+    """A finished request as the engine hands it over; version: of the draft that it began with."""
 
     lane: Lane
     version: int
@@ -106,12 +106,12 @@ class BufferWriter:
     def start(self) -> None:
         self._thread.start()
 
-    def offer(self, lane: Lane, request: Request, harvested: Harvested) -> None:
+    def offer(self, lane: Lane, version: int, request: Request, harvested: Harvested) -> None:
         """Have a finished request written, or dropped: returns at once. On the engine thread."""
         try:
-            self._queue.put_nowait(Example(lane, lane.version, request, harvested))
+            self._queue.put_nowait(Example(lane, version, request, harvested))
         except queue.Full:
-            self.metrics.dropped(lane.model, f"{HELD} others wait for the disk")
+            self.metrics.dropped(lane.model, queue.Full(f"{HELD} others wait for the disk"))
 
     def stop(self) -> None:
         """Write what is held, then let the buffers go."""
@@ -129,7 +129,7 @@ class BufferWriter:
             try:
                 self._write(example)
             except (OSError, RuntimeError) as error:  # no room on the disk, or in memory
-                self.metrics.dropped(example.lane.model, str(error))
+                self.metrics.dropped(example.lane.model, error)
 
     def _write(self, example: Example) -> None:
         runner = example.lane.decoder.runner

@@ -66,7 +66,7 @@ class Metrics:
             "draftsmith:buffer_examples_dropped", "Finished requests that it couldn't take."
         )
 
-        self._told: set[str] = set()
+        self._told: set[tuple[str, type, int | None]] = set()
 
     def page(self) -> bytes:
         """Everything, as Prometheus reads it."""
@@ -123,8 +123,9 @@ class Metrics:
     def kept(self, model: str) -> None:
         self.kept_examples.labels(model).inc()
 
-    def dropped(self, model: str, why: str) -> None:
+    def dropped(self, model: str, why: Exception) -> None:
         self.dropped_examples.labels(model).inc()
-        if why not in self._told:  # once: a full disk drops every request
-            self._told.add(why)
+        kind = (model, type(why), getattr(why, "errno", None))
+        if kind not in self._told:  # once: a full disk drops every request
+            self._told.add(kind)
             log.warning("%s: finished requests aren't kept: %s", model, why)

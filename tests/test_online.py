@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,36 @@ def test_a_version_that_accepts_less_in_use_is_taken_back(
     assert gate()["version"] == serves
 
 
+def test_versions_that_follow_each_other_fast_are_judged_together(
+    tmp_path: Path, by_lm: dict[int, Served]
+) -> None:
+    """Weights that are saved wrongly: the draft in training beats each version that it reads back,
+    and publishes another before one alone has served enough.
+    """
+    buffer, versions = ReplayBuffer(tmp_path / "buffer", heldout_every=8), Versions(tmp_path)
+    drafts = Drafts(now=[0.6] * 999, before=[0.5] * 999)
+    gate = publisher(tmp_path, drafts, rollback_requests=16)
+    said = []
+    gate.tell = said.append
+    serving = []
+    for number in range(160):
+        version = versions.current()[0]
+        good = version == 0
+        made = replace(by_lm[1], accepted_A=torch.arange(12) < (6 if good else 2))
+        buffer.add(numbered(made, number, drafted=10, version=version))
+        if number % 4 == 3:
+            gate()
+        serving.append(version)
+    published = [line for line in said if "serves: alpha" in line]
+    taken_back = [line for line in said if line.startswith("version 0 serves again")]
+    assert len(published) >= 4 * len(taken_back) and len(taken_back) >= 4
+    assert "accepts 0.200 of what it drafts, before it 0.600" in taken_back[0]
+    assert len(set(serving)) > 10, "one version after another"
+    # Never more than it takes to tell, in a row.
+    since = [number for number, version in enumerate(serving) if version == 0]
+    assert max(b - a for a, b in pairwise(since)) <= 16 + 4 + 1
+
+
 # ---- the whole ---------------------------------------------------------------------------------
 
 
@@ -258,6 +289,21 @@ def test_a_draft_of_another_kind_is_refused(
     mark = fingerprint(tiny_target, tiny_tokenizer)
     with pytest.raises(ValueError, match="of kind lm and kind=eagle3"):
         open_learner(folder, Lessons(steps=1, kind="eagle3"), tiny_target, tiny_tokenizer, mark)
+
+
+@pytest.mark.parametrize("settings", [{"second_loss": "tv"}, {"beta": 0.25}])
+def test_what_a_head_cannot_heed_is_refused(
+    tmp_path: Path,
+    head: Eagle,
+    settings: dict[str, Any],
+    tiny_target: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    folder = folder_of(tmp_path / "draft", "eagle3", head, tiny_target, tiny_tokenizer)
+    lessons = Lessons(steps=1, kind="eagle3", loss="fkl", **settings)
+    mark = fingerprint(tiny_target, tiny_tokenizer)
+    with pytest.raises(ValueError, match=r"second_loss=.* expected neither"):
+        open_learner(folder, lessons, tiny_target, tiny_tokenizer, mark)
 
 
 def test_a_draft_learns_a_topic_while_it_serves(

@@ -202,6 +202,23 @@ def test_a_version_that_fails_changes_nothing(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "versions")) == ["000001", "000002"]
 
 
+def test_one_learner_publishes(tmp_path: Path) -> None:
+    with Versions(tmp_path / "a").publishing(), Versions(tmp_path / "b").publishing():
+        second = Versions(tmp_path / "a").publishing()
+        with pytest.raises(ValueError, match=r"a has a learner already; expected one a tag"):
+            second.__enter__()
+    with Versions(tmp_path / "a").publishing():
+        pass
+
+
+def test_a_version_may_be_spared(tmp_path: Path) -> None:
+    versions = Versions(tmp_path)
+    for number in range(8):
+        versions.publish(folder_of("x"), "test", spare=2 if number < 7 else 0)
+        assert (2 in versions.kept()) == (1 <= number < 7)
+    assert versions.kept() == [5, 6, 7, 8]
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"version": -1}', '{"version": "1"}'])
 def test_a_spoiled_pointer_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "current.json").write_text(content)

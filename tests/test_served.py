@@ -205,6 +205,14 @@ def test_a_step_waits_for_its_requests(tmp_path: Path, by_lm: dict[int, Served])
     )
     with pytest.raises(ValueError, match="got 0 requests to train on"):
         empty.batch(0, 0, 0, accumulation=1, world=1)
+    # A learner that comes back after 1,000 steps, while the server began its buffer anew, or after
+    # more requests than are still there: what is there counts once.
+    for first in (0, -5000):
+        back = Buffered(mix, buffer, lambda r, n: whole(r), NoMore(), Duty(1.0))
+        back.restore({"first": first})
+        for step in range(1000, 1003):
+            back.batch(step, 0, 0, accumulation=1, world=1)
+            assert back.state(step) == {"first": 9 - 9 - 3000}
     mix = Mix(requests_per_step=1, max_length=3)  # all prompts are longer
     short = Buffered(mix, buffer, lambda r, n: whole(r), NoMore(), Duty(1.0), said.append)
     with pytest.raises(ValueError, match="none of them with a trained token"):

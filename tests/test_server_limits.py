@@ -258,6 +258,23 @@ def test_draining_finishes_what_is_on_its_way(
     assert [answer.json()["choices"][0]["token_ids"] for answer in answers] == [want, want]
 
 
+def test_what_a_drain_cuts_off_hears_503(
+    tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    answers: list[httpx.Response] = []
+    with live(tiny_target, tiny_tokenizer, rows=1, drain_s=0.1) as made:
+        asking = threading.Thread(
+            target=lambda: answers.extend(made.post(LONG | {"n": 4}) for _ in range(1))
+        )
+        asking.start()
+        until(lambda: made.lane.on_way == 4)
+        made.server.handle_exit(signal.SIGTERM, None)
+        asking.join()
+    [answer] = answers
+    assert answer.status_code == 503 and "Retry-After" in answer.headers
+    assert answer.json()["error"]["code"] == "draining"
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_fails_says_so(
     tiny_target: LlamaForCausalLM,

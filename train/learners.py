@@ -124,6 +124,11 @@ def open_learner(
         size = vocab_size(tokenizer)
         objective = Distillation(draft, listed_rows, lessons, vocab_size=size, warp=AT_ONE)
         return Learner(folder, draft, objective.to(target.device))
+    if lessons.second_loss or lessons.beta != Losses.beta:
+        raise ValueError(
+            f"got second_loss={lessons.second_loss!r} and beta={lessons.beta} with a draft of kind "
+            f"{folder.kind}, expected neither: they are for draft models; leave them out"
+        )
     head = folder.head("float32")
     assert isinstance(head, Eagle)
     place(head, target.device).bind(target)

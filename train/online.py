@@ -78,14 +78,15 @@ def main(argv: list[str]) -> None:
     place = Path(config.folder or run.folder / "online") / config.tag
     buffer, versions = ReplayBuffer(place / "buffer"), Versions(place)
     _, path = versions.current()
+    asked = read_stream(config, tokenizer) if config.stream else []
+    if asked:
+        config.steps = math.ceil(len(asked) / config.requests_per_step)
     drafts = OnlineDrafts(config, accelerator, target, tokenizer, path, argv)
 
     # ---- requests: those of a server, or of a stream that is served here ---------------------
     record = run.folder / "stream.jsonl"
     feed: Feed = Arrivals()
     if config.stream:
-        asked = read_stream(config, tokenizer)
-        config.steps = math.ceil(len(asked) / config.requests_per_step)
         drafts.compare_with(config.ceiling)
         first = drafts.drafter(path)
         decoder = Decoder(target, tokenizer, first, K=config.K, batch_size=config.rows)
@@ -95,15 +96,15 @@ def main(argv: list[str]) -> None:
     tell = None if config.stream else print
     batches = Buffered(config, buffer, batch_of, feed, Duty(config.duty), tell)
 
-    # ---- measure, publish, take back ---------------------------------------------------------
-    publisher = Publisher(config, buffer, versions, drafts, print)
+    # ---- measure, publish, take back; learn until told to stop, or until the stream ends --------
+    with versions.publishing():
+        publisher = Publisher(config, buffer, versions, drafts, print)
 
-    def evaluate() -> dict[str, float]:
-        drafts.steps = batches.steps
-        return publisher()
+        def evaluate() -> dict[str, float]:
+            drafts.steps = batches.steps
+            return publisher()
 
-    # ---- learn until told to stop, or until the stream ends ----------------------------------
-    ended = fit(accelerator, drafts.learner.objective, batches, config, run, evaluate)
+        ended = fit(accelerator, drafts.learner.objective, batches, config, run, evaluate)
     if config.stream:
         draw(record, record.with_suffix(".svg"))
     version, path = versions.current()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -64,6 +65,14 @@ class OnlineDrafts:
             dtype=target.dtype,
         )
         self.learner = self.open(path)
+        if config.gradient_checkpointing:
+            if config.kind != "lm":
+                raise ValueError(
+                    f"got gradient_checkpointing=true with kind={config.kind}, expected false: a "
+                    "head has one layer"
+                )
+            draft: Any = self.learner.module
+            draft.gradient_checkpointing_enable({"use_reentrant": False})
         self.beside = {"online": self.learner}  # by the names of a replay's arms
         self.steps = 0  # that the draft in training has made
         self.swapped: Callable[[Drafter, int], None] | None = None

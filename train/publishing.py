@@ -6,9 +6,10 @@ version that serves, on the same rows, by more than `margin` at the lower end of
 what is at stake is speed.
 
 What the held-out slice can't see (weights that were saved wrongly, a server that drafts otherwise
-than it is measured) the traffic does: where the first requests that a new version served accepted
-less than the last ones before it, the version before is served again. Unless the text explains it:
-what the version's own alpha loses from the ones to the others (a new topic) doesn't count.
+than it is measured) the traffic does: once new versions have served enough requests, what they
+accepted is compared with what was accepted before them, and where it is less, the last version that
+passed is served again. Unless the text explains it: what the serving version's own alpha loses from
+the ones to the others (a new topic) doesn't count. Publishing goes on meanwhile.
 """
 
 from collections.abc import Callable
@@ -75,7 +76,11 @@ class Publisher:
             )
         self.config, self.buffer, self.versions = config, buffer, versions
         self.drafts, self.tell = drafts, tell
-        self._serve(watch=True)
+        self._serve()
+        # What was published and not judged in use, what that is compared with, what didn't pass.
+        self.unjudged = {self.version} - {0}
+        self.trusted = max((v for v in versions.kept() if v < self.version), default=0)
+        self.bad: set[int] = set()
 
     def __call__(self) -> dict[str, float]:
         """Roll back or publish where that is due. `version`: the one that serves now; `published`:
@@ -86,11 +91,10 @@ class Publisher:
         published = max(self.versions.kept(), default=0)
         return {"published": published, "version": self.version, **figures}
 
-    def _serve(self, *, watch: bool) -> None:
+    def _serve(self) -> None:
         """Measure against what is current from now on."""
         self.version, path = self.versions.current()
         self.drafts.serve(path)
-        self.watched = watch and self.version > 0
         self._known: dict[int, Alpha] = {}
 
     def _compare(self) -> dict[str, float]:
@@ -115,44 +119,61 @@ class Publisher:
         alpha = _ratio(after)
         if low > config.margin:
             why = f"alpha +{gain:.4f} [{low:.4f}, {high:.4f}] on {len(rows)} held-out requests"
-            version = self.versions.publish(lambda path: self.drafts.save(path, alpha), why)
+            version = self.versions.publish(
+                lambda path: self.drafts.save(path, alpha), why, spare=self.trusted
+            )
             self.tell(f"version {version} serves: {why}")
-            self._serve(watch=True)
+            self.unjudged.add(version)
+            self._serve()
         return {"alpha": alpha, "alpha_serving": _ratio(before), "gain": gain, "gain_low": low}
 
     def _roll_back(self) -> None:
-        """Take the current version back if it accepts less in use than what was before it."""
-        if not self.watched:
-            return
+        """Judge the new versions, once they have served enough; take them back if they accept less
+        in use than what was before them.
+        """
         many = self.config.rollback_requests
-        served: list[Told] = []
-        for number in sorted([*self.buffer.numbers(), *self.buffer.heldout_numbers()]):
+        before, after = self._in_use(many) if self.unjudged else ([], [])
+        if len(after) < many:
+            return
+        served = {about["version"] for _, about in after}
+        was, now = _accepted(before), _accepted(after)
+        lost = was - now
+        if lost > self.config.rollback_drop:
+            lost -= max(0.0, self._alpha_of(before) - self._alpha_of(after))
+        # So few before them (at the very beginning) that they tell nothing: they pass.
+        if lost <= self.config.rollback_drop or 2 * len(before) < many:
+            self.trusted = max(served)
+            self.unjudged -= served
+            return
+        self.bad |= self.unjudged
+        names = ", ".join(map(str, sorted(served)))
+        why = f"version {names} accepts {now:.3f} of what it drafts, before it {was:.3f}"
+        if self.trusted not in self.versions.kept():
+            self.trusted = 0
+        self.versions.point(self.trusted, why)
+        self.tell(f"version {self.trusted} serves again: {why}")
+        self.unjudged = set()
+        self._serve()
+        self.drafts.go_back()
+
+    def _in_use(self, many: int) -> tuple[list[Told], list[Told]]:
+        """The newest requests that judged versions served, at most so many, and all that unjudged
+        ones did.
+        """
+        before: list[Told] = []
+        after: list[Told] = []
+        for number in reversed(self.buffer.all_numbers()):
             try:
                 about = self.buffer.about(number)
             except FileNotFoundError:  # dropped by the server since it was listed
                 continue
-            served.append((number, about))
-        first = next((i for i, (_, a) in enumerate(served) if a["version"] == self.version), -1)
-        before = [one for one in served[:first] if one[1]["version"] != self.version][-many:]
-        after = [one for one in served[first:] if one[1]["version"] == self.version][:many]
-        if first < 0 or len(after) < many or len(before) < many:
-            return
-        self.watched = False
-        was, now = _accepted(before), _accepted(after)
-        if was - now <= self.config.rollback_drop:
-            return
-        of_text = self._alpha_of(before) - self._alpha_of(after)
-        if was - now - max(0.0, of_text) <= self.config.rollback_drop:
-            return
-        version = before[-1][1]["version"]
-        if version and version not in self.versions.kept():
-            version = 0
-        bad = self.version
-        why = f"version {bad} accepts {now:.3f} of what it drafts, before it {was:.3f} was accepted"
-        self.versions.point(version, why)
-        self.tell(f"version {version} serves again: {why}")
-        self._serve(watch=False)
-        self.drafts.go_back()
+            if about["version"] in self.unjudged:
+                after.append((number, about))
+            elif about["version"] not in self.bad:
+                before.append((number, about))
+            if len(before) == many:
+                break
+        return before, after
 
     def _alpha_of(self, served: list[Told]) -> float:
         """Of the version that serves, on these requests."""

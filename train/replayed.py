@@ -2,7 +2,7 @@
 draft is worth beside a frozen one and one that knew all topics before.
 
 Each finished request is a line of `stream.jsonl`: number, index (its place in the stream), topic,
-version (of the draft that served it), tau (tokens a target call, as served), rounds, emitted,
+version (of the draft that it began with), tau (tokens a target call, as served), rounds, emitted,
 drafted, accepted, positions, seconds (since the start, measuring included), and `alpha` of the
 frozen, online and ceiling drafts as each is at this moment: exact, teacher-forced on this answer,
 before anything was learned from it. Of heads alpha is over all depths.
@@ -71,6 +71,8 @@ class Serving:
             )
         self.asked, self.decoder, self.buffer = asked, decoder, buffer
         self.alphas, self.record, self.version = alphas, record, 0
+        self.added = 0
+        self.begun: dict[int, int] = {}  # by request on its way, the version it began with
         self.to_go_on = f"a replay starts over; remove {record.parent} first"
         self.listed = replay.keep_top_k
         self.started = time.monotonic()
@@ -91,8 +93,10 @@ class Serving:
             self.session.submit(request)
 
     def more(self) -> bool:
-        if self.session.busy:
-            self.session.step()
+        added = self.added
+        while self.session.busy and self.added == added:
+            for request, _, _ in self.session.step():
+                self.begun.setdefault(request.completion.index, self.version)
         return self.session.busy
 
     def swap(self, drafter: Drafter, version: int) -> None:
@@ -103,7 +107,8 @@ class Serving:
     def _finished(self, request: Request, harvested: Harvested | None) -> None:
         assert harvested is not None
         runner = self.decoder.runner
-        how: dict[str, Any] = {"k": self.listed, "version": self.version, "states": True}
+        version = self.begun.pop(request.completion.index, self.version)
+        how: dict[str, Any] = {"k": self.listed, "version": version, "states": True}
         served = as_served(request, harvested, runner, **how)
         if served is None:
             return
@@ -112,6 +117,7 @@ class Serving:
         if not runner.taps:
             served = replace(served, norm_NH=None)
         number = self.buffer.add(served)
+        self.added += 1
         about = served.about
         line: dict[str, Any] = {
             "number": number,

@@ -160,7 +160,7 @@ class Buffered:
         self.mix, self.buffer, self.batch_of = mix, buffer, batch_of
         self.feed, self.duty, self.tell = feed, duty, tell
         self.to_go_on = feed.to_go_on
-        self.first = -1  # requests that had been dropped before this run began
+        self.first = -1  # the number from which requests are counted
         self.steps = 0  # of the run, the one that was asked for last included
         self.stop: list[int] = []
         self._about: dict[int, dict[str, Any]] = {}
@@ -201,10 +201,14 @@ class Buffered:
         told: set[bool] = set()
         while not self.stop:
             there = self._look()
-            if self.first < 0 and there:
-                # What a server has collected before counts too, as far as it is still there.
-                self.first = max(there) + 1 - len(there)
-            need = (step + 1) * self.mix.requests_per_step
+            per_step = self.mix.requests_per_step
+            if there:
+                # What a server collected before counts too, as far as it is still there. A buffer
+                # that was begun anew has fewer than the steps were for.
+                least = max(there) + 1 - len(there) - step * per_step
+                anew = max(there) + 1 - self.first < step * per_step
+                self.first = least if anew else max(self.first, least)
+            need = (step + 1) * per_step
             come = max(there) + 1 - self.first if there else 0
             enough = come >= need
             if enough and self._trainable():
@@ -228,16 +232,16 @@ class Buffered:
 
     def _look(self) -> list[int]:
         """Take in what has come and gone; the numbers of all requests, held-out ones too."""
-        numbers = self.buffer.numbers()
+        numbers = self.buffer.all_numbers()
         there = set(numbers)
         self._about = {n: about for n, about in self._about.items() if n in there}
         for number in numbers:
-            if number not in self._about:
+            if number not in self._about and not self.buffer.is_heldout(number):
                 try:
                     self._about[number] = self.buffer.about(number)
                 except FileNotFoundError:
                     continue
-        return [*numbers, *self.buffer.heldout_numbers()]
+        return numbers
 
     def _trainable(self) -> list[int]:
         """The requests with something to train, oldest first."""
