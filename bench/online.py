@@ -308,7 +308,7 @@ class Seed:
             thread.join()
 
     def alphas(self, place: Path, asks: dict[int, Ask], replies: Sequence[Reply]) -> Rows:
-        """alpha of every request that the buffer holds, under each of the drafts."""
+        """alpha of every request that the buffer holds, under each of the drafts: a row a draft."""
         target, tokenizer = load_target(TargetSpec(self.settings.target, dtype="float32"), "cpu")
         runner = Runner(target, vocab_size(tokenizer))
         params = SamplingParams(temperature=1.0)
@@ -340,7 +340,7 @@ class Seed:
             for what, path in arms.items():
                 row = {"what": what, **about, "alpha": alpha(path, made)}
                 rows.append(row | (counts if what == "online" else {}))
-        return rows
+        return online_page.folded(rows)
 
 
 def compared(what: str, rate: float, off: Sequence[Reply], on: Sequence[Reply]) -> Rows:

@@ -11,12 +11,37 @@ from draftsmith.decode.svg import Trend, drawing, scatter
 
 Rows = Sequence[dict[str, Any]]
 ARMS = {"frozen": "d", "online": "a", "ceiling": "c"}  # with their colours
+PER_REQUEST = ("number", "topic", "version", "alpha", "rounds", "drafted", "emitted")
 AVERAGED = 50  # requests of a point of the picture
 LAST = 200  # requests of a part that its figures are of: the learner has had the others
 
 
+def folded(rows: Rows) -> Rows:
+    """Rows of requests as one row an arm, whose columns are lists."""
+    arms = dict.fromkeys(row["what"] for row in rows)
+    columns = {arm: [row for row in rows if row["what"] == arm] for arm in arms}
+    return [
+        {"what": arm, **{name: [row[name] for row in own] for name in own[0] if name != "what"}}
+        for arm, own in columns.items()
+    ]
+
+
+def unfolded(rows: Rows) -> Rows:
+    """The rows of requests again, and the others as they are."""
+    found = []
+    for row in rows:
+        lists = {name: column for name, column in row.items() if name in PER_REQUEST}
+        if not isinstance(lists.get("number"), list):
+            found.append(row)
+            continue
+        for values in zip(*lists.values(), strict=True):
+            found.append(row | dict(zip(lists, values, strict=True)))
+    return found
+
+
 def page(rows: Rows) -> str:
     """Markdown."""
+    rows = unfolded(rows)
     commits = ", ".join(sorted({str(r["commit"])[:12] for r in rows}))
     seeds = sorted({r["seed"] for r in rows})
     parts = {topic: len(_numbers(rows, topic)) for topic in _topics(rows)}
@@ -46,6 +71,7 @@ def page(rows: Rows) -> str:
 
 def picture(rows: Rows) -> str:
     """SVG: the moving mean of alpha over the seeds, and where the topic changes."""
+    rows = unfolded(rows)
     trends = []
     for arm, css in ARMS.items():
         by_number: dict[int, list[float]] = {}

@@ -46,6 +46,25 @@ def test_choices_are_compared_by_request() -> None:
     assert "2 seeds" in choices.page(rows)
 
 
+def test_rows_of_requests_are_folded_into_columns() -> None:
+    page = bench("online_page")
+    rows = [
+        {"what": what, "number": n, "topic": "maths", "version": n // 2, "alpha": 0.1 * n}
+        | ({"rounds": n} if what == "online" else {})
+        for n in range(5)
+        for what in ("frozen", "online")
+    ]
+    folded = page.folded(rows)
+    assert [row["what"] for row in folded] == ["frozen", "online"]
+    assert folded[1]["rounds"] == folded[0]["number"] == [0, 1, 2, 3, 4]
+    latency = {"what": "latency", "clients": 1, "p50": 0.5}
+    about = {"seed": 3, "commit": "c"}
+    again = page.unfolded([row | about for row in [*folded, latency]])
+    assert again[-1] == latency | about
+    by_place = sorted(again[:-1], key=lambda row: (row["number"], row["what"]))
+    assert by_place == [row | about for row in rows]
+
+
 def test_the_intervals_of_several_seeds_hold_what_they_say() -> None:
     page = bench("online_page")
     rng = np.random.default_rng(1)
