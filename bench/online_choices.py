@@ -36,6 +36,8 @@ ARMS = {  # name: what it means, and the settings that differ
     "tv": ("total variation", ("loss=tv",)),
     "64-listed": ("the 64 likeliest of 4,096 tokens listed", ("keep_top_k=64",)),
 }
+# A head in the draft's place, of bench/heads.py: 100 steps on the answers to GSM8K.
+HEADS = {"eagle3": ("kind=eagle3", "loss=fkl", "unroll=4")}
 MATHS, PYTHON, SPAN = 60, 400, 100
 TOPIC = "stdlib"
 HOW = (f"stream=gsm8k:{MATHS}+{TOPIC}:{PYTHON}", "idle_priority=false")
@@ -46,10 +48,11 @@ Rows = list[dict[str, Any]]
 @dataclass
 class Choices:
     seeds: int = 3
-    arms: str = ",".join(ARMS)
+    arms: str = ",".join([*ARMS, *HEADS])
     worker: int = 0  # this process's share of the replays
     workers: int = 1
     online: str = "runs/online"  # of bench/online.py
+    heads: str = "runs/heads"  # of bench/heads.py
     trained: str = "runs/online/choices"
     out: str = "docs/results"
 
@@ -78,15 +81,19 @@ def replay(settings: Choices, arm: str, seed: int) -> None:
     if kept.exists():
         return
     drafts = Path(settings.online) / f"seed-{seed}"
+    if arm in HEADS:
+        how = [*HEADS[arm], f"drafter={settings.heads}/{arm}-{seed}/drafter"]
+    else:
+        how = [*ARMS[arm][1], f"drafter={drafts}/frozen/drafter"]
+        how.append(f"ceiling={drafts}/ceiling/drafter")
     command = [
         *(sys.executable, "train/online.py", "recipe=online/replay", f"out={place}"),
-        *(f"seed={seed}", f"drafter={drafts}/frozen/drafter"),
-        *(f"ceiling={drafts}/ceiling/drafter", *HOW, *ARMS[arm][1]),
+        *(f"seed={seed}", *HOW, *how),
     ]
     subprocess.run(command, check=True)
     lines = [json.loads(line) for line in (place / "stream.jsonl").read_text().splitlines()]
     served = sorted((x for x in lines if x["topic"] == TOPIC), key=lambda x: x["index"])
-    row = {"what": arm, "settings": list(ARMS[arm][1]), "seed": seed, **about_run()}
+    row = {"what": arm, "settings": how, "seed": seed, **about_run()}
     row["alpha"] = {n: [round(x["alpha"][n], 5) for x in served] for n in served[0]["alpha"]}
     row |= {n: [x[n] for x in served] for n in ("index", "rounds", "emitted", "version")}
     kept.write_text(json.dumps(row))
@@ -95,7 +102,7 @@ def replay(settings: Choices, arm: str, seed: int) -> None:
 def page(rows: Rows) -> str:
     """Markdown."""
     commits = ", ".join(sorted({row["commit"][:12] for row in rows}))
-    seeds = sorted({row["seed"] for row in rows})
+    seeds = {row["seed"] for row in rows if row["what"] in ARMS}
     lines = [
         "# What an online draft learns from",
         "",
@@ -111,7 +118,39 @@ def page(rows: Rows) -> str:
         "",
         *table(rows),
     ]
+    if any(row["what"] in HEADS for row in rows):
+        lines += [
+            "",
+            "## A head in the draft's place",
+            "",
+            "Trained for 100 steps on answers to GSM8K; alpha over its four depths, with base's "
+            "settings and forward KL. gain: online - frozen on the last requests.",
+            "",
+            *head_table(rows),
+        ]
     return "\n".join(lines) + "\n"
+
+
+def head_table(rows: Rows) -> list[str]:
+    """A draft a row, of what was served in each span of requests."""
+    spans = range(SPAN, PYTHON, SPAN)
+    body = []
+    for head in HEADS:
+        tables = [
+            {name: np.array(row["alpha"][name]) for name in ("frozen", "online")}
+            for row in rows
+            if row["what"] == head
+        ]
+        for name in ("frozen", "online") if tables else ():
+            means = [np.mean([t[name][at : at + SPAN].mean() for t in tables]) for at in spans]
+            gain = ""
+            if name == "online":
+                last = [{n: values[spans[-1] :] for n, values in t.items()} for t in tables]
+                each = [t["online"].mean() - t["frozen"].mean() for t in last]
+                low, high = over_seeds(last, lambda a: a["online"] - a["frozen"])
+                gain = f"{np.mean(each):+.4f} [{low:+.4f}, {high:+.4f}]"
+            body.append([f"{head}, {name}", *(f"{m:.3f}" for m in means), gain])
+    return markdown(("draft", *(f"after {at}" for at in spans), "gain"), body)
 
 
 def table(rows: Rows) -> list[str]:

@@ -43,7 +43,13 @@ def test_choices_are_compared_by_request() -> None:
     assert cells["rejected"][-2:] == ["-0.1000 [-0.1000, -0.1000], 2 of 2", "25%"]
     assert cells["tv"][-2].startswith("+0.0000 [+0.0000, +0.0000]")
     assert cells["base"][2:4] == cells["rejected"][2:4], "before the last hundred"
-    assert "2 seeds" in choices.page(rows)
+    text = choices.page(rows)
+    assert "2 seeds" in text and "eagle3" not in text
+    alpha = {"frozen": [0.1] * 400, "online": [0.1] * 300 + [0.3] * 100}
+    head = {"what": "eagle3", "seed": 7, "alpha": alpha, **ABOUT}
+    text = choices.page([*rows, head])
+    assert "2 seeds" in text and "eagle3, online" in text
+    assert "+0.2000 [+0.2000, +0.2000]" in text
 
 
 def test_rows_of_requests_are_folded_into_columns() -> None:
