@@ -183,7 +183,7 @@ class Decoder:
             work = self._work(rows, length - 1, 1, widest)
             batch = self._ready(work, MOST_STOPS, [])
         except BaseException:
-            self._leave()
+            self.release()
             raise
         if harvest:
             hidden, like = self.runner.config.hidden_size, batch.pool.kv_2LBSHE
@@ -227,7 +227,7 @@ class Decoder:
             while session.busy:
                 yield from session.step()
         finally:
-            self._leave()
+            self.release()
 
     def _enter(self) -> None:
         if self._decoding:
@@ -238,7 +238,8 @@ class Decoder:
             )
         self._decoding = True
 
-    def _leave(self) -> None:
+    def release(self) -> None:
+        """A stream has ended: the next one may begin."""
         self._decoding = False
 
     def owns_drafter(self, batch: Batch) -> bool:

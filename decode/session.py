@@ -46,7 +46,7 @@ class Decoding(Protocol):
 
     def swap_drafter(self, drafter: Drafter) -> None: ...
 
-    def _leave(self) -> None: ...
+    def release(self) -> None: ...
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Session:
         """Let the decoder go; requests on their way are forgotten."""
         self.batch.rows.reset()
         self.flight = None
-        self.decoder._leave()
+        self.decoder.release()
 
     def step(self) -> list[News]:
         """Admit what waits, or advance every row by a round. ValueError where another stream has

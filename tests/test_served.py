@@ -195,6 +195,7 @@ def test_a_step_waits_for_its_requests(tmp_path: Path, by_lm: dict[int, Served])
         counts.append(len(buffer.numbers()) + len(buffer.heldout_numbers()))
     assert counts == [3, 6, 9] and feed.looks == 9
     assert "step 1 waits for requests in" in said[0] and "0 of 3" in said[0]
+    assert len(said) == 1, "a short wait isn't told again"
     assert batches.state(3) == {"first": 0}
     batches.heed([15])
     stopped = batches.batch(3, 0, 0, accumulation=1, world=1)

@@ -160,6 +160,7 @@ class Buffered:
         self.mix, self.buffer, self.batch_of = mix, buffer, batch_of
         self.feed, self.duty, self.tell = feed, duty, tell
         self.to_go_on = feed.to_go_on
+        self.silent_s = 0.0  # that a step waits before it says so; the first says it at once
         self.first = -1  # the number from which requests are counted
         self.steps = 0  # of the run, the one that was asked for last included
         self.stop: list[int] = []
@@ -199,6 +200,7 @@ class Buffered:
     def _wait(self, step: int) -> None:
         """Until requests for `step` are there, one of them with something to train."""
         told: set[bool] = set()
+        began = time.monotonic()
         while not self.stop:
             there = self._look()
             per_step = self.mix.requests_per_step
@@ -213,8 +215,10 @@ class Buffered:
             enough = come >= need
             if enough and self._trainable():
                 return
-            if self.tell is not None and enough not in told:
+            silent = time.monotonic() - began < self.silent_s
+            if self.tell is not None and enough not in told and not silent:
                 told.add(enough)
+                self.silent_s = SILENT_S
                 news = f"{come} of {need}"
                 if enough:
                     news += (
@@ -290,5 +294,6 @@ class Arrivals:
 
 
 POLL_SECONDS = 0.2
+SILENT_S = 30.0
 NOTHING_11 = torch.zeros(1, 1, dtype=torch.int64)
 EMPTY = ServedBatch(NOTHING_11, NOTHING_11, NOTHING_11.bool(), None, ())
