@@ -1,6 +1,6 @@
 """What an online draft learns from, choice against choice: replays that differ in one setting.
 
-    python bench/online_choices.py                     # 24 replays of four minutes on one core
+    python bench/online_choices.py                     # 27 replays of four minutes on one core
     python bench/online_choices.py worker=1 workers=2  # half of them, beside worker=0
 
 A replay (recipe=online/replay) serves a stream whose topic changes, and learns from it between the

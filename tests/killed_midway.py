@@ -1,7 +1,7 @@
 """Runs the server or the learner as a process that kills itself (SIGKILL) in the middle of
 something: `python tests/killed_midway.py SPOT TOLD serve|online ARGUMENTS`.
 
-SPOT: one of SPOTS, or `never`. TOLD: a file that gets the number of each acknowledged request.
+SPOT: one of SPOTS. TOLD: a file that gets the number of each acknowledged request.
 """
 
 import os
@@ -62,16 +62,15 @@ def in_the_third_update() -> None:
     register_optimizer_step_post_hook(lambda *_: die() if next(steps, True) else None)
 
 
-SPOTS: dict[str, Callable[[], None]] = {
-    "never": lambda: None,
-    # Of the server.
+SERVER: dict[str, Callable[[], None]] = {
     "half a request is written": lambda: at_call(replay_buffer, "write_atomically", 5, half_of_it),
     "a request isn't acknowledged": lambda: at_call(
         replay_buffer, "write_atomically", 5, None, after=True
     ),
     "a new draft is about to be used": lambda: at_call(Session, "swap_drafter", 2, nothing),
     "a new draft has no number yet": lambda: at_call(Session, "swap_drafter", 2, None, after=True),
-    # Of the learner.
+}
+LEARNER: dict[str, Callable[[], None]] = {
     "an update isn't saved": in_the_third_update,
     "a version has no name": lambda: at_call(draft_versions, "settle", 2, nothing),
     "a version doesn't serve": lambda: at_call(Versions, "point", 2, nothing),
@@ -79,6 +78,7 @@ SPOTS: dict[str, Callable[[], None]] = {
         draft_versions, "write_atomically", 2, half_of_it
     ),
 }
+SPOTS = SERVER | LEARNER | {"never": lambda: None}
 
 
 def main(spot: str, told: str, entry: str, *arguments: str) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from killed_midway import LEARNER, SERVER
 from live_server import free_port, read_metrics, save_pair, truth, wait_until_up
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -17,18 +18,7 @@ from draftsmith.decode.draft_versions import Versions
 from draftsmith.decode.replay_buffer import ReplayBuffer
 from draftsmith.models.draft_lm import load_draft
 
-SERVER = (
-    "half a request is written",
-    "a request isn't acknowledged",
-    "a new draft is about to be used",
-    "a new draft has no number yet",
-)
-LEARNER = (
-    "an update isn't saved",
-    "a version has no name",
-    "a version doesn't serve",
-    "the pointer is half written",
-)
+SERVER_SPOTS, LEARNER_SPOTS = tuple(SERVER), tuple(LEARNER)
 PROMPTS = [[which + 1, 5, 6] for which in range(20)]
 SECONDS = 300.0
 
@@ -85,7 +75,10 @@ def version_of(url: str) -> float:
 
 @pytest.mark.parametrize(
     ("server_spots", "learner_spots"),
-    [(SERVER[:1], LEARNER[2:3]), pytest.param(SERVER, LEARNER, marks=pytest.mark.slow)],
+    [
+        (SERVER_SPOTS[:1], LEARNER_SPOTS[2:3]),
+        pytest.param(SERVER_SPOTS, LEARNER_SPOTS, marks=pytest.mark.slow),
+    ],
     ids=("one of each", "all"),
 )
 def test_a_server_and_its_learner_may_be_killed_anywhere(

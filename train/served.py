@@ -207,11 +207,12 @@ class Buffered:
             if there:
                 # What a server collected before counts too, as far as it is still there. A buffer
                 # that was begun anew has fewer than the steps were for.
-                least = max(there) + 1 - len(there) - step * per_step
-                anew = max(there) + 1 - self.first < step * per_step
+                end = there[-1] + 1
+                least = end - len(there) - step * per_step
+                anew = end - self.first < step * per_step
                 self.first = least if anew else max(self.first, least)
             need = (step + 1) * per_step
-            come = max(there) + 1 - self.first if there else 0
+            come = end - self.first if there else 0
             enough = come >= need
             if enough and self._trainable():
                 return
