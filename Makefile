@@ -68,7 +68,7 @@ test-oldest:
 	$(MAKE) test VENV=.venv-oldest TORCH_SPEC=torch==2.11.0 CONSTRAINTS=constraints-oldest.txt
 
 check: $(VENV)/.ready-dev types
-	$(PY) -m pytest -q -x tests/test_house.py tests/test_losses.py tests/test_chunked.py tests/test_gradients.py tests/test_verify.py tests/test_sampling.py
+	$(PY) -m pytest -q -x tests/test_house.py tests/train/losses/test_losses.py tests/train/losses/test_chunked.py tests/train/losses/test_gradients.py tests/decode/verify/test_verify.py tests/decode/test_sampling.py
 	@wc -l models/*.py decode/*.py decode/drafters/*.py train/*.py draftsmith/*.py | tail -1 | awk '{print $$1 " lines in models, decode, train, draftsmith (budget 7000)"}'
 	@wc -l bench/*.py | tail -1 | awk '{print $$1 " lines in bench (budget 800)"}'
 
@@ -76,7 +76,7 @@ check: $(VENV)/.ready-dev types
 # and for machines where nothing is installed.
 links:
 	@mkdir -p .typing/draftsmith
-	@for room in models decode train recipes; do ln -sfn ../../$$room .typing/draftsmith/$$room; done
+	@for room in models decode train recipes bench; do ln -sfn ../../$$room .typing/draftsmith/$$room; done
 	@for file in __init__.py __main__.py py.typed; do ln -sfn ../../draftsmith/$$file .typing/draftsmith/$$file; done
 
 types: $(VENV)/.ready-dev links
@@ -89,13 +89,13 @@ fmt: $(VENV)/.ready-dev
 	$(VENV)/bin/ruff format .
 
 bench: $(VENV)/.ready-dev
-	$(PY) bench/losses.py
-	$(PY) bench/decode.py
-	$(PY) bench/cost.py
+	$(PY) bench/speed/losses.py
+	$(PY) bench/speed/decode.py
+	$(PY) bench/speed/cost.py
 
 # On the GPU machine, with its own Python; nothing is installed.
 gpu: links
-	PYTHONPATH=.typing $(PYTHON) bench/gpu.py $(GPU_FLAGS)
+	PYTHONPATH=.typing $(PYTHON) bench/speed/gpu.py $(GPU_FLAGS)
 
 clean:
 	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

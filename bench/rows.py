@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.decode.results import machine
-from draftsmith.models.provenance import git_commit
+from draftsmith.decode.report.results import machine
+from draftsmith.models.disk.provenance import git_commit
 
 HEAD = ("what", "peer", "ratio", "range", "pairs", "ours", "theirs", "unit")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from draftsmith.decode import report, results
-from draftsmith.decode.arguments import parse
-from draftsmith.decode.evaluation import evaluate
-from draftsmith.decode.turns import Evaluation
+from draftsmith.command import parse
+from draftsmith.decode.evaluate.arms import Evaluation
+from draftsmith.decode.evaluate.evaluate import evaluate
+from draftsmith.decode.report import report, results
 
 
 def main(argv: list[str]) -> int:

@@ -5,18 +5,36 @@ import sys
 
 COMMANDS = {
     "evaluate": ("draftsmith.decode.__main__", "decode with a drafter: speed, acceptance, proof"),
-    "serve": ("draftsmith.decode.server", "an OpenAI-compatible server, whose drafts may learn"),
-    "calibrate": ("draftsmith.decode.calibrate", "the best static tree for a target and a drafter"),
-    "trace": ("draftsmith.decode.tracing", "record what is drafted and kept, to train scorers on"),
-    "export": ("draftsmith.decode.export", "write a drafter as SGLang, vLLM, TGI ... read it"),
-    "doctor": ("draftsmith.decode.doctor", "what is wrong with a drafter folder, for each server"),
-    "stopping": ("draftsmith.decode.stopping", "which rule should stop drafting, and where"),
+    "serve": (
+        "draftsmith.decode.serve.server",
+        "an OpenAI-compatible server, whose drafts may learn",
+    ),
+    "calibrate": (
+        "draftsmith.decode.predict.best_tree",
+        "the best static tree for a target and a drafter",
+    ),
+    "trace": (
+        "draftsmith.decode.traces.record",
+        "record what is drafted and kept, to train scorers on",
+    ),
+    "export": ("draftsmith.export", "write a drafter as SGLang, vLLM, TGI ... read it"),
+    "doctor": ("draftsmith.doctor", "what is wrong with a drafter folder, for each server"),
+    "stopping": (
+        "draftsmith.decode.traces.tune_stops",
+        "which rule should stop drafting, and where",
+    ),
     "trim": ("draftsmith.train.trim", "draft only the tokens that the target writes"),
-    "plan": ("draftsmith.train.plan", "memory and time of a training run, before it starts"),
+    "plan": ("draftsmith.train.plan.table", "memory and time of a training run, before it starts"),
     "data": ("draftsmith.train.show", "show one training example with its trained tokens coloured"),
-    "size": ("draftsmith.decode.sizing", "depth and width of a draft by predicted speed-up"),
-    "scaling": ("draftsmith.decode.scaling", "acceptance against size and text: fits, a picture"),
-    "judge-labels": ("draftsmith.decode.judge_labels", "tokens that a judge may let pass"),
+    "size": (
+        "draftsmith.decode.predict.draft_sizes",
+        "depth and width of a draft by predicted speed-up",
+    ),
+    "scaling": (
+        "draftsmith.decode.predict.scaling_laws",
+        "acceptance against size and text: fits, a picture",
+    ),
+    "judge-labels": ("draftsmith.decode.traces.judge_labels", "tokens that a judge may let pass"),
     "quickstart": (
         "draftsmith.train.quickstart",
         "train, distil and decode on this machine's text",

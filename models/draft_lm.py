@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from draftsmith.models.checkpoint import load_lm
+from draftsmith.models.disk.read_lm import load_lm
 
 
 def draft_from_config(

@@ -34,14 +34,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftsmith.models.checkpoint import (
+from draftsmith.models.disk.atomic import write_atomically
+from draftsmith.models.disk.read_lm import (
     read_header,
     read_json,
     refuse_faults,
     tensor_faults,
     write_json,
 )
-from draftsmith.models.disk import write_atomically
 from draftsmith.models.fingerprint import differences
 
 KINDS = ("acceptance", "judge")

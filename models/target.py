@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.models.checkpoint import DTYPES, load_config, load_lm
+from draftsmith.models.disk.read_lm import DTYPES, load_config, load_lm
 from draftsmith.models.draft_lm import draft_from_config
 from draftsmith.models.tokenizer import (
     check_logit_width,

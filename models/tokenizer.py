@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from draftsmith.models.checkpoint import read_json
+from draftsmith.models.disk.read_lm import read_json
 
 END, PAD = "<|end|>", "<|pad|>"
 STAND_IN_SIZE = 500  # no multiple of 64, so that a trial also meets padded logits

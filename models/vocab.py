@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.models.checkpoint import read_json, write_json
+from draftsmith.models.disk.read_lm import read_json, write_json
 
 FILE = "draft_vocab.json"
 ENOUGH = 0.95  # share of the target's own text that a draft vocabulary should cover

@@ -5,13 +5,13 @@
 
     loss = sum_t w_t D(p_t, q_t) / number of tokens,   p_t = target(x_<t), q_t = draft(x_<t)
 
-D is fkl, rkl, jsd, tv, tvpp, nla, lk or ce, or a weighted sum of them (train/losses.py), and may be
+D is fkl, rkl, jsd, tv, tvpp, nla, lk or ce, or a weighted sum of them (train/losses/pure.py), and may be
 another one in a second stage. Both sides go through the one transform (vocabulary cut, temperature,
-top-k, top-p). w is 1, or chosen by `select` (AdaSPEC) or `by_depth` (train/weighting.py). The text
+top-k, top-p). w is 1, or chosen by `select` (AdaSPEC) or `by_depth` (train/objectives/token_selection.py). The text
 x is what `data` names: ground truth, or the target's own answers (a folder of train/prepare.py;
 with loss=ce that is sequence-level distillation); at a share `on_policy` (lambda) of the steps the
 draft writes the answers itself. No gradient goes through its sampling. With `head_weight` an
-acceptance head (SpecDec++) is trained along: train/scorer_joint.py.
+acceptance head (SpecDec++) is trained along: train/scoring/joint.py.
 
 Where this differs from DistillSpec:
 1. The mean is over all trained tokens of the step, not within each sequence first.
@@ -28,22 +28,23 @@ from typing import Any
 
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import vocab_size
-from draftsmith.train import recipe
-from draftsmith.train.draft import TINY, DraftSource, open_draft, open_reference
-from draftsmith.train.frozen_target import FrozenTarget, open_target
-from draftsmith.train.heldout import draft_figures
-from draftsmith.train.launch import start
-from draftsmith.train.log import run_entry
-from draftsmith.train.loop import StepBatches, fit
-from draftsmith.train.lora import to_save
-from draftsmith.train.objectives import Distillation, Losses
-from draftsmith.train.result import made_by, save_draft
-from draftsmith.train.scorer_joint import JointHead, open_head
-from draftsmith.train.scorer_record import finish_head
-from draftsmith.train.settings import Settings
-from draftsmith.train.taps import Cache
-from draftsmith.train.teachers import open_teacher
-from draftsmith.train.text import (
+from draftsmith.train.drafts.draft_start import TINY, DraftSource, open_draft, open_reference
+from draftsmith.train.objectives.distillation import Distillation, Losses
+from draftsmith.train.objectives.heldout import draft_figures
+from draftsmith.train.objectives.token_selection import Weighting
+from draftsmith.train.run import recipe
+from draftsmith.train.run.frozen_target import FrozenTarget, open_target
+from draftsmith.train.run.launch import start
+from draftsmith.train.run.log import run_entry
+from draftsmith.train.run.loop import StepBatches, fit
+from draftsmith.train.run.lora import to_save
+from draftsmith.train.run.result import made_by, save_draft
+from draftsmith.train.run.settings import Settings
+from draftsmith.train.scoring.joint import JointHead, open_head
+from draftsmith.train.scoring.record import finish_head
+from draftsmith.train.teachers.states import Cache
+from draftsmith.train.teachers.teachers import open_teacher
+from draftsmith.train.text.on_policy import (
     OnPolicy,
     OnPolicyText,
     Snapshot,
@@ -51,7 +52,6 @@ from draftsmith.train.text import (
     text_at_hand,
     training_examples,
 )
-from draftsmith.train.weighting import Weighting
 
 
 @dataclass(kw_only=True)

@@ -27,21 +27,22 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.eagle import EagleDrafter
-from draftsmith.models.eagle import Eagle
+from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.target import split_head, vocab_size
 from draftsmith.models.vocab import ENOUGH
-from draftsmith.train import head_run, recipe
-from draftsmith.train.eagle_head import EagleSource, counted, open_head
-from draftsmith.train.eagle_objectives import Eagle1Objective, Eagle3Objective, EagleObjective
-from draftsmith.train.frozen_target import open_target
-from draftsmith.train.head_run import HeadRun, evaluate_head, kept_figures, save_head
-from draftsmith.train.heldout import open_heldout
-from draftsmith.train.launch import start
-from draftsmith.train.log import run_entry
-from draftsmith.train.loop import fit
-from draftsmith.train.result import made_by
-from draftsmith.train.taps import States, open_states
-from draftsmith.train.text import Snapshot, make_batches, training_examples
+from draftsmith.train.drafts.eagle_start import EagleSource, counted, open_head
+from draftsmith.train.objectives import head_run
+from draftsmith.train.objectives.eagle import Eagle1Objective, Eagle3Objective, EagleObjective
+from draftsmith.train.objectives.head_run import HeadRun, evaluate_head, kept_figures, save_head
+from draftsmith.train.objectives.heldout import open_heldout
+from draftsmith.train.run import recipe
+from draftsmith.train.run.frozen_target import open_target
+from draftsmith.train.run.launch import start
+from draftsmith.train.run.log import run_entry
+from draftsmith.train.run.loop import fit
+from draftsmith.train.run.result import made_by
+from draftsmith.train.teachers.states import States, open_states
+from draftsmith.train.text.on_policy import Snapshot, make_batches, training_examples
 
 
 @dataclass(kw_only=True)

@@ -7,8 +7,8 @@
 
 Head d reads the target's last state at t; Hydra's also the tokens up to t+1+d, and Hydra++'s
 (`prefix`) the states before t through a decoder layer. l is cross-entropy with the text, or a
-divergence from the target's own distribution there (train/losses.py). `joint` is Medusa-2
-(train/medusa2.py): it changes the target too, and writes `target/` beside `drafter/`.
+divergence from the target's own distribution there (train/losses/pure.py). `joint` is Medusa-2
+(train/objectives/medusa2.py): it changes the target too, and writes `target/` beside `drafter/`.
 
 Where this differs from the papers:
 1. All depths are divided by the trained tokens of the step; the papers take means by depth.
@@ -27,20 +27,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter
-from draftsmith.models.hydra_heads import Hydra, HydraConfig
-from draftsmith.models.medusa import Medusa, MedusaConfig
+from draftsmith.models.heads.hydra import Hydra, HydraConfig
+from draftsmith.models.heads.medusa import Medusa, MedusaConfig
 from draftsmith.models.target import split_head, vocab_size
-from draftsmith.train import head_run, recipe
-from draftsmith.train.frozen_target import open_target
-from draftsmith.train.head_objectives import HeadObjective, HydraObjective, MedusaObjective
-from draftsmith.train.heldout import open_heldout
-from draftsmith.train.launch import start
-from draftsmith.train.log import run_entry
-from draftsmith.train.loop import fit
-from draftsmith.train.medusa2 import JointMedusa, JointRun
-from draftsmith.train.result import made_by, save_model
-from draftsmith.train.taps import States, open_states
-from draftsmith.train.text import Snapshot, make_batches, training_examples
+from draftsmith.train.objectives import head_run
+from draftsmith.train.objectives.heads import HeadObjective, HydraObjective, MedusaObjective
+from draftsmith.train.objectives.heldout import open_heldout
+from draftsmith.train.objectives.medusa2 import JointMedusa, JointRun
+from draftsmith.train.run import recipe
+from draftsmith.train.run.frozen_target import open_target
+from draftsmith.train.run.launch import start
+from draftsmith.train.run.log import run_entry
+from draftsmith.train.run.loop import fit
+from draftsmith.train.run.result import made_by, save_model
+from draftsmith.train.teachers.states import States, open_states
+from draftsmith.train.text.on_policy import Snapshot, make_batches, training_examples
 
 KINDS: dict[str, Any] = {"medusa": MedusaDrafter, "hydra": HydraDrafter}
 

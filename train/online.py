@@ -11,7 +11,7 @@ The server writes each finished request into a buffer, with the target's likelie
 heads: its states) at every position. A step waits for `requests_per_step` further requests and
 draws its batch: recent ones, any, and those the draft did badly on. Now and then the draft is
 measured on held-out requests; a better one becomes the version that the server takes up between
-two steps (train/publishing.py). Answers never change, whatever is drafted.
+two steps (train/live/publishing.py). Answers never change, whatever is drafted.
 
 Where this differs from the paper:
 1. The loss is on all positions of an answer; the paper's on those where the draft was rejected
@@ -30,20 +30,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftsmith.decode.draft_versions import Versions
-from draftsmith.decode.engine import Decoder
-from draftsmith.decode.replay_buffer import ReplayBuffer
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.serve.buffer import ReplayBuffer
+from draftsmith.decode.serve.versions import Versions
 from draftsmith.models.target import load_target
-from draftsmith.train import recipe
-from draftsmith.train.idle_time import Duty, IdleTime, yield_the_processor
-from draftsmith.train.launch import start
-from draftsmith.train.log import run_entry
-from draftsmith.train.loop import fit
-from draftsmith.train.online_drafts import DraftSettings, OnlineDrafts
-from draftsmith.train.publishing import Publisher, Publishing
-from draftsmith.train.replayed import Replay, Serving, draw
-from draftsmith.train.served import Arrivals, Buffered, Feed, Mix
-from draftsmith.train.topics import Stream, read_stream
+from draftsmith.train.live.batches import Arrivals, Buffered, Feed, Mix
+from draftsmith.train.live.idle_time import Duty, IdleTime, yield_the_processor
+from draftsmith.train.live.online_drafts import DraftSettings, OnlineDrafts
+from draftsmith.train.live.publishing import Publisher, Publishing
+from draftsmith.train.live.replay import Replay, Serving, draw
+from draftsmith.train.live.topics import Stream, read_stream
+from draftsmith.train.run import recipe
+from draftsmith.train.run.launch import start
+from draftsmith.train.run.log import run_entry
+from draftsmith.train.run.loop import fit
 
 
 @dataclass(kw_only=True)

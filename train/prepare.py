@@ -23,20 +23,20 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.decode.engine import Decoder
+from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.disk.provenance import git_commit, versions
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.provenance import git_commit, versions
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train.answers import Shard, claim, read_answers, summary, watched
-from draftsmith.train.asks import Ask, fitting, from_rows, prompts_hash
-from draftsmith.train.endpoint import Endpoint, GivenUp, Refused
-from draftsmith.train.log import run_entry
-from draftsmith.train.recipe import load, show
-from draftsmith.train.sources import load_rows
-from draftsmith.train.top_logprobs import check_asked
-from draftsmith.train.writers import write_answers
+from draftsmith.train.answers.asks import Ask, fitting, from_rows, prompts_hash
+from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused
+from draftsmith.train.answers.writers import write_answers
+from draftsmith.train.run.log import run_entry
+from draftsmith.train.run.recipe import load, show
+from draftsmith.train.teachers.told_logprobs import check_asked
+from draftsmith.train.text.prepared import Shard, claim, read_answers, summary, watched
+from draftsmith.train.text.tokenise import load_rows
 
 
 @dataclass(kw_only=True)
@@ -62,7 +62,9 @@ class Prepare:
     endpoint: str = ""
     endpoint_model: str = ""  # as the server names it; empty: the only one it serves
     endpoint_api: str = "auto"  # auto | tokens | chat | text
-    endpoint_top_logprobs: int = 0  # of each token, kept to train on; see train/top_logprobs.py
+    endpoint_top_logprobs: int = (
+        0  # of each token, kept to train on; see train/teachers/told_logprobs.py
+    )
     concurrency: int = 16  # requests under way
     retries: int = 6
     timeout_s: float = 600.0

@@ -21,24 +21,24 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.corpus import Row
-from draftsmith.decode.splits import load_rows
+from draftsmith.decode.prompts.rows import Row
+from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.target import TargetSpec, check_same_tokenizer, load_target
 from draftsmith.models.tokenizer import load_tokenizer, train_bpe, vocab_size
-from draftsmith.train import recipe
-from draftsmith.train.data import Examples
-from draftsmith.train.draft import TINY, Sizes, fresh_draft, fresh_model, place
-from draftsmith.train.heldout import Figures, mean_output, measured
-from draftsmith.train.launch import start
-from draftsmith.train.log import run_entry
-from draftsmith.train.loop import Evaluate, Objective, StepBatches, fit
-from draftsmith.train.lora import Lora, to_save, with_lora
-from draftsmith.train.objectives import NextToken
-from draftsmith.train.result import made_by, save_draft, save_model
-from draftsmith.train.sources import tokenise
-from draftsmith.train.stream import Corpus, Stream, held_out_texts
-from draftsmith.train.text import make_batches, text_at_hand
+from draftsmith.train.drafts.draft_start import TINY, Sizes, fresh_draft, fresh_model, place
+from draftsmith.train.objectives.distillation import NextToken
+from draftsmith.train.objectives.heldout import Figures, mean_output, measured
+from draftsmith.train.run import recipe
+from draftsmith.train.run.launch import start
+from draftsmith.train.run.log import run_entry
+from draftsmith.train.run.loop import Evaluate, Objective, StepBatches, fit
+from draftsmith.train.run.lora import Lora, to_save, with_lora
+from draftsmith.train.run.result import made_by, save_draft, save_model
+from draftsmith.train.text.batches import Examples
+from draftsmith.train.text.on_policy import make_batches, text_at_hand
+from draftsmith.train.text.stream import Corpus, Stream, held_out_texts
+from draftsmith.train.text.tokenise import tokenise
 
 
 @dataclass(kw_only=True)

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftsmith.decode import report, results
-from draftsmith.decode.arguments import parse
-from draftsmith.decode.evaluation import evaluate
-from draftsmith.decode.metrics import paired_difference
-from draftsmith.decode.turns import Evaluation
+from draftsmith.command import parse
+from draftsmith.decode.evaluate.arms import Evaluation
+from draftsmith.decode.evaluate.evaluate import evaluate
+from draftsmith.decode.evaluate.metrics import paired_difference
+from draftsmith.decode.report import report, results
 
 ENTRIES = {"target": "pretrain", "draft": "pretrain", "distill": "distill"}
 TARGET = "target/model"

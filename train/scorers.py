@@ -30,13 +30,14 @@ from typing import Any
 import torch
 
 from draftsmith.models.scorers import Scorer, ScorerConfig, check_threshold
-from draftsmith.train import recipe
-from draftsmith.train.launch import start
-from draftsmith.train.log import run_entry
-from draftsmith.train.loop import fit
-from draftsmith.train.result import made_by
-from draftsmith.train.scorer_objective import ScorerObjective
-from draftsmith.train.scorer_result import (
+from draftsmith.train.run import recipe
+from draftsmith.train.run.launch import start
+from draftsmith.train.run.log import run_entry
+from draftsmith.train.run.loop import fit
+from draftsmith.train.run.result import made_by
+from draftsmith.train.run.settings import Settings
+from draftsmith.train.scoring.objective import ScorerObjective
+from draftsmith.train.scoring.result import (
     THRESHOLDS,
     calibrate,
     describe,
@@ -44,7 +45,7 @@ from draftsmith.train.scorer_result import (
     save_result,
     show,
 )
-from draftsmith.train.scorer_rows import (
+from draftsmith.train.scoring.rows import (
     LABELS,
     Reading,
     RowBatches,
@@ -52,8 +53,7 @@ from draftsmith.train.scorer_rows import (
     read_rows,
     traced_settings,
 )
-from draftsmith.train.scorer_trial import write_trial
-from draftsmith.train.settings import Settings
+from draftsmith.train.scoring.trial import write_trial
 
 
 @dataclass(kw_only=True)

@@ -11,9 +11,9 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.decode.arguments import parse
+from draftsmith.command import parse
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train.sources import load_examples
+from draftsmith.train.text.tokenise import load_examples
 
 
 @dataclass(kw_only=True)

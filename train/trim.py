@@ -27,26 +27,31 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.arguments import parse
+from draftsmith.command import parse
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import KINDS
-from draftsmith.decode.prompts import load_prompts, spread
-from draftsmith.decode.request import eos_ids
+from draftsmith.decode.engine.request import eos_ids
+from draftsmith.decode.prompts.prompts import load_prompts, spread
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.worth import Trimmable, Worth
-from draftsmith.models.checkpoint import load_config
-from draftsmith.models.drafter_folder import DrafterFolder, open_drafter, save_drafter, serve_line
-from draftsmith.models.eagle import Eagle
+from draftsmith.models.disk.provenance import git_commit
+from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.provenance import git_commit
+from draftsmith.models.folder.drafter_folder import (
+    DrafterFolder,
+    open_drafter,
+    save_drafter,
+    serve_line,
+)
+from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.target import TargetSpec, check_split, load_target
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.train.answers import is_prepared
-from draftsmith.train.data import Examples
-from draftsmith.train.eagle_head import counted
-from draftsmith.train.sources import load_examples
+from draftsmith.train.drafts.eagle_start import counted
+from draftsmith.train.text.batches import Examples
+from draftsmith.train.text.prepared import is_prepared
+from draftsmith.train.text.tokenise import load_examples
+from draftsmith.train.worth import Trimmable, Worth
 
 AS_IT_IS = "as it is"
 WIDTH = 110  # of the table

@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from draftsmith.decode.kv import kv_shape
-from draftsmith.decode.memory import ModelSize
+from draftsmith.decode.engine.memory import ModelSize
+from draftsmith.decode.forward.kv import kv_shape
 from draftsmith.decode.row_params import BatchParams
 from draftsmith.decode.token_tree import TokenTree
-from draftsmith.decode.tree_plan import Plan
-from draftsmith.models.head import ANY_DEPTH
+from draftsmith.decode.tree_shapes import Plan
+from draftsmith.models.heads.head import ANY_DEPTH
 from draftsmith.models.scorers import Scored
 from draftsmith.models.taps import Tap
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.attention import Seen
 from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Fed, Feed, Frontier, Kept, Round
+from draftsmith.decode.drafters.grow_tree import grow
 from draftsmith.decode.drafters.head_kv import (
     HeadKV,
     bytes_of,
@@ -24,12 +24,12 @@ from draftsmith.decode.drafters.head_kv import (
     picked,
     state_at,
 )
-from draftsmith.decode.growth import grow
-from draftsmith.decode.lean_eagle import LeanEagle, lean_eagle
-from draftsmith.decode.memory import ModelSize
-from draftsmith.decode.product import VocabHead
+from draftsmith.decode.engine.memory import ModelSize
+from draftsmith.decode.forward.attention import Seen
+from draftsmith.decode.forward.lean_eagle import LeanEagle, lean_eagle
+from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.token_tree import TokenTree
-from draftsmith.models.eagle import Eagle, causal
+from draftsmith.models.heads.eagle import Eagle, causal
 from draftsmith.models.scorers import Scored
 
 

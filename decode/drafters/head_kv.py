@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from draftsmith.decode.attention import Attend, Seen
-from draftsmith.decode.kv import KVPool, SlotCache
-from draftsmith.decode.lean import attend
-from draftsmith.decode.runner import round_up
-from draftsmith.models.eagle import Attention
+from draftsmith.decode.forward.attention import Attend, Seen
+from draftsmith.decode.forward.kv import KVPool, SlotCache
+from draftsmith.decode.forward.lean import attend
+from draftsmith.decode.forward.runner import round_up
+from draftsmith.models.heads.eagle import Attention
 
 
 class HeadKV(KVPool):

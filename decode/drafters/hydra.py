@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.attention import Seen
 from draftsmith.decode.drafters.base import Admitted, Fed, Feed, Frontier, Kept, Round
+from draftsmith.decode.drafters.grow_tree import grow
 from draftsmith.decode.drafters.head_kv import (
     HeadKV,
     bytes_of,
@@ -20,13 +20,13 @@ from draftsmith.decode.drafters.head_kv import (
     state_at,
 )
 from draftsmith.decode.drafters.medusa import headless, output_product, through
-from draftsmith.decode.growth import grow
-from draftsmith.decode.memory import ModelSize
-from draftsmith.decode.product import Product, head_logits
+from draftsmith.decode.engine.memory import ModelSize
+from draftsmith.decode.forward.attention import Seen
+from draftsmith.decode.forward.product import Product, head_logits
 from draftsmith.decode.token_tree import TokenTree
-from draftsmith.models.eagle import causal
-from draftsmith.models.hydra_heads import Hydra
-from draftsmith.models.medusa import ResidualBlock
+from draftsmith.models.heads.eagle import causal
+from draftsmith.models.heads.hydra import Hydra
+from draftsmith.models.heads.medusa import ResidualBlock
 from draftsmith.models.scorers import Scored
 
 

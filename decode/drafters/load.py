@@ -12,8 +12,8 @@ from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.models.draft_lm import recast
-from draftsmith.models.drafter_folder import DrafterFolder, open_drafter
 from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter
 from draftsmith.models.scorers import load_acceptance
 from draftsmith.models.target import check_split
 from draftsmith.models.tokenizer import vocab_size

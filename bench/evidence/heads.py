@@ -1,0 +1,183 @@
+"""Every kind of head on one target: tau over seeds, at equal tree size and at equal draft time.
+
+    python bench/evidence/heads.py                       # trains what isn't trained yet, then measures
+    python bench/evidence/heads.py kinds=medusa,eagle3 seeds=1 prompts=8 out=runs/heads/try
+
+The heads are trained by their gsm8k recipes, on the same answers of the same target
+(recipe=gsm8k/prepare), one run a seed. Held-out prompts are then decoded with four draft calls, as
+chains, a static tree and dynamic trees of as many nodes as it, at temperature 0 and 1; and with
+chains of every depth (first seed), of which the deepest counts that is drafted as fast as four
+tokens of the last kind. What was measured is kept beside each run. Rows and page: <out>/heads.*
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from draftsmith.bench.evidence import head_page
+from draftsmith.bench.rows import about_run
+from draftsmith.command import parse
+from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.evaluate.metrics import (
+    acceptance_by_position,
+    block_efficiency,
+    ratio_interval,
+)
+from draftsmith.decode.policies.timing import isolated_times
+from draftsmith.decode.prompts.prompts import load_prompts
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.target import TargetSpec, load_target
+
+# What is compared: its entry and recipe.
+KINDS = {
+    "medusa": ("heads", "medusa/gsm8k"),
+    "hydra": ("heads", "hydra/gsm8k"),
+    "hydra++": ("heads", "hydra/gsm8k-plus"),
+    "eagle1": ("eagle", "eagle1/gsm8k"),
+    "eagle3": ("eagle", "eagle3/gsm8k"),
+}
+# Four levels each; the trees with 24 nodes, the root included.
+TREES = {
+    "chain": "chain",
+    "static": "eagle-25",
+    "dynamic": "dynamic:4,8,24",
+    "dynamic, sharpness 2": "dynamic:4,8,24,2",
+}
+DEPTH = 4
+
+
+@dataclass
+class Heads:
+    target: str = "../shared/models/target-15m"
+    data: str = "../shared/data/gsm8k/train.jsonl"
+    kinds: str = ",".join(KINDS)
+    seeds: int = 3
+    prompts: int = 24
+    max_new_tokens: int = 64
+    batch: int = 24
+    deepest: int = 5  # chain that is tried for equal draft time, with the first seed
+    threads: int = 1
+    trained: str = "runs/heads"  # the runs, <what>-<seed> each
+    options: str = ""  # more arguments for the training entries, space between them
+    out: str = "docs/results"
+
+
+def main(argv: list[str]) -> None:
+    settings = parse(Heads, argv)
+    kinds = settings.kinds.split(",")
+    for seed in range(settings.seeds):
+        for what in kinds:
+            train(settings, what, seed)
+    torch.set_num_threads(settings.threads)
+    target, tokenizer = load_target(TargetSpec(settings.target, dtype="bfloat16"), "cpu")
+    asked = load_prompts(settings.data, tokenizer, limit=settings.prompts)
+    prompts = [prompt.tokens for prompt in asked]
+    rows: list[dict[str, Any]] = []
+    arms = [(what, seed) for what in kinds for seed in range(settings.seeds)]
+    for what, seed in track(arms, "decoding"):
+        kept = folder(settings, what, seed).with_name(f"measured-{asked_for(settings)}.json")
+        if not kept.exists():
+            drafter = load_drafter(str(folder(settings, what, seed)), target, tokenizer)
+            assert drafter is not None
+            about = {"what": what, "target": settings.target, "data": settings.data, "seed": seed}
+            about |= trained_by(settings, what, seed) | about_run()
+            deepest = settings.deepest if seed == 0 else 0
+            found = measured(
+                replace(settings, deepest=deepest), target, tokenizer, drafter, prompts
+            )
+            kept.write_text(json.dumps([about | row for row in found]))
+        rows += json.loads(kept.read_text())
+    out = Path(settings.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "heads.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (out / "heads.md").write_text(head_page.page(rows))
+    print(head_page.page(rows))
+
+
+def asked_for(settings: Heads) -> str:
+    """What a measurement is a function of, beside the head: it is kept under this name."""
+    parts = (settings.prompts, settings.max_new_tokens, settings.batch, settings.deepest)
+    return "-".join(map(str, parts))
+
+
+def folder(settings: Heads, what: str, seed: int) -> Path:
+    """The drafter folder of a run."""
+    return Path(settings.trained) / f"{what}-{seed}" / "drafter"
+
+
+def train(settings: Heads, what: str, seed: int) -> None:
+    """Run the recipe with this seed; a finished run is left as it is."""
+    out = folder(settings, what, seed).parent
+    if (out / "drafter" / "draftsmith.json").exists():
+        return
+    entry, recipe = KINDS[what]
+    config = ["--config_file", "recipes/accelerate/cpu.yaml"]
+    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", *config]
+    arguments = [f"recipe={recipe}", f"seed={seed}", f"out={out}", *settings.options.split()]
+    subprocess.run([*launch, f"train/{entry}.py", *arguments], check=True)
+
+
+def trained_by(settings: Heads, what: str, seed: int) -> dict[str, Any]:
+    """What the run says of itself."""
+    meta = json.loads((folder(settings, what, seed) / "draftsmith.json").read_text())
+    made = {"steps": None, "argv": None} | meta["provenance"]
+    return {"steps": made["steps"], "recipe": made["recipe"], "argv": made["argv"]}
+
+
+def measured(
+    settings: Heads, target: Any, tokenizer: Any, drafter: Drafter, prompts: list[list[int]]
+) -> list[dict[str, Any]]:
+    """The rows of one drafter: every tree at two temperatures, and chains of every depth."""
+    most = drafter.levels
+    arms = {tree: (plan, min(DEPTH, most)) for tree, plan in TREES.items()}
+    arms |= {f"chain {K}": ("chain", K) for K in range(1, min(settings.deepest, most) + 1)}
+    rows = []
+    for tree, (plan, K) in arms.items():
+        options: dict[str, Any] = {"K": K, "tree": plan, "batch_size": settings.batch}
+        decoder = Decoder(target, tokenizer, drafter, **options)
+        cost = costs(decoder, drafter)
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature, max_new_tokens=settings.max_new_tokens)
+            row = decoded(decoder.generate(prompts, params))
+            row |= {"tree": tree, "temperature": temperature, **cost}
+            row["max_new_tokens"] = settings.max_new_tokens
+            rows.append(row)
+    return rows
+
+
+def costs(decoder: Decoder, drafter: Drafter) -> dict[str, Any]:
+    """What a round's drafting costs alone, at batch 1: the median of isolated calls."""
+    plan = decoder.settings.plan
+    times = isolated_times(
+        decoder.runner, drafter, plan, batch=1, context=160, prompt=96, nodes=plan.nodes
+    )
+    draft = plan.levels * times["draft"] + (times["extend"] or 0.0)
+    sizes = {"K": plan.levels, "N": plan.nodes}
+    return sizes | {"draft_ms": 1e3 * draft, "c": times["draft"] / times["plain"]}
+
+
+def decoded(done: list[Completion]) -> dict[str, Any]:
+    """tau of one setting, with its interval over prompts."""
+    counters = [completion.counters for completion in done]
+    emitted, rounds = [c.emitted for c in counters], [c.rounds for c in counters]
+    return {
+        "tau": block_efficiency(counters),
+        "tau_interval": ratio_interval(emitted, rounds),
+        "acceptance_conditional": acceptance_by_position(counters)[1],
+        "n_prompts": len(done),
+        "emitted": emitted,
+        "rounds": rounds,
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

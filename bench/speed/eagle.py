@@ -1,0 +1,246 @@
+"""One training step of EAGLE-3, ours against speculators' eager one: time and peak memory.
+
+    python bench/speed/eagle.py                   # two cores, small widths; a minute or two
+    python bench/speed/eagle.py --device cuda     # hidden 4096, vocabulary 128k, drafts of 32k, bf16
+
+Same model, text and steps S, forward, loss and backward, the LM head frozen on both sides as
+speculators keeps it. speculators 0.9.0 must be importable, or be in the folder that the variable
+DRAFTSMITH_SPECULATORS names (pip install --no-deps --target; tests/tools/oracle.py lists what it needs).
+Each arm is a process. Its memory is the highest resident size of its steps (on CUDA the allocator's
+peak) minus its size before the first, so without weights and inputs. Time is taken in turns, the
+order swapped from pair to pair, after one step of each that isn't counted. On CUDA torch.compile,
+which speculators has on there, is off in both.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith.bench.rows import lower, publish
+from draftsmith.bench.speed.workers import Arm, resident, synchronise
+from draftsmith.models.heads.eagle import Eagle, EagleConfig
+from draftsmith.models.taps import TargetStates
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.train.objectives.eagle import Eagle3Objective
+from draftsmith.train.text.batches import Batch
+
+OURS, PEER = "draftsmith", "speculators, eager"
+GOALS = {"MiB": 1 / 0.6, "s": 1.5}
+
+
+class Words:
+    """A tokenizer, as far as its size is asked."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+class Inputs:
+    """A head for a target of two layers, and a row of several documents with its states."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        width = 128 if args.hidden >= 1024 else 64
+        layer = LlamaConfig(
+            vocab_size=args.vocabulary,
+            hidden_size=args.hidden,
+            intermediate_size=7 * args.hidden // 2,
+            num_hidden_layers=1,
+            num_attention_heads=args.hidden // width,
+            num_key_value_heads=max(1, args.hidden // width // 4),
+            head_dim=width,
+        )
+        dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+        with torch.device(args.device):
+            two = LlamaConfig(**layer.to_dict() | {"num_hidden_layers": 2})  # taps 0 to 2
+            self.target = LlamaForCausalLM(two).to(dtype).requires_grad_(False)
+            self.head = Eagle(EagleConfig(layer, taps=(0, 1, 2), draft_vocab=args.draft))
+            self.head.set_vocab(DraftVocab(torch.arange(args.draft), args.vocabulary))
+            self.head.bind(self.target).lm_head.requires_grad_(False)
+            length = args.length // args.documents
+            document_T = torch.arange(args.length) // length
+            mask_1T = torch.ones(1, args.length, dtype=torch.bool)
+            mask_1T[:, -1] = False
+            mask_1T[:, :-1] = document_T[1:] == document_T[:-1]
+            attend_TT = (document_T[:, None] == document_T[None]).tril()
+            self.document_1T = document_T[None]
+            self.batch = Batch(
+                torch.randint(args.vocabulary, (1, args.length)),
+                (torch.arange(args.length) % length)[None],
+                mask_1T,
+                attend_TT[None, None] if args.documents > 1 else None,
+                (0,),
+            )
+            self.taps_1TU = torch.randn(1, args.length, 3 * args.hidden, dtype=dtype)
+            self.last_1TG = torch.randn(1, args.length, args.hidden, dtype=dtype)
+
+
+def our_loss(x: Inputs, args: argparse.Namespace) -> Callable[[], Tensor]:
+    seen = TargetStates(x.last_1TG, x.taps_1TU)
+    objective = Eagle3Objective(
+        x.head, x.target, Words(args.vocabulary), lambda _: seen, steps=args.steps, loss="fkl"
+    ).to(args.device)
+
+    def loss() -> Tensor:
+        output = objective(x.batch)
+        return output.loss / output.tokens
+
+    return loss
+
+
+def their_loss(x: Inputs, args: argparse.Namespace) -> Callable[[], Tensor]:
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    layer = LlamaConfig(**x.head.config.layer.to_dict())
+    layer._attn_implementation = "eager"
+    about = SpeculatorsConfig(
+        algorithm="eagle3",
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+    )
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer, draft_vocab_size=args.draft, speculators_config=about
+    )
+    with torch.device(args.device):
+        model = Eagle3DraftModel(config)
+    borrowed = {
+        "embed_tokens.weight": x.target.model.embed_tokens.weight,
+        "verifier_lm_head.weight": x.target.lm_head.weight[: args.draft],
+        "verifier_norm.weight": x.target.model.norm.weight,
+    }
+    model.load_state_dict({**x.head.state_dict(), **borrowed})
+    x.head = x.target = None
+    b, losses = x.batch, resolve_loss_config("kl_div", "eager")
+    taps, last = x.taps_1TU[:, :-1].float(), x.last_1TG[:, 1:].float()
+
+    def loss() -> Tensor:
+        return model(
+            hidden_states=taps,
+            input_ids=b.input_ids[:, 1:],
+            document_ids=x.document_1T[:, :-1],
+            loss_mask=b.loss_mask[:, 1:],
+            position_ids=b.position_ids[:, :-1],
+            verifier_last_hidden_states=last,
+            ttt_steps=args.steps,
+            ttt_step_loss_decay=0.8,
+            loss_config=losses,
+        )[1]
+
+    return loss
+
+
+def step(loss: Callable[[], Tensor], device: str) -> float:
+    """Seconds of one forward and backward, adding to the gradients."""
+    synchronise(device)
+    start = time.perf_counter()
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        value = loss()
+    value.backward()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def work(args: argparse.Namespace) -> None:
+    """An arm's process: inputs, then one step for each line on stdin."""
+    inputs = Inputs(args)
+    loss = our_loss(inputs, args) if args.worker == OURS else their_loss(inputs, args)
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far was that of the set-up
+    base = resident(args.device, peak=False)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        seconds = step(loss, args.device)
+        peak = resident(args.device, peak=True) - base
+        print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
+
+
+def compare(args: argparse.Namespace, documents: int) -> list[dict[str, Any]]:
+    """Two rows, time and memory, on a row of so many packed documents."""
+    sizes = ("hidden", "vocabulary", "draft", "length", "steps", "device")
+    flags = [part for name in sizes for part in (f"--{name}", getattr(args, name))]
+    flags += ["--documents", documents]
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # of the arms
+    arms = {name: Arm(__file__, "--worker", name, *flags) for name in (OURS, PEER)}
+    for arm in arms.values():
+        assert arm.read() == "ready\n"
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
+    for pair in range(1 + args.pairs):
+        for name in list(arms)[:: 1 if pair % 2 else -1]:
+            runs[name].append(arms[name].run())
+    for arm in arms.values():
+        arm.close()
+    shape = f"H {args.hidden}, V {args.vocabulary}, D {args.draft}, T {args.length}"
+    shape += f", S {args.steps}, {documents} document{'s' * (documents > 1)}, {args.device}"
+    peaks = {name: [runs[name][-1]["peak"]] for name in arms}
+    seconds = {name: [run["seconds"] for run in runs[name][1:]] for name in arms}
+    rows = [
+        lower(f"EAGLE-3 step, time, {shape}", PEER, seconds[OURS], seconds[PEER], "s"),
+        lower(f"EAGLE-3 step, peak memory, {shape}", PEER, peaks[OURS], peaks[PEER], "MiB"),
+    ]
+    return [row | {"goal": GOALS[row["unit"]]} for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--hidden", type=int, help="default 256 (4096 on CUDA)")
+    parser.add_argument("--vocabulary", type=int, help="default 16384 (131072 on CUDA)")
+    parser.add_argument("--draft", type=int, help="vocabulary; default 4096 (32000 on CUDA)")
+    parser.add_argument("--length", type=int, help="default 1024 (2048 on CUDA)")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--documents", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    large = args.device == "cuda"
+    for name, small, big in DEFAULTS:
+        setattr(args, name, getattr(args, name) or (big if large else small))
+    if folder := os.environ.get("DRAFTSMITH_SPECULATORS"):
+        sys.path.append(folder)
+    if args.worker:
+        work(args)
+        return
+    if importlib.util.find_spec("speculators") is None:
+        reason = "EAGLE-3's step: speculators isn't importable; see bench/speed/eagle.py"
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "eagle.txt").write_text(reason + "\n")  # gpu.py lists it as skipped
+        print(reason)
+        return
+    rows = [row for count in (1, 4) for row in compare(args, count)]
+    publish("eagle", rows, args.out)
+    print("Both are better when lower; their ratio is theirs / ours.")
+
+
+DEFAULTS = (
+    ("hidden", 256, 4096),
+    ("vocabulary", 16_384, 131_072),
+    ("draft", 4096, 32_000),
+    ("length", 1024, 2048),
+)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Rounds captured as CUDA graphs: one launch a round instead of thousands.
+
+A round reads nothing from the device and changes its state in place, so a recording of it can be
+replayed on the same tensors. One recording for each (tree, attended slots, sampling): the slots are
+rounded up to a power of two, so that there are few.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from draftsmith.decode.engine.round import Batch, Stepper, Told
+from draftsmith.decode.row_params import RowParams
+from draftsmith.decode.tree_shapes import Plan
+
+WARM_UP = 2  # rounds of each kind run as they are first: they choose kernels and fill caches
+SMALLEST = 256  # slots
+MOST = 128  # recordings kept
+
+Key = tuple[Plan | None, int, tuple[float, ...]]
+Round = Callable[[], Told]
+Recorder = Callable[[Round], Round]  # a round -> its recording; doesn't run it
+
+
+class Graphs:
+    """Runs the rounds of one batch at a time."""
+
+    def __init__(self, stepper: Stepper, recorder: Callable[[], Recorder] | None = None) -> None:
+        self.stepper = stepper
+        self.recorder = CudaRecorder if recorder is None else recorder
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop every recording, and the batch whose tensors they hold."""
+        self.batch: Batch | None = None
+        self.runs: Counter[Key] = Counter()
+        self.recordings: dict[Key, Round] = {}
+        self.record: Recorder | None = None
+
+    def step(self, batch: Batch, plan: Plan | None, top: int) -> Told:
+        """One round, replayed where it has been recorded."""
+        if batch is not self.batch:
+            self.forget()
+            # A pool of memory of its own: the last one ends with its last recording.
+            self.batch, self.record = batch, self.recorder()
+        top = max(SMALLEST, 1 << (top - 1).bit_length())
+        key = (plan, top, batch.params.law)
+
+        def run() -> Told:
+            return self.stepper.step(batch, plan, top, None)
+
+        if isinstance(batch.params, RowParams):
+            return run()  # as many recordings as mixtures would be more than are ever replayed
+
+        if key not in self.recordings:
+            self.runs[key] += 1
+            if self.runs[key] <= WARM_UP or self.record is None:
+                return run()
+            if len(self.recordings) >= MOST:
+                self.recordings.pop(next(iter(self.recordings)))
+            try:
+                self.recordings[key] = self.record(run)
+            except RuntimeError as error:
+                # Some models read the device in their forward pass (experts chosen by `nonzero`).
+                reason = str(error).splitlines()[0]
+                warnings.warn(f"rounds run uncaptured: {reason}; fast=false says so", stacklevel=2)
+                self.record = None
+                return run()
+        return self.recordings[key]()
+
+
+class CudaRecorder:
+    """Captures into CUDA graphs that share one pool of memory. What a recording reads must outlive
+    it: a batch, its decoder and its drafter do.
+    """
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            told = run()
+
+        def replay() -> Any:
+            graph.replay()
+            return told
+
+        return replay

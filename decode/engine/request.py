@@ -1,0 +1,187 @@
+"""Requests as the host sees them: a prompt, what it may use, its answer and what was counted."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.engine.stop_strings import AnswerText, before_stop
+from draftsmith.decode.sampling import SamplingParams, request_seeds
+from draftsmith.models.tokenizer import vocab_size
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Counters:
+    """What one request's decoding did. The prefill pass and its token are outside all of it.
+
+    rounds: target calls; emitted: tokens they gave; drafted: levels drafted; nodes: tokens proposed
+    (of chains the same); histogram[n]: rounds that kept n drafted tokens; reached[i]: rounds that
+    drafted at least i + 1 levels; tried[i]: of these, rounds that kept the i levels before;
+    prefill_seconds, decode_seconds: wall time, shared with the other rows of the batch.
+    """
+
+    rounds: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    nodes: int = 0
+    histogram: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def record(self, drafted: int, accepted: int, emitted: int, nodes: int | None = None) -> None:
+        """One round: of `drafted` levels, with `nodes` tokens in all (by default a chain's), the
+        rule accepted `accepted`; `emitted` tokens were kept.
+        """
+        kept = min(accepted, emitted)
+        self.histogram.extend([0] * (drafted + 1 - len(self.histogram)))
+        self.reached.extend([0] * (drafted - len(self.reached)))
+        self.tried.extend([0] * (drafted - len(self.tried)))
+        self.histogram[kept] += 1
+        for level in range(drafted):
+            self.reached[level] += 1
+        for level in range(min(kept + 1, drafted)):
+            self.tried[level] += 1
+        self.rounds += 1
+        self.drafted += drafted
+        self.nodes += drafted if nodes is None else nodes
+        self.emitted += emitted
+
+
+@dataclass
+class Completion:
+    """The answer to one prompt. tokens include the stop token, or end in the one that completes a
+    stop string; text has neither. finish_reason: "stop", "length", "abort" (cancelled), or "error",
+    with what happened in `error`. accepted[i] says whether token i came from the draft,
+    corrected[i] whether the draft had proposed others there alone.
+    """
+
+    index: int
+    prompt_tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
+    corrected: list[bool] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+    error: str = ""
+    counters: Counters = field(default_factory=Counters)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One step of one streamed request: tokens and text just added; at the end, the whole."""
+
+    index: int
+    tokens: list[int]
+    text: str
+    completion: Completion | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt on its way: its completion, how it is sampled, its noise seed, how many tokens it
+    may emit, the ids that end it, and its answer's text as far as it has been read.
+    """
+
+    completion: Completion
+    params: SamplingParams
+    seed: int
+    limit: int
+    stop_ids: frozenset[int]
+    answer: AnswerText
+    started: float = 0.0
+    stopped: bool = False  # by a stop string
+
+    @property
+    def length(self) -> int:
+        """Tokens in the target's KV: all but the pending one."""
+        return len(self.completion.prompt_tokens) + max(0, len(self.completion.tokens) - 1)
+
+    def cut(self, tokens: list[int]) -> tuple[list[int], bool]:
+        """What to keep of the answer's next tokens, and whether a stop string ends it there."""
+        kept = self.answer.add(tokens) if self.answer.stop else None
+        self.stopped = kept is not None
+        return tokens[:kept], self.stopped
+
+    def finish(self, error: str = "", *, aborted: bool = False) -> None:
+        """The end, all tokens given: sets the completion's reason, error and text."""
+        made = self.completion
+        ended = bool(made.tokens) and not error and made.tokens[-1] in self.stop_ids
+        reason = "stop" if ended or self.stopped else "length"
+        made.error, made.finish_reason = error, "error" if error else reason
+        if aborted:
+            made.finish_reason = "abort"
+        text = str(self.answer.tokenizer.decode(made.tokens[:-1] if ended else made.tokens))
+        made.text = before_stop(text, self.answer.stop)
+
+    def next_text(self, finished: bool) -> str:
+        """The text added since the last call, in whole characters and short of what may become a
+        stop string; at the end, all that is left of the completion's text.
+        """
+        if finished:
+            return self.completion.text[self.answer.shown :]
+        self.answer.add(self.completion.tokens[self.answer.taken :])
+        return self.answer.next_piece()
+
+
+def open_request(
+    prompt: Prompt,
+    index: int,
+    number: int,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    params: SamplingParams,
+    context: int,
+    end_ids: Collection[int] = (),
+) -> Request:
+    """A request for prompt `index` of a call, whose noise is that of prompt `number` of the run.
+
+    end_ids: what ends an answer unless `params` ignores it.
+
+    Raises ValueError for an empty prompt, ids outside the vocabulary, no room in the context, or a
+    prompt that ends in one of `end_ids`, after which there is nothing to answer.
+    """
+    tokens = list(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)
+    vocabulary = vocab_size(tokenizer)
+    if not tokens:
+        raise ValueError(
+            f"prompt {index}: got no tokens, expected at least one; give it text, or leave it out"
+        )
+    if max(tokens) >= vocabulary or min(tokens) < 0:
+        raise ValueError(
+            f"prompt {index}: got token ids {min(tokens)}..{max(tokens)}, expected ids below "
+            f"the tokenizer's {vocabulary}; was it encoded with another tokenizer?"
+        )
+    if tokens[-1] in end_ids and not params.ignore_eos:
+        raise ValueError(
+            f"prompt {index}: got {tokenizer.decode(tokens[-1:])!r} as its last token, which ends "
+            "an answer, expected a prompt that goes on; take the token off, or set ignore_eos"
+        )
+    stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *end_ids)
+    room = context - len(tokens)
+    if room < 1:
+        raise ValueError(
+            f"prompt {index}: got {len(tokens)} tokens, expected fewer than the context of "
+            f"{context} (of target and drafter the smaller one); shorten the prompt"
+        )
+    return Request(
+        Completion(index, tokens),
+        params,
+        seed=request_seeds(params.seed, number),
+        limit=min(params.max_new_tokens, room),
+        stop_ids=frozenset(stops),
+        answer=AnswerText(tokenizer, params.stop),
+    )
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends an answer: the generation config's, else the config's, and the
+    tokenizer's.
+    """
+    named = model.generation_config.eos_token_id if model.generation_config else None
+    named = model.config.eos_token_id if named is None else named
+    ids = set(named) if isinstance(named, list) else {named}
+    return tuple(sorted(i for i in ids | {tokenizer.eos_token_id} if i is not None))

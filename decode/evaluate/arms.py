@@ -1,0 +1,316 @@
+"""An evaluation's runs: what is asked, the pair in each dtype, and every arm taking its turn.
+
+An arm is plain decoding (None), a drafter (its name), or plain decoding through a drafter's shapes.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafters.lm import context_of
+from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.graphs import SMALLEST
+from draftsmith.decode.engine.request import Completion, Counters
+from draftsmith.decode.engine.settings import Settings
+from draftsmith.decode.evaluate import metrics
+from draftsmith.decode.evaluate.tasks import TASKS
+from draftsmith.decode.prompts.prompts import Prompt, next_turn
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.verify.rules import RULES
+from draftsmith.models.disk.read_lm import read_json
+from draftsmith.models.folder.drafter_folder import DEFAULTS, META
+from draftsmith.models.target import TargetSpec, check_split, load_target
+
+BASELINES = ("native", "same-shape")
+
+
+@dataclass
+class Evaluation:
+    """What to evaluate. `drafter` is a folder, `ngram`, or several of them separated by commas."""
+
+    target: str
+    drafter: str
+    prompts: str = "stdlib"  # a file (JSONL, text) or the embedded corpus
+    split: str = "heldout"  # "all" takes a file whole: one that nothing was trained on
+    out: str = "runs/evaluate"
+    K: int | None = None  # draft calls a round; none: the drafter folder's default, else 4
+    rule: str = "coupled"
+    tree: str = "chain"  # or medusa-63, eagle-25, dynamic:levels,width,nodes, a JSON file of paths
+    policy: str = "fixed"  # when to stop drafting
+    lossy: str = ""  # extra acceptance: the output is no longer the target's; needs allow_lossy
+    allow_lossy: bool = False
+    attention: str = "auto"
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()  # a text that ends an answer, or a JSON list of them
+    max_new_tokens: int = 128
+    limit: int | None = 32  # prompts; none: all
+    prompt_tokens: int = 64  # of a prompt cut from running text
+    turns: int | None = None  # of a conversation, at most; none: all it has
+    task: str = ""  # gsm8k: the prompts must have known answers; empty: scored where they have
+    batch: int = 1
+    seed: int = 0
+    threads: int = 0  # of the CPU; 0 as torch has it. Small models are fastest on one
+    device: str = "cpu"
+    dtype: str = "bfloat16"  # speed is measured in it; identity always in fp32
+    ignore_eos: bool = False
+    identity: bool = True  # also prove token identity in fp32
+    baseline: str = "native"  # same-shape: identity in `dtype` too, through the drafter's shapes
+    allow_target_mismatch: bool = False
+    adapter: str = ""  # a LoRA folder for the target, merged into its weights
+
+    def __post_init__(self) -> None:
+        for name, known in (("baseline", BASELINES), ("task", TASKS)):
+            if getattr(self, name) not in known:
+                choices = ", ".join(filter(None, known))
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {choices}")
+        if self.turns is not None and self.turns < 1:
+            raise ValueError(f"turns: got {self.turns}, expected at least 1, or none for all")
+        if self.max_new_tokens < 2:
+            raise ValueError(
+                f"max_new_tokens: got {self.max_new_tokens}, expected at least 2; the first token "
+                "of an answer comes with the prefill, which is not measured"
+            )
+        # Asks for the decoder's settings and the sampling's too, so that they are checked here.
+        if not self.comparable and self.baseline == "same-shape":
+            raise ValueError(
+                f"baseline: got same-shape with rule={self.rule} lossy={self.lossy!r}, whose "
+                "answers aren't plain decoding's token by token; use baseline=native"
+            )
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams.of(self)
+
+    @property
+    def decoding(self) -> Settings:
+        """How a drafter's decoder decodes."""
+        return Settings(
+            K=self.K,
+            batch_size=self.batch,
+            rule=self.rule,
+            tree=self.tree,
+            policy=self.policy,
+            lossy=self.lossy,
+            allow_lossy=self.allow_lossy,
+            attention=self.backend,
+        )
+
+    @property
+    def backend(self) -> str:
+        """The attention of every arm: shapes alone decide only what `masked` gives."""
+        return (
+            "masked"
+            if (self.attention, self.baseline) == ("auto", "same-shape")
+            else self.attention
+        )
+
+    @property
+    def comparable(self) -> bool:
+        """Whether answers must be plain decoding's, token by token."""
+        rule, greedy = RULES[self.decoding.rule], self.params.greedy
+        return not self.lossy and (rule.identical or greedy)
+
+
+@dataclass
+class Arm:
+    """One arm's answers, in the order of decoding, each with its prompt's number in the run; and of
+    each group of prompts that shared a batch the tokens emitted and the seconds of decoding.
+    """
+
+    completions: list[Completion] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def questions(self) -> list[list[Completion]]:
+        """The answers to each prompt, turn by turn."""
+        found: dict[int, list[Completion]] = {}
+        for completion in self.completions:
+            found.setdefault(completion.index, []).append(completion)
+        return [found[index] for index in sorted(found)]
+
+    @property
+    def counters(self) -> list[Counters]:
+        """What was counted for each prompt, over its turns."""
+        return [metrics.total([c.counters for c in turns]) for turns in self.questions]
+
+
+Arms = dict[str | None, Arm]
+
+
+@dataclass
+class Loaded:
+    """The pair in one dtype: the target, every drafter by name, and the K of each."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafters: dict[str, Drafter]
+    K: dict[str, int | None]
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer that every arm can hold."""
+        return min(context_of(self.target), *(d.context for d in self.drafters.values()))
+
+    def asked(self, settings: Evaluation, name: str | None) -> Settings:
+        """How an arm decodes."""
+        if name is None:
+            return Settings(batch_size=settings.batch, attention=settings.backend)
+        K = self.K[name]
+        return replace(settings.decoding, K=K).reaching(self.drafters[name].levels)
+
+    def decoder(self, settings: Evaluation, name: str | None, **changes: Any) -> Decoder:
+        """A drafter's decoder, or for None that of plain decoding."""
+        drafter = None if name is None else self.drafters[name]
+        options = asdict(replace(self.asked(settings, name), **changes))
+        return Decoder(self.target, self.tokenizer, drafter, **options)
+
+    def decoders(self, settings: Evaluation, **changes: Any) -> dict[str | None, Decoder]:
+        """Those of plain decoding and of every drafter."""
+        arms: list[str | None] = [None, *self.drafters]
+        return {arm: self.decoder(settings, arm, **changes) for arm in arms}
+
+
+def load(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
+    """Target and drafters in one dtype on the settings' device."""
+    target, tokenizer = load_target(
+        TargetSpec(settings.target, dtype=dtype, adapter=settings.adapter or None),
+        torch.device(settings.device),
+    )
+    check_split(target)
+    loaded = {}
+    for name, path in drafters.items():
+        drafter = load_drafter(
+            path, target, tokenizer, allow_target_mismatch=settings.allow_target_mismatch
+        )
+        if drafter is None:
+            raise ValueError(f"drafter: got {path!r}, expected a drafter folder or ngram")
+        loaded[name] = drafter
+    chosen = {name: settings.K or default_K(path, settings.tree) for name, path in drafters.items()}
+    return Loaded(target, tokenizer, loaded, chosen)
+
+
+def default_K(path: str, tree: str) -> int | None:
+    """The depth of a chain as the drafter folder's draftsmith.json has it; None, the decoder's own
+    default, without one, and for a tree.
+    """
+    meta = Path(path) / META
+    if tree != "chain" or not meta.is_file():
+        return None
+    return int((DEFAULTS | read_json(meta).get("defaults", {}))["K"])
+
+
+def same_shape(name: str) -> str:
+    """The arm of plain decoding through a drafter's shapes."""
+    return f"{name}: same shape"
+
+
+def take_turns(
+    settings: Evaluation, pair: Loaded, prompts: Sequence[Prompt], tick: Callable[[], None]
+) -> Arms:
+    """Every arm on each batch of prompts, in rotating order, after a warm-up."""
+    decoders = pair.decoders(settings)
+    if settings.baseline == "same-shape":
+        for name in pair.drafters:
+            # A drafter works for one decoder at a time: the other arm's keeps its state.
+            own = replace(pair, drafters={name: copy.copy(pair.drafters[name])})
+            decoders[same_shape(name)] = own.decoder(settings, name, same_shape=True)
+    for decoder in decoders.values():
+        for tokens in warm_ups(prompts, settings.device):
+            decoder.generate([tokens] * settings.batch, settings.params)
+    return converse(settings, pair, prompts, decoders, settings.batch, tick)
+
+
+def warm_ups(prompts: Sequence[Prompt], device: str) -> list[list[int]]:
+    """The prompts to warm up on, the longest first, so that what it makes room for holds all. On
+    CUDA rounds are recorded for lengths in powers of two: the longest of each that has one, and the
+    shortest, which has the most rounds there.
+    """
+    longest_first = sorted((prompt.tokens for prompt in prompts), key=len, reverse=True)
+    if not device.startswith("cuda"):
+        return longest_first[:1]
+    alike: dict[int, list[list[int]]] = {}
+    for tokens in longest_first:
+        alike.setdefault(max(SMALLEST, 1 << (len(tokens) - 1).bit_length()), []).append(tokens)
+    return [tokens for same in alike.values() for tokens in (*same[:1], *same[1:][-1:])]
+
+
+def prove(
+    settings: Evaluation, pair: Loaded, prompts: Sequence[Prompt], tick: Callable[[], None]
+) -> Arms:
+    """fp32 answers of plain decoding and, if identity is asked for, of every drafter; eight at a
+    time, since neither batch nor drafter may change an answer.
+    """
+    rows = max(8, settings.batch)
+    if settings.identity and settings.comparable:
+        decoders = pair.decoders(settings, batch_size=rows)
+    else:
+        decoders = {None: pair.decoder(settings, None, batch_size=rows)}
+    return converse(settings, pair, prompts, decoders, len(prompts), tick)
+
+
+def converse(
+    settings: Evaluation,
+    pair: Loaded,
+    prompts: Sequence[Prompt],
+    decoders: dict[str | None, Decoder],
+    size: int,
+    tick: Callable[[], None],
+) -> Arms:
+    """Groups of `size` prompts, turn by turn. At a later turn every arm reads the plain decoder's
+    answers to the earlier ones, not its own: all arms answer the same, whatever was accepted. A
+    conversation ends where the next turn has no room in the context.
+    """
+    order = list(decoders)
+    found: Arms = {arm: Arm() for arm in order}
+    for start in range(0, len(prompts), size):
+        asked = {i: prompts[i].tokens for i in range(start, min(start + size, len(prompts)))}
+        said: dict[int, list[str]] = {i: [] for i in asked}
+        for arm in found.values():
+            arm.tokens.append(0)
+            arm.seconds.append(0.0)
+        while asked:
+            for name in order:
+                done = answers(decoders[name], asked, settings.params)
+                found[name].completions += done
+                found[name].tokens[-1] += sum(c.counters.emitted for c in done)
+                found[name].seconds[-1] += max(c.counters.decode_seconds for c in done)
+                if name is None:
+                    plain = done
+            later = {}
+            for completion in plain:
+                i = completion.index
+                said[i].append(completion.text)
+                if len(said[i]) < len(prompts[i].turns):
+                    later[i] = next_turn(prompts[i], said[i], pair.tokenizer)
+            asked = {i: ids for i, ids in later.items() if fits(ids, settings, pair)}
+        order = order[1:] + order[:1]
+        tick()
+    return found
+
+
+def answers(
+    decoder: Decoder, asked: dict[int, list[int]], params: SamplingParams
+) -> list[Completion]:
+    """One turn of some prompts, by their numbers in the run, of which the noise is made."""
+    done = decoder.generate(list(asked.values()), params, indices=list(asked))
+    for completion, index in zip(done, asked, strict=True):
+        completion.index = index
+        if completion.finish_reason == "error":
+            raise ValueError(f"prompt {index}: {completion.error}")
+    return done
+
+
+def fits(tokens: Sequence[int], settings: Evaluation, pair: Loaded) -> bool:
+    """Whether every arm has room for a prompt and the longest answer to it."""
+    return len(tokens) + settings.max_new_tokens <= pair.context

@@ -1,0 +1,88 @@
+"""Is the output the plain decoder's, token by token? And where it isn't: a near-tie, or a bug?"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.evaluate.reference import top_two
+from draftsmith.decode.sampling import SamplingParams
+
+NEAR_TIE = 1e-4  # fp32 logits closer than this may be swapped by the rounding of another shape
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token at which two answers to one prompt differ. margin: between the best and the
+    second best score at that context in fp32; near_tie: the margin is below 1e-4 and fp64 confirms
+    it between the same two tokens; baseline: the plain decoding it was compared with.
+    """
+
+    prompt: int
+    position: int
+    dtype: str
+    margin: float
+    near_tie: bool
+    baseline: str = "native"
+
+
+def divergences(
+    expected: Sequence[Completion],
+    got: Sequence[Completion],
+    exact_target: PreTrainedModel,
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    dtype: str,
+    baseline: str = "native",
+) -> list[Divergence]:
+    """Every prompt whose two answers differ, with the margins of `exact_target` (fp32) there."""
+    found = []
+    double: PreTrainedModel | None = None
+    for want, have in zip(expected, got, strict=True):
+        if want.tokens == have.tokens:
+            continue
+        at = first_difference(want.tokens, have.tokens)
+        context = want.prompt_tokens + want.tokens[:at]
+        _, margin = top_two(exact_target, context, params, vocab_size=vocab_size, index=want.index)
+        near = margin < NEAR_TIE
+        if near:
+            double = double or copy.deepcopy(exact_target).double()
+            tokens, margin_64 = top_two(
+                double, context, params, vocab_size=vocab_size, index=want.index
+            )
+            pair = {*want.tokens[at : at + 1], *have.tokens[at : at + 1]}
+            near = margin_64 < NEAR_TIE and pair == set(tokens)
+        found.append(Divergence(want.index, at, dtype, margin, near, baseline))
+    return found
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    """The first index at which two sequences differ (the shorter one's length, if one begins the
+    other).
+    """
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))
+
+
+def verdict(
+    found: Sequence[Divergence], total: int, *, dtype: str, baseline: str
+) -> dict[str, Any]:
+    """The report's `identical` entry. excused: differences at confirmed near-ties."""
+    return {
+        "dtype": dtype,
+        "baseline": baseline,
+        "same": total - len(found),
+        "excused": sum(d.near_tie for d in found),
+        "total": total,
+        "worst_margin": max((d.margin for d in found), default=None),
+    }
+
+
+def as_rows(found: Sequence[Divergence]) -> list[dict[str, Any]]:
+    return [asdict(d) for d in found]

@@ -1,0 +1,156 @@
+"""Speed, of all prompts and by category: the sum of tokens over the sum of time, and beside it the
+Spec-Bench way (Xia et al., arXiv 2401.07851): the mean over questions of tokens a second, prefill
+included, with MT-bench's eight categories as one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from draftsmith.decode.drafters.lm import weights_read
+from draftsmith.decode.evaluate import metrics
+from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded
+from draftsmith.decode.policies.timing import isolated_times
+from draftsmith.decode.prompts.prompts import Prompt
+
+MT_BENCH = (
+    *("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"),
+)
+SPEC_BENCH = (*MT_BENCH, "translation", "summarization", "qa", "math_reasoning", "rag")
+
+Table = dict[str, dict[str, Any]]
+
+
+def speed_part(settings: Evaluation, pair: Loaded, name: str, turns: Arms) -> dict[str, Any]:
+    """Counts and clocks of the turns, and the isolated forwards that say what would be ideal."""
+    plain, spec = turns[None], turns[name]
+    counters = spec.counters
+    rounds = max(1, sum(c.rounds for c in counters))
+    K = sum(c.drafted for c in counters) / rounds
+    nodes = sum(c.nodes for c in counters) / rounds
+    tau = metrics.block_efficiency(counters)
+    speeds = speedups(plain, spec, settings.batch)
+    lengths = [len(c.prompt_tokens) + len(c.tokens) / 2 for c in spec.completions]
+    context = int(sum(lengths) / len(lengths))
+    drafter = pair.drafters[name]
+    times = isolated_times(
+        pair.decoder(settings, None).runner,
+        drafter,
+        pair.asked(settings, name).plan,
+        batch=settings.batch,
+        context=context,
+        prompt=sum(len(c.prompt_tokens) for c in spec.completions) // len(lengths),
+        nodes=1 + round(nodes),
+    )
+    drafting = K * times["draft"] + (times["extend"] or 0.0)
+    ideal = tau * times["plain"] / (times["verify"] + drafting)
+    c_bytes = drafter.parameter_bytes / weights_read(pair.target)
+    by_position, conditional = metrics.acceptance_by_position(counters)
+    return {
+        "K": K,
+        "N": 1 + nodes,
+        "context": context,
+        "tau": tau,
+        "tau_interval": metrics.ratio_interval(
+            [c.emitted for c in counters], [c.rounds for c in counters]
+        ),
+        "draft_acceptance_rate": metrics.draft_acceptance_rate(counters),
+        "token_efficiency": metrics.token_efficiency(counters),
+        "acceptance_by_position": by_position,
+        "acceptance_conditional": conditional,
+        "accepted_histogram": metrics.histogram(counters),
+        "tokens_per_s": {
+            "plain": sum(plain.tokens) / sum(plain.seconds),
+            "speculative": sum(spec.tokens) / sum(spec.seconds),
+        },
+        "times": times,
+        **speeds,
+        "ideal_speedup": ideal,
+        "efficiency": speeds["speedup"] / ideal,
+        "c": times["draft"] / times["plain"],
+        "mbsu": tau / (1 + K * c_bytes),
+        "loop_rate": metrics.loop_rate(plain.completions),
+        "per_prompt": per_prompt(plain, spec),
+    }
+
+
+def per_prompt(plain: Arm, spec: Arm) -> list[dict[str, Any]]:
+    """What paired comparisons between reports are made of, over all turns of a prompt."""
+    answers = zip(plain.questions, spec.counters, strict=True)
+    return [
+        {"prompt": i, "emitted": c.emitted, "rounds": c.rounds}
+        | {"accepted": c.emitted - c.rounds, "plain_tokens": sum(len(p.tokens) for p in turns)}
+        for i, (turns, c) in enumerate(answers)
+    ]
+
+
+def speedups(plain: Arm, spec: Arm, batch: int) -> dict[str, Any]:
+    """The report's `speedup`; its interval over prompts, or over batches of them, None where fewer
+    than two were timed; and `speedup_specbench`, None where prompts shared a batch.
+    """
+    every = np.arange(len(spec.tokens))
+    found: dict[str, Any] = dict.fromkeys(("speedup", "speedup_interval", "speedup_specbench"))
+    found["speedup"] = speedup(plain, spec, every)
+    if sum(seconds > 0 for seconds in spec.seconds) > 1:
+        interval = metrics.bootstrap(lambda i: speedup(plain, spec, i), len(every))
+        found["speedup_interval"] = interval
+    if batch == 1:
+        found["speedup_specbench"] = float(rates(spec).mean() / rates(plain).mean())
+    return found
+
+
+def speedup(plain: Arm, spec: Arm, groups: np.ndarray) -> float:
+    """Of some of the groups that shared a batch; nan where one side emitted nothing."""
+    a, b, c, d = (
+        np.asarray(x)[groups].sum()
+        for x in (spec.tokens, spec.seconds, plain.tokens, plain.seconds)
+    )
+    return float((a / b) / (c / d)) if b and c else float("nan")
+
+
+def rates(arm: Arm) -> np.ndarray:
+    """Tokens a second of each question over its turns, prefill and its token included."""
+    each = []
+    for turns in arm.questions:
+        seconds = sum(c.counters.prefill_seconds + c.counters.decode_seconds for c in turns)
+        each.append(sum(len(c.tokens) for c in turns) / seconds)
+    return np.array(each)
+
+
+def by_category(prompts: Sequence[Prompt], plain: Arm, spec: Arm, batch: int) -> Table:
+    """Each category's row, in the order in which they come."""
+    names = dict.fromkeys(prompt.category for prompt in prompts)
+    return {name: _row(prompts, (name,), plain, spec, batch) for name in names}
+
+
+def specbench(prompts: Sequence[Prompt], plain: Arm, spec: Arm, batch: int) -> Table:
+    """The rows of Spec-Bench's own table; empty for prompts of anything else."""
+    names = dict.fromkeys(prompt.category for prompt in prompts)
+    if not set(names) <= set(SPEC_BENCH):
+        return {}
+    groups: dict[str, tuple[str, ...]] = {"mt_bench": MT_BENCH}
+    groups |= {name: (name,) for name in names if name not in MT_BENCH}
+    groups["overall"] = SPEC_BENCH
+    rows = {name: _row(prompts, one, plain, spec, batch) for name, one in groups.items()}
+    return {name: row for name, row in rows.items() if row["n_prompts"]}
+
+
+def _row(
+    prompts: Sequence[Prompt], names: Sequence[str], plain: Arm, spec: Arm, batch: int
+) -> dict[str, Any]:
+    """tau, speed-ups and count of the prompts of some categories; speed only where prompts ran one
+    at a time, null where every answer ended with its first token.
+    """
+    members = np.array([i for i, prompt in enumerate(prompts) if prompt.category in names], int)
+    row: dict[str, Any] = dict.fromkeys(("tau", "speedup", "speedup_specbench"))
+    row["n_prompts"] = len(members)
+    counters = spec.counters
+    tau = metrics.block_efficiency([counters[i] for i in members])
+    if tau == tau:
+        row["tau"] = tau
+    ratio = speedup(plain, spec, members) if batch == 1 else float("nan")
+    if ratio == ratio:
+        row["speedup"] = ratio
+        row["speedup_specbench"] = float(rates(spec)[members].mean() / rates(plain)[members].mean())
+    return row

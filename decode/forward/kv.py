@@ -1,0 +1,115 @@
+"""The keys and values of all rows and layers in one tensor, and the adapter that transformers sees.
+
+Each row owns a run of slots and its own committed length. Slots at or beyond the length are garbage
+that no query attends to, so rolling back a rejected draft is free, rows of different lengths need
+no padding, and a finished row's slots can be given to the next prompt.
+
+Shapes: L layers, B rows, S slots a row, H key-value heads, E head width, N new tokens a row.
+"""
+
+import copy
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+
+from draftsmith.decode.forward.attention import Attend
+
+
+class KVPool:
+    """kv_2LBSHE: keys, then values. Token-major: one token's keys in a layer are one run."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        rows: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = kv_shape(config, rows, slots)
+        # Zeros: a masked slot still enters the product with weight 0, and 0 * NaN would be NaN.
+        self.kv_2LBSHE = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys_LBSHE, self.values_LBSHE = self.kv_2LBSHE
+        self.rows, self.slots = rows, slots
+
+    def first(self, rows: int) -> Self:
+        """The same memory, rows 0..rows-1 of it."""
+        part = copy.copy(self)
+        part.kv_2LBSHE = self.kv_2LBSHE[:, :, :rows]
+        part.keys_LBSHE, part.values_LBSHE = part.kv_2LBSHE
+        part.rows = rows
+        return part
+
+    def flat(self, slots_BN: Tensor) -> Tensor:
+        """Where slots [B, N] of rows 0..B-1 lie when rows and slots are one axis; [B * N]."""
+        first_B = torch.arange(slots_BN.shape[0], device=slots_BN.device) * self.slots
+        return (first_B[:, None] + slots_BN).flatten()
+
+    def clear(self, rows_R: Tensor) -> None:
+        """Forget rows: what a request left behind, NaN perhaps, can't reach the next one."""
+        self.kv_2LBSHE.index_fill_(2, rows_R, 0)
+
+    def commit(self, source_BP: Tensor, target_BP: Tensor) -> None:
+        """Move the entries of accepted paths into place, slots source -> target of rows 0..B-1: one
+        gather and one scatter for all layers, keys and values.
+
+        A chain never needs it: its path is already in place.
+        """
+        kv_2LTHE = self.kv_2LBSHE.flatten(2, 3)
+        moved = kv_2LTHE.index_select(2, self.flat(source_BP))
+        kv_2LTHE.index_copy_(2, self.flat(target_BP), moved)
+
+
+def kv_shape(config: PreTrainedConfig, rows: int, slots: int) -> tuple[int, ...]:
+    """The shape (2, L, B, S, H, E) of a pool."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2, config.num_hidden_layers, rows, slots, heads, width
+
+
+class SlotCache(Cache):
+    """What a transformers model writes to and reads from in one forward pass.
+
+    With `prefix=0` (prefill) the pass attends to its own keys alone; else to the first `prefix`
+    slots of every row, as `attend` says.
+    """
+
+    def __init__(
+        self, pool: KVPool, flat_slots: Tensor, prefix: int, attend: Attend | None = None
+    ) -> None:
+        super().__init__(layers=[])
+        self.attend = attend
+        self._pool, self._flat, self._prefix = pool, flat_slots, prefix
+
+    def write(self, layer: int, keys_BNHE: Tensor, values_BNHE: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new keys and values into their slots; return what to attend to, [B, S, H, E] each."""
+        attended = []
+        for pool_LBSHE, new_BNHE in (
+            (self._pool.keys_LBSHE, keys_BNHE),
+            (self._pool.values_LBSHE, values_BNHE),
+        ):
+            pool_BSHE = pool_LBSHE[layer]
+            pool_BSHE.flatten(0, 1).index_copy_(0, self._flat, new_BNHE.flatten(0, 1))
+            attended.append(new_BNHE if self._prefix == 0 else pool_BSHE[:, : self._prefix])
+        return attended[0], attended[1]
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """The same for transformers, whose keys and values are [B, H, N, E]."""
+        keys, values = self.write(
+            layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2)
+        )
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Never consulted: positions and masks are given."""
+        return 0

@@ -1,0 +1,254 @@
+"""The only code that calls a model while decoding: prefill and verify over per-row KV slots.
+
+Works on unmodified transformers classes whose layers keep nothing but keys and values of every
+token. What a pass attends to is handed to each layer's attention as a keyword, beside the model's
+own mask, so layers of different windows need no masks of the model's making.
+
+Shapes: B rows, N tokens a row, H hidden, U width of the taps' states side by side, V vocabulary.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from draftsmith.decode.forward.attention import ATTENTION, Attend, Seen, resolve
+from draftsmith.decode.forward.kv import KVPool, SlotCache
+from draftsmith.decode.forward.lean import LeanBody, Taken, lean_body
+from draftsmith.decode.forward.product import VocabHead
+from draftsmith.models.taps import NORM, Tap, check_taps, joined, watching
+from draftsmith.models.target import output_head, unwrapped
+from draftsmith.models.vocab import DraftVocab
+
+__all__ = ["Runner", "Seen", "round_up"]
+
+SLOT_BUCKET = 64  # attended slots are rounded up to this, so that shapes repeat
+# (tokens [B, N], positions [B, N], cache, taps to take) -> hidden [B, N, H]
+Body = Callable[[Tensor, Tensor, SlotCache, Taken], Tensor]
+# Bodies whose lean form has been compared with their own forward. Its weights are views of theirs,
+# so the comparison holds when the weights change.
+_agreed: "weakref.WeakKeyDictionary[nn.Module, LeanBody]" = weakref.WeakKeyDictionary()
+ROW_BOUND = {"dynamic", "longrope"}
+# Largest difference of hidden states, as a share of the largest state.
+AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class States(NamedTuple):
+    """hidden_BNH: after the final norm; taps_BNU: of the runner's taps, None where it has none."""
+
+    hidden_BNH: Tensor
+    taps_BNU: Tensor | None
+
+
+class Runner:
+    """A model, its LM head cut to the tokenizer's size, and the calls that decoding makes.
+
+    model: a causal LM, or a PeftModel around one, whose adapter then stays live. attention: a
+    backend of `decode/forward/attention.py`, or "auto". taps: states that each pass gives beside the last.
+    vocab: the tokens that have logits, whose rows of the LM head are then copied; None: all.
+
+    Raises ValueError for models that can't be rolled back by slots (recurrent state), whose logits
+    are more than head(hidden), and for an attention backend that the machine lacks.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocab_size: int,
+        attention: str = "auto",
+        taps: tuple[Tap, ...] = (),
+        vocab: DraftVocab | None = None,
+    ) -> None:
+        model = unwrapped(model)
+        refuse_what_cannot_roll_back(model)
+        self.model = model
+        self.body, head_VH, bias_D = output_head(model)
+        if head_VH.shape[0] < vocab_size:
+            raise ValueError(
+                f"model: got {head_VH.shape[0]} logits, expected at least the tokenizer's "
+                f"{vocab_size}; this model was made for another tokenizer"
+            )
+        ids_D, rows_DH = None, head_VH.detach()
+        bias_D = None if bias_D is None else bias_D.detach()
+        if vocab is not None:
+            ids_D = vocab.ids_D.to(head_VH.device)
+            rows_DH, bias_D = rows_DH[ids_D], None if bias_D is None else bias_D[ids_D]
+        source = head_VH if vocab is None else rows_DH
+        self.head = VocabHead(rows_DH, ids_D, vocab_size, source, bias_D)
+        self.dtype, self.device = head_VH.dtype, head_VH.device
+        self.config = config = model.config.get_text_config()
+        check_taps(taps, config.num_hidden_layers)
+        self.taps = taps
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.groups = config.num_attention_heads // kv_heads
+        self.context = context_of(model)
+        self.attention = resolve(attention, self.device, self.dtype)
+        model.set_attn_implementation(ATTENTION)
+        self.call: Body = self._whole
+        # The lean body knows no windows.
+        lean = None if windowed(config) else self._lean()
+        if lean is not None:
+            self.call = lean
+
+    def compile(self, **options: Any) -> None:
+        """Compile the lean body's layers, where the model has one; options of `torch.compile`."""
+        if isinstance(self.call, LeanBody):
+            self.call.compile(**options)
+
+    def pool(self, rows: int, slots: int) -> KVPool:
+        """A KV pool for this model; the slots are rounded up to whole buckets."""
+        return KVPool(
+            self.config, rows=rows, slots=round_up(slots), dtype=self.dtype, device=self.device
+        )
+
+    def prefill(
+        self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write prompts (right-padded to N) into the slots of `rows_B`; the logits [B, V] after
+        each, and the taps' states [B, N, U] at all their tokens, where there are taps.
+
+        What is written beyond a prompt's length is garbage in the sense of the pool.
+        """
+        positions_BN = torch.arange(tokens_BN.shape[1], device=self.device).expand_as(tokens_BN)
+        cache = SlotCache(pool, (rows_B[:, None] * pool.slots + positions_BN).flatten(), prefix=0)
+        hidden_BNH, taps_BNU = self._pass(tokens_BN, positions_BN, cache)
+        last_B11 = (lens_B - 1)[:, None, None].expand(-1, 1, hidden_BNH.shape[-1])
+        return self.logits(hidden_BNH.gather(1, last_B11)[:, 0]), taps_BNU
+
+    def verify(
+        self,
+        pool: KVPool,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        slots_BN: Tensor,
+        seen: Seen,
+    ) -> States:
+        """States of new tokens of rows 0..B-1, whose keys and values go to `slots_BN`; each sees
+        what `seen` says.
+        """
+        # What lies past the context's end is never kept; it only must not overrun the tables.
+        positions_BN = positions_BN.clamp(max=self.context - 1)
+        attend = Attend(
+            seen, positions_BN, groups=self.groups, dtype=self.dtype, backend=self.attention
+        )
+        # The flash call reads whole rows of the pool by their lengths.
+        width = pool.slots if self.attention == "varlen" else seen.width
+        cache = SlotCache(pool, pool.flat(slots_BN), width, attend)
+        return self._pass(tokens_BN, positions_BN, cache)
+
+    def _pass(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache) -> States:
+        taken: Taken = {int(tap): None for tap in self.taps if tap != NORM}
+        hidden_BNH = self.call(tokens_BN, positions_BN, cache, taken)
+        return States(hidden_BNH, joined(self.taps, hidden_BNH, taken) if self.taps else None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] fp32 over the tokenizer's vocabulary; -inf for tokens that have none."""
+        return self.head.logits(hidden)
+
+    def _whole(
+        self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, taken: Taken
+    ) -> Tensor:
+        """transformers' own forward of the body."""
+        extra = {}
+        if cache.attend is not None:
+            # A mask of four dimensions is handed through, so the model makes none of its own.
+            extra = {"attend": cache.attend, "attention_mask": positions_BN[:, None, :, None]}
+        with watching(self.model, taken) if taken else nullcontext():
+            return self.body(
+                input_ids=tokens_BN,
+                position_ids=positions_BN,
+                past_key_values=cache,
+                use_cache=True,
+                **extra,
+            ).last_hidden_state
+
+    def _lean(self) -> LeanBody | None:
+        """The body's lean form, made and compared once; its weights are the body's."""
+        made = _agreed.get(self.body)
+        if made is None or not made.current:
+            made = lean_body(self.body)
+            if made is None or not self._agree(made):
+                return None
+            _agreed[self.body] = made
+        return copy.copy(made)  # the layers are shared; whether they are compiled isn't
+
+    @torch.inference_mode()
+    def _agree(self, lean: Body) -> bool:
+        """Two ragged prompts, then three tokens each: does `lean` give the model's own states?"""
+        lens_B = torch.tensor([7, 4], device=self.device)
+        tokens_BN = torch.arange(14, device=self.device).view(2, 7) % len(self.head.weight)
+        rows_B = torch.arange(2, device=self.device)
+        states = []
+        for body in (self._whole, lean):
+            self.call, pool = body, self.pool(2, 16)
+            logits_BV = self.prefill(pool, rows_B, tokens_BN, lens_B)[0]
+            states.append(logits_BV.masked_fill(logits_BV.isneginf(), 0))  # tokens without a row
+            positions_BN = lens_B[:, None] + torch.arange(3, device=self.device)
+            seen = Seen(lens_B, pool.slots)
+            new_BN = tokens_BN[:, :3]
+            found = self.verify(pool, new_BN, positions_BN, positions_BN, seen)
+            states.append(found.hidden_BNH.float())
+        self.call = self._whole
+        limit = AGREEMENT[self.dtype]
+        return all(
+            float((a - b).abs().max()) <= limit * float(a.abs().max())
+            for a, b in zip(states[:2], states[2:], strict=True)
+        )
+
+
+def context_of(model: PreTrainedModel) -> int:
+    """Positions that a model is configured for."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
+
+
+def round_up(slots: int) -> int:
+    """Slots in whole buckets."""
+    return -(-slots // SLOT_BUCKET) * SLOT_BUCKET
+
+
+def windowed(config: PreTrainedConfig) -> bool:
+    """Whether any layer has a sliding window."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return "sliding_attention" in kinds
+    used = getattr(config, "use_sliding_window", True)
+    return bool(used and getattr(config, "sliding_window", None))
+
+
+def rope_types(config: PreTrainedConfig) -> set[str]:
+    """The kinds of rotary embeddings in a config, of all its layer types."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [part for part in rope.values() if isinstance(part, dict)]
+    return {str(part.get("rope_type", "default")) for part in nested or [rope]}
+
+
+def refuse_what_cannot_roll_back(model: PreTrainedModel) -> None:
+    """ValueError for a model with state other than the keys and values of every token."""
+    config = model.config.get_text_config()
+    unknown = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    reasons = {
+        "a recurrent state": getattr(model, "_is_stateful", False),
+        f"layers of type {sorted(unknown)}": unknown,
+        "attention in chunks": getattr(config, "attention_chunk_size", None),
+        "layers that share their keys and values": getattr(config, "num_kv_shared_layers", 0),
+        "keys and values of different widths": getattr(config, "kv_lora_rank", None),
+        # Which factors they use depends on the longest row of the batch, not on the prompt alone.
+        f"rotary embeddings of type {sorted(ROW_BOUND)}": ROW_BOUND & rope_types(config),
+        "capped attention logits": getattr(config, "attn_logit_softcapping", None),
+        "attention that can't be replaced": not model._supports_attention_backend,
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise ValueError(
+                f"model {type(model).__name__}: got {reason}, expected full or sliding attention "
+                "in every layer and one key and value a token (Llama, Qwen, Mistral, Mixtral, "
+                "Gemma 3 and GPT-OSS are tested): rejected drafts could not be rolled back"
+            )

@@ -1,0 +1,302 @@
+"""When to stop drafting. A policy picks each round's tree, and may end it early.
+
+    fixed             the tree as it is
+    confidence:0.4    stop once no drafted token of a call has that probability (transformers' rule)
+    entropy:0.2,0.6   AdaEDL: stop where 1 - sqrt(0.2 * H(q)), a bound on acceptance, is under a
+                      limit that starts at 0.6 and follows the acceptance seen
+    acceptance:0.7,1  SpecDec++: stop once something drafted has been rejected with a probability
+                      above 0.7, by the head in the drafter folder, after 1 call or more; without
+                      numbers at the head's own threshold
+    depth:0.3         dynamic depth: stop once the nodes to feed next hold less than that
+                      probability together
+    cost              the K, or part of the tree, of the highest expected tokens a second, by
+                      measured times of the models and running acceptance
+
+Policies that look at every call read the device once a call; the others never do. None of them
+changes an answer: with shared noise any draft may be cut, and a rule by rejection is exact for any
+stopping that depends on what is drafted so far.
+
+Shapes: B rows, F nodes fed, C children.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.decode.drafters.base import Call, Chance, Enough
+from draftsmith.decode.policies.acceptance_head import AcceptanceHead
+from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_plan
+from draftsmith.models.scorers import Scored, check_threshold
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished round's rows came to. levels: draft calls made; paths: of each row that
+    decoded, the rank path that was kept (of a dynamic tree: zeros in its place).
+    """
+
+    plan: Plan
+    levels: int
+    paths: Sequence[tuple[int, ...]]
+
+
+class Policy(Protocol):
+    """plans: every tree it may ask for, the largest last; enough: asked after each draft call;
+    chance: what it judges paths by, if it does; orders: whether dynamic trees grow by that, too.
+    """
+
+    plans: tuple[Plan, ...]
+    enough: Enough | None
+    chance: Chance | None
+    orders: bool
+
+    def next_plan(self) -> Plan:
+        """The tree of the next round."""
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn from a round."""
+
+
+class Fixed:
+    """Always the same tree."""
+
+    enough: Enough | None = None
+    chance: Chance | None = None
+    orders = False
+
+    def __init__(self, plan: Plan) -> None:
+        self.plans: tuple[Plan, ...] = (plan,)
+
+    def next_plan(self) -> Plan:
+        return self.plans[-1]
+
+    def observe(self, outcome: Outcome) -> None:
+        """Nothing to learn."""
+
+
+class Confidence(Fixed):
+    """Stops after a call whose best drafted token is improbable."""
+
+    def __init__(self, plan: Plan, threshold: float = 0.4) -> None:
+        super().__init__(plan)
+        _share("confidence", threshold)
+        self.enough = lambda call: call.log_q_BC.amax(1).exp() < threshold
+
+
+class Depth(Fixed):
+    """Dynamic depth decoding (Brown et al., arXiv 2409.00142): the probability of the whole beam
+    that would be fed next (of a static tree: of all that a call drafted). Of a chain that is the
+    probability of all drafted so far.
+    """
+
+    def __init__(self, plan: Plan, threshold: float = 0.3) -> None:
+        super().__init__(plan)
+        _share("depth", threshold)
+        width = plan.width if isinstance(plan, DynamicTree) else len(plan.paths)
+        if not isinstance(plan, DynamicTree):  # which judges by what orders it
+            self.chance = lambda call: call.log_q_BC
+
+        def enough(call: Call) -> Tensor:
+            assert call.path_BC is not None
+            beam_BC = call.path_BC.topk(min(width, call.path_BC.shape[1]), dim=1).values
+            return beam_BC.exp().sum(1) < threshold
+
+        self.enough = enough
+
+
+class Acceptance(Fixed):
+    """SpecDec++ (Huang et al., arXiv 2405.19715): go on while the best path is wholly kept with a
+    chance of at least 1 - threshold, by an acceptance head. A dynamic tree is ordered and pruned by
+    that chance too, if the head has learned from trees (of chains it knows no second-best tokens)
+    and tells siblings apart (by the state that they were drawn from).
+
+    A draft call serves all rows of a batch, and its gain is the sum of theirs: so the mean chance
+    of the rows that decode decides. Of one row that is the paper's rule.
+
+    threshold: None for the head's own. least: draft calls before it may stop.
+    """
+
+    def __init__(self, plan: Plan, threshold: float | None = None, least: float = 1) -> None:
+        super().__init__(plan)
+        if threshold is not None:
+            check_threshold(threshold, "policy acceptance")
+        if not 1 <= least <= plan.levels or least != int(least):
+            raise ValueError(
+                f"policy acceptance: got at least {least:g} draft calls, expected a whole number "
+                f"from 1 to the tree's {plan.levels}"
+            )
+        self.threshold, self.least = threshold, int(least)
+
+    def read_by(self, head: Scored, device: torch.device) -> None:
+        """Judge by this head, whose states come on `device`."""
+        threshold = head.threshold if self.threshold is None else self.threshold
+        self.chance = AcceptanceHead(head.scorer, device)
+        of_trees = head.about.get("traced", {}).get("tree", "chain") != "chain"
+        self.orders = of_trees and head.scorer.config.state == "parent"
+
+        def enough(call: Call) -> Tensor:
+            assert call.path_BC is not None
+            # NaN, of a broken draft or an idle row, must not decide for the other rows.
+            best_B = (call.path_BC.amax(1).exp() * call.active_B).nan_to_num(nan=0.0)
+            mean = best_B.sum() / call.active_B.sum().clamp(min=1)
+            stop = (mean < 1 - threshold) & (call.depth + 1 >= self.least)
+            return stop.expand_as(best_B)
+
+        self.enough = enough
+
+
+class Entropy(Fixed):
+    """AdaEDL (Agrawal et al., arXiv 2410.18351). Acceptance is at least about 1 - sqrt(gamma H(q));
+    where that is below the limit, drafting stops. The limit rises while less than `GOAL` of the
+    drafted tokens are kept, and falls while more are; the walk is that of Zhang et al., arXiv
+    2309.08168, its constants as recalled. Only GOAL differs: with theirs, 0.9, the quickstart's
+    draft (which keeps 0.8 of its first tokens) never drafts a second one.
+    """
+
+    GOAL, MEMORY, STEP, INERTIA = 0.6, 0.5, 0.01, 0.9
+
+    def __init__(self, plan: Plan, gamma: float = 0.2, limit: float = 0.6) -> None:
+        super().__init__(plan)
+        _share("entropy", limit)
+        if not gamma > 0:
+            raise ValueError(f"policy entropy: got a factor of {gamma}, expected a number above 0")
+        self.limit, self.rate = limit, self.GOAL
+
+        def enough(call: Call) -> Tensor:
+            return 1 - (gamma * call.entropy_BF.amin(1)).sqrt() < self.limit
+
+        self.enough = enough
+
+    def observe(self, outcome: Outcome) -> None:
+        if not outcome.paths or not outcome.levels:
+            return
+        kept = sum(map(len, outcome.paths)) / (len(outcome.paths) * outcome.levels)
+        self.rate = self.MEMORY * self.rate + (1 - self.MEMORY) * kept
+        wanted = self.limit + (self.STEP if self.rate < self.GOAL else -self.STEP)
+        self.limit = min(max(self.INERTIA * self.limit + (1 - self.INERTIA) * wanted, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured seconds: verify[i] of a pass over nodes[i] tokens a row, draft[i] of a draft call
+    that feeds as many; between them, straight lines. A head's first call feeds nothing, but it
+    takes in what was kept, which is charged in its place, as one pass.
+    """
+
+    nodes: tuple[int, ...]
+    verify: tuple[float, ...]
+    draft: tuple[float, ...]
+
+    def of(self, plan: Plan) -> float:
+        """Seconds of a round of this plan."""
+        drafting = sum(float(np.interp(n, self.nodes, self.draft)) for n in plan.fed)
+        return drafting + float(np.interp(plan.nodes, self.nodes, self.verify))
+
+
+class Cost:
+    """Of all parts of the tree the one that promises most tokens a second.
+
+    A node's chance to be kept is the product along its path of P(rank r kept at depth d | its
+    parent kept), counted over recent rounds, and leaning on all depths' average where counts are
+    few. Every `PERIOD` rounds the choice is made anew.
+    """
+
+    PERIOD, MEMORY, LEAN = 8, 0.995, 8.0
+    enough: Enough | None = None
+    chance: Chance | None = None
+    orders = False
+
+    def __init__(self, plan: Plan) -> None:
+        self.costs: Costs | None = None
+        self.plans = parts(plan)
+        largest = self.plans[-1]
+        self.paths = getattr(largest, "paths", chain_plan(largest.levels).paths)
+        depth, rank = largest.levels, 1 + max(r for path in self.paths for r in path)
+        self.hits, self.trials = np.zeros((depth, rank)), np.zeros((depth, rank))
+        self.choice, self.rounds = largest, 0
+
+    def next_plan(self) -> Plan:
+        if self.costs is not None and self.rounds and self.rounds % self.PERIOD == 0:
+            chances = self.chances()
+            self.choice = max(self.plans, key=lambda plan: self.rate(plan, chances))
+        self.rounds += 1
+        return self.choice
+
+    def rate(self, plan: Plan, chances: dict[tuple[int, ...], float]) -> float:
+        """Expected tokens a second of a row."""
+        assert self.costs is not None
+        kept = getattr(plan, "paths", chain_plan(plan.levels).paths)
+        return (1 + sum(chances[path] for path in kept)) / self.costs.of(plan)
+
+    def chances(self) -> dict[tuple[int, ...], float]:
+        """Rank path -> the chance that it is kept."""
+        pooled = (self.hits.sum(0) + 1) / (self.trials.sum(0) + 2)
+        table = (self.hits + self.LEAN * pooled) / (self.trials + self.LEAN)
+        found: dict[tuple[int, ...], float] = {(): 1.0}
+        for path in self.paths:
+            found[path] = found[path[:-1]] * float(table[len(path) - 1, path[-1]])
+        return found
+
+    def observe(self, outcome: Outcome) -> None:
+        self.hits *= self.MEMORY
+        self.trials *= self.MEMORY
+        drafted = set(getattr(outcome.plan, "paths", chain_plan(outcome.plan.levels).paths))
+        for kept in outcome.paths:
+            for depth in range(min(len(kept) + 1, outcome.levels)):
+                for rank in range(self.hits.shape[1]):
+                    self.trials[depth, rank] += (*kept[:depth], rank) in drafted
+                if depth < len(kept):
+                    self.hits[depth, kept[depth]] += 1
+
+
+def parts(plan: Plan) -> tuple[Plan, ...]:
+    """What the cost policy chooses from: every depth and, of a tree that branches, its narrower
+    forms: ranks below 1, 2, 4 and all. From the smallest to the whole.
+    """
+    found: list[Plan] = []
+    for levels in range(1, plan.levels + 1):
+        cut = plan.cut(levels)
+        if isinstance(cut, StaticTree):
+            for limit in (1, 2, 4, 1 << 30):
+                narrow = tuple(path for path in cut.paths if max(path) < limit)
+                if StaticTree(narrow) not in found:
+                    found.append(StaticTree(narrow))
+        else:
+            found.append(cut)
+    return tuple(found)
+
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "fixed": Fixed,
+    "confidence": Confidence,
+    "entropy": Entropy,
+    "acceptance": Acceptance,
+    "depth": Depth,
+    "cost": Cost,
+}
+
+
+def make_policy(text: str, plan: Plan) -> Policy:
+    """The policy that `text` describes (`name` or `name:number,...`), for this tree; ValueError for
+    an unknown name or numbers that it doesn't take.
+    """
+    name, _, numbers = text.partition(":")
+    if name not in POLICIES:
+        raise ValueError(f"policy: got {text!r}, expected one of {', '.join(POLICIES)}")
+    try:
+        values = [float(number) for number in numbers.split(",")] if numbers else []
+    except ValueError:
+        raise ValueError(f"policy: got {text!r}, expected numbers after the colon") from None
+    most = {"fixed": 0, "cost": 0, "entropy": 2, "acceptance": 2}.get(name, 1)
+    if len(values) > most:
+        raise ValueError(f"policy: got {text!r}, expected at most {most} numbers for {name}")
+    return POLICIES[name](plan, *values)
+
+
+def _share(name: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise ValueError(f"policy {name}: got {value}, expected a probability between 0 and 1")

@@ -1,0 +1,383 @@
+"""Which draft for a target: depth and width by predicted speed-up, before anything is trained.
+
+    python -m draftsmith size target=Qwen/Qwen3-8B device=h100 budget=300e6
+
+    speed-up = tau t_plain / (t_verify + K t_draft)
+    tau = 1 + alpha + ... + alpha^K,   alpha = a log10(parameters) + b
+    t = call + layers * layer + bytes of weights / bandwidth      (modelled; or measured here)
+
+The target's config.json is all that is read of it. At equal parameters a layer costs time that
+width doesn't, and with a large vocabulary width costs an output head that depth doesn't: between
+them is a best shape, a shallow and wide one (FastDraft, arXiv 2411.11055).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from draftsmith.command import parse
+from draftsmith.decode.engine.memory import available, size
+from draftsmith.decode.forward.runner import Runner
+from draftsmith.decode.policies.timing import Call, forward_call, graphed, median_times
+from draftsmith.decode.predict.scaling_laws import fit_line, read_rows
+from draftsmith.decode.report.figures import duration, times_as
+from draftsmith.decode.report.svg import short_count
+from draftsmith.models.disk.read_lm import load_config
+from draftsmith.models.draft_lm import draft_config
+
+DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+LONGEST = 12  # drafted tokens a round, where K is to be chosen
+CONTEXT = 256  # tokens before a measured forward
+
+
+class Machine(NamedTuple):
+    """GB a second that weights are read at, microseconds that each layer and each call adds."""
+
+    bandwidth: float
+    layer: float
+    call: float
+
+    def seconds(self, layers: int, weights: int) -> float:
+        """A forward of a token, of so many bytes of weights."""
+        return 1e-6 * (self.call + layers * self.layer) + weights / (1e9 * self.bandwidth)
+
+
+# GPUs: the data sheets' bandwidth (SXM, A100 of 80 GB), and an assumed dozen kernels a layer in a
+# CUDA graph. cpu: from docs/results/cost.json (6 layers of 256 and one of 96, bf16, one thread of
+# an AMD EPYC: 2.26 and 0.45 ms) at an assumed 20 GB/s.
+MACHINES = {
+    "cpu": Machine(20.0, 260.0, 160.0),
+    "a100": Machine(2039.0, 30.0, 100.0),
+    "h100": Machine(3350.0, 30.0, 100.0),
+    "h200": Machine(4800.0, 30.0, 100.0),
+}
+
+
+class Law(NamedTuple):
+    """alpha = slope log10(parameters) + intercept; source: where it was seen, in words."""
+
+    slope: float
+    intercept: float
+    source: str
+    with_tables: bool = False  # whether parameters count the embedding and the output head
+
+    def alpha(self, parameters: int) -> float:
+        """Kept inside (0, 1), as far as that goes."""
+        return min(0.99, max(0.01, self.slope * math.log10(parameters) + self.intercept))
+
+
+# FastDraft's accepted / drafted at three tokens is (a + a^2 + a^3) / 3. Slope: Phi-3-mini's drafts
+# of 50M and 120M after 5B tokens, means over CNN, TinyStories and Dolly (.278, .325: a = .485,
+# .535). Level: the mean of the aligned 50M draft and Llama-3.1-8B's of 150M, over those and
+# HumanEval (.402, .389: a = .609, .597). Their sizes count the tables, which aren't told apart.
+FASTDRAFT = Law(
+    0.132,
+    -0.448,
+    "FastDraft's drafts of 50M to 150M parameters, tables included, for Phi-3-mini and "
+    "Llama-3.1-8B at temperature 0.6; one slope from two sizes",
+)
+
+
+@dataclass
+class Sizing:
+    """Propose a draft of the target's family and vocabulary."""
+
+    target: str  # a folder, a config.json or a hub name
+    budget: float = 0.0  # parameters of the draft at most; 0: no bound
+    K: int = 0  # drafted tokens a round; 0: the best for each size
+    device: str = "h100"  # cpu | a100 | h100 | h200, to model
+    bandwidth: float = 0.0  # GB/s, in place of the device's
+    layer_overhead_us: float = -1.0  # in place of the device's
+    fit: str = ""  # rows of `draftsmith scaling`, in place of FastDraft's law
+    min_layers: int = 2  # below two layers size alone doesn't tell quality (arXiv 2001.08361)
+    measure: bool = False  # time models of these shapes here, on the GPU if there is one
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A shape and what is predicted of it; the first five are recipe fields."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    parameters: int
+    non_embedding: int
+    weights: int  # bytes that a forward reads
+    seconds: float = math.nan
+    K: int = 0
+    alpha: float = math.nan
+    tau: float = math.nan
+    speedup: float = math.nan
+    mbsu: float = math.nan
+
+    @property
+    def recipe(self) -> str:
+        """What a recipe or a command line of train/ says."""
+        names = ("layers", "hidden", "heads", "kv_heads", "intermediate")
+        return " ".join(f"{name}={getattr(self, name)}" for name in names)
+
+
+def main(argv: list[str]) -> int:
+    """Print what is proposed; 2 after a user's error."""
+    console = Console()
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        lines = [f"  {k}={getattr(Sizing, k, '...')}" for k in Sizing.__annotations__]
+        print("\n".join(["python -m draftsmith size KEY=VALUE ...\n", str(Sizing.__doc__), *lines]))
+        return 0
+    try:
+        settings = parse(Sizing, argv)
+        law, machine = law_of(settings.fit), machine_of(settings)
+        config = target_config(settings.target)
+        target, drafts = propose(config, settings, law, machine)
+    except ValueError as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
+        return 2
+    console.width = console.width if console.is_terminal else 150
+    console.print(table(drafts, target.seconds))
+    print("\n".join([*notes(settings, law, machine, target), "", "recipe: " + drafts[0].recipe]))
+    return 0
+
+
+def target_config(path: str) -> PretrainedConfig:
+    """The text model's configuration in a folder, a config.json or at a hub name."""
+    file = Path(path)
+    return load_config(file.parent if file.name == "config.json" else path).get_text_config()
+
+
+def machine_of(settings: Sizing) -> Machine:
+    """The named device with the numbers given in place of its own."""
+    if settings.device not in MACHINES:
+        raise ValueError(f"device: got {settings.device!r}, expected one of {', '.join(MACHINES)}")
+    if settings.K < 0 or settings.bandwidth < 0 or settings.min_layers < 1:
+        raise ValueError(
+            f"got K={settings.K}, bandwidth={settings.bandwidth:g}, min_layers="
+            f"{settings.min_layers}, expected K >= 0, bandwidth >= 0 and min_layers >= 1"
+        )
+    machine = MACHINES[settings.device]
+    if settings.bandwidth:
+        machine = machine._replace(bandwidth=settings.bandwidth)
+    if settings.layer_overhead_us >= 0:
+        machine = machine._replace(layer=settings.layer_overhead_us)
+    return machine
+
+
+def law_of(fit: str) -> Law:
+    """FastDraft's law, or the line over sizes at the most tokens of a file of scaling rows."""
+    if not fit:
+        return FASTDRAFT
+    rows = read_rows(fit)
+    most = max(row["tokens"] for row in rows)
+    rows = [row for row in rows if row["tokens"] == most and row["what"] == rows[0]["what"]]
+    axis = "non_embedding" if all("non_embedding" in row for row in rows) else "parameters"
+    if len({row[axis] for row in rows}) < 3:
+        raise ValueError(f"fit: got {fit} with fewer than 3 sizes at {most} tokens, expected more")
+    line = fit_line(rows, "alpha", axis, rows[0]["what"], most)
+    places = [place for place, _ in line.points]
+    source = (
+        f"{fit}: {axis} of {short_count(places[0])} to {short_count(places[-1])} after "
+        f"{short_count(most)} tokens, off by {line.error:+.3f} at {short_count(line.held_out[0])}"
+    )
+    return Law(line.slope, line.intercept, source, with_tables=axis == "parameters")
+
+
+def propose(
+    config: PretrainedConfig, settings: Sizing, law: Law, machine: Machine
+) -> tuple[Draft, list[Draft]]:
+    """The target as a shape, and for each depth the width that promises most, best first.
+
+    Raises:
+        ValueError: nothing within the budget, a family that `draft_config` refuses, or with
+            `measure` more weights than memory.
+    """
+    target = _shape(config)
+    t_plain = machine.seconds(target.layers, target.weights)
+    target = replace(target, seconds=t_plain)
+    found: dict[int, Draft] = {}
+    for draft in shapes(config, target):
+        if draft.layers < settings.min_layers or draft.parameters > (settings.budget or math.inf):
+            continue
+        draft = replace(draft, seconds=machine.seconds(draft.layers, draft.weights))
+        draft = predicted(draft, target, law, settings.K)
+        if draft.layers not in found or draft.speedup > found[draft.layers].speedup:
+            found[draft.layers] = draft
+    if not found:
+        raise ValueError(
+            f"got budget={settings.budget:g} and min_layers={settings.min_layers}, which no draft "
+            f"for a target of {target.layers} layers of {target.hidden} with {config.vocab_size} "
+            "tokens keeps to; raise the budget, or lower min_layers"
+        )
+    drafts = list(found.values())
+    if settings.measure:
+        target, drafts = measured(config, target, drafts, law, settings.K)
+    return target, sorted(drafts, key=lambda draft: -draft.speedup)
+
+
+def shapes(config: PretrainedConfig, target: Draft) -> list[Draft]:
+    """Shapes below the target's: depths of DEPTHS, widths in whole heads of the target's size if
+    that is 64 or 128 (else 64), its heads a key-value head and its feed-forward ratio, rounded.
+    """
+    head = target.hidden // target.heads
+    head = getattr(config, "head_dim", None) or head
+    head = head if head in (64, 128) else 64
+    group = target.heads // target.kv_heads
+    found = []
+    for heads in range(1, target.hidden // head + 1):
+        kv_heads, hidden = -(-heads // group), heads * head
+        if heads % kv_heads:
+            continue
+        grain = 128 if hidden >= 1024 else 64
+        inner = hidden * target.intermediate / target.hidden
+        width = {
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "intermediate": max(grain, grain * round(inner / grain)),
+        }
+        # Every further layer is as large as the second.
+        one, two = (_shape(_config(config, {"layers": n, **width})) for n in (1, 2))
+        for layers in (n for n in DEPTHS if n < target.layers):
+            more = {
+                name: getattr(one, name) + (layers - 1) * (getattr(two, name) - getattr(one, name))
+                for name in ("parameters", "non_embedding", "weights")
+            }
+            found.append(replace(one, layers=layers, **more))
+    return found
+
+
+def predicted(draft: Draft, target: Draft, law: Law, K: int, t_verify: float = 0.0) -> Draft:
+    """The draft with its alpha, tau, speed-up and MBSU; K: 0 for the best one.
+
+    t_verify: the target's pass over K + 1 tokens; by default as long as over one, whose weights it
+    reads.
+    """
+    alpha = law.alpha(draft.parameters if law.with_tables else draft.non_embedding)
+    share = draft.weights / target.weights
+
+    def with_k(K: int) -> Draft:
+        tau = sum(alpha**i for i in range(K + 1))
+        spent = (t_verify or target.seconds) + K * draft.seconds
+        speedup, mbsu = tau * target.seconds / spent, tau / (1 + K * share)
+        return replace(draft, K=K, alpha=alpha, tau=tau, speedup=speedup, mbsu=mbsu)
+
+    tried = [K] if K else range(1, LONGEST + 1)
+    return max(map(with_k, tried), key=lambda draft: draft.speedup)
+
+
+def measured(
+    config: PretrainedConfig, target: Draft, drafts: Sequence[Draft], law: Law, K: int
+) -> tuple[Draft, list[Draft]]:
+    """The same with medians of forwards of random bf16 models of these shapes on this machine,
+    after CONTEXT tokens; the target's also over as many tokens as are verified.
+
+    K: 0 for the K that the model thought best.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    needed = 2 * sum(draft.parameters for draft in (target, *drafts))
+    free = available(device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"measure: the target and {len(drafts)} drafts need {size(needed)}, got {size(free)}; "
+            "say measure=false, or measure on a larger machine"
+        )
+    lengths = {draft.K + 1 for draft in drafts}
+    runner = _runner(config, device)
+    at: dict[str, Any] = {"batch": 1, "context": CONTEXT}
+    calls: dict[str, Call] = {
+        f"target {n}": forward_call(runner, length=n, **at) for n in {1, *lengths}
+    }
+    for draft in drafts:
+        asked = {name: value for name, value in asdict(draft).items() if name in RECIPE}
+        runner = _runner(_config(config, asked), device)
+        calls[f"draft {draft.layers}"] = forward_call(runner, length=1, **at)
+    calls = {name: graphed(call, device) for name, call in calls.items()}
+    times = median_times(calls, device, repeats=20)
+    target = replace(target, seconds=times["target 1"])
+    timed = [replace(draft, seconds=times[f"draft {draft.layers}"]) for draft in drafts]
+    return target, [
+        predicted(draft, target, law, draft.K, times[f"target {draft.K + 1}"]) for draft in timed
+    ]
+
+
+def _config(config: PretrainedConfig, sizes: dict[str, int]) -> PretrainedConfig:
+    """A draft's, its tables one as a fresh draft's are."""
+    fixed: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": True}
+    return draft_config(config, **sizes, **fixed)
+
+
+def _shape(config: PretrainedConfig) -> Draft:
+    """Counted on a model without storage."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    parameters = sum(weight.numel() for weight in model.parameters())
+    tables = table.numel() + (0 if head is table else head.numel())
+    heads = config.num_attention_heads
+    return Draft(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        parameters=parameters,
+        non_embedding=parameters - tables,
+        weights=2 * (parameters - tables + head.numel()),
+    )
+
+
+def _runner(config: PretrainedConfig, device: torch.device) -> Runner:
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return Runner(model.eval().requires_grad_(False), config.vocab_size)
+
+
+def table(drafts: Sequence[Draft], t_plain: float) -> Table:
+    """The best width of each depth."""
+    shown = Table(box=SIMPLE_HEAD)
+    for name in HEAD:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for draft in drafts:
+        whole = (draft.layers, draft.hidden, draft.heads, draft.kv_heads, draft.intermediate)
+        counts = short_count(draft.parameters), short_count(draft.non_embedding)
+        speed = duration(draft.seconds), f"{draft.seconds / t_plain:.3f}", str(draft.K)
+        quality = f"{draft.alpha:.3f}", f"{draft.tau:.2f}"
+        gains = times_as(draft.speedup), times_as(draft.mbsu)
+        shown.add_row(*map(str, whole), *counts, *speed, *quality, *gains)
+    return shown
+
+
+def notes(settings: Sizing, law: Law, machine: Machine, target: Draft) -> list[str]:
+    """What the numbers rest on."""
+    if settings.measure:
+        timed = "times: measured here, on random bf16 models of these shapes"
+    else:
+        timed = (
+            f"times: modelled as {machine.call:g} us + {machine.layer:g} us a layer + weights in "
+            f"bf16 at {machine.bandwidth:g} GB/s, at batch 1; keys and values aren't counted, and "
+            "verifying K + 1 tokens is taken to cost one token's time"
+        )
+    counted = "all parameters" if law.with_tables else "parameters without the tables"
+    return [
+        f"target: {short_count(target.parameters)} parameters, {duration(target.seconds)} a token",
+        timed,
+        f"alpha: assumed to be {law.slope:.3f} log10({counted}) {law.intercept:+.3f}, whatever the "
+        f"depth, and the same at each drafted token ({law.source})",
+        "The best width of each depth is shown, best first; MBSU counts bytes alone.",
+    ]
+
+
+RECIPE = ("layers", "hidden", "heads", "kv_heads", "intermediate")
+HEAD = (
+    *("layers", "hidden", "heads", "kv heads", "intermediate", "parameters", "without tables"),
+    *("t_draft", "c", "K", "alpha", "tau", "speed-up", "MBSU"),
+)

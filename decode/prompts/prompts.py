@@ -1,0 +1,211 @@
+"""Prompts to decode, from the layouts people have them in.
+
+Rows of chats, and of questions and `turns` where the tokenizer has a chat template, are rendered by
+it up to the last user's turn, with the beginning of the assistant's; all other rows are plain text.
+Running text (`{"text"}` rows, `stdlib`) is cut into windows, which the model then continues.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.decode.prompts.chat import chat_prompt
+from draftsmith.decode.prompts.rows import Message, Row
+from draftsmith.decode.prompts.splits import PARTS, load_rows, part_of
+
+CATEGORIES = {"question": "grade-school maths", "chat": "chat", "text": "running text"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """tokens: what the model reads; text: the same, decoded; category: as a report groups prompts;
+    index: its number in the source's part before `limit` chose some of them; turns: what the user
+    says, the first turn included, where that is more than the one (see `next_turn`); answer: the
+    known one, worked out, where the source has it.
+    """
+
+    tokens: list[int]
+    category: str
+    index: int
+    text: str
+    turns: tuple[str, ...] = ()
+    answer: str = ""
+
+
+def load_prompts(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limit: int | None,
+    prompt_tokens: int = 64,
+    split: str = "heldout",
+    part: str = "report",
+    turns: int | None = None,
+) -> list[Prompt]:
+    """The prompts of one part of a source, in its order.
+
+    Args:
+        source: rows as `corpus.read_source` reads them, `stdlib`, or a .txt file with one prompt a
+            line, plain text.
+        limit: that many, spread evenly over the source, whose categories so keep their shares; None
+            for all. A source with fewer gives what it has.
+        prompt_tokens: the length of a window of running text.
+        split: `heldout`: what the same source's training side lacks; `all`: a source that nothing
+            was trained on. Benchmarks (Spec-Bench, HumanEval, other prompts with a category) and
+            .txt files are always taken whole.
+        part: `report`, or `tune` for choices made on the way (see `splits.part_of`), or `train` for
+            the training side; a source that is taken whole is for reporting only.
+        turns: of a user's turns (Spec-Bench, MT-bench) that many at most; None for all.
+
+    Raises:
+        ValueError: missing or empty source; a row of unknown layout (with its line); an empty part;
+            no chat template for a chat; running text shorter than a window; a limit below 1.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit: got {limit}, expected at least 1, or none for all prompts")
+    rows = _rows(source, split, part)
+    prompts: list[Prompt] = []
+    for row in rows:
+        category = _category(row, source)
+        if row.kind == "text":
+            found = windows(row, tokenizer, prompt_tokens)
+        else:
+            found = [prompt_ids(row, tokenizer)]
+        said = (row.prompt, *row.later)[:turns] if row.later else ()
+        answer = row.reference or (row.completion if row.kind == "question" else "")
+        for tokens in found:
+            text = str(tokenizer.decode(tokens))
+            prompts.append(Prompt(tokens, category, len(prompts), text, said, answer))
+    if not prompts:
+        raise ValueError(
+            f"prompts: no text of {source!r} has {prompt_tokens} tokens; expected longer texts or "
+            "smaller prompt_tokens"
+        )
+    return spread(prompts, limit)
+
+
+def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    """`limit` of them, evenly over their order; None for all."""
+    count = min(limit or len(prompts), len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def next_turn(
+    prompt: Prompt, answers: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """What the model reads at the turn after `answers`, one to each turn so far: all that was said,
+    through the chat template, or without one as plain lines.
+    """
+    said = prompt.turns[: len(answers) + 1]
+    if tokenizer.chat_template is None:
+        lines = [part for pair in zip(said, answers, strict=False) for part in pair]
+        return beginning("".join(f"{line}\n" for line in (*lines, said[-1])), tokenizer)
+    messages = [{"role": "user", "content": said[0]}]
+    for answer, words in zip(answers, said[1:], strict=True):
+        messages += [
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": words},
+        ]
+    return chat_prompt(messages, tokenizer)
+
+
+def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the target answers to: chats with the template's generation prompt, others plain.
+
+    A chat's prompt goes up to its last turn by somebody else than the assistant.
+
+    Raises:
+        ValueError: a document (see `windows`), or no template for a chat.
+    """
+    try:
+        if row.kind == "text":
+            raise ValueError("a document has no prompt of its own; take windows of it")
+        messages = as_chat(row, tokenizer)
+        if messages:
+            return chat_prompt(messages, tokenizer)
+        return beginning(plain_prompt(row), tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{row.where}: {error}") from error
+
+
+def as_chat(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Message]:
+    """The row as a chat, its answer included if it has one; empty for plain text."""
+    if row.kind == "chat":
+        return list(row.messages)
+    if row.kind not in ("question", "turns") or tokenizer.chat_template is None:
+        return []
+    answer = [{"role": "assistant", "content": row.completion}] if row.completion else []
+    return [{"role": "user", "content": row.prompt}, *answer]
+
+
+def plain_prompt(row: Row) -> str:
+    """The prompt of a row that is no chat."""
+    return f"{row.prompt}\n" if row.kind in ("question", "turns") else row.prompt
+
+
+def windows(row: Row, tokenizer: PreTrainedTokenizerBase, length: int) -> list[list[int]]:
+    """All windows of `length` tokens of a document, without overlap; each begins as a text does.
+
+    Raises:
+        ValueError: a row that is no document, or no room beside the tokens that begin a text.
+    """
+    if row.kind != "text":
+        raise ValueError(f"{row.where}: got a row of kind {row.kind}, expected a document")
+    start = beginning("", tokenizer)
+    step = length - len(start)
+    if step < 1:
+        raise ValueError(f"length: got {length}, expected more than {len(start)} tokens")
+    ids = tokenizer(row.completion, add_special_tokens=False, verbose=False)["input_ids"]
+    return [start + ids[i : i + step] for i in range(0, len(ids) - step + 1, step)]
+
+
+def beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens of the beginning of a text: with BOS where the tokenizer adds one, never with EOS."""
+    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
+        ids.pop()
+    return ids
+
+
+def _rows(source: str, split: str, part: str) -> list[Row]:
+    if split not in ("heldout", "all"):
+        raise ValueError(f"split: got {split!r}, expected heldout, or all")
+    if part not in (*PARTS, "train"):
+        raise ValueError(f"part: got {part!r}, expected one of {', '.join(PARTS)}, train")
+    side = "train" if part == "train" else split
+    if Path(source).suffix == ".txt":
+        rows, whole = _lines(Path(source)), True
+    elif source == "stdlib":
+        rows, whole = load_rows(source, side), split == "all"
+    else:
+        rows = load_rows(source, "all")
+        whole = split == "all" or all(_of_benchmark(row) for row in rows)
+        rows = rows if whole else load_rows(source, side)
+    if whole and part != "report":
+        raise ValueError(
+            f"prompts: {source!r} is taken whole, to report on; choices need other prompts, such "
+            "as the held-out side of the training data"
+        )
+    return rows if whole or part == "train" else part_of(rows, part)
+
+
+def _of_benchmark(row: Row) -> bool:
+    return row.kind == "turns" or (row.kind == "prompt" and bool(row.category))
+
+
+def _lines(path: Path) -> list[Row]:
+    if not path.is_file():
+        raise ValueError(f"prompts: got {str(path)!r}, which does not exist; expected a file")
+    lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+    rows = [Row("prompt", f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ValueError(f"prompts: {str(path)!r} is empty; expected one prompt a line")
+    return rows
+
+
+def _category(row: Row, source: str) -> str:
+    if source == "stdlib":
+        return "library source"
+    return row.category or CATEGORIES.get(row.kind) or Path(source).stem

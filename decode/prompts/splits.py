@@ -1,0 +1,120 @@
+"""Which rows are trained on, which are held out, and which of those a figure may be tuned on.
+
+Held out, everywhere and always the same: of GSM8K the last 300 rows of the file; of anything else
+about 5 %, chosen by a hash of the file's path (standard library) or of the row's text, so that
+equal rows fall on one side.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from itertools import chain
+
+from draftsmith.decode.prompts.rows import Row, read_source
+
+SPLITS = ("train", "heldout", "all")
+PARTS = ("tune", "report")
+HELD_OUT_SHARE = 0.05
+GSM8K_HELD_OUT, GSM8K_TUNE = 300, 100
+# Shorter lines ("else:", "return None") stand everywhere and leak nothing.
+SHARED_LINE_LEAST = 12
+
+
+def load_rows(data: str, split: str) -> list[Row]:
+    """The rows of one side, in the order of the source.
+
+    Args:
+        data: see `corpus.read_source`.
+        split: `train`, `heldout`, or `all` for a set that is wholly one or the other.
+
+    Raises:
+        ValueError: what `read_source` raises; an unknown split; a side without rows.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
+    files = read_source(data)
+    rows = list(chain.from_iterable(files))
+    if split == "all":
+        return rows
+    held_out = _held_out_gsm8k(files) | _held_out_by_hash(rows, by_file=data == "stdlib")
+    chosen = [row for row in rows if (row.where in held_out) == (split == "heldout")]
+    if data == "stdlib" and split == "heldout":
+        chosen = _without_shared_lines(chosen, [row for row in rows if row.where not in held_out])
+    if not chosen:
+        raise ValueError(
+            f"data: the {split} side of {data!r} is empty ({len(rows)} rows in all); expected more "
+            "rows, or split=all"
+        )
+    return chosen
+
+
+def part_of(rows: Sequence[Row], part: str) -> list[Row]:
+    """Of held-out rows, those that choices are made on (`tune`: the best checkpoint, K), or those
+    that figures are reported on (`report`). No row, and no text, is in both.
+
+    Of GSM8K's 300 the first 100 are for tuning; of the library's files every second one, in the
+    order of their sizes, so that both parts hold about as much; of other rows a third, by a hash.
+
+    Raises:
+        ValueError: an unknown part, or one that is empty.
+    """
+    if part not in PARTS:
+        raise ValueError(f"part: got {part!r}, expected one of {', '.join(PARTS)}")
+    library = [row for row in rows if row.where.startswith("stdlib:")]
+    questions = [row for row in rows if row.kind == "question"]
+    others = {row.text for row in rows} - {row.text for row in (*library, *questions)}
+    tune = {row.text for row in sorted(library, key=lambda row: -len(row.text))[1::2]}
+    tune |= {row.text for row in questions[:GSM8K_TUNE]}
+    tune |= set(sorted(others, key=_digest)[: -(-len(others) // 3)])
+    chosen = [row for row in rows if (row.text in tune) == (part == "tune")]
+    if not chosen:
+        raise ValueError(
+            f"the {part} part of {len(rows)} held-out rows is empty; expected more rows, or data "
+            "of which nothing was trained on, with split=all"
+        )
+    return chosen
+
+
+def _held_out_gsm8k(files: list[list[Row]]) -> set[str]:
+    held_out: set[str] = set()
+    for rows in files:
+        questions = [row.where for row in rows if row.kind == "question"]
+        if questions and len(questions) <= GSM8K_HELD_OUT:
+            raise ValueError(
+                f"{questions[0]}: got {len(questions)} rows of question and answer, expected more "
+                f"than the {GSM8K_HELD_OUT} that are held out; use split=all, or prompt/completion"
+            )
+        held_out.update(questions[-GSM8K_HELD_OUT:])
+    return held_out
+
+
+def _held_out_by_hash(rows: list[Row], *, by_file: bool) -> set[str]:
+    """`where` of about 5 % (of the bytes by file, else of the rows), least hash first."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.kind != "question":
+            groups.setdefault(row.where if by_file else row.text, []).append(row)
+    if not groups:
+        return set()
+    sizes = {k: sum(len(row.completion) if by_file else 1 for row in groups[k]) for k in groups}
+    room = max(HELD_OUT_SHARE * sum(sizes.values()), min(sizes.values()))
+    held_out: set[str] = set()
+    for key in sorted(groups, key=_digest):
+        if sizes[key] <= room:
+            room -= sizes[key]
+            held_out.update(row.where for row in groups[key])
+    return held_out
+
+
+def _without_shared_lines(held_out: list[Row], train: list[Row]) -> list[Row]:
+    seen = {line.strip() for row in train for line in row.completion.splitlines()}
+    rows = []
+    for row in held_out:
+        lines = row.completion.splitlines(keepends=True)
+        kept = [s for s in lines if len(s.strip()) < SHARED_LINE_LEAST or s.strip() not in seen]
+        if "".join(kept).strip():
+            rows.append(Row(row.kind, row.where, completion="".join(kept)))
+    return rows
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()

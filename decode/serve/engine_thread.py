@@ -1,0 +1,269 @@
+"""The engine thread of a server: it alone owns the running batches, and everything reaches it
+through an inbox.
+
+A lane is one drafter's batch; all lanes share the target, and those with work step in turn. News
+of a request go to its listener, which is called on the engine thread and must not block.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.harvest import Harvested
+from draftsmith.decode.engine.request import Completion, Request
+from draftsmith.decode.engine.session import Session
+from draftsmith.decode.serve.prometheus import Metrics
+
+
+class Busy(RuntimeError):
+    """The queue is full."""
+
+
+class Draining(RuntimeError):
+    """The server is about to end and takes nothing new."""
+
+
+class EngineDied(RuntimeError):
+    """The engine thread ended by an error; nothing can be decoded any more."""
+
+
+class News(NamedTuple):
+    """What a step added to one answer; at the end its completion, or why there is none. stopped:
+    because the server ends, whatever became of the decoding.
+    """
+
+    tokens: list[int]
+    text: str
+    completion: Completion | None = None
+    error: str = ""
+    stopped: bool = False
+
+
+Listener = Callable[[News], None]
+Harvest = Callable[["Lane", int, Request, Harvested], None]
+
+
+@dataclass
+class Lane:
+    """One drafter's batch. tag: as requests name it; model: the name it answers to; version: of its
+    draft, 0 for the one that it began with; on_way: answers submitted and not ended.
+    """
+
+    tag: str
+    model: str
+    decoder: Decoder
+    session: Session
+    version: int = 0
+    on_way: int = 0
+
+    @property
+    def running(self) -> int:
+        return min(self.on_way, self.session.running)
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer on its way. stream: whether the listener hears of every step, or of the end alone.
+    arrived: time.perf_counter() when the server got the request.
+    """
+
+    lane: Lane
+    request: Request
+    listener: Listener
+    stream: bool
+    arrived: float = field(default_factory=time.perf_counter)
+    version: int | None = None  # of the draft that was in use at its first token
+
+
+class Service:
+    """The engine thread and the door to it; all methods may be called by any thread.
+
+    max_queue: answers of a lane that may wait beyond those that fill its rows.
+    """
+
+    def __init__(self, metrics: Metrics, *, rows: int, max_queue: int) -> None:
+        self.metrics, self.rows, self.max_queue = metrics, rows, max_queue
+        self.lanes: dict[str, Lane] = {}
+        self.error = ""
+        self.draining = False
+        self.on_death: Callable[[], None] = lambda: None
+        self._stopped = False
+        self._changed = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._jobs: dict[int, Job] = {}  # by the identity of their requests
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def add_lane(
+        self, tag: str, model: str, decoder: Decoder, max_len: int, harvest: Harvest | None = None
+    ) -> Lane:
+        """A lane for this decoder, before `start`; errors of `open_session` pass.
+
+        harvest: called on the engine thread with what is to be learned from a finished request, and
+            the version of the draft that it began with.
+        """
+        assert not self._thread.is_alive(), "lanes are added before the engine starts"
+
+        def finished(request: Request, found: Harvested | None) -> None:
+            if harvest is not None and found is not None:
+                job = self._jobs[id(request)]
+                version = lane.version if job.version is None else job.version
+                harvest(lane, version, request, found)
+
+        session = decoder.open_session(
+            rows=self.rows,
+            max_len=max_len,
+            finished=finished,
+            harvest=harvest is not None,
+        )
+        lane = self.lanes[tag] = Lane(tag, model, decoder, session)
+        self.metrics.watch(
+            model,
+            running=lambda: lane.running,
+            waiting=lambda: lane.on_way - lane.running,
+            version=lambda: lane.version,
+        )
+        return lane
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def most(self) -> int:
+        """Answers of one lane that may be on their way."""
+        return self.rows + self.max_queue
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Take in all answers of one request, or none: `Busy`, `Draining` or `EngineDied`."""
+        lane = jobs[0].lane
+        with self._changed:
+            if self.error:
+                raise EngineDied(self.error)
+            if self.draining or self._stopped:
+                raise Draining("the server is shutting down")
+            if lane.on_way + len(jobs) > self.most:
+                raise Busy(
+                    f"{lane.on_way} of at most {self.most} answers are on their way; come back"
+                )
+            lane.on_way += len(jobs)
+            self._jobs |= {id(job.request): job for job in jobs}
+            self._inbox.append(lambda: self._enter(jobs))
+            self._changed.notify_all()
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """End answers that nobody waits for any more; those that have ended stay as they are."""
+        self._ask(lambda: self._cancel(jobs))
+
+    def swap(self, lane: Lane, drafter: Drafter, version: int) -> None:
+        """Decode with another version of the lane's draft from the next step on."""
+        self._ask(lambda: self._swap(lane, drafter, version))
+
+    def drain(self, seconds: float) -> bool:
+        """Take nothing new, and wait for what is on its way; whether all of it ended in time."""
+        with self._changed:
+            self.draining = True
+            return self._changed.wait_for(
+                lambda: bool(self.error) or not any(lane.on_way for lane in self.lanes.values()),
+                timeout=seconds,
+            )
+
+    def stop(self) -> None:
+        """End the engine thread, and with it what is still on its way."""
+        with self._changed:
+            self.draining = self._stopped = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _ask(self, what: Callable[[], None]) -> None:
+        with self._changed:
+            self._inbox.append(what)
+            self._changed.notify_all()
+
+    # What follows runs on the engine thread.
+
+    def _run(self) -> None:
+        try:
+            while self._work():
+                for lane in self.lanes.values():
+                    if lane.session.busy:
+                        for request, tokens, ended in lane.session.step():
+                            self._tell(request, tokens, ended=ended)
+        except BaseException as error:
+            self._die(f"the engine has stopped by an error ({type(error).__name__}); see the log")
+            raise
+        self._lose_all("the server was stopped", stopped=True)
+
+    def _work(self) -> bool:
+        """Do what the inbox says, once there is any or a lane has work; False at the end."""
+        with self._changed:
+            while not (
+                self._inbox
+                or self._stopped
+                or any(lane.session.busy for lane in self.lanes.values())
+            ):
+                self._changed.wait()
+            inbox, self._inbox = self._inbox, deque()
+            stopped = self._stopped
+        for what in inbox:
+            what()
+        return not stopped
+
+    def _enter(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            job.lane.session.submit(job.request)
+
+    def _tell(self, request: Request, tokens: list[int], *, ended: bool) -> None:
+        job = self._jobs[id(request)]
+        if tokens and job.version is None:
+            job.version = job.lane.version
+            prompt = len(request.completion.prompt_tokens)
+            self.metrics.began(job.lane.model, prompt, time.perf_counter() - job.arrived)
+        self.metrics.emitted(job.lane.model, len(tokens))
+        if ended:
+            made = request.completion
+            text = request.next_text(finished=True) if job.stream else ""
+            self._leave(job)
+            job.listener(News(tokens, text, None if made.error else made, made.error))
+        elif job.stream:
+            job.listener(News(tokens, request.next_text(finished=False)))
+
+    def _cancel(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if id(job.request) in self._jobs:
+                job.lane.session.cancel(job.request)
+                self._leave(job)
+
+    def _leave(self, job: Job) -> None:
+        del self._jobs[id(job.request)]
+        seconds = time.perf_counter() - job.arrived
+        self.metrics.ended(job.lane.model, job.request.completion, seconds)
+        with self._changed:
+            job.lane.on_way -= 1
+            self._changed.notify_all()
+
+    def _swap(self, lane: Lane, drafter: Drafter, version: int) -> None:
+        try:
+            lane.session.swap_drafter(drafter)
+        except ValueError as error:
+            self.metrics.refused(lane.model, version, str(error))
+            return
+        lane.version = version
+        self.metrics.swapped(lane.model, version)
+
+    def _die(self, error: str) -> None:
+        with self._changed:
+            self.error = error
+        self._lose_all(error)
+        self.on_death()
+
+    def _lose_all(self, why: str, *, stopped: bool = False) -> None:
+        """The end of everything on its way. Nothing can be submitted any more."""
+        for job in list(self._jobs.values()):
+            job.request.finish(aborted=True)
+            self._leave(job)
+            job.listener(News([], "", error=why, stopped=stopped))

@@ -1,0 +1,242 @@
+"""The server's HTTP side: OpenAI's endpoints, and errors in OpenAI's shape whoever finds them: the
+endpoints, FastAPI, or the gate before it.
+"""
+
+import asyncio
+import hmac
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from draftsmith import __version__
+from draftsmith.decode.serve.answers import Answers, Limits
+from draftsmith.decode.serve.engine_thread import Lane, Service
+from draftsmith.decode.serve.replies import ApiError
+from draftsmith.decode.serve.schemas import ChatAsked, CompletionAsked, Encoder
+
+NEEDS_NO_KEY = ("/health",)
+# What values a field may have, where the schema's own message would list every way to be wrong.
+EXPECTED = {
+    "prompt": "expected text, token ids, or a list of either, none of them empty",
+    "stop": "expected a string or up to four of them, none of them empty",
+    "messages": "expected a list of {role, content} with roles system, developer, user and "
+    "assistant, and text as content",
+}
+
+
+class Problem(BaseModel):
+    """What is wrong. param: the field; code: for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """Every error's body."""
+
+    error: Problem
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": about}
+    for status, about in {
+        400: "malformed, out of range, unknown, not offered, or over the context",
+        401: "wrong key",
+        404: "unknown model",
+        408: "the body didn't arrive in time",
+        413: "the body is too large",
+        429: "the queue is full",
+        500: "decoding failed",
+        503: "the server is about to end",
+        504: "the answer took too long",
+    }.items()
+}
+
+ANSWERS = ERRORS | {
+    200: {"description": "the answer, or a stream of it", "content": {"text/event-stream": {}}}
+}
+
+
+class Gate:
+    """Before everything else: the key, and the body, read whole within its limits. With the body in
+    hand, what the endpoints receive next is the client's leaving.
+    """
+
+    def __init__(self, app: ASGIApp, key: str, limits: Limits) -> None:
+        self.app, self.key, self.limits = app, key.encode(), limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            headers = dict(scope["headers"])
+            self.check_key(scope["path"], headers.get(b"authorization", b""))
+            body = await self.read(receive, headers)
+        except ApiError as error:
+            await refusal(error)(scope, receive, send)
+            return
+        if body is None:
+            return  # the client has left
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self.app(scope, replay, send)
+
+    def check_key(self, path: str, given: bytes) -> None:
+        if not self.key or path in NEEDS_NO_KEY:
+            return
+        scheme, _, key = given.partition(b" ")
+        # Both are compared in the same time wherever they differ.
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
+            raise ApiError(
+                401,
+                "no key or a wrong one; expected Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
+
+    async def read(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes | None:
+        """The body; None where the client leaves in the middle of it."""
+        most = self.limits.max_body
+        declared = headers.get(b"content-length", b"0")
+        if declared.isdigit() and int(declared[:20]) > most:
+            raise ApiError(413, f"got a body of {declared[:20].decode()} bytes, expected {most}")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    if len(body) > most:
+                        raise ApiError(413, f"got a body over {most} bytes; shorten it")
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError as error:
+            raise ApiError(408, "the request's body didn't arrive in time") from error
+
+
+def make_app(service: Service, encoder: Encoder, limits: Limits, key: str = "") -> FastAPI:
+    """The application for a service that has its lanes. key: that clients must show, if any."""
+    app = FastAPI(title="Draftsmith", version=__version__, docs_url=None, redoc_url=None)
+    answers = Answers(service, encoder, limits)
+    created = int(time.time())
+
+    @app.post("/v1/completions", responses=ANSWERS)
+    async def completions(asked: CompletionAsked, request: Request) -> Response:
+        """Text that follows a prompt."""
+        return await answers.answer(asked, request)
+
+    @app.post("/v1/chat/completions", responses=ANSWERS)
+    async def chat(asked: ChatAsked, request: Request) -> Response:
+        """The assistant's next turn, through the tokenizer's chat template."""
+        return await answers.answer(asked, request)
+
+    @app.get("/v1/models", responses={401: ERRORS[401]})
+    async def models() -> Response:
+        """The target's name, and `name:tag` for each draft of its own."""
+        data = [about(lane, created) for lane in service.lanes.values()]
+        return JSONResponse({"object": "list", "data": data})
+
+    @app.get("/v1/models/{model:path}", responses={401: ERRORS[401], 404: ERRORS[404]})
+    async def model(model: str) -> Response:
+        """One of them."""
+        return JSONResponse(about(answers.lane_of(model), created))
+
+    @app.get("/health", responses={503: {"description": "draining, or the engine has stopped"}})
+    async def health() -> Response:
+        """Whether requests are taken."""
+        state = "failed" if service.error else "draining" if service.draining else "ok"
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+    @app.get("/metrics", responses={401: ERRORS[401]})
+    async def metrics() -> Response:
+        """Counters, for Prometheus."""
+        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    shape_errors(app)
+    app.add_middleware(Gate, key=key, limits=limits)
+    return app
+
+
+def about(lane: Lane, created: int) -> dict[str, Any]:
+    """A model as OpenAI lists it, and which draft decodes for it."""
+    drafter = lane.decoder.drafter
+    return {
+        "id": lane.model,
+        "object": "model",
+        "created": created,
+        "owned_by": "draftsmith",
+        "max_model_len": lane.session.context,
+        "draft": {"tag": lane.tag, "kind": drafter and drafter.kind, "version": lane.version},
+    }
+
+
+def refusal(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+def shape_errors(app: FastAPI) -> None:
+    """All errors in OpenAI's shape, in answers and on the page that describes them."""
+
+    async def own(_: Request, error: Any) -> Response:
+        return refusal(error)
+
+    async def invalid(_: Request, error: Any) -> Response:
+        return refusal(first_fault(error))
+
+    async def http(_: Request, error: Any) -> Response:
+        shaped = refusal(ApiError(error.status_code, str(error.detail)))
+        shaped.headers.update(error.headers or {})
+        return shaped
+
+    async def bug(_: Request, error: Any) -> Response:
+        return refusal(ApiError(500, "an error of the server's own; see its log"))
+
+    app.add_exception_handler(ApiError, own)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, bug)
+
+    def page() -> dict[str, Any]:
+        """FastAPI's page without its 422s, which are 400s here."""
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            for path in made["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = page  # type: ignore[method-assign]
+
+
+def first_fault(error: RequestValidationError) -> ApiError:
+    """400 for the first of what the schema finds."""
+    faults = error.errors()
+    fault = next((fault for fault in faults if fault["type"] == "value_error"), faults[0])
+    place = [str(part) for part in fault["loc"][1:]]
+    if fault["type"] == "json_invalid":
+        return ApiError(400, f"the body isn't JSON: {fault['ctx']['error']}", code="invalid_json")
+    if fault["type"] == "value_error":  # our own words
+        message = str(fault["ctx"]["error"])
+        name = message.partition(":")[0].strip("'\"")
+        return ApiError(400, message, param=place[0] if place else name)
+    if not place:
+        return ApiError(400, "expected a JSON object, sent as application/json")
+    name = place[0]
+    words = EXPECTED.get(name) or f"{fault['msg'][:1].lower()}{fault['msg'][1:]}"
+    where = name if name in EXPECTED else ".".join(place)
+    return ApiError(400, f"{where}: {words}", param=name)

@@ -1,0 +1,337 @@
+"""The drafter folder: what every recipe writes and the decoder loads.
+
+`config.json` and `model.safetensors` with the tokenizer's files are a plain transformers folder, or
+a head; `draftsmith.json` beside them says which kind of drafter this is, which target it was made
+for, and where it comes from. A folder is replaced only by a whole one, and read only when it is
+whole.
+"""
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from draftsmith.models.disk.atomic import previous, whole_folder
+from draftsmith.models.disk.read_lm import (
+    check_tensors,
+    load_config,
+    read_json,
+    refuse_faults,
+    write_json,
+)
+from draftsmith.models.draft_lm import load_draft
+from draftsmith.models.fingerprint import differences, fingerprint
+from draftsmith.models.folder.imports import Foreign, recognise
+from draftsmith.models.folder.serve_lines import SERVE_LINES
+from draftsmith.models.folder.tensors import FILES, Checkpoint
+from draftsmith.models.heads.eagle import Eagle
+from draftsmith.models.heads.head import Head, check_head, load_head
+from draftsmith.models.heads.hydra import Hydra
+from draftsmith.models.heads.medusa import Medusa
+from draftsmith.models.tokenizer import (
+    TOKENIZER_FILES,
+    check_logit_width,
+    check_same_tokenizer,
+    load_tokenizer,
+)
+from draftsmith.models.vocab import DraftVocab, read_vocab
+
+__all__ = ["SCHEMA", "DrafterFolder", "fingerprint", "open_drafter", "save_drafter", "serve_line"]
+
+SCHEMA = 1
+META = "draftsmith.json"
+DEFAULTS = {"K": 4, "policy": "fixed", "rule": "coupled", "tree": None}
+
+
+def save_drafter(
+    folder: str | Path,
+    *,
+    kind: str,
+    model: PreTrainedModel | Head,
+    tokenizer: PreTrainedTokenizerBase,
+    target_fingerprint: dict[str, Any],
+    provenance: dict[str, Any],
+    defaults: dict[str, Any],
+    vocab: DraftVocab | None = None,
+) -> None:
+    """Write a drafter folder whole or not at all.
+
+    Everything is written to a hidden folder beside it, checked, flushed to the disk and only then
+    renamed; a folder that was there before is replaced as a whole, or left as it was.
+
+    Args:
+        kind: a key of `KINDS`.
+        model: saved in the dtype it has.
+        target_fingerprint: of the target it was trained for.
+        provenance: see `provenance.provenance`.
+        defaults: how to decode with it; any of the keys of `DEFAULTS`.
+        vocab: of a draft LM, the tokens that it drafts; None: all. Its weights stay whole.
+
+    Raises:
+        ValueError: unknown kind or default, weights that aren't finite, an existing folder that
+            holds something else.
+        OSError: the disk is full or can't be written; the message says what is still there.
+    """
+    folder = Path(os.path.abspath(folder))
+    _known_kind(kind, folder)
+    unknown = sorted(defaults.keys() - DEFAULTS.keys())
+    if unknown:
+        raise ValueError(
+            f"got defaults {unknown}; expected keys of {sorted(DEFAULTS)}; correct them"
+        )
+    if folder.exists() and not (folder / META).exists() and any(folder.iterdir()):
+        raise ValueError(
+            f"got {folder}, which exists and isn't a drafter folder; expected a new folder or a "
+            "drafter folder to replace; choose another output folder"
+        )
+    assert vocab is None or kind == "lm", f"a {kind} head has its draft vocabulary in itself"
+    broken = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
+    if broken:
+        raise ValueError(
+            f"got weights that aren't finite ({', '.join(broken[:4])}); expected numbers; "
+            f"nothing was written to {folder}: go back to an earlier state"
+        )
+    meta = {
+        "schema": SCHEMA,
+        "kind": kind,
+        "target": target_fingerprint,
+        "taps": list(model.taps) if isinstance(model, Head) else None,
+        "vocabulary_map": _vocabulary_map(model, vocab),
+        "defaults": DEFAULTS | defaults,
+        "provenance": provenance,
+    }
+    try:
+        with whole_folder(folder) as new:
+            model.save_pretrained(new, max_shard_size="1000GB")  # one file
+            tokenizer.save_pretrained(new)
+            write_json(new / META, meta)
+            if vocab is not None:
+                vocab.save(new, target_fingerprint["tokenizer"])
+            _check_weights(new, kind)
+    except (OSError, SafetensorError) as error:
+        state = (
+            "what was saved there before is unchanged" if folder.exists() else "nothing is there"
+        )
+        raise OSError(f"could not save the drafter to {folder}: {error}; {state}") from error
+
+
+@dataclass(frozen=True)
+class DrafterFolder:
+    """A drafter folder that was found whole: where it is, its kind, its draftsmith.json; of another
+    toolkit's head, how to read it; of a draft LM, the tokens that it drafts (None: all).
+    """
+
+    path: Path
+    kind: str
+    meta: dict[str, Any]
+    foreign: tuple[Foreign, Checkpoint] | None = None
+    vocab: DraftVocab | None = None
+
+    def model(self, dtype: str = "auto") -> PreTrainedModel:
+        """The draft LM in eval mode, in the saved dtype unless another is named."""
+        assert self.kind == "lm", f"{self.path} is a {self.kind} head"
+        return load_draft(self.path, dtype)
+
+    def head(self, dtype: str = "auto") -> Head:
+        """The head in eval mode, in the saved dtype unless another is named."""
+        if self.foreign is None:
+            return load_head(HEADS[self.kind], self.path, dtype)
+        return self.foreign[0].head(HEADS[self.kind], self.foreign[1], dtype)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer whose ids the drafter reads and writes."""
+        return load_tokenizer(self.path)
+
+
+def open_drafter(
+    folder: str | Path,
+    target_fingerprint: dict[str, Any] | None,
+    *,
+    allow_target_mismatch: bool = False,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
+    target_config: PretrainedConfig | None = None,
+) -> DrafterFolder:
+    """Check a drafter folder, without reading its weights yet.
+
+    Without `draftsmith.json` a plain transformers causal LM opens as kind "lm", and a head of
+    another toolkit (see `imports`) as the kind it is, both with a warning: nothing says that it was
+    made for this target, so only its tokenizer, if it brings one, can be checked.
+
+    Args:
+        target_fingerprint: of the target it is to draft for; None skips that check.
+        allow_target_mismatch: accept another target (not another tokenizer).
+        target_tokenizer: given, a draft with other tokens is refused by the ids that differ.
+        target_config: for what other toolkits' heads leave to the target.
+
+    Raises:
+        ValueError: a file is missing, cut or foreign (a draft vocabulary's too); a tensor is
+            missing, unknown or of another shape; another schema or kind; another target or
+            tokenizer.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(_no_folder(folder))
+    foreign = _open_foreign(folder, target_config, target_tokenizer)
+    if foreign is not None:
+        return foreign
+    meta = _read_meta(folder)
+    _check_weights(folder, meta["kind"])
+    rows = int(read_json(folder / "config.json").get("vocab_size") or 0)
+    vocab = None
+    if meta["kind"] == "lm":
+        rows = load_config(folder).get_text_config().vocab_size
+        vocab = read_vocab(folder, meta, rows)
+    drafter = DrafterFolder(folder, meta["kind"], meta, vocab=vocab)
+    tokenizer = drafter.tokenizer()
+    check_logit_width(rows, tokenizer, f"the draft {folder}")
+    if target_tokenizer is not None:
+        check_same_tokenizer(target_tokenizer, tokenizer)
+    if target_fingerprint is None or meta["target"] is None or allow_target_mismatch:
+        return drafter
+    differ = differences(meta["target"], target_fingerprint)
+    if differ:
+        raise ValueError(
+            f"got a target that {folder} was not made for ({'; '.join(differ)}); expected the "
+            "target it was trained on; give that target, or set allow_target_mismatch=true to "
+            "insist (decoding stays lossless, acceptance may be low)"
+        )
+    bodies = {mark["body"] for mark in (meta["target"], target_fingerprint) if "body" in mark}
+    if len(bodies) > 1:
+        warnings.warn(
+            f"{folder} was made for this model with other weights in its layers (tuned, merged or "
+            "quantised since): decoding stays lossless, acceptance may be lower",
+            stacklevel=2,
+        )
+    return drafter
+
+
+def serve_line(folder_path: str | Path, kind: str, target_path: str) -> str:
+    """Commands that serve the target with this drafter, ready to copy, one a line."""
+    folder = Path(folder_path)
+    _known_kind(kind, folder)
+    return "\n".join(SERVE_LINES[kind](folder, _read_meta(folder), target_path))
+
+
+def _open_foreign(
+    folder: Path,
+    target_config: PretrainedConfig | None,
+    target_tokenizer: PreTrainedTokenizerBase | None,
+) -> DrafterFolder | None:
+    """The head of another toolkit in a folder, with a warning; None where there is none."""
+    files = {file.name for file in folder.iterdir()}
+    if META in files or "config.json" not in files or not files.intersection(FILES):
+        return None
+    found = recognise(folder, target_config)
+    if found is None:
+        return None
+    foreign, checkpoint = found
+    refuse_faults(folder, foreign.faults(HEADS[foreign.kind], checkpoint))
+    note = f"{folder} holds a head in the layout of {foreign.layout}, not known to be made for "
+    note += "this target"
+    warnings.warn("; ".join((note, *foreign.notes)), stacklevel=3)
+    if target_tokenizer is not None:
+        check_logit_width(foreign.config["vocab_size"], target_tokenizer, f"the draft {folder}")
+        if any(name.startswith(TOKENIZER_FILES) for name in files):
+            check_same_tokenizer(target_tokenizer, load_tokenizer(folder))
+    meta = _without_meta(foreign.kind, note)
+    return DrafterFolder(folder, foreign.kind, meta, found)
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    files = sorted(file.name for file in folder.iterdir())
+    missing = [name for name in ("config.json", "model.safetensors") if name not in files]
+    if missing:
+        raise ValueError(
+            f"got {folder} without {' and '.join(missing)} (it holds "
+            f"{', '.join(files[:8]) or 'nothing'}); expected a drafter folder: config.json, "
+            f"model.safetensors, {META} and a tokenizer; point to the folder that training "
+            "wrote, or restore the names of its files"
+        )
+    if META not in files:
+        note = f"{folder} has no {META}: a plain causal LM, not known to be made for this target"
+        warnings.warn(note, stacklevel=3)
+        return _without_meta("lm", note)
+    meta = read_json(folder / META)
+    if meta.get("schema") != SCHEMA:
+        raise ValueError(
+            f"got {folder / META} of schema {meta.get('schema')!r}; expected {SCHEMA}; use the "
+            "version of draftsmith that wrote it, or train again with this one"
+        )
+    objects = ("target", "defaults", "provenance")
+    wrong = [name for name in objects if not isinstance(meta.get(name), dict)]
+    if wrong:
+        raise ValueError(
+            f"got {folder / META} without an object {', '.join(wrong)}; expected the file as "
+            "draftsmith wrote it; restore it"
+        )
+    _known_kind(str(meta.get("kind")), folder)
+    return meta | {"defaults": DEFAULTS | meta["defaults"]}
+
+
+def _without_meta(kind: str, note: str) -> dict[str, Any]:
+    """What stands in for a draftsmith.json."""
+    meta = {"schema": SCHEMA, "kind": kind, "target": None, "taps": None, "note": note}
+    return meta | {"defaults": DEFAULTS, "provenance": None}
+
+
+def _vocabulary_map(
+    model: PreTrainedModel | Head, vocab: DraftVocab | None
+) -> dict[str, int] | None:
+    """How many of the target's tokens the draft has, where it hasn't all."""
+    vocab = model.vocab if isinstance(model, Eagle) else vocab
+    if vocab is None or vocab.is_full:
+        return None
+    return {"draft": len(vocab.ids_D), "target": vocab.size}
+
+
+def _check_weights(folder: Path, kind: str) -> None:
+    """Compare the weights' header with what config.json describes."""
+    if kind != "lm":
+        check_head(HEADS[kind], folder)
+        return
+    config = load_config(folder)
+    _check_architecture(folder, config)
+    check_tensors(folder, config)
+
+
+def _check_architecture(folder: Path, config: PretrainedConfig) -> None:
+    """An EAGLE folder also says model_type llama, and would load as a Llama with a random layer."""
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    named = config.architectures or []
+    if named != [known]:
+        raise ValueError(
+            f"got {folder} of architecture {named} (model_type {config.model_type}); expected "
+            f"a causal LM of transformers{f' ({known})' if known else ''}; this folder was made "
+            "for another loader"
+        )
+
+
+def _known_kind(kind: str, folder: Path) -> None:
+    if kind not in KINDS:
+        raise ValueError(
+            f"got drafter kind {kind!r} for {folder}; expected one of {', '.join(sorted(KINDS))}; "
+            "correct it, or use a version of draftsmith that knows it"
+        )
+
+
+def _no_folder(folder: Path) -> str:
+    before = previous(folder)
+    hint = "check the path; a hub name has to be fetched first"
+    if before.exists():
+        hint = f"a save was cut between two renames: mv {before} {folder} restores the one before"
+    return f"got {folder}, which is no folder; expected a drafter folder; {hint}"
+
+
+HEADS: dict[str, type[Head]] = {
+    "eagle1": Eagle,
+    "eagle3": Eagle,
+    "medusa": Medusa,
+    "hydra": Hydra,
+}
+KINDS = ("lm", *HEADS)

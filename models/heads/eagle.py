@@ -1,0 +1,382 @@
+"""EAGLE-1 and EAGLE-3 heads (Li et al., arXiv 2401.15077 and 2503.01840), on transformers' layers.
+
+At position i the head reads what the target knew there and the token that came next, (f_i,
+x_{i+1}), and predicts x_{i+2}. Its own output stands for the state that the target has not computed
+yet, so it can go on alone.
+
+    EAGLE-1: f = the target's last state; fc([e; f]) -> one layer -> f'; logits by the target's head
+    EAGLE-3: g = fc([taps]); one layer on [norm(e); norm(g)] -> a; logits by its own head, norm(a);
+             a is fed back in g's place
+
+A pair (f_i, x_{i+1}) sits at rotary position i, in training and in decoding.
+
+Shapes: B rows, T positions (any leading axes: X), H hidden, U width of the taps side by side, D
+draft vocabulary, V rows of the target's LM head, A query heads, K key-value heads, E head width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
+
+from draftsmith.models.heads.head import ANY_DEPTH, Head, OutputHead
+from draftsmith.models.heads.unrolled_attention import Unrolled
+from draftsmith.models.taps import NORM, Tap
+from draftsmith.models.vocab import DraftVocab
+
+# (layer, queries [B, T, A, E], keys, values [B, T, K, E]) -> mixed [B, T, A * E]
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+ATTENTIONS = {"llama": LlamaAttention, "qwen3": Qwen3Attention}
+MLPS = {"llama": LlamaMLP, "qwen3": Qwen3MLP}
+LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+# What EAGLE-3 is called on disk. By the first name vLLM and SGLang build Llama's layers; the norms
+# on queries and keys of Qwen3's are known to vLLM alone, by the second.
+EAGLE3_NAMES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
+FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """layer: sizes of the decoder layers, of Llama's or Qwen3's kind; hidden_size and vocab_size
+    are the target's. version: 1 or 3. draft_vocab: rows of EAGLE-3's own LM head. fc_bias: of
+    EAGLE-1's (the official ones have it, vLLM's loader has not). The norms are those of EAGLE-3.1:
+    fc_norm, one on each tap; norm_output, what is fed back is normed; norm_before_residual, the
+    normed state is the residual; norm_before_fc, one norm over all taps.
+    """
+
+    layer: PretrainedConfig
+    version: int = 3
+    taps: tuple[Tap, ...] = (NORM,)
+    draft_vocab: int = 0
+    fc_bias: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+
+    def __post_init__(self) -> None:
+        if self.version not in (1, 3) or self.layer.model_type not in LAYER_CONFIGS:
+            raise ValueError(
+                f"eagle: got version {self.version} with layers of {self.layer.model_type}, "
+                f"expected version 1 or 3 and layers of {' or '.join(LAYER_CONFIGS)}"
+            )
+        if self.version == 1 and (self.taps != (NORM,) or any(getattr(self, f) for f in FLAGS)):
+            raise ValueError(
+                f"eagle 1: got taps {self.taps} or a norm of EAGLE-3.1, expected the tap {NORM!r} "
+                "alone and none of them; use version 3"
+            )
+        if self.version == 1 and self.layer.model_type != "llama":
+            raise ValueError(
+                f"eagle 1: got layers of {self.layer.model_type}, expected llama: servers know no "
+                "others in it, and would skip their norms on queries and keys; use version 3"
+            )
+        if self.version == 3 and NORM in self.taps:
+            raise ValueError(
+                f"eagle 3: got taps {self.taps}, expected numbers of layers: no server taps the "
+                "state after the final norm"
+            )
+        if self.version == 3 and not 1 <= self.draft_vocab <= self.layer.vocab_size:
+            raise ValueError(
+                f"eagle 3: got draft_vocab={self.draft_vocab}, expected 1 to the target's "
+                f"{self.layer.vocab_size}"
+            )
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError(
+                "eagle 3: got fc_norm and norm_before_fc, expected one of them at most"
+            )
+
+
+class Rotary(LlamaRotaryEmbedding):  # the same for Qwen3
+    """transformers' rotary embeddings, whose frequencies stay as they are when a head is cast:
+    rounded to bfloat16 they turn up to a radian too far at position 1,000.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
+
+class EagleLayer(nn.Module):
+    """One decoder layer, apart from how positions attend to each other.
+
+    wide: EAGLE-3's first, which reads a normed embedding beside the normed state. bare: EAGLE-1's
+    first, without a norm before its attention. Else an ordinary one.
+    """
+
+    def __init__(self, config: PretrainedConfig, index: int, *, wide: bool, bare: bool) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn: Any = ATTENTIONS[config.model_type](config, index)
+        if wide:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                old = getattr(self.self_attn, name)
+                new = nn.Linear(2 * hidden, old.out_features, bias=old.bias is not None)
+                setattr(self.self_attn, name, new)
+            self.hidden_norm = LlamaRMSNorm(hidden, eps=eps)
+        if not bare:
+            self.input_layernorm = LlamaRMSNorm(hidden, eps=eps)
+        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps=eps)
+        self.mlp: Any = MLPS[config.model_type](config)
+        self.wide, self.bare = wide, bare
+
+    def enter(
+        self, hidden_BTH: Tensor, embedded_BTH: Tensor, *, normed_residual: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(what the attention's projections read, the residual)."""
+        if self.bare:
+            return hidden_BTH, hidden_BTH
+        if not self.wide:
+            return self.input_layernorm(hidden_BTH), hidden_BTH
+        normed_BTH = self.hidden_norm(hidden_BTH)
+        entry_BTI = torch.cat([self.input_layernorm(embedded_BTH), normed_BTH], -1)
+        return entry_BTI, normed_BTH if normed_residual else hidden_BTH
+
+    def project(
+        self, entry_BTI: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, T, heads, E], turned to their positions."""
+        part = self.self_attn
+        shape = (*entry_BTI.shape[:-1], -1, part.head_dim)
+        query, key, value = (
+            project(entry_BTI).view(shape) for project in (part.q_proj, part.k_proj, part.v_proj)
+        )
+        if hasattr(part, "q_norm"):
+            query, key = part.q_norm(query), part.k_norm(key)
+        query, key = apply_rotary_pos_emb(query, key, *rotary, unsqueeze_dim=2)
+        return query, key, value
+
+    def leave(self, residual_BTH: Tensor, mixed_BTO: Tensor) -> Tensor:
+        """The layer's output from the residual and what attention mixed."""
+        hidden_BTH = residual_BTH + self.self_attn.o_proj(mixed_BTO)
+        return hidden_BTH + self.mlp(self.post_attention_layernorm(hidden_BTH))
+
+
+class Eagle(Head):
+    """An EAGLE-1 or EAGLE-3 head; `kind` says which."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        layer = config.layer
+        self.config, self.kind = config, f"eagle{config.version}"
+        self.hidden, self.rows = layer.hidden_size, layer.vocab_size
+        self.context, self.levels = layer.max_position_embeddings, ANY_DEPTH
+        self.taps = config.taps
+        wide = config.version == 3
+        eps = layer.rms_norm_eps
+        width = (len(config.taps) if wide else 2) * self.hidden
+        self.fc = nn.Linear(width, self.hidden, bias=config.fc_bias)
+        self.layers = nn.ModuleList(
+            EagleLayer(layer, index, wide=wide and index == 0, bare=not wide and index == 0)
+            for index in range(layer.num_hidden_layers)
+        )
+        self.rotary = Rotary(layer)
+        if not wide:
+            return
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(self.hidden, eps=eps) for _ in config.taps)
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(width, eps=eps)
+        self.norm = LlamaRMSNorm(self.hidden, eps=eps)
+        self.lm_head = OutputHead(self.hidden, config.draft_vocab, bias=False)
+        if config.draft_vocab < self.rows:
+            self.set_vocab(DraftVocab(torch.arange(config.draft_vocab), self.rows))
+
+    def set_vocab(self, vocab: DraftVocab) -> None:
+        """Give EAGLE-3 the tokens that it drafts."""
+        assert len(vocab.ids_D) == self.config.draft_vocab, (len(vocab.ids_D), self.config)
+        assert vocab.size == self.rows, (vocab.size, self.rows)
+        self.register_buffer("d2t", vocab.d2t_D)
+        self.register_buffer("t2d", vocab.t2d_V)
+
+    @property
+    def vocab(self) -> DraftVocab:
+        """The tokens that it drafts."""
+        if not hasattr(self, "d2t"):
+            return DraftVocab(torch.arange(self.rows, device=self.fc.weight.device), self.rows)
+        assert isinstance(self.d2t, Tensor)
+        return DraftVocab.from_offsets(self.d2t, self.rows)
+
+    def fuse(self, taps_XU: Tensor) -> Tensor:
+        """What the first step reads of the target, [..., H], from its taps side by side."""
+        config = self.config
+        if config.version == 1:
+            return taps_XU
+        if config.fc_norm:
+            parts = zip(self.fc_norm, taps_XU.split(self.hidden, -1), strict=True)
+            taps_XU = torch.cat([norm(part) for norm, part in parts], -1)
+        if config.norm_before_fc:
+            taps_XU = self.input_norm(taps_XU)
+        return self.fc(taps_XU)
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """The target's embeddings of tokens, in the head's own type."""
+        return F.embedding(tokens_BT, self.embedding_VH).to(self.fc.weight.dtype)
+
+    def step(
+        self, hidden_BTH: Tensor, tokens_BT: Tensor, positions_BT: Tensor, attention: Attention
+    ) -> Tensor:
+        """Its output [B, T, H] for pairs of a state (`fuse`d, or `fed_back`) and the next token."""
+        embedded_BTH = self.embed(tokens_BT)
+        if self.config.version == 1:
+            hidden_BTH = self.fc(torch.cat([embedded_BTH, hidden_BTH], -1))
+        rotary = self.rotary(hidden_BTH, positions_BT)
+        for index, layer in enumerate(self.decoder_layers):
+            normed = self.config.norm_before_residual
+            entry_BTI, residual_BTH = layer.enter(hidden_BTH, embedded_BTH, normed_residual=normed)
+            mixed_BTO = attention(index, *layer.project(entry_BTI, rotary))
+            hidden_BTH = layer.leave(residual_BTH, mixed_BTO)
+        return hidden_BTH
+
+    def unroll(
+        self,
+        hidden_BTH: Tensor,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        mask: Tensor | None = None,
+        *,
+        steps: int,
+    ) -> list[Tensor]:
+        """Every position drafts `steps` tokens on, reading the text's tokens: the training-time
+        test.
+
+        hidden: `fuse`d states f_t. tokens: x_t. positions: from 0 in each document. mask: [B, 1, T,
+        T] bool, who may attend whom; None: causal. Step s at t reads x_{t+1+s} and what step s - 1
+        gave (f_t at first), attends to step 0's pairs at t' <= t and to its own later ones, and
+        predicts x_{t+2+s}; past the row's end it reads token 0.
+
+        Returns of each step what the LM head multiplies, [B, T, H].
+        """
+        attention, states = Unrolled(mask), []
+        for step in range(steps):
+            tokens_BT = F.pad(tokens_BT[:, 1:], (0, 1))
+            output_BTH = self.step(hidden_BTH, tokens_BT, positions_BT + step, attention)
+            states.append(self.before_head(output_BTH))
+            hidden_BTH = self.fed_back(output_BTH)
+        return states
+
+    @property
+    def decoder_layers(self) -> list[EagleLayer]:
+        """Its layers, typed."""
+        return [layer for layer in self.layers if isinstance(layer, EagleLayer)]
+
+    def before_head(self, output_XH: Tensor) -> Tensor:
+        """What the LM head multiplies."""
+        return output_XH if self.config.version == 1 else self.norm(output_XH)
+
+    def fed_back(self, output_XH: Tensor) -> Tensor:
+        """What the next step reads in place of the target's state."""
+        return self.norm(output_XH) if self.config.norm_output else output_XH
+
+    @property
+    def head_DH(self) -> Tensor:
+        """The LM head: its own rows, or (EAGLE-1) all of the target's."""
+        return self.target_head_VH if self.config.version == 1 else self.lm_head.weight
+
+    def to_json(self) -> dict[str, Any]:
+        config = self.config
+        layer = config.layer.to_dict()
+        keep = {name: layer[name] for name in LAYER_FIELDS if layer.get(name) is not None}
+        rope = config.layer.rope_parameters or {}
+        # Servers of today and of yesterday read different fields.
+        keep |= {"rope_parameters": rope, "rope_theta": rope.get("rope_theta", 10000.0)}
+        scaling = rope if rope.get("rope_type", "default") != "default" else None
+        keep |= {"rope_scaling": scaling, "model_type": layer["model_type"]}
+        keep |= {"tie_word_embeddings": False, "use_cache": True, "torch_dtype": self._dtype}
+        if config.version == 1:
+            return keep | {"architectures": ["LlamaForCausalLM"], "bias": config.fc_bias}
+        flags = {name: getattr(config, name) for name in FLAGS}
+        keep |= {"architectures": [EAGLE3_NAMES[layer["model_type"]]], **flags}
+        keep |= {"draft_vocab_size": config.draft_vocab, "target_hidden_size": self.hidden}
+        return keep | tap_fields(config.taps)
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> "Eagle":
+        return cls(read_config(config))
+
+    def on_disk(self) -> dict[str, Tensor]:
+        state = dict(self.state_dict())
+        if self.config.version == 3 and len(self.layers) == 1:
+            state = {name.replace("layers.0.", "midlayer.", 1): t for name, t in state.items()}
+        return state
+
+    def from_disk(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name.replace("midlayer.", "layers.0.", 1): t for name, t in tensors.items()}
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.fc.weight.dtype).removeprefix("torch.")
+
+
+def causal(mask: Tensor | None = None) -> Attention:
+    """Positions see themselves and what came before; mask: [B, 1, T, T] bool in its place."""
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        grouped = query.shape[1] != key.shape[1]
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
+        return mixed.transpose(1, 2).flatten(2)
+
+    return attend
+
+
+def tap_fields(taps: tuple[Tap, ...]) -> dict[str, Any]:
+    """The taps in both conventions: vLLM reads the top level, layers already run; SGLang the nested
+    field, the layer whose output it is, counted from 0.
+    """
+    ids = [int(tap) for tap in taps]
+    nested = {
+        "use_aux_hidden_state": True,
+        "eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids],
+    }
+    return {"eagle_aux_hidden_state_layer_ids": ids, "eagle_config": nested}
+
+
+def read_config(config: dict[str, Any]) -> EagleConfig:
+    """The EagleConfig of a folder that `Eagle.to_json` wrote."""
+    kind = config.get("model_type")
+    if kind not in LAYER_CONFIGS:
+        raise ValueError(
+            f"config.json: got model_type={kind!r}, expected one of {', '.join(LAYER_CONFIGS)}: "
+            "EAGLE heads are layers of these"
+        )
+    layer = LAYER_CONFIGS[kind](
+        **{k: v for k, v in config.items() if k in (*LAYER_FIELDS, "rope_parameters")}
+    )
+    if config.get("architectures") not in [[name] for name in EAGLE3_NAMES.values()]:
+        return EagleConfig(layer, 1, fc_bias=bool(config.get("bias", True)))
+    taps = config.get("eagle_aux_hidden_state_layer_ids")
+    if not isinstance(taps, list):
+        raise ValueError(
+            "config.json: got no eagle_aux_hidden_state_layer_ids at its top level, expected the "
+            "list of taps; `python -m draftsmith doctor` says what such a folder needs"
+        )
+    flags = {name: bool(config.get(name, False)) for name in FLAGS}
+    return EagleConfig(layer, 3, tuple(taps), int(config["draft_vocab_size"]), **flags)
+
+
+LAYER_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps"),
+    *("max_position_embeddings", "initializer_range", "attention_bias", "mlp_bias"),
+    *("attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"),
+)

@@ -1,0 +1,169 @@
+"""Heads: small modules that draft from a frozen target's states, and the folder they are kept in.
+
+A head holds what is trained. Of the target it borrows the token embeddings and the LM head, by
+`bind`, without owning them: they are neither trained, moved nor saved with it.
+
+Shapes: V rows of the target's LM head, H hidden size.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.models.disk.read_lm import (
+    DTYPES,
+    Shapes,
+    read_header,
+    read_json,
+    refuse_faults,
+    tensor_faults,
+    write_json,
+)
+from draftsmith.models.taps import Tap, check_taps
+from draftsmith.models.target import split_head
+
+ANY_DEPTH = 1 << 30  # of tokens ahead, or positions, where nothing bounds them
+
+
+class OutputHead(nn.Linear):
+    """A linear map onto a vocabulary. Optimizers tell it from hidden matrices by its class."""
+
+
+class Head(nn.Module):
+    """What every kind of head is. Subclasses say how a config makes the modules, and how their
+    tensors are called on disk, where that differs.
+    """
+
+    kind: str
+    taps: tuple[Tap, ...]  # states of the target that it reads, side by side
+    hidden: int  # of the target
+    rows: int  # of the target's LM head, padding included
+    context: int  # positions that it knows; ANY_DEPTH where it knows none
+    levels: int  # tokens ahead that it can draft
+    _borrowed: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> Self:
+        """The head that a config.json describes, with random weights; ValueError for what it lacks
+        or holds wrongly.
+        """
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """Its config.json."""
+        raise NotImplementedError
+
+    def on_disk(self) -> dict[str, Tensor]:
+        """The tensors by their names in the folder."""
+        return dict(self.state_dict())
+
+    def from_disk(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The state dict of tensors by their names in the folder: undoes `on_disk`."""
+        return tensors
+
+    def bind(self, target: PreTrainedModel) -> Self:
+        """Borrow the target's embeddings and LM head (both [V, H]).
+
+        Raises ValueError for a target of another width, too few layers, or another vocabulary.
+        """
+        head_VH = split_head(target)[1]
+        table = target.get_input_embeddings().weight
+        assert isinstance(table, Tensor)
+        made_for = {"hidden size": self.hidden, "rows of the LM head": self.rows}
+        given = {"hidden size": head_VH.shape[1], "rows of the LM head": head_VH.shape[0]}
+        differ = [
+            f"{name} {made_for[name]}, got {given[name]}"
+            for name in given
+            if made_for[name] != given[name]
+        ]
+        if differ:
+            raise ValueError(
+                f"{self.kind} head: made for a target of {'; '.join(differ)}; expected the target "
+                "it was trained on; give that target"
+            )
+        check_taps(self.taps, target.config.get_text_config().num_hidden_layers)
+        self._borrowed = (table.detach(), head_VH.detach())
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy that borrows the same tensors."""
+        memo |= {id(tensor): tensor for tensor in self._borrowed or ()}
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return made
+
+    @property
+    def embedding_VH(self) -> Tensor:
+        """The target's token embeddings."""
+        return self._bound[0]
+
+    @property
+    def target_head_VH(self) -> Tensor:
+        """The target's LM head."""
+        return self._bound[1]
+
+    @property
+    def _bound(self) -> tuple[Tensor, Tensor]:
+        assert self._borrowed is not None, f"{self.kind} head: bind(target) comes first"
+        return self._borrowed
+
+    def save_pretrained(self, folder: str | Path, **unused: Any) -> None:
+        """Write config.json and model.safetensors."""
+        folder = Path(folder)
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self.on_disk().items()}
+        write_json(folder / "config.json", self.to_json())
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_head(cls: type[Head], folder: Path, dtype: str = "auto") -> Head:
+    """The head in a folder, in eval mode; its whole numbers (vocabulary maps) keep their type.
+
+    Raises ValueError for a config or tensors that aren't those of such a head.
+    """
+    check_head(cls, folder)
+    tensors = load_file(folder / "model.safetensors")
+    return assembled(cls, read_json(folder / "config.json"), tensors, dtype)
+
+
+def assembled(
+    cls: type[Head], config: dict[str, Any], tensors: dict[str, Tensor], dtype: str = "auto"
+) -> Head:
+    """The head of a config.json and its tensors by their names on disk, in eval mode."""
+    head = cls.from_json(config)
+    # assign: the dtype is the tensors', unless another is named.
+    head.load_state_dict(head.from_disk(tensors), assign=True)
+    wanted = DTYPES[dtype]
+    if isinstance(wanted, torch.dtype):
+        head.to(wanted)
+    return head.eval()
+
+
+def check_head(cls: type[Head], folder: Path) -> None:
+    """Compare the header of a folder's weights with the head that its config describes."""
+    found = read_header(folder / "model.safetensors")
+    refuse_faults(folder, head_faults(cls, read_json(folder / "config.json"), found))
+
+
+def head_faults(cls: type[Head], config: dict[str, Any], found: Shapes) -> dict[str, list[str]]:
+    """How the tensors found differ from those of the head that a config.json describes."""
+    with torch.device("meta"):
+        head = cls.from_json(config)
+        expected = {name: tuple(t.shape) for name, t in head.on_disk().items()}
+    return tensor_faults(found, expected, "config")
+
+
+def field(config: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    """`config[name]`, of `kind`; ValueError where it is missing and has no default."""
+    value = config.get(name, default)
+    if value is None or not isinstance(value, kind):
+        raise ValueError(
+            f"config.json: got {name}={value!r}, expected {kind.__name__}; restore the file as it "
+            "was saved"
+        )
+    return value

@@ -1,0 +1,164 @@
+"""Medusa heads (Cai et al., arXiv 2401.10774): K small heads that guess K tokens ahead at once.
+
+    head i at position t: f_t -> x + silu(A x + b), `layers` times -> its own LM head -> x_{t+2+i}
+
+f_t is the target's state after its final norm; the target's own LM head predicts x_{t+1} from it.
+
+Where we differ from the official code (FasterDecoding/Medusa): biases begin at zero as the weights
+do, so that a new head says exactly what the target's LM head says; each block has weights of its
+own (theirs repeats one module).
+
+Shapes: X any leading axes, H hidden, V rows of the target's LM head, K heads.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.models.heads.head import ANY_DEPTH, Head, OutputHead, field
+from draftsmith.models.taps import NORM
+from draftsmith.models.target import split_head
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """hidden, rows: of the target's LM head; heads: tokens ahead; layers: residual blocks a head;
+    own_heads: whether each head has an LM head of its own, or all multiply the target's.
+    """
+
+    hidden: int
+    rows: int
+    heads: int = 5
+    layers: int = 1
+    own_heads: bool = True
+
+    def __post_init__(self) -> None:
+        check_sizes("medusa", self.hidden, self.rows, heads=self.heads, layers=self.layers)
+
+
+class ResidualBlock(nn.Module):
+    """x -> R x + silu(A x + b), A and b zero at first; R is the identity, or, where `inputs` states
+    side by side come in, a learned map of them onto one.
+    """
+
+    def __init__(self, hidden: int, inputs: int = 1) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs * hidden, hidden)
+        self.res_connection: nn.Module = nn.Identity()
+        if inputs > 1:
+            self.res_connection = nn.Linear(inputs * hidden, hidden)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x_XI: Tensor) -> Tensor:
+        skipped_XH: Tensor = self.res_connection(x_XI)
+        return skipped_XH + F.silu(self.linear(x_XI))
+
+
+class Medusa(Head):
+    """K heads on the target's last state."""
+
+    kind = "medusa"
+    taps = (NORM,)
+    context = ANY_DEPTH
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.hidden, self.rows, self.levels = config.hidden, config.rows, config.heads
+        self.heads = nn.ModuleList(self._one_head() for _ in range(config.heads))
+
+    def _one_head(self) -> nn.Sequential:
+        config = self.config
+        parts: list[nn.Module] = [ResidualBlock(config.hidden) for _ in range(config.layers)]
+        if config.own_heads:
+            parts.append(OutputHead(config.hidden, config.rows, bias=False))
+        return nn.Sequential(*parts)
+
+    def init_from(self, target: PreTrainedModel) -> Self:
+        """Bind the target, and copy its LM head into those of the heads."""
+        self.bind(target)
+        if self.config.own_heads:
+            copy_head(target, [self.output(depth) for depth in range(self.levels)])
+        return self
+
+    def blocks(self, depth: int) -> list[ResidualBlock]:
+        """The residual blocks of one head, typed."""
+        return [part for part in parts_of(self.heads, depth) if isinstance(part, ResidualBlock)]
+
+    def output(self, depth: int) -> OutputHead:
+        """The LM head of its own that one head has."""
+        last = parts_of(self.heads, depth)[-1]
+        assert isinstance(last, OutputHead), "these heads multiply the target's LM head"
+        return last
+
+    def states(self, norm_XH: Tensor) -> list[Tensor]:
+        """What the LM head of each head multiplies: K tensors [..., H], of the target's states
+        after the final norm.
+        """
+        states = []
+        for depth in range(self.levels):
+            state_XH = norm_XH
+            for block in self.blocks(depth):
+                state_XH = block(state_XH)
+            states.append(state_XH)
+        return states
+
+    def head_VH(self, depth: int) -> Tensor:
+        """The LM head [V, H] of one head: its own, or the target's."""
+        return self.output(depth).weight if self.config.own_heads else self.target_head_VH
+
+    def to_json(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": config.hidden,
+            "vocab_size": config.rows,
+            "medusa_num_heads": config.heads,
+            "medusa_num_layers": config.layers,
+            "original_lm_head": not config.own_heads,
+        }
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> "Medusa":
+        return cls(
+            MedusaConfig(
+                hidden=field(config, "hidden_size", int),
+                rows=field(config, "vocab_size", int),
+                heads=field(config, "medusa_num_heads", int),
+                layers=field(config, "medusa_num_layers", int),
+                own_heads=not field(config, "original_lm_head", bool, False),
+            )
+        )
+
+    def on_disk(self) -> dict[str, Tensor]:
+        return {name.removeprefix("heads."): t for name, t in self.state_dict().items()}
+
+    def from_disk(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {f"heads.{name}": t for name, t in tensors.items()}
+
+
+def check_sizes(kind: str, hidden: int, rows: int, *, heads: int, layers: int) -> None:
+    """ValueError for sizes below 1."""
+    if min(hidden, rows, heads, layers) < 1:
+        raise ValueError(
+            f"{kind}: got hidden={hidden}, rows={rows}, heads={heads}, layers={layers}, expected "
+            "each to be at least 1"
+        )
+
+
+@torch.no_grad()
+def copy_head(target: PreTrainedModel, heads: list[OutputHead]) -> None:
+    """Copy the target's LM head into each of `heads`."""
+    for head in heads:
+        head.weight.copy_(split_head(target)[1])
+
+
+def parts_of(heads: nn.ModuleList, depth: int) -> list[nn.Module]:
+    """The modules of one head, in order."""
+    return list(heads[depth].children())

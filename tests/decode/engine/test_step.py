@@ -1,0 +1,91 @@
+"""The round as one piece: nothing in it reads the device, and its recording is itself."""
+
+import pytest
+import torch
+from rounds import MODES, record_rounds, started
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from truths import PROMPTS, SETTINGS, truths
+
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.sampling import SamplingParams
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=["greedy", "t1", "filtered"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_round_never_reads_the_device(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    mode: str,
+    params: SamplingParams,
+) -> None:
+    """Fake tensors have no values: `.item()`, `nonzero` and the like raise."""
+    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=4, **MODES[mode])
+    batch = started(decoder, params).batch
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        told = decoder.stepper.step(batch, decoder.policy.next_plan(), 64, None)
+    assert told.table.shape == (4, 2 * (told.levels + 1) + 4)
+
+
+def test_a_policy_that_asks_after_each_call_does_read_it(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """The check above can fail."""
+    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, policy="confidence")
+    batch = started(decoder, SETTINGS[0]).batch
+    read = (DataDependentOutputException, DynamicOutputShapeException)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(read):
+        decoder.stepper.step(batch, decoder.policy.next_plan(), 64, decoder.policy)
+
+
+@pytest.mark.parametrize("params", SETTINGS[:2], ids=["greedy", "t1"])
+@pytest.mark.parametrize("mode", ["chain", "static", "dynamic"])
+def test_a_recorded_round_is_the_round(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    mode: str,
+    params: SamplingParams,
+) -> None:
+    """Recorded once for each kind and replayed on the same tensors, read one round late, over two
+    calls whose rows come and go: the same tokens. The recorder stands in for CUDA's: what it
+    records is the list of tensor operations, so whatever the host decided is frozen in it.
+    """
+    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=2, **MODES[mode])
+    decoder.late = True
+    recordings = record_rounds(decoder)
+    expected = truths(tiny_target, tiny_tokenizer, params)
+    for _ in range(2):
+        assert [c.tokens for c in decoder.generate(PROMPTS, params)] == expected
+    assert len(recordings) == 1
+
+
+def test_state_is_changed_in_place(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=4)
+    session = started(decoder, SETTINGS[1])
+    batch = session.batch
+
+    def places() -> dict[str, int]:
+        held = {**vars(batch.rows), **vars(drafter), **vars(batch.pool)}
+        return {k: v.data_ptr() for k, v in held.items() if isinstance(v, torch.Tensor)}
+
+    before = places()
+    assert len(before) > 8
+    session.hear(session.launch())
+    assert places() == before

@@ -1,0 +1,64 @@
+"""Rounds of every mode, started and recorded."""
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from truths import PROMPTS
+
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.graphs import Graphs, Round
+from draftsmith.decode.engine.round import Told
+from draftsmith.decode.engine.session import Session
+from draftsmith.decode.sampling import SamplingParams
+
+MODES = {
+    "chain": {},
+    "static": {"tree": "eagle-25"},
+    "dynamic": {"tree": "dynamic:3,3,9"},
+    "block": {"rule": "block"},
+    "recursive": {"rule": "recursive", "tree": "eagle-25"},
+    "traversal": {"rule": "traversal", "tree": "eagle-25", "K": 2},
+    "typical": {"lossy": "typical", "allow_lossy": True},
+    "split": {"attention": "split", "tree": "eagle-25"},
+}
+
+
+def started(decoder: Decoder, params: SamplingParams) -> Session:
+    session = decoder._open(PROMPTS, params, None)
+    session.admit()
+    session.hear(session.launch())
+    return session
+
+
+def record_rounds(decoder: Decoder) -> list[torch.fx.GraphModule]:
+    """From now on the decoder records its rounds; returns the list of recordings, empty as yet."""
+    recordings: list[torch.fx.GraphModule] = []
+
+    def record(run: Round) -> Round:
+        assert decoder._batch is not None
+        rows, drafter = decoder._batch.rows, decoder.drafter
+        state = [rows.lens_B, rows.pending_B, rows.rounds_B, rows.room_B, rows.active_B]
+        state += [t for t in vars(drafter).values() if isinstance(t, torch.Tensor)]
+        pools = [getattr(drafter, "pool", None), decoder._batch.pool]
+        state += [pool.kv_2LBSHE for pool in pools if pool is not None]
+        shape = {}
+
+        def table() -> torch.Tensor:
+            told = run()
+            shape.update(levels=told.levels, nodes=told.nodes)
+            return told.table
+
+        with torch.inference_mode():
+            before = [tensor.clone() for tensor in state]
+            traced = make_fx(table)()
+            for tensor, was in zip(state, before, strict=True):
+                tensor.copy_(was)
+        recordings.append(traced)
+
+        def replay() -> Told:
+            with torch.inference_mode():
+                return Told(traced(), **shape)
+
+        return replay
+
+    decoder.graphs = Graphs(decoder.stepper, lambda: record)
+    return recordings

@@ -1,0 +1,176 @@
+"""The planner against real steps: what it says a run needs, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from draftsmith.models.tokenizer import stand_in_tokenizer
+from draftsmith.train.drafts.draft_start import fresh_model
+from draftsmith.train.objectives.distillation import Distillation
+from draftsmith.train.plan.fake_step import measured_peak
+from draftsmith.train.plan.memory import Held, Sharding, held, rehearsed
+from draftsmith.train.plan.table import Outline, main, plan
+from draftsmith.train.run.optim import optimizers
+from draftsmith.train.teachers.teachers import StateTeacher
+from draftsmith.train.text.batches import Batch
+from draftsmith.train.text.on_policy import Snapshot
+
+MIB = 1 << 20
+SHAPE = ("heads=4", "kv_heads=2", "steps=10", "prompt_tokens=4")
+# Prompts are short, so that training is what needs most.
+WIDE = ("layers=1", "hidden=64", "intermediate=128", "max_length=64", "max_new_tokens=60")
+WIDE += ("batch_size=4",)
+DEEP = ("layers=4", "hidden=128", "intermediate=344", "max_length=256", "max_new_tokens=252")
+DEEP += ("batch_size=2",)
+
+
+def target_at(folder: Path, vocab: int, layers: int) -> str:
+    """A folder with a config.json and nothing else."""
+    LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    return f"target.path={folder}"
+
+
+def planned(folder: Path, vocab: int, *given: str, layers: int = 2) -> Outline:
+    """The plan of a small distillation, on the CPU unless another gpu is given."""
+    gpu = () if any(text.startswith("gpu=") for text in given) else ("gpu=cpu",)
+    target = target_at(folder, vocab, layers)
+    return plan(["entry=distill", "out=x", target, *SHAPE, *gpu, *given])
+
+
+def two_steps(outline: Outline) -> None:
+    """Two optimizer steps of the planned run, from making its models on."""
+    config, vocab = outline.staged.config, outline.staged.vocab
+    family = LlamaConfig.from_pretrained(config.target.path)
+    target = AutoModelForCausalLM.from_config(
+        family, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
+    target.requires_grad_(False).eval()
+    draft = fresh_model(config, family, stand_in_tokenizer(), rows=vocab, seed=0)
+    snapshot = Snapshot(draft, torch.bfloat16)
+    if config.gradient_checkpointing:
+        draft.gradient_checkpointing_enable({"use_reentrant": False})
+    teacher = StateTeacher(target, vocab)
+    objective = Distillation(draft, teacher, config, vocab_size=vocab, warp=config.warp).train()
+    learners = optimizers(objective, config)
+    rows, length = config.batch_size, config.max_length
+    ids_BT = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(rows, 1, length, length, dtype=torch.bool).tril()
+    mask[:, :, length // 2 :, : length // 2] = False
+    positions_BT = torch.arange(length).remainder(length // 2).expand(rows, -1)
+    batch = Batch(ids_BT, positions_BT, torch.ones_like(ids_BT, dtype=torch.bool), mask, ())
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = objective(batch).loss
+        (loss / ids_BT.numel()).backward()
+        for learner in learners:
+            learner.step()
+            learner.zero_grad()
+    assert snapshot.take() is not draft
+
+
+@pytest.mark.parametrize(
+    ("vocab", "given"),
+    [(32000, WIDE), (1024, (*DEEP, "gradient_checkpointing=true"))],
+    ids=["wide vocabulary", "checkpointed"],
+)
+def test_a_plan_is_what_two_real_steps_hold(
+    tmp_path: Path, vocab: int, given: tuple[str, ...]
+) -> None:
+    outline = planned(tmp_path, vocab, *given)
+    best = outline.best
+    assert best is not None
+    expected, found = best.held.total, measured_peak(lambda: two_steps(outline))
+    assert 0.8 < expected / found < 1.2, f"{expected / MIB:.1f} MiB planned, {found / MIB:.1f} held"
+
+
+def test_weights_and_states_are_counted_one_by_one(tmp_path: Path) -> None:
+    outline = planned(tmp_path, 1024, *WIDE, "optimizer=muon")
+    sizes = outline.sizes
+    attention = 64 * 64 * 2 + 64 * 32 * 2
+    matrices, rest = attention + 3 * 64 * 128, 1024 * 64 + 3 * 64
+    assert sizes.learned == matrices + rest
+    assert (sizes.weights, sizes.spare) == (4 * sizes.learned, 2 * sizes.learned)
+    assert sizes.optimizer == 4 * matrices + 8 * rest
+    layer = 96 * 96 * 2 + 96 * 48 * 2 + 3 * 96 * 192 + 2 * 96
+    assert sizes.target == 2 * (2 * layer + 2 * 1024 * 96 + 96)
+    # One micro-batch of 256 tokens: the layers' products forward and twice backward, the head's
+    # likewise, and the target's once; attention twice forward and five times backward.
+    flops = rehearsed(outline.staged, checkpointing=False, low=False).flops
+    products = 2 * 256 * (3 * (matrices + 1024 * 64) + 2 * layer + 1024 * 96)
+    attention = 2 * 256 * 64 * (7 * 64 + 2 * 2 * 96)
+    assert flops == pytest.approx(products + attention, rel=0.005)
+
+
+def test_each_way_divides_what_it_should(tmp_path: Path) -> None:
+    outline = planned(tmp_path, 1024, *WIDE, "optimizer=adamw", "gpu=h100", "gpus=4")
+    sizes, cast = outline.sizes, outline.staged
+    found: dict[str, Held] = {c.way.name: c.held for c in outline.choices if not c.checkpointing}
+    learned = sizes.learned
+    assert found["ddp"].weights == 4 * learned and found["ddp"].optimizer == 8 * learned
+    for name in ("zero1", "zero2", "zero3", "fsdp2"):
+        assert found[name].optimizer == 2 * learned
+    assert found["zero1"].weights == found["zero2"].weights == 2 * learned + learned
+    assert found["fsdp2"].weights == learned and found["zero3"].weights == learned // 2 + learned
+    step = rehearsed(cast, checkpointing=False, low=True)
+    whole = held(cast, sizes, step, Sharding("zero1", 1), world=4)
+    assert held(cast, sizes, step, Sharding("zero2", 2), world=4).total <= whole.total
+
+
+def test_a_target_in_parts_is_counted_so(tmp_path: Path) -> None:
+    """Of eight layers each of 4 ranks holds a quarter, and the two that are gathered."""
+    given = (*WIDE, "gpu=h100", "gpus=4")
+    whole = planned(tmp_path, 1024, *given, layers=8)
+    parts = planned(tmp_path, 1024, *given, "shard_target=true", layers=8)
+    layer = 2 * (96 * 96 * 2 + 96 * 48 * 2 + 3 * 96 * 192 + 2 * 96)
+    for one, other in zip(whole.choices, parts.choices, strict=True):
+        assert one.held.target - other.held.target == (8 - 8 // 4 - 2) * layer
+        assert one.held.total - other.held.total == (8 - 8 // 4 - 2) * layer
+    with pytest.raises(ValueError, match="shard_target=true and one process"):
+        planned(tmp_path, 1024, *WIDE, "shard_target=true")
+
+
+def test_more_rows_need_more_and_checkpointing_less(tmp_path: Path) -> None:
+    few, many = (planned(tmp_path, 1024, *DEEP, f"batch_size={rows}") for rows in (1, 4))
+    plain, checkpointed = many.choices
+    assert many.tokens == 4 * few.tokens
+    assert few.choices[0].held.step < plain.held.step > checkpointed.held.step
+    assert few.choices[0].seconds < plain.seconds < checkpointed.seconds
+    assert many.best is plain
+
+
+def test_a_recipe_is_planned_without_its_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=gsm8k/distill", "target.shrink=true", "gpu=l40s", "gpus=2"]) == 0
+    shown = capsys.readouterr().out
+    # Its optimizer is muon, which DeepSpeed doesn't take.
+    assert "zero" not in shown and "fsdp2" in shown
+    line = "accelerate launch --config_file recipes/accelerate/gpu_ddp.yaml --num_processes 2 "
+    assert line + "train/distill.py recipe=gsm8k/distill target.shrink=true" in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["recipe=gsm8k/distill", "gpu=h1000"], "expected one of h100, h200"),
+        (["recipe=gsm8k/distill", "gpus=0"], "gpus=0"),
+        (["recipe=gsm8k/prepare"], "expected recipe=... of one that trains: distill, pretrain"),
+        ([], "expected recipe=..."),
+        (["recipe=gsm8k/distill", "target.path=nowhere"], "nowhere/config.json on this machine"),
+        (["recipe=gsm8k/distill", "target.path=x/y", "lrr=1"], "did you mean lr?"),
+    ],
+)
+def test_bad_input_is_told(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    assert main(argv) == 2
+    assert says in capsys.readouterr().out

@@ -1,0 +1,239 @@
+"""Runs that are spread over processes equal one process, and what can't be is refused.
+
+A launch takes 10 s or more on two quiet cores, so each mode has one, in which a run is cut short
+and goes on; ZeRO-2 and DDP are in test_distributed.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import sharding_job
+import torch
+from accelerate.state import AcceleratorState
+from bigram import settings
+from tiny_heads import llama
+
+from draftsmith.train.run import launch
+from draftsmith.train.run.checkpoint import Position, resized
+from draftsmith.train.run.frozen_target import check_shards
+from draftsmith.train.run.sharding import FSDP2_ASKED, check_mode, decoder_layers, whole_state
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS = {"steps": 4, "eval_every": 2, "save_every": 2, "schedule": "constant", "clip_norm": 0.5}
+RUNS: dict[str, dict] = {
+    # SGD: the scale of a gradient shows, which Adam would hide. Clipped at every step.
+    "sgd": {"optimizer": "sgd", "momentum": 0.0, "cut_at": 3, **STEPS},
+    "adamw": {"lr": 0.01, "tied": False, "gradient_checkpointing": True, "cut_at": 3, **STEPS},
+    # With several processes the target lies in parts, too.
+    "parts": {"lr": 0.01, "tied": False, "parts": True, "cut_at": 3, **STEPS},
+}
+WHOLE, PARTS = {"batch_size": 8}, {"batch_size": 2, "accumulation": 2}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps one precision for a whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    os.environ.pop(FSDP2_ASKED, None)
+
+
+def divided(share: dict[str, int]) -> str:
+    return json.dumps({name: run | share for name, run in RUNS.items()})
+
+
+def launched(mode: str, folder: Path, runs: str, *flags: str) -> str:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [str(ROOT / f"recipes/accelerate/{mode}.yaml"), *flags]
+    command += [str(ROOT / "tests/tools/sharding_job.py"), str(folder), runs]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    for a, b in zip(records(one), records(other), strict=True):
+        for name in a.keys() - {"seconds"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-5), (name, a, b)
+    weights = torch.load(other / "weights.pt")
+    for name, weight in torch.load(one / "weights.pt").items():
+        torch.testing.assert_close(weight, weights.pop(name), rtol=1e-5, atol=1e-6)
+    assert not weights
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """8 sequences a step in one batch."""
+    folder = tmp_path_factory.mktemp("one")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    sharding_job.main([str(folder), divided(WHOLE)])
+    return folder
+
+
+SLOW = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("zero1", "zero3")]
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", *SLOW])
+def test_two_processes_equal_one(mode: str, tmp_path: Path, one_process: Path) -> None:
+    """Loss, gradient norm, held-out figures, those of a full copy, and the weights; with a resume
+    after step 2; on 2 processes of 2 micro-batches of 2 sequences.
+    """
+    if mode != "fsdp2":
+        pytest.importorskip("deepspeed", reason="needs pip install 'draftsmith[distributed]'")
+    output = launched(mode, tmp_path, divided(PARTS))
+    assert output.count("resumed after step 2") == len(RUNS)
+    for name in RUNS:
+        assert (tmp_path / name / "mode.txt").read_text() == mode
+        assert_same_run(one_process / name, tmp_path / name)
+
+
+def test_ddp_with_a_target_in_parts(tmp_path: Path, one_process: Path) -> None:
+    """The job looks at what each process holds; fingerprint, cache, answers, tau are one's, too."""
+    output = launched("cpu_ddp2", tmp_path, json.dumps({"parts": RUNS["parts"] | PARTS}))
+    assert output.count("resumed after step 2") == 1
+    assert (tmp_path / "parts" / "mode.txt").read_text() == "replicated"
+    assert_same_run(one_process / "parts", tmp_path / "parts")
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "message"),
+    [
+        ({}, 1, "shard_target=true and one process"),
+        ({"joint": True}, 2, "joint=True, which trains the target too"),
+        ({"head_weight": 0.5}, 2, "head_weight=0.5, whose head is calibrated by one process"),
+    ],
+)
+def test_what_a_target_in_parts_cannot_do(changes: dict, processes: int, message: str) -> None:
+    recipe = {"shard_target": True, "joint": False, "head_weight": 0.0} | changes
+    with pytest.raises(ValueError, match=message):
+        check_shards(SimpleNamespace(**recipe), processes)
+    check_shards(SimpleNamespace(**recipe | {"shard_target": False}), processes)
+
+
+@pytest.mark.slow
+def test_fsdp2_goes_on_with_one_process(tmp_path: Path, one_process: Path) -> None:
+    launched("fsdp2", tmp_path, json.dumps({"adamw": RUNS["adamw"] | PARTS}))
+    folder = tmp_path / "adamw"
+    [last] = folder.glob("checkpoints/*4")
+    last.rename(tmp_path / "gone")
+    run = {"adamw": RUNS["adamw"] | WHOLE | {"cut_at": -1}}
+    output = launched("fsdp2", tmp_path, json.dumps(run), "--num_processes", "1")
+    assert "2 x 2 x 2 became 8 x 1 x 1" in output
+    assert_same_run(one_process / "adamw", folder)
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_loss(tmp_path: Path, one_process: Path) -> None:
+    run = {"sgd": RUNS["sgd"] | WHOLE | {"compile": True, "cut_at": -1}}
+    sharding_job.main([str(tmp_path), json.dumps(run)])
+    assert_same_run(one_process / "sgd", tmp_path / "sgd")
+
+
+def position(batch_size: int, accumulation: int, world: int, mode: str = "fsdp2") -> Position:
+    return Position(world, mode, batch_size, accumulation)
+
+
+def test_another_division_is_exact_or_asked_for(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    then = position(2, 2, 2)
+    said = resized(then, position(8, 1, 1), config)
+    assert "2 x 2 x 2 became 8 x 1 x 1" in said and "the same run up to rounding" in said
+    with pytest.raises(ValueError, match=r"other sequences than before.*allow_resize=true"):
+        resized(then, position(2, 2, 1), config)
+    config.on_policy = 0.5  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="with on_policy a step depends on how it is divided"):
+        resized(then, position(8, 1, 1), config)
+    config.allow_resize = True
+    assert "NOT the same run" in resized(then, position(8, 1, 1), config)
+    with pytest.raises(ValueError, match="cut into as many parts"):
+        resized(position(2, 2, 2, "zero2"), position(4, 2, 1, "zero2"), config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"on_policy": 0.5}, "on_policy=0.5 under fsdp2, expected 0"),
+        ({"zero": 3, "on_policy": 0.5}, "on_policy=0.5 under zero3, expected 0"),
+        ({"zero": 1, "optimizer": "muon"}, "optimizer=muon under zero1"),
+        ({"zero": 3, "compile": True}, "compile=true under zero3"),
+    ],
+)
+def test_what_a_mode_cannot_do(
+    changes: dict, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero = changes.pop("zero", None)
+    plugin = SimpleNamespace(zero_stage=zero)
+    accelerator = SimpleNamespace(
+        distributed_type="DEEPSPEED" if zero else "MULTI_CPU",
+        state=SimpleNamespace(deepspeed_plugin=plugin),
+    )
+    if not zero:
+        monkeypatch.setenv(FSDP2_ASKED, "1")
+    asked = {"on_policy": 0.0, "optimizer": "adamw", "compile": False} | changes
+    with pytest.raises(ValueError, match=message):
+        check_mode(accelerator, SimpleNamespace(**asked))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "changes", "message"),
+    [
+        (
+            {"gradient_accumulation_steps": 4},
+            {},
+            {},
+            "gradient_accumulation_steps=4.*accumulation=1",
+        ),
+        (
+            {"gradient_clipping": 0.3},
+            {},
+            {},
+            "gradient_clipping=0.3, the recipe says clip_norm=1.0",
+        ),
+        ({"fp16": {"enabled": True}}, {}, {}, "fp16.enabled=True, the recipe says precision=fp32"),
+        ({"bf16": {"enabled": False}}, {}, {"precision": "bf16"}, "bf16.enabled=False.*=bf16"),
+        (None, {"ACCELERATE_GRADIENT_CLIPPING": "2.0"}, {}, "gradient_clipping=2.0.*clip_norm=1.0"),
+        (None, {"ACCELERATE_MIXED_PRECISION": "fp16"}, {}, "mixed_precision=fp16.*precision=fp32"),
+        ({"gradient_accumulation_steps": "auto", "gradient_clipping": 1}, {}, {}, ""),
+    ],
+)
+def test_deepspeed_must_not_contradict_the_recipe(
+    given: dict | None,
+    variables: dict[str, str],
+    changes: dict,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if given is not None:
+        path = tmp_path / "deepspeed.json"
+        path.write_text(json.dumps(given | {"zero_optimization": {"stage": 2}}))
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
+    config = settings(tmp_path, **changes)
+    if not message:
+        launch.check_deepspeed(config)
+        return
+    with pytest.raises(ValueError, match=message):
+        launch.check_deepspeed(config)
+
+
+def test_layers_and_states_of_a_plain_model() -> None:
+    model = llama()
+    assert decoder_layers(model) == list(model.model.layers)
+    state = whole_state(model)
+    assert all(
+        value is not None and torch.equal(value, state[k])
+        for k, value in model.state_dict().items()
+    )

@@ -1,0 +1,301 @@
+"""The training entries as a user meets them: recipes that run, and what bad input is told.
+
+In one process on a tiny random target, but for the quickstart's chain, which is launched for real.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.train import distill, pretrain
+from draftsmith.train.run import recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = {
+    "prepare": ["limit=2", "max_new_tokens=4"],
+    "pretrain": ["precision=fp32"],
+    "distill": ["precision=fp32"],
+    "heads": ["precision=fp32"],
+    "eagle": ["precision=fp32"],
+    "scorers": ["precision=fp32"],
+    "online": ["precision=fp32"],
+}
+Argv = list[str]
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> None:
+    """accelerate keeps one precision for a whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "text.jsonl"
+    lines = [
+        {"text": f"row {row} " + " ".join(str(row * i) for i in range(40))} for row in range(60)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def target(
+    tmp_path: Path, tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    tiny_target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def distilling(tmp_path: Path, target: Path, corpus: Path) -> Argv:
+    sizes = ["hidden=16", "heads=2", "kv_heads=1", "intermediate=32", "precision=fp32", "steps=3"]
+    text = ["max_length=40", "prompt_tokens=8", "max_new_tokens=8", "heldout_prompts=2"]
+    paths = [f"target.path={target}", f"data={corpus}", f"out={tmp_path / 'run'}"]
+    return [*sizes, *text, *paths, "batch_size=2"]
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_every_recipe_runs_two_steps_on_a_tiny_target(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Recipes name data beside the checkout, as seen from the root.
+    monkeypatch.chdir(ROOT)
+    entry, out = recipe.entry_of(name), tmp_path / "run"
+    module = importlib.import_module(f"draftsmith.train.{entry}")
+    arguments = [f"recipe={name}", "target.shrink=true", f"out={out}", *SHORT[str(entry)]]
+    if entry == "prepare":
+        prompts = tmp_path / "prompts.jsonl"
+        rows = [{"prompt": f"What is {row} and {row}?"} for row in range(60)]
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = recipe.load(module.Prepare, arguments).data
+        arguments += [] if (ROOT / given).exists() else [f"data={prompts}"]
+    module.main(arguments)
+    if entry != "prepare":
+        assert [record["step"] for record in records(out)] == [0, 1, 2]
+        done = json.loads((out / "done.json").read_text())
+        assert Path(done["result"], "model.safetensors").is_file()
+
+
+def test_quickstart_recipes_launched_in_a_row(tmp_path: Path, corpus: Path) -> None:
+    """Target, draft, distilled draft, decoding: each step takes what the one before has left."""
+    small = [
+        f"data={corpus}",
+        "batch_size=2",
+        "max_length=64",
+        "steps=4",
+        "eval_every=2",
+        "warmup=1",
+    ]
+    sizes = ["hidden=32", "heads=2", "kv_heads=1", "intermediate=64", "layers=2"]
+    target, draft = f"target.path={tmp_path}/target/model", f"{tmp_path}/draft/drafter"
+    steps: list[tuple[str, str, Argv]] = [
+        ("pretrain", "target", [*sizes, "tokenizer_size=300", "heldout_sequences=4"]),
+        ("pretrain", "draft", [*sizes, "layers=1", target, "heldout_sequences=4"]),
+        ("distill", "distill", [target, f"draft={draft}", "heldout_prompts=2", "max_new_tokens=8"]),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for entry, name, arguments in steps:
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+        command += [str(ROOT / "recipes/accelerate/cpu.yaml"), str(ROOT / f"train/{entry}.py")]
+        command += [f"recipe=quickstart/{name}", f"out={tmp_path / name}", *small, *arguments]
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert "vllm serve" in run.stdout
+    log = records(tmp_path / "distill")
+    assert [record["step"] for record in log] == [0, 1, 2, 3, 4]
+    assert {"eval_alpha", "eval_tau", "eval_agreement", "eval_loss"} <= log[0].keys()
+    meta = json.loads((tmp_path / "distill/drafter/draftsmith.json").read_text())
+    assert meta["kind"] == "lm"
+    assert meta["provenance"]["recipe"] == "quickstart/distill"
+    assert 0 < meta["provenance"]["acceptance"] <= 1
+    decoder = Decoder.from_pretrained(
+        f"{tmp_path}/target/model", f"{tmp_path}/distill/drafter", dtype="float32"
+    )
+    plain = Decoder.from_pretrained(f"{tmp_path}/target/model", dtype="float32")
+    asked = ["import os", "def f(x):"], SamplingParams(max_new_tokens=12)
+    drafted = [made.tokens for made in decoder.generate(*asked)]
+    assert drafted == [made.tokens for made in plain.generate(*asked)]
+
+
+def test_training_raises_held_out_acceptance(distilling: Argv, tmp_path: Path) -> None:
+    """The shortest true run: a draft nears its target, and the best weights are the saved ones."""
+    distill.main([*distilling, "steps=60", "lr=0.02", "eval_every=30", "hidden=32"])
+    log = records(tmp_path / "run")
+    alphas = {r["step"]: r["eval_alpha"] for r in log if "eval_alpha" in r}
+    assert set(alphas) == {0, 30, 60}
+    assert max(alphas.values()) > alphas[0] + 0.02
+    done = json.loads((tmp_path / "run/done.json").read_text())
+    assert done["best"] == max(alphas.values()) == alphas[done["best_step"]]
+
+
+def test_gradient_checkpointing_changes_nothing(
+    distilling: Argv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+    forward = LlamaMLP.forward
+
+    def counted(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        calls.append(self.training)
+        return forward(self, x)
+
+    monkeypatch.setattr(LlamaMLP, "forward", counted)
+    distill.main(distilling)
+    once = sum(calls)
+    distill.main([*distilling, "gradient_checkpointing=true", f"out={tmp_path / 'second'}"])
+    assert sum(calls) - once == 2 * once, "each layer runs again in the backward"
+    for a, b in zip(records(tmp_path / "run"), records(tmp_path / "second"), strict=True):
+        for name in a.keys() - {"seconds"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-6), name
+
+
+def test_a_run_goes_on_from_a_drafter_folder(distilling: Argv, tmp_path: Path) -> None:
+    distill.main([*distilling, "save_dtype=float32"])
+    first = tmp_path / "run/drafter"
+    distill.main([*distilling, f"draft={first}", f"out={tmp_path / 'second'}", "on_policy=1"])
+    last_of_first = json.loads((tmp_path / "run/done.json").read_text())["best"]
+    start_of_second = records(tmp_path / "second")[0]["eval_alpha"]
+    assert start_of_second == pytest.approx(last_of_first, abs=1e-6)
+
+
+def test_pretraining_goes_on_from_a_checkpoint(
+    tmp_path: Path, corpus: Path, target: Path, tiny_target: PreTrainedModel
+) -> None:
+    arguments = [f"model={target}", f"data={corpus}", f"out={tmp_path / 'run'}", "steps=1"]
+    shape = ["max_length=32", "batch_size=2", "precision=fp32", "save_dtype=float32", "lr=1e-9"]
+    pretrain.main([*arguments, *shape, "weight_decay=0"])
+    decoder = Decoder.from_pretrained(str(tmp_path / "run/model"), dtype="float32")
+    for a, b in zip(decoder.runner.model.parameters(), tiny_target.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    assert decoder.eos_ids == (0,)
+
+
+def other_tokenizer(folder: Path) -> None:
+    """The same vocabulary size, two tokens swapped."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    a, b = "a", "b"
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    path.write_text(json.dumps(content))
+
+
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def rename(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (other_tokenizer, "differ at 2 of 320 ids .id .*target 'a', draft 'b'"),
+        (truncate, "expected a whole safetensors file"),
+        (rename, "without model.safetensors"),
+    ],
+)
+def test_spoiled_drafter_folders(
+    distilling: Argv, tmp_path: Path, spoil: Callable[[Path], None], message: str
+) -> None:
+    distill.main(distilling)
+    spoil(tmp_path / "run/drafter")
+    with pytest.raises(ValueError, match=message):
+        distill.main([*distilling, f"draft={tmp_path / 'run/drafter'}", f"out={tmp_path / 'b'}"])
+
+
+def test_a_draft_for_another_target(
+    distilling: Argv,
+    tmp_path: Path,
+    target: Path,
+    tiny_target: PreTrainedModel,
+) -> None:
+    distill.main(distilling)
+    weight = tiny_target.lm_head.weight
+    kept = weight.data.clone()
+    weight.data.mul_(1.5)
+    tiny_target.save_pretrained(target)
+    weight.data.copy_(kept)
+    again = [*distilling, f"draft={tmp_path / 'run/drafter'}", f"out={tmp_path / 'b'}"]
+    with pytest.raises(ValueError, match=r"was not made for .head"):
+        distill.main(again)
+    distill.main([*again, "allow_target_mismatch=true"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data=nothing.jsonl", "does not exist"),
+        ("data={empty}", "holds no rows"),
+        ("data={strange}", r"strange.jsonl:2: got the fields \['question'\]"),
+        ("loss=kl", "loss: got 'kl'"),
+        ("loss=jsd beta=0.0", "beta: got 0.0"),
+        ("temperature=-1", "temperature: got -1.0"),
+        ("prompt_tokens=5000", "windows of 5000 tokens"),
+        ("on_policy=2", "on_policy: got 2.0"),
+        ("optimizer=lion", "optimizer='lion'"),
+        ("target.path=nowhere", "neither a folder here nor a model"),
+        ("draft=nowhere", "nowhere"),
+        ("hidden=15", "hidden=15"),
+        ("best_metric=reward", "expected a finite reward"),
+    ],
+)
+def test_bad_input_to_distillation(
+    distilling: Argv, tmp_path: Path, change: str, message: str
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    strange = '{"text": "a"}\n{"question": "b"}\n'
+    (tmp_path / "strange.jsonl").write_text(strange)
+    paths = {"empty": tmp_path / "empty.jsonl", "strange": tmp_path / "strange.jsonl"}
+    with pytest.raises(ValueError, match=message):
+        distill.main([*distilling, *change.format(**paths).split()])
+
+
+def test_bad_input_to_pretraining(tmp_path: Path, corpus: Path, target: Path) -> None:
+    arguments = [f"data={corpus}", f"out={tmp_path / 'run'}", "steps=1", "precision=fp32"]
+    with pytest.raises(ValueError, match="tokenizer_size: got 100, expected at least 258"):
+        pretrain.main([*arguments, "tokenizer_size=100"])
+    with pytest.raises(ValueError, match="the text gives only"):
+        pretrain.main([*arguments, "tokenizer_size=30000"])
+    config = json.loads((target / "tokenizer_config.json").read_text())
+    config["eos_token"] = None
+    (target / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="has no EOS token"):
+        pretrain.main([*arguments, f"tokenizer={target}"])
+
+
+def test_prepared_answers_have_no_held_out_side(distilling: Argv, tmp_path: Path) -> None:
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    (folder / "prepare.json").write_text(json.dumps({"schema": 1, "identity": {"requests": 1}}))
+    answer = {"index": 0, "prompt_ids": [5, 6, 7], "token_ids": [8, 9, 0]}
+    (folder / "answers-00000-of-00001.jsonl").write_text(json.dumps(answer) + "\n")
+    with pytest.raises(ValueError, match="say heldout_data="):
+        distill.main([*distilling, f"data={folder}"])
+
+
+def test_errors_are_one_message_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "train/distill.py"), "recipe=quickstart/distil"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 1
+    assert run.stderr.startswith("error: no recipe 'quickstart/distil': did you mean quickstart/")
+    assert "Traceback" not in run.stderr

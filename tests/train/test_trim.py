@@ -1,0 +1,297 @@
+"""Draft vocabularies of draft LMs and EAGLE-3 heads: lossless, and worth what the table says."""
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_folders import made, on_disk, ours
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.drafters.eagle import EagleDrafter
+from draftsmith.decode.drafters.lm import LMDrafter, weights_read
+from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.forward.lean import LeanBody
+from draftsmith.decode.forward.runner import Runner
+from draftsmith.decode.policies.timing import teacher_forced
+from draftsmith.decode.prompts.splits import load_rows
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter, serve_line
+from draftsmith.models.heads.eagle import Eagle
+from draftsmith.models.servers.doctor import examine, outlook
+from draftsmith.models.servers.export import export
+from draftsmith.models.vocab import FILE, DraftVocab
+from draftsmith.train.drafts.draft_start import given_draft
+from draftsmith.train.text.prepared import Shard, claim, load_prepared
+from draftsmith.train.trim import AS_IT_IS, Trim, run, trimmed_head
+
+V = 320
+PROMPTS = [[5 + i, 9, 30 + i] for i in range(6)]
+SOME = DraftVocab(torch.arange(0, V, 3), V)
+
+
+def save_lm(folder: Path, vocab: DraftVocab | None, pair: Any) -> Path:
+    target, draft, tokenizer = pair
+    save_drafter(
+        folder,
+        kind="lm",
+        model=draft,
+        tokenizer=tokenizer,
+        target_fingerprint=fingerprint(target, tokenizer),
+        provenance={"recipe": "test"},
+        defaults={"K": 3},
+        vocab=vocab,
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pair(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
+    return tiny_target, tiny_draft, tiny_tokenizer
+
+
+# ---- decoding -----------------------------------------------------------------------------------
+
+
+def test_trimmed_logits_are_the_others_or_nothing(tiny_target: PreTrainedModel) -> None:
+    """Padding rows among the kept ones have no logits either."""
+    model, ids_BT = copy.deepcopy(tiny_target), torch.tensor([PROMPTS[0] * 2])
+    whole, some = LMDrafter(model, 300), LMDrafter(model, 300, SOME)
+    assert isinstance(some.runner.call, LeanBody)
+    got_BTV, wanted_BTV = (d.teacher_logits(ids_BT) for d in (some, whole))
+    has_V = SOME.t2d_V[:300]
+    torch.testing.assert_close(got_BTV[..., has_V], wanted_BTV[..., has_V])
+    assert got_BTV.shape == wanted_BTV.shape and got_BTV[..., ~has_V].isneginf().all()
+    assert whole.parameter_bytes == weights_read(model)
+    assert whole.parameter_bytes - some.parameter_bytes == (V - len(SOME.ids_D)) * 32 * 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", ["chain", "eagle-25", "dynamic:3,4,10"])
+def test_decoding_stays_lossless(
+    pair: tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase],
+    tree: str,
+    temperature: float,
+) -> None:
+    """The target drafts for itself, without two thirds of the tokens that it writes."""
+    target, _, tokenizer = pair
+    params = SamplingParams(temperature=temperature, max_new_tokens=24, ignore_eos=True)
+    plain = Decoder(target, tokenizer).generate(PROMPTS, params)
+    drafter = LMDrafter(target, V, SOME)
+    done = Decoder(target, tokenizer, drafter, tree=tree, batch_size=4).generate(PROMPTS, params)
+    assert [c.tokens for c in done] == [c.tokens for c in plain]
+    drafted = {t for c in done for t, own in zip(c.tokens, c.accepted, strict=True) if own}
+    written = {t for c in plain for t in c.tokens}
+    assert drafted and drafted <= set(SOME.ids_D.tolist()) and written - set(SOME.ids_D.tolist())
+
+
+def test_alpha_is_that_of_the_trimmed_law(
+    pair: tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase],
+) -> None:
+    """q renormalised over the kept tokens, against the definition."""
+    target, draft, tokenizer = pair
+    params = SamplingParams(temperature=1.0, max_new_tokens=20, ignore_eos=True)
+    answer = Decoder(target, tokenizer).generate(PROMPTS[:1], params)[0]
+    ids_BT = torch.tensor([answer.prompt_tokens + answer.tokens])
+    with torch.no_grad():
+        p_TV, q_TV = (m(ids_BT).logits[0].softmax(-1) for m in (target, draft))
+    q_TV = q_TV * SOME.t2d_V / q_TV[:, SOME.ids_D].sum(1, keepdim=True)
+    wanted = torch.minimum(p_TV, q_TV)[2:-1].sum()
+    row = teacher_forced(Runner(target, V), LMDrafter(draft, V, SOME), [answer], params)[0]
+    assert row.positions == 20 and row.alpha == pytest.approx(float(wanted), rel=1e-5)
+
+
+# ---- the folder ---------------------------------------------------------------------------------
+
+
+def test_a_folder_keeps_the_whole_model_and_the_map(pair: Any, tmp_path: Path) -> None:
+    target, draft, tokenizer = pair
+    folder = save_lm(tmp_path / "draft", SOME, pair)
+    loaded = load_drafter(str(folder), target, tokenizer)
+    assert isinstance(loaded, LMDrafter) and torch.equal(loaded.vocab.ids_D, SOME.ids_D)
+    assert len(loaded.runner.head.weight) == len(SOME.ids_D)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(plain.lm_head.weight, draft.lm_head.weight)
+    # vLLM and SGLang read every safetensors file of a folder as weights.
+    assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
+    assert f"all {V} tokens" in serve_line(folder, "lm", "target")
+    with pytest.warns(UserWarning, match="comes last"):
+        assert given_draft(str(folder), target, tokenizer).lm_head.weight.shape[0] == V
+    save_lm(folder, None, pair)  # the folder is replaced whole
+    assert not (folder / FILE).exists() and open_drafter(folder, None).vocab is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda meta, map_: map_.clear(), "a vocabulary_map and no draft_vocab.json"),
+        (lambda meta, map_: meta.update(vocabulary_map=None), "and no vocabulary_map"),
+        (lambda meta, map_: map_["d2t"].pop(), f"of 106 of {V} tokens, expected 107"),
+        (lambda meta, map_: map_.update(target=4096), "of 107 of 4096 tokens, expected 107"),
+        (lambda meta, map_: map_.update(tokenizer="another"), "belongs to another draft"),
+        (lambda meta, map_: map_.update(d2t="0"), "without d2t"),
+        (lambda meta, map_: map_["d2t"].__setitem__(-1, 900), "outside the vocabulary"),
+        (lambda meta, map_: map_["d2t"].__setitem__(-1, -9), "ascending"),
+    ],
+)
+def test_a_wrong_map_is_refused(pair: Any, tmp_path: Path, change: Any, says: str) -> None:
+    folder = save_lm(tmp_path / "draft", SOME, pair)
+    files = [folder / "draftsmith.json", folder / FILE]
+    contents = [json.loads(file.read_text()) for file in files]
+    change(*contents)
+    for file, content in zip(files, contents, strict=True):
+        file.write_text(json.dumps(content)) if content else file.unlink()
+    with pytest.raises(ValueError, match=says) as error:
+        open_drafter(folder, None)
+    assert "expected" in str(error.value) or "without" in str(error.value)
+
+
+def test_servers_get_the_whole_model(pair: Any, tmp_path: Path) -> None:
+    target, draft, tokenizer = pair
+    folder = save_lm(tmp_path / "draft", SOME, pair)
+    path = on_disk(tmp_path / "target", target, tokenizer)
+    export(str(folder), path, "vllm", str(tmp_path / "out"))
+    assert not (tmp_path / "out" / FILE).exists()
+    with pytest.warns(UserWarning, match="plain causal LM"):
+        plain = open_drafter(tmp_path / "out", None)
+    assert plain.vocab is None
+    assert torch.equal(plain.model().lm_head.weight, draft.lm_head.weight)
+    layout, findings = examine(str(folder), path)
+    assert [f.says for f in findings if f.check == "draft vocabulary"] == [f"107 of {V} tokens"]
+    assert "drafts with its whole LM head" in outlook(layout, findings)["vLLM 0.33"]
+    assert outlook(layout, findings)["draftsmith"] == "reads it"
+
+
+# ---- the choice ---------------------------------------------------------------------------------
+
+
+def test_the_most_frequent_of_those_there_are() -> None:
+    counts_V = torch.tensor([9, 0, 5, 5, 1, 8])
+    whole = DraftVocab.whole(6)
+    assert whole.among(counts_V, 3).ids_D.tolist() == [0, 2, 5]
+    assert whole.among(counts_V, 3, keep=(1, 1)).ids_D.tolist() == [0, 1, 5]
+    some = DraftVocab(torch.tensor([1, 2, 4]), 6)
+    assert some.among(counts_V, 2, keep=(0,)).ids_D.tolist() == [2, 4]
+    for size, keep in ((0, ()), (6, ()), (1, (0, 1))):
+        with pytest.raises(ValueError, match=f"got {size} tokens"):
+            whole.among(counts_V, size, keep)
+
+
+def test_a_trimmed_head_drafts_as_before_what_it_kept(tiny_target: PreTrainedModel) -> None:
+    head = made("eagle3", tiny_target)
+    assert isinstance(head, Eagle)
+    fewer = DraftVocab(head.vocab.ids_D[::4], V)
+    before, after = (EagleDrafter(h, tiny_target, V) for h in (head, trimmed_head(head, fewer)))
+    ids_BT = torch.tensor([PROMPTS[0] * 2])
+    taps_BTU = torch.randn(1, 6, 64)
+    wanted_BTV, got_BTV = (d.teacher_logits(ids_BT, taps_BTU)[:, 1:] for d in (before, after))
+    torch.testing.assert_close(got_BTV[..., fewer.ids_D], wanted_BTV[..., fewer.ids_D])
+    assert got_BTV[..., ~fewer.t2d_V].isneginf().all()
+    assert before.parameter_bytes - after.parameter_bytes == 120 * 32 * 4
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def at_hand(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A pair on disk, prompts, and the target's answers to those that aren't held out."""
+    target, _, tokenizer = pair
+    root = tmp_path_factory.mktemp("trim")
+    lines = [{"prompt": f"word {i} of {i * i}", "completion": "x"} for i in range(120)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = load_rows(str(root / "prompts.jsonl"), "train")[:8]
+    asked = [tokenizer(row.prompt).input_ids for row in rows]
+    params = SamplingParams(temperature=1.0, max_new_tokens=24)
+    done = Decoder(target, tokenizer, batch_size=8).generate(asked, params)
+    claim(root / "answers", {"requests": 8}, {})
+    with Shard(root / "answers", 0, 1) as shard:
+        for i, one in enumerate(done):
+            ids = {"prompt_ids": one.prompt_tokens, "token_ids": one.tokens}
+            shard.append({"index": i, "finish_reason": one.finish_reason, **ids})
+    return {
+        "drafter": str(save_lm(root / "draft", None, pair)),
+        "target": on_disk(root / "target", target, tokenizer),
+        "data": str(root / "answers"),
+        "prompts": str(root / "prompts.jsonl"),
+    }
+
+
+def asking(at_hand: dict[str, str], out: Path, **more: Any) -> Trim:
+    few = {"sizes": "40,80", "limit": 2, "max_new_tokens": 12, "temperature": 1.0}
+    return Trim(**at_hand | {"out": str(out), "dtype": "float32"} | few | more)
+
+
+def test_the_command_trims_a_draft(pair: Any, at_hand: dict[str, str], tmp_path: Path) -> None:
+    rows, line = run(asking(at_hand, tmp_path / "out"), ["data=answers"])
+    assert [row["name"] for row in rows] == [AS_IT_IS, 40, 80] and "vllm serve" in line
+    opened = open_drafter(tmp_path / "out", fingerprint(pair[0], pair[2]))
+    chosen = next(row for row in rows if row["chosen"])
+    assert opened.vocab is not None and len(opened.vocab.ids_D) == chosen["name"]
+    assert opened.meta["provenance"]["trim"]["tau"] == chosen["tau"]
+    assert opened.meta["provenance"]["recipe"] == "test" and opened.meta["defaults"]["K"] == 3
+    examples = load_prepared(at_hand["data"])
+    counts_V = torch.bincount(examples.ids[examples.trained].long(), minlength=V)
+    order = sorted(range(V), key=lambda v: (v != 0, -int(counts_V[v]), v))  # 0 ends an answer
+    assert opened.vocab.ids_D.tolist() == sorted(order[: chosen["name"]])
+    assert chosen["counted"] == int(counts_V[opened.vocab.ids_D].sum()) / int(counts_V.sum())
+    whole = rows[0]
+    assert whole["counted"] == whole["written"] == 1 and whole["tau_change"] == 0
+    size = sum(p.numel() for p in pair[0].parameters()) - V * 32
+    for row in rows:
+        # K = 3, all in fp32; the target's untied embeddings aren't read.
+        assert row["mbsu"] == pytest.approx(row["tau"] / (1 + 3 * row["bytes"] / (4 * size)))
+        assert row["alpha"] <= 1 and row["tau"] >= 1 and row["c"] > 0
+    assert whole["bytes"] > rows[2]["bytes"] > rows[1]["bytes"]
+    # A trimmed draft LM still has all rows: it can grow again.
+    again = asking(at_hand, tmp_path / "more", drafter=str(tmp_path / "out"), sizes="100", size=100)
+    rows, _ = run(again, [])
+    assert [row["tokens"] for row in rows] == [chosen["name"], 100]
+
+
+def test_the_command_trims_an_eagle_head(
+    pair: Any, at_hand: dict[str, str], tmp_path: Path
+) -> None:
+    target, _, tokenizer = pair
+    head = made("eagle3", target)
+    assert isinstance(head, Eagle)
+    ours(tmp_path / "head", head, target, tokenizer)
+    settings = asking(at_hand, tmp_path / "out", drafter=str(tmp_path / "head"), sizes="9", size=50)
+    rows, _ = run(settings, [])
+    assert [row["tokens"] for row in rows] == [160, 9, 50]
+    got = open_drafter(tmp_path / "out", fingerprint(target, tokenizer)).head()
+    assert isinstance(got, Eagle)
+    places = [head.vocab.ids_D.tolist().index(i) for i in got.vocab.ids_D.tolist()]
+    assert len(places) == 50
+    assert torch.equal(got.lm_head.weight, head.lm_head.weight[places])
+    assert torch.equal(got.fc.weight, head.fc.weight)
+
+
+def test_what_the_command_refuses(pair: Any, at_hand: dict[str, str], tmp_path: Path) -> None:
+    def refuse(says: str, **more: Any) -> None:
+        with warnings.catch_warnings(), pytest.raises(ValueError, match=says):
+            warnings.simplefilter("ignore")
+            run(asking(at_hand, tmp_path / "out", **more), [])
+        assert not (tmp_path / "out").exists()
+
+    refuse("expected numbers of tokens", sizes="many")
+    refuse("no LM head", drafter="ngram")
+    for kind, why in (("eagle1", "target's own LM head"), ("medusa", "no layout of theirs")):
+        head = ours(tmp_path / kind, made(kind, pair[0]), pair[0], pair[2])
+        refuse(why, drafter=str(head))
+    refuse("less than the 320 there are", sizes="320")
+    refuse("say prompts=", prompts="")
+    # Taken whole, the prompts hold those that were counted.
+    refuse("were counted", split="all", size=40)
+    refuse("fit the context", max_new_tokens=600)
+    with pytest.warns(UserWarning, match="no folder of train/prepare"):
+        run(asking(at_hand, tmp_path / "rows", data=at_hand["prompts"], sizes="6", size=6), [])

@@ -1,0 +1,88 @@
+"""Requests to a target: every prompt of the data, `samples` times, each with its own seed."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.decode.prompts.chat import before_answer
+from draftsmith.decode.prompts.prompts import as_chat, prompt_ids
+from draftsmith.decode.prompts.rows import Message, Row
+from draftsmith.decode.sampling import request_seeds
+from draftsmith.train.text.tokenise import text_prompts
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. `index` is prompt * samples + sample; `text` is the prompt without BOS."""
+
+    index: int
+    ids: list[int]
+    text: str
+    messages: tuple[Message, ...]  # of a chat, up to the answer
+    seed: int  # the request's own
+    top_logprobs: int = 0  # how many of the likeliest tokens to tell with each token
+
+
+def from_rows(
+    rows: list[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limit: int,
+    window: int,
+    samples: int,
+    seed: int,
+    top_logprobs: int = 0,
+) -> list[Ask]:
+    """`samples` requests for each prompt: one prompt a row, or `limit` windows of documents.
+
+    Args:
+        limit: prompts at most; 0: all rows. Documents need it.
+        window: tokens of a document's window.
+        seed: the run's; it places the windows, and makes each request's seed.
+        top_logprobs: of each request.
+
+    Raises:
+        ValueError: documents without a limit, or what `prompt_ids` and `text_prompts` raise.
+    """
+    prompts: list[tuple[list[int], tuple[Message, ...]]] = []
+    if rows[0].kind == "text":
+        if limit < 1:
+            raise ValueError("documents have no prompts of their own: say limit=<how many windows>")
+        windows = text_prompts(rows, tokenizer, count=limit, length=window, seed=seed)
+        prompts += [(ids, ()) for ids in windows]
+    else:
+        for row in rows[: limit or None]:
+            chat = as_chat(row, tokenizer)
+            prompts.append((prompt_ids(row, tokenizer), tuple(before_answer(chat)) if chat else ()))
+    asks = []
+    for number, (ids, messages) in enumerate(prompts):
+        text = str(tokenizer.decode(ids[ids[0] == tokenizer.bos_token_id :]))
+        for index in range(number * samples, (number + 1) * samples):
+            own = request_seeds(seed, index)
+            asks.append(Ask(index, ids, text, messages, own, top_logprobs))
+    return asks
+
+
+def fitting(asks: list[Ask], *, longest: int, leave_out: bool) -> list[Ask]:
+    """Requests of at most `longest` prompt tokens; without `leave_out`, a longer one is an error.
+
+    Raises:
+        ValueError: a prompt that is too long, or nothing is left.
+    """
+    kept = [ask for ask in asks if len(ask.ids) <= longest]
+    long = [ask for ask in asks if len(ask.ids) > longest]
+    if long and not (leave_out and kept):
+        raise ValueError(
+            f"got {len(long)} of {len(asks)} prompts longer than {longest} tokens, request "
+            f"{long[0].index} for one has {len(long[0].ids)} ({long[0].text[:40]!r} ...); expected "
+            f"room for an answer within the target's context; max_prompt_tokens={longest} leaves "
+            "them out"
+        )
+    return kept
+
+
+def prompts_hash(asks: list[Ask]) -> str:
+    """sha256 over the indices and prompts."""
+    return hashlib.sha256(json.dumps([(ask.index, ask.ids) for ask in asks]).encode()).hexdigest()

@@ -1,0 +1,176 @@
+"""The draft that a run starts from: a fresh one of given sizes, or an earlier result."""
+
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.models.draft_init import start_from_target
+from draftsmith.models.draft_lm import draft_from_config, load_draft, recast
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.folder.drafter_folder import open_drafter
+from draftsmith.models.target import check_same_tokenizer
+from draftsmith.models.tokenizer import load_tokenizer
+from draftsmith.train.run.lora import Lora, with_lora
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass(kw_only=True)
+class Sizes:
+    """The part of a recipe that sizes a fresh model."""
+
+    layers: int = 1
+    hidden: int = 96
+    heads: int = 4
+    kv_heads: int = 2
+    intermediate: int = 256
+    head_dim: int = 0  # 0: hidden / heads
+    context: int = 2048  # positions it is configured for
+    init: str = "random"  # random | target: a part of the target (models/draft_init.py)
+    init_layers: list[int] = field(default_factory=list)  # which of its layers; none: spread evenly
+
+
+@dataclass(kw_only=True)
+class DraftSource(Sizes, Lora):
+    """The part of a recipe that says which draft to start from."""
+
+    draft: str = ""  # a drafter folder, a model folder or a hub name; empty: a fresh draft
+    allow_target_mismatch: bool = False  # go on from a draft that was made for another target
+
+
+def fresh_model(
+    sizes: Sizes,
+    family: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    rows: int,
+    seed: int,
+    tied: bool = True,
+) -> PreTrainedModel:
+    """A random model in fp32 of a config's family.
+
+    rows: of its tables. A draft has as many as its target, padding included: vLLM wants it so.
+    tied: its embedding and output head are one table.
+    """
+    fields: dict[str, Any] = {"head_dim": sizes.head_dim} if sizes.head_dim else {}
+    return draft_from_config(
+        family,
+        layers=sizes.layers,
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        intermediate=sizes.intermediate,
+        seed=seed,
+        vocab_size=rows,
+        tie_word_embeddings=tied,
+        max_position_embeddings=sizes.context,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **fields,
+    )
+
+
+def fresh_draft(
+    sizes: Sizes, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
+    """A draft of the target's family with as many logits, in fp32 on the CPU: random, or as `init`
+    says a part of the target, which then also decides whether its tables are one.
+
+    Raises:
+        ValueError: another `init`, and what `start_from_target` refuses.
+    """
+    if sizes.init not in ("random", "target"):
+        raise ValueError(f"got init={sizes.init!r}, expected random or target")
+    rows, copied = target.get_output_embeddings().weight.shape[0], sizes.init == "target"
+    tied = target.config.tie_word_embeddings if copied else True
+    draft = fresh_model(sizes, target.config, tokenizer, rows=rows, seed=seed, tied=tied)
+    if copied:
+        start_from_target(draft, target, sizes.init_layers)
+    return draft
+
+
+def open_draft(
+    source: DraftSource, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
+    """The draft of `source` for `target`, in fp32 and where that is, with adapters if asked for.
+
+    Raises:
+        ValueError: a folder that isn't whole, is made for another target, or has other tokens; what
+            `with_lora` refuses.
+    """
+    if not source.draft:
+        draft = fresh_draft(source, target, tokenizer, seed)
+    elif source.init == "target":
+        raise ValueError(f"got init=target and draft={source.draft}, expected one of them")
+    else:
+        mismatch = source.allow_target_mismatch
+        draft = given_draft(source.draft, target, tokenizer, allow_target_mismatch=mismatch)
+    draft = with_lora(draft, source, given=bool(source.draft), seed=seed)
+    return place(draft, target.device)
+
+
+def given_draft(
+    path: str,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    allow_target_mismatch: bool = False,
+) -> PreTrainedModel:
+    """The draft LM in a drafter folder or at a hub name, in fp32, checked against its target.
+
+    Raises:
+        ValueError: a folder that isn't whole, is made for another target, has other tokens, or
+            holds no LM.
+    """
+    if not Path(path).is_dir():
+        check_same_tokenizer(tokenizer, load_tokenizer(path))
+        return load_draft(path)
+    folder = open_drafter(
+        path,
+        fingerprint(target, tokenizer),
+        allow_target_mismatch=allow_target_mismatch,
+        target_tokenizer=tokenizer,
+    )
+    if folder.kind != "lm":
+        raise ValueError(
+            f"got draft={path}, a head of kind {folder.kind}, expected a draft LM; train/heads.py "
+            "and train/eagle.py train heads, train/scorers.py an acceptance head for one"
+        )
+    if folder.vocab is not None:
+        warnings.warn(
+            f"{path} drafts {len(folder.vocab.ids_D):,} of {folder.vocab.size:,} tokens; here it "
+            "has them all again, and so has what is trained from it: `python -m draftsmith trim` "
+            "needs no training and comes last",
+            stacklevel=2,
+        )
+    return folder.model("float32")
+
+
+def open_reference(
+    path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel | None:
+    """The frozen reference draft at `path`, if any, in the target's type and place."""
+    if not path:
+        return None
+    reference = given_draft(path, target, tokenizer).requires_grad_(False)
+    recast(reference, target.dtype)
+    return place(reference, target.device)
+
+
+def place(model: Module, device: torch.device) -> Module:
+    """The model, moved to a device, if it isn't there."""
+    if any(part.device != device for part in (*model.parameters(), *model.buffers())):
+        model.to(device)
+    return model
+
+
+# What target.shrink=true makes of any recipe's sizes.
+TINY: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
+TINY |= {"head_dim": 0, "init": "random", "init_layers": []}
+TINY |= {"lora_rank": 0}  # a fresh model has nothing to adapt

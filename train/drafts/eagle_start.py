@@ -1,0 +1,134 @@
+"""The EAGLE head that a run starts from: a fresh one like its target's layers, or an earlier one.
+
+Shapes: V rows of the target's LM head.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.folder.drafter_folder import open_drafter
+from draftsmith.models.heads.eagle import FLAGS, LAYER_CONFIGS, LAYER_FIELDS, Eagle, EagleConfig
+from draftsmith.models.taps import default_taps
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.train.drafts.draft_start import place
+from draftsmith.train.objectives.head_run import layer_like
+from draftsmith.train.text.batches import Examples
+
+
+@dataclass(kw_only=True)
+class EagleSource:
+    """The part of a recipe that says which head to start from."""
+
+    version: int = 3  # 1 | 3
+    draft: str = ""  # a drafter folder to go on from: all but freeze_head is then as it is there
+    layer: str = "llama"  # llama | qwen3, which SGLang doesn't load
+    layers: int = 1
+    heads: int = 0  # 0, as in the next three: as many as the target's layers have
+    kv_heads: int = 0
+    head_dim: int = 0
+    intermediate: int = 0
+    taps: list[int] = field(default_factory=list)  # of EAGLE-3; empty: `default_taps`
+    draft_vocab: int = 0  # of EAGLE-3: the tokens that the text has most; 0: all
+    init_head: str = "target"  # of EAGLE-3: target (its LM head's rows) | random
+    freeze_head: bool = False  # of EAGLE-3: its LM head stays as it begins
+    fc_norm: bool = False  # these four: EAGLE-3.1's, see models/heads/eagle.py
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+
+
+def counted(examples: Examples, rows: int) -> Tensor:
+    """How often each of the target's tokens is trained on, [V]."""
+    return torch.bincount(examples.ids[examples.trained].long(), minlength=rows)
+
+
+def open_head(
+    source: EagleSource,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    counts_V: Tensor,
+    seed: int,
+) -> Eagle:
+    """The head of `source` in fp32, bound to `target` and on its device.
+
+    Raises:
+        ValueError: sizes, taps or flags that a head can't have, or an earlier head that is of
+            another kind or was made for another target.
+    """
+    of_3 = {"draft_vocab": 0, "init_head": "target", "freeze_head": False}
+    set_too = [name for name, unset in of_3.items() if getattr(source, name) != unset]
+    if source.version == 1 and set_too:
+        raise ValueError(
+            f"eagle 1: got {' and '.join(set_too)}, expected none of {', '.join(of_3)}: it drafts "
+            "by the target's own LM head; leave them out, or set version=3"
+        )
+    head = _earlier(source, target, tokenizer) if source.draft else _fresh(source, target, seed)
+    place(head, target.device).bind(target)
+    if source.version == 3 and not source.draft:
+        vocab = DraftVocab.most_frequent(counts_V, head.config.draft_vocab)
+        if not vocab.is_full:
+            head.set_vocab(vocab)
+            place(head, target.device)
+        if source.init_head == "target":
+            rows_DH = head.target_head_VH[vocab.ids_D.to(target.device)]
+            head.lm_head.weight.data.copy_(rows_DH)
+    if source.version == 3:
+        head.lm_head.requires_grad_(not source.freeze_head)
+    return head
+
+
+def _earlier(
+    source: EagleSource, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Eagle:
+    folder = open_drafter(
+        source.draft,
+        fingerprint(target, tokenizer),
+        target_tokenizer=tokenizer,
+        target_config=target.config.get_text_config(),
+    )
+    if folder.kind != f"eagle{source.version}":
+        raise ValueError(
+            f"draft: got {source.draft} of kind {folder.kind}, expected eagle{source.version}; "
+            "set version, or give another folder"
+        )
+    head = folder.head("float32")
+    assert isinstance(head, Eagle)
+    return head
+
+
+def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle:
+    if source.init_head not in ("target", "random") or source.layer not in LAYER_CONFIGS:
+        raise ValueError(
+            f"got init_head={source.init_head!r}, layer={source.layer!r}, expected target or "
+            f"random, and one of {', '.join(LAYER_CONFIGS)}"
+        )
+    rows = target.get_output_embeddings().weight.shape[0]
+    three: dict[str, Any] = {name: getattr(source, name) for name in FLAGS}
+    if source.version == 3:
+        count = target.config.get_text_config().num_hidden_layers
+        three |= {"taps": tuple(source.taps or default_taps(count))}
+        three |= {"draft_vocab": source.draft_vocab or rows}
+    elif source.taps:
+        three |= {"taps": tuple(source.taps)}  # refused there
+    config = EagleConfig(_layer(source, target), source.version, **three)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        return Eagle(config)
+
+
+def _layer(source: EagleSource, target: PreTrainedModel) -> PretrainedConfig:
+    """The target's layer with the recipe's sizes in place of its own."""
+    named = {
+        "num_attention_heads": source.heads,
+        "num_key_value_heads": source.kv_heads,
+        "head_dim": source.head_dim,
+        "intermediate_size": source.intermediate,
+    }
+    sizes = layer_like(target, source.layers).to_dict() | {k: v for k, v in named.items() if v}
+    kept = {k: sizes[k] for k in (*LAYER_FIELDS, "rope_parameters") if sizes.get(k) is not None}
+    return LAYER_CONFIGS[source.layer](**kept)

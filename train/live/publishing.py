@@ -1,0 +1,200 @@
+"""When a draft that learns is served: only once it is better, and no longer than it is.
+
+Better means: on the newest requests that are never trained on, alpha is higher than that of the
+version that serves, on the same rows, by more than `margin` at the lower end of a 95% interval
+(bootstrap over requests, paired, with a fixed seed). Served answers are the target's either way;
+what is at stake is speed.
+
+What the held-out slice can't see (weights that were saved wrongly, a server that drafts otherwise
+than it is measured) the traffic does: once new versions have served enough requests, what they
+accepted is compared with what was accepted before them, and where it is less, the last version that
+passed is served again. Unless the text explains it: what the serving version's own alpha loses from
+the ones to the others (a new topic) doesn't count. Publishing goes on meanwhile.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from draftsmith.decode.evaluate.metrics import paired_difference
+from draftsmith.decode.serve.buffer import ReplayBuffer, Served
+from draftsmith.decode.serve.versions import Versions
+
+Alpha = tuple[float, float]  # the sum of sum_v min(p, q) of a request, and its positions
+Told = tuple[int, dict[str, Any]]  # a request's number, and what the head of its file says
+
+
+class Drafts(Protocol):
+    """The draft in training, and the one that serves."""
+
+    def candidate(self, served: Served) -> Alpha:
+        """Of the first, on a request."""
+
+    def serving(self, served: Served) -> Alpha:
+        """Of the second."""
+
+    def serve(self, path: Path | None) -> None:
+        """From now on the second is what lies there; None: the first drafter."""
+
+    def save(self, folder: Path, alpha: float) -> None:
+        """Write the first as a drafter folder; alpha: held-out."""
+
+    def go_back(self) -> None:
+        """Give the first the weights of the second."""
+
+
+@dataclass(kw_only=True)
+class Publishing:
+    """The part of a recipe that says when a version is published, and taken back."""
+
+    heldout_requests: int = 32  # the newest that are measured on
+    heldout_least: int = 8  # fewer decide nothing
+    margin: float = 0.0  # of alpha, that the lower end of the gain's interval must pass
+    rollback_requests: int = 32  # before and after a swap
+    rollback_drop: float = 0.05  # of accepted / drafted in use, beyond what alpha explains
+
+
+class Publisher:
+    """The evaluation of a learning draft: measures it, publishes it, takes it back.
+
+    tell: prints a line.
+    """
+
+    def __init__(
+        self,
+        config: Publishing,
+        buffer: ReplayBuffer,
+        versions: Versions,
+        drafts: Drafts,
+        tell: Callable[[str], None],
+    ) -> None:
+        if config.heldout_least < 2 or config.rollback_requests < 1:
+            raise ValueError(
+                f"got heldout_least={config.heldout_least}, rollback_requests="
+                f"{config.rollback_requests}, expected at least 2 and 1"
+            )
+        self.config, self.buffer, self.versions = config, buffer, versions
+        self.drafts, self.tell = drafts, tell
+        self._serve()
+        # What was published and not judged in use, what that is compared with, what didn't pass.
+        self.unjudged = {self.version} - {0}
+        self.trusted = max((v for v in versions.kept() if v < self.version), default=0)
+        self.bad: set[int] = set()
+
+    def __call__(self) -> dict[str, float]:
+        """Roll back or publish where that is due. `version`: the one that serves now; `published`:
+        the newest one; and alpha of both sides where there was enough to measure on.
+        """
+        self._roll_back()
+        figures = self._compare()
+        published = max(self.versions.kept(), default=0)
+        return {"published": published, "version": self.version, **figures}
+
+    def _serve(self) -> None:
+        """Measure against what is current from now on."""
+        self.version, path = self.versions.current()
+        self.drafts.serve(path)
+        self._known: dict[int, Alpha] = {}
+
+    def _compare(self) -> dict[str, float]:
+        config = self.config
+        numbers = self.buffer.heldout_numbers()[-config.heldout_requests :]
+        rows = {}
+        for number in numbers:
+            try:
+                served = self.buffer.read(number)
+            except FileNotFoundError:  # dropped by the server since it was listed
+                continue
+            ours = self.drafts.candidate(served)
+            if number not in self._known:
+                self._known[number] = self.drafts.serving(served)
+            if ours[1]:
+                rows[number] = (ours, self._known[number])
+        if len(rows) < config.heldout_least:
+            return {}
+        self._known = {number: row[1] for number, row in rows.items()}
+        after, before = ([row[side] for row in rows.values()] for side in (0, 1))
+        gain, (low, high) = paired_difference(_columns(after), _columns(before))
+        alpha = _ratio(after)
+        if low > config.margin:
+            why = f"alpha +{gain:.4f} [{low:.4f}, {high:.4f}] on {len(rows)} held-out requests"
+            version = self.versions.publish(
+                lambda path: self.drafts.save(path, alpha), why, spare=self.trusted
+            )
+            self.tell(f"version {version} serves: {why}")
+            self.unjudged.add(version)
+            self._serve()
+        return {"alpha": alpha, "alpha_serving": _ratio(before), "gain": gain, "gain_low": low}
+
+    def _roll_back(self) -> None:
+        """Judge the new versions, once they have served enough; take them back if they accept less
+        in use than what was before them.
+        """
+        many = self.config.rollback_requests
+        before, after = self._in_use(many) if self.unjudged else ([], [])
+        if len(after) < many:
+            return
+        served = {about["version"] for _, about in after}
+        was, now = _accepted(before), _accepted(after)
+        lost = was - now
+        if lost > self.config.rollback_drop:
+            lost -= max(0.0, self._alpha_of(before) - self._alpha_of(after))
+        # So few before them (at the very beginning) that they tell nothing: they pass.
+        if lost <= self.config.rollback_drop or 2 * len(before) < many:
+            self.trusted = max(served)
+            self.unjudged -= served
+            return
+        self.bad |= self.unjudged
+        names = ", ".join(map(str, sorted(served)))
+        why = f"version {names} accepts {now:.3f} of what it drafts, before it {was:.3f}"
+        if self.trusted not in self.versions.kept():
+            self.trusted = 0
+        self.versions.point(self.trusted, why)
+        self.tell(f"version {self.trusted} serves again: {why}")
+        self.unjudged = set()
+        self._serve()
+        self.drafts.go_back()
+
+    def _in_use(self, many: int) -> tuple[list[Told], list[Told]]:
+        """The newest requests that judged versions served, at most so many, and all that unjudged
+        ones did.
+        """
+        before: list[Told] = []
+        after: list[Told] = []
+        for number in reversed(self.buffer.all_numbers()):
+            try:
+                about = self.buffer.about(number)
+            except FileNotFoundError:  # dropped by the server since it was listed
+                continue
+            if about["version"] in self.unjudged:
+                after.append((number, about))
+            elif about["version"] not in self.bad:
+                before.append((number, about))
+            if len(before) == many:
+                break
+        return before, after
+
+    def _alpha_of(self, served: list[Told]) -> float:
+        """Of the version that serves, on these requests."""
+        rows = []
+        for number, _ in served:
+            try:
+                rows.append(self.drafts.serving(self.buffer.read(number)))
+            except FileNotFoundError:  # dropped by the server since it was listed
+                continue
+        return _ratio(rows) if rows else 0.0
+
+
+def _accepted(served: list[Told]) -> float:
+    drafted = sum(about["drafted"] for _, about in served)
+    return sum(about["accepted"] for _, about in served) / max(1, drafted)
+
+
+def _columns(rows: list[Alpha]) -> tuple[list[float], list[float]]:
+    return [row[0] for row in rows], [row[1] for row in rows]
+
+
+def _ratio(rows: list[Alpha]) -> float:
+    top, bottom = _columns(rows)
+    return sum(top) / sum(bottom)

@@ -1,0 +1,164 @@
+"""A stream of prompts served and learned from in one process, as fast as it goes: what a learning
+draft is worth beside a frozen one and one that knew all topics before.
+
+Each finished request is a line of `stream.jsonl`: number, index (its place in the stream), topic,
+version (of the draft that it began with), tau (tokens a target call, as served), rounds, emitted,
+drafted, accepted, positions, seconds (since the start, measuring included), and `alpha` of the
+frozen, online and ceiling drafts as each is at this moment: exact, teacher-forced on this answer,
+before anything was learned from it. Of heads alpha is over all depths.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.harvest import Harvested
+from draftsmith.decode.engine.request import Request, open_request
+from draftsmith.decode.report.svg import Trend, drawing, scatter
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.serve.buffer import ReplayBuffer, Served, as_served
+from draftsmith.train.live.topics import Asked
+
+ARMS = {"frozen": "d", "online": "a", "ceiling": "c"}  # with their colours
+AVERAGED = 50  # requests: of the moving mean in the picture
+
+
+@dataclass(kw_only=True)
+class Replay:
+    """The part of a recipe that says how a stream is served."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    rows: int = 8  # requests decoded at a time
+    K: int = 4  # drafted tokens a round
+    keep_top_k: int = 64  # likeliest tokens of a position that are kept
+    ceiling: str = ""  # a drafter folder that was distilled on all topics; empty: none
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(self.temperature, max_new_tokens=self.max_new_tokens)
+
+
+class Serving:
+    """Serves a stream a step at a time (`served.Feed`).
+
+    Args:
+        alphas: the arms' alpha of a finished request, by their names.
+        record: the file that gets a line a request.
+
+    Raises ValueError where that is there: a replay can't go on from the middle.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        asked: Sequence[Asked],
+        decoder: Decoder,
+        buffer: ReplayBuffer,
+        alphas: Callable[[Served], dict[str, tuple[float, float]]],
+        record: Path,
+    ) -> None:
+        if record.exists():
+            raise ValueError(
+                f"{record} is of a replay that was cut off, which can't go on: remove its folder, "
+                "or give another with out=..."
+            )
+        self.asked, self.decoder, self.buffer = asked, decoder, buffer
+        self.alphas, self.record, self.version = alphas, record, 0
+        self.added = 0
+        self.begun: dict[int, int] = {}  # by request on its way, the version it began with
+        self.to_go_on = f"a replay starts over; remove {record.parent} first"
+        self.listed = replay.keep_top_k
+        self.started = time.monotonic()
+        longest = max(len(one.tokens) for one in asked) + replay.max_new_tokens
+        self.session = decoder.open_session(
+            replay.rows, longest, finished=self._finished, harvest=True
+        )
+        for index, one in enumerate(asked):
+            request = open_request(
+                one.tokens,
+                index,
+                index,
+                tokenizer=decoder.tokenizer,
+                params=replay.params,
+                context=decoder.context,
+                end_ids=decoder.eos_ids,
+            )
+            self.session.submit(request)
+
+    def more(self) -> bool:
+        added = self.added
+        while self.session.busy and self.added == added:
+            for request, _, _ in self.session.step():
+                self.begun.setdefault(request.completion.index, self.version)
+        return self.session.busy
+
+    def swap(self, drafter: Drafter, version: int) -> None:
+        """Draft with another version from the next round on."""
+        self.session.swap_drafter(drafter)
+        self.version = version
+
+    def _finished(self, request: Request, harvested: Harvested | None) -> None:
+        assert harvested is not None
+        runner = self.decoder.runner
+        version = self.begun.pop(request.completion.index, self.version)
+        how: dict[str, Any] = {"k": self.listed, "version": version, "states": True}
+        served = as_served(request, harvested, runner, **how)
+        if served is None:
+            return
+        exact = replace(served, norm_NH=harvested.norm_AH, taps_TU=harvested.taps_TU)
+        alphas = self.alphas(exact)
+        if not runner.taps:
+            served = replace(served, norm_NH=None)
+        number = self.buffer.add(served)
+        self.added += 1
+        about = served.about
+        line: dict[str, Any] = {
+            "number": number,
+            "index": about["index"],
+            "topic": self.asked[about["index"]].topic,
+            "version": served.version,
+            "tau": about["emitted"] / about["rounds"] if about["rounds"] else None,
+            **{name: about[name] for name in ("rounds", "emitted", "drafted")},
+            "accepted": int(served.accepted_A.sum()),
+            "positions": max(count for _, count in alphas.values()),
+            "alpha": {arm: total / max(1, count) for arm, (total, count) in alphas.items()},
+            "seconds": round(time.monotonic() - self.started, 3),
+        }
+        with self.record.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def draw(record: Path, picture: Path) -> None:
+    """Acceptance over the requests of a replay: the moving mean of each arm, and where the topic
+    changed.
+    """
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    trends = []
+    for arm, css in ARMS.items():
+        if arm in lines[0]["alpha"]:
+            mean = [_mean(lines[max(0, i + 1 - AVERAGED) : i + 1], arm) for i in range(len(lines))]
+            trends.append(Trend(arm, css, (), (), list(enumerate(mean, 1))))
+    topics = [(i, line["topic"]) for i, line in enumerate(lines, 1)]
+    changed = [topics[0], *(b for a, b in pairwise(topics) if a[1] != b[1])]
+    seen: dict[str, float] = {}
+    for at, topic in changed:  # at the border requests of both topics end in turn
+        seen.setdefault(topic, at)
+    title = f"alpha, mean of the last {AVERAGED} requests"
+    marks = [(at, topic) for topic, at in seen.items()]
+    chart = scatter(title, trends, x_label="requests", y_label="alpha", log=False, marks=marks)
+    legend = [(trend.css, trend.name) for trend in trends]
+    picture.write_text(drawing([(title, chart)], legend))
+
+
+def _mean(lines: Sequence[dict[str, Any]], arm: str) -> float:
+    weights = [line["positions"] for line in lines]
+    return sum(w * line["alpha"][arm] for w, line in zip(weights, lines, strict=True)) / sum(
+        weights
+    )

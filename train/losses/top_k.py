@@ -1,0 +1,123 @@
+"""The losses against a target of which only the likeliest tokens are known, in bounded memory.
+
+A row knows the log-probabilities of J tokens and, as one bucket, of all the rest. The draft is put
+into the same J + 1 buckets, and any loss of `losses.py` compares the two small distributions; one
+whose slopes in the buckets are g has in the draft's logits the gradient
+
+    dz_v = g_j                    where v is the listed token j
+           g_rest q_v / q_rest    elsewhere
+
+So within the rest nothing says which token is better: the draft's own ratios stay. Every
+f-divergence of buckets is a lower bound of the one of tokens, and alpha = sum min(p, q) an upper
+bound; both are exact where p has nothing outside the list (it is cut to its top k, say), except
+for the reverse KL, which is infinite there on paper.
+
+Shapes: N rows, R rows of a tile, V vocabulary, J listed tokens of a row, B = J + 1 buckets, the
+rest last, H hidden size of the draft.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.serve.top_k import bucketed
+from draftsmith.train.losses.chunked import Divergence, bounded
+from draftsmith.train.losses.closed_form import (
+    Score,
+    Scored,
+    Transform,
+    Workspace,
+    divergence_score,
+)
+from draftsmith.train.losses.pure import Loss, full_precision
+
+
+def sparse_divergence(
+    loss: Loss,
+    q_hidden_NH: Tensor,
+    q_head_VH: Tensor,
+    ids_NJ: Tensor,
+    log_p_NB: Tensor,
+    weight_N: Tensor,
+    *,
+    transform: Transform | None = None,
+    chunk: int | None = None,
+) -> Divergence:
+    """sum_n weight_n * loss(p_n, q_n) over the buckets of the target's listed tokens.
+
+    Args:
+        ids_NJ: int64, the listed tokens. A row with fewer than J repeats its first one: from the
+            second place on, that one is an empty bucket.
+        log_p_NB: log-probabilities of the listed tokens, then of the rest; -inf for none.
+        transform: logits [R, V] in fp32 -> logits [R, V'], applied to the draft's logits alone.
+        loss, q_hidden_NH, q_head_VH, weight_N, chunk: as in `chunked_divergence`, and so are types,
+            memory and what is returned.
+
+    Raises ValueError for shapes that don't fit, and what `chunked_divergence` raises.
+    """
+    rows, listed = ids_NJ.shape
+    if rows != len(q_hidden_NH) or log_p_NB.shape != (rows, listed + 1):
+        raise ValueError(
+            f"listed tokens: got ids of shape {tuple(ids_NJ.shape)} and log-probabilities of "
+            f"{tuple(log_p_NB.shape)}, expected [{len(q_hidden_NH)}, J] and [{len(q_hidden_NH)}, "
+            "J + 1]; the last column is the rest's"
+        )
+
+    def references(keep_K: Tensor, rows: int) -> Iterator[Tensor]:
+        return iter(keep_K.split(rows))
+
+    score = sparse_score(loss, ids_NJ, log_p_NB.detach(), transform)
+    total, scores_SN = bounded(references, score, 2, weight_N, q_hidden_NH, q_head_VH, chunk)
+    return Divergence(total, scores_SN[0], scores_SN[1])
+
+
+def sparse_score(
+    loss: Loss, ids_NJ: Tensor, log_p_NB: Tensor, transform: Transform | None
+) -> Score:
+    """Scores tiles of draft logits against the rows whose numbers it is given."""
+    compare = divergence_score(loss, None)
+
+    def score(rows_R: Tensor, logits_RV: Tensor, learn: bool, work: Workspace) -> Scored:
+        ids_RJ, log_p_RB = ids_NJ[rows_R], log_p_NB[rows_R]
+        leaf_RV = full_precision(logits_RV).detach().requires_grad_(learn)
+        with torch.set_grad_enabled(learn):
+            q_logits_RV = leaf_RV if transform is None else transform(leaf_RV)
+        q_RB, rest_RV = bucketed(q_logits_RV.detach(), ids_RJ)
+        scores, slope_RB = compare(log_p_RB.to(q_RB.dtype), q_RB, learn, work)
+        if slope_RB is None:
+            return scores, None
+        share_RV = rest_RV.sub_(q_RB[:, -1:].masked_fill(q_RB[:, -1:] == -math.inf, 0.0)).exp_()
+        slope_RV = share_RV.mul_(slope_RB[:, -1:]).scatter_add_(-1, ids_RJ, slope_RB[:, :-1])
+        if q_logits_RV is leaf_RV:
+            return scores, slope_RV
+        return scores, torch.autograd.grad(q_logits_RV, leaf_RV, slope_RV)[0]
+
+    return score
+
+
+@dataclass(frozen=True)
+class TopKRows:
+    """The target's distributions at N positions as its likeliest tokens (`TargetRows`)."""
+
+    ids_NJ: Tensor
+    log_p_NB: Tensor
+
+    def divergence(
+        self,
+        loss: Loss,
+        q_hidden_NH: Tensor,
+        q_head_VH: Tensor,
+        weight_N: Tensor,
+        transform: Transform,
+    ) -> Divergence:
+        """transform: of the draft's logits; the target's have had theirs."""
+        q, p = (q_hidden_NH, q_head_VH), (self.ids_NJ, self.log_p_NB)
+        return sparse_divergence(loss, *q, *p, weight_N, transform=transform)
+
+    def first(self, k: int) -> "TopKRows":
+        """The same with the first k tokens listed alone."""
+        rest_N1 = self.log_p_NB[:, k:].logsumexp(-1, keepdim=True)
+        return TopKRows(self.ids_NJ[:, :k], torch.cat([self.log_p_NB[:, :k], rest_N1], -1))

@@ -1,0 +1,244 @@
+"""What a draft is trained for: modules that hold the draft and give a micro-batch's summed loss.
+
+The target isn't a submodule, so that it is neither wrapped, sharded, optimised nor saved.
+
+Legend: B rows, T positions, N = B * T, H hidden size of the draft, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.target import check_split, cut_rows, output_head, without_bias
+from draftsmith.train.losses.chunked import Divergence, chunked_cross_entropy
+from draftsmith.train.losses.pure import agreement, forward_kl, lk_weight, mixed, parse_loss
+from draftsmith.train.objectives.token_selection import (
+    Weighting,
+    check,
+    compares,
+    depth_weights,
+    kept,
+    selected,
+)
+from draftsmith.train.run.loop import Objective, StepOutput
+from draftsmith.train.scoring.joint import AcceptanceLoss
+from draftsmith.train.teachers.teachers import TargetRows, Teacher
+from draftsmith.train.text.batches import Batch
+
+DraftSide = tuple[Tensor, Tensor]  # hidden [N, H], head [V, H]
+FKL = {"fkl": 1.0}
+
+
+class Stages(Protocol):
+    """The part of a recipe that `Distillation` reads."""
+
+    loss: str
+    beta: float
+    second_loss: str
+    second_from: float
+    steps: int
+
+
+class NextToken(Objective):
+    """Cross-entropy of `model` with the text itself."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> StepOutput:
+        hidden_NH, head_VH = hidden_and_head(self.model, batch)
+        next_N = batch.input_ids.roll(-1, dims=1).flatten()
+        weight_N = batch.loss_mask.flatten().float()
+        total, _ = chunked_cross_entropy(hidden_NH, head_VH, next_N, weight_N)
+        return StepOutput(total, weight_N.sum(), {})
+
+
+@dataclass(kw_only=True)
+class Losses:
+    """The part of a recipe that says what the draft is trained to."""
+
+    loss: str = "fkl"  # see losses.parse_loss: fkl, tv, 0.5*ce+0.5*fkl ...
+    beta: float = 0.5  # of jsd
+    second_loss: str = ""  # takes over after second_from of the steps; empty: none
+    second_from: float = 0.5
+
+
+class Distillation(Objective):
+    """A divergence of the draft from the target, after the one transform on both sides.
+
+    Args:
+        draft: trained.
+        teacher: gives the target's distributions.
+        config: the losses, and how many `steps` they are for.
+        vocab_size: tokens of the tokenizer; logits beyond are padding.
+        warp: temperature, top-k and top-p of the comparison. At temperature 0 the distributions are
+            compared as they are, and alpha is the agreement of the argmaxes (in `measure`).
+        weighting: which tokens count; None: all alike.
+        reference: the frozen reference draft, where the weighting compares with one.
+        head: an acceptance head that is trained along, on all trained tokens.
+
+    Raises:
+        ValueError: an unknown loss, or a draft whose logits aren't one product of its last state.
+
+    `lk` weighs its KL by the mean alpha of the step before, over all processes and micro-batches
+    (the first step by 1); the paper's code takes the alpha of the same micro-batch. A loss that is
+    cross-entropy alone runs no target, and has no alpha to show.
+    """
+
+    mean_alpha: Tensor
+    steps_done: Tensor
+
+    def __init__(
+        self,
+        draft: PreTrainedModel,
+        teacher: Teacher,
+        config: Stages,
+        *,
+        vocab_size: int,
+        warp: SamplingParams,
+        weighting: Weighting | None = None,
+        reference: PreTrainedModel | None = None,
+        head: AcceptanceLoss | None = None,
+    ) -> None:
+        super().__init__()
+        # What is wrong with them shows now, not at the first step.
+        self.stages = stages(config)
+        for parts in self.stages.values():
+            mixed({name: w for name, w in parts.items() if name != "ce"} or FKL, beta=config.beta)
+        self.weighting = weighting or Weighting()
+        check(self.weighting)
+        check_split(draft)
+        self.draft, self.head = draft, head
+        self._teacher, self._reference = teacher, (reference,)
+        self.vocab_size = vocab_size
+        self.beta, self.warp = config.beta, warp
+        self.register_buffer("mean_alpha", torch.zeros(()))
+        self.register_buffer("steps_done", torch.zeros((), dtype=torch.int64))
+
+    def tokens(self, batch: Batch) -> int:
+        return kept(self.weighting, batch)
+
+    def forward(self, batch: Batch) -> StepOutput:
+        parts = self._parts()
+        counts = self.weighting.select or self.weighting.by_depth
+        asked = counts or self.head is not None or parts.keys() != {"ce"}
+        with torch.no_grad():
+            rows = self._teacher(batch) if asked else None
+        q = self._draft_side(self.draft, batch)
+        weight_N = self._weights(batch, rows, q) if counts else batch.loss_mask.flatten().float()
+        loss, alpha_N = self._score(parts, batch, rows, q, weight_N)
+        metrics = {} if alpha_N is None else {"alpha": (alpha_N * (weight_N > 0)).sum()}
+        tokens = self.tokens(batch)
+        if self.head is not None:
+            assert rows is not None, "a head asks for the target"
+            mean = self.head(rows, q, batch.loss_mask.flatten(), self.warp.transform)
+            loss = loss + self.head.weight * tokens * mean
+            metrics["head"] = tokens * mean.detach()
+        return StepOutput(loss, torch.tensor(tokens, device=loss.device), metrics)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, teacher: Teacher | None = None) -> StepOutput:
+        """The loss on all trained tokens, alpha, and the share where the argmaxes agree.
+
+        teacher: for text that the one of training doesn't know.
+        """
+        parts, rows = self._parts(), (teacher or self._teacher)(batch)
+        q, weight_N = self._draft_side(self.draft, batch), batch.loss_mask.flatten().float()
+        loss, alpha_N = self._score(parts, batch, rows, q, weight_N)
+        if alpha_N is None:
+            alpha_N = rows.divergence(forward_kl, *q, weight_N, self.warp.transform).alpha_N
+        agreeing = rows.divergence(agreement, *q, weight_N, self.warp.transform).total
+        alpha = agreeing if self.warp.greedy else alpha_N.sum()
+        metrics = {"alpha": alpha, "agreement": agreeing}
+        return StepOutput(loss, batch.loss_mask.sum(), metrics)
+
+    def observe(self, means: dict[str, float]) -> None:
+        self.steps_done += 1
+        if "alpha" in means:
+            self.mean_alpha.fill_(means["alpha"])
+
+    def _parts(self) -> dict[str, float]:
+        """The loss of the stage that the run is in."""
+        started = [first for first in self.stages if first <= int(self.steps_done)]
+        return self.stages[max(started)]
+
+    def _score(
+        self,
+        parts: dict[str, float],
+        batch: Batch,
+        rows: TargetRows | None,
+        q: DraftSide,
+        weight_N: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss's sum, and alpha of each position where the loss has to do with the target."""
+        of_target = {name: weight for name, weight in parts.items() if name != "ce"}
+        total, alpha_N = weight_N.new_zeros(()), None
+        if "ce" in parts:
+            next_N = batch.input_ids.roll(-1, dims=1).flatten()
+            total = total + parts["ce"] * chunked_cross_entropy(*q, next_N, weight_N)[0]
+        if of_target:
+            assert rows is not None, parts
+            loss = mixed(of_target, lk_weight(self.mean_alpha), self.beta)
+            scored = rows.divergence(loss, *q, weight_N, self.warp.transform)
+            total, alpha_N = total + scored.total, scored.alpha_N
+        return total, alpha_N
+
+    @torch.no_grad()
+    def _weights(self, batch: Batch, rows: TargetRows | None, q: DraftSide) -> Tensor:
+        """What each position counts."""
+        assert rows is not None, "a weighting asks for the target"
+        mask_N = batch.loss_mask.flatten()
+
+        def scored(side: DraftSide) -> Divergence:
+            return rows.divergence(forward_kl, *side, mask_N.float(), self.warp.transform)
+
+        if self.weighting.by_depth:
+            alpha_BT = scored(q).alpha_N.view_as(batch.loss_mask)
+            return depth_weights(alpha_BT, batch.loss_mask, self.weighting.by_depth).flatten()
+        loss_N = reference_N = torch.zeros(len(mask_N), device=mask_N.device)
+        if self.weighting.select in ("adaspec", "bottom"):
+            loss_N = scored(q).loss_N
+        if compares(self.weighting):
+            assert self._reference[0] is not None, "no reference draft"
+            reference_N = scored(self._draft_side(self._reference[0], batch)).loss_N
+        count = self.tokens(batch)
+        return selected(self.weighting.select, count, mask_N, loss_N, reference_N)
+
+    def _draft_side(self, draft: PreTrainedModel, batch: Batch) -> DraftSide:
+        hidden_NH, head_VH = hidden_and_head(draft, batch)
+        return hidden_NH, cut_rows(head_VH, self.vocab_size)
+
+
+def stages(config: Stages) -> dict[int, dict[str, float]]:
+    """The parts of the loss by the step that each stage begins at.
+
+    Raises:
+        ValueError: an unknown loss, or a second stage that has no steps.
+    """
+    found = {0: parse_loss(config.loss)}
+    if config.second_loss:
+        first = round(config.second_from * config.steps)
+        if not 0 < first < config.steps:
+            raise ValueError(
+                f"second_from: got {config.second_from}, which leaves {first} and "
+                f"{config.steps - first} of {config.steps} steps; expected some for each stage"
+            )
+        found[first] = parse_loss(config.second_loss)
+    return found
+
+
+def hidden_and_head(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The states [N, H] that `model`'s head [V, H] turns into logits."""
+    body, head_VH, bias_V = output_head(model)
+    hidden_BTH = body(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=batch.attention_mask,
+        use_cache=False,
+    ).last_hidden_state
+    return without_bias(hidden_BTH.flatten(0, 1), head_VH, bias_V)

@@ -1,0 +1,180 @@
+"""What the runs of all heads share: held-out figures by depth, the measured tau, the saved folder.
+
+Depth d of a head is the token d + 2 after the one whose state it read: 0 is the first it drafts.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from transformers import (
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.folder.drafter_folder import save_drafter, serve_line
+from draftsmith.models.heads.eagle import LAYER_CONFIGS, LAYER_FIELDS
+from draftsmith.models.heads.head import Head
+from draftsmith.models.target import split_head
+from draftsmith.train.objectives.expectations import compare
+from draftsmith.train.objectives.heldout import HeldOut
+from draftsmith.train.run.folder import Run
+from draftsmith.train.run.frozen_target import FrozenTarget
+from draftsmith.train.run.loop import Result, StepOutput
+from draftsmith.train.run.settings import Settings
+from draftsmith.train.teachers.states import Cache
+from draftsmith.train.text.batches import Batch, Batches, Examples
+from draftsmith.train.text.on_policy import Text, text_at_hand
+
+
+@dataclass(kw_only=True)
+class HeadRun(Settings, FrozenTarget, Text, Cache):
+    """The part of a recipe that all heads share; the best weights are those of the best tau."""
+
+    temperature: float = 1.0  # of held-out tau, and of the answers that figures are taken on
+    heldout_data: str = ""  # empty: the held-out side of data
+    heldout_prompts: int = 32
+    prompt_tokens: int = 32  # of a document, where an answer to it is wanted
+    max_new_tokens: int = 128
+    K: int = 4  # drafted tokens a round: for tau, and the result's default
+    tree: str = "chain"  # for tau
+    best_metric: str = "tau"
+    best_mode: str = "max"
+
+    @property
+    def params(self) -> SamplingParams:
+        """How the target writes the held-out answers, and how tau is decoded."""
+        return SamplingParams(self.temperature, max_new_tokens=self.max_new_tokens)
+
+
+SomeRun = TypeVar("SomeRun", bound=HeadRun)
+LLAMA_ROTARY = ("llama", "mistral", "qwen2", "qwen3")  # the whole head, by one rope_parameters
+
+
+def shrunk(config: SomeRun) -> SomeRun:
+    """Two steps on a tiny random target, whose states aren't worth keeping: shows that a recipe
+    composes and runs.
+    """
+    prompts_from = text_at_hand(config.heldout_data or config.data)
+    data = config.data if Path(config.data).exists() else prompts_from
+    short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "prompt_tokens": 8}
+    few: dict[str, Any] = {"max_new_tokens": 8, "heldout_prompts": 2, "heldout_data": prompts_from}
+    short |= {"max_length": min(config.max_length, 256), "cache": "", "cache_int8": False}
+    return replace(config, data=data, **short, **few)
+
+
+def layer_like(target: PreTrainedModel, layers: int = 1) -> PretrainedConfig:
+    """Sizes of a head's own decoder layers: those of its target's, in Llama's form or Qwen3's.
+
+    Positions are turned as the target's are, where its family turns them as Llama's does. Whatever
+    the target's activation, theirs is silu: servers know no other in such layers.
+    """
+    config = target.config.get_text_config()
+    names = (*LAYER_FIELDS, *(("rope_parameters",) if config.model_type in LLAMA_ROTARY else ()))
+    sizes = {name: getattr(config, name, None) for name in names}
+    sizes |= {"num_hidden_layers": layers, "vocab_size": split_head(target)[1].shape[0]}
+    sizes["hidden_act"] = "silu"
+    sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * config.hidden_size
+    kind = LAYER_CONFIGS.get(config.model_type, LlamaConfig)
+    return kind(**{name: value for name, value in sizes.items() if value is not None})
+
+
+def check_context(config: HeadRun, head: Head) -> None:
+    """ValueError for a head that knows fewer positions than the training text has."""
+    if head.context < config.max_length:
+        raise ValueError(
+            f"max_length: got {config.max_length}, expected at most the {head.context} positions "
+            f"that the {head.kind} head knows; shorten it, or start from another head or target"
+        )
+
+
+def evaluate_head(
+    config: HeadRun, heldout: HeldOut, measure: Callable[[Batch], StepOutput], drafter: Drafter
+) -> dict[str, float]:
+    """Held-out figures of a head: `loss`, and `alpha_d` and `top1_d` of each depth, as means over
+    the pairs at that depth; `tau`, decoded; and `tau_estimate`, what a chain would reach if
+    acceptance at each depth were independent: 1 + sum_k prod_{d < k} alpha_d (top1_d if greedy).
+    alpha_d is always that of temperature 1, which heads are trained at; tau is at `temperature`.
+
+    Args:
+        measure: the objective's; gives the sums alpha_d, top1_d and count_d.
+        drafter: around a copy of the head as it is now.
+    """
+    means = heldout.means(measure)
+    estimate = along = 1.0
+    for depth in count():
+        pairs = means.pop(f"count_{depth}", 0.0)
+        alpha, top1 = means.pop(f"alpha_{depth}", 0.0), means.pop(f"top1_{depth}", 0.0)
+        if not pairs:  # deeper than the head, or than the held-out answers are long
+            break
+        means |= {f"alpha_{depth}": alpha / pairs, f"top1_{depth}": top1 / pairs}
+        along *= (alpha if config.temperature else top1) / pairs
+        estimate += along if depth < config.K else 0.0
+    tau = heldout.tau(drafter, config.K, config.tree)
+    return means | {"tau_estimate": estimate, "tau": tau}
+
+
+def kept_figures(run: Run, ended: Result) -> dict[str, Any]:
+    """For the provenance: what `evaluate_head` found for the weights that were kept."""
+    lines = run.metrics.read_text("utf-8").splitlines()
+    found: dict[str, float] = {}
+    for record in map(json.loads, lines):
+        found |= record if record["step"] == ended.best_step else {}
+    depths = takewhile(lambda depth: f"eval_alpha_{depth}" in found, count())
+    by_depth = [found[f"eval_alpha_{depth}"] for depth in depths]
+    assert by_depth, f"{run.metrics} lacks the evaluation after step {ended.best_step}"
+    return {"acceptance": by_depth[0], "acceptance_by_depth": by_depth, "tau": found["eval_tau"]}
+
+
+def samples_seen(
+    config: HeadRun, examples: Examples, batches: Batches, ended: Result, accelerator: Accelerator
+) -> int:
+    """How many different examples a run was trained on."""
+    sequences = ended.steps * config.batch_size * config.accumulation * accelerator.num_processes
+    return int(min(1.0, sequences / len(batches)) * len(examples))
+
+
+def save_head(
+    config: HeadRun,
+    folder: Path,
+    head: Head,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    target_path: str,
+    made: dict[str, Any],
+) -> None:
+    """A drafter folder for `target` in the recipe's dtype; prints the line that serves it.
+
+    made: the provenance (`result.made_by`, with `acceptance`); where it has `samples`, a result far
+    below what others reached on as many is told. target_path: where the target is.
+    """
+    # Whole numbers, such as the maps of a draft vocabulary, keep their type.
+    head.to("cpu", getattr(torch, config.save_dtype))
+    K = min(config.K, head.levels)
+    save_drafter(
+        folder,
+        kind=head.kind,
+        model=head,
+        tokenizer=tokenizer,
+        target_fingerprint=fingerprint(target, tokenizer, target_path),
+        provenance=made,
+        defaults={"K": K},
+    )
+    print(serve_line(folder, head.kind, target_path))
+    if "samples" in made:
+        figures = {"tau": made["tau"], "K": K, "first": made["acceptance"]}
+        coverage = made.get("coverage", 1.0)
+        told = compare(head.kind, made["samples"], **figures, coverage=coverage)
+        if told:
+            print(f"warning: {told}")

@@ -1,0 +1,224 @@
+"""What Medusa and Hydra heads are trained for: the tokens ahead, from the states of a target.
+
+Head d at position t predicts x_{t+2+d}: the target itself has written x_{t+1}. It is compared with
+that token, or with the target's own p_{t+1+d}, made from its state at t+1+d. A pair (t, d) is
+trained where the text says that token t+2+d is (`Batch.loss_mask[t+1+d]`) and t is of the same
+document.
+
+Legend: B rows, T positions, S = T - 1 - d positions with a token at depth d, N = B * S, H hidden
+size, V vocabulary, D depths, P tokens of a path.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.models.heads.eagle import causal
+from draftsmith.models.heads.head import Head
+from draftsmith.models.heads.hydra import Hydra
+from draftsmith.models.heads.medusa import Medusa
+from draftsmith.models.target import check_split, cut_rows, split_head
+from draftsmith.models.tokenizer import vocab_size
+from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_divergence
+from draftsmith.train.losses.pure import Loss, agreement, divergence, lk_weight
+from draftsmith.train.run.loop import Objective, StepOutput
+from draftsmith.train.teachers.states import OnlineTaps, States
+from draftsmith.train.text.batches import Batch
+
+
+def trained_pairs(batch: Batch, depth: int) -> Tensor:
+    """[B, S] bool: which positions t have a trained token t + 2 + depth in their document."""
+    at = 1 + depth
+    positions_BT = batch.position_ids
+    same_BS = positions_BT[:, at:] == positions_BT[:, :-at] + at
+    return batch.loss_mask[:, at:] & same_BS
+
+
+class Compared(NamedTuple):
+    """One depth, flat: the head's states and rows, the target's, the tokens, which pairs count."""
+
+    q_hidden_NH: Tensor
+    q_head_VH: Tensor
+    p_hidden_NH: Tensor
+    p_head_VH: Tensor
+    tokens_N: Tensor
+    mask_N: Tensor
+
+
+class OnStates(Objective):
+    """What objectives of heads share. Only the head is a submodule: the target stays as it is.
+
+    Args:
+        head: trained, and bound to the target.
+        target: frozen, on the same device.
+        states: the target's states of a training batch; held-out ones are always computed.
+        depths: how many have a mean alpha.
+
+    Raises ValueError for a target whose logits aren't one product.
+    """
+
+    mean_alpha_D: Tensor  # of the step before
+    alpha_name = "alpha"  # of the metric
+
+    def __init__(
+        self,
+        head: Head,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        states: States,
+        *,
+        depths: int,
+    ) -> None:
+        super().__init__()
+        check_split(target)
+        self.head = head
+        self._target, self._states = (target,), (states, OnlineTaps(target, head.taps))
+        self.vocab_size = vocab_size(tokenizer)
+        self.register_buffer("mean_alpha_D", torch.zeros(depths))
+
+    def observe(self, means: dict[str, float]) -> None:
+        for depth in range(len(self.mean_alpha_D)):
+            pairs = means.get(f"count_{depth}")
+            alpha = means.get(f"{self.alpha_name}_{depth}")
+            if pairs and alpha is not None:
+                self.mean_alpha_D[depth] = alpha / pairs
+
+
+class HeadObjective(OnStates):
+    """sum_d decay^d sum_t loss(t, d) over the trained pairs; one normaliser for all depths, the
+    trained tokens of the step.
+
+    Args beyond `OnStates`:
+        loss: "ce", cross-entropy with the text's token, or a key of `losses.DIVERGENCES` with the
+            target's distribution. `lk` weighs its KL at each depth by the mean alpha of that depth
+            in the step before (the first step by 1).
+        decay: of the weights over depth.
+
+    Raises ValueError for an unknown loss too.
+
+    Metrics are sums: count_d (trained pairs at depth d), alpha_d where the loss knows it, and in
+    `measure` always alpha_d and top1_d (both argmaxes agree).
+    """
+
+    head: Medusa | Hydra
+
+    def __init__(
+        self,
+        head: Medusa | Hydra,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        states: States,
+        *,
+        loss: str,
+        decay: float,
+    ) -> None:
+        super().__init__(head, target, tokenizer, states, depths=head.levels)
+        if loss != "ce":
+            divergence(loss)  # what is wrong with it shows now
+        self.loss, self.decay = loss, decay
+
+    def forward(self, batch: Batch) -> StepOutput:
+        return self.score(batch, self._states[0](batch).norm_BTG)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch) -> StepOutput:
+        """As forward, on states made now, with alpha_d and top1_d."""
+        return self.score(batch, self._states[1](batch).norm_BTG, fully=True)
+
+    def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
+        """What each depth's LM head multiplies, [B, S, H] or longer. norm: in the head's type."""
+        raise NotImplementedError
+
+    def score(self, batch: Batch, norm_BTH: Tensor, *, fully: bool = False) -> StepOutput:
+        """The step's sums from the target's states; fully: with what costs another pass."""
+        total = torch.zeros((), device=norm_BTH.device)
+        metrics: dict[str, Tensor] = {}
+        for depth, at in enumerate(self._compared(batch, norm_BTH)):
+            mask_N = at.mask_N.float()
+            weight_N = mask_N * self.decay**depth
+            states = at[:4]
+            if self.loss == "ce":
+                loss, _ = chunked_cross_entropy(*states[:2], at.tokens_N, weight_N)
+            else:
+                scored = chunked_divergence(self._divergence(depth), *states, weight_N)
+                loss, metrics[f"alpha_{depth}"] = scored.total, scored.alpha_N.sum()
+            total = total + loss
+            if fully:
+                agreeing = chunked_divergence(agreement, *states, mask_N)
+                metrics[f"alpha_{depth}"] = agreeing.alpha_N.sum()
+                metrics[f"top1_{depth}"] = agreeing.total
+            metrics[f"count_{depth}"] = mask_N.sum()
+        return StepOutput(total, batch.loss_mask.sum(), metrics)
+
+    def _compared(self, batch: Batch, norm_BTH: Tensor) -> Iterator[Compared]:
+        p_head_VH = cut_rows(split_head(self._target[0])[1], self.vocab_size)
+        own = next(self.head.parameters()).dtype
+        for depth, q_hidden_BTH in enumerate(self.drafted(batch, norm_BTH.to(own))):
+            mask_BS = trained_pairs(batch, depth)
+            # The last position of S has no token two further on, and is never trained.
+            tokens_BT = batch.input_ids.roll(-2 - depth, dims=1)
+            yield Compared(
+                q_hidden_BTH[:, : mask_BS.shape[1]].flatten(0, 1),
+                cut_rows(self.head.head_VH(depth), self.vocab_size),
+                norm_BTH[:, 1 + depth :].flatten(0, 1).to(p_head_VH.dtype),
+                p_head_VH,
+                tokens_BT[:, : mask_BS.shape[1]].flatten(),
+                mask_BS.flatten(),
+            )
+
+    def _divergence(self, depth: int) -> Loss:
+        return divergence(self.loss, kl_weight=lk_weight(self.mean_alpha_D[depth]))
+
+
+class MedusaObjective(HeadObjective):
+    """Medusa-1: each head reads the target's state alone."""
+
+    head: Medusa
+
+    def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
+        return self.head.states(norm_BTH)
+
+
+class HydraObjective(HeadObjective):
+    """Hydra: each head also reads the tokens up to the one that it continues, which in training are
+    the text's own.
+
+    Args (beside those of `HeadObjective`):
+        noise: alpha of NEFTune's noise on the states read, alpha * U(-1, 1) / sqrt(T H).
+    """
+
+    head: Hydra
+
+    def __init__(
+        self,
+        head: Hydra,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        states: States,
+        *,
+        loss: str,
+        decay: float,
+        noise: float = 0.0,
+    ) -> None:
+        super().__init__(head, target, tokenizer, states, loss=loss, decay=decay)
+        assert not head.config.head_bias, "the loss multiplies by weights alone"
+        self.noise = noise
+
+    def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
+        if self.noise and self.training:
+            reach = self.noise / (norm_BTH[0].numel() ** 0.5)
+            norm_BTH = norm_BTH + reach * (2 * torch.rand_like(norm_BTH) - 1)
+        mask = batch.attention_mask
+        base_BTH = self.head.prefix(norm_BTH, batch.position_ids, causal(mask))
+        embedded_BTH = self.head.embed(batch.input_ids)
+        length = norm_BTH.shape[1]
+        states = []
+        for depth in range(self.head.levels):
+            many = max(0, length - 1 - depth)
+            path = [embedded_BTH[:, 1 + i : 1 + i + many] for i in range(1 + depth)]
+            path_BSPH = torch.stack(path, 2)
+            states.append(self.head.state(depth, base_BTH[:, :many], path_BSPH))
+        return states

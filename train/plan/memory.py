@@ -1,0 +1,226 @@
+"""What a rank holds under each way to share a run out, from a rehearsed step.
+
+    weights     the trained module's: fp32, and under ZeRO a copy to compute with in the low type
+    optimizer   its state, by what the run's own optimizers keep
+    gradients   at the step's fullest moment
+    target      its weights, with shard_target a share of its layers and two that are gathered; and
+                frozen copies in its type: of the draft to decode with, a reference
+    step        activations, the target's pass, the chunked loss, and what sharding gathers
+
+Where it isn't exact: rows count as full and all their tokens as trained; kernels' own workspaces
+and the allocator's waste aren't counted (`plan.SPARE` is for these). Of DeepSpeed, buckets are
+counted as it makes them by default.
+
+Legend: W ranks.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from draftsmith.decode.engine import memory
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.tree_shapes import parse_tree
+from draftsmith.train.objectives.heldout import DECODER_ROWS
+from draftsmith.train.plan.fake_step import Step, rehearse
+from draftsmith.train.plan.models import Staged, remade
+from draftsmith.train.run.optim import optimizers
+from draftsmith.train.run.sharding import decoder_layers
+
+# DeepSpeed's defaults, in elements: a bucket of gradients, and what ZeRO-3 keeps gathered.
+BUCKET, GATHERED = 500_000_000, 1_000_000_000
+STATES = {"AdamW": 2, "Muon": 1, "SGD": 1}  # fp32 numbers a weight
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A way to share out. zero: DeepSpeed's stage, 0 for none."""
+
+    name: str
+    zero: int = 0
+
+    @property
+    def cuts_weights(self) -> bool:
+        return self.name in ("zero3", "fsdp2")
+
+
+SHARDINGS = [Sharding("ddp"), *(Sharding(f"zero{n}", n) for n in (1, 2, 3)), Sharding("fsdp2")]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of what a recipe's modules are, whole; edge, layer: fp32 weights outside the decoder
+    layers, and of the largest of these; target_layers: the target's, where they are shared out.
+    """
+
+    weights: int
+    learned: int  # elements
+    optimizer: int
+    target: int
+    target_layers: list[int]
+    spare: int
+    edge: int
+    layer: int
+    low: int  # bytes an element of the type that products run in
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a rank, at its fullest moment."""
+
+    weights: int
+    optimizer: int
+    gradients: int
+    target: int
+    step: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.gradients + self.target + self.step
+
+
+def sizes_of(staged: Staged) -> Sizes:
+    """The modules' sizes."""
+    config, trained = staged.config, staged.trained
+    own = {id(p): p for p in trained.parameters()}
+    if staged.target is not None:  # adapters lie inside of it
+        for parameter in staged.target.parameters():
+            if not parameter.requires_grad:
+                own.pop(id(parameter), None)
+    weights = sum(p.nbytes for p in own.values())
+    learned = [p for p in own.values() if p.requires_grad]
+    with staged.fake:
+        state = sum(
+            4 * STATES[type(optimizer).__name__] * parameter.numel()
+            for optimizer in optimizers(trained, config)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if STATES[type(optimizer).__name__] > 1 or group["momentum"]
+        )
+    layers = [sum(p.nbytes for p in layer.parameters()) for layer in decoder_layers(trained)]
+    frozen = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    if staged.target is not None:
+        frozen = next(p for p in staged.target.parameters() if not p.requires_grad).dtype
+    spare = sum(p.numel() for part in staged.spare for p in part.parameters())
+    return Sizes(
+        weights=weights,
+        learned=sum(p.numel() for p in learned),
+        optimizer=state,
+        target=_frozen(staged.target),
+        target_layers=_shared_layers(staged),
+        spare=spare * frozen.itemsize,
+        edge=weights - sum(layers),
+        layer=max(layers, default=0),
+        low=2 if config.precision == "bf16" else 4,
+    )
+
+
+def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
+    """A step of the recipe; low: with weights in the low type in place of autocast, as DeepSpeed
+    has it. The weights stay so, since there is no way back.
+    """
+    config, trained = staged.config, staged.trained
+    with staged.fake:
+        if low and config.precision == "bf16":
+            remade(trained, torch.bfloat16)
+        for part in trained.modules():
+            if isinstance(part, PreTrainedModel):
+                _checkpoint(part, checkpointing)
+        trained.train()
+        learned = [p for p in trained.parameters() if p.requires_grad]
+        autocast = config.precision == "bf16" and not low
+        return rehearse(staged.story, learned, autocast=autocast, micros=config.accumulation)
+
+
+def _checkpoint(model: PreTrainedModel, on: bool) -> None:
+    with warnings.catch_warnings():  # of new names, which older versions don't know
+        warnings.simplefilter("ignore", FutureWarning)
+        if on:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif model.is_gradient_checkpointing:
+            model.gradient_checkpointing_disable()
+
+
+def held(staged: Staged, sizes: Sizes, step: Step, way: Sharding, *, world: int) -> Held:
+    """What a rank of `world` holds. step: rehearsed with weights in the low type where `way` is of
+    ZeRO.
+    """
+    learned, low = sizes.learned, sizes.low
+    # ---- what lasts: weights, optimizer state, frozen models, buffers -------------------------
+    weights, cut = sizes.weights, world if way.cuts_weights or way.zero else 1
+    around = 0
+    share = 1 / world if way.zero >= 2 or way.name == "fsdp2" else 1.0
+    if way.name == "ddp" and world > 1:
+        around = 4 * learned  # its buckets stay
+    if way.zero:
+        computed = sizes.weights // 4 * low
+        weights = computed // (world if way.zero == 3 else 1) + 4 * learned // world
+        around = BUCKET * low * (2 if way.zero == 3 else 1)
+    elif way.cuts_weights:
+        weights = sizes.weights // world
+        around = sizes.edge + 2 * sizes.layer  # the next layer's are fetched meanwhile
+    if way.zero == 3:
+        around += min(sizes.weights // 4, GATHERED) * low
+    target, shared = sizes.target + sizes.spare, sum(sizes.target_layers)
+    if shared:
+        target -= shared - shared // world - 2 * max(sizes.target_layers)
+    lasting = Held(weights, sizes.optimizer // cut, 0, target, 0)
+    # ---- what comes and goes: the passes, the optimizer's step, an evaluation -----------------
+    other, gradients = step.peak(share)
+    updated = int(share * step.gradients)
+    fresh = 4 * learned // cut  # fp32 copies of gradients, or the roots that AdamW takes of all
+    on_cpu = staged.device == "cpu"
+    moments = [
+        (around + other, gradients),
+        (around + (fresh if way.zero or not on_cpu else 0), updated),
+        (around + _decoding(staged), 0),
+    ]
+    fullest = max(moments, key=sum)
+    return Held(lasting.weights, lasting.optimizer, fullest[1], lasting.target, fullest[0])
+
+
+def _decoding(staged: Staged) -> int:
+    """Of the larger of an evaluation's decoding and the draft's answers on policy: keys, values and
+    what a round works with.
+    """
+    config = staged.config
+    if not hasattr(config, "max_new_tokens") or staged.target is None:
+        return 0
+    new = config.max_new_tokens
+    params = SamplingParams(config.temperature, max_new_tokens=new)
+    tree = parse_tree(getattr(config, "tree", "chain"), config.K)
+    asked = memory.Work(
+        rows=DECODER_ROWS,
+        prompt=max(config.prompt_tokens, config.max_length - new),
+        new=new,
+        vocab=staged.vocab,
+        params=params,
+        tree=tree,
+    )
+    target = memory.ModelSize(staged.target.config.get_text_config(), _type(staged.target))
+    draft = None
+    if isinstance(staged.trained, PreTrainedModel):
+        draft = memory.ModelSize(staged.trained.config, target.dtype)
+    found = memory.plan(asked, target, draft).total
+    if draft is not None and getattr(config, "on_policy", False):
+        own = memory.Work(config.batch_size, config.max_length - new, new, staged.vocab, params)
+        found = max(found, memory.plan(own, draft, None).total)
+    return found
+
+
+def _type(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def _shared_layers(staged: Staged) -> list[int]:
+    if staged.target is None or not getattr(staged.config, "shard_target", False):
+        return []
+    return [_frozen(layer) for layer in decoder_layers(staged.target)]
+
+
+def _frozen(model: nn.Module | None) -> int:
+    parameters = () if model is None else model.parameters()
+    return sum(p.nbytes for p in parameters if not p.requires_grad)

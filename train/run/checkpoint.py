@@ -1,0 +1,159 @@
+"""Checkpoints of a run: all of it or nothing, written by all processes together."""
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from safetensors import SafetensorError
+
+from draftsmith.train.run.folder import Run
+from draftsmith.train.run.settings import Settings
+from draftsmith.train.run.sharding import Replicated, mode
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A source of batches that has a place to go on from, beyond the number of the step."""
+
+    def state(self, step: int) -> Any:
+        """This process's place before `step`, as JSON can hold it."""
+
+    def restore(self, state: Any) -> None:
+        """Go on from there; refuses what was another process's."""
+
+
+@dataclass
+class Position:
+    """How far a run is, and how it was spread; saved with each checkpoint."""
+
+    world: int  # processes
+    mode: str = "replicated"  # see sharding.mode
+    batch_size: int = 0
+    accumulation: int = 0
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best: float | None = None
+    best_step: int = 0
+
+    @property
+    def division(self) -> tuple[int, int, int]:
+        """The sequences of a step: a micro-batch's, times accumulation, times processes."""
+        return self.batch_size, self.accumulation, self.world
+
+
+def save(spread: Replicated, run: Run, position: Position, batches: object) -> None:
+    """Write weights, optimizer state and position, unless this step's checkpoint is there already;
+    and each process's place in `batches`, where they are `Resumable`.
+
+    Raises:
+        OSError: it can't be written; the checkpoint before is intact.
+    """
+    latest, staged = run.latest(), run.staging(position.step)
+    if latest and latest.name.endswith(f"-{position.step:06d}"):
+        return
+    accelerator = spread.accelerator
+    main = accelerator.is_main_process
+    try:
+        if main:
+            staged.mkdir()
+        accelerator.wait_for_everyone()
+        spread.save(staged)
+        if isinstance(batches, Resumable):
+            state = json.dumps(batches.state(position.step))
+            (staged / BATCHES.format(accelerator.process_index)).write_text(state)
+        if main:
+            content = json.dumps(dataclasses.asdict(position))
+            (staged / "position.json").write_text(content)
+        accelerator.wait_for_everyone()
+        if main:
+            run.commit(position.step)
+        accelerator.wait_for_everyone()
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch reports a full disk as RuntimeError, safetensors as an error of its own.
+        shutil.rmtree(staged, ignore_errors=True)
+        kept = f"{latest} is intact" if latest else "there is no earlier one"
+        raise OSError(
+            f"can't save the checkpoint of step {position.step}: {error}; {kept}. "
+            "Mend the cause (a full disk?), then repeat the same command to resume"
+        ) from error
+
+
+def load(spread: Replicated, run: Run, batches: object) -> Position:
+    """Load the latest complete checkpoint into what is spread and `batches`, if there is one.
+
+    A step is a function of its sequences, so a run may go on with these divided otherwise, on more
+    or fewer processes. Where that isn't the same run, the recipe's `allow_resize` asks for it.
+
+    Raises:
+        ValueError: a checkpoint of another mode, or of another division that can't be exact.
+    """
+    accelerator, settings = spread.accelerator, spread.settings
+    now = Position(
+        world=accelerator.num_processes,
+        mode=mode(accelerator),
+        batch_size=settings.batch_size,
+        accumulation=settings.accumulation,
+    )
+    latest = run.latest()
+    if latest is None:
+        return now
+    then = Position(**json.loads((latest / "position.json").read_text()))
+    if then.mode != now.mode:
+        raise ValueError(
+            f"{latest} is of a {then.mode} run, this launch is {now.mode}: launch it as before, or "
+            "start over with out=..."
+        )
+    how = resized(then, now, settings) if then.division != now.division else ""
+    spread.load(latest)
+    if isinstance(batches, Resumable):
+        place = latest / BATCHES.format(accelerator.process_index)
+        if not place.exists():
+            raise ValueError(
+                f"{latest} has no {place.name}, the place in the corpus of this process: launch as "
+                "many processes as before"
+            )
+        batches.restore(json.loads(place.read_text()))
+    accelerator.print(f"resumed after step {then.step} from {latest}{how}")
+    return dataclasses.replace(
+        then, world=now.world, batch_size=now.batch_size, accumulation=now.accumulation
+    )
+
+
+def resized(then: Position, now: Position, settings: Settings) -> str:
+    """What to say about a step that is divided in another way; ValueError where that can't be."""
+    change = f"{_product(then)} became {_product(now)} (batch_size x accumulation x processes)"
+    if then.world != now.world and now.mode.startswith("zero"):
+        raise ValueError(
+            f"{change}: DeepSpeed's checkpoint of {then.world} processes is cut into as many parts "
+            f"and loads on no other number; launch {then.world} (DDP and FSDP2 runs can change)"
+        )
+    random = [name for name in DEPENDING if getattr(settings, name, 0)]
+    if _sequences(then) != _sequences(now):
+        why = "a step would have other sequences than before"
+    elif random:
+        why = f"with {', '.join(random)} a step depends on how it is divided"
+    else:
+        return f"; {change}: the same sequences a step, so the same run up to rounding"
+    if not settings.allow_resize:
+        raise ValueError(
+            f"{change}, and {why}: the run can't go on exactly. Launch it as before, choose "
+            "batch_size and accumulation so that the product stays, or say allow_resize=true"
+        )
+    return f"; {change}: NOT the same run, since {why}"
+
+
+def _product(position: Position) -> str:
+    return " x ".join(map(str, position.division))
+
+
+def _sequences(position: Position) -> int:
+    batch_size, accumulation, world = position.division
+    return batch_size * accumulation * world
+
+
+# What draws or reads by process and micro-batch, or selects within a micro-batch.
+DEPENDING = ("on_policy", "select", "dropout", "noise", "corpus", "head_weight")
+BATCHES = "batches-{}.json"  # of a process

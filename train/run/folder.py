@@ -1,0 +1,163 @@
+"""The run folder: a kill, a full disk or a second run loses nothing of it.
+
+<run>/recipe.yaml        the resolved recipe; a run with another one is refused
+      metrics.jsonl      one line a step
+      checkpoints/step-XXXXXX/    the last two complete ones; a half-written one is never seen
+      best/weights.safetensors    the weights with the best held-out value so far
+      done.json          written last, when the result is saved
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from draftsmith.models.disk.atomic import settle, write_atomically
+
+KEPT_CHECKPOINTS = 2
+# Where the run lies and who watches it don't change what it computes.
+FREE_KEYS = {"out", "track"}
+# How a step is divided may change on the way; checkpoint.load says when that is exact.
+DIVISION_KEYS = {"batch_size", "accumulation", "processes", "allow_resize"}
+
+
+class Run:
+    """One run folder, opened by every process of a run; only the main process writes.
+
+    Args:
+        folder: made if absent.
+        recipe: the resolved recipe as YAML text.
+        main: whether this is the main process.
+        defaults: the settings' defaults as YAML text: what a run did by default that was begun
+            before a setting was there.
+
+    Raises:
+        ValueError: the folder belongs to another recipe, or another process is writing to it now.
+    """
+
+    def __init__(self, folder: str | Path, recipe: str, *, main: bool, defaults: str = "") -> None:
+        self.folder = Path(folder)
+        self.main = main
+        self.checkpoints = self.folder / "checkpoints"
+        self.metrics = self.folder / "metrics.jsonl"
+        self.cache = self.folder / "cache"
+        self.best = self.folder / "best" / "weights.safetensors"
+        self._lock = -1
+        if main:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.best.parent.mkdir(exist_ok=True)
+            self._take_lock()
+            for half in self.checkpoints.glob(".step-*"):
+                shutil.rmtree(half)
+        stored = self.folder / "recipe.yaml"
+        free = FREE_KEYS if self.finished() else FREE_KEYS | DIVISION_KEYS
+        changed = ["it is new"]
+        if stored.exists():
+            old, new, default = map(_flat, (stored.read_text(), recipe, defaults))
+            changed = _changes(default | old, default | new, free)
+        if changed and (self.latest() or self.finished()):
+            raise ValueError(
+                f"{folder} holds a run with another recipe ({'; '.join(changed)}). Repeat its "
+                "command to resume it, choose another folder with out=..., or delete this one"
+            )
+        if changed and main:
+            # A run that failed before its first checkpoint: nothing of it is worth an error.
+            shutil.rmtree(self.cache, ignore_errors=True)
+            write_atomically(stored, recipe.encode())
+        if main:
+            self.cache.mkdir(exist_ok=True)
+
+    def close(self) -> None:
+        """Let another process use the folder; the end of the process does the same."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def finished(self) -> dict[str, Any] | None:
+        """The summary that `finish` wrote, or None while the run isn't done."""
+        done = self.folder / "done.json"
+        return json.loads(done.read_text()) if done.exists() else None
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Mark the run as done: its result is saved, the same command has nothing to do."""
+        if self.main:
+            write_atomically(
+                self.folder / "done.json", json.dumps(dict(summary), indent=1).encode()
+            )
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        complete = sorted(self.checkpoints.glob("step-*"))
+        return complete[-1] if complete else None
+
+    def staging(self, step: int) -> Path:
+        """The folder to write the checkpoint of `step` into, before `commit`."""
+        return self.checkpoints / f".step-{step:06d}"
+
+    def commit(self, step: int) -> None:
+        """Make the staged checkpoint of `step` the latest one, and drop the oldest."""
+        settle(self.staging(step), self.checkpoints / f"step-{step:06d}")
+        for old in sorted(self.checkpoints.glob("step-*"))[:-KEPT_CHECKPOINTS]:
+            shutil.rmtree(old)
+
+    def save_best(self, weights: dict[str, Tensor], step: int) -> None:
+        """Keep `weights` (no two of which share memory) as the best ones, found at `step`."""
+        write_atomically(self.best, save(weights, metadata={"step": str(step)}))
+
+    def load_best(self, module: nn.Module) -> int:
+        """Load the best weights into `module`, and return the step they are from."""
+        with safe_open(self.best, "pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            step = int(file.metadata()["step"])
+        missing, unknown = module.load_state_dict(weights, strict=False)
+        # Tied tensors are in the file once, under one of their names.
+        state = module.state_dict()
+        loaded = {state[name].data_ptr() for name in weights}
+        absent = [name for name in missing if state[name].data_ptr() not in loaded]
+        assert not absent and not unknown, f"{self.best} lacks {absent}, has {unknown}"
+        return step
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            # Between processes: a process that tries again after an error doesn't lock itself out.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.read(self._lock, 20).decode() or "unknown"
+            self.close()
+            raise ValueError(
+                f"{self.folder} is in use by process {owner}: wait for it or stop it, "
+                "or give this run a folder of its own with out=..."
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+
+def _flat(text: str) -> dict[str, Any]:
+    """The settings of a YAML text by their full names."""
+    flat: dict[str, Any] = {}
+    left = [("", yaml.safe_load(text) or {})]
+    while left:
+        prefix, tree = left.pop()
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                left.append((f"{prefix}{key}.", value))
+            else:
+                flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any], free: set[str]) -> list[str]:
+    return [
+        f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} now"
+        for key in sorted(old.keys() | new.keys())
+        if key not in free and old.get(key) != new.get(key)
+    ]

@@ -1,0 +1,153 @@
+"""What a run shows and writes: metrics.jsonl, a progress bar or plain lines, wandb, a table."""
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from draftsmith.models.disk.atomic import write_atomically
+
+LINE_SECONDS = 10.0  # between two plain lines where the output is no terminal
+SHOWN = ("loss", "alpha", "grad_norm")
+
+
+class Log:
+    """Writes one record a step to `metrics` and shows where the run is.
+
+    Args:
+        metrics: the metrics.jsonl to append to, None on all but the main process. Records after
+            `step` are dropped first, since a resumed run will write them again.
+        step: the last finished step.
+        steps: the run's length, for the time left.
+        tracker: receives each record too, see `wandb_tracker`.
+        console: where to show; the terminal's standard output by default.
+    """
+
+    def __init__(
+        self,
+        metrics: Path | None,
+        *,
+        step: int,
+        steps: int,
+        tracker: Callable[[dict[str, Any]], None] | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self._file = None
+        if metrics:
+            keep_through(metrics, step)
+            self._file = metrics.open("a", encoding="utf-8")
+        self._tracker = tracker
+        self._steps = steps
+        self._seconds = 0.0
+        self._tokens = 0
+        self._written = 0
+        self._last_line = time.monotonic()
+        self.console = console or Console(quiet=metrics is None)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("training", total=steps, completed=max(0, step), figures="")
+
+    def __enter__(self) -> "Log":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+        if self._file:
+            self._file.close()
+
+    def show(self, what: RenderableType) -> None:
+        """Print below the bar."""
+        self.console.print(what)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write the record of one step: `step`, `tokens`, `seconds`, and any other numbers."""
+        if not self._file:
+            return
+        self._file.write(json.dumps(dict(record)) + "\n")
+        self._file.flush()
+        if self._tracker:
+            self._tracker(dict(record))
+        self._seconds += record.get("seconds", 0.0)
+        self._tokens += record.get("tokens", 0)
+        held_out = [f"{k}={v:.4f}" for k, v in record.items() if k.startswith("eval_")]
+        figures = " ".join(f"{k}={record[k]:.4f}" for k in SHOWN if k in record)
+        self._written += 1 if record.get("tokens") else 0
+        speed = ""
+        if self._seconds:
+            left = (self._steps - record["step"]) * self._seconds / self._written
+            speed = f"{self._tokens / self._seconds:,.0f} tokens/s, {left:,.0f} s left"
+        self._bar.update(self._task, completed=record["step"], figures=f"{figures} {speed}")
+        due = time.monotonic() - self._last_line > LINE_SECONDS and not self.console.is_terminal
+        if due or held_out or record["step"] == self._steps:
+            line = f"step {record['step']}/{self._steps} {figures} {' '.join(held_out)} {speed}"
+            self.console.print(" ".join(line.split()), highlight=False, soft_wrap=True)
+            self._last_line = time.monotonic()
+
+
+def keep_through(metrics: Path, step: int) -> None:
+    """Drop the records after `step`, and a last line that was cut off."""
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n") and json.loads(line)["step"] <= step:
+            kept.append(line)
+    write_atomically(metrics, "".join(kept).encode())
+
+
+def wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """A tracker that sends records to wandb, or keeps them under `folder` if WANDB_MODE=offline.
+
+    Raises:
+        ValueError: wandb isn't installed.
+    """
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError("track=wandb needs wandb: pip install 'draftsmith[track]'") from error
+    name = folder / "wandb_id"
+    if not name.exists():
+        name.write_text(secrets.token_hex(4))
+    run = wandb.init(
+        project="draftsmith",
+        name=folder.name,
+        dir=str(folder),
+        id=name.read_text(),
+        resume="allow",
+        config=dict(recipe),
+    )
+    return lambda record: run.log(record, step=record["step"])
+
+
+def summary_table(title: str, figures: Mapping[str, Any]) -> Table:
+    """The table that ends a run: one row a figure."""
+    table = Table(title=title, show_header=False)
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    return table
+
+
+def run_entry(main: Callable[[list[str]], None]) -> None:
+    """Run an entry; what the user can mend is told in one message, without a traceback."""
+    try:
+        main(sys.argv[1:])
+    except (ValueError, FileNotFoundError) as error:
+        frame = error.__traceback__
+        while frame and frame.tb_next:
+            frame = frame.tb_next
+        where = f"{Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}" if frame else ""
+        raise SystemExit(f"error: {error} ({where})") from error

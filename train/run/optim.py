@@ -1,0 +1,113 @@
+"""Optimizers and the learning rate over the steps."""
+
+import math
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from draftsmith.models.heads.head import OutputHead
+
+# torch's Muon orthogonalises in bf16; this rule scales its update to AdamW's size (Moonlight,
+# arXiv 2502.16982), so one learning rate serves the matrices and the rest.
+MUON_SCALE = "match_rms_adamw"
+
+
+class OptimizerSettings(Protocol):
+    """The part of the settings that this file reads."""
+
+    optimizer: str
+    lr: float
+    schedule: str
+    warmup: int
+    lr_floor: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    momentum: float
+    steps: int
+
+
+def optimizers(module: nn.Module, settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
+    """The optimizers over the trainable parameters; matrices decay, embeddings and norms don't.
+
+    `muon` gives the hidden matrices to torch's Muon and everything else to AdamW.
+
+    Raises:
+        ValueError: an unknown optimizer or schedule, or nothing to train.
+    """
+    kinds = ("adamw", "sgd", "muon")
+    if settings.optimizer not in kinds:
+        raise ValueError(
+            f"got optimizer={settings.optimizer!r}, expected one of {', '.join(kinds)}"
+        )
+    if settings.schedule not in SCHEDULES:
+        expected = ", ".join(SCHEDULES)
+        raise ValueError(f"got schedule={settings.schedule!r}, expected one of {expected}")
+    matrices, rest = _split(module)
+    if not matrices and not rest:
+        raise ValueError("nothing to train: every parameter is frozen")
+    if settings.optimizer == "sgd":
+        groups = _groups(module, matrices + rest)
+        return [torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)]
+    decayed = _groups(module, matrices, weight_decay=settings.weight_decay)
+    plain = _groups(module, rest, weight_decay=0.0)
+    # Fused: one pass over the memory. 8M parameters take a CPU thread 8 ms, otherwise 60 to 90.
+    adamw = partial(
+        torch.optim.AdamW, lr=settings.lr, betas=(settings.beta1, settings.beta2), fused=True
+    )
+    if settings.optimizer == "adamw":
+        return [adamw(decayed + plain)]
+    muon = torch.optim.Muon(
+        decayed,
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+        adjust_lr_fn=MUON_SCALE,
+    )
+    return [muon, *([adamw(plain)] if plain else [])]
+
+
+def learning_rate(settings: OptimizerSettings, step: int) -> float:
+    """The rate of optimizer step `step` (from 0): linear warm-up, then down to lr * lr_floor."""
+    if step < settings.warmup:
+        return settings.lr * (step + 1) / settings.warmup
+    progress = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
+    share = SCHEDULES[settings.schedule](min(1.0, progress))
+    return settings.lr * (settings.lr_floor + (1 - settings.lr_floor) * share)
+
+
+def _groups(
+    module: nn.Module, parameters: list[nn.Parameter], **options: float
+) -> list[dict[str, Any]]:
+    """The parameters by how far their rate is scaled (`Objective.lr_scales`)."""
+    scales: dict[int, float] = {
+        id(parameter): scale
+        for name, scale in getattr(module, "lr_scales", {}).items()
+        for parameter in module.get_submodule(name).parameters()
+    }
+    groups: dict[float, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(scales.get(id(parameter), 1.0), []).append(parameter)
+    return [{"params": group, "lr_scale": scale} | options for scale, group in groups.items()]
+
+
+def _split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Hidden matrices, and the rest: embeddings, output heads, norms, biases."""
+    edge = {
+        id(parameter)
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, OutputHead)) or name.endswith("lm_head")
+        for parameter in part.parameters()
+    }
+    trained = [p for p in module.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim == 2 and id(p) not in edge]
+    return matrices, [p for p in trained if p.ndim != 2 or id(p) in edge]
+
+
+SCHEDULES = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+}

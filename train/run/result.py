@@ -1,0 +1,70 @@
+"""What a training entry leaves behind: a model folder, or the drafter folder of a target."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.models.disk.atomic import whole_folder
+from draftsmith.models.disk.provenance import provenance
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.folder.drafter_folder import save_drafter, serve_line
+from draftsmith.train.run.loop import Result
+
+
+class Source(Protocol):
+    """Text that a run has read."""
+
+    def fingerprint(self) -> str: ...
+
+
+def made_by(
+    argv: list[str],
+    seed: int,
+    source: Source,
+    ended: Result,
+    acceptance: float | None = None,
+) -> dict[str, Any]:
+    """The provenance of a run's result; acceptance: held-out alpha, where it was measured."""
+    return provenance(
+        recipe=dict(arg.split("=", 1) for arg in argv).get("recipe"),
+        argv=argv,
+        seeds={"run": seed},
+        data_hash=source.fingerprint(),
+        steps=ended.best_step,
+        acceptance=acceptance,
+    )
+
+
+def save_model(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, made: dict[str, Any]
+) -> None:
+    """A plain transformers folder, with its provenance beside; whole or not at all."""
+    with whole_folder(folder) as half:
+        model.save_pretrained(half)
+        tokenizer.save_pretrained(half)
+        (half / "provenance.json").write_text(json.dumps(made, indent=1))
+
+
+def save_draft(
+    folder: Path,
+    draft: PreTrainedModel,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    target_path: str,
+    made: dict[str, Any],
+    K: int = 4,
+) -> None:
+    """A drafter folder for `target`; prints the line that serves it."""
+    save_drafter(
+        folder,
+        kind="lm",
+        model=draft,
+        tokenizer=tokenizer,
+        target_fingerprint=fingerprint(target, tokenizer, target_path),
+        provenance=made,
+        defaults={"K": K},
+    )
+    print(serve_line(folder, "lm", target_path))

@@ -1,0 +1,350 @@
+"""Rows that scorers learn from: traces read, states found, labels made, prompts split in three.
+
+    fit         80 % of the prompts: the weights
+    calibrate   10 %: which weights are kept, and the two numbers of the calibration
+    check       10 %: the figures that are told
+
+A prompt's part is a hash of its number, the same in every trace and run: all its rows are in one.
+
+Shapes: N rows, R rows of the traces before any is left out, X of a batch, H hidden, S numbers read
+beside a state, I = H + S.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.decode.traces.store import Trace, read_traces
+from draftsmith.models.fingerprint import differences, fingerprint
+from draftsmith.models.folder.drafter_folder import open_drafter
+from draftsmith.models.scorers import read_scalar, weights_mark
+from draftsmith.models.target import TargetSpec, load_target
+
+PARTS = {"fit": 0.8, "calibrate": 0.9, "check": 1.0}  # where each ends, in shares of the prompts
+TRACES = {"acceptance": ("decoder", "mixed"), "judge": ("judge",)}  # that a scorer learns from
+LABELS = ("soft", "hard")
+PARTS_HELD_OUT = ("tune", "report")
+TRACED = ("rule", "temperature", "top_k", "top_p", "min_p", "tree")  # a head is good for these
+CHUNK = 1 << 14  # rows turned to fp32 at a time
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """The part of a recipe that says what a scorer reads, and learns to foretell."""
+
+    kind: str  # acceptance | judge
+    target: TargetSpec
+    drafter: str = ""  # acceptance: the folder whose tokens are scored
+    traces: list[str] = field(default_factory=list)  # folders, of one target and draft
+    labels: str = "hard"  # what the rule did | soft: min(1, p / q)
+    off_path: bool = False  # also rows after a rejected one, which no decoder would have come to
+    reads: str = "token"  # the state after the token | parent: the one that it was drawn from
+    scalars: list[str] = field(default_factory=list)  # of log_q, entropy, lead, depth
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """Some rows, with their numbers for messages."""
+
+    state_XH: Tensor  # fp32
+    scalars_XS: Tensor | None  # None: the scorer reads none
+    label_X: Tensor
+    rows: tuple[int, ...]
+
+    def to(self, device: torch.device | str) -> "RowBatch":
+        scalars = None if self.scalars_XS is None else self.scalars_XS.to(device)
+        return RowBatch(self.state_XH.to(device), scalars, self.label_X.to(device), self.rows)
+
+
+@dataclass(frozen=True)
+class ScorerRows:
+    """Rows, or a part of them; states are kept once, in bf16, and cast batch by batch."""
+
+    states_RH: Tensor
+    at_N: Tensor  # which of the states a row reads
+    scalars_NS: Tensor
+    label_N: Tensor  # in [0, 1], what is learned
+    kept_N: Tensor  # bool, what happened
+    prompt_N: Tensor
+
+    def __len__(self) -> int:
+        return len(self.at_N)
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.states_RH.shape[1]
+
+    def take(self, index_X: Tensor) -> RowBatch:
+        """The rows of these numbers."""
+        scalars_XS = self.scalars_NS[index_X] if self.scalars_NS.shape[1] else None
+        state_XH = self.states_RH[self.at_N[index_X]].float()
+        return RowBatch(state_XH, scalars_XS, self.label_N[index_X], tuple(index_X.tolist()))
+
+    def chunks(self) -> Iterator[RowBatch]:
+        """All rows, in order."""
+        return map(self.take, torch.arange(len(self)).split(CHUNK))
+
+    def where(self, chosen_N: Tensor) -> "ScorerRows":
+        """The rows that are chosen (bool)."""
+        own = ("at_N", "scalars_NS", "label_N", "kept_N", "prompt_N")
+        return replace(self, **{name: getattr(self, name)[chosen_N] for name in own})
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation [I] of what is read, state and numbers side by side; 1 for
+        what is always the same.
+        """
+        width = self.hidden + self.scalars_NS.shape[1]
+        sums_2I = torch.zeros(2, width, dtype=torch.float64)
+        for batch in self.chunks():
+            beside = [] if batch.scalars_XS is None else [batch.scalars_XS]
+            x_XI = torch.cat([batch.state_XH, *beside], 1).double()
+            sums_2I += torch.stack([x_XI.sum(0), x_XI.square().sum(0)])
+        mean_I, square_I = sums_2I / len(self)
+        deviation_I = (square_I - mean_I.square()).clamp(min=0).sqrt()
+        same_I = deviation_I <= 1e-6 * mean_I.abs().clamp(min=1.0)
+        return mean_I.float(), deviation_I.masked_fill(same_I, 1.0).float()
+
+    def fingerprint(self) -> str:
+        """sha256 over everything in the rows."""
+        digest = hashlib.sha256()
+        for column in (self.at_N, self.scalars_NS, self.label_N, self.kept_N, self.prompt_N):
+            digest.update(column.contiguous().numpy().data)
+        digest.update(self.states_RH.contiguous().view(torch.int16).numpy().data)
+        return digest.hexdigest()
+
+
+class RowBatches:
+    """Which rows train at which step: a function of (step, micro, rank) alone.
+
+    An epoch's rows are one permutation, seeded by (seed, epoch); each step takes the next
+    batch_size * world * accumulation of them, and the next epoch follows without a gap.
+    """
+
+    def __init__(self, rows: ScorerRows, *, batch_size: int, seed: int) -> None:
+        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self._orders: dict[int, Tensor] = {}
+
+    def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> RowBatch:
+        """The micro-batch `micro` of `step` on `rank`, on the CPU."""
+        first = ((step * accumulation + micro) * world + rank) * self.batch_size
+        places = np.arange(first, first + self.batch_size)
+        epochs, places = np.divmod(places, len(self.rows))
+        parts = [self._order(int(e))[places[epochs == e]] for e in np.unique(epochs)]
+        return self.rows.take(torch.cat(parts))
+
+    def _order(self, epoch: int) -> Tensor:
+        if epoch not in self._orders:
+            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
+            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.rows))
+            self._orders[epoch] = torch.from_numpy(order)
+        return self._orders[epoch]
+
+
+def expected_marks(reading: Reading) -> tuple[dict[str, Any], str | None]:
+    """(fingerprint of the target, mark of the draft's weights) that traces must bear.
+
+    An acceptance head's target is the one that its drafter was made for, {} where that isn't known;
+    a judge's has to be loaded, and any draft will do (None).
+    """
+    if reading.kind == "acceptance":
+        meta = open_drafter(reading.drafter, None).meta
+        return meta["target"] or {}, weights_mark(reading.drafter)
+    target, tokenizer = load_target(reading.target, "cpu")
+    return fingerprint(target, tokenizer, reading.target.path), None
+
+
+def read_rows(
+    reading: Reading,
+    made_for: dict[str, Any],
+    mark: str | None,
+    names: Sequence[str] = tuple(PARTS),
+) -> tuple[dict[str, ScorerRows], dict[str, int]]:
+    """The rows of parts of PARTS, and counts of what there was and what was left out.
+
+    Args:
+        made_for: the target's fingerprint; {} for that of the first trace.
+        mark: of the draft's weights (`scorers.weights_mark`); None for a judge, which may learn
+            from any draft's tokens.
+
+    Raises:
+        ValueError: what `read_traces` raises; a trace of another kind, target or draft, or of
+            states of another width; numbers that aren't finite; a part without rows, or with rows
+            of one class alone.
+    """
+    if not reading.traces:
+        raise ValueError("traces: got none, expected folders of `python -m draftsmith trace`")
+    found, counts = [], {"rows": 0}
+    for folder in reading.traces:
+        about = read_traces(folder, ["prompt"]).about
+        made_for = made_for or about["target"] or {}
+        check_about(folder, about, reading, made_for, mark)
+        one, total = open_trace(folder, reading, mixed=about["kind"] == "mixed")
+        found.append(one)
+        counts["rows"] += total
+    widths = {f: one.hidden for f, one in zip(reading.traces, found, strict=True)}
+    if len(set(widths.values())) > 1:
+        raise ValueError(
+            f"traces: got states of widths {widths}, expected one width; give traces of one model"
+        )
+    rows = joined(found)
+    counts["used"] = len(rows)
+    part_of = {prompt: part(prompt) for prompt in rows.prompt_N.unique().tolist()}
+    parts = {}
+    for name in names:
+        prompts = [prompt for prompt, own in part_of.items() if own == name]
+        chosen_N = torch.isin(rows.prompt_N, torch.tensor(prompts, dtype=torch.int64))
+        parts[name] = rows.where(chosen_N)
+        counts[name] = len(parts[name])
+        check_classes(name, parts[name], len(prompts))
+    return parts, counts
+
+
+def open_trace(folder: str, reading: Reading, *, mixed: bool) -> tuple[ScorerRows, int]:
+    """The rows of one trace that a scorer learns from, and how many rows the trace has.
+
+    mixed: of `mixing.py`, which brings the states after a token with it.
+    """
+    judged = reading.kind == "judge"
+    state = "target_state" if judged else "draft_state"
+    linked = not judged and reading.reads == "token"
+    if linked and mixed:
+        state, linked = "token_state", False
+    columns = {"prompt", "kept", state, *reading.scalars}
+    columns |= {"log_p", "log_q"} if reading.labels == "soft" else set()
+    columns |= set() if judged or reading.off_path else {"on_path"}
+    columns |= {"round", "node", "parent"} if linked else set()
+    trace = read_traces(folder, sorted(columns))
+    found, total = trace.columns, len(trace.columns["prompt"])
+    at_N, there_N = torch.arange(total), torch.ones(total, dtype=torch.bool)
+    if linked:
+        at_N, there_N = state_after(trace)
+    if "on_path" in found:
+        there_N &= found["on_path"]
+    read = [read_scalar(name, found[name]) for name in reading.scalars]
+    scalars_NS = torch.stack(read, 1) if read else torch.empty(total, 0)
+    label_N = found["kept"].float()
+    if reading.labels == "soft":
+        label_N = (found["log_p"] - found["log_q"]).clamp(max=0.0).exp()
+    rows = ScorerRows(found[state], at_N, scalars_NS, label_N, found["kept"], found["prompt"])
+    rows = rows.where(there_N)
+    check_finite(folder, rows, reading.scalars)
+    return rows, total
+
+
+def state_after(trace: Trace) -> tuple[Tensor, Tensor]:
+    """(row [N] whose state is the draft's after it read row n's token, whether there is one [N]).
+
+    A node's own state is what its children were drawn from; leaves were never read by the draft.
+    """
+    found = {name: trace.columns[name].long() for name in ("prompt", "round", "node", "parent")}
+    rounds, nodes = (int(found[name].max()) + 1 for name in ("round", "node"))
+    tree_N = (found["prompt"] * rounds + found["round"]) * nodes
+    node_N, parent_N = tree_N + found["node"], tree_N + found["parent"]
+    order_N = parent_N.argsort(stable=True)
+    sorted_N = parent_N[order_N]
+    place_N = torch.searchsorted(sorted_N, node_N).clamp(max=len(sorted_N) - 1)
+    return order_N[place_N], sorted_N[place_N] == node_N
+
+
+def traced_settings(folders: Sequence[str]) -> dict[str, Any]:
+    """Rule, sampling and tree of traces, as far as they say; ValueError where two differ."""
+    found: dict[str, Any] = {}
+    for folder in folders:
+        settings = read_traces(folder, ["prompt"]).about.get("settings", {})
+        for name in (name for name in TRACED if name in settings):
+            if found.setdefault(name, settings[name]) != settings[name]:
+                raise ValueError(
+                    f"traces: got {name}={settings[name]} in {folder} and {found[name]} before, "
+                    "expected one way to decode; train one head for each"
+                )
+    return found
+
+
+def check_about(
+    folder: str,
+    about: dict[str, Any],
+    reading: Reading,
+    made_for: dict[str, Any],
+    mark: str | None,
+) -> None:
+    """ValueError for a trace of another kind, target or draft."""
+    kinds = TRACES[reading.kind]
+    if about["kind"] not in kinds:
+        raise ValueError(
+            f"{folder}: got a trace of kind {about['kind']!r}, expected {' or '.join(kinds)} for "
+            f"kind={reading.kind}; give the folder of such a trace"
+        )
+    differ = differences(made_for, about["target"] or {})
+    if differ:
+        raise ValueError(
+            f"{folder}: got a trace of another target ({'; '.join(differ)}), expected the one that "
+            "the scorer is for; trace that target"
+        )
+    settings = about.get("settings", {})
+    if settings.get("part") in PARTS_HELD_OUT and settings.get("split") != "all":
+        raise ValueError(
+            f"{folder}: got a trace of part={settings['part']}, which stopping rules are tuned or "
+            "reported on, expected part=train; trace the training side"
+        )
+    if reading.labels == "soft" and settings.get("temperature") == 0:
+        raise ValueError(
+            f"{folder}: got labels=soft with a trace at temperature 0, where a token is kept or "
+            "not, expected labels=hard"
+        )
+    traced = about["drafter"] or {}
+    if mark not in (None, traced.get("mark")):
+        raise ValueError(
+            f"{folder}: got a trace of another drafter ({traced.get('path')}, of mark "
+            f"{traced.get('mark')}), expected the weights of mark {mark}; trace this drafter, or "
+            "give the one that was traced as drafter="
+        )
+
+
+def check_finite(folder: str, rows: ScorerRows, scalars: Sequence[str]) -> None:
+    """ValueError for numbers that can't be learned from."""
+    columns = {"its labels": rows.label_N}
+    columns |= {name: rows.scalars_NS[:, i] for i, name in enumerate(scalars)}
+    for name, column_N in columns.items():
+        bad = int((~column_N.isfinite()).sum())
+        if bad:
+            raise ValueError(
+                f"{folder}: got {bad} of {len(rows)} rows where {name} isn't a number, expected "
+                "numbers; look at the drafter's logits there, or leave it out of scalars="
+            )
+
+
+def check_classes(name: str, rows: ScorerRows, prompts: int) -> None:
+    """ValueError for a part that can't be learned from, or can't be measured on."""
+    kept = int(rows.kept_N.sum())
+    soft = float(rows.label_N.sum())
+    if not 0 < kept < len(rows) or not 0 < soft < len(rows):
+        raise ValueError(
+            f"the {name} part has {len(rows)} rows of {prompts} prompts, {kept} kept and "
+            f"{len(rows) - kept} rejected (labels sum to {soft:.1f}); expected some of both: trace "
+            "more prompts (80, 10 and 10 % of them fit, calibrate and check), or another drafter"
+        )
+
+
+def joined(parts: Sequence[ScorerRows]) -> ScorerRows:
+    """The rows of several traces; of one, without a copy."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = np.cumsum([0, *(len(one.states_RH) for one in parts)])
+    shifted = [
+        replace(one, at_N=one.at_N + int(start)) for one, start in zip(parts, starts, strict=False)
+    ]
+    names = ScorerRows.__dataclass_fields__
+    return ScorerRows(**{n: torch.cat([getattr(one, n) for one in shifted]) for n in names})
+
+
+def part(prompt: int) -> str:
+    """The part of PARTS that a prompt is in."""
+    digest = hashlib.sha256(str(prompt).encode()).digest()
+    share = int.from_bytes(digest[:8], "little") / 2**64
+    return next(name for name, end in PARTS.items() if share < end)

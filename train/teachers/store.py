@@ -1,0 +1,252 @@
+"""Tensors with a row for each token of a training text, in shards on disk.
+
+    <folder>/index.json                  what they were made from, and of
+             <stem>-00000.safetensors    tensors whose first axis is tokens
+
+A shard ends with a piece of the text (`data.cut_long`), and tokens lie flat in the order of the
+pieces. Every piece runs as a document of its own, as it does in training, so packed and unpacked
+batches read the same rows. Several processes fill a folder together, and a kill costs the shards
+that were being written.
+
+Shapes: N tokens, T of a piece.
+"""
+
+import hashlib
+import json
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from rich.progress import track
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.models.disk.atomic import write_atomically
+from draftsmith.models.disk.read_lm import read_json
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.train.run.frozen_target import in_company
+from draftsmith.train.text.batches import Batches
+
+FORMAT = 1
+SHARD_BYTES = 2**29
+
+
+class TokenShards:
+    """Rows of the tokens of `batches`' pieces in `folder`: what belongs there, its files, its rows.
+
+    Made under the autocast that its rows are to be computed under.
+
+    Args:
+        holds: what a row is; with text and target it decides the folder's content.
+        token_bytes: of a row.
+        shard_bytes: a shard takes no further piece from this size on.
+    """
+
+    stem = ""  # of the shards' names
+    what = ""  # they hold, for messages
+    remedy = ""  # against a full disk
+
+    def __init__(
+        self,
+        folder: Path,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        batches: Batches,
+        *,
+        holds: dict[str, Any],
+        token_bytes: int,
+        shard_bytes: int,
+    ) -> None:
+        self.folder, self.target, self.batches = folder, target, batches
+        self.token_bytes = token_bytes
+        shard_tokens = max(1, shard_bytes // token_bytes)
+        spans = batches.cut.spans
+        # Token `place` of the text, in piece j, is row place - spans[j, 0] + offsets[j].
+        self.offsets = np.concatenate([[0], np.diff(spans)[:, 0].cumsum()])
+        self.firsts = np.unique(self.offsets[:-1] // shard_tokens, return_index=True)[1]
+        self.identity = {
+            "format": FORMAT,
+            "examples": batches.examples.fingerprint(),
+            "max_length": batches.max_length,
+            **holds,
+            "computed in": str(target.dtype).removeprefix("torch."),
+            "autocast": autocast_type(target.device.type),
+            "tokens a shard": shard_tokens,
+            **{f"target {k}": v for k, v in fingerprint(target, tokenizer).items() if v},
+        }
+        self.hash = hashlib.sha256(json.dumps(self.identity).encode()).hexdigest()
+        self._open: dict[int, dict[str, Tensor]] = {}
+
+    def about(self) -> str:
+        """A row, in words."""
+        raise NotImplementedError
+
+    def compute(self, shard: int) -> dict[str, Tensor]:
+        """A shard's tensors [N, ...], by `passes` of the target."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Shards."""
+        return len(self.firsts)
+
+    def path(self, shard: int) -> Path:
+        return self.folder / f"{self.stem}-{shard:05d}.safetensors"
+
+    def pieces(self, shard: int) -> range:
+        """The pieces in a shard."""
+        last = self.firsts[shard + 1] if shard + 1 < len(self) else len(self.offsets) - 1
+        return range(int(self.firsts[shard]), int(last))
+
+    def tokens(self, shard: int) -> int:
+        pieces = self.pieces(shard)
+        return int(self.offsets[pieces.stop] - self.offsets[pieces.start])
+
+    def claim(self) -> None:
+        """Make `folder` this cache's, or check that it already is; say what it will take. One
+        process comes first, alone.
+
+        Raises ValueError for a folder made from something else, or too little room on the disk.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        index = self.folder / "index.json"
+        if index.exists():
+            self._check_identity(index)
+        else:
+            write_atomically(index, json.dumps(self.identity, indent=1).encode())
+        left = [shard for shard in range(len(self)) if not self.path(shard).exists()]
+        needed = sum(map(self.tokens, left)) * self.token_bytes
+        free = shutil.disk_usage(self.folder).free
+        print(
+            f"{self.folder}: {self.offsets[-1]:,} tokens, {self.about()}: "
+            f"{self.offsets[-1] * self.token_bytes / 1e9:.2f} GB; {needed / 1e9:.2f} GB of it to "
+            f"write, {free / 1e9:.1f} GB free"
+        )
+        if needed > free:
+            raise ValueError(
+                f"{self.folder}: got {free / 1e9:.1f} GB free, expected {needed / 1e9:.1f} GB for "
+                f"{self.what}; make room, {self.remedy}, shorten max_length, or leave out cache"
+            )
+
+    def fill(self, accelerator: Accelerator) -> None:
+        """Have all processes write what is missing, together. Errors as in `claim` and `write`."""
+        if accelerator.is_main_process:
+            self.claim()
+        accelerator.wait_for_everyone()
+        with in_company(self.target):
+            self.write(accelerator.process_index, accelerator.num_processes)
+        accelerator.wait_for_everyone()
+
+    def write(self, rank: int = 0, world: int = 1) -> None:
+        """Write every `world`-th shard; those that are there are checked and kept.
+
+        Raises ValueError for a shard that is damaged or of another cache.
+        """
+        assert autocast_type(self.target.device.type) == self.identity["autocast"]
+        mine = range(rank, len(self), world)
+        for shard in track(mine, self.what, disable=rank > 0, transient=True):
+            if self.path(shard).exists():
+                self._check_content(shard)
+            else:
+                tensors = self.compute(shard)
+                write_atomically(self.path(shard), save(tensors, {"of": self._mark(tensors)}))
+
+    def passes(self, shard: int) -> Iterator[tuple[dict[str, Tensor], list[slice]]]:
+        """(what the target's body reads, the rows of the shard that each text in it is)."""
+        pieces, spans, ids = self.pieces(shard), self.batches.cut.spans, self.batches.examples.ids
+        begin = int(self.offsets[pieces.start])
+        by_length = sorted(pieces, key=lambda j: spans[j, 0] - spans[j, 1])  # little padding
+        for start in range(0, len(by_length), self.batches.batch_size):
+            rows = by_length[start : start + self.batches.batch_size]
+            texts = [ids[slice(*spans[j])].long() for j in rows]
+            padded = pad_sequence(texts, batch_first=True, padding_value=self.batches.pad_id)
+            inputs = {"input_ids": padded, "position_ids": torch.arange(padded.shape[1])[None]}
+            ends = [(int(self.offsets[j]) - begin, int(self.offsets[j + 1]) - begin) for j in rows]
+            yield (
+                {k: v.to(self.target.device) for k, v in inputs.items()},
+                [slice(*e) for e in ends],
+            )
+
+    def found(self, places_N: Tensor) -> Iterator[tuple[Tensor, dict[str, Tensor], Tensor]]:
+        """Where tokens lie, by their places in the text, all of them in some piece: for each shard
+        (which of them, its tensors, their rows in these).
+        """
+        spans, places = self.batches.cut.spans, places_N.cpu().numpy()
+        piece = spans[:, 0].searchsorted(places, "right") - 1
+        assert (places < spans[piece, 1]).all(), "a place that no piece holds"
+        row = places - spans[piece, 0] + self.offsets[piece]
+        of_shard = self.firsts.searchsorted(piece, "right") - 1
+        for shard in np.unique(of_shard).tolist():
+            at_N = torch.from_numpy((of_shard == shard).nonzero()[0])
+            local_N = torch.from_numpy(row - self.offsets[self.firsts[shard]])[at_N]
+            yield at_N, self._tensors(shard), local_N
+
+    def _tensors(self, shard: int) -> dict[str, Tensor]:
+        """A shard's tensors, mapped into memory: only the rows that are read are loaded."""
+        if shard not in self._open:
+            path = self.path(shard)
+            try:
+                mark = self._read_mark(shard)
+                self._open[shard] = load_file(path)
+            except (OSError, SafetensorError) as error:
+                raise _damaged(path, f"cut or missing ({error})") from error
+            if not mark.startswith(self.hash):
+                raise _damaged(path, "of another cache")
+        return self._open[shard]
+
+    def _check_content(self, shard: int) -> None:
+        if self._mark(self._tensors(shard)) != self._read_mark(shard):
+            raise _damaged(self.path(shard), "damaged: its checksum differs")
+
+    def _mark(self, tensors: dict[str, Tensor]) -> str:
+        """What a shard says of itself: the cache that it belongs to, the checksum of its tensors.
+
+        One string, since safetensors writes several in any order.
+        """
+        total = 0
+        for name in sorted(tensors):
+            total = zlib.crc32(tensors[name].view(torch.uint8).numpy().data, total)
+        return f"{self.hash} {total:08x}"
+
+    def _read_mark(self, shard: int) -> str:
+        with safe_open(self.path(shard), "pt") as file:
+            return (file.metadata() or {}).get("of", "")
+
+    def _check_identity(self, index: Path) -> None:
+        found, given = read_json(index), self.identity
+        differ = [
+            f"{name}: got {_short(found.get(name))}, expected {_short(given.get(name))}"
+            for name in sorted(found.keys() | given.keys())
+            if found.get(name) != given.get(name)
+        ]
+        if differ:
+            raise ValueError(
+                f"{self.folder} holds rows made with other weights, text or settings "
+                f"({'; '.join(differ)}); restore those, give this run a folder of its own, or "
+                "delete this one to write it anew"
+            )
+
+
+def autocast_type(device: str) -> str | None:
+    """What autocast computes products in on this kind of device, None where it is off."""
+    if not torch.is_autocast_enabled(device):
+        return None
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def _damaged(path: Path, what: str) -> ValueError:
+    return ValueError(
+        f"{path}: got a shard that is {what}, expected it as it was written; delete this file and "
+        "repeat the command: it alone is written again"
+    )
+
+
+def _short(value: Any) -> str:
+    return value[:12] if isinstance(value, str) else str(value)

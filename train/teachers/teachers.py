@@ -1,0 +1,196 @@
+"""The target's side of distillation: its distributions at every position of a batch.
+
+A teacher turns a batch into rows, which compare a draft's with the target's. Rows from states are
+exact: the target's last states, made by a pass or read from a cache, times its LM head. Rows of the
+likeliest tokens (`sparse.py`) come from a cache, or with the answers of a server.
+
+Legend: N rows (positions of a batch, flat), V vocabulary, H / G hidden size of draft / target.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from accelerate import Accelerator
+from rich import print as show
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.target import (
+    check_split,
+    cut_rows,
+    output_head,
+    vocab_size,
+    without_bias,
+)
+from draftsmith.train.losses.chunked import Divergence, chunked_divergence
+from draftsmith.train.losses.closed_form import Transform
+from draftsmith.train.losses.pure import Loss
+from draftsmith.train.losses.top_k import TopKRows
+from draftsmith.train.teachers.states import Cache, OnlineTaps, States, open_states
+from draftsmith.train.teachers.told_logprobs import open_top_logprobs
+from draftsmith.train.teachers.top_k_cache import TopKCache, what_is_lost
+from draftsmith.train.text.batches import Batch, Batches
+
+
+class TargetRows(Protocol):
+    """The target's distributions p at the N positions of one batch."""
+
+    def divergence(
+        self,
+        loss: Loss,
+        q_hidden_NH: Tensor,
+        q_head_VH: Tensor,
+        weight_N: Tensor,
+        transform: Transform,
+    ) -> Divergence:
+        """sum_n weight_n loss(p_n, q_n), and both parts of each row; see `chunked_divergence`."""
+
+
+Teacher = Callable[[Batch], TargetRows]
+SHOWN_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """Rows as the target's states and its LM head."""
+
+    hidden_NG: Tensor
+    head_VG: Tensor
+
+    def divergence(
+        self,
+        loss: Loss,
+        q_hidden_NH: Tensor,
+        q_head_VH: Tensor,
+        weight_N: Tensor,
+        transform: Transform,
+    ) -> Divergence:
+        q, p = (q_hidden_NH, q_head_VH), (self.hidden_NG, self.head_VG)
+        return chunked_divergence(loss, *q, *p, weight_N, transform=transform)
+
+
+class StateTeacher:
+    """Exact distributions from the target's last states.
+
+    Args:
+        states: where these come from; None: a pass of the target at each batch. Text that was
+            written on the fly is in no cache, so it has its pass anyway.
+
+    Raises ValueError for a target whose logits aren't one product of its last state.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, vocab_size: int, states: States | None = None
+    ) -> None:
+        check_split(target)
+        self.online = OnlineTaps(target, ())
+        self.states = states or self.online
+        self.vocab_size = vocab_size
+        _, self.head_VG, self.bias_V = output_head(target)
+
+    def __call__(self, batch: Batch) -> StateRows:
+        states = self.online if batch.places is None else self.states
+        hidden_NG = states(batch).norm_BTG.flatten(0, 1)
+        hidden_NG, head_VG = without_bias(hidden_NG, self.head_VG, self.bias_V)
+        return StateRows(hidden_NG, cut_rows(head_VG, self.vocab_size))
+
+
+class TopKTeacher:
+    """The target's likeliest tokens, from where they are kept; of text that was written on the fly,
+    exact distributions by a pass.
+
+    Args:
+        kept: (places in the text [N], device) -> their rows.
+        itself: for the other text.
+    """
+
+    def __init__(
+        self, kept: Callable[[Tensor, torch.device], TopKRows], itself: StateTeacher
+    ) -> None:
+        self.kept, self.itself = kept, itself
+
+    def __call__(self, batch: Batch) -> TargetRows:
+        if batch.places is None:
+            return self.itself(batch)
+        places_N = batch.places.flatten().cpu()
+        # Padding has no weight: any place will do.
+        places_N = places_N.where(places_N >= 0, places_N.max())
+        return self.kept(places_N, batch.input_ids.device)
+
+
+class TeacherSettings(Protocol):
+    """The part of a recipe that `open_teacher` reads."""
+
+    data: str
+    cache: str
+    cache_int8: bool
+    cache_top_k: int
+
+    @property
+    def warp(self) -> SamplingParams: ...
+
+
+def open_teacher(
+    config: TeacherSettings,
+    accelerator: Accelerator,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batches: Batches,
+    draft: PreTrainedModel | None = None,
+) -> Teacher:
+    """What training compares with: the target itself; its states or likeliest tokens from the
+    folder `cache`, which is filled first; or, without one, the log-probabilities that a server told
+    with the answers in `data`.
+
+    draft: what the likeliest tokens lose is shown for it.
+
+    Raises ValueError for what `StateTeacher`, the caches and `open_top_logprobs` refuse.
+    """
+    itself = StateTeacher(target, vocab_size(tokenizer))
+    told = None if config.cache else open_top_logprobs(config.data, tokenizer, config.warp)
+    if told is not None:
+        accelerator.print(
+            f"{config.data}: training compares with the log-probabilities there, from a server; "
+            "held-out figures and text of the draft's own with target.path"
+        )
+        return TopKTeacher(told, itself)
+    if not config.cache_top_k:
+        keep = Cache(cache=config.cache, cache_int8=config.cache_int8)
+        states = open_states(keep, accelerator, target, tokenizer, (), batches)
+        return StateTeacher(target, vocab_size(tokenizer), states)
+    if not config.cache or config.cache_int8:
+        raise ValueError(
+            f"got cache_top_k={config.cache_top_k}, cache={config.cache!r}, cache_int8="
+            f"{config.cache_int8}, expected cache=<a folder>, and int8 of states alone"
+        )
+    with accelerator.autocast():
+        folder, k = Path(config.cache), config.cache_top_k
+        cache = TopKCache(folder, target, tokenizer, k, config.warp, batches)
+        cache.fill(accelerator)
+        teacher = TopKTeacher(cache.rows, itself)
+        if draft is not None:
+            first = batches.batch(0, 0, 0, accumulation=1, world=1)
+            table = lost(teacher, draft, first, config.warp)  # all run it, if the target is sharded
+            if accelerator.is_main_process:
+                show(table)
+    return teacher
+
+
+@torch.no_grad()
+def lost(teacher: TopKTeacher, draft: PreTrainedModel, batch: Batch, warp: SamplingParams) -> Table:
+    """`what_is_lost` of the exact distributions on the first trained positions of a batch."""
+    batch = batch.to(draft.device)
+    rows, exact = teacher(batch), teacher.itself(batch)
+    assert isinstance(rows, TopKRows)
+    training = draft.training
+    mine = StateTeacher(draft.eval(), teacher.itself.vocab_size)(batch)
+    draft.train(training)
+    mask_N = batch.loss_mask.flatten()
+    weight_N = (mask_N & (mask_N.cumsum(0) <= SHOWN_TOKENS)).float()
+    p, q = (exact.hidden_NG, exact.head_VG), (mine.hidden_NG, mine.head_VG)
+    return what_is_lost(rows, p, q, weight_N, warp.transform)

@@ -1,0 +1,118 @@
+"""Chat template -> tokens, and which of them the assistant wrote.
+
+The template's own `{% generation %}` marks come first. Without them the mask is derived: the chat
+is rendered up to each assistant turn, with and without it, and both must be prefixes, token by
+token, of the whole chat's rendering. What does not check is refused, never guessed.
+"""
+
+import re
+from typing import NamedTuple
+
+from jinja2 import TemplateError
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from draftsmith.decode.prompts.chat import Messages, encode, render, template_of
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+ADVICE = "mark the assistant's words with {% generation %} ... {% endgeneration %} in the template"
+
+
+class ChatTokens(NamedTuple):
+    """A rendered chat: `trained[i]` where the assistant wrote token i, its end token included.
+
+    `rewritten` counts earlier assistant turns that the template shows otherwise than they were
+    written (thinking removed, say); the model never wrote that, so they are not trained.
+    """
+
+    ids: list[int]
+    trained: list[bool]
+    rewritten: int
+
+
+def chat_tokens(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> ChatTokens:
+    """The tokens of a chat up to its last assistant turn, and those that the assistant wrote.
+
+    Raises:
+        ValueError: no assistant turn, no template, or a mask that can't be known for certain.
+    """
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise ValueError("a chat without an assistant's message has nothing to learn from")
+    messages = messages[: turns[-1] + 1]
+    if GENERATION_MARK.search(template_of(tokenizer)):
+        return _marked(messages, tokenizer)
+    return _derived(messages, turns, tokenizer)
+
+
+def _marked(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> ChatTokens:
+    if not tokenizer.is_fast:
+        raise ValueError("generation marks need a fast tokenizer (tokenizer.json)")
+    try:
+        encoded = tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses this chat: {error}") from error
+    assert isinstance(encoded, BatchEncoding), type(encoded)
+    ids, trained = list(encoded["input_ids"]), [bool(m) for m in encoded["assistant_masks"]]
+    if not any(trained):
+        raise ValueError("the template's {% generation %} marks cover no token of this chat")
+    for i in range(1, len(ids)):
+        # Some templates close the mark before the end token; the assistant writes it all the same.
+        if ids[i] == tokenizer.eos_token_id and trained[i - 1]:
+            trained[i] = True
+    return ChatTokens(ids, trained, 0)
+
+
+def _derived(
+    messages: Messages, turns: list[int], tokenizer: PreTrainedTokenizerBase
+) -> ChatTokens:
+    whole = render(messages, tokenizer)
+    ids = encode(whole, tokenizer)
+    trained = [False] * len(ids)
+    rewritten = 0
+    for turn in turns:
+        before = render(messages[:turn], tokenizer, prompt=True) if turn else ""
+        through = render(messages[: turn + 1], tokenizer)
+        if not whole.startswith(through) and turn != turns[-1]:
+            rewritten += 1
+            continue
+        if not turn or not through.startswith(before):
+            raise ValueError(
+                f"message {turn}: the template's prompt for the assistant is no beginning of the "
+                f"rendered chat, so its words can't be told; {ADVICE}"
+            )
+        before_ids, through_ids = encode(before, tokenizer), encode(through, tokenizer)
+        if ids[: len(before_ids)] != before_ids or ids[: len(through_ids)] != through_ids:
+            raise ValueError(
+                f"message {turn}: a token spans the border of the assistant's words, so prompt and "
+                "answer can't be told apart; remove white space around the content"
+            )
+        if before == render(messages[:turn], tokenizer):
+            _check_header_free(through[len(before) :], messages[turn]["content"], turn)
+        end = _end_token(ids, len(before_ids), len(through_ids), tokenizer)
+        trained[len(before_ids) : end] = [True] * (end - len(before_ids))
+    return ChatTokens(ids, trained, rewritten)
+
+
+def _check_header_free(span: str, content: str, turn: int) -> None:
+    """A template may have no header before an answer, or may just ignore add_generation_prompt."""
+    if not span.lstrip().startswith(content.strip()):
+        raise ValueError(
+            f"message {turn}: the template ignores add_generation_prompt, so the assistant's "
+            f"header {span[:20]!r} can't be told from its words; {ADVICE}"
+        )
+
+
+def _end_token(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """One past the end token of the turn ids[start:stop]; only white space may follow it."""
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.update(tokenizer.all_special_ids)
+    ends = [i for i in range(start, stop) if ids[i] in special]
+    if not ends or str(tokenizer.decode(ids[ends[-1] + 1 : stop])).strip():
+        raise ValueError(
+            f"the template writes no end token after an assistant's turn (it ends in "
+            f"{tokenizer.decode(ids[max(start, stop - 8) : stop])!r}), so a draft could not learn "
+            f"to stop; {ADVICE}"
+        )
+    return ends[-1] + 1

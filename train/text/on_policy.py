@@ -1,0 +1,179 @@
+"""The text of a training run: a corpus, the target's answers, or what the draft writes itself.
+
+Legend: B rows, T positions.
+"""
+
+import copy
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.prompts.splits import load_rows
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.draft_lm import recast
+from draftsmith.train.run.loop import step_seed
+from draftsmith.train.run.sharding import whole_state
+from draftsmith.train.text.batches import Batch, Batches, Examples
+from draftsmith.train.text.prepared import is_prepared
+from draftsmith.train.text.tokenise import load_examples, tokenise
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass(kw_only=True)
+class Text:
+    """The part of a recipe that names the text."""
+
+    data: str = "stdlib"  # see corpus.read_source, or a folder that train/prepare.py wrote
+    max_length: int = 256
+    packing: bool = True
+
+
+@dataclass(kw_only=True)
+class OnPolicyText(Text):
+    """The same, for text that the draft may write itself; then nothing is packed."""
+
+    on_policy: float = 0.0  # lambda: the share of steps whose answers the draft writes
+    prompt_tokens: int = 32  # of a document, where an answer to it is wanted
+    max_new_tokens: int = 128
+    sample_temperature: float = 1.0  # the papers' value, whatever temperature is distilled for
+
+
+class Snapshot(Generic[Module]):
+    """A copy of a model in training to decode with: in eval mode, frozen, in a dtype of its own."""
+
+    def __init__(self, model: Module, dtype: torch.dtype) -> None:
+        self._source = model
+        self._copy = copy.deepcopy(model).eval().requires_grad_(False)
+        recast(self._copy, dtype)
+
+    @torch.no_grad()
+    def take(self) -> Module:
+        """The copy, with the weights that the model has now. All processes call it together."""
+        self._copy.load_state_dict(whole_state(self._source))
+        return self._copy
+
+
+class OnPolicy:
+    """`batches`, of which the draft rewrites the answers at a share of the steps.
+
+    One draw a step decides for all processes and micro-batches. The answers, and so the number of
+    trained tokens, are a function of the draft's weights and (seed, step, micro, rank).
+
+    Args:
+        batches: one example a row. A prompt is what comes before the first trained token; of a
+            document, its first `prompt_tokens`.
+    """
+
+    def __init__(
+        self,
+        text: OnPolicyText,
+        batches: Batches,
+        draft: Snapshot[PreTrainedModel],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        if not 0 < text.on_policy <= 1:
+            raise ValueError(f"on_policy: got {text.on_policy}, expected a share in [0, 1]")
+        if text.prompt_tokens >= text.max_length:
+            raise ValueError(
+                f"prompt_tokens: got {text.prompt_tokens}, expected fewer than max_length="
+                f"{text.max_length}, so that there is room for an answer"
+            )
+        assert not batches.packing, "a packed row has several prompts"
+        self.text = text
+        self.batches = batches
+        self.draft = draft
+        self.tokenizer = tokenizer
+        self._decoder: Decoder | None = None
+
+    def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
+        """As `Batches.batch`."""
+        written = self.batches.batch(step, micro, rank, accumulation=accumulation, world=world)
+        if np.random.default_rng((self.batches.seed, step)).random() >= self.text.on_policy:
+            return written
+        return self._rewrite(written, step_seed(self.batches.seed, step, micro, rank))
+
+    def _rewrite(self, written: Batch, seed: int) -> Batch:
+        prompts = [
+            prompt_of(ids_T, mask_T, self.text.prompt_tokens)
+            for ids_T, mask_T in zip(written.input_ids, written.loss_mask, strict=True)
+        ]
+        room = self.text.max_length - max(map(len, prompts))
+        params = SamplingParams(
+            temperature=self.text.sample_temperature,
+            max_new_tokens=min(self.text.max_new_tokens, room),
+            seed=seed,
+        )
+        draft = self.draft.take()
+        if self._decoder is None:
+            # Kept: the copy's weights change in place, and what a GPU has compiled stays good.
+            self._decoder = Decoder(draft, self.tokenizer, batch_size=len(prompts))
+        answers = [made.tokens for made in self._decoder.generate(prompts, params)]
+        return as_batch(prompts, answers, self.batches.pad_id, written.rows)
+
+
+def prompt_of(ids_T: Tensor, mask_T: Tensor, prompt_tokens: int) -> list[int]:
+    """The ids before a row's first trained token, or the first `prompt_tokens` of a document."""
+    places = mask_T.nonzero().flatten()
+    first, end = int(places[0]) + 1, int(places[-1]) + 2
+    # A document is trained from its second token on, since its first can't be predicted.
+    length = min(prompt_tokens, end - 1) if first == 1 else first
+    return ids_T[:length].tolist()
+
+
+def as_batch(
+    prompts: list[list[int]], answers: list[list[int]], pad_id: int, rows: tuple[int, ...]
+) -> Batch:
+    """Prompts with their answers as a right-padded batch, in which the answers are trained."""
+    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    ids_BT = torch.full((len(prompts), width), pad_id)
+    mask_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        end = len(prompt) + len(answer)
+        ids_BT[row, :end] = torch.tensor(prompt + answer)
+        mask_BT[row, len(prompt) - 1 : end - 1] = True
+    return Batch(ids_BT, torch.arange(width).expand(ids_BT.shape), mask_BT, None, rows)
+
+
+def text_at_hand(data: str) -> str:
+    """`data` if it is on this machine, else the standard library, for a trial of a recipe."""
+    if data in ("stdlib", "arithmetic", "arithmetic:plain") or Path(data).exists():
+        return data
+    warnings.warn(f"target.shrink: no data at {data}: the standard library instead", stacklevel=3)
+    return "stdlib"
+
+
+def training_examples(
+    data: str, tokenizer: PreTrainedTokenizerBase, *, few: bool = False
+) -> Examples:
+    """The training side of `data`, or the first few rows of it, for a trial of a recipe."""
+    if few and not is_prepared(data):
+        return tokenise(load_rows(data, "train")[:20], tokenizer)
+    return load_examples(data, tokenizer, "train")
+
+
+def make_batches(
+    text: Text,
+    examples: Examples,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    batch_size: int,
+    seed: int,
+    packing: bool | None = None,
+) -> Batches:
+    """Batches of the text as it is; packing as in the recipe, unless it is given."""
+    return Batches(
+        examples,
+        batch_size=batch_size,
+        max_length=text.max_length,
+        seed=seed,
+        packing=text.packing if packing is None else packing,
+        pad_id=tokenizer.pad_token_id or 0,
+    )

@@ -1,0 +1,226 @@
+"""Answers on disk: shards of JSON lines that survive a kill, and the manifest that guards them.
+
+A folder holds `prepare.json` (the recipe's identity and the number of requests) and one
+`answers-<rank>-of-<world>.jsonl` a rank. A line is written when its answer is finished; a torn last
+line is dropped. Finished requests are found across all shards, so a run may continue with another
+number of processes.
+"""
+
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from draftsmith.train.text.batches import Examples
+
+Answer = dict[str, Any]
+MANIFEST = "prepare.json"
+LINE_SECONDS = 30.0  # between two plain lines
+SCHEMA = 1
+
+
+def is_prepared(folder: str | Path) -> bool:
+    """Whether train/prepare.py wrote this folder."""
+    return (Path(folder) / MANIFEST).is_file()
+
+
+def claim(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> None:
+    """Make `folder` this run's, or check that it already is. One rank comes first, alone.
+
+    Args:
+        identity: what decides the answers, `requests` (their number) among it; compared key by key
+            with what the folder was begun with.
+        about: what else is worth knowing (versions, arguments); not compared.
+
+    Raises:
+        ValueError: the folder belongs to another recipe, or holds something else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / MANIFEST
+    identity = json.loads(json.dumps(identity))
+    if path.exists():
+        found = read_identity(folder)
+        differ = [k for k in identity | found if identity.get(k) != found.get(k)]
+        if differ:
+            key = differ[0]
+            raise ValueError(
+                f"{folder} was begun with another recipe: {', '.join(differ)} differ ({key} is "
+                f"{found.get(key)!r} there and {identity.get(key)!r} here); choose another out=, "
+                "or remove the folder"
+            )
+    elif shards(folder):
+        raise ValueError(f"{folder} holds answers without {MANIFEST}; choose another out=")
+    else:
+        manifest = {"schema": SCHEMA, "identity": identity, "about": about}
+        temporary = path.with_suffix(f".tmp{os.getpid()}")
+        temporary.write_text(json.dumps(manifest, indent=1) + "\n")
+        temporary.replace(path)
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("answers-*-of-*.jsonl"))
+
+
+def read_answers(folder: Path) -> Iterator[Answer]:
+    """The finished answers of all shards. Raises ValueError on a spoiled line (file and number)."""
+    for path in shards(folder):
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break  # torn by a kill, or being written this moment
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{path}:{number}: not JSON ({error}); remove the line to have it redone"
+                    ) from error
+
+
+def summary(folder: Path, requests: int) -> str:
+    """What a folder holds, in words; for answers tokenised again, how many can't be exact."""
+    answers = list(read_answers(folder))
+    tokens = sum(len(answer["token_ids"]) for answer in answers)
+    stopped = sum(answer["finish_reason"] == "stop" for answer in answers)
+    lines = [
+        f"{folder}: {len(answers):,} of {requests:,} answers, {tokens:,} tokens, "
+        f"{stopped / max(len(answers), 1):.1%} ended by the target itself"
+    ]
+    again = [answer["mismatch"] for answer in answers if answer.get("retokenised")]
+    judged = [mismatch for mismatch in again if mismatch is not None]
+    if again:
+        rate = f"{sum(judged) / len(judged):.2%} of the" if judged else "none of"
+        lines.append(
+            f"  tokenised again from text: {len(again):,}; {rate} {len(judged):,} whose token "
+            "count the server told have another one now (a lower bound of those that differ)"
+        )
+    told = [sum(map(math.exp, row.values())) for a in answers for row in a.get("top_logprobs", ())]
+    if told:
+        lines.append(
+            f"  with log-probabilities of the likeliest tokens: {sum(told) / len(told):.2%} of the "
+            "mass a token"
+        )
+    read = [a["prompt_mismatch"] for a in answers if a.get("prompt_mismatch") is not None]
+    if any(read):
+        lines.append(
+            f"  warning: in {sum(read) / len(read):.2%} of {len(read):,} requests the server read "
+            "another number of prompt tokens than we count; another chat template, or a second BOS?"
+        )
+    return "\n".join(lines)
+
+
+def watched(answers: Iterable[Answer], total: int, console: Console) -> Iterator[Answer]:
+    """The answers, with a progress bar that tells tokens a second (without a terminal: lines)."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    bar = Progress(*columns, TimeRemainingColumn(), console=console)
+    started = last_line = time.monotonic()
+    tokens = 0
+    with bar:
+        task = bar.add_task("", total=total)
+        for count, answer in enumerate(answers, start=1):
+            now = time.monotonic()
+            tokens += len(answer["token_ids"])
+            rate = f"{tokens / (now - started):,.0f} tokens/s"
+            bar.update(task, advance=1, description=rate)
+            if not console.is_terminal and now - last_line > LINE_SECONDS:
+                console.print(f"{count:,} of {total:,} answers, {rate}", highlight=False)
+                last_line = now
+            yield answer
+
+
+class Shard:
+    """The file that one rank appends its answers to.
+
+    Raises:
+        ValueError: another process is writing it (two runs that don't know of each other).
+    """
+
+    def __init__(self, folder: Path, rank: int, world: int) -> None:
+        self.path = folder / f"answers-{rank:05d}-of-{world:05d}.jsonl"
+        self._file = self.path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ValueError(
+                f"{self.path} is being written by another process; expected one run a folder, and "
+                "with several processes a launch that connects them (accelerate launch)"
+            ) from error
+        self._drop_torn_line()
+
+    def append(self, answer: Answer) -> None:
+        """Write one finished answer through to the operating system."""
+        self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+
+    def __enter__(self) -> "Shard":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def _drop_torn_line(self) -> None:
+        self._file.seek(0)
+        whole = 0
+        for line in self._file:
+            if line.endswith(b"\n"):
+                whole += len(line)
+        self._file.truncate(whole)
+
+
+def load_prepared(folder: str | Path) -> Examples:
+    """The answers of a finished run in the order of the requests; the prompts are not trained.
+
+    The end token is part of an answer that the target itself ended, and of no other.
+
+    Raises:
+        ValueError: no such folder, an unfinished run, or a spoiled line.
+    """
+    pairs = []
+    for answer in finished_answers(Path(folder)):
+        prompt, tokens = answer["prompt_ids"], answer["token_ids"]
+        pairs.append((prompt + tokens, [False] * len(prompt) + [True] * len(tokens)))
+    return Examples.collect(pairs)
+
+
+def finished_answers(folder: Path) -> list[Answer]:
+    """The answers of a finished run in the order of the requests; errors of `load_prepared`."""
+    if not is_prepared(folder):
+        raise ValueError(
+            f"{folder}: got no {MANIFEST}, expected a folder that train/prepare.py wrote"
+        )
+    requests = read_identity(folder)["requests"]
+    answers = {answer["index"]: answer for answer in read_answers(folder)}
+    if len(answers) < requests:
+        raise ValueError(
+            f"{folder}: got {len(answers)} of {requests} answers; run the same train/prepare.py "
+            "command again to finish it"
+        )
+    return [answers[index] for index in sorted(answers)]
+
+
+def read_identity(folder: Path) -> dict[str, Any]:
+    """What decides the answers of a prepared folder, as `claim` was told."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        schema, identity = manifest["schema"], dict(manifest["identity"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: not a manifest of train/prepare.py ({error!r}); choose another out="
+        ) from error
+    if schema != SCHEMA:
+        raise ValueError(f"{path}: got schema {schema!r}, expected {SCHEMA}; choose another out=")
+    return identity

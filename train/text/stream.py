@@ -1,0 +1,318 @@
+"""Batches of a corpus that doesn't fit in memory: streamed, sharded, resumed to the bit.
+
+Each process reads its own shards (train/text/shards.py), a window of some thousand sequences at a time:
+what it reads is cut, packed and shuffled within the window exactly as `Batches` does with a whole
+corpus. What doesn't fill the window's last batch opens the next one, so that nothing is lost. The
+next window is read and tokenised in the background.
+
+Everything is a function of the corpus, the seed, the process and the place where a window begins.
+That place, and how many batches of the window are taken, is all that a checkpoint keeps: a resumed
+run reads one window again, not the corpus.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.decode.prompts.rows import Row
+from draftsmith.decode.prompts.splits import load_rows
+from draftsmith.train.run.loop import step_seed
+from draftsmith.train.run.settings import Settings
+from draftsmith.train.text.batches import Batch, Batches, Examples
+from draftsmith.train.text.on_policy import Text
+from draftsmith.train.text.shards import Shard, ShardReader, shards_of
+from draftsmith.train.text.tokenise import tokenise
+
+# A window is read in about so many pieces, each from the corpus that is furthest behind its share.
+PIECES, LETTERS_A_TOKEN = 8, 4
+State = dict[str, Any]
+Numbered = tuple[int, Any, Any]  # a document's number, and arrays: its ids, which are trained
+
+
+@dataclass(kw_only=True)
+class Corpus(Settings, Text):
+    """A recipe's settings, with the part that names text to stream."""
+
+    # Each a path, a glob, a folder, `stdlib` or a hub's name; empty: `data` is trained on, from
+    # memory. With it, `data` gives the held-out text alone.
+    corpus: list[str] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)  # of their tokens; empty: all alike
+    shuffle: int = 1024  # sequences of a window
+    skip_corrupt: bool = False  # leave a broken shard's rest out, and say so
+
+
+@dataclass(frozen=True)
+class Window:
+    """Sequences that are shuffled together, and what it took to read them."""
+
+    before: State  # of the reader, where the window begins
+    batches: Batches
+    numbers: list[int]  # of each example of `batches`: its place among the documents read
+    notes: list[str]
+    skipped: list[str]  # shards, so far
+
+    @property
+    def whole(self) -> int:
+        """Full batches."""
+        return len(self.batches) // self.batches.batch_size
+
+    def batch(self, number: int) -> Batch:
+        batch = self.batches.batch(number, 0, 0, accumulation=1, world=1)
+        rows = tuple(self.numbers[i] for i in batch.rows)
+        return replace(batch, rows=rows, places=None)
+
+    def rest(self) -> list[Numbered]:
+        """What no full batch holds."""
+        cut, examples = self.batches.cut, self.batches.examples
+        places = range(self.whole * self.batches.batch_size, len(self.batches))
+        found = []
+        for piece in (piece for place in places for piece in self.batches.sequence(place)):
+            span = slice(*cut.spans[piece])
+            number = self.numbers[int(cut.origin[piece])]
+            found.append((number, examples.ids[span].numpy(), examples.trained[span].numpy()))
+        return found
+
+
+class WindowReader:
+    """One process's windows, one after the other.
+
+    Several corpora are mixed by tokens: the next piece comes from the one with the fewest tokens
+    read for its weight. A single corpus ends a window where it ends, so that no document comes
+    twice before all have come once.
+    """
+
+    def __init__(
+        self,
+        config: Corpus,
+        tokenizer: PreTrainedTokenizerBase,
+        shards: list[list[Shard]],
+        *,
+        rank: int,
+        world: int,
+        left_out: frozenset[str],
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.rank = rank
+        self.weights = config.weights or [1.0] * len(config.corpus)
+        self.readers = [
+            ShardReader(
+                source,
+                its_shards,
+                rank=rank,
+                world=world,
+                seed=step_seed(config.seed, number),
+                skip_corrupt=config.skip_corrupt,
+                left_out=left_out,
+            )
+            for number, (source, its_shards) in enumerate(zip(config.corpus, shards, strict=True))
+        ]
+        self.rows = [reader.rows() for reader in self.readers]
+        self.tokens = [0] * len(self.readers)
+        self.documents = self.windows = 0
+        self.rest: list[Numbered] = []
+
+    def state(self) -> State:
+        rest = [[n, ids.tolist(), trained.astype(int).tolist()] for n, ids, trained in self.rest]
+        return {
+            "readers": [reader.state() for reader in self.readers],
+            "tokens": list(self.tokens),
+            "documents": self.documents,
+            "windows": self.windows,
+            "rest": rest,
+        }
+
+    def restore(self, state: State) -> None:
+        for reader, its_state in zip(self.readers, state["readers"], strict=True):
+            reader.restore(its_state)
+        self.tokens = list(state["tokens"])
+        self.documents, self.windows = state["documents"], state["windows"]
+        self.rest = [(n, np.array(ids), np.array(t, dtype=bool)) for n, ids, t in state["rest"]]
+
+    def window(self) -> Window:
+        """The next window: at least one full batch.
+
+        Raises:
+            ValueError: what the readers and `tokenise` refuse, or text of which nothing is trained.
+        """
+        config, before = self.config, self.state()
+        found, goal = self.rest, config.shuffle * config.max_length
+        batches: Batches | None = None
+        while batches is None or len(batches) < config.batch_size:
+            documents, ended = self._piece(goal)
+            found = [*found, *documents]
+            full = sum(len(ids) for _, ids, _ in found) >= goal
+            if found and (full or (ended and len(self.readers) == 1)):
+                batches = Batches(
+                    Examples.collect((ids, trained) for _, ids, trained in found),
+                    batch_size=config.batch_size,
+                    max_length=config.max_length,
+                    seed=step_seed(config.seed, self.rank, self.windows),
+                    packing=True,
+                    pad_id=self.tokenizer.pad_token_id or 0,
+                )
+        notes = [note for reader in self.readers for note in reader.notes]
+        for reader in self.readers:
+            reader.notes.clear()
+        skipped = [name for reader in self.readers for name in reader.skipped]
+        window = Window(before, batches, [number for number, _, _ in found], notes, skipped)
+        self.rest = window.rest()
+        self.windows += 1
+        return window
+
+    def _piece(self, goal: int) -> tuple[list[Numbered], bool]:
+        """Some more documents of one corpus, and whether it ended with them."""
+        behind = [read / weight for read, weight in zip(self.tokens, self.weights, strict=True)]
+        chosen = behind.index(min(behind))
+        rows: list[Row] = []
+        letters = 0
+        while letters < goal * LETTERS_A_TOKEN / PIECES:
+            row = next(self.rows[chosen])
+            if row is None:
+                break
+            rows.append(row)
+            letters += len(row.text)
+        if not rows:
+            return [], True
+        examples = tokenise(rows, self.tokenizer)
+        self.tokens[chosen] += len(examples.ids)
+        first, self.documents = self.documents, self.documents + len(rows)
+        pairs = [examples.example(i) for i in range(len(rows))]
+        found = [
+            (first + i, ids.numpy(), trained.numpy()) for i, (ids, trained) in enumerate(pairs)
+        ]
+        return found, row is None
+
+
+class Stream:
+    """`StepBatches` of a corpus; asked for step after step, in order.
+
+    Args:
+        left_out: texts of rows that aren't trained on.
+
+    Raises:
+        ValueError: a corpus that isn't there, weights that don't fit it, or too small a `shuffle`.
+    """
+
+    def __init__(
+        self, config: Corpus, tokenizer: PreTrainedTokenizerBase, left_out: Iterable[str] = ()
+    ) -> None:
+        check(config)
+        self.config = config
+        self.tokenizer = tokenizer
+        self.shards = [shards_of(source) for source in config.corpus]
+        self.left_out = frozenset(left_out)
+        self._ahead: Future[Window] | None = None
+        self._window: Window | None = None
+        self._taken = 0
+        self._start: State | None = None  # of the checkpoint
+        self._at: tuple[int, int] | None = None  # the next (step, micro)
+        self._mark: tuple[int, State | None] = (-1, None)  # the state where that step began
+
+    def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
+        """The next micro-batch of this process.
+
+        Raises:
+            ValueError: a corrupt shard, a row of another layout, another number of processes.
+        """
+        assert self._at in (None, (step, micro)), (self._at, step, micro)
+        if self._ahead is None:
+            self._open(rank, world)
+        if micro == 0:
+            self._mark = (step, self._now())
+        if self._window is None or self._taken >= self._window.whole:
+            self._turn()
+        assert self._window is not None
+        batch = self._window.batch(self._taken)
+        self._taken += 1
+        self._at = (step, micro + 1) if micro + 1 < accumulation else (step + 1, 0)
+        return batch
+
+    def state(self, step: int) -> State | None:
+        """What `restore` needs to give the batches from `step` on; JSON can hold it."""
+        marked, state = self._mark
+        if step == marked:
+            return state
+        assert self._at in (None, (step, 0)), (self._at, step)
+        return self._now()
+
+    def restore(self, state: State | None) -> None:
+        """Go on from `state`, in another process of the same number. Before the first batch."""
+        assert self._ahead is None, "the stream is under way"
+        self._start = state
+
+    @property
+    def skipped(self) -> list[str]:
+        """The corrupt shards that were left out so far."""
+        return self._window.skipped if self._window else []
+
+    def fingerprint(self) -> str:
+        """sha256 over the shards' names and, of files, their sizes."""
+        digest = hashlib.sha256(repr((self.config.corpus, self.config.weights)).encode())
+        for shard in chain.from_iterable(self.shards):
+            digest.update(repr((shard.name, shard.path and shard.path.stat().st_size)).encode())
+        return digest.hexdigest()
+
+    def _now(self) -> State | None:
+        if self._window is None:
+            return self._start
+        return {**self._place, "window": self._window.before, "taken": self._taken}
+
+    def _open(self, rank: int, world: int) -> None:
+        self._reader = WindowReader(
+            self.config, self.tokenizer, self.shards, rank=rank, world=world, left_out=self.left_out
+        )
+        self._pool = ThreadPoolExecutor(1, "corpus")
+        self._place: State = {"rank": rank, "world": world, "corpus": self.fingerprint()[:12]}
+        self._place["batch_size"] = self.config.batch_size
+        if self._start:
+            changed = [name for name, value in self._place.items() if self._start[name] != value]
+            if changed:
+                name = changed[0]
+                raise ValueError(
+                    f"corpus: the checkpoint is of {name}={self._start[name]}, this process has "
+                    f"{self._place[name]}; its place in its shards is lost: launch it as before, "
+                    "on the same files"
+                )
+            self._reader.restore(self._start["window"])
+        self._ahead = self._pool.submit(self._reader.window)
+        if self._start:
+            taken = self._start["taken"]
+            self._turn()
+            self._taken = taken
+
+    def _turn(self) -> None:
+        """To the next window; another one is begun in the background."""
+        assert self._ahead is not None
+        self._window, self._taken = self._ahead.result(), 0
+        self._ahead = self._pool.submit(self._reader.window)
+        for note in self._window.notes:
+            warnings.warn(f"corpus: {note}", stacklevel=3)
+
+
+def check(config: Corpus) -> None:
+    """Raises ValueError for what no type can rule out."""
+    many, weights = len(config.corpus), config.weights
+    if weights and (len(weights) != many or min(weights) <= 0):
+        raise ValueError(
+            f"weights: got {weights} for {many} corpora, expected one above 0 for each, or none"
+        )
+    if config.shuffle < config.batch_size:
+        raise ValueError(
+            f"shuffle: got {config.shuffle}, expected at least batch_size={config.batch_size}"
+        )
+
+
+def held_out_texts(*sources: str) -> set[str]:
+    """The texts of all held-out rows of some `data`. Those of `stdlib` are in no corpus, and an
+    empty name is none.
+    """
+    named = set(sources) - {"", "stdlib"}
+    return {row.text for source in named for row in load_rows(source, "heldout")}
