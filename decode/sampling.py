@@ -6,9 +6,14 @@ absolute position of the sampled token, token id), shared by target and draft, s
 on model, prompt and seed alone (specs: Daliri et al., arXiv 2408.07978; exponential race form).
 
 Shapes: B rows, D positions, V vocabulary.
+
+Sampling parameters of a batch whose rows don't all sample alike.
+
+Shapes: B rows, V vocabulary.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,8 +25,11 @@ COUPLED, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
 
 # splitmix64's constants (Steele, Lea, Flood 2014), as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+
 _STREAM_KEYS = [((i + 1) * _GOLDEN + (1 << 63)) % (1 << 64) - (1 << 63) for i in range(4)]
+
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 # Elements of a block of `top_k_values`: of 32, 64 and 128 the fastest. Measured against torch.topk
@@ -229,3 +237,45 @@ def _uniform(bits: Tensor) -> Tensor:
     # The largest values round to 1 and would give E = inf twice: held just below.
     top = ((bits >> 32) & 0xFFFFFFFF).float()
     return top.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+
+
+class RowParams:
+    """`SamplingParams`, row by row: what a round asks of them, for rows of several laws.
+
+    Each row's logits go through the very transform of its own parameters. A greedy row's noise is
+    0, which is the argmax.
+    """
+
+    greedy = False  # not all rows: those would be of one law
+
+    def __init__(self, of_B: Sequence[SamplingParams], device: torch.device) -> None:
+        rows: dict[tuple[float, ...], list[int]] = {}
+        for row, params in enumerate(of_B):
+            rows.setdefault(params.law, []).append(row)
+        self.law = tuple(number for params in of_B for number in params.law)
+        self.groups = [
+            (of_B[found[0]], torch.tensor(found, device=device)) for found in rows.values()
+        ]
+        self.greedy_B = torch.tensor([params.greedy for params in of_B], device=device)
+
+    def transform(self, logits: Tensor) -> Tensor:
+        """`sampling.transform` of raw logits [B, ..., V] with each row's values."""
+        found = torch.empty_like(
+            logits, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32
+        )
+        for params, rows_G in self.groups:
+            found[rows_G] = params.transform(logits[rows_G])
+        return found
+
+    def quiet(self, race: Tensor) -> Tensor:
+        """The noise [B, ..., V], 0 in greedy rows."""
+        return race.masked_fill_(self.greedy_B.view(-1, *[1] * (race.ndim - 1)), 0.0)
+
+
+BatchParams = SamplingParams | RowParams
+
+
+def together(of_B: Sequence[SamplingParams], device: torch.device) -> BatchParams:
+    """The parameters of rows 0..B-1: one for all of them where they sample alike."""
+    alike = len({params.law for params in of_B}) == 1
+    return of_B[0] if alike else RowParams(of_B, device)

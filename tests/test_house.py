@@ -8,6 +8,7 @@ import functools
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path, PurePosixPath
@@ -20,8 +21,8 @@ Files = dict[str, str]
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
     "models": {"models"},
-    "decode": {"models", "decode"},
-    "train": {"models", "decode", "train", "recipes"},
+    "decode": {"models", "decode", "draftsmith"},
+    "train": {"models", "decode", "train", "recipes", "draftsmith"},
     "recipes": set(),
     "draftsmith": {"models", "decode", "train", "recipes", "draftsmith"},
     "bench": {"models", "decode", "train", "recipes", "draftsmith", "bench"},
@@ -34,8 +35,9 @@ MODEL_LIBRARIES |= {"peft"}  # optional: adapters on a target
 OPTIONAL = ("hydra", "omegaconf", "datasets", "deepspeed", "peft", "wandb")
 VAGUE = {"utils", "util", "helpers", "helper", "misc", "common"}
 # A recipe's entry is compared by train/run/recipe.py while it is still a key, not an attribute.
+LOSSES = "train/losses/"
 READ_AS_KEY = {"entry": "train/run/recipe.py"}
-MAX_FILE, MAX_BODY, MAX_PARAMETERS, MAX_YAML = 400, 60, 8, 40
+MAX_FILE, MAX_BODY, MAX_PARAMETERS, MAX_YAML, MAX_ROOM = 400, 60, 8, 40, 13
 
 
 def house() -> Files:
@@ -87,14 +89,70 @@ def import_directions(files: Files) -> list[str]:
                     found.append(where + f"{room} imports {name}")
                 if room == "train" and rest[:1] == ["train"] and rest[1:2] and rest[1] in ENTRIES:
                     found.append(where + f"imports the entry {name}")
-                if path == "train/losses/pure.py":
+                if path.startswith(LOSSES) and rest[:2] != ["train", "losses"]:
                     found.append(where + f"imports {name}, not torch alone")
             elif first not in sys.stdlib_module_names:
                 if room == "models" and first not in MODEL_LIBRARIES:
                     found.append(where + f"models import {first}")
-                if path == "train/losses/pure.py" and first != "torch":
+                if path.startswith(LOSSES) and first != "torch":
                     found.append(where + f"imports {first}, not torch alone")
     return found
+
+
+def room_of(path: str, name: str, files: Files) -> str:
+    """The folder that a file's import leads to; scripts and entries are a room of their own."""
+    parts = name.split(".")[1:]
+    while parts and "/".join(parts) + ".py" not in files:
+        parts.pop()
+    return folder("/".join(parts) + ".py") if parts else folder(path)
+
+
+def folder(path: str) -> str:
+    is_entry = path.endswith("__main__.py") or (path.startswith("train/") and path.count("/") == 1)
+    return path if is_entry else PurePosixPath(path).parent.as_posix()
+
+
+def cycles(files: Files) -> list[str]:
+    """Rooms that reach themselves by imports, one way round each."""
+    doors: dict[str, dict[str, str]] = {}
+    for path, tree in python(files, *PACKAGED):
+        here = folder(path)
+        for line, name in imported(tree):
+            there = room_of(path, name, files) if name.startswith("draftsmith.") else here
+            if there != here:
+                doors.setdefault(here, {}).setdefault(there, f"{path}:{line}")
+    left = dict(doors)
+    while found := [room for room, goals in left.items() if not goals.keys() & left.keys()]:
+        for room in found:  # nothing that is left can be reached from it
+            del left[room]
+    inside = {room for room in left if any(room in goals for goals in left.values())}
+    ways = [
+        f"{where} {there}"
+        for room in inside
+        for there, where in left[room].items()
+        if there in inside
+    ]
+    return ["rooms in a circle: " + "; ".join(sorted(ways))] if ways else []
+
+
+def crowds(files: Files) -> list[str]:
+    """Rooms with too many files."""
+    rooms = Counter(
+        PurePosixPath(path).parent.as_posix()
+        for path, _ in python(files, *PACKAGED)
+        if not path.endswith("__init__.py")
+    )
+    return [f"{room}: {n} files, {MAX_ROOM} allowed" for room, n in rooms.items() if n > MAX_ROOM]
+
+
+def class_names(files: Files) -> list[str]:
+    """Classes of one name in two files of the package."""
+    homes: dict[str, list[str]] = {}
+    for path, tree in python(files, *PACKAGED):
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(path)
+    return [f"class {name} in {', '.join(at)}" for name, at in homes.items() if len(at) > 1]
 
 
 def sizes(files: Files) -> list[str]:
@@ -141,16 +199,30 @@ def vague_names(files: Files) -> list[str]:
 
 
 def shadowing(files: Files) -> list[str]:
-    """A script's folder comes first on the import path: its file names must not be taken."""
+    """A script's folder comes first on the import path: what lies in it, files and folders, must
+    not have a name that is taken.
+    """
     installed = {
         name for name, owners in packages_distributions().items() if "draftsmith" not in owners
     }
     taken = installed | set(sys.stdlib_module_names)
+    beside = {
+        PurePosixPath(*PurePosixPath(path).parts[: script.count("/") + 1]).as_posix()
+        for script, _ in python(files, "train", "decode", "bench")
+        if is_script(script)
+        for path, _ in python(files, script.split("/")[0])
+        if path.startswith(script.rpartition("/")[0] + "/")
+    }
     return [
         f"{path}: hides the module {PurePosixPath(path).stem}"
-        for path, _ in python(files, "train", "decode", "bench")
-        if path.count("/") == 1 and PurePosixPath(path).stem in taken - {"__main__"}
+        for path in sorted(beside)
+        if PurePosixPath(path).stem in taken - {"__main__", "__init__"}
     ]
+
+
+def is_script(path: str) -> bool:
+    """Whether people run this file by its path: the entries, and the benchmarks."""
+    return path.startswith("bench/") or (path.startswith("train/") and path.count("/") == 1)
 
 
 def fields(files: Files) -> Iterator[tuple[str, str, str]]:
@@ -218,14 +290,16 @@ def recipe_files(files: Files) -> list[str]:
 
 
 def packages(files: Files) -> list[str]:
-    """pyproject's packages are the folders that hold Python; bench/ may be one, tests/ never."""
+    """pyproject's packages are the folders that hold Python, but for tests/."""
     table = tomllib.loads(files["pyproject.toml"])["tool"]["setuptools"]
-    folders = {name: table["package-dir"].get(name) for name in table["packages"]}
-    held = {PurePosixPath(path).parent.as_posix() for path, _ in python(files, *PACKAGED)}
+    tops = table["package-dir"]
+    held = {PurePosixPath(path).parent.as_posix() for path, _ in python(files, *PACKAGED, "bench")}
     expected = {f"draftsmith.{f}".replace("/", "."): f for f in held if f != "draftsmith"}
     expected["draftsmith"] = "draftsmith"
-    if "draftsmith.bench" in folders:
-        expected["draftsmith.bench"] = "bench"
+    folders = {}
+    for name in table["packages"]:
+        top = ".".join(name.split(".")[:2])  # setuptools finds a package within its top folder
+        folders[name] = tops.get(top, "?") + name.removeprefix(top).replace(".", "/")
     wrong = sorted(expected.items() ^ folders.items(), key=str)
     return [f"pyproject.toml: package {name} at {folder}" for name, folder in wrong]
 
@@ -234,6 +308,9 @@ RULES: dict[str, Callable[[Files], list[str]]] = {
     rule.__name__: rule
     for rule in (
         import_directions,
+        cycles,
+        crowds,
+        class_names,
         sizes,
         swallowing,
         vague_names,
@@ -252,6 +329,11 @@ HANDED_ON = {
     "train/b.py": "import draftsmith.train.a.Config, draftsmith.train.c",
     "train/c.py": "settings.lr",
 }
+CIRCLE = {
+    "decode/x/a.py": "from draftsmith.decode.y.b import f",
+    "decode/y/b.py": "import draftsmith.models.z.c",
+    "models/z/c.py": "from draftsmith.decode.x import a",
+}
 BAD: list[tuple[str, Files]] = [
     ("import_directions", {"models/a.py": "from draftsmith.train.losses.pure import tv"}),
     ("import_directions", {"models/a.py": "def f():\n    import draftsmith.decode.verify.rules"}),
@@ -267,6 +349,10 @@ BAD: list[tuple[str, Files]] = [
     ("import_directions", {"train/losses/pure.py": "import numpy"}),
     ("import_directions", {"train/a.py": "from .losses import tv"}),
     ("import_directions", {"tests/a.py": "from models.target import load_target"}),
+    ("import_directions", {"train/losses/b.py": "from draftsmith.decode.sampling import choose"}),
+    ("cycles", CIRCLE),
+    ("crowds", {f"decode/x/{name}.py": "" for name in "abcdefghijklmn"}),
+    ("class_names", {"decode/a.py": "class A: ...", "models/x/b.py": "class A: ..."}),
     ("sizes", {"decode/a.py": "x = 1\n" * 401}),
     ("sizes", {"decode/a.py": "def f():\n    'doc'\n" + "    x = 1\n" * 61}),
     ("sizes", {"tests/a.py": "class A:\n    def f(self, a, b, c, d, e, /, f, *, g, h, i): ..."}),
@@ -277,6 +363,7 @@ BAD: list[tuple[str, Files]] = [
     ("vague_names", {"train/utils.py": ""}),
     ("shadowing", {"train/hydra.py": ""}),
     ("shadowing", {"bench/types.py": ""}),
+    ("shadowing", {"train/distill.py": "", "train/queue/a.py": ""}),
     ("dead_fields", {"train/a.py": CONFIG}),
     ("dead_fields", {"train/a.py": CONFIG + "config.lr = 3"}),
     ("dead_fields", {"train/a.py": CONFIG, "train/b.py": "other.lr"}),
@@ -289,6 +376,9 @@ BAD: list[tuple[str, Files]] = [
     ("packages", {"pyproject.toml": PYPROJECT.replace('h"]', 'h", "draftsmith.models"]')}),
 ]
 GOOD: list[tuple[str, Files]] = [
+    ("cycles", {**CIRCLE, "models/z/c.py": "from draftsmith.models.w.d import g"}),
+    ("crowds", {f"decode/x/{name}.py": "" for name in "abcdefghijklm"}),
+    ("class_names", {"decode/a.py": "class A: ...", "tests/b.py": "class A: ..."}),
     ("sizes", {"decode/a.py": "def f():\n    'doc'\n" + "    x = 1\n" * 60}),
     ("swallowing", {"decode/a.py": "try:\n    x\nexcept BaseException:\n    y\n    raise"}),
     ("dead_fields", {"train/a.py": CONFIG, "train/b.py": "import draftsmith.train.a.Config\nc.lr"}),

@@ -5,10 +5,11 @@
 
     loss = sum_t w_t D(p_t, q_t) / number of tokens,   p_t = target(x_<t), q_t = draft(x_<t)
 
-D is fkl, rkl, jsd, tv, tvpp, nla, lk or ce, or a weighted sum of them (train/losses/pure.py), and may be
-another one in a second stage. Both sides go through the one transform (vocabulary cut, temperature,
-top-k, top-p). w is 1, or chosen by `select` (AdaSPEC) or `by_depth` (train/objectives/token_selection.py). The text
-x is what `data` names: ground truth, or the target's own answers (a folder of train/prepare.py;
+D is fkl, rkl, jsd, tv, tvpp, nla, lk or ce, or a weighted sum of them (train/losses/pure.py), and
+may be another one in a second stage. Both sides go through the one transform (vocabulary cut,
+temperature, top-k, top-p). w is 1, or chosen by `select` (AdaSPEC) or `by_depth`
+(train/objectives/token_selection.py). The text x is what `data` names: ground truth, or the
+target's own answers (a folder of train/prepare.py;
 with loss=ce that is sequence-level distillation); at a share `on_policy` (lambda) of the steps the
 draft writes the answers itself. No gradient goes through its sampling. With `head_weight` an
 acceptance head (SpecDec++) is trained along: train/scoring/joint.py.

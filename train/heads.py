@@ -30,6 +30,7 @@ from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
 from draftsmith.models.target import split_head, vocab_size
+from draftsmith.train.drafts.layer_like import layer_like
 from draftsmith.train.objectives import head_run
 from draftsmith.train.objectives.heads import HeadObjective, HydraObjective, MedusaObjective
 from draftsmith.train.objectives.heldout import open_heldout
@@ -136,7 +137,7 @@ def make_head(config: HeadsConfig, target: PreTrainedModel) -> Medusa | Hydra:
         if config.kind == "medusa":
             head = Medusa(MedusaConfig(**sizes, own_heads=config.own_heads))
         else:
-            prefix = head_run.layer_like(target) if config.prefix else None
+            prefix = layer_like(target) if config.prefix else None
             head = Hydra(HydraConfig(**sizes, prefix=prefix, dropout=config.dropout))
     head_run.check_context(config, head)
     return head.init_from(target)

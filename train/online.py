@@ -36,10 +36,9 @@ from draftsmith.decode.serve.versions import Versions
 from draftsmith.models.target import load_target
 from draftsmith.train.live.batches import Arrivals, Buffered, Feed, Mix
 from draftsmith.train.live.idle_time import Duty, IdleTime, yield_the_processor
-from draftsmith.train.live.online_drafts import DraftSettings, OnlineDrafts
+from draftsmith.train.live.learner import DraftSettings, OnlineDrafts
 from draftsmith.train.live.publishing import Publisher, Publishing
-from draftsmith.train.live.replay import Replay, Serving, draw
-from draftsmith.train.live.topics import Stream, read_stream
+from draftsmith.train.live.replay import Replay, Serving, Stream, draw, read_stream
 from draftsmith.train.run import recipe
 from draftsmith.train.run.launch import start
 from draftsmith.train.run.log import run_entry

@@ -37,6 +37,7 @@ from draftsmith.train.run.loop import fit
 from draftsmith.train.run.result import made_by
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.scoring.objective import ScorerObjective
+from draftsmith.train.scoring.record import write_trial
 from draftsmith.train.scoring.result import (
     THRESHOLDS,
     calibrate,
@@ -53,7 +54,6 @@ from draftsmith.train.scoring.rows import (
     read_rows,
     traced_settings,
 )
-from draftsmith.train.scoring.trial import write_trial
 
 
 @dataclass(kw_only=True)

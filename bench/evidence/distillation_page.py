@@ -62,7 +62,8 @@ def page(rows: Rows) -> str:
     lines = [
         "# Distilling a draft: what helps",
         "",
-        f"`python bench/evidence/distillation.py` at commit {commits} on {first['machine']}. An arm differs "
+        f"`python bench/evidence/distillation.py` at commit {commits} on {first['machine']}. An "
+        "arm differs "
         "from forward KL on the target's answers by one thing. A seed is a draft pretrained with "
         "it and an order of the data, the same for all arms; each arm has the learning rate that "
         "did best for it on a further seed and other prompts (adaspec-tokens that of adaspec, "

@@ -1,6 +1,6 @@
 """Every kind of head on one target: tau over seeds, at equal tree size and at equal draft time.
 
-    python bench/evidence/heads.py                       # trains what isn't trained yet, then measures
+    python bench/evidence/heads.py                    # trains what isn't trained yet, then measures
     python bench/evidence/heads.py kinds=medusa,eagle3 seeds=1 prompts=8 out=runs/heads/try
 
 The heads are trained by their gsm8k recipes, on the same answers of the same target

@@ -1,6 +1,6 @@
 """Accuracy against tau when more is accepted than the rule accepts: a judge beside its baselines.
 
-    python bench/evidence/judge.py                         # after recipe=judge/target and judge/draft
+    python bench/evidence/judge.py                       # after recipe=judge/target and judge/draft
     python bench/evidence/judge.py seeds=1 questions=50 labelled=64
 
 At temperature 0 every way to accept more is run at several settings over the same fresh problems of

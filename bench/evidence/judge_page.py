@@ -1,4 +1,4 @@
-"""The page of bench/evidence/judge.py: accuracy against tau as curves, and their differences at equal tau.
+"""The page of bench/evidence/judge.py: accuracy against tau as curves, and the gaps at equal tau.
 
 A way's curve goes through its runs in the order of their tau and begins at the lossless one;
 between two runs it is straight. At equal tau the judges are compared with each baseline on the same

@@ -44,8 +44,8 @@ from draftsmith.command import parse
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate.metrics import bootstrap
+from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.runner import Runner
-from draftsmith.decode.policies.timing import teacher_forced
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.buffer import ReplayBuffer

@@ -1,12 +1,12 @@
 """What an online draft learns from, choice against choice: replays that differ in one setting.
 
-    python bench/evidence/online_choices.py                     # 27 replays of four minutes on one core
+    python bench/evidence/online_choices.py                 # 27 replays of four minutes on one core
     python bench/evidence/online_choices.py worker=1 workers=2  # half of them, beside worker=0
 
 A replay (recipe=online/replay) serves a stream whose topic changes, and learns from it between the
 rounds; answers are the target's, so that arms are paired request by request. Drafts and ceilings
-are those of bench/evidence/online.py, which has to have run. Finished replays are kept in `trained`; rows
-and page, of all that are there, are docs/results/online-choices.*
+are those of bench/evidence/online.py, which has to have run. Finished replays are kept in
+`trained`; rows and page, of all that are there, are docs/results/online-choices.*
 """
 
 import json
@@ -106,7 +106,8 @@ def page(rows: Rows) -> str:
     lines = [
         "# What an online draft learns from",
         "",
-        f"`python bench/evidence/online_choices.py` at commit {commits} on {rows[0]['machine']}. Replays of "
+        f"`python bench/evidence/online_choices.py` at commit {commits} on {rows[0]['machine']}. "
+        "Replays of "
         f"{MATHS} GSM8K and {PYTHON} Python requests (target-15m, 64 tokens, temperature 1, "
         f"{len(seeds)} seeds, each with drafts and a stream of its own), and a learner that takes "
         "a step a request; an arm differs from base by one setting, the learning rate is 5e-3 "

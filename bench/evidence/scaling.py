@@ -1,6 +1,6 @@
 """Drafts of several sizes, each trained from scratch and measured along the way: rows to fit.
 
-    python bench/evidence/scaling.py                      # what is left to do of the grid, then the page
+    python bench/evidence/scaling.py                 # what is left to do of the grid, then the page
     python bench/evidence/scaling.py seeds=1 sizes=1x64,1x128,2x128 options="steps=8 eval_every=2"
 
 Every size is one run a seed of train/distill.py on the GSM8K pair, from random weights, on answers

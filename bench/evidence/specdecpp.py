@@ -1,6 +1,6 @@
 """What an acceptance head gains over simpler stopping rules, on easy and hard text mixed.
 
-    python bench/evidence/specdecpp.py                    # what is left of five seeds, then rows and page
+    python bench/evidence/specdecpp.py              # what is left of five seeds, then rows and page
     python bench/evidence/specdecpp.py seeds=1 each=4 steps=50
     python bench/evidence/specdecpp.py worker=1 workers=2 # this process's share of the seeds
 

@@ -1,4 +1,4 @@
-"""The measured side of bench/evidence/specdecpp.py: tokens a second by rule, and the cost of a head."""
+"""The measured side of specdecpp.py: tokens a second by rule, and the cost of a head."""
 
 import time
 from collections.abc import Callable, Sequence

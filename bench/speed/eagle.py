@@ -1,11 +1,12 @@
 """One training step of EAGLE-3, ours against speculators' eager one: time and peak memory.
 
     python bench/speed/eagle.py                   # two cores, small widths; a minute or two
-    python bench/speed/eagle.py --device cuda     # hidden 4096, vocabulary 128k, drafts of 32k, bf16
+    python bench/speed/eagle.py --device cuda    # hidden 4096, vocabulary 128k, drafts of 32k, bf16
 
 Same model, text and steps S, forward, loss and backward, the LM head frozen on both sides as
 speculators keeps it. speculators 0.9.0 must be importable, or be in the folder that the variable
-DRAFTSMITH_SPECULATORS names (pip install --no-deps --target; tests/tools/oracle.py lists what it needs).
+DRAFTSMITH_SPECULATORS names (pip install --no-deps --target; tests/tools/oracle.py lists what it
+needs).
 Each arm is a process. Its memory is the highest resident size of its steps (on CUDA the allocator's
 peak) minus its size before the first, so without weights and inputs. Time is taken in turns, the
 order swapped from pair to pair, after one step of each that isn't counted. On CUDA torch.compile,

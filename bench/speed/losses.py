@@ -1,6 +1,6 @@
 """Peak memory and time of the bounded losses against the naive form, forward and backward.
 
-    python bench/speed/losses.py                        # fkl, jsd and ce at vocabulary 128k; two minutes
+    python bench/speed/losses.py                   # fkl, jsd and ce at vocabulary 128k; two minutes
     python bench/speed/losses.py --losses all           # every loss; five minutes on two cores
     python bench/speed/losses.py --device cuda --autocast
 

@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from draftsmith.decode.engine.memory import ModelSize
 from draftsmith.decode.forward.kv import kv_shape
-from draftsmith.decode.row_params import BatchParams
+from draftsmith.decode.forward.size import ModelSize
+from draftsmith.decode.sampling import BatchParams
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import Plan
 from draftsmith.models.heads.head import ANY_DEPTH

@@ -24,10 +24,10 @@ from draftsmith.decode.drafters.head_kv import (
     picked,
     state_at,
 )
-from draftsmith.decode.engine.memory import ModelSize
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.lean_eagle import LeanEagle, lean_eagle
 from draftsmith.decode.forward.product import VocabHead
+from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.eagle import Eagle, causal
 from draftsmith.models.scorers import Scored

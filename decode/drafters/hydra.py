@@ -20,9 +20,9 @@ from draftsmith.decode.drafters.head_kv import (
     state_at,
 )
 from draftsmith.decode.drafters.medusa import headless, output_product, through
-from draftsmith.decode.engine.memory import ModelSize
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.product import Product, head_logits
+from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.eagle import causal
 from draftsmith.models.heads.hydra import Hydra

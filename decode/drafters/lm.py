@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Fed, Feed, Frontier, Kept, Round
 from draftsmith.decode.drafters.grow_tree import grow
-from draftsmith.decode.engine.memory import ModelSize
 from draftsmith.decode.forward.runner import Runner, Seen, context_of, round_up
+from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.scorers import Scored
 from draftsmith.models.taps import Tap

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from draftsmith.decode.drafters.base import Admitted, Fed, Feed, Frontier, Kept, Round
 from draftsmith.decode.drafters.grow_tree import grow
 from draftsmith.decode.drafters.head_kv import bytes_of, from_second, keep_last, state_at
-from draftsmith.decode.engine.memory import ModelSize
 from draftsmith.decode.forward.product import Product, head_logits
+from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.medusa import Medusa
 from draftsmith.models.scorers import Scored

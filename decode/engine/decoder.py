@@ -21,12 +21,6 @@ from draftsmith.decode.drafters.base import ANY_DEPTH, Drafter, shape_of
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine import memory
-from draftsmith.decode.engine.compatible import (
-    check_acceptance,
-    check_drafter,
-    check_recording,
-    check_rule,
-)
 from draftsmith.decode.engine.graphs import Graphs
 from draftsmith.decode.engine.harvest import Harvest
 from draftsmith.decode.engine.recorder import Recorder
@@ -41,8 +35,15 @@ from draftsmith.decode.engine.request import (
 from draftsmith.decode.engine.round import Batch, Stepper
 from draftsmith.decode.engine.rows import Rows
 from draftsmith.decode.engine.session import Finished, News, Session
-from draftsmith.decode.engine.settings import Settings
+from draftsmith.decode.engine.settings import (
+    Settings,
+    check_acceptance,
+    check_drafter,
+    check_recording,
+    check_rule,
+)
 from draftsmith.decode.forward.runner import Runner
+from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.costs import measured_costs
 from draftsmith.decode.policies.policy import Acceptance, Cost, make_policy
 from draftsmith.decode.sampling import SamplingParams
@@ -312,7 +313,7 @@ class Decoder:
         """
         draft = None if self.drafter is None else self.drafter.size
         planned = memory.plan(work, memory.ModelSize.of(self.runner), draft)
-        free = memory.available(self.runner.device)
+        free = available(self.runner.device)
         old = self._batch
         roomy = old is not None and old.pool.rows == work.rows and old.pool.slots >= work.slots
         wide = old is not None and old.rows.stop_ids_BM.shape[1] >= stops
@@ -328,7 +329,7 @@ class Decoder:
             self.graphs.forget()
         if self.drafter is not None:
             self.drafter.release()
-        self.memory = memory.check(planned, memory.available(self.runner.device))
+        self.memory = memory.check(planned, available(self.runner.device))
         batch = Batch(
             Rows(work.rows, stops, self.runner.device),
             self.runner.pool(work.rows, work.slots),

@@ -8,20 +8,20 @@ rounded up to a power of two, so that there are few.
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
-
-import torch
 
 from draftsmith.decode.engine.round import Batch, Stepper, Told
-from draftsmith.decode.row_params import RowParams
+from draftsmith.decode.forward.recording import WARM_UP, CudaRecorder
+from draftsmith.decode.sampling import RowParams
 from draftsmith.decode.tree_shapes import Plan
 
-WARM_UP = 2  # rounds of each kind run as they are first: they choose kernels and fill caches
 SMALLEST = 256  # slots
+
 MOST = 128  # recordings kept
 
 Key = tuple[Plan | None, int, tuple[float, ...]]
+
 Round = Callable[[], Told]
+
 Recorder = Callable[[Round], Round]  # a round -> its recording; doesn't run it
 
 
@@ -70,23 +70,3 @@ class Graphs:
                 self.record = None
                 return run()
         return self.recordings[key]()
-
-
-class CudaRecorder:
-    """Captures into CUDA graphs that share one pool of memory. What a recording reads must outlive
-    it: a batch, its decoder and its drafter do.
-    """
-
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            told = run()
-
-        def replay() -> Any:
-            graph.replay()
-            return told
-
-        return replay

@@ -1,7 +1,8 @@
 """What a run will hold in memory, computed before it starts; refused where it doesn't fit.
 
 The keys and values are exact. The working memory of a round and of a prefill is the largest of
-their stages, each the tensors that are alive together in it, as `decode/engine/round.py` runs without
+their stages, each the tensors that are alive together in it, as `decode/engine/round.py` runs
+without
 compilation (compiled stages need less). Kernels' own workspaces aren't counted, nor are weights:
 what is free once the models are loaded is what a run can use.
 
@@ -10,82 +11,25 @@ Shapes: B rows, N nodes, I inner nodes, L = D + 1 tokens that one round can emit
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from math import prod
-from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedConfig
-
-from draftsmith.decode.forward.kv import kv_shape
-from draftsmith.decode.forward.runner import Runner, round_up, windowed
+from draftsmith.decode.forward.runner import round_up, windowed
+from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import WITH_REPLACEMENT, WITHOUT_REPLACEMENT
 from draftsmith.decode.tree_shapes import Plan, StaticTree
 from draftsmith.decode.verify.rules import RULES
-from draftsmith.models.taps import NORM
 
 GIB = 1 << 30
+
 # Noise is made of 64-bit integers, three arrays of which are alive at once: bytes a number.
 RACE = 24
+
 # Copies of the logits that are alive together while they are transformed, the raw ones included.
 FILTERED, SORTED = 2.25, 6.0
+
 # Of rules by rejection: copies of [B, N, V] and of [B, I, V] at their largest.
 COPIES = {"block": (2, 5), "leviathan": (2, 7), "recursive": (2, 7), "traversal": (3, 4)}
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """config: of the text model, or of a head's layers; dtype: of weights, states, keys and values;
-    beside: further numbers alive for each token of a pass: the states of taps inside a target, or
-    a head's wide input; handed: numbers of a token's states that a drafter is given.
-    """
-
-    config: PreTrainedConfig
-    dtype: torch.dtype
-    beside: int = 0
-    handed: int = 0
-
-    @classmethod
-    def of(cls, runner: Runner) -> "ModelSize":
-        """The size of the model that a runner runs."""
-        hidden = runner.config.hidden_size
-        inside = sum(tap != NORM for tap in runner.taps)  # the last state is the pass's own output
-        handed = len(runner.taps) * hidden
-        return cls(runner.config, runner.dtype, beside=inside * hidden, handed=handed)
-
-    def kv(self, rows: int, slots: int) -> int:
-        """Bytes of a pool."""
-        return prod(kv_shape(self.config, rows, slots)) * self.dtype.itemsize
-
-    @property
-    def taps(self) -> int:
-        """Bytes of one token's states that are handed on."""
-        return self.handed * self.dtype.itemsize
-
-    @property
-    def token(self) -> int:
-        """Bytes alive for each token in a forward pass: the residual stream, a layer's input, and
-        in the feed-forward four arrays of its width (of the experts used), or as many in attention;
-        and what lies beside.
-        """
-        config = self.config
-        *_, kv_heads, width = kv_shape(config, 1, 1)
-        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        experts = getattr(config, "num_experts_per_tok", None)
-        if experts:
-            inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
-        heads = (config.num_attention_heads + 2 * kv_heads) * width
-        elements = 2 * config.hidden_size + 4 * max(inner, heads) + 2 * width + self.beside
-        return int(elements) * self.dtype.itemsize
-
-    def mask(self, rows: int, nodes: int, width: int) -> int:
-        """Bytes of a round's additive masks: one for each kind of layer."""
-        config = self.config
-        kinds = 1 + ("full_attention" in (getattr(config, "layer_types", None) or ()))
-        groups = config.num_attention_heads // kv_shape(config, 1, 1)[4]
-        one = rows * nodes * width * groups * self.dtype.itemsize
-        return one * (kinds if windowed(config) else 1)
 
 
 @dataclass(frozen=True)
@@ -179,21 +123,6 @@ def check(plan: MemoryPlan, free: int | None) -> MemoryPlan:
         f"memory: got batch_size={work.rows} with rows of {work.prompt + work.new} tokens, which "
         f"need {size(plan.total)} ({plan}), expected at most {size(free)}; {fits}"
     )
-
-
-def available(device: torch.device) -> int | None:
-    """Bytes that new tensors may take; None where that can't be known."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    table = Path("/proc/meminfo")
-    if device.type != "cpu" or not table.exists():
-        return None
-    for line in table.read_text().splitlines():
-        name, _, amount = line.partition(":")
-        if name == "MemAvailable":
-            return int(amount.split()[0]) * 1024
-    return None
 
 
 def size(count: int) -> str:

@@ -22,8 +22,7 @@ from draftsmith.decode.engine.settings import Settings
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import Runner, Seen, round_up
 from draftsmith.decode.policies.policy import Policy
-from draftsmith.decode.row_params import BatchParams, RowParams
-from draftsmith.decode.sampling import choose, position_keys
+from draftsmith.decode.sampling import BatchParams, RowParams, choose, position_keys
 from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
 from draftsmith.decode.tree_shapes import Plan
 from draftsmith.decode.verify.rules import RULES, Noise, RuleInfo

@@ -23,8 +23,7 @@ from draftsmith.decode.engine.request import Request
 from draftsmith.decode.engine.round import Batch, Stepper, Told
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.policies.policy import Outcome, Policy
-from draftsmith.decode.row_params import BatchParams, together
-from draftsmith.decode.sampling import choose
+from draftsmith.decode.sampling import BatchParams, choose, together
 from draftsmith.decode.tree_shapes import Plan, rank_path
 
 News = tuple[Request, list[int], bool]  # its new tokens, and whether that was its end

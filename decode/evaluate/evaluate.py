@@ -34,7 +34,7 @@ from draftsmith.decode.evaluate.arms import (
 )
 from draftsmith.decode.evaluate.exactness import Divergence, as_rows, divergences, verdict
 from draftsmith.decode.evaluate.tasks import agreement, exact_match, known_answer
-from draftsmith.decode.policies.timing import teacher_forced
+from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
 from draftsmith.models.disk.provenance import git_commit, versions
 from draftsmith.models.tokenizer import vocab_size

@@ -1,15 +1,25 @@
-"""Is the output the plain decoder's, token by token? And where it isn't: a near-tie, or a bug?"""
+"""Is the output the plain decoder's, token by token? And where it isn't: a near-tie, or a bug?
+
+Plain autoregressive decoding, slow and obvious: what every other path must equal.
+
+One sequence at a time, transformers' own cache, its own forward; nothing shared with the engine but
+the transform and the noise.
+"""
 
 import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import DynamicCache, PreTrainedModel
 
 from draftsmith.decode.engine.request import Completion
-from draftsmith.decode.evaluate.reference import top_two
-from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.sampling import (
+    SamplingParams,
+    choose,
+    request_race,
+)
 
 NEAR_TIE = 1e-4  # fp32 logits closer than this may be swapped by the rounding of another shape
 
@@ -86,3 +96,52 @@ def verdict(
 
 def as_rows(found: Sequence[Divergence]) -> list[dict[str, Any]]:
     return [asdict(d) for d in found]
+
+
+@torch.inference_mode()
+def plain_decode(
+    model: PreTrainedModel,
+    prompt: list[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    stop_ids: tuple[int, ...],
+    index: int = 0,
+) -> list[int]:
+    """The tokens that follow `prompt`, a stop token included; index: the prompt's global number."""
+    cache = DynamicCache(config=model.config)
+    fed = list(prompt)
+    tokens: list[int] = []
+    while len(tokens) < params.max_new_tokens:
+        out = model(torch.tensor([fed], device=model.device), past_key_values=cache)
+        logits_V = params.transform(out.logits[0, -1, :vocab_size])
+        position_1 = torch.tensor([len(prompt) + len(tokens)], device=model.device)
+        race_1V = request_race(params, index, position_1, vocab_size)
+        tokens.append(int(choose(logits_V, None if race_1V is None else race_1V[0])))
+        if tokens[-1] in stop_ids:
+            break
+        fed = tokens[-1:]
+    return tokens
+
+
+@torch.inference_mode()
+def top_two(
+    model: PreTrainedModel,
+    context: list[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    index: int,
+) -> tuple[tuple[int, int], float]:
+    """The best and second best token after `context` (prompt and answer so far) with the request's
+    noise, and by how much the best one wins: log p - log E, greedy: the logits. In the model's
+    dtype.
+    """
+    logits_V = model(torch.tensor([context], device=model.device)).logits[0, -1, :vocab_size]
+    score_V = params.transform(logits_V)
+    position_1 = torch.tensor([len(context)], device=model.device)
+    race_1V = request_race(params, index, position_1, vocab_size)
+    score_V = score_V if race_1V is None else score_V - race_1V[0]
+    best = score_V.topk(2)
+    first, second = best.indices.tolist()
+    return (first, second), float(best.values[0] - best.values[1])

@@ -1,4 +1,4 @@
-"""An EAGLE head in as few calls as possible, on the head's own weights: see `decode/forward/lean.py`.
+"""An EAGLE head in as few calls as possible, on the head's own weights; see lean.py.
 
 Shapes: B rows, N pairs (any leading axes: X), H hidden, U width of the taps side by side.
 """

@@ -49,7 +49,8 @@ class Runner:
     """A model, its LM head cut to the tokenizer's size, and the calls that decoding makes.
 
     model: a causal LM, or a PeftModel around one, whose adapter then stays live. attention: a
-    backend of `decode/forward/attention.py`, or "auto". taps: states that each pass gives beside the last.
+    backend of `decode/forward/attention.py`, or "auto". taps: states that each pass gives beside
+    the last.
     vocab: the tokens that have logits, whose rows of the LM head are then copied; None: all.
 
     Raises ValueError for models that can't be rolled back by slots (recurrent state), whose logits

@@ -7,24 +7,20 @@ width of the taps' states side by side, V vocabulary.
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftsmith.decode.drafters.base import Admitted, Drafter, Frontier, Kept, Round
-from draftsmith.decode.engine.graphs import WARM_UP, CudaRecorder
-from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.forward.kv import KVPool
+from draftsmith.decode.forward.recording import WARM_UP, CudaRecorder
 from draftsmith.decode.forward.runner import Runner, Seen, round_up
-from draftsmith.decode.sampling import SamplingParams, choose, request_race
+from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import COUPLED
 from draftsmith.decode.tree_shapes import Plan, chain_plan
-from draftsmith.models.taps import target_states
 
 REPEATS = 50
-
 
 Call = Callable[[], object]
 
@@ -220,51 +216,3 @@ def median_times(
                 if repeat:
                     seconds[name].append(time.perf_counter() - started)
     return {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
-
-
-@dataclass(frozen=True)
-class TeacherForced:
-    """Of one prompt, over its answer's positions: the sum of alpha, of coupled agreement, their
-    count.
-    """
-
-    alpha: float
-    coupled: float
-    positions: int
-
-
-@torch.inference_mode()
-def teacher_forced(
-    target: Runner, drafter: Drafter, completions: list[Completion], params: SamplingParams
-) -> list[TeacherForced]:
-    """Acceptance on the contexts that the target itself wrote (`completions`, of plain decoding):
-    of a head, that of the first token it drafts.
-
-    alpha is sum_v min(p, q) after the transform, at temperature 0 the agreement of argmaxes;
-    coupled is whether both pick the same token with the request's own noise.
-    """
-    results = []
-    for completion in completions:
-        ids_1T = torch.tensor([completion.prompt_tokens + completion.tokens], device=target.device)
-        first = len(completion.prompt_tokens)
-        norm_1TH, taps_1TU = target_states(target.model, drafter.taps, input_ids=ids_1T)
-        q_logits_1TV = drafter.teacher_logits(ids_1T, taps_1TU)
-        assert q_logits_1TV is not None, f"a drafter of kind {drafter.kind} has no q"
-        raw = target.logits(norm_1TH), q_logits_1TV
-        p_TV, q_TV = (params.transform(logits)[0, first - 1 : -1] for logits in raw)
-        results.append(_one(p_TV, q_TV, first, completion.index, params))
-    return results
-
-
-def _one(
-    p_TV: Tensor, q_TV: Tensor, first: int, index: int, params: SamplingParams
-) -> TeacherForced:
-    length, vocab = p_TV.shape
-    if params.greedy:
-        agreed = float((p_TV.argmax(-1) == q_TV.argmax(-1)).sum())
-        return TeacherForced(agreed, agreed, length)
-    alpha = torch.minimum(p_TV.softmax(-1), q_TV.softmax(-1)).sum()
-    positions_T = torch.arange(first, first + length, device=p_TV.device)
-    race_TV = request_race(params, index, positions_T, vocab)
-    coupled = (choose(p_TV, race_TV) == choose(q_TV, race_TV)).sum()
-    return TeacherForced(float(alpha), float(coupled), length)

@@ -25,8 +25,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from draftsmith.command import parse
-from draftsmith.decode.engine.memory import available, size
+from draftsmith.decode.engine.memory import size
 from draftsmith.decode.forward.runner import Runner
+from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.timing import Call, forward_call, graphed, median_times
 from draftsmith.decode.predict.scaling_laws import fit_line, read_rows
 from draftsmith.decode.report.figures import duration, times_as

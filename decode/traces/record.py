@@ -4,11 +4,13 @@
 
     part=train              the training side, for acceptance heads (train/scorers.py)
     part=tune every=true    a round at every position: stopping rules are tuned on it, see
-                            `decode/traces/simulate_stops.py`; part=report every=true for the evidence
-    source=mixed            SpecDec++'s rows, from the target's answers alone (`decode/traces/mixed.py`)
+                            `decode/traces/simulate_stops.py`; part=report every=true for the
+                            evidence
+    source=mixed            SpecDec++'s rows, from the target's answers alone
+    (`decode/traces/mixed.py`)
 
-The rows lie in shards (`decode/traces/store.py`). An interrupted command keeps what is whole and goes on
-when it is repeated; a larger `limit` or `max_gb` adds to what is there.
+The rows lie in shards (`decode/traces/store.py`). An interrupted command keeps what is whole and
+goes on when it is repeated; a larger `limit` or `max_gb` adds to what is there.
 """
 
 import time

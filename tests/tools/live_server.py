@@ -16,10 +16,9 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from draftsmith.decode.evaluate.reference import plain_decode
+from draftsmith.decode.evaluate.exactness import plain_decode
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.serve.server import Serving
-from draftsmith.decode.serve.serving_run import Backend, Server
+from draftsmith.decode.serve.server import Backend, Server, Serving
 from draftsmith.models.folder.drafter_folder import fingerprint, save_drafter
 
 END = 0  # ends an answer

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
 from draftsmith.models.taps import NORM
-from draftsmith.train.objectives.head_run import layer_like
+from draftsmith.train.drafts.layer_like import layer_like
 from draftsmith.train.objectives.heads import HeadObjective, HydraObjective, MedusaObjective
 from draftsmith.train.teachers.states import OnlineTaps
 from draftsmith.train.text.batches import Batch, Batches, Examples

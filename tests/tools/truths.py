@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.evaluate.reference import plain_decode
+from draftsmith.decode.evaluate.exactness import plain_decode
 from draftsmith.decode.sampling import SamplingParams
 
 PROMPTS = [

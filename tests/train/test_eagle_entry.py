@@ -15,7 +15,7 @@ from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.taps import NORM
 from draftsmith.train import eagle
 from draftsmith.train.drafts.eagle_start import EagleSource, counted, open_head
-from draftsmith.train.objectives import expectations
+from draftsmith.train.objectives import head_run as expectations
 from draftsmith.train.objectives.eagle import Eagle1Objective, Eagle3Objective
 from draftsmith.train.teachers.cache import TapCache
 from draftsmith.train.teachers.states import CachedTaps, OnlineTaps

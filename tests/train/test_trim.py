@@ -15,9 +15,9 @@ from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.lean import LeanBody
 from draftsmith.decode.forward.runner import Runner
-from draftsmith.decode.policies.timing import teacher_forced
 from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.fingerprint import fingerprint

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.answers.asks import Ask
-from draftsmith.train.teachers.told_logprobs import TopLogprobs, asked, read_top_logprobs
+from draftsmith.train.answers.top_logprobs import TopLogprobs, asked, read_top_logprobs
 
 APIS = ("auto", "tokens", "chat", "text")
 API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"

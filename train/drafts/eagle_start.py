@@ -16,7 +16,7 @@ from draftsmith.models.heads.eagle import FLAGS, LAYER_CONFIGS, LAYER_FIELDS, Ea
 from draftsmith.models.taps import default_taps
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.drafts.draft_start import place
-from draftsmith.train.objectives.head_run import layer_like
+from draftsmith.train.drafts.layer_like import layer_like
 from draftsmith.train.text.batches import Examples
 
 

@@ -6,26 +6,110 @@ version (of the draft that it began with), tau (tokens a target call, as served)
 drafted, accepted, positions, seconds (since the start, measuring included), and `alpha` of the
 frozen, online and ceiling drafts as each is at this moment: exact, teacher-forced on this answer,
 before anything was learned from it. Of heads alpha is over all depths.
+
+A stream of prompts whose topic changes on the way.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.harvest import Harvested
 from draftsmith.decode.engine.request import Request, open_request
+from draftsmith.decode.prompts.prompts import beginning, load_prompts
 from draftsmith.decode.report.svg import Trend, drawing, scatter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.buffer import ReplayBuffer, Served, as_served
-from draftsmith.train.live.topics import Asked
+
+MIX = "mix"
+
+
+class Asked(NamedTuple):
+    """A prompt of the stream."""
+
+    topic: str
+    tokens: list[int]
+
+
+@dataclass(kw_only=True)
+class Stream:
+    """The part of a recipe that says what is asked; an empty stream: what a server is asked."""
+
+    # A JSONL file of {"prompt", "topic"}; or parts such as gsm8k:300,stdlib:1000,mix:300 (commas or
+    # +), each a source and how many of its prompts; mix takes from all before it in turn.
+    stream: str = ""
+    sources: dict[str, str] = field(default_factory=dict)  # what names in it stand for
+    part: str = "report"  # of a source: report | tune | train, see prompts.load_prompts
+    prompt_tokens: int = 32  # of a document, where it is to be continued
+    seed: int = 0  # of the order within a source
+
+
+def read_stream(config: Stream, tokenizer: PreTrainedTokenizerBase) -> list[Asked]:
+    """The prompts of a stream, in order; none comes twice.
+
+    Raises:
+        ValueError: what `load_prompts` raises, a part that can't be read, or too few prompts.
+    """
+    stream = config.stream
+    if Path(stream).suffix == ".jsonl":
+        return _read_file(Path(stream), tokenizer)
+    left: dict[str, list[list[int]]] = {}
+    asked: list[Asked] = []
+    for words in re.split(r"[,+]", stream):
+        name, _, count = words.strip().rpartition(":")
+        if not name or not count.isdecimal() or (name == MIX and not left):
+            raise ValueError(
+                f"stream: got {words!r} in {stream!r}, expected <source>:<number of prompts>, "
+                f"{MIX} after others; or a .jsonl file"
+            )
+        if name != MIX and name not in left:
+            found = load_prompts(
+                config.sources.get(name, name),
+                tokenizer,
+                limit=None,
+                prompt_tokens=config.prompt_tokens,
+                part=config.part,
+            )
+            order = np.random.default_rng((config.seed, len(left))).permutation(len(found))
+            left[name] = [found[i].tokens for i in order]
+        turns = list(left) if name == MIX else [name]
+        for turn in range(int(count)):
+            of = turns[turn % len(turns)]
+            if not left[of]:
+                raise ValueError(
+                    f"stream: {of} has no prompt left for {words!r} of {stream!r}; ask for fewer"
+                )
+            asked.append(Asked(name, left[of].pop()))
+    return asked
+
+
+def _read_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Asked]:
+    asked = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            asked.append(Asked(str(row["topic"]), beginning(row["prompt"], tokenizer)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f'{path}:{number}: got {line!r:.80}, expected {{"prompt": ..., "topic": ...}}'
+            ) from error
+    if not asked:
+        raise ValueError(f"{path} is empty, expected a prompt a line")
+    return asked
+
 
 ARMS = {"frozen": "d", "online": "a", "ceiling": "c"}  # with their colours
+
 AVERAGED = 50  # requests: of the moving mean in the picture
 
 

@@ -1,6 +1,12 @@
 """What the runs of all heads share: held-out figures by depth, the measured tau, the saved folder.
 
 Depth d of a head is the token d + 2 after the one whose state it read: 0 is the first it drafts.
+
+What runs of a kind are known to reach, so that a broken one is noticed.
+
+Figures that others published, for chat models of 7 to 8 billion parameters on chat or mathematics.
+Runs differ in the number of drafted tokens, so a tau is turned into the acceptance a drafted token
+that a chain of K would need for it, were it the same at each: tau = 1 + a + ... + a^K.
 """
 
 import json
@@ -13,8 +19,6 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from transformers import (
-    LlamaConfig,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -23,10 +27,7 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter, serve_line
-from draftsmith.models.heads.eagle import LAYER_CONFIGS, LAYER_FIELDS
 from draftsmith.models.heads.head import Head
-from draftsmith.models.target import split_head
-from draftsmith.train.objectives.expectations import compare
 from draftsmith.train.objectives.heldout import HeldOut
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.frozen_target import FrozenTarget
@@ -58,7 +59,6 @@ class HeadRun(Settings, FrozenTarget, Text, Cache):
 
 
 SomeRun = TypeVar("SomeRun", bound=HeadRun)
-LLAMA_ROTARY = ("llama", "mistral", "qwen2", "qwen3")  # the whole head, by one rope_parameters
 
 
 def shrunk(config: SomeRun) -> SomeRun:
@@ -71,22 +71,6 @@ def shrunk(config: SomeRun) -> SomeRun:
     few: dict[str, Any] = {"max_new_tokens": 8, "heldout_prompts": 2, "heldout_data": prompts_from}
     short |= {"max_length": min(config.max_length, 256), "cache": "", "cache_int8": False}
     return replace(config, data=data, **short, **few)
-
-
-def layer_like(target: PreTrainedModel, layers: int = 1) -> PretrainedConfig:
-    """Sizes of a head's own decoder layers: those of its target's, in Llama's form or Qwen3's.
-
-    Positions are turned as the target's are, where its family turns them as Llama's does. Whatever
-    the target's activation, theirs is silu: servers know no other in such layers.
-    """
-    config = target.config.get_text_config()
-    names = (*LAYER_FIELDS, *(("rope_parameters",) if config.model_type in LLAMA_ROTARY else ()))
-    sizes = {name: getattr(config, name, None) for name in names}
-    sizes |= {"num_hidden_layers": layers, "vocab_size": split_head(target)[1].shape[0]}
-    sizes["hidden_act"] = "silu"
-    sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * config.hidden_size
-    kind = LAYER_CONFIGS.get(config.model_type, LlamaConfig)
-    return kind(**{name: value for name, value in sizes.items() if value is not None})
 
 
 def check_context(config: HeadRun, head: Head) -> None:
@@ -178,3 +162,124 @@ def save_head(
         told = compare(head.kind, made["samples"], **figures, coverage=coverage)
         if told:
             print(f"warning: {told}")
+
+
+FAR_BELOW = 0.6  # of the known acceptance
+
+
+@dataclass(frozen=True)
+class Known:
+    """samples: dialogues trained on; first: acceptance of the first drafted token, 0 where it isn't
+    told; tau: by chains of K tokens, 0 where it isn't told. Where a source leaves out K it is 3,
+    the tools' own default.
+    """
+
+    kind: str
+    samples: int
+    what: str
+    source: str
+    first: float = 0.0
+    tau: float = 0.0
+    K: int = 3
+
+
+KNOWN = (
+    Known(
+        "eagle3",
+        5_000,
+        "a tutorial's run on 5k samples (P-EAGLE)",
+        "vllm-project/speculators, docs/user_guide/tutorials/train.md",
+        first=0.40,
+        tau=1.53,
+    ),
+    Known(
+        "eagle3",
+        50_000,
+        "50k ShareGPT dialogues x 5 epochs, Qwen2.5-7B on GSM8K",
+        "sgl-project/SpecForge issue 128",
+        tau=1.9,
+    ),
+    Known(
+        "eagle3",
+        532_000,
+        "the official head of Llama-3.1-8B (ShareGPT and UltraChat) on MT-bench",
+        "sgl-project/SpecForge, docs/spec_bundle",
+        tau=2.93,
+    ),
+    Known(
+        "eagle1",
+        68_000,
+        "ShareGPT x 20 epochs: Vicuna-7B's first token, LLaMA2-Chat-7B's greedy chain",
+        "arXiv 2401.15077",
+        first=0.79,
+        tau=3.0,
+        K=5,
+    ),
+    Known(
+        "medusa",
+        60_000,
+        "ShareGPT x 2 epochs, Vicuna-7B, top-1 of the first head (then .32, .20, .15)",
+        "FasterDecoding/Medusa, the log of its released run",
+        first=0.56,
+    ),
+)
+
+
+def acceptance(tau: float, K: int) -> float:
+    """a in [0, 1] with 1 + a + ... + a^K = tau, by halving."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        below = sum(middle**k for k in range(K + 1)) < tau
+        low, high = (middle, high) if below else (low, middle)
+    return low
+
+
+def compare(
+    kind: str, samples: int, *, tau: float, K: int, first: float, coverage: float = 1.0
+) -> str | None:
+    """A warning where a run accepts under 60% of what runs of its kind on no more samples did.
+
+    None where it does better, or where none on so few samples is known.
+
+    Args:
+        kind: of the head.
+        samples: different examples that it was trained on.
+        tau: held-out, by chains of K tokens; of a tree it is more, so less is noticed.
+        first: held-out acceptance of the first drafted token.
+        coverage: share of the text that the draft vocabulary has.
+    """
+    smaller = [known for known in KNOWN if known.kind == kind and known.samples <= samples]
+    if not smaller:
+        return None
+    known = max(smaller, key=lambda known: known.samples)
+    pairs = {"of the first drafted token": (first, known.first)}
+    if known.tau:
+        mean = acceptance(tau, K), acceptance(known.tau, known.K)
+        pairs[f"a drafted token (tau {tau:.2f}, K={K})"] = mean
+    low = [
+        f"{got:.2f} {name}, expected about {want:.2f}"
+        for name, (got, want) in pairs.items()
+        if got < FAR_BELOW * want
+    ]
+    if not low:
+        return None
+    causes = list(CAUSES)
+    if coverage < 0.95:
+        causes.insert(0, f"a draft vocabulary that covers only {coverage:.1%} of the text")
+    return (
+        f"acceptance is far below what such runs reach: got {'; '.join(low)}, as {known.what} "
+        f"({known.source}). That is a chat model of 7 to 8 billion parameters; a smaller target or "
+        f"other text may differ. Likely causes: {'; '.join(causes)}"
+    )
+
+
+CAUSES = (
+    "taps in another counting of layers, or states before the final norm where those after it are "
+    "meant (models/taps.py)",
+    "text in another chat template than the prompts, or a wrong mask (look at one example with "
+    "`python -m draftsmith data show`)",
+    "answers that the target did not write itself (train/prepare.py)",
+    "a head made elsewhere that pairs states and tokens with another shift",
+    "too few steps for the samples, or a learning rate that is too low for this size",
+)

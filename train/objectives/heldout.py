@@ -13,17 +13,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.prompts.splits import load_rows, part_of
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import vocab_size
-from draftsmith.train.answers.asks import from_rows
+from draftsmith.train.answers.development import prompts_for_development
 from draftsmith.train.objectives.distillation import Distillation, Losses
 from draftsmith.train.run.frozen_target import in_company
 from draftsmith.train.run.loop import Evaluate, StepOutput
 from draftsmith.train.teachers.teachers import StateTeacher
 from draftsmith.train.text.batches import Batch, Batches, Examples
 from draftsmith.train.text.on_policy import Snapshot
-from draftsmith.train.text.prepared import is_prepared
 
 Score = Callable[[Batch], StepOutput]
 
@@ -45,26 +43,6 @@ def mean_output(
     tokens, *totals = accelerator.reduce(torch.stack(sums).sum(0)).tolist()
     names = ["loss", *output.metrics]
     return {name: total / tokens for name, total in zip(names, totals, strict=True)}
-
-
-def prompts_for_development(
-    data: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int
-) -> list[list[int]]:
-    """At most `count` prompts, of the held-out part to tune on: the other is for final figures.
-
-    length: in tokens, of a prompt that is the window of a document.
-
-    Raises:
-        ValueError: prepared answers, which have no held-out side; no rows; too few windows.
-    """
-    if is_prepared(data):
-        raise ValueError(
-            f"{data} holds answers to training prompts only: say heldout_data=<what the prompts "
-            "came from>"
-        )
-    rows = part_of(load_rows(data, "heldout"), "tune")
-    asks = from_rows(rows, tokenizer, limit=count, window=length, samples=1, seed=0)
-    return [ask.ids for ask in asks]
 
 
 @dataclass(kw_only=True)

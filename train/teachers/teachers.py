@@ -31,9 +31,9 @@ from draftsmith.train.losses.chunked import Divergence, chunked_divergence
 from draftsmith.train.losses.closed_form import Transform
 from draftsmith.train.losses.pure import Loss
 from draftsmith.train.losses.top_k import TopKRows
+from draftsmith.train.teachers.cache import TopKCache, what_is_lost
 from draftsmith.train.teachers.states import Cache, OnlineTaps, States, open_states
 from draftsmith.train.teachers.told_logprobs import open_top_logprobs
-from draftsmith.train.teachers.top_k_cache import TopKCache, what_is_lost
 from draftsmith.train.text.batches import Batch, Batches
 
 

@@ -1,9 +1,9 @@
 """Batches of a corpus that doesn't fit in memory: streamed, sharded, resumed to the bit.
 
-Each process reads its own shards (train/text/shards.py), a window of some thousand sequences at a time:
-what it reads is cut, packed and shuffled within the window exactly as `Batches` does with a whole
-corpus. What doesn't fill the window's last batch opens the next one, so that nothing is lost. The
-next window is read and tokenised in the background.
+Each process reads its own shards (train/text/shards.py), a window of some thousand sequences at a
+time: what it reads is cut, packed and shuffled within the window exactly as `Batches` does with a
+whole corpus. What doesn't fill the window's last batch opens the next one, so that nothing is lost.
+The next window is read and tokenised in the background.
 
 Everything is a function of the corpus, the seed, the process and the place where a window begins.
 That place, and how many batches of the window are taken, is all that a checkpoint keeps: a resumed

@@ -13,9 +13,10 @@ from transformers import (
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.memory import ModelSize, Work, available, check, plan
+from draftsmith.decode.engine.memory import Work, check, plan
 from draftsmith.decode.engine.settings import Settings
 from draftsmith.decode.forward.kv import KVPool
+from draftsmith.decode.forward.size import ModelSize, available
 from draftsmith.decode.sampling import SamplingParams
 
 NUCLEUS = SamplingParams(0.7, top_p=0.9, ignore_eos=True)

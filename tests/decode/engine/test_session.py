@@ -22,8 +22,7 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.harvest import Harvested
 from draftsmith.decode.engine.request import Completion, Request, open_request
 from draftsmith.decode.engine.session import Session
-from draftsmith.decode.row_params import RowParams, together
-from draftsmith.decode.sampling import SamplingParams, transform
+from draftsmith.decode.sampling import RowParams, SamplingParams, together, transform
 from draftsmith.decode.serve.top_k import likeliest
 from draftsmith.models.taps import target_states
 

@@ -27,10 +27,11 @@ from draftsmith.decode.evaluate.arms import (
     warm_ups,
 )
 from draftsmith.decode.evaluate.exactness import Divergence, as_rows, divergences, verdict
+from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.policies.costs import measured_costs
-from draftsmith.decode.policies.timing import propose_call, teacher_forced
+from draftsmith.decode.policies.timing import propose_call
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, next_turn
 from draftsmith.decode.report.report import schema_problems
 from draftsmith.decode.sampling import SamplingParams

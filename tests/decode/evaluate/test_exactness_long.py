@@ -17,9 +17,8 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
-from draftsmith.decode.evaluate.exactness import Divergence, divergences
+from draftsmith.decode.evaluate.exactness import Divergence, divergences, plain_decode
 from draftsmith.decode.evaluate.metrics import block_efficiency
-from draftsmith.decode.evaluate.reference import plain_decode
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.sampling import SamplingParams
 

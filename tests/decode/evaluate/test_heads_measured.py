@@ -17,15 +17,10 @@ from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import OF_HEADS
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.policies.costs import measured_costs
-from draftsmith.decode.policies.timing import (
-    draft_call,
-    extend_call,
-    isolated_times,
-    teacher_forced,
-    with_room,
-)
+from draftsmith.decode.policies.timing import draft_call, extend_call, isolated_times, with_room
 from draftsmith.decode.predict.best_tree import Calibration
 from draftsmith.decode.predict.best_tree import run as calibrate
 from draftsmith.decode.report.report import schema_problems

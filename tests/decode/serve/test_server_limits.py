@@ -30,9 +30,8 @@ from live_server import (
 )
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.decode.serve.server import Serving
+from draftsmith.decode.serve.server import Backend, Serving
 from draftsmith.decode.serve.server import main as serve
-from draftsmith.decode.serve.serving_run import Backend
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 BAD: list[tuple[int, dict[str, Any] | bytes, str]] = [

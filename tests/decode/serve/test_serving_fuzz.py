@@ -15,8 +15,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.decode.serve.server import Serving
-from draftsmith.decode.serve.serving_run import Backend
+from draftsmith.decode.serve.server import Backend, Serving
 
 CHECKS = [
     not_a_server_error,

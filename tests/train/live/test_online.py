@@ -26,7 +26,7 @@ from draftsmith.train import online
 from draftsmith.train.live.idle_time import Duty, yield_the_processor
 from draftsmith.train.live.learner import Lessons, open_learner
 from draftsmith.train.live.publishing import Alpha, Publisher, Publishing
-from draftsmith.train.live.topics import Stream, read_stream
+from draftsmith.train.live.replay import Stream, read_stream
 
 
 @pytest.fixture(autouse=True)

@@ -21,13 +21,14 @@ from torch import Tensor
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import vocab_size
 from draftsmith.train import distill
+from draftsmith.train.answers.top_logprobs import read_top_logprobs
 from draftsmith.train.losses.pure import divergence
 from draftsmith.train.losses.top_k import TopKRows
 from draftsmith.train.prepare import main as prepare
 from draftsmith.train.teachers import store as token_shards
+from draftsmith.train.teachers.cache import TopKCache
 from draftsmith.train.teachers.teachers import StateTeacher, TopKTeacher, lost, open_teacher
-from draftsmith.train.teachers.told_logprobs import open_top_logprobs, read_top_logprobs
-from draftsmith.train.teachers.top_k_cache import TopKCache
+from draftsmith.train.teachers.told_logprobs import open_top_logprobs
 from draftsmith.train.text.batches import Batches
 from draftsmith.train.text.prepared import load_prepared
 
