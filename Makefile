@@ -68,9 +68,8 @@ test-oldest:
 	$(MAKE) test VENV=.venv-oldest TORCH_SPEC=torch==2.11.0 CONSTRAINTS=constraints-oldest.txt
 
 check: $(VENV)/.ready-dev types
-	$(PY) -m pytest -q -x tests/test_house.py tests/train/losses/test_losses.py tests/train/losses/test_chunked.py tests/train/losses/test_gradients.py tests/decode/verify/test_verify.py tests/decode/test_sampling.py
-	@wc -l models/*.py decode/*.py decode/drafters/*.py train/*.py draftsmith/*.py | tail -1 | awk '{print $$1 " lines in models, decode, train, draftsmith (budget 7000)"}'
-	@wc -l bench/*.py | tail -1 | awk '{print $$1 " lines in bench (budget 800)"}'
+	$(PY) -m pytest -q -x tests/test_house.py tests/train/losses tests/decode/verify/test_verify.py tests/decode/test_sampling.py
+	@$(PY) tests/tools/budgets.py
 
 # Links that spell the import names: for type checkers, which can't follow setuptools' folder mapping,
 # and for machines where nothing is installed.

@@ -38,7 +38,7 @@ from draftsmith.train.live.batches import Arrivals, Buffered, Feed, Mix
 from draftsmith.train.live.idle_time import Duty, IdleTime, yield_the_processor
 from draftsmith.train.live.learner import DraftSettings, OnlineDrafts
 from draftsmith.train.live.publishing import Publisher, Publishing
-from draftsmith.train.live.replay import Replay, Serving, Stream, draw, read_stream
+from draftsmith.train.live.replay import Replay, ReplayFeed, StreamConfig, draw, read_stream
 from draftsmith.train.run import recipe
 from draftsmith.train.run.launch import start
 from draftsmith.train.run.log import run_entry
@@ -46,7 +46,7 @@ from draftsmith.train.run.loop import fit
 
 
 @dataclass(kw_only=True)
-class OnlineRun(DraftSettings, Mix, Publishing, IdleTime, Replay, Stream):
+class OnlineRun(DraftSettings, Mix, Publishing, IdleTime, Replay, StreamConfig):
     """What a recipe of this entry can say."""
 
     entry: str = "online"
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
         drafts.compare_with(config.ceiling)
         first = drafts.drafter(path)
         decoder = Decoder(target, tokenizer, first, K=config.K, batch_size=config.rows)
-        feed = Serving(config, asked, decoder, buffer, drafts.arms, record)
+        feed = ReplayFeed(config, asked, decoder, buffer, drafts.arms, record)
         drafts.swapped = feed.swap
     batch_of = partial(drafts.batch_of, rejected=config.positions == "rejected")
     tell = None if config.stream else print

@@ -34,7 +34,7 @@ from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused
 from draftsmith.train.answers.top_logprobs import check_asked
 from draftsmith.train.run.log import run_entry
 from draftsmith.train.run.recipe import load, show
-from draftsmith.train.text.prepared import Shard, claim, read_answers, summary, watched
+from draftsmith.train.text.prepared import AnswerFile, claim, read_answers, summary, watched
 from draftsmith.train.text.tokenise import load_rows
 
 
@@ -108,7 +108,7 @@ def main(argv: list[str]) -> None:
     console.print(show(config), highlight=False)
 
     # ---- answers -----------------------------------------------------------------------------
-    with Shard(out, rank, world) as shard:
+    with AnswerFile(out, rank, world) as shard:
         done = {answer["index"] for answer in read_answers(out)}
         mine = [ask for ask in asks if ask.index // config.samples % world == rank]
         left = [ask for ask in mine if ask.index not in done]

@@ -26,7 +26,7 @@ from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.target import TargetSpec, check_same_tokenizer, load_target
 from draftsmith.models.tokenizer import load_tokenizer, train_bpe, vocab_size
-from draftsmith.train.drafts.draft_start import TINY, Sizes, fresh_draft, fresh_model, place
+from draftsmith.train.drafts.draft_start import TINY, DraftSizes, fresh_draft, fresh_model, place
 from draftsmith.train.objectives.distillation import NextToken
 from draftsmith.train.objectives.heldout import Figures, mean_output, measured
 from draftsmith.train.run import recipe
@@ -37,12 +37,12 @@ from draftsmith.train.run.lora import Lora, to_save, with_lora
 from draftsmith.train.run.result import made_by, save_draft, save_model
 from draftsmith.train.text.batches import Examples
 from draftsmith.train.text.on_policy import make_batches, text_at_hand
-from draftsmith.train.text.stream import Corpus, Stream, held_out_texts
+from draftsmith.train.text.stream import Corpus, CorpusStream, held_out_texts
 from draftsmith.train.text.tokenise import tokenise
 
 
 @dataclass(kw_only=True)
-class PretrainConfig(Corpus, Sizes, Lora, Figures):
+class PretrainConfig(Corpus, DraftSizes, Lora, Figures):
     """What a recipe of this entry can say."""
 
     entry: str = "pretrain"
@@ -72,11 +72,11 @@ def main(argv: list[str]) -> None:
         train_rows, heldout_rows = train_rows[:20], heldout_rows[:2]
     target, tokenizer = target_and_tokenizer(config, train_rows, device)
     order: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed}
-    source: Examples | Stream
+    source: Examples | CorpusStream
     batches: StepBatches
     if config.corpus:
         left_out = held_out_texts(config.data, config.heldout_data)
-        batches = source = Stream(config, tokenizer, left_out)
+        batches = source = CorpusStream(config, tokenizer, left_out)
         amount = f"text from {', '.join(config.corpus)}"
     else:
         source = tokenise(train_rows, tokenizer)
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> None:
 
     ended = fit(accelerator, objective, batches, config, run, evaluate)
     run.load_best(objective)
-    if isinstance(batches, Stream) and batches.skipped:
+    if isinstance(batches, CorpusStream) and batches.skipped:
         print(f"skipped {len(batches.skipped)} corrupt shards: {', '.join(batches.skipped)}")
 
     # ---- save --------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.policies.timing import isolated_times
 from draftsmith.decode.prompts.prompts import load_prompts
-from draftsmith.decode.report.svg import Lane, drawing, lanes
+from draftsmith.decode.report.svg import LyingBar, drawing, lanes
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.target import TargetSpec, load_target
@@ -169,7 +169,7 @@ def picture(turns: Turns) -> str:
     """Every arm's median rate, the fastest on top."""
     found = sorted(((rate(t), name) for name, t in turns.items()), reverse=True)
     bars = [
-        Lane(name, [("a" if name.startswith("ours") else "d", speed, "")], f"{speed:.0f}")
+        LyingBar(name, [("a" if name.startswith("ours") else "d", speed, "")], f"{speed:.0f}")
         for speed, name in found
     ]
     chart = lanes("tokens per second", bars, x_label="tokens/s, median over prompts")

@@ -32,11 +32,11 @@ from draftsmith.decode.engine.request import (
     eos_ids,
     open_request,
 )
-from draftsmith.decode.engine.round import Batch, Stepper
+from draftsmith.decode.engine.round import DecodeBatch, Stepper
 from draftsmith.decode.engine.rows import Rows
 from draftsmith.decode.engine.session import Finished, News, Session
 from draftsmith.decode.engine.settings import (
-    Settings,
+    DecodeSettings,
     check_acceptance,
     check_drafter,
     check_recording,
@@ -53,12 +53,12 @@ from draftsmith.models.tokenizer import vocab_size
 
 MOST_STOPS = 16  # ids that may end one request of a session
 # Which batch a drafter works for: decoders may share a drafter, one at a time.
-_works_for: "weakref.WeakKeyDictionary[Any, weakref.ref[Batch]]" = weakref.WeakKeyDictionary()
+_works_for: "weakref.WeakKeyDictionary[Any, weakref.ref[DecodeBatch]]" = weakref.WeakKeyDictionary()
 
 
 class Decoder:
     """A target, its tokenizer and, unless decoding is plain, a drafter; settings by name, see
-    `Settings`.
+    `DecodeSettings`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Decoder:
         recorder: Recorder | None = None,
         **settings: Any,
     ) -> None:
-        self.settings = Settings(**settings).reaching(
+        self.settings = DecodeSettings(**settings).reaching(
             ANY_DEPTH if drafter is None else drafter.levels
         )
         self.tokenizer = tokenizer
@@ -103,7 +103,7 @@ class Decoder:
         # A policy that is asked after each call decides on the host: nothing to capture.
         self.graphs = Graphs(self.stepper) if self.late and self.policy.enough is None else None
         self.memory: memory.MemoryPlan | None = None  # of the last call
-        self._batch: Batch | None = None
+        self._batch: DecodeBatch | None = None
         self._decoding = False
 
     @classmethod
@@ -120,7 +120,7 @@ class Decoder:
         """Load a target folder and, beside it, a drafter folder, "ngram", or None for plain
         decoding.
 
-        settings: of `Settings`. Errors of `open_drafter` and `load_target` pass.
+        settings: of `DecodeSettings`. Errors of `open_drafter` and `load_target` pass.
         """
         model, tokenizer = load_target(TargetSpec(target, dtype=dtype), torch.device(device))
         check_split(model)
@@ -250,7 +250,7 @@ class Decoder:
         """A stream has ended: the next one may begin."""
         self._decoding = False
 
-    def owns_drafter(self, batch: Batch) -> bool:
+    def owns_drafter(self, batch: DecodeBatch) -> bool:
         """Whether the drafter's state is that of this batch (always, without a drafter)."""
         if self.drafter is None:
             return True
@@ -283,7 +283,7 @@ class Decoder:
         batch = self._ready(work, stops, requests)
         return Session(self, batch, self.context)
 
-    def _ready(self, work: memory.Work, stops: int, requests: Sequence[Request]) -> Batch:
+    def _ready(self, work: memory.Work, stops: int, requests: Sequence[Request]) -> DecodeBatch:
         """A batch with these requests waiting, and a policy that knows what calls cost."""
         with torch.inference_mode():
             batch = self._make_room(work, stops)
@@ -307,7 +307,7 @@ class Decoder:
             lossy=lossy is not None and lossy.needs_q,
         )
 
-    def _make_room(self, work: memory.Work, stops: int) -> Batch:
+    def _make_room(self, work: memory.Work, stops: int) -> DecodeBatch:
         """The batch of the last call where it fits, so that recordings of its rounds stay good;
         else a new one. ValueError, naming what would fit, where memory doesn't hold it.
         """
@@ -330,7 +330,7 @@ class Decoder:
         if self.drafter is not None:
             self.drafter.release()
         self.memory = memory.check(planned, available(self.runner.device))
-        batch = Batch(
+        batch = DecodeBatch(
             Rows(work.rows, stops, self.runner.device),
             self.runner.pool(work.rows, work.slots),
             work.params,

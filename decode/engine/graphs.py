@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 
-from draftsmith.decode.engine.round import Batch, Stepper, Told
+from draftsmith.decode.engine.round import DecodeBatch, Stepper, Told
 from draftsmith.decode.forward.recording import WARM_UP, CudaRecorder
 from draftsmith.decode.sampling import RowParams
 from draftsmith.decode.tree_shapes import Plan
@@ -35,12 +35,12 @@ class Graphs:
 
     def forget(self) -> None:
         """Drop every recording, and the batch whose tensors they hold."""
-        self.batch: Batch | None = None
+        self.batch: DecodeBatch | None = None
         self.runs: Counter[Key] = Counter()
         self.recordings: dict[Key, Round] = {}
         self.record: Recorder | None = None
 
-    def step(self, batch: Batch, plan: Plan | None, top: int) -> Told:
+    def step(self, batch: DecodeBatch, plan: Plan | None, top: int) -> Told:
         """One round, replayed where it has been recorded."""
         if batch is not self.batch:
             self.forget()

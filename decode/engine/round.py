@@ -18,7 +18,7 @@ from draftsmith.decode.drafters.head_kv import picked
 from draftsmith.decode.engine.harvest import Harvest
 from draftsmith.decode.engine.recorder import Recorder
 from draftsmith.decode.engine.rows import Rows, first_rows
-from draftsmith.decode.engine.settings import Settings
+from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import Runner, Seen, round_up
 from draftsmith.decode.policies.policy import Policy
@@ -29,7 +29,7 @@ from draftsmith.decode.verify.rules import RULES, Noise, RuleInfo
 
 
 @dataclass
-class Batch:
+class DecodeBatch:
     """What rounds work on: rows, KV, sampling parameters; harvest: what the target knew of each
     row's answer, None where nobody wants it; drafter: the stepper's own, of a part of the rows.
     """
@@ -40,7 +40,7 @@ class Batch:
     harvest: Harvest | None = None
     drafter: Drafter | None = None
 
-    def first(self, rows: int, params: BatchParams, drafter: Drafter | None) -> "Batch":
+    def first(self, rows: int, params: BatchParams, drafter: Drafter | None) -> "DecodeBatch":
         """Rows 0..rows-1 on the same memory; drafter: whose state of them is shared likewise."""
         part = None
         if drafter is not None:
@@ -51,7 +51,9 @@ class Batch:
                     cut = state.first(rows) if isinstance(state, KVPool) else state[:rows]
                     setattr(part, name, cut)
         harvest = None if self.harvest is None else first_rows(self.harvest, rows)
-        return Batch(first_rows(self.rows, rows), self.pool.first(rows), params, harvest, part)
+        return DecodeBatch(
+            first_rows(self.rows, rows), self.pool.first(rows), params, harvest, part
+        )
 
 
 class Told(NamedTuple):
@@ -72,7 +74,7 @@ class Stepper:
         self,
         runner: Runner,
         drafter: Drafter | None,
-        settings: Settings,
+        settings: DecodeSettings,
         vocab_size: int,
         recorder: Recorder | None = None,
     ) -> None:
@@ -82,7 +84,7 @@ class Stepper:
         self.acceptance = settings.acceptance
 
     @torch.inference_mode()
-    def step(self, batch: Batch, plan: Plan | None, top: int, policy: Policy | None) -> Told:
+    def step(self, batch: DecodeBatch, plan: Plan | None, top: int, policy: Policy | None) -> Told:
         """Advance every active row by one round. plan: None for plain decoding; top: at least the
         largest committed length, a plain int; policy: asked on the way, None for whole trees.
         """
@@ -148,7 +150,7 @@ class Stepper:
 
     def _propose(
         self,
-        batch: Batch,
+        batch: DecodeBatch,
         plan: Plan | None,
         top: int,
         shared_BLV: Tensor | None,
@@ -197,7 +199,7 @@ class Stepper:
         plain_B = choose(p_logits_BNV[:, 0], race_BV)
         return verdict.path_BL, torch.zeros_like(verdict.n_accepted_B), plain_B
 
-    def _noise(self, batch: Batch, topology: Topology, shared_BLV: Tensor | None) -> Noise:
+    def _noise(self, batch: DecodeBatch, topology: Topology, shared_BLV: Tensor | None) -> Noise:
         if self.rule(batch.params).identical:
             return Noise(shared_BLV)
         keys_B = self._round_keys(batch.rows, sampling.ACCEPT)

@@ -20,7 +20,7 @@ from draftsmith.decode.engine.graphs import Graphs
 from draftsmith.decode.engine.harvest import Harvested
 from draftsmith.decode.engine.recorder import Recorder
 from draftsmith.decode.engine.request import Request
-from draftsmith.decode.engine.round import Batch, Stepper, Told
+from draftsmith.decode.engine.round import DecodeBatch, Stepper, Told
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.policies.policy import Outcome, Policy
 from draftsmith.decode.sampling import BatchParams, choose, together
@@ -41,7 +41,7 @@ class Decoding(Protocol):
     graphs: Graphs | None
     late: bool
 
-    def owns_drafter(self, batch: Batch) -> bool: ...
+    def owns_drafter(self, batch: DecodeBatch) -> bool: ...
 
     def swap_drafter(self, drafter: Drafter) -> None: ...
 
@@ -69,7 +69,7 @@ class Session:
     def __init__(
         self,
         decoder: Decoding,
-        batch: Batch,
+        batch: DecodeBatch,
         context: int,
         finished: Finished | None = None,
         *,
@@ -79,7 +79,7 @@ class Session:
         self.finished = finished
         self.flight: Flight | None = None
         self.narrow = narrow and decoder.runner.device.type == "cpu"
-        self._parts: dict[int, Batch] = {}  # of the batch, by their rows
+        self._parts: dict[int, DecodeBatch] = {}  # of the batch, by their rows
 
     @property
     def waiting(self) -> int:
@@ -256,7 +256,7 @@ class Session:
         every = [of.get(row, some) for row in range(rows)]
         return together(every, self.decoder.runner.device)
 
-    def _part(self) -> Batch:
+    def _part(self) -> DecodeBatch:
         """What a round computes: the batch, or its first rows."""
         batch = self.batch
         used = max(batch.rows.busy, default=0) + 1

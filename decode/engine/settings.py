@@ -17,7 +17,7 @@ from draftsmith.models.scorers import Scored
 
 
 @dataclass(frozen=True)
-class Settings:
+class DecodeSettings:
     """The decoder's settings.
 
     K: draft calls a round, by default 4 or what the drafter can; a tree is cut to that depth.
@@ -78,7 +78,7 @@ class Settings:
                 "tree, whose draft logits are kept"
             )
 
-    def reaching(self, levels: int) -> "Settings":
+    def reaching(self, levels: int) -> "DecodeSettings":
         """The same for a drafter of so many levels: without a K, the tree is cut to what it drafts;
         a K of one's own is left for `compatible` to refuse.
         """
@@ -96,7 +96,9 @@ class Settings:
         return parse_lossy(self.lossy) if self.lossy else None
 
 
-def check_drafter(settings: Settings, drafter: Drafter, vocab_size: int, context: int) -> None:
+def check_drafter(
+    settings: DecodeSettings, drafter: Drafter, vocab_size: int, context: int
+) -> None:
     """ValueError for a tree that the drafter can't draft or the context can't hold, or an
     acceptance that needs what the drafter lacks.
     """
@@ -141,7 +143,7 @@ def check_acceptance(drafter: Drafter) -> Scored:
     return drafter.acceptance
 
 
-def check_recording(settings: Settings, drafter: Drafter | None) -> None:
+def check_recording(settings: DecodeSettings, drafter: Drafter | None) -> None:
     """ValueError where what is drafted can't be recorded node by node."""
     judged = settings.rule in ("coupled", "point_mass", "leviathan")
     if drafter is None or not drafter.samples or isinstance(settings.plan, DynamicTree):
@@ -158,7 +160,7 @@ def check_recording(settings: Settings, drafter: Drafter | None) -> None:
 
 
 def check_rule(
-    settings: Settings, drafter: Drafter | None, params: SamplingParams, *, identical: bool
+    settings: DecodeSettings, drafter: Drafter | None, params: SamplingParams, *, identical: bool
 ) -> None:
     """ValueError for a rule by rejection where answers must be plain decoding's, or without draws
     to reject; a warning for an acceptance head that learned from other draws. identical: of the

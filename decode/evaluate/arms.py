@@ -18,7 +18,7 @@ from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.graphs import SMALLEST
 from draftsmith.decode.engine.request import Completion, Counters
-from draftsmith.decode.engine.settings import Settings
+from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.evaluate.tasks import TASKS
 from draftsmith.decode.prompts.prompts import Prompt, next_turn
@@ -92,9 +92,9 @@ class Evaluation:
         return SamplingParams.of(self)
 
     @property
-    def decoding(self) -> Settings:
+    def decoding(self) -> DecodeSettings:
         """How a drafter's decoder decodes."""
-        return Settings(
+        return DecodeSettings(
             K=self.K,
             batch_size=self.batch,
             rule=self.rule,
@@ -162,10 +162,10 @@ class Loaded:
         """Tokens of prompt and answer that every arm can hold."""
         return min(context_of(self.target), *(d.context for d in self.drafters.values()))
 
-    def asked(self, settings: Evaluation, name: str | None) -> Settings:
+    def asked(self, settings: Evaluation, name: str | None) -> DecodeSettings:
         """How an arm decodes."""
         if name is None:
-            return Settings(batch_size=settings.batch, attention=settings.backend)
+            return DecodeSettings(batch_size=settings.batch, attention=settings.backend)
         K = self.K[name]
         return replace(settings.decoding, K=K).reaching(self.drafters[name].levels)
 

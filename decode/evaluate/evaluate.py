@@ -32,7 +32,7 @@ from draftsmith.decode.evaluate.arms import (
     same_shape,
     take_turns,
 )
-from draftsmith.decode.evaluate.exactness import Divergence, as_rows, divergences, verdict
+from draftsmith.decode.evaluate.exactness import FirstDifference, as_rows, divergences, verdict
 from draftsmith.decode.evaluate.tasks import agreement, exact_match, known_answer
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
@@ -196,7 +196,7 @@ def exactness_part(
     report: Report = {"identical": None, "identical_same_shape": None, "divergences": []}
     if not settings.comparable:
         return report
-    found: list[Divergence] = []
+    found: list[FirstDifference] = []
 
     def compare(plain: Arm, spec: Arm, dtype: str, baseline: str) -> dict[str, Any]:
         want, got = plain.completions, spec.completions

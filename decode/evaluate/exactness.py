@@ -25,7 +25,7 @@ NEAR_TIE = 1e-4  # fp32 logits closer than this may be swapped by the rounding o
 
 
 @dataclass(frozen=True)
-class Divergence:
+class FirstDifference:
     """The first token at which two answers to one prompt differ. margin: between the best and the
     second best score at that context in fp32; near_tie: the margin is below 1e-4 and fp64 confirms
     it between the same two tokens; baseline: the plain decoding it was compared with.
@@ -48,7 +48,7 @@ def divergences(
     vocab_size: int,
     dtype: str,
     baseline: str = "native",
-) -> list[Divergence]:
+) -> list[FirstDifference]:
     """Every prompt whose two answers differ, with the margins of `exact_target` (fp32) there."""
     found = []
     double: PreTrainedModel | None = None
@@ -66,7 +66,7 @@ def divergences(
             )
             pair = {*want.tokens[at : at + 1], *have.tokens[at : at + 1]}
             near = margin_64 < NEAR_TIE and pair == set(tokens)
-        found.append(Divergence(want.index, at, dtype, margin, near, baseline))
+        found.append(FirstDifference(want.index, at, dtype, margin, near, baseline))
     return found
 
 
@@ -81,7 +81,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def verdict(
-    found: Sequence[Divergence], total: int, *, dtype: str, baseline: str
+    found: Sequence[FirstDifference], total: int, *, dtype: str, baseline: str
 ) -> dict[str, Any]:
     """The report's `identical` entry. excused: differences at confirmed near-ties."""
     return {
@@ -94,7 +94,7 @@ def verdict(
     }
 
 
-def as_rows(found: Sequence[Divergence]) -> list[dict[str, Any]]:
+def as_rows(found: Sequence[FirstDifference]) -> list[dict[str, Any]]:
     return [asdict(d) for d in found]
 
 

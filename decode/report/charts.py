@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from draftsmith.decode.report.figures import TIMES, duration, number, share, times_as
-from draftsmith.decode.report.svg import Lane, Series, columns, lanes
+from draftsmith.decode.report.svg import LyingBar, Series, columns, lanes
 
 PLAIN = 1.0  # the speed-up of plain decoding
 
@@ -66,14 +66,16 @@ def speedup(report: dict[str, Any]) -> str:
             f"Efficiency {share(efficiency)}: what the loop around the models leaves of the ideal."
         )
     measured = report["speedup"]
-    rows = [Lane("measured", [("a", measured, "")], times_as(measured), report["speedup_interval"])]
+    rows = [
+        LyingBar("measured", [("a", measured, "")], times_as(measured), report["speedup_interval"])
+    ]
     for name, key, css in (
         ("measured, Spec-Bench way", "speedup_specbench", "b"),
         ("ideal = tau · t_plain / (t_verify + K · t_draft + t_extend)", "ideal_speedup", "c"),
         ("MBSU = tau / (1 + K · c_bytes)", "mbsu", "d"),
     ):
         if report[key] is not None:
-            rows.append(Lane(name, [(css, report[key], "")], times_as(report[key])))
+            rows.append(LyingBar(name, [(css, report[key], "")], times_as(report[key])))
     label = "times plain decoding"
     if report["speedup_interval"]:
         label += f"; whisker: 95% interval over {'prompts' if report['batch'] == 1 else 'batches'}"
@@ -89,12 +91,12 @@ def one_round(report: dict[str, Any]) -> str:
     drafting = K * times["draft"] + (times["extend"] or 0.0)
     plain, draft, check = (1e3 * s for s in (tau * times["plain"], drafting, times["verify"]))
     rows = [
-        Lane(
+        LyingBar(
             f"{number(tau)} tokens, plain",
             [("d", plain, f"{number(tau)} {TIMES} {duration(times['plain'])}")],
             f"{plain:.3g} ms",
         ),
-        Lane(
+        LyingBar(
             f"{number(tau)} tokens, one round",
             [("b", draft, f"draft {draft:.3g}"), ("a", check, f"verify {check:.3g}")],
             f"{draft + check:.3g} ms",

@@ -66,7 +66,7 @@ class Figure(NamedTuple):
     formula: str
 
 
-class Verdict(NamedTuple):
+class IdentityVerdict(NamedTuple):
     """Is the output the target's? level: `good`, `near` (but for near-ties), `bad`, `note`."""
 
     level: str
@@ -157,7 +157,7 @@ def left_out(report: dict[str, Any]) -> str:
     )
 
 
-def verdict(report: dict[str, Any]) -> Verdict:
+def verdict(report: dict[str, Any]) -> IdentityVerdict:
     """What the run proved about its output, in two lines."""
     found = _verdict(report)
     shapes = report["identical_same_shape"]
@@ -167,22 +167,22 @@ def verdict(report: dict[str, Any]) -> Verdict:
     return found._replace(detail=f"{found.detail} In {shapes['dtype']}, {ties} in the same shapes.")
 
 
-def _verdict(report: dict[str, Any]) -> Verdict:
+def _verdict(report: dict[str, Any]) -> IdentityVerdict:
     if not report["lossless"]:
-        return Verdict(
+        return IdentityVerdict(
             "note",
             f"LOSSY: {report['lossy']}",
             "By choice, tokens are kept that the target would not have emitted.",
         )
     identical = report["identical"]
     if identical is None and (report["temperature"] == 0 or RULES[report["rule"]].identical):
-        return Verdict(
+        return IdentityVerdict(
             "note",
             "Not compared",
             f"The rule {report['rule']!r} promises the target's own tokens; nobody checked here.",
         )
     if identical is None:
-        return Verdict(
+        return IdentityVerdict(
             "good",
             "Lossless in law",
             f"The rule {report['rule']!r} keeps the target's distribution exactly, but draws a "
@@ -192,16 +192,18 @@ def _verdict(report: dict[str, Any]) -> Verdict:
     against = f"{same} of {total} answers equal those of {identical['baseline']} plain decoding"
     excused = sum(d["near_tie"] for d in divergences_of(report, identical))
     if same == total:
-        return Verdict("good", "Lossless: token for token", f"In {identical['dtype']}, {against}.")
+        return IdentityVerdict(
+            "good", "Lossless: token for token", f"In {identical['dtype']}, {against}."
+        )
     worst = f"largest margin {identical['worst_margin']:.1e}"
     if same + excused >= total:
-        return Verdict(
+        return IdentityVerdict(
             "near",
             "Lossless up to rounding",
             f"In {identical['dtype']}, {against}; each of the other {total - same} parts at a "
             f"near-tie ({NEAR_TIE_WORDS}; {worst}). Each is listed.",
         )
-    return Verdict(
+    return IdentityVerdict(
         "bad",
         "Not the target's output",
         f"In {identical['dtype']}, {against}; {total - same - excused} of the others part where "

@@ -33,7 +33,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Lane:
+class LyingBar:
     """A lying bar: its name, its (css, length, words) parts from left to right, the note at its
     end, and the whisker of an interval.
     """
@@ -84,7 +84,11 @@ def columns(
 
 
 def lanes(
-    title: str, rows: Sequence[Lane], *, x_label: str, reference: tuple[float, str] | None = None
+    title: str,
+    rows: Sequence[LyingBar],
+    *,
+    x_label: str,
+    reference: tuple[float, str] | None = None,
 ) -> str:
     """Lying bars from 0. reference: (x, words) of a dashed upright line across all of them."""
     ends = [max(row.length, row.interval[1] if row.interval else 0.0) for row in rows]
@@ -205,7 +209,7 @@ def ticks(peak: float) -> list[float]:
     return [round(i * step, 12) for i in range(math.ceil(peak / step - 1e-9) + 1)]
 
 
-def _lane(row: Lane, y: float, scale: float) -> str:
+def _lane(row: LyingBar, y: float, scale: float) -> str:
     out = [_text(8, y - 6, row.name, "name", "start")]
     x = 8.0
     for css, length, words in row.parts:

@@ -22,8 +22,14 @@ from draftsmith.decode.serve.engine_thread import (
     News,
     Service,
 )
-from draftsmith.decode.serve.replies import ApiError, Reply, event
-from draftsmith.decode.serve.schemas import UNSAID, Asked, ChatAsked, CompletionAsked, Encoder
+from draftsmith.decode.serve.replies import ApiError, ApiReply, event
+from draftsmith.decode.serve.schemas import (
+    UNSAID,
+    ChatAsked,
+    CompletionAsked,
+    CompletionBody,
+    Encoder,
+)
 
 RETRY_S = 1  # when to come back after 429 and 503
 GRACE_S = 5.0  # for the last words of a stream that took too long
@@ -127,7 +133,7 @@ class Answers:
                 # Until something has been decoded, an error can still have its status.
                 first = await talk.next()
                 talk.unwatch()  # the stream looks for itself
-                return Stream(pieces(talk, reply, first), talk)
+                return EventStream(pieces(talk, reply, first), talk)
             answer = await whole(talk, reply)
         except BaseException:
             talk.close()
@@ -159,7 +165,7 @@ class Answers:
             code="model_not_found",
         )
 
-    def lane(self, asked: Asked) -> Lane:
+    def lane(self, asked: CompletionBody) -> Lane:
         """The lane that a request names: by its model, or by the plain model and a draft's tag."""
         named, lanes = self.lane_of(asked.model), self.service.lanes
         if asked.draft is None or asked.draft == named.tag:
@@ -180,7 +186,7 @@ class Answers:
         lane: Lane,
         heard: Heard,
         loop: asyncio.AbstractEventLoop,
-    ) -> tuple[list[Job], Reply]:
+    ) -> tuple[list[Job], ApiReply]:
         """The request's answers, ready to be submitted; ApiError 400 where they can't be."""
         chat, most = isinstance(asked, ChatAsked), self.limits.max_tokens
         unsaid = most if chat else min(UNSAID, most)
@@ -211,7 +217,7 @@ class Answers:
         except ValueError as error:
             raise wrong(str(error)) from error
         read = sum(map(len, prompts))
-        return jobs, Reply(
+        return jobs, ApiReply(
             asked.model, chat, bool(asked.return_token_ids), asked.with_usage, prompt_tokens=read
         )
 
@@ -222,7 +228,7 @@ class Answers:
             return range(self._given - count, self._given)
 
 
-class Stream(StreamingResponse):
+class EventStream(StreamingResponse):
     """Server-sent events; at its end, however it comes, nothing goes on for nobody."""
 
     def __init__(self, events: AsyncIterator[str], talk: Talk) -> None:
@@ -240,7 +246,7 @@ class Stream(StreamingResponse):
             self.talk.close()
 
 
-async def whole(talk: Talk, reply: Reply) -> dict[str, object]:
+async def whole(talk: Talk, reply: ApiReply) -> dict[str, object]:
     """All choices, once every one has ended."""
     made: dict[int, Completion] = {}
     while len(made) < len(talk.jobs):
@@ -250,7 +256,7 @@ async def whole(talk: Talk, reply: Reply) -> dict[str, object]:
     return reply.whole([made[index] for index in range(len(made))])
 
 
-async def pieces(talk: Talk, reply: Reply, first: tuple[int, News]) -> AsyncIterator[str]:
+async def pieces(talk: Talk, reply: ApiReply, first: tuple[int, News]) -> AsyncIterator[str]:
     """The chunks of a streamed answer. An error ends them as an event of its own."""
     opened: set[int] = set()
     index, news = first

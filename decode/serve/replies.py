@@ -71,7 +71,7 @@ def event(what: dict[str, Any]) -> str:
 
 
 @dataclass
-class Reply:
+class ApiReply:
     """One request's answer, whole or in pieces: its head, and how its choices are written.
 
     prompt_tokens: of its prompts, each counted once; done: its finished completions.

@@ -79,7 +79,7 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class Asked(Strict):
+class CompletionBody(Strict):
     """What both endpoints take. `top_k`, `min_p`, `ignore_eos`, `return_token_ids` and `draft` are
     not OpenAI's; the first four are vLLM's too.
     """
@@ -157,7 +157,7 @@ class Asked(Strict):
         )
 
 
-class CompletionAsked(Asked):
+class CompletionAsked(CompletionBody):
     """The body of POST /v1/completions."""
 
     prompt: (
@@ -215,7 +215,7 @@ class Message(Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class ChatAsked(Asked):
+class ChatAsked(CompletionBody):
     """The body of POST /v1/chat/completions. max_completion_tokens is max_tokens' new name."""
 
     messages: Annotated[list[Message], Field(min_length=1)]

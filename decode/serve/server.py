@@ -48,7 +48,7 @@ DEFAULT = "default"  # the tag of the first lane
 
 
 @dataclass
-class Serving:
+class ServerConfig:
     """What to serve, how it decodes, and what clients may ask for."""
 
     target: str
@@ -113,20 +113,20 @@ def main(argv: list[str]) -> int:
     """Serve until told to end: 0 then, 1 after a failure, 2 after a user's error."""
     console = Console()
     if not argv or argv[0] in ("-h", "--help", "help"):
-        console.print(f"python -m draftsmith serve KEY=VALUE ...\n\n{Serving.__doc__}\n")
-        for field in fields(Serving):
-            console.print(f"  {field.name}={getattr(Serving, field.name, '(required)')}")
+        console.print(f"python -m draftsmith serve KEY=VALUE ...\n\n{ServerConfig.__doc__}\n")
+        for field in fields(ServerConfig):
+            console.print(f"  {field.name}={getattr(ServerConfig, field.name, '(required)')}")
         return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
-        settings = parse(Serving, argv)
+        settings = parse(ServerConfig, argv)
         return _serve()(settings, console)
     except ValueError as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         return 2
 
 
-def _serve() -> Callable[[Serving, Console], int]:
+def _serve() -> Callable[[ServerConfig, Console], int]:
     """`serving_run.serve`; ValueError where the web packages are not installed."""
     try:
         from draftsmith.decode.serve.server import serve
@@ -148,7 +148,7 @@ class Backend:
     """
 
     def __init__(
-        self, settings: Serving, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+        self, settings: ServerConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self.settings, self.target, self.tokenizer = settings, target, tokenizer
         self.metrics = Metrics()
@@ -254,7 +254,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(settings: Serving, console: Console) -> int:
+def serve(settings: ServerConfig, console: Console) -> int:
     """Load, serve, and end in order: 0, or 1 where decoding failed. ValueError for what can't be
     loaded or doesn't fit.
     """

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from draftsmith.decode.evaluate.exactness import plain_decode
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.serve.server import Backend, Server, Serving
+from draftsmith.decode.serve.server import Backend, Server, ServerConfig
 from draftsmith.models.folder.drafter_folder import fingerprint, save_drafter
 
 END = 0  # ends an answer
@@ -134,7 +134,7 @@ def live(
     """A server with these settings; it is drained at the end, unless it has ended before."""
     port = free_port()
     defaults = {"target": "tiny", "port": port, "rows": 4, "max_len": 512, "drain_s": 5.0}
-    how = Serving(**(defaults | settings))
+    how = ServerConfig(**(defaults | settings))
     how.api_key = settings.get("api_key", "")  # whatever the environment says
     backend = Backend(how, target, tokenizer)
     server = Server(backend)

@@ -24,12 +24,6 @@ from draftsmith.train.text.batches import Batches, Examples
 ROWS = 320
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> None:
-    """accelerate keeps one precision for a whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.fixture
 def counts_V() -> torch.Tensor:
     """Token i is counted i times."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -33,12 +32,6 @@ SHORT = {
     "online": ["precision=fp32"],
 }
 Argv = list[str]
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> None:
-    """accelerate keeps one precision for a whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -15,12 +14,6 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.train import heads
 
 Argv = list[str]
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> None:
-    """accelerate keeps one precision for a whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

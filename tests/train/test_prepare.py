@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams, request_seeds
 from draftsmith.train.prepare import main
-from draftsmith.train.text.prepared import Shard, is_prepared, load_prepared, read_answers
+from draftsmith.train.text.prepared import AnswerFile, is_prepared, load_prepared, read_answers
 from draftsmith.train.text.tokenise import load_examples
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,11 +217,11 @@ def test_what_does_not_decide_an_answer_may_change(folder: Path, finished: Path)
 
 
 def test_one_folder_has_one_writer(tmp_path: Path) -> None:
-    with Shard(tmp_path, 0, 1) as shard:
+    with AnswerFile(tmp_path, 0, 1) as shard:
         shard.append({"index": 0})
         with pytest.raises(ValueError, match="is being written by another process"):
-            Shard(tmp_path, 0, 1)
-        with Shard(tmp_path, 1, 2):
+            AnswerFile(tmp_path, 0, 1)
+        with AnswerFile(tmp_path, 1, 2):
             pass
     assert [answer["index"] for answer in read_answers(tmp_path)] == [0]
 

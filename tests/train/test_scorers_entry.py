@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from made_up_traces import DEPTHS, HIDDEN, PROMPTS, ROUNDS, write_trace
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -34,12 +33,6 @@ from draftsmith.train.scoring.rows import (
 )
 
 Argv = list[str]
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> None:
-    """accelerate keeps one precision for a whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

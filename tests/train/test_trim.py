@@ -27,7 +27,7 @@ from draftsmith.models.servers.doctor import examine, outlook
 from draftsmith.models.servers.export import export
 from draftsmith.models.vocab import FILE, DraftVocab
 from draftsmith.train.drafts.draft_start import given_draft
-from draftsmith.train.text.prepared import Shard, claim, load_prepared
+from draftsmith.train.text.prepared import AnswerFile, claim, load_prepared
 from draftsmith.train.trim import AS_IT_IS, Trim, run, trimmed_head
 
 V = 320
@@ -214,7 +214,7 @@ def at_hand(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     params = SamplingParams(temperature=1.0, max_new_tokens=24)
     done = Decoder(target, tokenizer, batch_size=8).generate(asked, params)
     claim(root / "answers", {"requests": 8}, {})
-    with Shard(root / "answers", 0, 1) as shard:
+    with AnswerFile(root / "answers", 0, 1) as shard:
         for i, one in enumerate(done):
             ids = {"prompt_ids": one.prompt_tokens, "token_ids": one.tokens}
             shard.append({"index": i, "finish_reason": one.finish_reason, **ids})

@@ -5,7 +5,7 @@ Three ways to ask, tried in this order unless one is named:
     chat     /chat/completions, for rows that are chats
     text     /completions with text
 A server that answers in text alone has its answer tokenised again. That may give other tokens than
-the server wrote; `Reply.mismatch` says so where its token counts tell.
+the server wrote; `EndpointAnswer.mismatch` says so where its token counts tell.
 """
 
 import json
@@ -37,7 +37,7 @@ TRANSIENT = frozenset({408, 425, 429, *range(500, 600)}) - NOT_UNDERSTOOD
 
 
 @dataclass(frozen=True)
-class Reply:
+class EndpointAnswer:
     """One answer. `token_ids` ends in the end token where finish_reason is "stop".
 
     mismatch: of an answer tokenised again, whether its token count can't be the one that the server
@@ -103,7 +103,9 @@ class Endpoint:
         self._stop = threading.Event()
         self.model = model or self._served_model()
 
-    def answers(self, asks: Iterable[Ask], params: SamplingParams) -> Iterator[tuple[Ask, Reply]]:
+    def answers(
+        self, asks: Iterable[Ask], params: SamplingParams
+    ) -> Iterator[tuple[Ask, EndpointAnswer]]:
         """Each request with its reply as it finishes, at most `concurrency` requests under way.
 
         When a request fails for good, no other is begun, those under way are finished and given
@@ -114,7 +116,7 @@ class Endpoint:
             GivenUp: the retries are used up.
         """
         waiting = iter(asks)
-        under_way: dict[Future[Reply], Ask] = {}
+        under_way: dict[Future[EndpointAnswer], Ask] = {}
         failure: ValueError | None = None
         self._stop.clear()
         with ThreadPoolExecutor(self.concurrency) as pool:
@@ -144,7 +146,7 @@ class Endpoint:
         if failure is not None:
             raise failure
 
-    def _answer(self, ask: Ask, params: SamplingParams) -> Reply:
+    def _answer(self, ask: Ask, params: SamplingParams) -> EndpointAnswer:
         if self.api != "auto":
             return self._ask_by(self.api, ask, params)
         fallback = "chat" if ask.messages else "text"
@@ -162,7 +164,7 @@ class Endpoint:
             self.api = fallback
         return reply
 
-    def _ask_by(self, api: str, ask: Ask, params: SamplingParams) -> Reply:
+    def _ask_by(self, api: str, ask: Ask, params: SamplingParams) -> EndpointAnswer:
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": params.max_new_tokens,
@@ -185,7 +187,7 @@ class Endpoint:
         )
         return self._read(self._post("/completions", body | prompt, ask), ask)
 
-    def _read(self, answer: dict[str, Any], ask: Ask) -> Reply:
+    def _read(self, answer: dict[str, Any], ask: Ask) -> EndpointAnswer:
         try:
             choice = answer["choices"][0]
             text = choice["message"]["content"] if "message" in choice else choice["text"]
@@ -208,7 +210,7 @@ class Endpoint:
         special = self.tokenizer.all_special_ids
         if ended and not (ids and ids[-1] in special):
             ids = [*ids, self.tokenizer.eos_token_id]
-        return Reply(
+        return EndpointAnswer(
             token_ids=ids,
             text=text,
             finish_reason="stop" if ended else "length",

@@ -21,7 +21,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(kw_only=True)
-class Sizes:
+class DraftSizes:
     """The part of a recipe that sizes a fresh model."""
 
     layers: int = 1
@@ -36,7 +36,7 @@ class Sizes:
 
 
 @dataclass(kw_only=True)
-class DraftSource(Sizes, Lora):
+class DraftSource(DraftSizes, Lora):
     """The part of a recipe that says which draft to start from."""
 
     draft: str = ""  # a drafter folder, a model folder or a hub name; empty: a fresh draft
@@ -44,7 +44,7 @@ class DraftSource(Sizes, Lora):
 
 
 def fresh_model(
-    sizes: Sizes,
+    sizes: DraftSizes,
     family: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -77,7 +77,7 @@ def fresh_model(
 
 
 def fresh_draft(
-    sizes: Sizes, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int
+    sizes: DraftSizes, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
     """A draft of the target's family with as many logits, in fp32 on the CPU: random, or as `init`
     says a part of the target, which then also decides whether its tables are one.

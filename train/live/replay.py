@@ -34,7 +34,7 @@ from draftsmith.decode.serve.buffer import ReplayBuffer, Served, as_served
 MIX = "mix"
 
 
-class Asked(NamedTuple):
+class StreamPrompt(NamedTuple):
     """A prompt of the stream."""
 
     topic: str
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Stream:
+class StreamConfig:
     """The part of a recipe that says what is asked; an empty stream: what a server is asked."""
 
     # A JSONL file of {"prompt", "topic"}; or parts such as gsm8k:300,stdlib:1000,mix:300 (commas or
@@ -54,7 +54,7 @@ class Stream:
     seed: int = 0  # of the order within a source
 
 
-def read_stream(config: Stream, tokenizer: PreTrainedTokenizerBase) -> list[Asked]:
+def read_stream(config: StreamConfig, tokenizer: PreTrainedTokenizerBase) -> list[StreamPrompt]:
     """The prompts of a stream, in order; none comes twice.
 
     Raises:
@@ -64,7 +64,7 @@ def read_stream(config: Stream, tokenizer: PreTrainedTokenizerBase) -> list[Aske
     if Path(stream).suffix == ".jsonl":
         return _read_file(Path(stream), tokenizer)
     left: dict[str, list[list[int]]] = {}
-    asked: list[Asked] = []
+    asked: list[StreamPrompt] = []
     for words in re.split(r"[,+]", stream):
         name, _, count = words.strip().rpartition(":")
         if not name or not count.isdecimal() or (name == MIX and not left):
@@ -89,16 +89,16 @@ def read_stream(config: Stream, tokenizer: PreTrainedTokenizerBase) -> list[Aske
                 raise ValueError(
                     f"stream: {of} has no prompt left for {words!r} of {stream!r}; ask for fewer"
                 )
-            asked.append(Asked(name, left[of].pop()))
+            asked.append(StreamPrompt(name, left[of].pop()))
     return asked
 
 
-def _read_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Asked]:
+def _read_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[StreamPrompt]:
     asked = []
     for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
-            asked.append(Asked(str(row["topic"]), beginning(row["prompt"], tokenizer)))
+            asked.append(StreamPrompt(str(row["topic"]), beginning(row["prompt"], tokenizer)))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f'{path}:{number}: got {line!r:.80}, expected {{"prompt": ..., "topic": ...}}'
@@ -129,7 +129,7 @@ class Replay:
         return SamplingParams(self.temperature, max_new_tokens=self.max_new_tokens)
 
 
-class Serving:
+class ReplayFeed:
     """Serves a stream a step at a time (`served.Feed`).
 
     Args:
@@ -142,7 +142,7 @@ class Serving:
     def __init__(
         self,
         replay: Replay,
-        asked: Sequence[Asked],
+        asked: Sequence[StreamPrompt],
         decoder: Decoder,
         buffer: ReplayBuffer,
         alphas: Callable[[Served], dict[str, tuple[float, float]]],

@@ -51,7 +51,7 @@ SHARDINGS = [Sharding("ddp"), *(Sharding(f"zero{n}", n) for n in (1, 2, 3)), Sha
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModuleSizes:
     """Bytes of what a recipe's modules are, whole; edge, layer: fp32 weights outside the decoder
     layers, and of the largest of these; target_layers: the target's, where they are shared out.
     """
@@ -82,7 +82,7 @@ class Held:
         return self.weights + self.optimizer + self.gradients + self.target + self.step
 
 
-def sizes_of(staged: Staged) -> Sizes:
+def sizes_of(staged: Staged) -> ModuleSizes:
     """The modules' sizes."""
     config, trained = staged.config, staged.trained
     own = {id(p): p for p in trained.parameters()}
@@ -105,7 +105,7 @@ def sizes_of(staged: Staged) -> Sizes:
     if staged.target is not None:
         frozen = next(p for p in staged.target.parameters() if not p.requires_grad).dtype
     spare = sum(p.numel() for part in staged.spare for p in part.parameters())
-    return Sizes(
+    return ModuleSizes(
         weights=weights,
         learned=sum(p.numel() for p in learned),
         optimizer=state,
@@ -144,7 +144,7 @@ def _checkpoint(model: PreTrainedModel, on: bool) -> None:
             model.gradient_checkpointing_disable()
 
 
-def held(staged: Staged, sizes: Sizes, step: Step, way: Sharding, *, world: int) -> Held:
+def held(staged: Staged, sizes: ModuleSizes, step: Step, way: Sharding, *, world: int) -> Held:
     """What a rank of `world` holds. step: rehearsed with weights in the low type where `way` is of
     ZeRO.
     """

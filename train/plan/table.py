@@ -24,8 +24,8 @@ from draftsmith.train.plan.fake_step import Step
 from draftsmith.train.plan.memory import (
     SHARDINGS,
     Held,
+    ModuleSizes,
     Sharding,
-    Sizes,
     held,
     rehearsed,
     sizes_of,
@@ -57,7 +57,7 @@ GPUS = {
 
 
 @dataclass
-class Asked:
+class PlanRequest:
     """gpu: one of GPUS; gpus: ranks; mfu: the share of the peak that a step reaches."""
 
     gpu: str = "h100"
@@ -88,9 +88,9 @@ class Choice:
 class Outline:
     """choices: the simplest first; tokens: of an optimizer step, all ranks together."""
 
-    asked: Asked
+    asked: PlanRequest
     staged: Staged
-    sizes: Sizes
+    sizes: ModuleSizes
     tokens: int
     choices: list[Choice]
 
@@ -122,7 +122,7 @@ def plan(argv: list[str]) -> Outline:
     or a number out of range.
     """
     own = [argument.partition("=")[0] in OWN for argument in argv]
-    asked = parse(Asked, [a for a, mine in zip(argv, own, strict=True) if mine])
+    asked = parse(PlanRequest, [a for a, mine in zip(argv, own, strict=True) if mine])
     device = "cpu" if asked.gpu == "cpu" else "cuda"
     cast = staged([a for a, mine in zip(argv, own, strict=True) if not mine], device)
     check_shards(cast.config, asked.gpus)
@@ -156,7 +156,9 @@ def _can(way: Sharding, cast: Staged) -> bool:
     )
 
 
-def _seconds(cast: Staged, sizes: Sizes, step: Step, asked: Asked, way: Sharding) -> float:
+def _seconds(
+    cast: Staged, sizes: ModuleSizes, step: Step, asked: PlanRequest, way: Sharding
+) -> float:
     config, gpu = cast.config, GPUS[asked.gpu]
     passes = config.accumulation * step.flops / (gpu.tflops * 1e12 * asked.mfu)
     # Weights and states are read and written, gradients read.

@@ -44,7 +44,7 @@ class JointHead:
     head_prompts: int = 100  # held-out ones, decoded at the end to calibrate and check it
 
 
-class Asked(Protocol):
+class JointFields(Protocol):
     """What `open_head` reads of a recipe."""
 
     head_weight: float
@@ -113,7 +113,7 @@ class AcceptanceLoss(nn.Module):
         return state_KH, scalars_KS, label_N[mask_N]
 
 
-def open_head(asked: Asked, hidden: int, teacher: Teacher) -> AcceptanceLoss | None:
+def open_head(asked: JointFields, hidden: int, teacher: Teacher) -> AcceptanceLoss | None:
     """A fresh head for a draft of this width, in fp32; None where the recipe wants none.
 
     Raises ValueError for what doesn't go together.

@@ -25,7 +25,7 @@ from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.scorers import FOLDER, Scorer, save_scorer, weights_mark
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.train.answers.development import prompts_for_development
-from draftsmith.train.drafts.draft_start import TINY, Sizes, fresh_draft
+from draftsmith.train.drafts.draft_start import TINY, DraftSizes, fresh_draft
 from draftsmith.train.run.folder import Run
 from draftsmith.train.scoring.result import THRESHOLDS, calibrate, describe, next_command, show
 from draftsmith.train.scoring.rows import (
@@ -165,7 +165,9 @@ def decode(drafter: Path, traces: Path, trial: Trial) -> None:
     A judge's rows are labelled by the rule, which is no judge: they only show that a recipe runs.
     """
     target, tokenizer = load_target(trial.target, "cpu")
-    sizes = Sizes(**{name: TINY[name] for name in Sizes.__dataclass_fields__ if name in TINY})
+    sizes = DraftSizes(
+        **{name: TINY[name] for name in DraftSizes.__dataclass_fields__ if name in TINY}
+    )
     save_drafter(
         drafter,
         kind="lm",

@@ -135,7 +135,7 @@ def watched(answers: Iterable[Answer], total: int, console: Console) -> Iterator
             yield answer
 
 
-class Shard:
+class AnswerFile:
     """The file that one rank appends its answers to.
 
     Raises:
@@ -160,7 +160,7 @@ class Shard:
         self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
 
-    def __enter__(self) -> "Shard":
+    def __enter__(self) -> "AnswerFile":
         return self
 
     def __exit__(

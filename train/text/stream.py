@@ -191,7 +191,7 @@ class WindowReader:
         return found, row is None
 
 
-class Stream:
+class CorpusStream:
     """`StepBatches` of a corpus; asked for step after step, in order.
 
     Args:

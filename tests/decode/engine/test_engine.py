@@ -13,7 +13,7 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.round import Batch
+from draftsmith.decode.engine.round import DecodeBatch
 from draftsmith.decode.sampling import SamplingParams
 
 
@@ -184,7 +184,7 @@ def test_kv_after_each_commit_equals_a_fresh_prefill(
 
 
 @torch.inference_mode()
-def check_kv(decoder: Decoder, batch: Batch) -> None:
+def check_kv(decoder: Decoder, batch: DecodeBatch) -> None:
     for row, request in enumerate(batch.rows.requests):
         if request is None:
             continue

@@ -14,7 +14,7 @@ from transformers import (
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.memory import Work, check, plan
-from draftsmith.decode.engine.settings import Settings
+from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.size import ModelSize, available
 from draftsmith.decode.sampling import SamplingParams
@@ -46,7 +46,7 @@ def planned_and_used(
             next(stream)
         stream.close()
 
-    made = Settings(**settings)
+    made = DecodeSettings(**settings)
     work = Work(8, prompt, 200, vocab, params, made.plan, made.rule)
     models = decoder.runner, decoder.drafter.runner
     if whole:
@@ -99,7 +99,7 @@ def test_pools_are_planned_to_the_byte() -> None:
     ]
     for shape in shapes:
         for dtype in (torch.float32, torch.bfloat16):
-            work = Work(5, 100, 50, 320, GREEDY, Settings(tree="medusa-63").plan)
+            work = Work(5, 100, 50, 320, GREEDY, DecodeSettings(tree="medusa-63").plan)
             made = plan(work, ModelSize(shape, dtype), ModelSize(config(320, 1), dtype))
             pools = [
                 KVPool(c, rows=5, slots=work.slots, dtype=dtype, device=torch.device("meta"))
@@ -108,7 +108,7 @@ def test_pools_are_planned_to_the_byte() -> None:
             assert [made.target_kv, made.drafter_kv] == [p.kv_2LBSHE.nbytes for p in pools]
 
 
-WORK = Work(16, 500, 1500, 320, GREEDY, Settings(K=4).plan)
+WORK = Work(16, 500, 1500, 320, GREEDY, DecodeSettings(K=4).plan)
 
 SIZES = ModelSize(config(320, 4), torch.bfloat16), ModelSize(config(320, 1), torch.bfloat16)
 

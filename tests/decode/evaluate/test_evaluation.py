@@ -26,7 +26,7 @@ from draftsmith.decode.evaluate.arms import (
     load,
     warm_ups,
 )
-from draftsmith.decode.evaluate.exactness import Divergence, as_rows, divergences, verdict
+from draftsmith.decode.evaluate.exactness import FirstDifference, as_rows, divergences, verdict
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import Runner
@@ -320,8 +320,8 @@ def test_verdict_counts_and_lists() -> None:
     kind = {"dtype": "float32", "baseline": "native"}
     none = {"same": 5, "excused": 0, "total": 5, "worst_margin": None}
     assert verdict([], 5, **kind) == kind | none
-    tie = Divergence(2, 7, "float32", 3e-5, near_tie=True)
-    bug = Divergence(4, 1, "float32", 0.25, near_tie=False)
+    tie = FirstDifference(2, 7, "float32", 3e-5, near_tie=True)
+    bug = FirstDifference(4, 1, "float32", 0.25, near_tie=False)
     two = {"same": 3, "excused": 1, "total": 5, "worst_margin": 0.25}
     assert verdict([tie, bug], 5, **kind) == kind | two
     assert as_rows([tie, bug]) == [

@@ -17,7 +17,7 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
-from draftsmith.decode.evaluate.exactness import Divergence, divergences, plain_decode
+from draftsmith.decode.evaluate.exactness import FirstDifference, divergences, plain_decode
 from draftsmith.decode.evaluate.metrics import block_efficiency
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.sampling import SamplingParams
@@ -114,7 +114,7 @@ def compare(
     expected: list[Completion],
     params: SamplingParams,
     batch: int,
-) -> tuple[int, list[Divergence], dict[str, float]]:
+) -> tuple[int, list[FirstDifference], dict[str, float]]:
     """Tokens compared, the differences, and tau by arm."""
     count, found, tau = 0, [], {}
     asked = expected[: BATCHES[batch]]

@@ -30,7 +30,7 @@ from live_server import (
 )
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.decode.serve.server import Backend, Serving
+from draftsmith.decode.serve.server import Backend, ServerConfig
 from draftsmith.decode.serve.server import main as serve
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -309,14 +309,14 @@ def test_an_engine_that_fails_says_so(
 )
 def test_settings_that_make_no_server(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Serving(target="t", **settings)
+        ServerConfig(target="t", **settings)
     assert serve(["target=nowhere", "rows=0"]) == 2
 
 
 def test_a_draft_that_cannot_learn_is_not_kept_for(
     tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    settings = Serving(target="t", drafter="ngram", online=str(tmp_path / "online"))
+    settings = ServerConfig(target="t", drafter="ngram", online=str(tmp_path / "online"))
     with pytest.raises(ValueError, match=r"no draft that can learn, expected one of kind lm,"):
         Backend(settings, tiny_target, tiny_tokenizer)
 

@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.decode.serve.server import Backend, Serving
+from draftsmith.decode.serve.server import Backend, ServerConfig
 
 CHECKS = [
     not_a_server_error,
@@ -29,7 +29,7 @@ CHECKS = [
 def backend(
     tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Backend]:
-    how = Serving(target="tiny", rows=16, max_queue=16, max_len=64, max_tokens=4)
+    how = ServerConfig(target="tiny", rows=16, max_queue=16, max_len=64, max_tokens=4)
     made = Backend(how, tiny_target, tiny_tokenizer)
     made.start()
     yield made

@@ -26,13 +26,7 @@ from draftsmith.train import online
 from draftsmith.train.live.idle_time import Duty, yield_the_processor
 from draftsmith.train.live.learner import Lessons, open_learner
 from draftsmith.train.live.publishing import Alpha, Publisher, Publishing
-from draftsmith.train.live.replay import Stream, read_stream
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> None:
-    """accelerate keeps one precision for a whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
+from draftsmith.train.live.replay import StreamConfig, read_stream
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +200,9 @@ def test_streams(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Non
     sources = {name: str(tmp_path / f"{name}.jsonl") for name in ("a", "b")}
 
     def of(words: str) -> Any:
-        return read_stream(Stream(stream=words, sources=sources, part="train"), tiny_tokenizer)
+        return read_stream(
+            StreamConfig(stream=words, sources=sources, part="train"), tiny_tokenizer
+        )
 
     asked = of("a:5,b:3+mix:6")
     assert [one.topic for one in asked] == ["a"] * 5 + ["b"] * 3 + ["mix"] * 6

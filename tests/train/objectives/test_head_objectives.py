@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from tiny_heads import (
     ALPHA,
     DECAY,
@@ -41,12 +40,6 @@ from draftsmith.train.run.loop import fit
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.states import OnlineTaps
 from draftsmith.train.text.batches import Batch
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> None:
-    """accelerate keeps one precision for a whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def documents(positions_T: Tensor) -> list[range]:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from bigram import Bigram, Sequences, settings
 from torch import nn
 
@@ -25,12 +24,6 @@ from draftsmith.train.run.loop import Objective, Result, StepOutput, fit, step_s
 from draftsmith.train.run.optim import learning_rate, optimizers
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.text.batches import Batch
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> None:
-    """accelerate keeps one precision for a whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def train(

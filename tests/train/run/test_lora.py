@@ -35,11 +35,6 @@ Argv = list[str]
 QUESTIONS = 320  # 300 of them are held out
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.fixture(scope="module")
 def pair(
     tmp_path_factory: pytest.TempPathFactory,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState
 from four_steps import FourSteps, some_batch
 from head_folders import made
 from torch import Tensor
@@ -30,12 +29,6 @@ from draftsmith.train.text.batches import Batch, Batches
 
 Argv = list[str]
 WARP = SamplingParams(temperature=0.7, top_k=50)
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> None:
-    """accelerate keeps one precision for a whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

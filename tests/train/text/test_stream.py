@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.decode.prompts.rows import parse
 from draftsmith.train.text.batches import Batch, Batches, Examples
-from draftsmith.train.text.stream import Corpus, Stream
+from draftsmith.train.text.stream import Corpus, CorpusStream
 from draftsmith.train.text.tokenise import tokenise
 
 STEPS, DOCUMENTS = 24, 240
-Make = Callable[..., Stream]
+Make = Callable[..., CorpusStream]
 
 
 def text_of(number: int) -> str:
@@ -59,15 +59,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(corpus: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Make:
-    def make(*, left_out: tuple[str, ...] = (), **settings: Any) -> Stream:
+    def make(*, left_out: tuple[str, ...] = (), **settings: Any) -> CorpusStream:
         given = {"corpus": [str(corpus)], "max_length": 32, "batch_size": 3, "shuffle": 16}
         config = Corpus(out="", steps=STEPS, **(given | settings))
-        return Stream(config, tiny_tokenizer, left_out)
+        return CorpusStream(config, tiny_tokenizer, left_out)
 
     return make
 
 
-def take(stream: Stream, steps: range, rank: int = 0, world: int = 1) -> list[Batch]:
+def take(stream: CorpusStream, steps: range, rank: int = 0, world: int = 1) -> list[Batch]:
     """Two micro-batches a step."""
     place = {"accumulation": 2, "world": world}
     return [stream.batch(s, micro, rank, **place) for s in steps for micro in range(2)]
@@ -97,7 +97,7 @@ def documents(batches: list[Batch], tokenizer: PreTrainedTokenizerFast) -> Count
     return found
 
 
-def first_epoch(stream: Stream, rank: int = 0, world: int = 1) -> list[Batch]:
+def first_epoch(stream: CorpusStream, rank: int = 0, world: int = 1) -> list[Batch]:
     """All batches before the corpus begins again, as a warning tells."""
     found: list[Batch] = []
     with warnings.catch_warnings(record=True) as told:
