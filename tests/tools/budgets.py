@@ -1,4 +1,4 @@
-"""Lines and files of every room, the five longest files, and the budgets: a part of `make check`."""
+"""Lines and files of every room, the five longest files, the budget: a part of `make check`."""
 
 import sys
 from collections import Counter
