@@ -29,9 +29,10 @@ from draftsmith.models.disk.provenance import git_commit, versions
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train.answers.asks import Ask, fitting, from_rows, prompts_hash, write_answers
+from draftsmith.train.answers.asks import Ask, fitting, from_rows, prompts_hash
 from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused
 from draftsmith.train.answers.top_logprobs import check_asked
+from draftsmith.train.answers.writers import write_answers
 from draftsmith.train.run.log import run_entry
 from draftsmith.train.run.recipe import load, show
 from draftsmith.train.text.prepared import AnswerFile, claim, read_answers, summary, watched
