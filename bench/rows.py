@@ -2,16 +2,16 @@
 
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.decode.report.results import machine
-from draftsmith.models.disk.provenance import git_commit
+from draftsmith.decode.report.results import machine, unrepeatable
+from draftsmith.models.disk.provenance import command_line, git_commit
 
 HEAD = ("what", "peer", "ratio", "range", "pairs", "ours", "theirs", "unit")
 
@@ -77,24 +77,44 @@ def save(
 ) -> None:
     """Write <name>.json, the page <name>.md made from it, and <name>.svg if there is a picture."""
     folder.mkdir(parents=True, exist_ok=True)
+    run = about_run()
+    rows = [r | run for r in rows]
     (folder / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
-    lines = [f"# bench {name}", "", f"{about} A ratio above 1 is better for us.".strip(), ""]
-    lines += markdown(HEAD, [cells(r) for r in rows])
     if picture:
         (folder / f"{name}.svg").write_text(picture)
+    (folder / f"{name}.md").write_text(page(name, rows, about=about, picture=bool(picture)))
+
+
+def page(name: str, rows: list[dict[str, Any]], *, about: str, picture: bool) -> str:
+    """Markdown. about: sentences that follow the one on where the rows come from."""
+    words = f"{source(rows)} {about}".strip()
+    lines = [f"# bench {name}", "", f"{words} A ratio above 1 is better for us.", ""]
+    lines += markdown(HEAD, [cells(r) for r in rows])
+    if picture:
         lines += ["", f"![{name}]({name}.svg)"]
-    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 def about_run() -> dict[str, Any]:
     """Commit, command and machine, beside every kept number."""
-    line = " ".join(["python", *sys.orig_argv[1:]])
-    return {"commit": git_commit(), "command": line, "machine": machine()}
+    return {"commit": git_commit(), "command": command_line(), "machine": machine()}
 
 
-def command() -> str:
-    """The same in words, for the head of a page."""
-    return "`{command}` at commit {commit} on {machine}".format(**about_run())
+def source(rows: Sequence[dict[str, Any]]) -> str:
+    """Where rows come from, for the head of their page: whole sentences."""
+    line, *others = dict.fromkeys(r["command"] for r in rows)
+    if others:
+        line = " ".join(line.split()[:2])
+    commits = ", ".join(sorted({str(r["commit"])[:12] for r in rows}))
+    words = f"`{line}`{' with the arguments in each row' if others else ''} at commit {commits}"
+    return f"{words} on {rows[0]['machine']}.{unrepeatable(rows)}"
+
+
+def interval(values: Sequence[float], draws: int = 10_000) -> list[float]:
+    """95%, bootstrap of the mean: `metrics.bootstrap` with all draws at once."""
+    found = np.array(values)
+    drawn = np.random.default_rng(0).integers(0, len(found), (draws, len(found)))
+    return np.percentile(found[drawn].mean(1), [2.5, 97.5]).tolist()
 
 
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:

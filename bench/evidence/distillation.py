@@ -2,13 +2,15 @@
 
     python bench/evidence/distillation.py                       # GSM8K: whatever is left to do
     python bench/evidence/distillation.py pair=quickstart seeds=3 arms=ce-text,fkl,tv,two-stage
-    python bench/evidence/distillation.py worker=1 workers=2    # this process's share of the runs
+    python bench/evidence/distillation.py worker=1 workers=2 # its share, once worker 0 has the
+    drafts
 
-A seed is a draft pretrained with it, and an order of the data: arms of one seed share both. The
-learning rate of each arm is chosen on a further seed, by alpha on the part of the held-out prompts
-that is for tuning; alpha and tau are then measured on the other part, on text that the target
-wrote. No run keeps anything but its last weights. What was measured is kept in <trained>; the rows
-and the page are <out>/distillation.*, one file for both pairs.
+What the runs begin from is made first: the target's answers, or the quickstart's target, and the
+drafts. A seed is a draft pretrained with it, and an order of the data: arms of one seed share both.
+The learning rate of each arm is chosen on a further seed, by alpha on the part of the held-out
+prompts that is for tuning; alpha and tau are then measured on the other part, on text that the
+target wrote. No run keeps anything but its last weights. What was measured is kept in <trained>;
+the rows and the page are <out>/distillation.*, one file for both pairs.
 """
 
 import contextlib
@@ -26,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.bench.evidence import distillation_page
 from draftsmith.bench.rows import about_run
+from draftsmith.bench.speed.workers import train
 from draftsmith.command import parse
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.prompts.prompts import load_prompts
@@ -74,11 +77,22 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 REFERENCED = ("adaspec", "bottom", "easy")
 # Of each pair (recipe=<pair>/draft and recipe=<pair>/distill): its text, how many rows of it, and
-# how many held-out prompts the target answers for alpha.
+# how many held-out prompts the target answers for alpha; and what is made before the drafts.
 PAIRS: dict[str, dict[str, Any]] = {
-    "gsm8k": {"text": "../shared/data/gsm8k/train.jsonl", "rows": 3600, "prompts": 192},
-    "quickstart": {"text": "stdlib", "rows": None, "prompts": 96},
+    "gsm8k": {
+        "text": "../shared/data/gsm8k/train.jsonl",
+        "rows": 3600,
+        "prompts": 192,
+        "before": ("prepare", "runs/gsm8k/answers/answers-00000-of-00001.jsonl"),
+    },
+    "quickstart": {
+        "text": "stdlib",
+        "rows": None,
+        "prompts": 96,
+        "before": ("target", "runs/quickstart/target/model"),
+    },
 }
+ENTRIES = {"prepare": "prepare", "target": "pretrain"}
 TUNING_SEED = 5
 DECODED = 48  # prompts for tau
 ANSWER = 160  # tokens of an answer at most, as in training
@@ -103,6 +117,7 @@ def main(argv: list[str]) -> None:
     settings = parse(Evidence, argv)
     torch.set_num_threads(settings.threads)
     if settings.train:
+        prepare(settings)
         bench = Bench(settings)
         for number, arm in enumerate(settings.arms.split(",")):
             if number % settings.workers == settings.worker:
@@ -117,6 +132,16 @@ def main(argv: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "distillation.json").write_text(json.dumps(rows, indent=1) + "\n")
     (out / "distillation.md").write_text(distillation_page.page(rows))
+
+
+def prepare(settings: Evidence) -> None:
+    """Make what the runs begin from, by the pair's recipes, unless it is there."""
+    pair = settings.pair
+    step, result = PAIRS[pair]["before"]
+    train(ENTRIES[step], Path(result), f"recipe={pair}/{step}")
+    for seed in [*range(settings.seeds), TUNING_SEED]:
+        draft = Path(settings.trained) / pair / f"draft-{seed}" / "drafter"
+        train("pretrain", draft, f"recipe={pair}/draft", f"seed={seed}")
 
 
 class Bench:

@@ -5,16 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.bench.rows import markdown
-from draftsmith.decode.evaluate.metrics import bootstrap
+from draftsmith.bench.rows import interval, markdown, source
 
 Rows = Sequence[dict[str, Any]]
 
 WHAT = {
     "ce-text": "cross-entropy, ground truth",
     "fkl-text": "forward KL, ground truth",
-    "ce": "cross-entropy, target-written (sequence-level KD)",
-    "fkl": "forward KL, target-written (DistillSpec)",
+    "ce": "cross-entropy (sequence-level KD where the target wrote the text)",
+    "fkl": "forward KL (DistillSpec)",
     "rkl": "reverse KL",
     "jsd": "Jensen-Shannon, beta 0.5",
     "tv": "total variation",
@@ -32,7 +31,7 @@ WHAT = {
 }
 # (claim, the arm that is to win, the other one)
 CLAIMS = (
-    ("distillation beats cross-entropy on the same answers", "fkl", "ce"),
+    ("distillation beats cross-entropy on the same text", "fkl", "ce"),
     ("distillation beats cross-entropy on the ground truth", "fkl", "ce-text"),
     ("answers of the target beat the ground truth", "fkl", "fkl-text"),
     ("text of the draft beats answers of the target", "on-policy", "fkl"),
@@ -51,28 +50,25 @@ CLAIMS = (
     ("AdaSPEC beats DistillSpec at equal compute", "adaspec", "fkl-compute"),
     ("easy tokens beat AdaSPEC's", "easy-k", "adaspec"),
 )
-DRAWS = 10_000
 
 
 def page(rows: Rows) -> str:
     """Markdown: for each pair of models the arms, and what became of the claims."""
-    first = rows[0]
     pairs = dict.fromkeys(r["pair"] for r in rows)
-    commits = ", ".join(sorted({r["commit"] for r in rows}))
     lines = [
         "# Distilling a draft: what helps",
         "",
-        f"`python bench/evidence/distillation.py` at commit {commits} on {first['machine']}. An "
-        "arm differs "
-        "from forward KL on the target's answers by one thing. A seed is a draft pretrained with "
-        "it and an order of the data, the same for all arms; each arm has the learning rate that "
-        "did best for it on a further seed and other prompts (adaspec-tokens that of adaspec, "
-        "fkl-compute and on-policy that of fkl). alpha: sum of min(p, q), "
-        "teacher-forced over answers that the target wrote to held-out prompts at temperature 1; "
-        f"tau: tokens a target call, decoded with chains of {first['K']} at temperature 1. "
-        "Brackets: smallest and largest seed. Differences are paired over seeds, with a 95% "
-        "bootstrap interval, which is a little narrow for so few seeds: read it with the number "
-        "of seeds that agree.",
+        f"{source(rows)} An arm differs from forward KL on the pair's text by one thing. A seed is "
+        "a draft pretrained with it and an order of the data, the same for all arms; each arm has "
+        "the learning rate that did best for it on a further seed and other prompts "
+        "(adaspec-tokens that of adaspec, fkl-compute and on-policy that of fkl). alpha: sum of "
+        "min(p, q), teacher-forced over answers that the target wrote to held-out prompts at "
+        "temperature 1; tau: tokens a target call, decoded with chains of "
+        f"{rows[0]['K']} at temperature 1. Temperature 0 was not measured. Brackets: smallest and "
+        "largest seed. Differences are paired over seeds, with a 95% bootstrap interval over the "
+        "seeds alone, which is narrow for so few: read it with the number of seeds that agree. All "
+        "seeds are measured on the same prompts, and the rows hold no figures of single ones, so "
+        "what other prompts would give is in no interval.",
     ]
     for pair in pairs:
         lines += ["", *_of_pair([r for r in rows if r["pair"] == pair])]
@@ -86,11 +82,6 @@ def difference(rows: Rows, arm: str, other: str, name: str) -> np.ndarray:
     return np.array([found[arm, seed] - found[other, seed] for seed in seeds])
 
 
-def interval(values: np.ndarray) -> list[float]:
-    """95%, bootstrap of the mean."""
-    return bootstrap(lambda i: float(values[i].mean()), len(values), draws=DRAWS)
-
-
 def verdict(values: np.ndarray) -> str:
     """Whether the first arm is better, worse, or neither can be said."""
     low, high = interval(values)
@@ -101,10 +92,12 @@ def _of_pair(rows: Rows) -> list[str]:
     first, arms = rows[0], [arm for arm in WHAT if any(r["what"] == arm for r in rows)]
     seeds = sorted({r["seed"] for r in rows})
     steps = min(r["steps"] for r in rows)
+    text = next(r["data"] for r in rows if r["what"] == "fkl")
     lines = [
         f"## {first['pair']}",
         "",
-        f"Target {first['target']}, {len(seeds)} seeds, {steps} steps unless the arm says more.",
+        f"Target {first['target']}, text {text}, {len(seeds)} seeds, {steps} steps unless "
+        "the arm says more.",
         "",
     ]
     head = ("arm", "what", "lr", "alpha", "tau", "alpha - fkl", "tau - fkl", "seconds")

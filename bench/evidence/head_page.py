@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.bench.rows import markdown
+from draftsmith.bench.rows import markdown, source
 from draftsmith.decode.evaluate.metrics import paired_difference, ratio_interval
 
 Rows = Sequence[dict[str, Any]]
@@ -23,7 +23,7 @@ def page(rows: Rows) -> str:
     lines = [
         "# Heads on one target",
         "",
-        f"`{first['command']}` at commit {first['commit']} on {first['machine']}. Target "
+        f"{source(rows)} Target "
         f"{first['target']}, {first['n_prompts']} held-out prompts of {first['data']}, "
         f"{first['max_new_tokens']} new tokens, bf16, seeds {', '.join(map(str, seeds))}. Nodes, "
         f"the root included: {', '.join(f'{tree} {n}' for tree, n in sizes.items())}. tau: tokens "

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.bench.rows import command, markdown
+from draftsmith.bench.rows import markdown, source
 from draftsmith.decode.report.svg import Trend, drawing, scatter
 
 Row = dict[str, Any]
@@ -115,7 +115,7 @@ def page(rows: Sequence[Row], compared: Sequence[Row]) -> str:
     lines = [
         "# A judge and its baselines: accuracy against tau",
         "",
-        f"{command()}: target {first['target']}, drafter {first['drafter']}, chains of K = "
+        f"{source(rows)} Target {first['target']}, drafter {first['drafter']}, chains of K = "
         f"{first['K']}, temperature 0, fp32, {first['n_prompts']} fresh problems of "
         "`data=arithmetic`. Every way but the first is LOSSY. "
         f"{len(seeds)} judges, each with its own questions to mine, weights and order; on prompts "

@@ -40,6 +40,7 @@ from rich.console import Console
 from draftsmith.bench.evidence import online_page
 from draftsmith.bench.evidence.traffic import Ask, Endpoint, Reply, at_rate, by_clients, latencies
 from draftsmith.bench.rows import about_run
+from draftsmith.bench.speed.workers import train
 from draftsmith.command import parse
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.request import Completion
@@ -111,13 +112,6 @@ def distil_offline(settings: Evidence) -> None:
         train("distill", frozen, *how, "eval_every=150")
         more = (f"draft={frozen}", f"data={answers}", "heldout_data=stdlib", "steps=300")
         train("distill", ceiling, *how, *more, "eval_every=300")
-
-
-def train(entry: str, result: Path, *argv: str) -> None:
-    """Run a training entry, unless its result is there."""
-    if not result.exists():
-        command = [sys.executable, f"train/{entry}.py", f"out={result.parent}", *argv]
-        subprocess.run(command, check=True)
 
 
 class Seed:

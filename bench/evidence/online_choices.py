@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 
 from draftsmith.bench.evidence.online_page import over_seeds
-from draftsmith.bench.rows import about_run, markdown
+from draftsmith.bench.rows import about_run, markdown, source
 from draftsmith.command import parse
 
 ARMS = {  # name: what it means, and the settings that differ
@@ -101,13 +101,11 @@ def replay(settings: Choices, arm: str, seed: int) -> None:
 
 def page(rows: Rows) -> str:
     """Markdown."""
-    commits = ", ".join(sorted({row["commit"][:12] for row in rows}))
     seeds = {row["seed"] for row in rows if row["what"] in ARMS}
     lines = [
         "# What an online draft learns from",
         "",
-        f"`python bench/evidence/online_choices.py` at commit {commits} on {rows[0]['machine']}. "
-        "Replays of "
+        f"{source(rows)} Replays of "
         f"{MATHS} GSM8K and {PYTHON} Python requests (target-15m, 64 tokens, temperature 1, "
         f"{len(seeds)} seeds, each with drafts and a stream of its own), and a learner that takes "
         "a step a request; an arm differs from base by one setting, the learning rate is 5e-3 "
@@ -115,7 +113,8 @@ def page(rows: Rows) -> str:
         f"in all arms, after so many requests of the new topic (means of the following {SPAN}). "
         "The last columns are of the last ones: the difference to base, paired by request, with "
         "its 95% interval (bootstrap over seeds, then requests) and the seeds that agree; and the "
-        "share of the gap between frozen and ceiling draft that was closed.",
+        "share of the gap between frozen and ceiling draft that was closed. base's settings were "
+        "chosen on this same change of topic.",
         "",
         *table(rows),
     ]

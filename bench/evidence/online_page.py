@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.bench.rows import markdown
+from draftsmith.bench.rows import markdown, source
 from draftsmith.decode.evaluate.metrics import bootstrap
 from draftsmith.decode.report.svg import Trend, drawing, scatter
 
@@ -42,21 +42,21 @@ def unfolded(rows: Rows) -> Rows:
 def page(rows: Rows) -> str:
     """Markdown."""
     rows = unfolded(rows)
-    commits = ", ".join(sorted({str(r["commit"])[:12] for r in rows}))
     seeds = sorted({r["seed"] for r in rows})
     parts = {topic: len(_numbers(rows, topic)) for topic in _topics(rows)}
     stream = ", then ".join(f"{count} of {topic}" for topic, count in parts.items())
     lines = [
         "# A draft that learns while it serves",
         "",
-        f"`python bench/evidence/online.py` at commit {commits} on {rows[0]['machine']}. Target "
+        f"{source(rows)} Target "
         f"{rows[0]['target']}, fp32, temperature 1; {len(seeds)} seeds, each with drafts, a "
         f"stream, arrivals and noise of its own. Requests: {stream}. They come over HTTP as a "
         "Poisson process at 60% of the measured capacity; the server has one thread, the learner "
         "what is left of two cores. frozen: distilled on answers to GSM8K; online: the versions "
         "as they served; ceiling: the frozen draft, distilled offline on 2,000 answers to Python "
-        "source. Brackets: 95% bootstrap intervals, over requests of one seed, or over seeds and "
-        "then requests where they are of all.",
+        "source. The learner's settings were chosen on this same change of topic: another one may "
+        "gain less. Brackets: 95% bootstrap intervals, over requests of one seed, or over seeds "
+        "and then requests where they are of all.",
         "",
         "![alpha over the requests](online.svg)",
         "",

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.bench.rows import markdown
-from draftsmith.decode.evaluate.metrics import bootstrap
+from draftsmith.bench.rows import interval, markdown, source
 
 Rows = Sequence[dict[str, Any]]
 
@@ -26,18 +25,18 @@ WHAT = {
 def page(rows: Rows) -> str:
     """Markdown."""
     replayed = [r for r in rows if "c" in r]
-    commits = ", ".join(sorted({str(r["commit"])[:12] for r in rows}))
     seeds = sorted({r["seed"] for r in replayed})
     lines = [
         "# When to stop drafting",
         "",
-        f"`python bench/evidence/specdecpp.py` at commit {commits} on {rows[0]['machine']}. Target "
-        f"{rows[0]['target']}; {len(seeds)} seeds, each with a draft distilled on GSM8K, sampling "
-        "noise and heads of its own; answers at temperature 1 to GSM8K questions, Python source "
-        "and copies of source, a third each. K, thresholds and settings are chosen on the tune "
-        "part for each c, figures are of the report part. Modelled: emitted / (rounds + c drafted) "
-        "in steps of plain decoding, replayed from a trace. Brackets: 95% bootstrap interval over "
-        "the seeds, which is a little narrow for so few.",
+        f"{source(rows)} Target {rows[0]['target']}, and one draft for all, distilled on GSM8K and "
+        f"Python source; {len(seeds)} seeds of sampling noise and heads, on the same prompts: "
+        "GSM8K questions, Python source and copies of source, a third each, at temperature 1. K, "
+        "thresholds and settings are chosen on the tune part for each c, figures are of the report "
+        "part. Modelled: emitted / (rounds + c drafted) in steps of plain decoding, replayed from "
+        "a trace. Brackets: the wider of two 95% bootstrap intervals, over the seeds, and over the "
+        "prompts (the mean of what each seed has); of shares of the oracle's gain over the seeds "
+        "alone, which is narrow for so few.",
     ]
     for c in sorted({r["c"] for r in replayed}):
         lines += ["", *_at_cost([r for r in replayed if r["c"] == c], c)]
@@ -131,16 +130,18 @@ def mean(rows: Rows, name: str) -> float:
     return float(np.mean([r[name] for r in rows]))
 
 
-def interval(values: Sequence[float]) -> list[float]:
-    """95%, bootstrap of the mean over seeds."""
-    found = np.array(values)
-    return bootstrap(lambda i: float(found[i].mean()), len(found), draws=10_000)
+def wider(rows: Rows, name: str) -> list[float]:
+    """Of a figure with an interval over prompts in each row: that one, the rows' ends averaged, or
+    the one over rows (seeds).
+    """
+    over_seeds = interval([r[name] for r in rows])
+    over_prompts = np.mean([r[f"{name}_interval"] for r in rows], axis=0).tolist()
+    return max(over_seeds, over_prompts, key=lambda ends: ends[1] - ends[0])
 
 
 def _percent(rows: Rows, name: str) -> str:
-    gains = [100 * (r[name] - 1) for r in rows]
-    low, high = interval(gains)
-    return f"{np.mean(gains):+.1f}% [{low:+.1f}, {high:+.1f}]"
+    low, high = (100 * (end - 1) for end in wider(rows, name))
+    return f"{100 * (mean(rows, name) - 1):+.1f}% [{low:+.1f}, {high:+.1f}]"
 
 
 def _share(rows: Rows) -> str:

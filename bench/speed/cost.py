@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from draftsmith.bench.rows import about_run, command, lower, publish
+from draftsmith.bench.rows import lower, publish
 from draftsmith.bench.speed import device
 from draftsmith.command import parse
 from draftsmith.decode.drafters.lm import context_of
@@ -72,11 +72,10 @@ def main(argv: list[str]) -> None:
         for role, name in (("target", settings.target), ("draft", settings.draft))
     )
     about = (
-        f"{command()}: {', '.join(pair)}; a line through the times of forwards of N tokens a "
+        f"Models: {', '.join(pair)}; a line through the times of forwards of N tokens a "
         f"row, else N = 1, batch 1, {BASE['context']} tokens of context. A pair is a doubling "
         "of the size, ours the median growth in one: as it should be where no ratio is far below 1."
     )
-    rows = [r | about_run() for r in rows]
     publish("cost", rows, Path(settings.out), about=about, picture=picture(rows))
 
 

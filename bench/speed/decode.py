@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, logging
 
-from draftsmith.bench.rows import command, publish, row
+from draftsmith.bench.rows import publish, row
 from draftsmith.bench.speed.arms import (
     Arm,
     Turns,
@@ -127,7 +127,7 @@ def main(argv: list[str]) -> None:
             both = turns[f"ours {name}"], turns["generate"]
             rows.append(rates_row(f"{name}, batch {size}", "generate, padded", *both))
     about = (
-        f"{command()}: greedy, {settings.dtype}, {settings.threads} thread(s), prompts of "
+        f"Greedy, {settings.dtype}, {settings.threads} thread(s), prompts of "
         f"{settings.prompt_tokens} tokens, {settings.max_new_tokens} new ones."
     )
     publish("decode", rows, Path(settings.out), about=about, picture=picture(one))

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.bench.rows import about_run, command, markdown, save
+from draftsmith.bench.rows import markdown, save
 from draftsmith.command import parse
 from draftsmith.models.disk.provenance import versions
 
@@ -97,14 +97,14 @@ def report(
         what = f"{r['what']} / {r['peer']}"
         table.append([what, f"{r['ratio']:.2f}", f"{r['goal']:.2f}", verdict])
     about = [
-        f"{command()}; {', '.join(f'{k} {v}' for k, v in versions().items())}.",
+        f"{', '.join(f'{k} {v}' for k, v in versions().items())}.",
         f"Failed: {', '.join(failed) or 'none'}. Skipped: {'; '.join(skipped) or 'none'}.",
         "",
         *markdown(["goal", "ratio", "wanted", "verdict"], table),
         "",
     ]
-    name, run = "gpu" if judged else "gpu-cpu-mode", about_run()
-    save(name, [r | run for r in rows], Path(settings.out), about="\n".join(about))
+    name = "gpu" if judged else "gpu-cpu-mode"
+    save(name, rows, Path(settings.out), about="\n".join(about))
     print("\n".join([*about[1:], f"{len(rows)} rows: {Path(settings.out, name)}.json and .md"]))
 
 

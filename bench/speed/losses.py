@@ -151,10 +151,13 @@ def main() -> None:
     if unknown := [name for name in chosen if name not in known]:
         parser.error(f"--losses: got {', '.join(unknown)}, expected some of {', '.join(known)}")
     rows = [r for loss in chosen for r in compare(loss, args)]
-    publish("losses", rows, args.out)
-    head = 4 * args.vocabulary * args.hidden / MIB
-    print("MiB and s are better when lower; their ratio is peer / ours. Shapes are N x V x H.")
-    print(f"{torch.get_num_threads()} threads; the head's gradient is {head:.0f} MiB of each peak.")
+    threads, head = torch.get_num_threads(), 4 * args.vocabulary * args.hidden / MIB
+    about = (
+        "MiB and s are better when lower; their ratio is peer / ours. Shapes are N x V x H. "
+        f"{threads} thread(s); the head's gradient is {head:.0f} MiB of each peak."
+    )
+    publish("losses", rows, args.out, about=about)
+    print(about)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Arms of a comparison that need a process each, so that each has a peak memory of its own."""
+"""Processes that a benchmark starts: arms with a peak memory each of their own, training runs."""
 
 import json
 import os
@@ -24,6 +24,13 @@ def resident(device: str, peak: bool) -> float:
     status = Path("/proc/self/status").read_text()
     field = "VmHWM:" if peak else "VmRSS:"
     return int(status.split(field)[1].split()[0]) / 1024
+
+
+def train(entry: str, result: Path, *argv: str) -> None:
+    """Run a training entry, whose folder is that of `result`, unless that is there."""
+    if not result.exists():
+        command = [sys.executable, f"train/{entry}.py", f"out={result.parent}", *argv]
+        subprocess.run(command, check=True)
 
 
 class Arm:

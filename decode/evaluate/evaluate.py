@@ -10,7 +10,6 @@ own folder.
 """
 
 import gc
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +35,7 @@ from draftsmith.decode.evaluate.exactness import FirstDifference, as_rows, diver
 from draftsmith.decode.evaluate.tasks import agreement, exact_match, known_answer
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
-from draftsmith.models.disk.provenance import git_commit, versions
+from draftsmith.models.disk.provenance import command_line, git_commit, versions
 from draftsmith.models.tokenizer import vocab_size
 
 Report = dict[str, Any]
@@ -148,7 +147,7 @@ def settings_part(
         "prompts": f"{settings.prompts} ({settings.split})",
         "versions": versions(),
         "commit": git_commit(),
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": command_line(),
     }
 
 

@@ -16,7 +16,6 @@ have to do with each other. Prompts are of the tune part, never of the one that 
 """
 
 import json
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams, request_race
 from draftsmith.decode.tree_shapes import RankPath, StaticTree
-from draftsmith.models.disk.provenance import git_commit
+from draftsmith.models.disk.provenance import command_line, git_commit
 from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.folder.drafter_folder import open_drafter
 
@@ -181,7 +180,7 @@ def main(argv: list[str]) -> int:
         "rounds": made.rounds,
         "sharpness": made.sharpness,
         "commit": git_commit(),
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": command_line(),
     }
     out.write_text(json.dumps(about, indent=1))
     dynamic = f"dynamic:{settings.levels},4,{settings.nodes + 1},{made.sharpness:.2g}"

@@ -219,11 +219,12 @@ def publish(rows: Sequence[Row], fits: Sequence[Fit], folder: Path) -> None:
     """Write scaling.json (the rows, then a row for each fit), scaling.md and scaling.svg."""
     folder.mkdir(parents=True, exist_ok=True)
     names = ("value", "axis", "what", "other", "slope", "intercept", "r2", "interval")
-    found = [
-        {name: getattr(fit, name) for name in names}
-        | {"held_out": fit.held_out[0], "measured": fit.held_out[1], "error": fit.error}
-        for fit in fits
-    ]
+    made = {name: rows[0][name] for name in ("commit", "command", "machine") if name in rows[0]}
+    found: list[Row] = []
+    for fit in fits:
+        row = {name: getattr(fit, name) for name in names}
+        row |= {"held_out": fit.held_out[0], "measured": fit.held_out[1], "error": fit.error}
+        found.append(row | made)
     (folder / "scaling.json").write_text(json.dumps([*rows, *found], indent=1) + "\n")
     (folder / "scaling.md").write_text(page(rows, fits))
     (folder / "scaling.svg").write_text(picture(fits))

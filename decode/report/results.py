@@ -3,6 +3,8 @@
 import json
 import os
 import platform
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,7 @@ def page(title: str, rows: list[dict[str, Any]]) -> str:
         f"{first['max_new_tokens']} new tokens, K = {first['K']:g}, {first['dtype']}, "
         f"{first['threads']} thread(s), seed {first['seed']}. Intervals: 95%, bootstrap over "
         "prompts, of speed-ups over batches where prompts were batched. Identical: answers equal "
-        "to plain decoding in float32, token by token.",
+        f"to plain decoding in float32, token by token.{unrepeatable(rows)}",
         "",
         "| T | drafter | alpha | tau | speed-up | tokens/s (plain) | loop rate | identical |",
         "|" + "---|" * 8,
@@ -96,6 +98,13 @@ def page(title: str, rows: list[dict[str, Any]]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def unrepeatable(rows: Sequence[dict[str, Any]]) -> str:
+    """What a page says of the rows that their command doesn't make again; nothing of the others."""
+    reasons = Counter(r["why"] for r in rows if not r.get("repeatable", True))
+    counted = (f"{n} of {len(rows)} rows: {why}" for why, n in reasons.items())
+    return "".join(f" Not repeatable, {words}." for words in counted)
 
 
 def machine() -> str:

@@ -1,7 +1,9 @@
 """Where a result comes from: the code's commit, the versions, the recipe, the seeds."""
 
 import platform
+import shlex
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,11 @@ def git_commit(file: Path = Path(__file__)) -> str | None:
         return f"{commit}-dirty" if _git(folder, "status", "--porcelain", "-uno") else commit
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def command_line() -> str:
+    """What started this process, as it can be typed again."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
 
 
 def versions() -> dict[str, str | None]:

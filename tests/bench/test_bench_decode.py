@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = ["what", "peer", "ratio", "ratio_min", "ratio_max", "pairs", "ours", "theirs", "unit"]
+FIELDS += ["commit", "command", "machine"]
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ def rows() -> list[dict]:
         * 0.004
     )
     about = {"pair": "gsm8k", "target": "t", "K": 4, "steps": 100, "seconds": 7.0, "commit": "abc"}
+    about |= {"command": "python bench/x.py", "data": "d"}
     return [
         about
         | {"what": arm, "seed": seed, "lr": 0.01, "machine": "m"}
@@ -63,3 +64,19 @@ def test_every_claim_is_about_arms_that_are_explained() -> None:
     from draftsmith.bench.evidence.distillation import ARMS
 
     assert set(ARMS) == set(WHAT) >= {arm for _, *pair in CLAIMS for arm in pair}
+
+
+def test_the_runs_begin_from_what_is_made_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers, then a draft for each seed and for the tuning one, where a run looks for it."""
+    import distillation
+
+    made: dict[Path, tuple[str, ...]] = {}
+    monkeypatch.setattr(distillation, "train", lambda entry, to, *a: made.update({to: (entry, *a)}))
+    settings = distillation.Evidence(seeds=2, trained=str(tmp_path))
+    distillation.prepare(settings)
+    answers, *drafts = made
+    assert made[answers] == ("prepare", "recipe=gsm8k/prepare")
+    assert drafts == [tmp_path / f"gsm8k/draft-{seed}/drafter" for seed in (0, 1, 5)]
+    assert made[drafts[1]] == ("pretrain", "recipe=gsm8k/draft", "seed=1")

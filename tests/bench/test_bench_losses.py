@@ -22,6 +22,7 @@ def test_bench_measures_and_writes_its_rows(tmp_path: Path) -> None:
     subprocess.run([*command, *small], cwd=ROOT, check=True, capture_output=True, timeout=120)
     rows = json.loads((tmp_path / "losses.json").read_text())
     fields = ["what", "peer", "ratio", "ratio_min", "ratio_max", "pairs", "ours", "theirs", "unit"]
+    fields += ["commit", "command", "machine"]
     assert rows and all(list(row) == fields for row in rows)
     assert {row["unit"] for row in rows} == {"MiB", "s"}
     for row in rows:
