@@ -87,7 +87,7 @@ def save(
 
 def page(name: str, rows: list[dict[str, Any]], *, about: str, picture: bool) -> str:
     """Markdown. about: sentences that follow the one on where the rows come from."""
-    words = f"{source(rows)} {about}".strip()
+    words = f"{source(rows)} {about}".rstrip(" ")
     lines = [f"# bench {name}", "", f"{words} A ratio above 1 is better for us.", ""]
     lines += markdown(HEAD, [cells(r) for r in rows])
     if picture:
