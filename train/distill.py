@@ -73,6 +73,11 @@ class DistillConfig(
     best_mode: str = "max"
 
     @property
+    def whole_target_for(self) -> str:
+        why = "whose head is calibrated by one process, which can't run the target alone"
+        return f"head_weight={self.head_weight}, {why}" if self.head_weight else ""
+
+    @property
     def warp(self) -> SamplingParams:
         """How both sides' logits become distributions, and on-policy answers are drawn."""
         return SamplingParams(

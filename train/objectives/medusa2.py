@@ -40,6 +40,10 @@ class JointRun(HeadRun, Lora):
     lora_rank: int = 32
     lora_dropout: float = 0.05
 
+    @property
+    def whole_target_for(self) -> str:
+        return "joint=true, which trains the target too" if self.joint else ""
+
 
 class JointMedusa(MedusaObjective):
     """The loss of heads and adapters. Metrics have the sum `base_kl` too.

@@ -32,6 +32,11 @@ class FrozenTarget:
     target: TargetSpec
     shard_target: bool = False  # each process keeps a share of its decoder layers
 
+    @property
+    def whole_target_for(self) -> str:
+        """What of this recipe goes with a whole target alone, and why; empty: nothing."""
+        return ""
+
 
 def open_target(
     config: FrozenTarget, accelerator: Accelerator
@@ -51,26 +56,17 @@ def open_target(
 
 def check_shards(config: Any, processes: int) -> None:
     """ValueError for a recipe whose run can't do with a shared target."""
-    if not getattr(config, "shard_target", False):
+    if not (isinstance(config, FrozenTarget) and config.shard_target):
         return
     if processes == 1:
         raise ValueError(
             "got shard_target=true and one process, expected several to share the target's layers: "
             "launch with --num_processes, or say shard_target=false"
         )
-    for name, why in ALONE.items():
-        if getattr(config, name, False):
-            raise ValueError(
-                f"got shard_target=true and {name}={getattr(config, name)}, {why}: say "
-                "shard_target=false"
-            )
-
-
-# What goes with a whole target alone.
-ALONE = {
-    "joint": "which trains the target too, expected a frozen one",
-    "head_weight": "whose head is calibrated by one process, which can't run the target alone",
-}
+    if config.whole_target_for:
+        raise ValueError(
+            f"got shard_target=true and {config.whole_target_for}: say shard_target=false"
+        )
 
 
 def share_out(target: PreTrainedModel, device: torch.device) -> None:

@@ -19,6 +19,9 @@ from accelerate.state import AcceleratorState
 from bigram import settings
 from tiny_heads import llama
 
+from draftsmith.models.target import TargetSpec
+from draftsmith.train.distill import DistillConfig
+from draftsmith.train.heads import HeadsConfig
 from draftsmith.train.run import launch
 from draftsmith.train.run.checkpoint import Position, resized
 from draftsmith.train.run.frozen_target import check_shards
@@ -107,18 +110,22 @@ def test_ddp_with_a_target_in_parts(tmp_path: Path, one_process: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "processes", "message"),
+    ("kind", "changes", "processes", "message"),
     [
-        ({}, 1, "shard_target=true and one process"),
-        ({"joint": True}, 2, "joint=True, which trains the target too"),
-        ({"head_weight": 0.5}, 2, "head_weight=0.5, whose head is calibrated by one process"),
+        (HeadsConfig, {}, 1, "shard_target=true and one process"),
+        (HeadsConfig, {"joint": True}, 2, "joint=true, which trains the target too"),
+        (DistillConfig, {"head_weight": 0.5}, 2, "head_weight=0.5, whose head is calibrated by"),
     ],
 )
-def test_what_a_target_in_parts_cannot_do(changes: dict, processes: int, message: str) -> None:
-    recipe = {"shard_target": True, "joint": False, "head_weight": 0.0} | changes
+def test_what_a_target_in_parts_cannot_do(
+    kind: type, changes: dict, processes: int, message: str
+) -> None:
+    plain = {"out": "run", "steps": 1, "target": TargetSpec(path="target"), "shard_target": True}
+    plain |= {"kind": "medusa"} if kind is HeadsConfig else {}
     with pytest.raises(ValueError, match=message):
-        check_shards(SimpleNamespace(**recipe), processes)
-    check_shards(SimpleNamespace(**recipe | {"shard_target": False}), processes)
+        check_shards(kind(**plain | changes), processes)
+    check_shards(kind(**plain | changes | {"shard_target": False}), processes)
+    check_shards(kind(**plain), 2)
 
 
 @pytest.mark.slow
