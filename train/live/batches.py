@@ -147,6 +147,8 @@ class Buffered:
     Raises ValueError for a mix that can't be drawn.
     """
 
+    chooses = "requests from a buffer"
+
     def __init__(
         self,
         mix: Mix,

@@ -86,11 +86,13 @@ class Distillation(Objective):
         ValueError: an unknown loss, or a draft whose logits aren't one product of its last state.
 
     `lk` weighs its KL by the mean alpha of the step before, over all processes and micro-batches
-    (the first step by 1); the paper's code takes the alpha of the same micro-batch. A loss that is
-    cross-entropy alone runs no target, and has no alpha to show.
+    (the first step by 1); the paper's code takes the alpha of the same micro-batch. `by_depth`
+    divides its weights by their mean in the step before, too. A loss that is cross-entropy alone
+    runs no target, and has no alpha to show.
     """
 
     mean_alpha: Tensor
+    mean_worth: Tensor
     steps_done: Tensor
 
     def __init__(
@@ -118,7 +120,13 @@ class Distillation(Objective):
         self.vocab_size = vocab_size
         self.beta, self.warp = config.beta, warp
         self.register_buffer("mean_alpha", torch.zeros(()))
+        if self.weighting.by_depth:
+            self.register_buffer("mean_worth", torch.ones(()))
         self.register_buffer("steps_done", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def chooses(self) -> str:
+        return "select" if self.weighting.select else ""
 
     def tokens(self, batch: Batch) -> int:
         return kept(self.weighting, batch)
@@ -131,8 +139,13 @@ class Distillation(Objective):
             rows = self._teacher(batch) if asked else None
         q = self._draft_side(self.draft, batch)
         weight_N = self._weights(batch, rows, q) if counts else batch.loss_mask.flatten().float()
+        metrics = {}
+        if self.weighting.by_depth:
+            metrics["worth"] = weight_N.sum()
+            weight_N = weight_N / self.mean_worth
         loss, alpha_N = self._score(parts, batch, rows, q, weight_N)
-        metrics = {} if alpha_N is None else {"alpha": (alpha_N * (weight_N > 0)).sum()}
+        if alpha_N is not None:
+            metrics["alpha"] = (alpha_N * (weight_N > 0)).sum()
         tokens = self.tokens(batch)
         if self.head is not None:
             assert rows is not None, "a head asks for the target"
@@ -161,6 +174,8 @@ class Distillation(Objective):
         self.steps_done += 1
         if "alpha" in means:
             self.mean_alpha.fill_(means["alpha"])
+        if "worth" in means:
+            self.mean_worth.fill_(means["worth"])
 
     def _parts(self) -> dict[str, float]:
         """The loss of the stage that the run is in."""

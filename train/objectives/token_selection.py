@@ -97,8 +97,8 @@ def selected(order: str, count: int, mask_N: Tensor, loss_N: Tensor, reference_N
 
 
 def depth_weights(alpha_BT: Tensor, mask_BT: Tensor, K: int) -> Tensor:
-    """What accepting each token is worth to rounds of K drafted tokens, with mean 1 over the
-    trained ones; 0 elsewhere: [B, T].
+    """What accepting each trained token is worth to rounds of K drafted tokens, in tokens; 0
+    elsewhere: [B, T].
 
     With a_t the acceptance of the token drafted for t, rounds that begin at s with chance S_s keep
     sum_s S_s sum_(i<K) a_s ... a_(s+i) drafted tokens. The weight is the derivative of this in a_t,
@@ -123,8 +123,7 @@ def depth_weights(alpha_BT: Tensor, mask_BT: Tensor, K: int) -> Tensor:
         ended_B1 = (reach_BK[:, :K] * (1 - alpha_B1)).sum(1, keepdim=True) + reach_BK[:, K:]
         reach_BK = torch.cat([ended_B1, reach_BK[:, :K] * alpha_B1], 1)
         before_B = mask_BT[:, t]
-    weight_BT = torch.stack(weights, 1) * mask_BT
-    return weight_BT * mask_BT.sum() / weight_BT.sum().clamp_min(torch.finfo(weight_BT.dtype).tiny)
+    return torch.stack(weights, 1) * mask_BT
 
 
 # What each order ranks tokens by, the largest first, from the losses of draft and reference. The

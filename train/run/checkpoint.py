@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 from safetensors import SafetensorError
 
 from draftsmith.train.run.folder import Run
-from draftsmith.train.run.settings import Settings
 from draftsmith.train.run.sharding import Replicated, mode
 
 
@@ -37,6 +36,7 @@ class Position:
     seconds: float = 0.0
     best: float | None = None
     best_step: int = 0
+    draws: bool = True  # whether its steps drew from torch's generator, as dropout and noise do
 
     @property
     def division(self) -> tuple[int, int, int]:
@@ -96,6 +96,7 @@ def load(spread: Replicated, run: Run, batches: object) -> Position:
         mode=mode(accelerator),
         batch_size=settings.batch_size,
         accumulation=settings.accumulation,
+        draws=False,
     )
     latest = run.latest()
     if latest is None:
@@ -106,7 +107,13 @@ def load(spread: Replicated, run: Run, batches: object) -> Position:
             f"{latest} is of a {then.mode} run, this launch is {now.mode}: launch it as before, or "
             "start over with out=..."
         )
-    how = resized(then, now, settings) if then.division != now.division else ""
+    how = ""
+    if then.division != now.division:
+        # What draws or reads by process and micro-batch, or selects within a micro-batch.
+        drawn = "random draws (dropout, noise)" if then.draws else ""
+        chosen = [getattr(part, "chooses", "") for part in (spread.objective, batches)]
+        depending = [name for name in (drawn, *chosen) if name]
+        how = resized(then, now, depending, allow=settings.allow_resize)
     spread.load(latest)
     if isinstance(batches, Resumable):
         place = latest / BATCHES.format(accelerator.process_index)
@@ -122,22 +129,24 @@ def load(spread: Replicated, run: Run, batches: object) -> Position:
     )
 
 
-def resized(then: Position, now: Position, settings: Settings) -> str:
-    """What to say about a step that is divided in another way; ValueError where that can't be."""
+def resized(then: Position, now: Position, depending: list[str], *, allow: bool) -> str:
+    """What to say about a step that is divided in another way; ValueError where that can't be.
+
+    depending: what makes a step depend on its division; allow: whether to go on inexactly.
+    """
     change = f"{_product(then)} became {_product(now)} (batch_size x accumulation x processes)"
     if then.world != now.world and now.mode.startswith("zero"):
         raise ValueError(
             f"{change}: DeepSpeed's checkpoint of {then.world} processes is cut into as many parts "
             f"and loads on no other number; launch {then.world} (DDP and FSDP2 runs can change)"
         )
-    random = [name for name in DEPENDING if getattr(settings, name, 0)]
     if _sequences(then) != _sequences(now):
         why = "a step would have other sequences than before"
-    elif random:
-        why = f"with {', '.join(random)} a step depends on how it is divided"
+    elif depending:
+        why = f"with {', '.join(depending)} a step depends on how it is divided"
     else:
         return f"; {change}: the same sequences a step, so the same run up to rounding"
-    if not settings.allow_resize:
+    if not allow:
         raise ValueError(
             f"{change}, and {why}: the run can't go on exactly. Launch it as before, choose "
             "batch_size and accumulation so that the product stays, or say allow_resize=true"
@@ -154,6 +163,4 @@ def _sequences(position: Position) -> int:
     return batch_size * accumulation * world
 
 
-# What draws or reads by process and micro-batch, or selects within a micro-batch.
-DEPENDING = ("on_policy", "select", "dropout", "noise", "corpus", "head_weight")
 BATCHES = "batches-{}.json"  # of a process

@@ -55,6 +55,13 @@ class Objective(nn.Module):
         """Factors of the learning rate, by the name of the submodule they are for."""
         return {}
 
+    @property
+    def chooses(self) -> str:
+        """What it selects within a micro-batch, so that a step depends on how it is divided; draws
+        from torch's generator needn't be told: `fit` sees them.
+        """
+        return ""
+
     def tokens(self, batch: Any) -> int:
         """How many tokens of a micro-batch count: its share of what the step's loss is divided by,
         and what `forward` gives as `StepOutput.tokens`.
@@ -78,7 +85,8 @@ class MicroBatch(Protocol):
 
 class StepBatches(Protocol):
     """Where micro-batches come from: a function of its arguments alone, or asked for in order and
-    then `checkpoint.Resumable`.
+    then `checkpoint.Resumable`. One that draws or reads by process and micro-batch names in
+    `chooses` what, as objectives do.
     """
 
     def batch(
@@ -227,6 +235,7 @@ class _Fitting:
         """One optimizer step over `micros`; returns its record."""
         at, accelerator = self.position, self.accelerator
         torch.manual_seed(step_seed(self.settings.seed, at.step, accelerator.process_index))
+        seeded = _generators(accelerator.device)
         rate = learning_rate(self.settings, at.step)
         for optimizer in self.spread.optimizers:
             for group in optimizer.param_groups:
@@ -244,6 +253,7 @@ class _Fitting:
                     means = self._means(outputs, micros, tokens)
                 self.spread.backward(outputs[-1].loss * scale, last=last)
         norm = self._update(micros)
+        at.draws |= not torch.equal(seeded, _generators(accelerator.device))
         at.step += 1
         at.tokens += tokens
         self.objective.observe(means)
@@ -316,3 +326,11 @@ class _Fitting:
             f"state before it is kept in {self.run.latest()}. Look at these examples, or start "
             "another run with a lower lr"
         )
+
+
+def _generators(device: torch.device) -> Tensor:
+    """The state of torch's generators, which any draw changes."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return torch.cat(states)

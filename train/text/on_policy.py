@@ -72,6 +72,8 @@ class OnPolicy:
             document, its first `prompt_tokens`.
     """
 
+    chooses = "on_policy"
+
     def __init__(
         self,
         text: OnPolicyText,

@@ -201,6 +201,8 @@ class CorpusStream:
         ValueError: a corpus that isn't there, weights that don't fit it, or too small a `shuffle`.
     """
 
+    chooses = "corpus"
+
     def __init__(
         self, config: Corpus, tokenizer: PreTrainedTokenizerBase, left_out: Iterable[str] = ()
     ) -> None:

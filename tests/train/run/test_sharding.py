@@ -151,20 +151,17 @@ def position(batch_size: int, accumulation: int, world: int, mode: str = "fsdp2"
     return Position(world, mode, batch_size, accumulation)
 
 
-def test_another_division_is_exact_or_asked_for(tmp_path: Path) -> None:
-    config = settings(tmp_path)
+def test_another_division_is_exact_or_asked_for() -> None:
     then = position(2, 2, 2)
-    said = resized(then, position(8, 1, 1), config)
+    said = resized(then, position(8, 1, 1), [], allow=False)
     assert "2 x 2 x 2 became 8 x 1 x 1" in said and "the same run up to rounding" in said
     with pytest.raises(ValueError, match=r"other sequences than before.*allow_resize=true"):
-        resized(then, position(2, 2, 1), config)
-    config.on_policy = 0.5  # type: ignore[attr-defined]
+        resized(then, position(2, 2, 1), [], allow=False)
     with pytest.raises(ValueError, match="with on_policy a step depends on how it is divided"):
-        resized(then, position(8, 1, 1), config)
-    config.allow_resize = True
-    assert "NOT the same run" in resized(then, position(8, 1, 1), config)
+        resized(then, position(8, 1, 1), ["on_policy"], allow=False)
+    assert "NOT the same run" in resized(then, position(8, 1, 1), ["on_policy"], allow=True)
     with pytest.raises(ValueError, match="cut into as many parts"):
-        resized(position(2, 2, 2, "zero2"), position(4, 2, 1, "zero2"), config)
+        resized(position(2, 2, 2, "zero2"), position(4, 2, 1, "zero2"), [], allow=True)
 
 
 @pytest.mark.parametrize(
