@@ -126,7 +126,7 @@ def train(
         warp=SamplingParams(1.0),
     )
 
-    more = figures_of(accelerator, target, batches, objective, snapshot, run) if parts else dict
+    more = figures_of(accelerator, target, heldout, objective, snapshot, run) if parts else dict
 
     def evaluate() -> dict[str, float]:
         means = mean_output(accelerator, objective.measure, heldout, 8)

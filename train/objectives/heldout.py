@@ -29,14 +29,16 @@ Score = Callable[[Batch], StepOutput]
 def mean_output(
     accelerator: Accelerator, score: Score, batches: Batches, sequences: int
 ) -> dict[str, float]:
-    """Loss and metrics a trained token, over the first `sequences`, always the same ones.
-
-    Rounded up to whole batches of all processes, so that some sequences may count twice.
+    """Loss and metrics a trained token, over the first `sequences` (at most an epoch), always the
+    same ones and each once: what fills up the last batches of the processes isn't counted.
     """
-    rank, world = accelerator.process_index, accelerator.num_processes
+    rank, world, rows = accelerator.process_index, accelerator.num_processes, batches.batch_size
+    sequences = min(sequences, len(batches))
     sums = []
-    for step in range(-(-sequences // (batches.batch_size * world))):
-        batch = batches.batch(step, 0, rank, accumulation=1, world=world)
+    for step in range(-(-sequences // (rows * world))):
+        number = step * world + rank
+        batch = batches.batch(number, 0, 0, accumulation=1, world=1)
+        batch.loss_mask[max(0, sequences - number * rows) :] = False
         with torch.no_grad(), accelerator.autocast():
             output = score(batch.to(accelerator.device))
         sums.append(torch.stack([output.tokens, output.loss, *output.metrics.values()]).double())
