@@ -36,7 +36,10 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Row:
-    """One row. `where` names it in messages: `path:line`, a hub's `name[i]`, or `stdlib:file`."""
+    """One row. `where` names it in messages: `path:line`, a hub's `name[i]`, or `stdlib:file`.
+
+    Raises ValueError for half of a surrogate pair, which JSON can spell and no encoding holds.
+    """
 
     kind: str
     where: str
@@ -47,6 +50,19 @@ class Row:
     later: tuple[str, ...] = ()  # what the user says after the answer to the prompt, and so on
     reference: str = ""  # a known answer to the prompt that nothing is trained on
     error: tuple[int, int] | None = None  # of an answer that people found wrong, in its characters
+
+    def __post_init__(self) -> None:
+        said = (str(value) for message in self.messages for value in message.values())
+        own = (self.prompt, self.completion, self.category, self.reference)
+        for text in (*own, *self.later, *said):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                near = text[max(0, error.start - 20) : error.start + 1]
+                raise ValueError(
+                    f"{self.where}: {near!r} ends in half of a character (a lone surrogate), "
+                    r"expected whole ones, as \ud83d\ude00 is; mend the row or take it away"
+                ) from error
 
     @property
     def text(self) -> str:
@@ -173,13 +189,25 @@ def _messages(value: Any, where: str) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where}: 'messages' is {value!r:.60}, expected a list of messages")
     for number, message in enumerate(value):
-        parts = (message.get("role"), message.get("content")) if isinstance(message, dict) else ()
-        if not parts or not all(isinstance(part, str) for part in parts):
+        if not _is_text(message):
             raise ValueError(
                 f"{where}: message {number} is {message!r:.80}, expected a text in 'role' and in "
-                "'content' (tool calls and images are not supported)"
+                "'content', of an assistant one that isn't empty (tool calls and images are not "
+                "supported)"
             )
     return tuple(value)
+
+
+def _is_text(message: Any) -> bool:
+    """Whether a message is words alone; an assistant's must have some, else it would be taken for
+    an answer that ends at once.
+    """
+    if not isinstance(message, dict) or message.get("tool_calls"):
+        return False
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not isinstance(content, str):
+        return False
+    return role != "assistant" or bool(content.strip())
 
 
 def _rows(source: Iterator[tuple[Any, str]]) -> list[Row]:
@@ -215,7 +243,7 @@ def _parquet(path: Path) -> Iterator[tuple[Any, str]]:
                 number += 1
                 # Parquet has every column in every row: an absent field comes as null.
                 yield {k: v for k, v in fields.items() if v is not None}, f"{path}: row {number}"
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a readable Parquet file ({error})") from error
 
 

@@ -1,8 +1,11 @@
 """The evidence page: paired differences, their intervals and verdicts, from rows."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from draftsmith.bench.evidence import distillation
 from draftsmith.bench.evidence.distillation_page import (
     CLAIMS,
     WHAT,
@@ -61,17 +64,13 @@ def test_page_says_what_the_rows_say() -> None:
 
 
 def test_every_claim_is_about_arms_that_are_explained() -> None:
-    from draftsmith.bench.evidence.distillation import ARMS
-
-    assert set(ARMS) == set(WHAT) >= {arm for _, *pair in CLAIMS for arm in pair}
+    assert set(distillation.ARMS) == set(WHAT) >= {arm for _, *pair in CLAIMS for arm in pair}
 
 
 def test_the_runs_begin_from_what_is_made_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers, then a draft for each seed and for the tuning one, where a run looks for it."""
-    import distillation
-
     made: dict[Path, tuple[str, ...]] = {}
     monkeypatch.setattr(distillation, "train", lambda entry, to, *a: made.update({to: (entry, *a)}))
     settings = distillation.Evidence(seeds=2, trained=str(tmp_path))

@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-
-import distillation_page
-import head_page
-import judge_page
-import online_choices
-import online_page
-import rows as bench_rows
-import specdecpp_page
-
+from draftsmith.bench import rows as bench_rows
+from draftsmith.bench.evidence import (
+    distillation_page,
+    head_page,
+    judge_page,
+    online_choices,
+    online_page,
+    specdecpp_page,
+)
 from draftsmith.decode.predict import scaling_laws as scaling
 from draftsmith.decode.report import results
 

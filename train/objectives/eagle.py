@@ -32,7 +32,7 @@ from draftsmith.train.run.loop import StepOutput
 from draftsmith.train.teachers.states import States
 from draftsmith.train.text.batches import Batch
 
-NOISE_LENGTH = 512  # EAGLE-1's noise falls with the length of the row, and is 0.2 wide at this one
+NOISE_LENGTH = 512  # EAGLE-1's noise falls with the length of the text, and is 0.2 wide at this one
 
 
 def trained(batch: Batch, steps: int) -> Tensor:
@@ -186,8 +186,8 @@ class Eagle1Objective(EagleObjective):
 
     Args beyond `EagleObjective`:
         token_weight: of the second; the first counts 1.
-        noise: width of the uniform noise on the target's states at 512 positions; it falls with the
-            number of positions. Drawn from torch's generator, which the loop seeds at every step.
+        noise: width of the uniform noise on the target's states in a document of 512 tokens; it
+            falls with its length. Drawn from torch's generator, which the loop seeds at every step.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class Eagle1Objective(EagleObjective):
         seen = self._states[0](batch)
         taps_BTF = seen.taps_BTF
         if self.noise:
-            width = self.noise * NOISE_LENGTH / taps_BTF.shape[1]
-            taps_BTF = taps_BTF + (torch.rand_like(taps_BTF) - 0.5) * width
+            width_BT1 = self.noise * NOISE_LENGTH / batch.lengths.unsqueeze(2)
+            taps_BTF = taps_BTF + (torch.rand_like(taps_BTF) - 0.5) * width_BT1
         steps_SNH = self.unrolled(batch, taps_BTF, 1)
         weight_SN = trained(batch, 1).float()
         tokens, metrics = self.compare(batch, seen, steps_SNH, self.token_weight * weight_SN)

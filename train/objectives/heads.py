@@ -187,7 +187,8 @@ class HydraObjective(HeadObjective):
     the text's own.
 
     Args (beside those of `HeadObjective`):
-        noise: alpha of NEFTune's noise on the states read, alpha * U(-1, 1) / sqrt(T H).
+        noise: alpha of NEFTune's noise on the states read, alpha * U(-1, 1) / sqrt(L H) in a
+            document of L tokens.
     """
 
     head: Hydra
@@ -209,8 +210,8 @@ class HydraObjective(HeadObjective):
 
     def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
         if self.noise and self.training:
-            reach = self.noise / (norm_BTH[0].numel() ** 0.5)
-            norm_BTH = norm_BTH + reach * (2 * torch.rand_like(norm_BTH) - 1)
+            reach_BT1 = self.noise / (batch.lengths * norm_BTH.shape[2]).unsqueeze(2).sqrt()
+            norm_BTH = norm_BTH + reach_BT1 * (2 * torch.rand_like(norm_BTH) - 1)
         mask = batch.attention_mask
         base_BTH = self.head.prefix(norm_BTH, batch.position_ids, causal(mask))
         embedded_BTH = self.head.embed(batch.input_ids)

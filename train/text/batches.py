@@ -163,6 +163,14 @@ class Batch:
     # text that isn't in the examples.
     places: Tensor | None = None
 
+    @property
+    def lengths(self) -> Tensor:
+        """[B, T] how long the document is that each token is of; without `places` with padding."""
+        first_BT = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        first_BT = first_BT - self.position_ids
+        real_BT = torch.ones_like(first_BT) if self.places is None else (self.places >= 0).long()
+        return torch.zeros_like(first_BT).scatter_add(1, first_BT, real_BT).gather(1, first_BT)
+
     def to(self, device: torch.device | str) -> "Batch":
         mask, places = self.attention_mask, self.places
         return Batch(

@@ -90,6 +90,7 @@ def _derived(
             )
         if before == render(messages[:turn], tokenizer):
             _check_header_free(through[len(before) :], messages[turn]["content"], turn)
+            _check_ends(messages[: turn + 1], through[len(before) :], tokenizer)
         end = _end_token(ids, len(before_ids), len(through_ids), tokenizer)
         trained[len(before_ids) : end] = [True] * (end - len(before_ids))
     return ChatTokens(ids, trained, rewritten)
@@ -101,6 +102,16 @@ def _check_header_free(span: str, content: str, turn: int) -> None:
         raise ValueError(
             f"message {turn}: the template ignores add_generation_prompt, so the assistant's "
             f"header {span[:20]!r} can't be told from its words; {ADVICE}"
+        )
+
+
+def _check_ends(messages: Messages, span: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Such a template may also begin another answer after each chat, a finished one included."""
+    if span not in render([*messages, {"role": "user", "content": "?"}], tokenizer):
+        raise ValueError(
+            f"message {len(messages) - 1}: the template begins another answer after it, whatever "
+            f"add_generation_prompt says, so the end of {span[-40:]!r} would be taken for the "
+            f"assistant's words; {ADVICE}"
         )
 
 

@@ -162,7 +162,9 @@ def batch() -> Batch:
     mask[:, :-1] = trained[:, 1:] & (document[:, 1:] == document[:, :-1])
     attend = (document[:, :, None] == document[:, None]).tril()[:, None]
     ids = torch.randint(TOKENS, BT, generator=torch.Generator().manual_seed(3))
-    return Batch(ids, position, mask, attend, (0, 1))
+    places = torch.arange(20).view(BT)
+    places[1, 8:] = -1
+    return Batch(ids, position, mask, attend, (0, 1), places)
 
 
 def head_of(version: int, draft_vocab: int) -> Eagle:
@@ -280,7 +282,8 @@ def test_eagle1_is_the_formula_pair_by_pair(noise) -> None:
     output = objective(batch())
     torch.manual_seed(7)
     uniform_BTU = torch.rand(*BT, 32) - 0.5
-    pairs = Pairs(head, 1, uniform_BTU * noise * 512 / BT[1])
+    lengths_BT = torch.tensor([[6] * 6 + [4] * 4, [8] * 10])
+    pairs = Pairs(head, 1, uniform_BTU * noise * 512 / lengths_BT.unsqueeze(2))
     total = torch.zeros(())
     for _, (row, t), p, q in pairs:
         ahead = pairs.norm_BTG[row, t + 1]

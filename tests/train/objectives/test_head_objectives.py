@@ -2,7 +2,6 @@
 ahead is known.
 """
 
-import math
 from pathlib import Path
 
 import pytest
@@ -282,10 +281,10 @@ def test_noise_and_dropout_are_for_training_alone() -> None:
     seen: list[Tensor] = []
     head.prefix = lambda norm, *_: seen.append(norm) or norm  # type: ignore[method-assign]
     objective.train()(batch)
-    reach = 5.0 / math.sqrt(norm_BTH[0].numel())
-    distance_BTH = (seen[0] - norm_BTH).abs()
-    assert 0.95 * reach < distance_BTH.max() <= reach * 1.0001
-    assert distance_BTH.mean().item() == pytest.approx(reach / 2, rel=0.1)
+    reach_BT1 = 5.0 / (batch.lengths.unsqueeze(2) * norm_BTH.shape[2]).sqrt()
+    distance_BTH = (seen[0] - norm_BTH).abs() / reach_BT1
+    assert 0.95 < distance_BTH.max() <= 1.0001
+    assert distance_BTH.mean().item() == pytest.approx(1 / 2, rel=0.1)
 
 
 def test_a_bias_that_the_loss_would_not_see_is_refused() -> None:

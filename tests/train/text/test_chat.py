@@ -101,10 +101,13 @@ def test_turns_that_the_template_rewrites_are_not_trained(
         ("{{ messages | length }}" + UNMARKED + END + PROMPT, "no beginning of the rendered chat"),
         ("{{ raise_exception('no system turn') }}", "refuses this chat: no system turn"),
         (None, "has no chat template"),
+        # The header of the next answer would be taken for the end of this one.
+        (UNMARKED + END + "<|assistant|>", "begins another answer after it"),
         ("{% if false %}{% generation %}x{% endgeneration %}{% endif %}" + UNMARKED + END,
          "cover no token"),
     ],
-    ids=["ignored prompt", "no end", "border", "not a prefix", "refused", "none", "empty marks"],
+    ids=["ignored prompt", "no end", "border", "not a prefix", "refused", "none", "always asks",
+         "empty marks"],
 )  # fmt: skip
 def test_a_mask_that_cannot_be_known_is_refused(
     tiny_tokenizer: PreTrainedTokenizerFast, template: str, message: str

@@ -134,6 +134,21 @@ def test_without_its_mask_packing_is_wrong(tiny_target: LlamaForCausalLM) -> Non
     assert max(abs(packed[key] - leaking[key]) for key in packed) > 1e-2
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_token_knows_how_long_its_document_is(packing: bool) -> None:
+    """Whatever stands beside it in the row, padding included."""
+    examples = some_examples()
+    source = batches(examples, packing=packing)
+    for step in range(-(-len(source) // source.batch_size)):
+        batch = source.batch(step, 0, 0, accumulation=1, world=1)
+        assert batch.places is not None
+        real = batch.places >= 0
+        assert not real.all()
+        for place, length in zip(batch.places[real], batch.lengths[real], strict=True):
+            [span] = [s for s in source.cut.spans if s[0] <= place < s[1]]
+            assert length == span[1] - span[0]
+
+
 def test_packed_rows_have_one_width_and_masked_borders() -> None:
     source = batches(some_examples(), packing=True)
     batch = source.batch(0, 0, 0, accumulation=1, world=1)

@@ -19,6 +19,7 @@ from draftsmith.train.text.tokenise import text_prompts, tokenise
 
 CHAT = {"messages": [{"role": "user", "content": "f?"}, {"role": "assistant", "content": "one"}]}
 PAIR = {"prompt": "import", "completion": " sys"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
 TEXT = {"text": "def f():\n    return 1\n"}
 QUESTION = {"question": "1 + 1?", "answer": "#### 2"}
 TURNS = {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}
@@ -59,6 +60,17 @@ def test_the_fields_say_what_a_row_is() -> None:
         ('{"prompt": "a", "completion": 3}', "rows.jsonl:2: 'completion' is 3"),
         ('{"messages": []}', "rows.jsonl:2: 'messages' is"),
         ('{"messages": [{"role": "user"}]}', "rows.jsonl:2: message 0 is"),
+        (
+            json.dumps({"messages": [CHAT["messages"][0], CALL]}),
+            "rows.jsonl:2: message 1 is .*tool",
+        ),
+        ('{"messages": [{"role": "assistant", "content": " "}]}', "message 0 is .*isn't empty"),
+        (r'{"text": "a smile \ud83d"}', r"rows.jsonl:2: 'a smile \\ud83d' ends in half of a char"),
+        (r'{"turns": ["a", "b \udc00 c"]}', r"rows.jsonl:2: 'b \\udc00' ends in half"),
+        (
+            r'{"messages": [{"role": "user", "content": "\ud83d"}]}',
+            "rows.jsonl:2: .* mend the row",
+        ),
         ('{"turns": "a"}', "rows.jsonl:2: 'turns' is"),
     ],
 )
@@ -98,6 +110,10 @@ def test_parquet_and_folders_read_like_jsonl(tmp_path: Path) -> None:
     assert [row.kind for row in rows] == ["text", "completion", "chat", "text"]
     assert rows[2].messages[1]["content"] == "one"
     assert rows[3].where.endswith("b.parquet: row 2")
+    broken = pyarrow.array([b"a \xed\xa0\xbd"]).cast(pyarrow.string(), safe=False)
+    write_table(pyarrow.table({"text": broken}), tmp_path / "b" / "b.parquet")
+    with pytest.raises(ValueError, match=r"b.parquet: not a readable Parquet file .*utf-8"):
+        load_rows(str(tmp_path), "all")
     (tmp_path / "b" / "b.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(ValueError, match=r"b.parquet: not a readable Parquet file"):
         load_rows(str(tmp_path), "all")
