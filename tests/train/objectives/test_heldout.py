@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_division import distilled
+from distilled import distilled
 from tiny_heads import text
 from torch import Tensor
 

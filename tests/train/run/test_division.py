@@ -2,55 +2,28 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import build_llama
-from test_eagle import eagle
-from test_loop import settings
-from tiny_heads import ROWS, TOKENS, fresh, llama, objective_of, text, words
+from bigram import settings
+from distilled import distilled
+from tiny_eagle import eagle
+from tiny_heads import TOKENS, fresh, llama, objective_of, text, words
 
-from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.heads.hydra import Hydra
 from draftsmith.train.live.batches import Buffered
-from draftsmith.train.objectives.distillation import Distillation, Losses
 from draftsmith.train.objectives.eagle import Eagle1Objective, Eagle3Objective
-from draftsmith.train.objectives.token_selection import Weighting
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.launch import start
 from draftsmith.train.run.loop import Objective, StepBatches, fit
-from draftsmith.train.run.lora import Lora, with_lora
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.states import OnlineTaps
-from draftsmith.train.teachers.teachers import StateTeacher
 from draftsmith.train.text.batches import Batches
 from draftsmith.train.text.on_policy import OnPolicy
 from draftsmith.train.text.stream import CorpusStream
-
-
-@dataclass(kw_only=True)
-class Stages(Losses):
-    steps: int = 2
-
-
-def distilled(dropout: float | None = None, **weighting: object) -> Distillation:
-    """dropout: of adapters."""
-    draft = build_llama(ROWS, layers=1, hidden=16, seed=1)
-    if dropout is not None:
-        pytest.importorskip("peft")
-        lora = Lora(lora_rank=4, lora_dropout=dropout)
-        draft = with_lora(draft, lora, given=True, seed=0)
-    return Distillation(
-        draft,
-        StateTeacher(llama(), TOKENS),
-        Stages(),
-        vocab_size=TOKENS,
-        warp=SamplingParams(1.0),
-        weighting=Weighting(**weighting),  # type: ignore[arg-type]
-    )
 
 
 def of_eagle(version: int, **options: object) -> Objective:
@@ -91,6 +64,7 @@ EXACT: dict[str, Callable[[], Objective]] = {
     "eagle3": lambda: of_eagle(3),
     "eagle1 without noise": lambda: of_eagle(1, noise=0.0),
 }
+
 DEPENDING: dict[str, Callable[[], Objective]] = {
     "select": lambda: distilled(select="random"),
     "adapters' dropout": lambda: distilled(dropout=0.5),
