@@ -16,6 +16,7 @@ from bigram import settings
 from tiny_heads import TOKENS, llama, words
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from draftsmith.decode.drafters.lm import LMDrafter
@@ -177,7 +178,23 @@ def figures_of(
     return figures
 
 
+def damp(optimizer: Optimizer, *_: object) -> None:
+    """Adam's eps as large as a usual gradient: the weights are then known to within rounding.
+
+    With 1e-8 an element whose gradient is nothing but the rounding of a sum takes a whole step, and
+    another one on another machine. Adam no longer hides the gradient's scale, either.
+    """
+    for group in optimizer.param_groups:
+        if "eps" in group:
+            group["eps"] = 0.01
+
+
 def main(argv: list[str]) -> None:
+    with register_optimizer_step_pre_hook(damp):
+        train_all(argv)
+
+
+def train_all(argv: list[str]) -> None:
     accelerator: Accelerator | None = None
     for name, changes in json.loads(argv[1]).items():
         folder = Path(argv[0]) / name
