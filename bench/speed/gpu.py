@@ -41,8 +41,9 @@ def main(argv: list[str]) -> int:
         return 2
     started, rows, skipped, failed = time.monotonic(), [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        for name, (arguments, most) in parts(settings, folder).items():
-            left = min(most, settings.limit_s - (time.monotonic() - started))
+        for name, (arguments, share) in parts(settings, folder).items():
+            left = settings.limit_s - (time.monotonic() - started)
+            left = min(left, share * settings.limit_s)
             if left < 20:
                 skipped.append(name)
                 continue
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 
 def parts(settings: Gpu, folder: str) -> dict[str, tuple[list[str], float]]:
-    """Name -> the arguments of its Python, and the most seconds that it may take."""
+    """Name -> the arguments of its Python, and the most of the limit that it may take."""
     here, toy = Path(__file__).parent, settings.device == "cpu"
     common = [f"device={settings.device}", f"out={folder}"]
     shapes = ["target=toy", "draft=toy", "repeats=5"] if toy else ["target=8B", "draft=EAGLE"]
@@ -77,12 +78,12 @@ def parts(settings: Gpu, folder: str) -> dict[str, tuple[list[str], float]]:
         eagle += ["--hidden", "64", "--vocabulary", "512", "--draft", "128", "--length", "64"]
     gkd = ["tiny=true", "pairs=1", "case=vocabulary 4k"] if toy else ["pairs=3"]
     return {
-        "tests": (["-m", "pytest", "-q", "-x", "-m", "gpu", "tests/decode/test_gpu.py"], 150),
-        "steps": ([str(here / "steps.py"), *common], 45 if toy else 330),
-        "cost": ([str(here / "cost.py"), *common, *shapes], 90),
-        "losses": ([str(here / "losses.py"), *losses], 120),
-        "eagle": ([str(here / "eagle.py"), *eagle], 120),
-        "gkd": ([str(here / "gkd.py"), *common, *gkd], 120),
+        "tests": (["-m", "pytest", "-q", "-x", "-m", "gpu", "tests/decode/test_gpu.py"], 0.3),
+        "steps": ([str(here / "steps.py"), *common], 0.1 if toy else 0.6),
+        "cost": ([str(here / "cost.py"), *common, *shapes], 0.2),
+        "losses": ([str(here / "losses.py"), *losses], 0.2),
+        "eagle": ([str(here / "eagle.py"), *eagle], 0.2),
+        "gkd": ([str(here / "gkd.py"), *common, *gkd], 0.2),
     }
 
 

@@ -103,7 +103,7 @@ def test_an_arm_waits_for_its_turns(tmp_path: Path) -> None:
         input="go\ngo\n",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1800,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-2000:]

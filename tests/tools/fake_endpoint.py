@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.decode.sampling import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.5, top_k=7, top_p=0.9, max_new_tokens=8)
-
 OK = (200, {})
 
 
@@ -21,7 +20,7 @@ class Server(ThreadingHTTPServer):
     """Answers each prompt by an echo of it. `faults` are spent one a request, then all is well.
 
     A fault is (status, headers), "drop" (the connection is cut), "half" (within the body), or
-    "slow" (silence for a second).
+    "silent" (until it is asked again).
     """
 
     daemon_threads = True
@@ -33,13 +32,14 @@ class Server(ThreadingHTTPServer):
         self.habits: dict[str, Any] = {
             "apis": "tokens chat text",
             "ids": True,
-            "wait_s": 0,
+            "gate": lambda: None,  # what every request waits for
         } | habits
         self.lock = threading.Lock()
         self.bodies: list[dict[str, Any]] = []
         self.times: list[float] = []
         self.headers: list[dict[str, str]] = []
         self.now = self.most = 0
+        self.asked_again = threading.Event()
 
     @property
     def url(self) -> str:
@@ -69,7 +69,9 @@ class Handler(BaseHTTPRequestHandler):
             server.now += 1
             server.most = max(server.most, server.now)
             fault = server.faults.pop(0) if server.faults else OK
-        time.sleep(server.habits["wait_s"])
+            if len(server.bodies) > 1:
+                server.asked_again.set()
+        server.habits["gate"]()
         with server.lock:
             server.now -= 1  # once it has its answer, the client may send the next one
         self.answer(body, fault)
@@ -79,8 +81,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
             return
-        if fault == "slow":
-            time.sleep(1)
+        if fault == "silent":
+            self.server.asked_again.wait(600)
         elif fault not in (OK, "half"):
             self.reply(fault[0], {"error": "not now"}, **fault[1])
             return

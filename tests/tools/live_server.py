@@ -124,7 +124,7 @@ def wait_until_up(process: subprocess.Popen[Any], url: str) -> None:
             time.sleep(0.1)
             return False
 
-    until(up, seconds=90)
+    until(up)
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def live(
 ) -> Iterator[Live]:
     """A server with these settings; it is drained at the end, unless it has ended before."""
     port = free_port()
-    defaults = {"target": "tiny", "port": port, "rows": 4, "max_len": 512, "drain_s": 5.0}
+    defaults = {"target": "tiny", "port": port, "rows": 4, "max_len": 512, "drain_s": 600.0}
     how = ServerConfig(**(defaults | settings))
     how.api_key = settings.get("api_key", "")  # whatever the environment says
     backend = Backend(how, target, tokenizer)
@@ -144,7 +144,7 @@ def live(
     try:
         until(lambda: server.started)
         url = f"http://127.0.0.1:{port}"
-        with httpx.Client(base_url=url, timeout=30, verify=False) as http:
+        with httpx.Client(base_url=url, timeout=600, verify=False) as http:
             yield Live(backend, server, url, thread, http)
     finally:
         server.should_exit = True
@@ -152,8 +152,8 @@ def live(
         backend.stop()
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait for something that a thread will make true."""
+def until(true: Callable[[], bool], seconds: float = 600.0) -> None:
+    """Wait for something that a thread or process will make true, however busy the machine is."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, f"not so after {seconds} s"

@@ -159,7 +159,7 @@ def test_after_kill_9_the_same_command_goes_on(
     long = arguments(folder, tmp_path, batch_size=1, max_new_tokens=150)
     run = launch(long)
     shard = tmp_path / "answers-00000-of-00001.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 1800
     while not (shard.exists() and shard.read_bytes().count(b"\n") >= 3):
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
@@ -177,7 +177,7 @@ def test_after_kill_9_the_same_command_goes_on(
 
 def test_processes_share_the_prompts(folder: Path, finished: Path, tmp_path: Path) -> None:
     run = launch(arguments(folder, tmp_path), processes=2)
-    output, _ = run.communicate(timeout=240)
+    output, _ = run.communicate(timeout=1800)
     assert run.returncode == 0, output
     assert [path.name for path in sorted(tmp_path.glob("answers-*"))] == [
         "answers-00000-of-00002.jsonl",

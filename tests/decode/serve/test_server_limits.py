@@ -8,8 +8,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -30,6 +33,8 @@ from live_server import (
 )
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.decode.serve import server as serving_run
+from draftsmith.decode.serve.answers import Limits
 from draftsmith.decode.serve.server import Backend, ServerConfig
 from draftsmith.decode.serve.server import main as serve
 
@@ -143,8 +148,8 @@ def test_what_its_client_leaves_is_not_decoded_to_the_end(running: Live) -> None
     with running.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
         next(answer.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
-        running.http.post("/v1/completions", json=LONG, timeout=httpx.Timeout(5, read=0.05))
-    until(lambda: service.lanes["default"].on_way == 0, seconds=5)
+        running.http.post("/v1/completions", json=LONG, timeout=httpx.Timeout(600, read=0.05))
+    until(lambda: service.lanes["default"].on_way == 0)
     after = running.counts()
     name = "vllm:request_success_total/abort"
     assert after[name] - before.get(name, 0) == 2
@@ -185,25 +190,36 @@ def test_a_full_queue_says_when_to_come_back(
         assert full.status_code == 429 and int(full.headers["Retry-After"]) > 0
         assert full.json()["error"]["code"] == "queue_full"
         # The real client waits and asks again.
-        patient = made.client(max_retries=8, timeout=30)
+        patient = made.client(max_retries=1000, timeout=600)
         assert patient.completions.create(**GOOD).choices
         for thread in threads:
             thread.join()
 
 
 def test_the_time_limit_ends_an_answer(
-    tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+    tiny_target: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with live(tiny_target, tiny_tokenizer, timeout_s=0.1) as made:
+    limits = SimpleNamespace(**asdict(Limits()))
+    monkeypatch.setattr(serving_run, "Limits", lambda *_: limits)
+    with live(tiny_target, tiny_tokenizer) as made:
+        step = made.lane.session.step
+        monkeypatch.setattr(made.lane.session, "step", lambda: (time.sleep(0.005), step())[1])
+        limits.timeout_s = 0.1
         late = made.post(LONG)
         assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+        # Long enough for a first token on a busy machine, and not for 450 of 5 ms.
+        limits.timeout_s = 1.0
         lines = made.post(LONG | {"stream": True}).text.strip().split("\n\n")
         assert json.loads(lines[0][6:])["choices"][0]["text"] is not None
         assert json.loads(lines[-1][6:])["error"]["code"] == "timeout"
         with pytest.raises(openai.APIError, match="longer than this server allows"):
             list(made.client().completions.create(stream=True, **_plain(LONG)))
-        until(lambda: made.lane.on_way == 0, seconds=5)
+        until(lambda: made.lane.on_way == 0)
+        limits.timeout_s = 600.0
         assert made.post(GOOD).status_code == 200
+        limits.timeout_s = 0.1
         slow = socket.create_connection(("127.0.0.1", made.backend.settings.port))
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
         assert slow.recv(100).startswith(b"HTTP/1.1 408")
@@ -238,7 +254,7 @@ def test_draining_finishes_what_is_on_its_way(
         temperature=1.0, seed=0, ignore_eos=True, max_new_tokens=450,
     )  # fmt: skip
     answers: list[httpx.Response] = []
-    with live(tiny_target, tiny_tokenizer, rows=1, drain_s=20.0) as made:
+    with live(tiny_target, tiny_tokenizer, rows=1, drain_s=600.0) as made:
         ask = LONG | {"return_token_ids": True}
         threads = [
             threading.Thread(target=lambda: answers.append(made.post(ask))) for _ in range(2)
@@ -289,7 +305,7 @@ def test_an_engine_that_fails_says_so(
         monkeypatch.setattr(made.lane.session, "step", broken)
         lost = made.post(GOOD)
         assert lost.status_code == 500 and "RuntimeError" in lost.json()["error"]["message"]
-        assert ended.wait(5)
+        assert ended.wait(600)
         assert made.post(GOOD).status_code == 500
         assert made.http.get("/health").status_code == 503
 
@@ -330,7 +346,7 @@ def test_the_command_drains_and_exits_with_0(
     port = free_port()
     target, draft = save_pair(tmp_path, tiny_target, tiny_draft, tiny_tokenizer)
     command = [sys.executable, "-m", "draftsmith", "serve", f"target={target}", f"port={port}"]
-    command += [f"drafter={draft}", "max_len=512", "rows=2"]
+    command += [f"drafter={draft}", "max_len=512", "rows=2", "drain_s=600"]
     environment = os.environ | {"DRAFTSMITH_API_KEY": "k"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     url = f"http://127.0.0.1:{port}"
@@ -354,7 +370,7 @@ def test_the_command_drains_and_exits_with_0(
             for token in json.loads(line[6:])["choices"][0]["token_ids"]
         ]
         assert rest[-1] == "data: [DONE]" and len(tokens) == 450
-        assert process.wait(timeout=30) == 0, process.communicate()[1]
+        assert process.wait(timeout=600) == 0, process.communicate()[1]
     finally:
         process.kill()
         process.wait()

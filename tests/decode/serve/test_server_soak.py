@@ -78,7 +78,7 @@ def test_ten_thousand_requests_leave_no_trace(
         warm = held[WARM_UP // 1000 - 1 :]
         assert max(warm) <= 1.02 * warm[0], [f"{size / 2**20:.1f} MiB" for size in held]
         process.terminate()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=600) == 0
     finally:
         process.kill()
         process.wait()

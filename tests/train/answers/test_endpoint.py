@@ -141,9 +141,10 @@ def test_what_passes_is_tried_again(tiny_tokenizer: PreTrainedTokenizerFast, fau
 
 def test_a_silent_server_is_asked_again(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     with running(tiny_tokenizer) as server:
-        server.faults = ["slow"]
-        replies = ask_all(server, count=1, timeout_s=0.3)
-        assert len(replies) == 1 and len(server.bodies) == 2
+        server.faults = ["silent"]
+        # Short for a silent server; where a busy machine takes as long, it is asked once more.
+        replies = ask_all(server, count=1, timeout_s=0.3, retries=1000)
+        assert len(replies) == 1 and len(server.bodies) >= 2
 
 
 def test_retry_after_is_kept_to(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -167,8 +168,9 @@ def test_waits_double(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
 def test_no_more_than_concurrency_requests_are_under_way(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    with running(tiny_tokenizer, wait_s=0.05) as server:
-        assert len(ask_all(server, count=20, concurrency=3)) == 20
+    three = threading.Barrier(3, timeout=600)
+    with running(tiny_tokenizer, gate=three.wait) as server:
+        assert len(ask_all(server, count=21, concurrency=3, api="tokens")) == 21
         assert server.most == 3
 
 

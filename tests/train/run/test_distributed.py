@@ -28,7 +28,7 @@ def launch(flags: list[str], folder: Path, **changes: object) -> subprocess.Comp
     command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
     command += [str(ROOT / "tests/tools/distributed_job.py"), str(folder), json.dumps(changes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
 
 
 def records(folder: Path) -> list[dict[str, float]]:
@@ -135,7 +135,7 @@ def test_distillation_in_two_processes(
     command += [f"on_policy={share}", "max_new_tokens=8", "prompt_tokens=8", "heldout_prompts=4"]
     command += ["steps=6", "batch_size=2", "accumulation=2", "processes=2", f"out={tmp_path}/run"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
     assert run.returncode == 0, run.stdout + run.stderr
     log = records(tmp_path / "run")
     assert [record["step"] for record in log] == list(range(7))

@@ -56,7 +56,7 @@ def launched(mode: str, folder: Path, runs: str, *flags: str) -> str:
     command += [str(ROOT / f"recipes/accelerate/{mode}.yaml"), *flags]
     command += [str(ROOT / "tests/tools/sharding_job.py"), str(folder), runs]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 
