@@ -39,6 +39,8 @@ def main(argv: list[str]) -> None:
         objective = objective_of(fresh(kind, target), target, loss="lk")
         batches = text(batch_size=config.batch_size)
     fit(accelerator, objective, batches, config, run, evaluate=lambda: {"loss": 1.0})
+    seeds = accelerator.gather(torch.tensor([torch.initial_seed()])).tolist()
+    assert len(set(seeds)) == accelerator.num_processes, f"seeded alike: {seeds}"
     if accelerator.is_main_process:
         torch.save(objective.state_dict(), folder / "weights.pt")
         (folder / "kind.txt").write_text(accelerator.distributed_type.value)

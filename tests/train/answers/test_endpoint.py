@@ -1,6 +1,7 @@
 """The OpenAI-compatible client against a real HTTP server on loopback that fails in many ways."""
 
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -285,6 +285,7 @@ def test_noise_and_dropout_are_for_training_alone() -> None:
     distance_BTH = (seen[0] - norm_BTH).abs() / reach_BT1
     assert 0.95 < distance_BTH.max() <= 1.0001
     assert distance_BTH.mean().item() == pytest.approx(1 / 2, rel=0.1)
+    assert 0.45 < (seen[0] > norm_BTH).float().mean() < 0.55, "to both sides"
 
 
 def test_a_bias_that_the_loss_would_not_see_is_refused() -> None:

@@ -73,6 +73,14 @@ def test_what_the_assistant_wrote_is_trained(
     assert ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
+def test_the_last_special_token_of_a_turn_ends_it(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """As where an answer calls a tool between special tokens."""
+    chat = [CHAT[0], {"role": "assistant", "content": "call <|user|>f<|user|> now"}]
+    for template in (MARKED, MARK_BEFORE_END, UNMARKED):
+        tokenizer = with_template(tiny_tokenizer, template + END + PROMPT)
+        assert trained_stretches(tokenizer, chat) == ["call <|user|>f<|user|> now<|end|>"]
+
+
 def test_the_derived_mask_is_the_marked_one(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     marked = chat_tokens(CHAT, with_template(tiny_tokenizer, MARKED + END + PROMPT))
     derived = chat_tokens(CHAT, with_template(tiny_tokenizer, UNMARKED + END + PROMPT))

@@ -70,6 +70,14 @@ def test_documents_become_chunks_and_chats_are_truncated() -> None:
         cut_long(Examples.collect([only_prompt]), max_length=4)
 
 
+def test_a_piece_whose_first_token_alone_is_trained_is_dropped() -> None:
+    """Nothing predicts a first token: such a row would train nothing."""
+    document = (list(range(9)), [True] * 9)
+    chat = (list(range(6)), [True, False, False, False, False, True])
+    cut = cut_long(Examples.collect([document, chat]), max_length=4)
+    assert cut.spans.tolist() == [[0, 4], [4, 8]] and cut.dropped == 2
+
+
 @pytest.mark.parametrize("longest", [1, 7, 64])
 def test_bins_hold_everything_once_and_fit(longest: int) -> None:
     generator = torch.Generator().manual_seed(longest)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.decode.prompts.prompts import prompt_ids
 from draftsmith.decode.prompts.rows import Row, parse, stdlib_rows
 from draftsmith.decode.prompts.splits import HELD_OUT_SHARE, SHARED_LINE_LEAST, load_rows
+from draftsmith.train.answers.development import prompts_for_development
 from draftsmith.train.show import main as show
 from draftsmith.train.text.tokenise import text_prompts, tokenise
 
@@ -128,6 +129,16 @@ def test_of_gsm8k_the_last_300_rows_are_held_out(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got 300 rows of question and answer"):
         load_rows(data, "train")
     assert len(load_rows(data, "all")) == 300
+
+
+def test_checkpoints_are_chosen_on_prompts_that_no_figure_is_of(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Of 400 questions 0 to 99 are trained on, and 200 to 399 are for the figures."""
+    data = write_rows(tmp_path / "train.jsonl", questions(400))
+    found = prompts_for_development(data, tiny_tokenizer, count=1000, length=8)
+    numbers = [re.findall(r"(\d+) \+ 1\?", tiny_tokenizer.decode(ids)) for ids in found]
+    assert numbers == [[str(i)] for i in range(100, 200)]
 
 
 def test_the_real_gsm8k(gsm8k_path: Path) -> None:
