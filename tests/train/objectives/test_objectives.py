@@ -243,6 +243,20 @@ def test_on_policy_is_a_function_of_seed_step_micro_and_rank(
     assert torch.equal(a.loss_mask, b.loss_mask)
 
 
+def test_processes_and_micro_batches_draw_answers_of_their_own(
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the same prompts."""
+    writing, batches = on_policy(tiny_draft, tiny_tokenizer, on_policy=1.0)
+    place = {"accumulation": 2, "world": 2}
+    same = batches.batch(5, 0, 0, **place)
+    monkeypatch.setattr(batches, "batch", lambda *_, **__: same)
+    answers = [writing.batch(5, micro, rank, **place) for micro in (0, 1) for rank in (0, 1)]
+    assert len({str(batch.input_ids.tolist()) for batch in answers}) == 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # bf16 packs its weights
 def test_answers_are_those_of_the_weights_of_now(
     tiny_draft: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype
