@@ -150,8 +150,12 @@ def test_distillation_in_two_processes(
     [
         # The launcher starts one process here and says nothing.
         (["--cpu", "--num_processes", "2"], {}, "asked for several processes but started one"),
-        (["--use_deepspeed"], {"ACCELERATE_USE_CPU": "true"}, "becomes plain DDP"),
-        (["--use_fsdp"], {}, "got FSDP with fsdp_version=1"),
+        # Their twins in one process, of the variables that a launcher sets, are in test_loop.py.
+        pytest.param(
+            *(["--use_deepspeed"], {"ACCELERATE_USE_CPU": "true"}, "becomes plain DDP"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(*(["--use_fsdp"], {}, "got FSDP with fsdp_version=1"), marks=pytest.mark.slow),
     ],
 )
 def test_launches_that_fail_in_silence(
