@@ -1,19 +1,23 @@
-"""The losses over a large vocabulary in bounded memory: values and gradients in one pass.
+"""The losses over a large vocabulary in bounded memory: values and gradients in one sweep.
 
 At a vocabulary of 128k the naive form (logits of both models, loss, backward) holds half a dozen
 [N, V] tensors, gigabytes for a thousand tokens. Here the rows go through in chunks. Each chunk's
 logits are made, scored and turned into their gradient *inside the forward*, so no logits outlive
 their chunk, and the backward scales finished gradients by one number: it recomputes nothing.
 
+Several drafts may share the target's rows: step s of EAGLE-3's training-time test at position t is
+compared with the target's distribution at t + 1 + s, whose logits are made once for all steps.
+
 Two sizes: a chunk of C rows is one matrix product a model, large enough to be efficient; inside it
 the loss runs on tiles of R rows (`gradients.py`), small enough that their buffers stay in cache.
 `bench/speed/losses.py` measures what this buys.
 
-Shapes: N rows (tokens), K rows with a weight, C rows of a chunk, R rows of a tile, V vocabulary,
-U a block of it, H / G hidden size of the draft / the target, S scores of a row (the loss first).
+Shapes: S steps, N rows (tokens), K rows with a weight, C rows of a chunk, M = S * C, R rows of a
+tile, V vocabulary (D: the draft's own, where it drafts some tokens only), U a block of it, H / G
+hidden size of the draft / the target, X numbers of a row (the loss first).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,12 +27,13 @@ from torch.autograd.function import once_differentiable
 
 from draftsmith.train.losses.closed_form import (
     Score,
+    Scored,
     Transform,
     Workspace,
     cross_entropy_score,
     divergence_score,
 )
-from draftsmith.train.losses.pure import Loss
+from draftsmith.train.losses.pure import Loss, full_precision
 
 # How many logits a chunk and a tile hold, by device type. CPU (two cores, fp32, V = 128k): chunks
 # of half the size take 12% more time and of twice the size 10% less, for 64 MiB less and 128 MiB
@@ -38,7 +43,7 @@ TILE_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 24}
 # Rows of the head whose gradient is formed at once where it can't be added up in place.
 HEAD_BLOCK = 1 << 13
 
-References = Callable[[Tensor, int], Iterator[Tensor]]
+Side = tuple[Tensor, Tensor]  # hidden [N, H], head [V, H]
 
 
 class Divergence(NamedTuple):
@@ -47,6 +52,24 @@ class Divergence(NamedTuple):
     total: Tensor
     loss_N: Tensor
     alpha_N: Tensor
+
+
+class StepDivergence(NamedTuple):
+    """As `Divergence`, of S steps."""
+
+    total: Tensor
+    loss_SN: Tensor
+    alpha_SN: Tensor
+
+
+class StepScores(NamedTuple):
+    """loss_SN on the draft vocabulary; alpha_SN with p and top1_SN (both argmaxes agree) over the
+    whole one. 0 where the weight is 0.
+    """
+
+    loss_SN: Tensor
+    alpha_SN: Tensor
+    top1_SN: Tensor
 
 
 def chunked_divergence(
@@ -68,7 +91,8 @@ def chunked_divergence(
         p_hidden_NG, p_head_VG: the same of the target. They get no gradient. The heads may differ
             in V if `transform` cuts both sides to one size.
         weight_N: weight of each row, a constant. Rows of weight 0 are never computed.
-        transform: logits [R, V] in fp32 -> logits [R, V'], applied to both sides.
+        transform: logits [R, V] in fp32 -> logits [R, V'], applied to both sides. A number added to
+            all logits of a row must make no difference to what it gives: it gets them with one.
         chunk: rows a matrix product; default: as many as make 2^24 logits (CPU).
 
     Matrix products run in the autocast type where autocast is on, else in the tensors' own type;
@@ -80,20 +104,67 @@ def chunked_divergence(
     and alpha is sum_v min(p, q) after the transform. Raises ValueError for shapes or types that
     don't fit, and for float16, whose range the gradients of 128k probabilities leave.
     """
-    p_hidden_NG, p_head_VG = p_hidden_NG.detach(), p_head_VG.detach()
-    p_type = matmul_type("p", p_hidden_NG, p_head_VG)
-    if len(p_hidden_NG) != len(q_hidden_NH):
-        raise ValueError(
-            f"p_hidden: got {len(p_hidden_NG)} rows, expected the {len(q_hidden_NH)} of q_hidden; "
-            "score both models on the same positions"
-        )
+    score, p = divergence_score([loss], transform), (p_hidden_NG, p_head_VG)
+    total, scores_X1N = bounded(
+        score, 2, [q_hidden_NH], q_head_VH, p, weight_N.unsqueeze(0), chunk=chunk
+    )
+    return Divergence(total, *scores_X1N.squeeze(1))
 
-    def references(keep_K: Tensor, rows: int) -> Iterator[Tensor]:
-        return chunk_logits(p_hidden_NG, p_head_VG.to(p_type), keep_K, rows)
 
-    score = divergence_score(loss, transform)
-    total, scores_SN = bounded(references, score, 2, weight_N, q_hidden_NH, q_head_VH, chunk)
-    return Divergence(total, scores_SN[0], scores_SN[1])
+def chunked_steps(
+    losses: Sequence[Loss],
+    q_hidden_SNH: Sequence[Tensor],
+    q_head_DH: Tensor,
+    p_hidden_NG: Tensor,
+    p_head_DG: Tensor,
+    weight_SN: Tensor,
+    *,
+    chunk: int | None = None,
+) -> StepDivergence:
+    """sum_s sum_n weight_sn * losses_s(p_n, q_s of state n - 1 - s), logits = hidden @ head.T.
+
+    Rows are named by the target's position. Near a document's start a draft's state n - 1 - s is
+    one of another document, or wraps round; such rows have the weight 0.
+
+    Args:
+        losses: one a step.
+        q_hidden_SNH, q_head_DH: the draft's states of each step, and its head.
+        p_hidden_NG, p_head_DG: the target's, its head's rows in the draft's order.
+        weight_SN: constants. Target rows without any weight are never computed.
+        chunk: target rows of a matrix product; default: as many as make 2^24 logits (CPU).
+
+    Types, precision, results and errors as in `chunked_divergence`.
+    """
+    score, p = divergence_score(losses), (p_hidden_NG, p_head_DG)
+    total, scores_XSN = bounded(score, 2, q_hidden_SNH, q_head_DH, p, weight_SN, lag=1, chunk=chunk)
+    return StepDivergence(total, *scores_XSN)
+
+
+@torch.no_grad()
+def measure_steps(
+    losses: Sequence[Loss],
+    q_hidden_SNH: Sequence[Tensor],
+    q_head_DH: Tensor,
+    p_hidden_NG: Tensor,
+    p_head_VG: Tensor,
+    ids_D: Tensor,
+    weight_SN: Tensor,
+) -> StepScores:
+    """What acceptance the drafts get from the target as it is, its tokens outside the draft
+    vocabulary included. ids_D: the draft's tokens, rows of p_head_VG. Else as `chunked_steps`.
+    """
+
+    def score(p_logits_RV: Tensor, logits_SRD: Tensor, _: bool, __: Workspace) -> Iterator[Scored]:
+        p_logits_RV = full_precision(p_logits_RV)
+        p_RD, best_R = p_logits_RV.softmax(-1)[:, ids_D], p_logits_RV.argmax(-1)
+        p_logits_RD = p_logits_RV[:, ids_D]
+        for loss, q_logits_RD in zip(losses, map(full_precision, logits_SRD), strict=True):
+            alpha_R = torch.minimum(p_RD, q_logits_RD.softmax(-1)).sum(-1)
+            top1_R = (ids_D[q_logits_RD.argmax(-1)] == best_R).to(alpha_R.dtype)
+            yield [loss(p_logits_RD, q_logits_RD), alpha_R, top1_R], None
+
+    p = (p_hidden_NG, p_head_VG)
+    return StepScores(*bounded(score, 3, q_hidden_SNH, q_head_DH, p, weight_SN, lag=1)[1])
 
 
 def chunked_cross_entropy(
@@ -114,78 +185,88 @@ def chunked_cross_entropy(
             f"tokens: got shape {tuple(tokens_N.shape)}, expected one for each of the "
             f"{len(q_hidden_NH)} rows of q_hidden"
         )
-
-    def references(keep_K: Tensor, rows: int) -> Iterator[Tensor]:
-        return iter(tokens_N[keep_K].split(rows))
-
-    q = (q_hidden_NH, q_head_VH)
-    total, scores_SN = bounded(references, cross_entropy_score, 1, weight_N, *q, chunk)
-    return total, scores_SN[0]
+    score, weight_1N = cross_entropy_score(tokens_N), weight_N.unsqueeze(0)
+    total, loss_11N = bounded(score, 1, [q_hidden_NH], q_head_VH, None, weight_1N, chunk=chunk)
+    return total, loss_11N[0, 0]
 
 
 def bounded(
-    references: References,
     score: Score,
-    scores: int,
-    weight_N: Tensor,
-    q_hidden_NH: Tensor,
+    numbers: int,
+    q_hidden_SNH: Sequence[Tensor],
     q_head_VH: Tensor,
-    chunk: int | None,
+    p: Side | None,
+    weight_SN: Tensor,
+    *,
+    lag: int = 0,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(sum_n weight_n * the first of `scores` a row, all of them [S, N], detached), in one pass.
+    """The one sweep: (sum of weight * loss, the numbers of all rows [X, S, N], detached).
 
-    references: (rows that have a weight [K], rows of a chunk) -> what `score` compares each chunk
-        with, [C, ...]. The rest, types and errors as in `chunked_divergence`.
+    Args:
+        score: compares tiles of the drafts' logits with the target's; without p, with the rows'
+            numbers [R].
+        numbers: how many it gives a row, X.
+        p: the target's states and head; None: `score` knows what to compare with.
+        lag: row n of step s is the draft's state n - lag - s.
+
+    The rest, types and errors as in `chunked_divergence` and `chunked_steps`.
     """
-    plan = _plan(references, score, scores, weight_N, q_hidden_NH, q_head_VH, chunk)
-    return _Chunked.apply(q_hidden_NH, q_head_VH, weight_N.detach(), plan)
+    _check_rows(q_hidden_SNH, p, weight_SN)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk: got {chunk}, expected at least 1 row (or None for the default)")
+    types = [matmul_type("q", q_hidden_SNH[0], q_head_VH)]
+    width = len(q_hidden_SNH) * len(q_head_VH)  # logits that a row makes
+    if p is not None:
+        types.append(matmul_type("p", *p))
+        p, width = (p[0].detach(), p[1].detach()), max(width, len(p[1]))
+    learning, device = torch.is_grad_enabled(), q_head_VH.device
+    plan = _Plan(
+        score=score,
+        numbers=numbers,
+        p=p,
+        types=types,
+        lag=lag,
+        chunk=chunk or rows_of(CHUNK_LOGITS, device, width),
+        tile=rows_of(TILE_LOGITS, device, len(q_head_VH)),
+        hidden_grad=learning and any(hidden.requires_grad for hidden in q_hidden_SNH),
+        head_grad=learning and q_head_VH.requires_grad,
+    )
+    return _Swept.apply(plan, weight_SN.detach(), q_head_VH, *q_hidden_SNH)
+
+
+def rows_of(logits: dict[str, int], device: torch.device, width: int) -> int:
+    """How many rows of this width hold so many logits (by device type); at least 1."""
+    return max(1, logits.get(device.type, logits["cuda"]) // width)
+
+
+def _check_rows(q_hidden_SNH: Sequence[Tensor], p: Side | None, weight_SN: Tensor) -> None:
+    rows = [len(hidden_NH) for hidden_NH in q_hidden_SNH]
+    if p is not None and len(p[0]) != rows[0]:
+        raise ValueError(
+            f"p_hidden: got {len(p[0])} rows, expected the {rows[0]} of q_hidden; score both "
+            "models on the same positions"
+        )
+    if len(set(rows)) > 1 or weight_SN.shape != (len(rows), rows[0]):
+        raise ValueError(
+            f"weight: got shape {tuple(weight_SN.shape)} with q_hidden of {rows} rows, expected a "
+            "weight for each row of each step"
+        )
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What one pass does: which rows, against what, and which gradients it has to form."""
+    """What one sweep does: against what, and which gradients it has to form."""
 
-    references: References
     score: Score
-    scores: int
+    numbers: int
+    p: Side | None
+    types: list[torch.dtype]  # of q's matrix products, and p's
+    lag: int
     chunk: int
     tile: int
-    matmul_type: torch.dtype
     hidden_grad: bool
     head_grad: bool
-
-
-def _plan(
-    references: References,
-    score: Score,
-    scores: int,
-    weight_N: Tensor,
-    q_hidden_NH: Tensor,
-    q_head_VH: Tensor,
-    chunk: int | None,
-) -> _Plan:
-    product_type = matmul_type("q", q_hidden_NH, q_head_VH)
-    if weight_N.shape != q_hidden_NH.shape[:1]:
-        raise ValueError(
-            f"weight: got shape {tuple(weight_N.shape)}, expected one for each of the "
-            f"{len(q_hidden_NH)} rows of q_hidden"
-        )
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk: got {chunk}, expected at least 1 row (or None for the default)")
-    device, vocabulary = q_hidden_NH.device.type, len(q_head_VH)
-    rows = CHUNK_LOGITS.get(device, CHUNK_LOGITS["cuda"]) // vocabulary
-    tile = TILE_LOGITS.get(device, TILE_LOGITS["cuda"]) // vocabulary
-    learning = torch.is_grad_enabled()
-    return _Plan(
-        references=references,
-        score=score,
-        scores=scores,
-        chunk=chunk or max(rows, 1),
-        tile=max(tile, 1),
-        matmul_type=product_type,
-        hidden_grad=learning and q_hidden_NH.requires_grad,
-        head_grad=learning and q_head_VH.requires_grad,
-    )
 
 
 def matmul_type(side: str, hidden_NH: Tensor, head_VH: Tensor) -> torch.dtype:
@@ -222,42 +303,60 @@ def chunk_logits(hidden_NH: Tensor, head_VH: Tensor, keep_K: Tensor, rows: int) 
 
 
 class _Formed(NamedTuple):
-    total: Tensor
-    scores_SN: Tensor
-    d_hidden_NH: Tensor | None
+    scores_XSN: Tensor
+    d_hidden_SNH: list[Tensor]  # empty if not wanted
     d_head_VH: Tensor | None
 
 
-def _sweep(plan: _Plan, q_hidden_NH: Tensor, q_head_VH: Tensor, weight_N: Tensor) -> _Formed:
+def _sweep(
+    plan: _Plan, weight_SN: Tensor, q_head_VH: Tensor, q_hidden_SNH: Sequence[Tensor]
+) -> _Formed:
     """One pass over all rows that have a weight: scores, and the gradients the plan asks for."""
-    keep_K = weight_N.nonzero().squeeze(1)
-    wide = torch.promote_types(plan.matmul_type, torch.float32)
-    scores_SN = torch.zeros(plan.scores, len(weight_N), dtype=wide, device=weight_N.device)
-    d_hidden_NH = torch.zeros_like(q_hidden_NH) if plan.hidden_grad else None
+    steps, rows = weight_SN.shape
+    wide = torch.promote_types(plan.types[0], torch.float32)
+    scores_XSN = q_head_VH.new_zeros(plan.numbers, steps, rows, dtype=wide)
+    d_hidden_SNH = [torch.zeros_like(each_NH) for each_NH in q_hidden_SNH if plan.hidden_grad]
     d_head_VH = torch.zeros_like(q_head_VH, dtype=wide) if plan.head_grad else None
-    head_VH = q_head_VH.to(plan.matmul_type)
     learn, work = plan.hidden_grad or plan.head_grad, Workspace()
-    chunks = zip(
-        keep_K.split(plan.chunk),
-        plan.references(keep_K, plan.chunk),
-        chunk_logits(q_hidden_NH, head_VH, keep_K, plan.chunk),
-        strict=True,
-    )
-    for rows_C, reference_C, logits_CV in chunks:
-        for tile in range(0, len(rows_C), plan.tile):
-            at = slice(tile, tile + plan.tile)
-            rows_R = rows_C[at]
-            scores, gradient_RV = plan.score(reference_C[at], logits_CV[at], learn, work)
-            scores_SN[:, rows_R] = torch.stack(scores)
-            if gradient_RV is not None:  # takes the place of the logits
-                weight_R1 = weight_N[rows_R].to(wide).unsqueeze(1)
-                torch.mul(gradient_RV, weight_R1, out=logits_CV[at])
-        if d_hidden_NH is not None:
-            d_hidden_NH[rows_C] = torch.mm(logits_CV, head_VH).to(d_hidden_NH.dtype)
+    keep_K = (weight_SN != 0).any(0).nonzero().squeeze(1)
+    chunks: Iterable[Tensor] = keep_K.split(plan.chunk)
+    references = chunks
+    if plan.p is not None:
+        p_hidden_NG, p_head_VG = plan.p
+        references = chunk_logits(p_hidden_NG, p_head_VG.to(plan.types[1]), keep_K, plan.chunk)
+    head_VH = q_head_VH.to(plan.types[0])
+    buffer_MV = head_VH.new_empty(steps * min(plan.chunk, len(keep_K)), len(head_VH))
+    for rows_C, reference_C in zip(chunks, references, strict=True):
+        # A rotation: no row of a step comes twice.
+        rows_SC = [(rows_C - plan.lag - step) % max(rows, 1) for step in range(steps)]
+        states = [each_NH[at_C] for each_NH, at_C in zip(q_hidden_SNH, rows_SC, strict=True)]
+        hidden_MH = torch.cat(states).to(head_VH.dtype)
+        logits_MV = torch.mm(hidden_MH, head_VH.t(), out=buffer_MV[: len(hidden_MH)])
+        logits_SCV = logits_MV.view(steps, len(rows_C), len(head_VH))
+        for first in range(0, len(rows_C), plan.tile):
+            at = slice(first, first + plan.tile)
+            weight_SR = weight_SN[:, rows_C[at]].to(wide)
+            scored = plan.score(reference_C[at], logits_SCV[:, at], learn, work)
+            scores_XSN[:, :, rows_C[at]] = _weighted(scored, weight_SR, logits_SCV[:, at])
+        if d_hidden_SNH:
+            d_hidden_SCH = torch.mm(logits_MV, head_VH).view(steps, len(rows_C), head_VH.shape[1])
+            for d_NH, at_C, d_CH in zip(d_hidden_SNH, rows_SC, d_hidden_SCH, strict=True):
+                d_NH[at_C] = d_CH.to(d_NH.dtype)
         if d_head_VH is not None:
-            add_head_gradient(d_head_VH, logits_CV, q_hidden_NH[rows_C].to(plan.matmul_type))
-    total = (scores_SN[0] * weight_N.to(wide)).sum()
-    return _Formed(total, scores_SN, d_hidden_NH, d_head_VH)
+            add_head_gradient(d_head_VH, logits_MV, hidden_MH)
+    return _Formed(scores_XSN, d_hidden_SNH, d_head_VH)
+
+
+def _weighted(scored: Iterable[Scored], weight_SR: Tensor, logits_SRV: Tensor) -> Tensor:
+    """The numbers [X, S, R] of a tile, 0 where the weight is; its gradient, weighted, takes the
+    place of its logits.
+    """
+    found = []
+    for step, (numbers, gradient_RV) in enumerate(scored):
+        found.append(torch.stack(numbers))
+        if gradient_RV is not None:
+            torch.mul(gradient_RV, weight_SR[step].unsqueeze(1), out=logits_SRV[step])
+    return torch.stack(found, 1).masked_fill_(weight_SR == 0, 0.0)
 
 
 def add_head_gradient(d_head_VH: Tensor, d_logits_CV: Tensor, hidden_CH: Tensor) -> None:
@@ -270,18 +369,18 @@ def add_head_gradient(d_head_VH: Tensor, d_logits_CV: Tensor, hidden_CH: Tensor)
         d_head_block_UH += torch.mm(d_logits_CU.t(), hidden_CH)
 
 
-class _Chunked(torch.autograd.Function):
+class _Swept(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_hidden_NH: Tensor, q_head_VH: Tensor, weight_N: Tensor, plan: _Plan
+        ctx: Any, plan: _Plan, weight_SN: Tensor, q_head_VH: Tensor, *q_hidden_SNH: Tensor
     ) -> tuple[Tensor, Tensor]:
-        with torch.autocast(q_hidden_NH.device.type, enabled=False):
-            formed = _sweep(plan, q_hidden_NH, q_head_VH, weight_N)
-        ctx.save_for_backward(q_hidden_NH, q_head_VH, weight_N)
-        # Not `formed`: the total in it leads back to this context, a cycle that outlives its use.
-        ctx.plan, ctx.gradients = plan, (formed.d_hidden_NH, formed.d_head_VH)
-        ctx.mark_non_differentiable(formed.scores_SN)
-        return formed.total, formed.scores_SN
+        with torch.autocast(q_head_VH.device.type, enabled=False):
+            formed = _sweep(plan, weight_SN, q_head_VH, q_hidden_SNH)
+        ctx.save_for_backward(weight_SN, q_head_VH, *q_hidden_SNH)
+        ctx.plan, ctx.gradients = plan, formed[1:]
+        ctx.mark_non_differentiable(formed.scores_XSN)
+        loss_SN = formed.scores_XSN[0]
+        return (loss_SN * weight_SN.to(loss_SN.dtype)).sum(), formed.scores_XSN
 
     @staticmethod
     @once_differentiable
@@ -289,10 +388,10 @@ class _Chunked(torch.autograd.Function):
         # Scaled in place and given away without a copy, since the head's gradient is the largest
         # tensor left. Only a graph that was retained comes here twice, and pays with a new pass.
         inputs, gradients, ctx.gradients = ctx.saved_tensors, ctx.gradients, None
+        weight_SN, q_head_VH, *q_hidden_SNH = inputs
         if gradients is None:
-            again = _sweep(ctx.plan, *inputs)
-            gradients = (again.d_hidden_NH, again.d_head_VH)
+            gradients = _sweep(ctx.plan, weight_SN, q_head_VH, q_hidden_SNH)[1:]
         hidden, head = gradients
-        d_hidden = None if hidden is None else hidden.mul_(grad_total)
-        d_head = None if head is None else head.mul_(grad_total).to(inputs[1].dtype)
-        return d_hidden, d_head, None, None
+        d_head = None if head is None else head.mul_(grad_total).to(q_head_VH.dtype)
+        d_hidden = [each.mul_(grad_total) for each in hidden] or [None] * len(q_hidden_SNH)
+        return None, None, d_head, *d_hidden

@@ -7,19 +7,19 @@ these forms; they are tested against the pure losses and autograd, each in value
 
 Ties p = q (a kink of min and of |.|) take the mean of both sides' slopes; autograd does the same.
 
-Shapes: R rows of a tile, V vocabulary; 1 marks a kept dimension.
+Shapes: N rows, R of them in a tile, S steps of a draft against one target, V vocabulary; 1 marks a
+kept dimension.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from draftsmith.train.losses import pure as losses
-from draftsmith.train.losses.pure import LOG_ZERO, Loss, acceptance, full_precision
+from draftsmith.train.losses.pure import LOG_ZERO, Loss, acceptance, centred
 
 BUFFERS = 5
 
@@ -29,31 +29,47 @@ Transform = Callable[[Tensor], Tensor]
 class Workspace:
     """The buffers of a tile, made for the first and used again for every tile of that shape."""
 
-    def __init__(self, count: int = BUFFERS) -> None:
+    def __init__(self) -> None:
         self._buffers: Tensor | None = None
-        self._count = count
 
-    def take(self, like_RV: Tensor) -> Tensor:
+    def take(self, like_RV: Tensor, count: int = BUFFERS) -> Tensor:
         """[count, R, V] of undefined content, in fp32 (float64 for float64)."""
-        shape = (self._count, *like_RV.shape)
+        shape = (count, *like_RV.shape)
         if self._buffers is None or self._buffers.shape != shape:
             wide = torch.promote_types(like_RV.dtype, torch.float32)
             self._buffers = like_RV.new_empty(shape, dtype=wide)
         return self._buffers
 
 
-@dataclass(frozen=True)
 class Pair:
-    """Both distributions of a tile. The closed forms overwrite any of these tensors but p and q."""
+    """Both distributions of a tile. The closed forms overwrite any of its tensors but p and q.
 
-    p_RV: Tensor
-    q_RV: Tensor
-    log_p_RV: Tensor
-    log_q_RV: Tensor
-    spare_RV: Tensor
-    # p where q's logit is not -inf, and its sum. None: no logit is -inf.
-    reachable_RV: Tensor | None
-    mass_R1: Tensor | None
+    Args:
+        buffers: of `Workspace.take`. One more than BUFFERS keeps p's logs from draft to draft.
+        finite: no logit is -inf. Otherwise such logits count as in `losses.py`.
+    """
+
+    def __init__(self, p_logits_RV: Tensor, buffers: Tensor, *, finite: bool) -> None:
+        self.p_RV, self.q_RV, self.log_p_RV, self.log_q_RV, self.spare_RV, *kept = buffers
+        self._kept, self._finite = kept, finite
+        normalise(p_logits_RV, self.p_RV, kept[0] if kept else self.log_p_RV)
+
+    def beside(self, q_logits_RV: Tensor) -> "Pair":
+        """This pair with a draft's distribution, in the place of the draft before."""
+        if self._kept:
+            self.log_p_RV.copy_(self._kept[0])
+        normalise(q_logits_RV, self.q_RV, self.log_q_RV)
+        # p where q's logit is not -inf, and its sum. None: no logit is -inf.
+        self.reachable_RV: Tensor | None = None
+        self.mass_R1: Tensor | None = None
+        logs = (self.log_p_RV, self.log_q_RV)
+        # Masks cost a CPU as much as exponentials do, so they are made only where one is needed.
+        if not self._finite and any(log_RV.amin() == -math.inf for log_RV in logs):
+            self.reachable_RV = torch.where(self.log_q_RV == -math.inf, 0.0, self.p_RV)
+            self.mass_R1 = self.reachable_RV.sum(-1, keepdim=True)
+            for log_RV in logs:
+                log_RV.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=LOG_ZERO)
+        return self
 
     def acceptance(self) -> Tensor:
         """sum_v min(p, q): [R]."""
@@ -61,37 +77,22 @@ class Pair:
 
 
 Closed = Callable[[Pair], tuple[Tensor, Tensor]]
-# S scores [R], the loss first, and the gradient of the loss in the logits [R, V] if it is wanted.
+# Numbers of each row [R], the loss first, and its gradient in the logits [R, V] if it is wanted.
 Scored = tuple[list[Tensor], Tensor | None]
-# (what to compare with [R, ...], logits [R, V], is a gradient wanted?, workspace) -> Scored
-Score = Callable[[Tensor, Tensor, bool, Workspace], Scored]
-
-
-def pair(p_logits_RV: Tensor, q_logits_RV: Tensor, work_5RV: Tensor) -> Pair:
-    """The two distributions, written into work_5RV, whose type (fp32 or float64) is the result's.
-
-    Logits of -inf count as in `losses.py`.
-    """
-    p_RV, q_RV, log_p_RV, log_q_RV, spare_RV = work_5RV
-    normalise(p_logits_RV, p_RV, log_p_RV)
-    normalise(q_logits_RV, q_RV, log_q_RV)
-    reachable_RV, mass_R1 = None, None
-    # Masks cost a CPU as much as exponentials do, so they are made only where one is needed.
-    if torch.minimum(p_logits_RV.amin(), q_logits_RV.amin()) == -math.inf:
-        reachable_RV = torch.where(log_q_RV == -math.inf, 0.0, p_RV)
-        mass_R1 = reachable_RV.sum(-1, keepdim=True)
-        for log_RV in (log_p_RV, log_q_RV):
-            log_RV.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=LOG_ZERO)
-    return Pair(p_RV, q_RV, log_p_RV, log_q_RV, spare_RV, reachable_RV, mass_R1)
+# (what to compare with [R, ...], logits [S, R, V], is a gradient wanted?, workspace) -> of each
+# step, whose gradient the next one may overwrite.
+Score = Callable[[Tensor, Tensor, bool, Workspace], Iterator[Scored]]
 
 
 def normalise(logits_RV: Tensor, probs_RV: Tensor, log_RV: Tensor) -> None:
-    torch.softmax(logits_RV, dim=-1, dtype=probs_RV.dtype, out=probs_RV)
-    # The likeliest token's probability is 1 / sum exp(z - max z): two cheap reductions give the
+    """Probabilities and their logs. The row's largest logit is subtracted by itself: added to the
+    log of the normaliser, a large one would take that number's digits.
+    """
+    top_R1 = logits_RV.amax(-1, keepdim=True).to(log_RV.dtype)
+    torch.softmax(torch.sub(logits_RV, top_R1, out=log_RV), dim=-1, out=probs_RV)
+    # The likeliest token's probability is 1 / sum exp(z - max z): a cheap reduction gives the
     # normaliser, where log_softmax would take every exponential again.
-    top_R1 = logits_RV.amax(-1, keepdim=True).to(probs_RV.dtype)
-    log_sum_R1 = top_R1 - probs_RV.amax(-1, keepdim=True).log()
-    torch.sub(logits_RV, log_sum_R1, out=log_RV)
+    log_RV.add_(probs_RV.amax(-1, keepdim=True).log())
 
 
 def closed_form(loss: Loss) -> Closed | None:
@@ -173,49 +174,66 @@ def _mixture(s: Pair, parts: tuple[tuple[Loss, float], ...]) -> tuple[Tensor, Te
     return loss_R, gradient_RV
 
 
-def divergence_score(loss: Loss, transform: Transform | None) -> Score:
+def divergence_score(
+    by_step: Sequence[Loss], transform: Transform | None = None, *, finite: bool | None = None
+) -> Score:
     """Scores tiles of target and draft logits: loss and alpha, and the loss's gradient.
 
-    A loss without a closed form runs by autograd; so does the transform's own backward.
-    """
-    closed = closed_form(loss)
+    A loss without a closed form runs by autograd, and so does the transform's own backward; both
+    see logits whose largest is 0.
 
-    def score(p_logits_RV: Tensor, logits_RV: Tensor, learn: bool, work: Workspace) -> Scored:
-        p_logits_RV, q_logits_RV = full_precision(p_logits_RV), full_precision(logits_RV).detach()
-        leaf_RV = q_logits_RV.requires_grad_(learn)
-        if transform is not None:
-            p_logits_RV = transform(p_logits_RV)
+    by_step: the loss of each step. finite: no logit is -inf; by default if there is no transform.
+    """
+    forms = [closed_form(loss) for loss in by_step]
+    closed, finite = None not in forms, transform is None if finite is None else finite
+    plain, many = closed and transform is None, BUFFERS + (len(forms) > 1)
+
+    def score(
+        p_logits_RV: Tensor, logits_SRV: Tensor, learn: bool, work: Workspace
+    ) -> Iterator[Scored]:
+        if not plain:
+            p_logits_RV = _changed(transform, centred(p_logits_RV))
+        both = Pair(p_logits_RV, work.take(p_logits_RV, many), finite=finite) if closed else None
+        for loss, form, logits_RV in zip(by_step, forms, logits_SRV, strict=True):
+            leaf_RV = logits_RV if plain else centred(logits_RV).requires_grad_(learn)
             with torch.set_grad_enabled(learn):
-                q_logits_RV = transform(leaf_RV)
-        _check_vocabulary(p_logits_RV, q_logits_RV)
-        if closed is None:
-            with torch.set_grad_enabled(learn):
-                loss_R = loss(p_logits_RV, q_logits_RV)
-            alpha_R = acceptance(p_logits_RV, q_logits_RV.detach())
-            output, seed = loss_R, torch.ones_like(loss_R)
-        else:
-            both = pair(p_logits_RV, q_logits_RV.detach(), work.take(q_logits_RV))
-            alpha_R = both.acceptance()
-            loss_R, slope_RV = closed(both)
-            output, seed = q_logits_RV, slope_RV
-        gradient_RV = torch.autograd.grad(output, leaf_RV, seed)[0] if learn else None
-        return [loss_R.detach(), alpha_R], gradient_RV
+                q_logits_RV = _changed(transform, leaf_RV)
+                _check_vocabulary(p_logits_RV, q_logits_RV)
+                output = q_logits_RV if closed else loss(p_logits_RV, q_logits_RV)
+            if both is None or form is None:
+                alpha_R = acceptance(p_logits_RV, q_logits_RV.detach())
+                loss_R, gradient_RV = output.detach(), torch.ones_like(output)
+            else:
+                pair = both.beside(q_logits_RV.detach())
+                alpha_R = pair.acceptance()
+                loss_R, gradient_RV = form(pair)
+            if learn and output is not leaf_RV:
+                (gradient_RV,) = torch.autograd.grad(output, leaf_RV, gradient_RV)
+            yield [loss_R, alpha_R], gradient_RV if learn else None
 
     return score
 
 
-def cross_entropy_score(
-    tokens_R: Tensor, logits_RV: Tensor, learn: bool, work: Workspace
-) -> Scored:
-    """Scores tiles of draft logits against tokens: -log q(token) and its gradient, q - one-hot."""
-    log_q_RV, q_RV, *_ = work.take(logits_RV)
-    token_R1 = tokens_R.unsqueeze(-1)
-    normalise(logits_RV, q_RV, log_q_RV)
-    loss_R = -log_q_RV.gather(-1, token_R1).squeeze(-1)
-    if not learn:
-        return [loss_R], None
-    minus_one_R1 = torch.full_like(token_R1, -1, dtype=q_RV.dtype)
-    return [loss_R], q_RV.scatter_add_(-1, token_R1, minus_one_R1)
+def _changed(transform: Transform | None, logits_RV: Tensor) -> Tensor:
+    return logits_RV if transform is None else transform(logits_RV)
+
+
+def cross_entropy_score(tokens_N: Tensor) -> Score:
+    """Scores tiles of draft logits against the tokens of the rows whose numbers it is given:
+    -log q(token) and its gradient, q - one-hot.
+    """
+
+    def score(rows_R: Tensor, logits_1RV: Tensor, learn: bool, work: Workspace) -> Iterator[Scored]:
+        log_q_RV, q_RV, *_ = work.take(logits_1RV[0])
+        token_R1 = tokens_N[rows_R].unsqueeze(-1)
+        normalise(logits_1RV[0], q_RV, log_q_RV)
+        loss_R = -log_q_RV.gather(-1, token_R1).squeeze(-1)
+        if learn:
+            minus_one_R1 = torch.full_like(token_R1, -1, dtype=q_RV.dtype)
+            q_RV.scatter_add_(-1, token_R1, minus_one_R1)
+        yield [loss_R], q_RV if learn else None
+
+    return score
 
 
 def _check_vocabulary(p_logits_RV: Tensor, q_logits_RV: Tensor) -> None:

@@ -35,6 +35,14 @@ def full_precision(logits_XV: Tensor) -> Tensor:
     return logits_XV if logits_XV.dtype == torch.float64 else logits_XV.float()
 
 
+def centred(logits_XV: Tensor) -> Tensor:
+    """Logits in full precision less the largest: the same distribution, and whatever large number
+    was in all of them takes no digits from what is added to them.
+    """
+    logits_XV = full_precision(logits_XV).detach()
+    return logits_XV - logits_XV.amax(-1, keepdim=True)
+
+
 def _log_probs(logits_XV: Tensor) -> Tensor:
     log_XV = torch.log_softmax(full_precision(logits_XV), dim=-1)
     return log_XV.masked_fill(log_XV == -math.inf, LOG_ZERO)

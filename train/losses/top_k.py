@@ -32,7 +32,7 @@ from draftsmith.train.losses.closed_form import (
     Workspace,
     divergence_score,
 )
-from draftsmith.train.losses.pure import Loss, full_precision
+from draftsmith.train.losses.pure import Loss, centred
 
 
 def sparse_divergence(
@@ -66,34 +66,32 @@ def sparse_divergence(
             "J + 1]; the last column is the rest's"
         )
 
-    def references(keep_K: Tensor, rows: int) -> Iterator[Tensor]:
-        return iter(keep_K.split(rows))
-
-    score = sparse_score(loss, ids_NJ, log_p_NB.detach(), transform)
-    total, scores_SN = bounded(references, score, 2, weight_N, q_hidden_NH, q_head_VH, chunk)
-    return Divergence(total, scores_SN[0], scores_SN[1])
+    score, weight_1N = sparse_score(loss, ids_NJ, log_p_NB.detach(), transform), weight_N[None]
+    total, scores_21N = bounded(score, 2, [q_hidden_NH], q_head_VH, None, weight_1N, chunk=chunk)
+    return Divergence(total, *scores_21N.squeeze(1))
 
 
 def sparse_score(
     loss: Loss, ids_NJ: Tensor, log_p_NB: Tensor, transform: Transform | None
 ) -> Score:
     """Scores tiles of draft logits against the rows whose numbers it is given."""
-    compare = divergence_score(loss, None)
+    compare = divergence_score([loss], finite=False)
 
-    def score(rows_R: Tensor, logits_RV: Tensor, learn: bool, work: Workspace) -> Scored:
+    def score(rows_R: Tensor, logits_1RV: Tensor, learn: bool, work: Workspace) -> Iterator[Scored]:
         ids_RJ, log_p_RB = ids_NJ[rows_R], log_p_NB[rows_R]
-        leaf_RV = full_precision(logits_RV).detach().requires_grad_(learn)
+        leaf_RV = centred(logits_1RV[0]).requires_grad_(learn)
         with torch.set_grad_enabled(learn):
             q_logits_RV = leaf_RV if transform is None else transform(leaf_RV)
         q_RB, rest_RV = bucketed(q_logits_RV.detach(), ids_RJ)
-        scores, slope_RB = compare(log_p_RB.to(q_RB.dtype), q_RB, learn, work)
+        ((scores, slope_RB),) = compare(log_p_RB.to(q_RB.dtype), q_RB[None], learn, work)
         if slope_RB is None:
-            return scores, None
+            yield scores, None
+            return
         share_RV = rest_RV.sub_(q_RB[:, -1:].masked_fill(q_RB[:, -1:] == -math.inf, 0.0)).exp_()
         slope_RV = share_RV.mul_(slope_RB[:, -1:]).scatter_add_(-1, ids_RJ, slope_RB[:, :-1])
-        if q_logits_RV is leaf_RV:
-            return scores, slope_RV
-        return scores, torch.autograd.grad(q_logits_RV, leaf_RV, slope_RV)[0]
+        if q_logits_RV is not leaf_RV:
+            (slope_RV,) = torch.autograd.grad(q_logits_RV, leaf_RV, slope_RV)
+        yield scores, slope_RV
 
     return score
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.taps import TargetStates
 from draftsmith.models.target import cut_rows, split_head
-from draftsmith.train.losses.chunked_steps import chunked_steps, measure_steps
+from draftsmith.train.losses.chunked import chunked_steps, measure_steps
 from draftsmith.train.losses.pure import Loss, lk_weight, mixed
 from draftsmith.train.objectives.heads import OnStates
 from draftsmith.train.run.loop import StepOutput

@@ -42,9 +42,10 @@ from draftsmith.train.losses.chunked import (
     chunk_logits,
     chunked_divergence,
     matmul_type,
+    rows_of,
 )
 from draftsmith.train.losses.closed_form import Transform
-from draftsmith.train.losses.pure import forward_kl, full_precision
+from draftsmith.train.losses.pure import centred, forward_kl
 from draftsmith.train.losses.top_k import TopKRows
 from draftsmith.train.teachers.store import SHARD_BYTES, TokenShards
 from draftsmith.train.text.batches import Batches
@@ -210,11 +211,11 @@ class TopKCache(TokenShards):
         hidden_NG, head_VG = without_bias(hidden_NG, head_VG, bias_V)
         head_VG = cut_rows(head_VG, self.vocab_size).to(matmul_type("p", hidden_NG, head_VG))
         device = hidden_NG.device
-        size = CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"]) // len(head_VG)
+        size = rows_of(CHUNK_LOGITS, device, len(head_VG))
         every_N = torch.arange(len(hidden_NG), device=device)
         with torch.autocast(device.type, enabled=False):
-            for logits_CV in chunk_logits(hidden_NG, head_VG, every_N, max(size, 1)):
-                logits_CV = self.warp.transform(full_precision(logits_CV))
+            for logits_CV in chunk_logits(hidden_NG, head_VG, every_N, size):
+                logits_CV = self.warp.transform(centred(logits_CV))
                 yield TopKRows(*likeliest(logits_CV, self.k))
 
 

@@ -334,7 +334,7 @@ def test_bad_input_is_explained() -> None:
     wrong: list[tuple[str, dict[str, Tensor]]] = [
         (r"q_hidden and q_head: got shapes .*expected \[rows, width\]", {"q_head": c.q_head.T}),
         (r"p_hidden: got 4 rows, expected the 23", {"p_hidden": c.p_hidden[:4]}),
-        (r"weight: got shape \(2,\)", {"weight": c.weight[:2]}),
+        (r"weight: got shape \(1, 2\)", {"weight": c.weight[:2]}),
         (r"expected one type", {"q_head": c.q_head.bfloat16()}),
         (r"got 30 of the target and 37 of the draft.*cut both", {"p_head": c.p_head[:30]}),
         (
