@@ -26,5 +26,6 @@ def likeliest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k likeliest tokens of each row, ids [R, J] likeliest first, and log-probabilities [R, B]
     of these and of the rest; fewer than k where there are fewer tokens.
     """
+    logits_RV = logits_RV - logits_RV.amax(-1, keepdim=True)  # an offset of all would take digits
     ids_RJ = logits_RV.topk(min(k, logits_RV.shape[-1])).indices
     return ids_RJ, bucketed(logits_RV, ids_RJ)[0].log_softmax(-1)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.train.losses import chunked
 from draftsmith.train.losses import closed_form as gradients
-from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_divergence
+from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_divergence, chunked_steps
 from draftsmith.train.losses.pure import DIVERGENCES, Loss, acceptance, divergence, reverse_kl
 
 
@@ -326,6 +326,56 @@ def test_cross_entropy_equals_torch(dtype: torch.dtype, small_tiles: None) -> No
     with torch.no_grad():
         quiet, _ = chunked_cross_entropy(c.q_hidden, c.q_head, tokens, c.weight)
     torch.testing.assert_close(quiet, expected.detach())
+
+
+# Whole numbers that fp32 holds beside a sixteenth: logits with such an offset are exact.
+OFFSETS = (0.0, 1e3, -1e3, 1e6)
+
+
+def offset_logits(offset: float, seed: int, rows: int = 6) -> Tensor:
+    """[N, V], the same for every offset but for it."""
+    generator = torch.Generator().manual_seed(seed)
+    sixteenths = torch.randint(-80, 80, (rows, 37), generator=generator)
+    logits = sixteenths / 16 + offset
+    assert torch.equal(logits - offset, sixteenths / 16)
+    return logits
+
+
+def same_at_every_offset(compare: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> None:
+    """compare: the target's head and the draft's, whose states are the identity -> (total, ...)."""
+    found = []
+    for offset in OFFSETS:
+        q_head = offset_logits(offset, 1).T.contiguous().requires_grad_()
+        results = compare(offset_logits(offset, 0).T.contiguous(), q_head)
+        found.append([*results, *torch.autograd.grad(results[0], q_head)])
+    for offset, results in zip(OFFSETS, found, strict=True):
+        for got, want in zip(results, found[0], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6, msg=f"offset {offset}")
+
+
+@pytest.mark.parametrize("transform", [None, temperature, top_five])
+@pytest.mark.parametrize("name", [*DIVERGENCES, "own"])
+def test_a_common_offset_of_the_logits_changes_nothing(name: str, transform: Any) -> None:
+    eye, weight = torch.eye(6), torch.ones(6)
+
+    def compare(p_head: Tensor, q_head: Tensor) -> tuple[Tensor, ...]:
+        return chunked_divergence(
+            named(name), eye, q_head, eye, p_head, weight, transform=transform
+        )
+
+    def by_steps(p_head: Tensor, q_head: Tensor) -> tuple[Tensor, ...]:
+        return chunked_steps([named(name)] * 2, [eye] * 2, q_head, eye, p_head, torch.ones(2, 6))
+
+    same_at_every_offset(compare)
+    if transform is None:
+        same_at_every_offset(by_steps)
+
+
+def test_a_common_offset_changes_no_cross_entropy() -> None:
+    def compare(_: Tensor, q_head: Tensor) -> tuple[Tensor, ...]:
+        return chunked_cross_entropy(torch.eye(6), q_head, torch.arange(6), torch.ones(6))
+
+    same_at_every_offset(compare)
 
 
 def test_bad_input_is_explained() -> None:

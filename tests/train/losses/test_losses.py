@@ -234,6 +234,23 @@ def test_far_off_but_possible_tokens_keep_their_gradient() -> None:
     assert losses.forward_kl(p, q).item() > 70
 
 
+@pytest.mark.parametrize("name", [*DIVERGENCES, "acceptance", "ce"])
+def test_a_common_offset_changes_nothing(name: str) -> None:
+    """Logits in sixteenths, which fp32 holds beside these offsets."""
+    p, q = (logits(5, 37, seed=seed).mul(16).round().div(16).float() for seed in (14, 15))
+    found = []
+    for offset in (0.0, 1e3, -1e3, 1e6):
+        far = (q + offset).requires_grad_()
+        if name == "ce":
+            loss = losses.cross_entropy(far, torch.arange(5))
+        else:
+            loss = (losses.acceptance if name == "acceptance" else named(name))(p + offset, far)
+        found.append((loss, torch.autograd.grad(loss.sum(), far)[0]))
+    for results in found:
+        for got, want in zip(results, found[0], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
 def test_target_gets_no_gradient_and_bf16_is_widened() -> None:
     for name in DIVERGENCES:
         p = logits(4, 6, seed=11).bfloat16().requires_grad_()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.decode.serve import top_k as buckets
 from draftsmith.train.losses import chunked
 from draftsmith.train.losses.chunked import chunked_divergence
 from draftsmith.train.losses.pure import DIVERGENCES, Loss, acceptance, divergence, mixed
@@ -202,6 +203,26 @@ def test_buckets_bound_the_dense_loss() -> None:
         losses, alphas = (torch.stack(x) for x in list(zip(*found, strict=True))[1:])
         assert (losses.diff(dim=0) >= -1e-12).all() and (losses[-1] - losses[0]).max() > 0.01
         assert (alphas.diff(dim=0) <= 1e-12).all() and (alphas[0] - alphas[-1]).max() > 0.01
+
+
+@pytest.mark.parametrize("transform", [None, warm])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_common_offset_changes_nothing(name: str, transform) -> None:
+    """Logits in sixteenths, which fp32 holds beside these offsets: of the draft's and of those that
+    the listed tokens are taken from.
+    """
+    draw = torch.Generator().manual_seed(2)
+    p_logits, q_logits = torch.randint(-80, 80, (2, ROWS, VOCABULARY), generator=draw) / 16
+    found = []
+    for offset in (0.0, 1e3, 1e6):
+        head = (q_logits + offset).T.contiguous().requires_grad_()
+        rows = buckets.likeliest(p_logits + offset, LISTED)
+        case = (torch.eye(ROWS), head, *rows, torch.ones(ROWS))
+        result = sparse_divergence(named(name), *case, transform=transform)
+        found.append((*result, *torch.autograd.grad(result.total, head)))
+    for got in found:
+        for a, b in zip(got, found[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
