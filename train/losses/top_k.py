@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.serve.top_k import bucketed
-from draftsmith.train.losses.chunked import Divergence, bounded
+from draftsmith.train.losses.chunked import Divergence, Side, bounded
 from draftsmith.train.losses.closed_form import (
     Score,
     Scored,
@@ -35,40 +35,50 @@ from draftsmith.train.losses.closed_form import (
 from draftsmith.train.losses.pure import Loss, centred
 
 
-def sparse_divergence(
-    loss: Loss,
-    q_hidden_NH: Tensor,
-    q_head_VH: Tensor,
-    ids_NJ: Tensor,
-    log_p_NB: Tensor,
-    weight_N: Tensor,
-    *,
-    transform: Transform | None = None,
-    chunk: int | None = None,
-) -> Divergence:
-    """sum_n weight_n * loss(p_n, q_n) over the buckets of the target's listed tokens.
+@dataclass(frozen=True)
+class TopKRows:
+    """The target's distributions at N positions as its likeliest tokens (`TargetRows`).
 
     Args:
         ids_NJ: int64, the listed tokens. A row with fewer than J repeats its first one: from the
             second place on, that one is an empty bucket.
         log_p_NB: log-probabilities of the listed tokens, then of the rest; -inf for none.
-        transform: logits [R, V] in fp32 -> logits [R, V'], applied to the draft's logits alone.
-        loss, q_hidden_NH, q_head_VH, weight_N, chunk: as in `chunked_divergence`, and so are types,
-            memory and what is returned.
-
-    Raises ValueError for shapes that don't fit, and what `chunked_divergence` raises.
     """
-    rows, listed = ids_NJ.shape
-    if rows != len(q_hidden_NH) or log_p_NB.shape != (rows, listed + 1):
-        raise ValueError(
-            f"listed tokens: got ids of shape {tuple(ids_NJ.shape)} and log-probabilities of "
-            f"{tuple(log_p_NB.shape)}, expected [{len(q_hidden_NH)}, J] and [{len(q_hidden_NH)}, "
-            "J + 1]; the last column is the rest's"
-        )
 
-    score, weight_1N = sparse_score(loss, ids_NJ, log_p_NB.detach(), transform), weight_N[None]
-    total, scores_21N = bounded(score, 2, [q_hidden_NH], q_head_VH, None, weight_1N, chunk=chunk)
-    return Divergence(total, *scores_21N.squeeze(1))
+    ids_NJ: Tensor
+    log_p_NB: Tensor
+
+    def divergence(
+        self,
+        loss: Loss,
+        q: Side,
+        weight_N: Tensor,
+        transform: Transform | None,
+        *,
+        chunk: int | None = None,
+    ) -> Divergence:
+        """sum_n weight_n * loss(p_n, q_n) over the buckets, q being the draft's states and head.
+
+        transform: logits [R, V] in fp32 -> logits [R, V'], of the draft's; the target's have had
+            theirs. The rest, types, memory and what is returned as in `chunked_divergence`.
+
+        Raises ValueError for shapes that don't fit, and what `chunked_divergence` raises.
+        """
+        ids_NJ, log_p_NB, rows = self.ids_NJ, self.log_p_NB.detach(), len(q[0])
+        if len(ids_NJ) != rows or log_p_NB.shape != (rows, ids_NJ.shape[1] + 1):
+            raise ValueError(
+                f"listed tokens: got ids of shape {tuple(ids_NJ.shape)} and log-probabilities of "
+                f"{tuple(log_p_NB.shape)}, expected [{rows}, J] and [{rows}, J + 1]; the last "
+                "column is the rest's"
+            )
+        score = sparse_score(loss, ids_NJ, log_p_NB, transform)
+        total, scores_21N = bounded(score, 2, [q[0]], q[1], None, weight_N[None], chunk=chunk)
+        return Divergence(total, *scores_21N.squeeze(1))
+
+    def first(self, k: int) -> "TopKRows":
+        """The same with the first k tokens listed alone."""
+        rest_N1 = self.log_p_NB[:, k:].logsumexp(-1, keepdim=True)
+        return TopKRows(self.ids_NJ[:, :k], torch.cat([self.log_p_NB[:, :k], rest_N1], -1))
 
 
 def sparse_score(
@@ -94,28 +104,3 @@ def sparse_score(
         yield scores, slope_RV
 
     return score
-
-
-@dataclass(frozen=True)
-class TopKRows:
-    """The target's distributions at N positions as its likeliest tokens (`TargetRows`)."""
-
-    ids_NJ: Tensor
-    log_p_NB: Tensor
-
-    def divergence(
-        self,
-        loss: Loss,
-        q_hidden_NH: Tensor,
-        q_head_VH: Tensor,
-        weight_N: Tensor,
-        transform: Transform,
-    ) -> Divergence:
-        """transform: of the draft's logits; the target's have had theirs."""
-        q, p = (q_hidden_NH, q_head_VH), (self.ids_NJ, self.log_p_NB)
-        return sparse_divergence(loss, *q, *p, weight_N, transform=transform)
-
-    def first(self, k: int) -> "TopKRows":
-        """The same with the first k tokens listed alone."""
-        rest_N1 = self.log_p_NB[:, k:].logsumexp(-1, keepdim=True)
-        return TopKRows(self.ids_NJ[:, :k], torch.cat([self.log_p_NB[:, :k], rest_N1], -1))

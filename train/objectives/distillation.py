@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import check_split, cut_rows, output_head, without_bias
-from draftsmith.train.losses.chunked import Divergence, chunked_cross_entropy
+from draftsmith.train.losses.chunked import Divergence, Side, chunked_cross_entropy
 from draftsmith.train.losses.pure import agreement, forward_kl, lk_weight, mixed, parse_loss
 from draftsmith.train.objectives.token_selection import (
     Weighting,
@@ -29,7 +29,6 @@ from draftsmith.train.scoring.joint import AcceptanceLoss
 from draftsmith.train.teachers.teachers import TargetRows, Teacher
 from draftsmith.train.text.batches import Batch
 
-DraftSide = tuple[Tensor, Tensor]  # hidden [N, H], head [V, H]
 FKL = {"fkl": 1.0}
 
 
@@ -164,8 +163,8 @@ class Distillation(Objective):
         q, weight_N = self._draft_side(self.draft, batch), batch.loss_mask.flatten().float()
         loss, alpha_N = self._score(parts, batch, rows, q, weight_N)
         if alpha_N is None:
-            alpha_N = rows.divergence(forward_kl, *q, weight_N, self.warp.transform).alpha_N
-        agreeing = rows.divergence(agreement, *q, weight_N, self.warp.transform).total
+            alpha_N = rows.divergence(forward_kl, q, weight_N, self.warp.transform).alpha_N
+        agreeing = rows.divergence(agreement, q, weight_N, self.warp.transform).total
         alpha = agreeing if self.warp.greedy else alpha_N.sum()
         metrics = {"alpha": alpha, "agreement": agreeing}
         return StepOutput(loss, batch.loss_mask.sum(), metrics)
@@ -187,7 +186,7 @@ class Distillation(Objective):
         parts: dict[str, float],
         batch: Batch,
         rows: TargetRows | None,
-        q: DraftSide,
+        q: Side,
         weight_N: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """The loss's sum, and alpha of each position where the loss has to do with the target."""
@@ -199,18 +198,18 @@ class Distillation(Objective):
         if of_target:
             assert rows is not None, parts
             loss = mixed(of_target, lk_weight(self.mean_alpha), self.beta)
-            scored = rows.divergence(loss, *q, weight_N, self.warp.transform)
+            scored = rows.divergence(loss, q, weight_N, self.warp.transform)
             total, alpha_N = total + scored.total, scored.alpha_N
         return total, alpha_N
 
     @torch.no_grad()
-    def _weights(self, batch: Batch, rows: TargetRows | None, q: DraftSide) -> Tensor:
+    def _weights(self, batch: Batch, rows: TargetRows | None, q: Side) -> Tensor:
         """What each position counts."""
         assert rows is not None, "a weighting asks for the target"
         mask_N = batch.loss_mask.flatten()
 
-        def scored(side: DraftSide) -> Divergence:
-            return rows.divergence(forward_kl, *side, mask_N.float(), self.warp.transform)
+        def scored(side: Side) -> Divergence:
+            return rows.divergence(forward_kl, side, mask_N.float(), self.warp.transform)
 
         if self.weighting.by_depth:
             alpha_BT = scored(q).alpha_N.view_as(batch.loss_mask)
@@ -224,7 +223,7 @@ class Distillation(Objective):
         count = self.tokens(batch)
         return selected(self.weighting.select, count, mask_N, loss_N, reference_N)
 
-    def _draft_side(self, draft: PreTrainedModel, batch: Batch) -> DraftSide:
+    def _draft_side(self, draft: PreTrainedModel, batch: Batch) -> Side:
         hidden_NH, head_VH = hidden_and_head(draft, batch)
         return hidden_NH, cut_rows(head_VH, self.vocab_size)
 

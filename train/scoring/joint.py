@@ -102,7 +102,7 @@ class AcceptanceLoss(nn.Module):
         """What the head reads at each trained position (states, numbers), and the chances."""
         drawn = DrawnTokens()
         with torch.no_grad():
-            label_N = rows.divergence(drawn, *q, mask_N.float(), transform).loss_N
+            label_N = rows.divergence(drawn, q, mask_N.float(), transform).loss_N
         # With a bias the states have a column more, which no decoder shows to a head.
         state_KH = q[0][mask_N][:, : self.scorer.config.hidden].float()
         names, scalars_KS = self.scorer.config.scalars, None

@@ -39,6 +39,7 @@ from draftsmith.models.taps import NORM, Tap, check_taps, target_states
 from draftsmith.models.target import cut_rows, output_head, vocab_size, without_bias
 from draftsmith.train.losses.chunked import (
     CHUNK_LOGITS,
+    Side,
     chunk_logits,
     chunked_divergence,
     matmul_type,
@@ -128,9 +129,6 @@ def quantised(states_NSG: Tensor) -> tuple[Tensor, Tensor]:
     """(states as whole numbers from -127 to 127, scales [N, S]): states = numbers * scales."""
     scales_NS = states_NSG.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny) / 127
     return (states_NSG / scales_NS[..., None]).round().to(torch.int8), scales_NS
-
-
-Side = tuple[Tensor, Tensor]  # hidden [N, H], head [V, H]
 
 
 class TopKCache(TokenShards):
@@ -238,7 +236,7 @@ def what_is_lost(rows: TopKRows, p: Side, q: Side, weight_N: Tensor, transform: 
         table.add_column(name, justify="right")
     for few in sorted({max(1, k // 16), max(1, k // 4), k}):
         cut = rows.first(few)
-        found = cut.divergence(forward_kl, *q, counted_N, transform)
+        found = cut.divergence(forward_kl, q, counted_N, transform)
         outside = (cut.log_p_NB[:, -1].exp() * counted_N).sum() / tokens
         kl, alpha = found.total / tokens, found.alpha_N.sum() / tokens
         table.add_row(f"{few}", f"{outside:.2%}", f"{kl:.4f}", f"{alpha:.4f}")

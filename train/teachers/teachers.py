@@ -27,7 +27,7 @@ from draftsmith.models.target import (
     vocab_size,
     without_bias,
 )
-from draftsmith.train.losses.chunked import Divergence, chunked_divergence
+from draftsmith.train.losses.chunked import Divergence, Side, chunked_divergence
 from draftsmith.train.losses.closed_form import Transform
 from draftsmith.train.losses.pure import Loss
 from draftsmith.train.losses.top_k import TopKRows
@@ -40,15 +40,11 @@ from draftsmith.train.text.batches import Batch, Batches
 class TargetRows(Protocol):
     """The target's distributions p at the N positions of one batch."""
 
-    def divergence(
-        self,
-        loss: Loss,
-        q_hidden_NH: Tensor,
-        q_head_VH: Tensor,
-        weight_N: Tensor,
-        transform: Transform,
-    ) -> Divergence:
-        """sum_n weight_n loss(p_n, q_n), and both parts of each row; see `chunked_divergence`."""
+    def divergence(self, loss: Loss, q: Side, weight_N: Tensor, transform: Transform) -> Divergence:
+        """sum_n weight_n loss(p_n, q_n), and both parts of each row; see `chunked_divergence`.
+
+        q: the draft's states and head.
+        """
 
 
 Teacher = Callable[[Batch], TargetRows]
@@ -62,15 +58,8 @@ class StateRows:
     hidden_NG: Tensor
     head_VG: Tensor
 
-    def divergence(
-        self,
-        loss: Loss,
-        q_hidden_NH: Tensor,
-        q_head_VH: Tensor,
-        weight_N: Tensor,
-        transform: Transform,
-    ) -> Divergence:
-        q, p = (q_hidden_NH, q_head_VH), (self.hidden_NG, self.head_VG)
+    def divergence(self, loss: Loss, q: Side, weight_N: Tensor, transform: Transform) -> Divergence:
+        p = (self.hidden_NG, self.head_VG)
         return chunked_divergence(loss, *q, *p, weight_N, transform=transform)
 
 

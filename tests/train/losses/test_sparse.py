@@ -12,9 +12,9 @@ from torch import Tensor
 
 from draftsmith.decode.serve import top_k as buckets
 from draftsmith.train.losses import chunked
-from draftsmith.train.losses.chunked import chunked_divergence
+from draftsmith.train.losses.chunked import Divergence, chunked_divergence
 from draftsmith.train.losses.pure import DIVERGENCES, Loss, acceptance, divergence, mixed
-from draftsmith.train.losses.top_k import TopKRows, sparse_divergence
+from draftsmith.train.losses.top_k import TopKRows
 
 ROWS, VOCABULARY, LISTED = 23, 37, 5
 
@@ -68,8 +68,13 @@ def naive(loss: Loss, c: Case, transform=None) -> tuple[Tensor, ...]:
     return total, loss_N * counted, acceptance(c.log_p, q_log_NB) * counted, *gradients
 
 
+def divergence_of(loss: Loss, c: Case, transform=None, **options) -> Divergence:
+    rows = TopKRows(c.ids, c.log_p)
+    return rows.divergence(loss, (c.q_hidden, c.q_head), c.weight, transform, **options)
+
+
 def ours(loss: Loss, c: Case, **options) -> tuple[Tensor, ...]:
-    result = sparse_divergence(loss, *c, **options)
+    result = divergence_of(loss, c, **options)
     return *result, *torch.autograd.grad(result.total, (c.q_hidden, c.q_head))
 
 
@@ -198,7 +203,7 @@ def test_buckets_bound_the_dense_loss() -> None:
     whole = TopKRows(*likeliest(p_logits, 20))
     for name in ("fkl", "rkl", "jsd", "tv"):
         rows = [whole.first(k) for k in (2, 8, 20)]
-        found = [x.divergence(named(name), *q, c.weight, lambda z: z) for x in rows]
+        found = [x.divergence(named(name), q, c.weight, lambda z: z) for x in rows]
         found.append(chunked_divergence(named(name), *q, p_logits, eye, c.weight))
         losses, alphas = (torch.stack(x) for x in list(zip(*found, strict=True))[1:])
         assert (losses.diff(dim=0) >= -1e-12).all() and (losses[-1] - losses[0]).max() > 0.01
@@ -217,8 +222,8 @@ def test_a_common_offset_changes_nothing(name: str, transform) -> None:
     for offset in (0.0, 1e3, 1e6):
         head = (q_logits + offset).T.contiguous().requires_grad_()
         rows = buckets.likeliest(p_logits + offset, LISTED)
-        case = (torch.eye(ROWS), head, *rows, torch.ones(ROWS))
-        result = sparse_divergence(named(name), *case, transform=transform)
+        case = Case(torch.eye(ROWS), head, *rows, torch.ones(ROWS))
+        result = divergence_of(named(name), case, transform)
         found.append((*result, *torch.autograd.grad(result.total, head)))
     for got in found:
         for a, b in zip(got, found[0], strict=True):
@@ -228,6 +233,6 @@ def test_a_common_offset_changes_nothing(name: str, transform) -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     c = some()
     with pytest.raises(ValueError, match=r"ids of shape \(23, 5\) and .*\(23, 5\), expected"):
-        sparse_divergence(named("fkl"), *c[:3], c.log_p[:, :-1], c.weight)
+        divergence_of(named("fkl"), c._replace(log_p=c.log_p[:, :-1]))
     with pytest.raises(ValueError, match=r"expected \[22, J\]"):
-        sparse_divergence(named("fkl"), c.q_hidden[1:], *c[1:])
+        divergence_of(named("fkl"), c._replace(q_hidden=c.q_hidden[1:]))

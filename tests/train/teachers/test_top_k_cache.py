@@ -182,7 +182,7 @@ def test_the_teacher_with_all_tokens_is_the_exact_one(
         q = (draft.hidden_NG.requires_grad_(), draft.head_VG.detach())
         for name in ("fkl", "jsd"):  # tv's slope jumps where p meets q
             found = [
-                rows.divergence(divergence(name), *q, weight_N, warp.transform)
+                rows.divergence(divergence(name), q, weight_N, warp.transform)
                 for rows in (teacher(batch), exact(batch))
             ]
             slopes = [torch.autograd.grad(one.total, q[0])[0] for one in found]
@@ -271,7 +271,7 @@ def test_what_a_server_told_is_trained_on(
     rows, q = teacher(batch), StateTeacher(tiny_draft, 320)(batch)
     weight_N = batch.loss_mask.flatten().float()
     q_hidden, q_head = q.hidden_NG, q.head_VG
-    got = rows.divergence(divergence("fkl"), q_hidden, q_head, weight_N, lambda z: z).loss_N
+    got = rows.divergence(divergence("fkl"), (q_hidden, q_head), weight_N, lambda z: z).loss_N
     q_NV, next_N = (q_hidden @ q_head.T).softmax(-1), batch.input_ids.roll(-1, 1).flatten()
     assert weight_N.sum() > 20
     for n in weight_N.nonzero().flatten().tolist():
