@@ -44,6 +44,7 @@ TILE_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 24}
 HEAD_BLOCK = 1 << 13
 
 Side = tuple[Tensor, Tensor]  # hidden [N, H], head [V, H]
+Gradients = tuple[list[Tensor], Tensor | None]  # of S hidden and a head; [], None: not wanted
 
 
 class Divergence(NamedTuple):
@@ -177,8 +178,8 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """sum_n -weight_n * log q_n(tokens_n) in bounded memory, and the loss of each row.
 
-    Arguments, types and errors as in `chunked_divergence`; tokens_N is int64. Tokens of rows with
-    weight 0 may hold anything (-100, say). Returns (total, loss_N), the latter detached.
+    Arguments, types and errors as in `chunked_divergence`; tokens_N is int64, and what it holds in
+    rows of weight 0 is never read. Returns (total, loss_N), the latter detached.
     """
     if tokens_N.shape != q_hidden_NH.shape[:1]:
         raise ValueError(
@@ -302,15 +303,9 @@ def chunk_logits(hidden_NH: Tensor, head_VH: Tensor, keep_K: Tensor, rows: int) 
         yield torch.mm(hidden_CH, head_VH.t(), out=logits_CV[: len(rows_C)])
 
 
-class _Formed(NamedTuple):
-    scores_XSN: Tensor
-    d_hidden_SNH: list[Tensor]  # empty if not wanted
-    d_head_VH: Tensor | None
-
-
 def _sweep(
     plan: _Plan, weight_SN: Tensor, q_head_VH: Tensor, q_hidden_SNH: Sequence[Tensor]
-) -> _Formed:
+) -> tuple[Tensor, Gradients]:
     """One pass over all rows that have a weight: scores, and the gradients the plan asks for."""
     steps, rows = weight_SN.shape
     wide = torch.promote_types(plan.types[0], torch.float32)
@@ -322,15 +317,14 @@ def _sweep(
     chunks: Iterable[Tensor] = keep_K.split(plan.chunk)
     references = chunks
     if plan.p is not None:
-        p_hidden_NG, p_head_VG = plan.p
-        references = chunk_logits(p_hidden_NG, p_head_VG.to(plan.types[1]), keep_K, plan.chunk)
+        references = chunk_logits(plan.p[0], plan.p[1].to(plan.types[1]), keep_K, plan.chunk)
     head_VH = q_head_VH.to(plan.types[0])
     buffer_MV = head_VH.new_empty(steps * min(plan.chunk, len(keep_K)), len(head_VH))
     for rows_C, reference_C in zip(chunks, references, strict=True):
         # A rotation: no row of a step comes twice.
         rows_SC = [(rows_C - plan.lag - step) % max(rows, 1) for step in range(steps)]
-        states = [each_NH[at_C] for each_NH, at_C in zip(q_hidden_SNH, rows_SC, strict=True)]
-        hidden_MH = torch.cat(states).to(head_VH.dtype)
+        of_step = zip(q_hidden_SNH, rows_SC, strict=True)
+        hidden_MH = torch.cat([each_NH[at_C] for each_NH, at_C in of_step]).to(head_VH.dtype)
         logits_MV = torch.mm(hidden_MH, head_VH.t(), out=buffer_MV[: len(hidden_MH)])
         logits_SCV = logits_MV.view(steps, len(rows_C), len(head_VH))
         for first in range(0, len(rows_C), plan.tile):
@@ -339,12 +333,11 @@ def _sweep(
             scored = plan.score(reference_C[at], logits_SCV[:, at], learn, work)
             scores_XSN[:, :, rows_C[at]] = _weighted(scored, weight_SR, logits_SCV[:, at])
         if d_hidden_SNH:
-            d_hidden_SCH = torch.mm(logits_MV, head_VH).view(steps, len(rows_C), head_VH.shape[1])
-            for d_NH, at_C, d_CH in zip(d_hidden_SNH, rows_SC, d_hidden_SCH, strict=True):
-                d_NH[at_C] = d_CH.to(d_NH.dtype)
+            _scatter(torch.mm(logits_MV, head_VH), rows_SC, d_hidden_SNH)
         if d_head_VH is not None:
             add_head_gradient(d_head_VH, logits_MV, hidden_MH)
-    return _Formed(scores_XSN, d_hidden_SNH, d_head_VH)
+        del hidden_MH  # before the next chunk's are made
+    return scores_XSN, (d_hidden_SNH, d_head_VH)
 
 
 def _weighted(scored: Iterable[Scored], weight_SR: Tensor, logits_SRV: Tensor) -> Tensor:
@@ -357,6 +350,12 @@ def _weighted(scored: Iterable[Scored], weight_SR: Tensor, logits_SRV: Tensor) -
         if gradient_RV is not None:
             torch.mul(gradient_RV, weight_SR[step].unsqueeze(1), out=logits_SRV[step])
     return torch.stack(found, 1).masked_fill_(weight_SR == 0, 0.0)
+
+
+def _scatter(d_MH: Tensor, rows_SC: list[Tensor], d_hidden_SNH: list[Tensor]) -> None:
+    d_SCH = d_MH.unflatten(0, (len(rows_SC), len(rows_SC[0])))
+    for d_NH, at_C, d_CH in zip(d_hidden_SNH, rows_SC, d_SCH, strict=True):
+        d_NH[at_C] = d_CH.to(d_NH.dtype)
 
 
 def add_head_gradient(d_head_VH: Tensor, d_logits_CV: Tensor, hidden_CH: Tensor) -> None:
@@ -375,12 +374,11 @@ class _Swept(torch.autograd.Function):
         ctx: Any, plan: _Plan, weight_SN: Tensor, q_head_VH: Tensor, *q_hidden_SNH: Tensor
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(q_head_VH.device.type, enabled=False):
-            formed = _sweep(plan, weight_SN, q_head_VH, q_hidden_SNH)
+            scores_XSN, ctx.gradients = _sweep(plan, weight_SN, q_head_VH, q_hidden_SNH)
         ctx.save_for_backward(weight_SN, q_head_VH, *q_hidden_SNH)
-        ctx.plan, ctx.gradients = plan, formed[1:]
-        ctx.mark_non_differentiable(formed.scores_XSN)
-        loss_SN = formed.scores_XSN[0]
-        return (loss_SN * weight_SN.to(loss_SN.dtype)).sum(), formed.scores_XSN
+        ctx.plan = plan  # but no result: it leads back here, a cycle that outlives its use
+        ctx.mark_non_differentiable(scores_XSN)
+        return (scores_XSN[0] * weight_SN.to(scores_XSN.dtype)).sum(), scores_XSN
 
     @staticmethod
     @once_differentiable
@@ -390,7 +388,7 @@ class _Swept(torch.autograd.Function):
         inputs, gradients, ctx.gradients = ctx.saved_tensors, ctx.gradients, None
         weight_SN, q_head_VH, *q_hidden_SNH = inputs
         if gradients is None:
-            gradients = _sweep(ctx.plan, weight_SN, q_head_VH, q_hidden_SNH)[1:]
+            _, gradients = _sweep(ctx.plan, weight_SN, q_head_VH, q_hidden_SNH)
         hidden, head = gradients
         d_head = None if head is None else head.mul_(grad_total).to(q_head_VH.dtype)
         d_hidden = [each.mul_(grad_total) for each in hidden] or [None] * len(q_hidden_SNH)
