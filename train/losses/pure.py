@@ -36,8 +36,8 @@ def full_precision(logits_XV: Tensor) -> Tensor:
 
 
 def centred(logits_XV: Tensor) -> Tensor:
-    """Logits in full precision less the largest: the same distribution, and whatever large number
-    was in all of them takes no digits from what is added to them.
+    """Logits less the row's largest, in full precision and without gradient: the same distribution,
+    and a large number that was in all of them takes no digits from what is done with them.
     """
     logits_XV = full_precision(logits_XV).detach()
     return logits_XV - logits_XV.amax(-1, keepdim=True)
