@@ -13,6 +13,7 @@ from rich.table import Table
 from draftsmith.decode.report.results import machine, unrepeatable
 from draftsmith.models.disk.provenance import command_line, git_commit
 
+BENCH = Path(__file__).resolve().parent
 HEAD = ("what", "peer", "ratio", "range", "pairs", "ours", "theirs", "unit")
 
 
@@ -106,7 +107,10 @@ def source(rows: Sequence[dict[str, Any]]) -> str:
     if others:
         line = " ".join(line.split()[:2])
     commits = ", ".join(sorted({str(r["commit"])[:12] for r in rows}))
+    script = Path(line.split()[1])
+    moved = [path for path in BENCH.rglob(script.name) if not (BENCH.parent / script).exists()]
     words = f"`{line}`{' with the arguments in each row' if others else ''} at commit {commits}"
+    words += "".join(f" (now {path.relative_to(BENCH.parent).as_posix()})" for path in moved)
     return f"{words} on {rows[0]['machine']}.{unrepeatable(rows)}"
 
 
