@@ -60,10 +60,11 @@ def load_target(
     With `spec.shrink` nothing is downloaded and no weights are read: see `_shrunk`.
 
     Raises:
-        ValueError: nothing at the path, damaged or incomplete weights, an unknown dtype, no
-            tokenizer, an output head narrower than the tokenizer, or an adapter that isn't this
-            model's.
+        ValueError: no such device, nothing at the path, damaged or incomplete weights, an unknown
+            dtype, no tokenizer, an output head narrower than the tokenizer, or an adapter that
+            isn't this model's.
     """
+    place = device_of(device)
     if spec.shrink:
         model, tokenizer = _shrunk(spec)
     else:
@@ -75,7 +76,23 @@ def load_target(
     if head is not None:
         check_logit_width(head.weight.shape[0], tokenizer, f"the target {spec.path}")
     model.requires_grad_(False)
-    return model.eval().to(device), tokenizer
+    return model.eval().to(place), tokenizer
+
+
+def device_of(name: str | torch.device) -> torch.device:
+    """The device of this name; ValueError, naming those at hand, for one that isn't there."""
+    try:
+        device = torch.device(name)
+        there = (device.index or 0) < torch.get_device_module(device).device_count()
+    except RuntimeError:  # no such kind, or none that computes
+        there = False
+    if not there:
+        found = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        raise ValueError(
+            f"device: got {str(name)!r}, expected one that this machine has: "
+            f"{', '.join(['cpu', *found])}"
+        )
+    return device
 
 
 def output_head(

@@ -35,7 +35,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.command import parse
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
-from draftsmith.decode.drafters.load import KINDS
+from draftsmith.decode.drafters.load import KINDS, load_decoded
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import eos_ids
 from draftsmith.decode.evaluate import metrics
@@ -60,7 +60,7 @@ from draftsmith.models.folder.drafter_folder import (
     serve_line,
 )
 from draftsmith.models.heads.eagle import Eagle
-from draftsmith.models.target import TargetSpec, check_split, load_target
+from draftsmith.models.target import TargetSpec
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.drafts.eagle_start import counted
@@ -217,9 +217,8 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
     # ---- the pair ----------------------------------------------------------------------------
     sizes = settings.compared
     _refuse_others(settings)
-    place = torch.device(settings.device)
-    target, tokenizer = load_target(TargetSpec(settings.target, dtype=settings.dtype), place)
-    check_split(target)
+    spec = TargetSpec(settings.target, dtype=settings.dtype)
+    target, tokenizer = load_decoded(spec, settings.device)
     mark = fingerprint(target, tokenizer, settings.target)
     about: dict[str, Any] = {"target_tokenizer": tokenizer, "target_config": target.config}
     opened = open_drafter(settings.drafter, mark, **about)

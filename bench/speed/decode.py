@@ -34,14 +34,14 @@ from draftsmith.bench.speed.arms import (
     tau,
 )
 from draftsmith.command import parse
-from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.policies.timing import isolated_times
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.report.svg import LyingBar, drawing, lanes
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_lm import load_draft
-from draftsmith.models.target import TargetSpec, load_target
+from draftsmith.models.target import TargetSpec
 
 # Assisted generation: drafted tokens, schedule, confidence threshold. "dynamic" is its default,
 # which ends a draft at the first token below the threshold.
@@ -79,9 +79,7 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(settings.threads)
     logging.set_verbosity_error()
     spec = TargetSpec(settings.target, dtype=settings.dtype)
-    target, tokenizer = load_target(spec, settings.device)
-    # transformers decodes with a model of its own, on its default attention.
-    peer, _ = load_target(spec, settings.device)
+    target, tokenizer = load_decoded(spec, settings.device)  # transformers decodes with it too
     sizes = [int(size) for size in settings.batches.split(",") if size]
     prompts = load_prompts(
         settings.prompts,
@@ -104,7 +102,7 @@ def main(argv: list[str]) -> None:
     decoders = {name: ours(**options) for name, options in plans.items()}
     decoders |= {"plain": ours(None), "prompt lookup": ours("ngram")}
     arms = {f"ours {name}": partial(d.generate, params=params) for name, d in decoders.items()}
-    arms |= theirs(peer, settings)
+    arms |= theirs(target, settings)
 
     # ------------------------------------------------------------------ turns
     spread = texts[:: max(1, len(texts) // settings.limit)][: settings.limit]

@@ -52,7 +52,7 @@ class EagleDrafter:
         self.dtype, self.device = weight.dtype, weight.device
         self.vocab = head.vocab
         ids_D = None if self.vocab.is_full else self.vocab.ids_D
-        self.lm_head = VocabHead(head.head_DH.detach(), ids_D, vocab_size, head.head_DH)
+        self.lm_head = VocabHead(head.head_DH.detach(), ids_D, vocab_size)
         self.body: Eagle | LeanEagle = lean_eagle(head) or head
 
     @property

@@ -1,8 +1,9 @@
-"""From a name or folder to a drafter that is ready to propose."""
+"""From names and folders to a target to decode, and a drafter that is ready to propose."""
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.base import Drafter
@@ -11,12 +12,25 @@ from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
+from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter
 from draftsmith.models.scorers import load_acceptance
-from draftsmith.models.target import check_split
+from draftsmith.models.target import TargetSpec, check_split, load_target
 from draftsmith.models.tokenizer import vocab_size
+
+
+def load_decoded(
+    spec: TargetSpec, device: str | torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """`load_target` of a target that is only decoded: its split checked, its weights laid as the
+    decoder multiplies them. Errors of both pass.
+    """
+    model, tokenizer = load_target(spec, device)
+    check_split(model)
+    lay_side_by_side(model)
+    return model, tokenizer
 
 
 def load_drafter(
@@ -56,6 +70,7 @@ def _lm(
     recast(model, target.dtype)
     model.to(target.device)
     check_split(model)
+    lay_side_by_side(model)
     return LMDrafter(model, vocab_size(tokenizer), folder.vocab)
 
 
@@ -64,6 +79,7 @@ def _head(
 ) -> Drafter:
     head = folder.head().requires_grad_(False)
     head.to(device=target.device, dtype=target.dtype)
+    lay_side_by_side(head)
     return OF_HEADS[folder.kind](head, target, vocab_size(tokenizer))
 
 

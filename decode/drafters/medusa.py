@@ -23,8 +23,7 @@ class MedusaDrafter:
     """Trees and chains from heads that know how far ahead they guess, but not what was drafted
     before: all nodes of one depth share one law.
 
-    hidden_BH holds the target's state at each row's last committed token. The weights of the heads'
-    first blocks become views of one matrix.
+    hidden_BH holds the target's state at each row's last committed token.
 
     Raises ValueError for heads made for another target (see `Head.bind`).
     """
@@ -112,8 +111,8 @@ class MedusaDrafter:
 
 def output_product(head_VH: Tensor, bias_V: Tensor | None, vocab_size: int) -> Product:
     """An LM head, cut to the tokenizer's size."""
-    bias_V = None if bias_V is None else bias_V.detach()[:vocab_size]
-    return Product(head_VH.detach()[:vocab_size], bias_V, [head_VH])
+    biases = [] if bias_V is None else [bias_V.detach()[:vocab_size]]
+    return Product([head_VH.detach()[:vocab_size]], biases)
 
 
 def through(blocks: list[Product], state_XH: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.base import ANY_DEPTH, Drafter, shape_of
 from draftsmith.decode.drafters.lm import context_of
-from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine import memory
 from draftsmith.decode.engine.graphs import Graphs
 from draftsmith.decode.engine.harvest import Harvest
@@ -48,7 +48,7 @@ from draftsmith.decode.policies.costs import measured_costs
 from draftsmith.decode.policies.policy import Acceptance, Cost, make_policy
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.verify.rules import RULES
-from draftsmith.models.target import TargetSpec, check_split, load_target
+from draftsmith.models.target import TargetSpec
 from draftsmith.models.tokenizer import vocab_size
 
 MOST_STOPS = 16  # ids that may end one request of a session
@@ -59,6 +59,10 @@ _works_for: "weakref.WeakKeyDictionary[Any, weakref.ref[DecodeBatch]]" = weakref
 class Decoder:
     """A target, its tokenizer and, unless decoding is plain, a drafter; settings by name, see
     `DecodeSettings`.
+
+    The models given are read and never changed: neither their weights, nor how they attend in
+    passes of their own. Weights changed in place, by operations that autograd would see, are
+    followed; after other changes, as of a layer replaced, make a new Decoder.
     """
 
     def __init__(
@@ -120,10 +124,9 @@ class Decoder:
         """Load a target folder and, beside it, a drafter folder, "ngram", or None for plain
         decoding.
 
-        settings: of `DecodeSettings`. Errors of `open_drafter` and `load_target` pass.
+        settings: of `DecodeSettings`. Errors of `load_drafter` and `load_decoded` pass.
         """
-        model, tokenizer = load_target(TargetSpec(target, dtype=dtype), torch.device(device))
-        check_split(model)
+        model, tokenizer = load_decoded(TargetSpec(target, dtype=dtype), device)
         loaded = load_drafter(
             drafter, model, tokenizer, allow_target_mismatch=allow_target_mismatch
         )

@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import context_of
-from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.graphs import SMALLEST
 from draftsmith.decode.engine.request import Completion, Counters
@@ -26,7 +25,7 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.verify.rules import RULES
 from draftsmith.models.disk.read_lm import read_json
 from draftsmith.models.folder.drafter_folder import DEFAULTS, META
-from draftsmith.models.target import TargetSpec, check_split, load_target
+from draftsmith.models.target import TargetSpec
 
 BASELINES = ("native", "same-shape")
 
@@ -183,11 +182,8 @@ class Loaded:
 
 def load(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
     """Target and drafters in one dtype on the settings' device."""
-    target, tokenizer = load_target(
-        TargetSpec(settings.target, dtype=dtype, adapter=settings.adapter or None),
-        torch.device(settings.device),
-    )
-    check_split(target)
+    spec = TargetSpec(settings.target, dtype=dtype, adapter=settings.adapter or None)
+    target, tokenizer = load_decoded(spec, settings.device)
     loaded = {}
     for name, path in drafters.items():
         drafter = load_drafter(

@@ -1,11 +1,10 @@
-"""The body of a Llama-like model as few calls as possible, on the model's own weights.
+"""The body of a Llama-like model in as few calls as possible, on the model's own weights.
 
 transformers' `forward` of a body makes masks, looks settings up, wraps its output, and multiplies
 by seven matrices a layer; on a small model, or any model on a fast device, that costs as much as
 the arithmetic. Here q, k, v are one product, gate and up another, keys and values go to their slots
-as they come, and rotary embeddings are looked up. The module tree stays as it is: the merged
-matrices are the storage, and each layer's own weights become views of it, so a weight changed in
-place is changed for both. See `decode/forward/product.py` for the products themselves.
+as they come, and rotary embeddings are looked up. The module tree and its weights stay as they are:
+what is read here are the model's own. See `decode/forward/product.py` for the products themselves.
 
 Only for layers whose source this follows (Llama, Qwen2, Qwen3, Mistral), and frozen (sharded
 training moves weights about; a layer that torch has shared out has a class of its own). The runner
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from draftsmith.decode.forward.attention import mix
 from draftsmith.decode.forward.kv import SlotCache
-from draftsmith.decode.forward.product import Product, version
+from draftsmith.decode.forward.product import Product, linear, version
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 # The states of the taps asked for, by their number; None until the pass has been there.
@@ -64,12 +63,6 @@ class LeanBody:
         self.cos_SE, self.sin_SE = rotary_tables(
             body.rotary_emb, body.config.max_position_embeddings, self.embedding_VH
         )
-
-    @property
-    def current(self) -> bool:
-        """Whether the model's weights are still those that were merged."""
-        first = self.layers[0]
-        return all(p.current for p in (first.qkv, first.out, first.gate_up, first.down))
 
     def compile(self, **options: Any) -> None:
         """Compile what lies between the attentions. Weights come in as arguments, so one graph
@@ -164,14 +157,19 @@ def leave(
     """The layer's output, from its input and what attention mixed."""
     hidden_BNH = hidden_BNH + _product(part.out, mixed_BNH)
     del mixed_BNH  # a prompt's is large, and the feed-forward is what needs most
-    gate, up = _product(part.gate_up, _normed(part.norm, hidden_BNH)).chunk(2, -1)
+    inner = _outputs(part.gate_up, _normed(part.norm, hidden_BNH))
+    gate, up = inner if len(inner) == 2 else inner[0].chunk(2, -1)
     return hidden_BNH + _product(part.down, activation(gate) * up)
 
 
+def _outputs(product: Any, x: Tensor) -> list[Tensor]:
+    """By a `Product`, or by its bare tensors: what each of its maps gives, or all in one tensor."""
+    return linear(x, *product) if type(product) is tuple else product.outputs(x)
+
+
 def _product(product: Any, x: Tensor) -> Tensor:
-    """By a `Product`, or by its bare tensors."""
-    made: Tensor = F.linear(x, *product) if type(product) is tuple else product(x)
-    return made
+    made = _outputs(product, x)
+    return made[0] if len(made) == 1 else torch.cat(made, -1)
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:

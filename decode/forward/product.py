@@ -1,12 +1,16 @@
-"""A product with a fixed matrix, in the form that is fastest where it runs.
+"""A product with fixed matrices, in the form that is fastest where it runs. No matrix is changed.
 
-Linear maps of one input are merged into one. On a CPU in bf16 the matrix is also packed once for
-oneDNN's kernels; unpacked, it is rearranged in every call, which takes longer than the product. On
-the quickstart's target (6 layers of 256, one core) a step falls from 3.3 to 2.2 ms. The packed copy
-costs the matrix's size again.
+Linear maps of one input are one product where their matrices lie side by side in memory, which
+`lay_side_by_side` does for models that are the decoder's own; elsewhere a product each. On a CPU in
+bf16 they are packed, merged, for oneDNN's kernels; unpacked, a matrix is rearranged in every call,
+which takes longer than the product. On the quickstart's target (6 layers of 256, one core) a step
+falls from 3.3 to 2.2 ms. The packed copy costs the matrices' size again, once for all decoders.
 """
 
+import hashlib
 from collections.abc import Sequence
+from itertools import zip_longest
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -16,63 +20,70 @@ PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
 HALF = (torch.bfloat16, torch.float16)
 # Whether this torch multiplies half-precision matrices into fp32.
 FP32_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
+# The linear maps of a layer that read the same input.
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Packed matrices in use, by what they hold.
+_packed: "WeakValueDictionary[tuple[torch.Size, bytes], Tensor]" = WeakValueDictionary()
 
 
 class Product:
-    """x [..., I] -> [..., O] with weight [O, I].
+    """x [..., I] -> [..., O] with weights [O_i, I], and biases [O_i] or none, whose outputs follow
+    one another. Weights changed in place are changed here, and packed again at the next call.
 
-    sources: the parameters whose storage the weight is; changed in place, they are changed here,
-    and packed again at the next call.
+    tensors: the weights, and the biases.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, sources: Sequence[Tensor]) -> None:
-        self.weight, self.bias, self.sources = weight, bias, list(sources)
-        on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-        self.packs = on_cpu and torch.backends.mkldnn.is_available()
-        self.packed: Tensor | None = None
-        self.version = -1
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
+        assert len(biases) in (0, len(weights)), "some of the maps have a bias, others none"
+        self.tensors = tuple(weights), tuple(biases)
+        self.packs = packs(self.weight)
         if self.packs:
             self._pack()
+        elif len(whole := joined(weights)) == len(bias := joined(biases)) or not biases:
+            self.tensors = whole, bias
 
     @classmethod
     def of(cls, linears: Sequence[nn.Linear]) -> "Product":
-        """One or several linear layers at once; their outputs follow one another, and their own
-        weights become views of the merged one.
-        """
-        weight, bias = merge(linears)
-        return cls(weight, bias, [linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        return cls([linear.weight for linear in linears], biases)
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor | None]:
-        return self.weight, self.bias
-
-    @property
-    def current(self) -> bool:
-        """Whether the parameters still are where the weight is (not moved, not cast)."""
-        first = self.sources[0]
-        return first.data_ptr() == self.weight.data_ptr() and first.dtype == self.weight.dtype
+    def weight(self) -> Tensor:
+        """The first of the matrices, the only one of a product of one."""
+        return self.tensors[0][0]
 
     def __call__(self, x: Tensor) -> Tensor:
+        made = self.outputs(x)
+        return made[0] if len(made) == 1 else torch.cat(made, -1)
+
+    def outputs(self, x: Tensor) -> list[Tensor]:
+        """What each map gives, or all in one tensor."""
         if not self.packs:
-            return F.linear(x, self.weight, self.bias)
-        if self.version != sum(map(version, self.sources)):
+            return linear(x, *self.tensors)
+        if self.version != self._version():
             self._pack()
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return made
+        return [torch.ops.mkldnn._linear_pointwise(x, *self.packed, "none", [], "")]
 
     def _pack(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            weight = self.weight.clone() if self.weight.is_inference() else self.weight.detach()
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_FOR)
-        self.version = sum(map(version, self.sources))
+            weights, biases = ([part.detach() for part in parts] for parts in self.tensors)
+            self.packed = packed(torch.cat(weights)), torch.cat(biases) if biases else None
+        self.version = self._version()
+
+    def _version(self) -> int:
+        return sum(version(tensor) for tensors in self.tensors for tensor in tensors)
+
+
+def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    """What each of the maps gives."""
+    return [F.linear(x, weight, bias) for weight, bias in zip_longest(weights, biases)]
 
 
 class VocabHead(Product):
     """An LM head whose logits are in the order of the tokenizer's `size` tokens.
 
     rows_DH, bias_D: its rows and biases, of the tokens ids_D in ascending order (None: of the first
-    D); those beyond `size` are padding. source: the parameter that they are rows of, or, copied,
-    themselves.
+    D); those beyond `size` are padding.
     """
 
     def __init__(
@@ -80,12 +91,11 @@ class VocabHead(Product):
         rows_DH: Tensor,
         ids_D: Tensor | None,
         size: int,
-        source: Tensor,
         bias_D: Tensor | None = None,
     ) -> None:
         kept = size if ids_D is None else int((ids_D < size).sum())
         bias_D = None if bias_D is None else bias_D[:kept]
-        super().__init__(rows_DH[:kept], bias_D, [source])
+        super().__init__([rows_DH[:kept]], [] if bias_D is None else [bias_D])
         self.size = size
         self.ids_D = None if ids_D is None else ids_D[:kept].to(rows_DH.device)
 
@@ -106,7 +116,8 @@ def head_logits(head: Product, hidden: Tensor) -> Tensor:
     if wide and FP32_PRODUCT and head.weight.dtype in HALF:
         # Half-precision logits tie: the product's own fp32 sums are kept.
         logits = torch.mm(flat, head.weight.T, out_dtype=torch.float32)
-        logits = logits if head.bias is None else logits + head.bias
+        for bias in head.tensors[1]:
+            logits = logits + bias
     else:
         logits = head(flat).float()
     return logits.unflatten(0, hidden.shape[:-1])
@@ -118,28 +129,50 @@ def version(parameter: Tensor) -> int:
     return 0 if parameter.is_inference() else parameter._version
 
 
-def merge(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """(weight, bias) of one linear map whose outputs are those of `linears` in a row.
+def packs(weight: Tensor) -> bool:
+    """Whether products with it are faster by a packed copy."""
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return on_cpu and torch.backends.mkldnn.is_available()
 
-    The linears' own parameters become views of it; where they are that already, nothing is moved.
+
+def packed(weight: Tensor) -> Tensor:
+    """A matrix packed for oneDNN. Found by what it holds, not by where it lies: decoders of one
+    model share it, and one that is made after the model has changed, in whatever way, has its own.
     """
-    weight = _merge([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    assert len(biases) in (0, len(linears)), "some of the projections have a bias, others none"
-    return weight, _merge(biases) if biases else None
+    mark = weight.shape, hashlib.sha256(weight.view(torch.uint8).numpy()).digest()
+    made = _packed.get(mark)
+    if made is None:
+        made = _packed[mark] = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_FOR)
+    return made
 
 
-def _merge(parts: Sequence[Tensor]) -> Tensor:
-    first, rows = parts[0], sum(len(part) for part in parts)
-    place, joined = first.data_ptr(), True
-    for part in parts:
-        joined &= part.data_ptr() == place and part.is_contiguous()
-        place += part.numel() * part.element_size()
-    if joined and first.untyped_storage().nbytes() >= place - first.data_ptr():
-        shape = (rows, *first.shape[1:])
-        return first.detach().as_strided(shape, first.stride(), first.storage_offset())
-    with torch.inference_mode(False):
-        merged = torch.cat([part.detach() for part in parts])
-    for part, view in zip(parts, merged.split([len(part) for part in parts]), strict=True):
+def lay_side_by_side(model: nn.Module) -> None:
+    """Give the linear maps of each layer that read the same input one storage, so that products
+    with them are one. For a frozen model that nobody else holds: its weights move.
+    """
+    for layer in model.modules():
+        for names in TOGETHER:
+            maps = [getattr(layer, name, None) for name in names]
+            if all(type(one) is nn.Linear and not packs(one.weight) for one in maps):
+                for parts in zip(*(one.parameters() for one in maps), strict=True):
+                    _lay(parts)
+
+
+def _lay(parts: Sequence[Tensor]) -> None:
+    whole = torch.cat([part.detach() for part in parts])
+    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         part.data = view
-    return merged
+
+
+def joined(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The one tensor that these are rows of, one after another in memory; else as they are."""
+    if len(parts) < 2:
+        return tuple(parts)
+    first, place = parts[0], parts[0].data_ptr()
+    for part in parts:
+        alien = part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        if alien or part.data_ptr() != place or not part.is_contiguous():
+            return tuple(parts)
+        place += part.nbytes
+    shape = (sum(map(len, parts)), *first.shape[1:])
+    return (first.detach().as_strided(shape, first.stride(), first.storage_offset()),)

@@ -7,14 +7,12 @@ own mask, so layers of different windows need no masks of the model's making.
 Shapes: B rows, N tokens a row, H hidden, U width of the taps' states side by side, V vocabulary.
 """
 
-import copy
-import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.forward.attention import ATTENTION, Attend, Seen, resolve
@@ -30,9 +28,6 @@ __all__ = ["Runner", "Seen", "round_up"]
 SLOT_BUCKET = 64  # attended slots are rounded up to this, so that shapes repeat
 # (tokens [B, N], positions [B, N], cache, taps to take) -> hidden [B, N, H]
 Body = Callable[[Tensor, Tensor, SlotCache, Taken], Tensor]
-# Bodies whose lean form has been compared with their own forward. Its weights are views of theirs,
-# so the comparison holds when the weights change.
-_agreed: "weakref.WeakKeyDictionary[nn.Module, LeanBody]" = weakref.WeakKeyDictionary()
 ROW_BOUND = {"dynamic", "longrope"}
 # Largest difference of hidden states, as a share of the largest state.
 AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -79,8 +74,7 @@ class Runner:
         if vocab is not None:
             ids_D = vocab.ids_D.to(head_VH.device)
             rows_DH, bias_D = rows_DH[ids_D], None if bias_D is None else bias_D[ids_D]
-        source = head_VH if vocab is None else rows_DH
-        self.head = VocabHead(rows_DH, ids_D, vocab_size, source, bias_D)
+        self.head = VocabHead(rows_DH, ids_D, vocab_size, bias_D)
         self.dtype, self.device = head_VH.dtype, head_VH.device
         self.config = config = model.config.get_text_config()
         check_taps(taps, config.num_hidden_layers)
@@ -89,11 +83,14 @@ class Runner:
         self.groups = config.num_attention_heads // kv_heads
         self.context = context_of(model)
         self.attention = resolve(attention, self.device, self.dtype)
-        model.set_attn_implementation(ATTENTION)
+        # Also a layer's own, which may have come from another model.
+        configs = (getattr(part, "config", None) for part in model.modules())
+        found = {id(one): one for one in configs if isinstance(one, PreTrainedConfig)}
+        self.configs = list(found.values())
         self.call: Body = self._whole
         # The lean body knows no windows.
-        lean = None if windowed(config) else self._lean()
-        if lean is not None:
+        lean = None if windowed(config) else lean_body(self.body)
+        if lean is not None and self._agree(lean):
             self.call = lean
 
     def compile(self, **options: Any) -> None:
@@ -159,7 +156,8 @@ class Runner:
         if cache.attend is not None:
             # A mask of four dimensions is handed through, so the model makes none of its own.
             extra = {"attend": cache.attend, "attention_mask": positions_BN[:, None, :, None]}
-        with watching(self.model, taken) if taken else nullcontext():
+        watched = watching(self.model, taken) if taken else nullcontext()
+        with self._attending(), watched:
             return self.body(
                 input_ids=tokens_BN,
                 position_ids=positions_BN,
@@ -168,18 +166,20 @@ class Runner:
                 **extra,
             ).last_hidden_state
 
-    def _lean(self) -> LeanBody | None:
-        """The body's lean form, made and compared once; its weights are the body's."""
-        made = _agreed.get(self.body)
-        if made is None or not made.current:
-            made = lean_body(self.body)
-            if made is None or not self._agree(made):
-                return None
-            _agreed[self.body] = made
-        return copy.copy(made)  # the layers are shared; whether they are compiled isn't
+    @contextmanager
+    def _attending(self) -> Iterator[None]:
+        """While it lasts the model's layers attend to slots; else as they were told to."""
+        before = [config._attn_implementation_internal for config in self.configs]
+        for config in self.configs:
+            config._attn_implementation_internal = ATTENTION
+        try:
+            yield
+        finally:
+            for config, name in zip(self.configs, before, strict=True):
+                config._attn_implementation_internal = name
 
     @torch.inference_mode()
-    def _agree(self, lean: Body) -> bool:
+    def _agree(self, lean: LeanBody) -> bool:
         """Two ragged prompts, then three tokens each: does `lean` give the model's own states?"""
         lens_B = torch.tensor([7, 4], device=self.device)
         tokens_BN = torch.arange(14, device=self.device).view(2, 7) % len(self.head.weight)

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import parse
 from draftsmith.decode.drafters.base import Drafter
-from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.arms import default_K
 from draftsmith.decode.serve.answers import Limits
@@ -40,7 +40,7 @@ from draftsmith.decode.serve.learning import BufferWriter, DraftWatcher
 from draftsmith.decode.serve.prometheus import Metrics
 from draftsmith.decode.serve.schemas import Encoder
 from draftsmith.decode.serve.versions import LEARNING
-from draftsmith.models.target import TargetSpec, check_split, load_target
+from draftsmith.models.target import TargetSpec
 
 KEY_VARIABLE = "DRAFTSMITH_API_KEY"
 
@@ -261,8 +261,7 @@ def serve(settings: ServerConfig, console: Console) -> int:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     spec = TargetSpec(settings.target, dtype=settings.dtype)
-    target, tokenizer = load_target(spec, torch.device(settings.device))
-    check_split(target)
+    target, tokenizer = load_decoded(spec, settings.device)
     backend = Backend(settings, target, tokenizer)
     server = Server(backend)
     for lane in backend.service.lanes.values():

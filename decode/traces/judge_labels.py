@@ -44,7 +44,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import parse
 from draftsmith.decode.drafters.base import Drafter
-from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.tasks import MARK, final_number
 from draftsmith.decode.prompts.prompts import prompt_ids
@@ -55,7 +55,7 @@ from draftsmith.decode.traces.store import TraceWriter, read_traces
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.scorers import weights_mark
 from draftsmith.models.taps import target_states
-from draftsmith.models.target import TargetSpec, check_split, load_target
+from draftsmith.models.target import TargetSpec
 
 Columns = dict[str, Tensor]
 
@@ -242,8 +242,7 @@ def main(argv: list[str]) -> int:
 def label(settings: Labels) -> str:
     """Write the rows of one source; in words, how many there are of which."""
     spec = TargetSpec(settings.target, dtype=settings.dtype)
-    target, tokenizer = load_target(spec, torch.device(settings.device))
-    check_split(target)
+    target, tokenizer = load_decoded(spec, settings.device)
     drafter = load_drafter(settings.drafter or None, target, tokenizer)
     source = {name: getattr(settings, name) for name in DECIDE}
     about: dict[str, Any] = {"kind": "judge", "target": fingerprint(target, tokenizer)}

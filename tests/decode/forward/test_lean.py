@@ -15,14 +15,19 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.lean import lean_body
+from draftsmith.decode.forward.product import Product, lay_side_by_side
 from draftsmith.decode.forward.runner import Runner, Seen
+from draftsmith.decode.sampling import SamplingParams
 
 SIZES = {
     "vocab_size": 120,
@@ -90,21 +95,29 @@ def test_states_are_the_models_own(family: str) -> None:
         assert torch.allclose(ours, own, rtol=1e-4, atol=1e-4)
 
 
-def test_weights_are_held_once_and_follow_changes_in_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("laid", [False, True])
+def test_weights_are_held_once_and_follow_changes_in_place(tmp_path: Path, laid: bool) -> None:
     model = made("qwen2")
     before = copy.deepcopy(model.state_dict())
+    if laid:
+        lay_side_by_side(model)
+        attention = model.model.layers[0].self_attn
+        storages = {p.untyped_storage().data_ptr() for p in attention.parameters() if p.ndim == 2}
+        assert len(storages) == 2  # q, k, v in one; o
+        assert len(Product.of([attention.q_proj, attention.k_proj]).tensors[0]) == 1
     runner = Runner(model, 120)
-    attention = model.model.layers[0].self_attn
-    storages = {p.untyped_storage().data_ptr() for p in attention.parameters() if p.ndim == 2}
-    assert len(storages) == 2  # q, k, v in one; o
+    held = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    for layer in runner.call.layers:
+        for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            read = [tensor for tensors in product.tensors for tensor in tensors]
+            assert {tensor.untyped_storage().data_ptr() for tensor in read} <= held
+            assert len(read) <= 2 or not laid  # a matrix, and a bias
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(v, before[n]) for n, v in again.state_dict().items())
 
-    twin = copy.deepcopy(model)
-    assert Runner(twin, 120).call is not None
     changed = {name: value * 1.5 for name, value in before.items()}
     model.load_state_dict(changed)
     fresh = made("qwen2")
@@ -113,6 +126,82 @@ def test_weights_are_held_once_and_follow_changes_in_place(tmp_path: Path) -> No
     for other in (Runner(model, 120), Runner(fresh, 120)):
         for a, b in zip(states(runner), states(other), strict=True):
             assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen2", "windowed"])
+def test_a_decoder_changes_nothing_of_its_models(
+    kind: torch.dtype, family: str, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Neither target nor draft: their parameters are the same tensors in the same places, and their
+    own passes are what they were, by the attention that they had.
+    """
+    sizes = SIZES | {"vocab_size": len(tiny_tokenizer)}
+    windowed = MistralConfig(**sizes, sliding_window=4)
+    config = windowed if family == "windowed" else Qwen2Config(**sizes)
+    ids_BT = torch.arange(20).view(2, 10)
+
+    def seen(model: PreTrainedModel) -> tuple:
+        parameters = list(model.named_parameters())
+        places = [(n, id(p), p.data_ptr(), p.untyped_storage().data_ptr()) for n, p in parameters]
+        implementations = (model.config._attn_implementation, model.model.config is model.config)
+        return places, implementations, [type(m) for m in model.modules()]
+
+    pair = [AutoModelForCausalLM.from_config(config).to(kind).requires_grad_(False) for _ in "pq"]
+    before = [(seen(model), model(ids_BT).logits) for model in pair]
+    drafter = LMDrafter(pair[1], len(tiny_tokenizer))
+    decoder = Decoder(pair[0], tiny_tokenizer, drafter, K=2)
+    decoder.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8))
+    for model, (had, logits_BTV) in zip(pair, before, strict=True):
+        assert seen(model) == had and had[1][0] == "sdpa"
+        assert torch.equal(model(ids_BT).logits, logits_BTV)
+
+
+def halved(parameter: torch.Tensor) -> None:
+    parameter.data.mul_(0.5)  # unseen by autograd, and by its count of versions
+
+
+CHANGES: dict[str, Callable[[PreTrainedModel, PreTrainedModel], object]] = {
+    "weight": lambda model, other: halved(model.model.layers[1].mlp.down_proj.weight),
+    "norm": lambda model, other: halved(model.model.norm.weight),
+    "head": lambda model, other: halved(model.lm_head.weight),
+    "layer": lambda model, other: model.model.layers.__setitem__(1, other.model.layers[0]),
+    "attention": lambda model, other: setattr(
+        model.model.layers[0].self_attn, "v_proj", other.model.layers[1].self_attn.v_proj
+    ),
+    "embedding": lambda model, other: model.set_input_embeddings(other.get_input_embeddings()),
+    "dropped": lambda model, other: (
+        model.model.layers.__delitem__(1), setattr(model.config, "num_hidden_layers", 1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_new_runner_decodes_the_model_as_it_is_now(change: str, kind: torch.dtype) -> None:
+    model = made("llama").to(kind)
+    old = states(Runner(model, 120))
+    other = made("llama").to(kind)
+    other.load_state_dict({name: value.flip(0) for name, value in other.state_dict().items()})
+    other.model.layers[0].self_attn.layer_idx = 1
+    CHANGES[change](model, other)
+    new, own = Runner(model, 120), Runner(model, 120)
+    assert new.call != new._whole
+    own.call = own._whole
+    found = states(new)
+    far, moved = (
+        max((a.float() - b.float()).abs().max() for a, b in zip(found, others, strict=True))
+        for others in (states(own), old)
+    )
+    assert far < 0.1 * moved
+
+
+def test_decoders_of_one_model_share_what_was_packed() -> None:
+    model = made("llama").bfloat16()
+    first, second = (Runner(model, 120).call.layers[0].qkv for _ in range(2))
+    assert first.packs == torch.backends.mkldnn.is_available()
+    if first.packs:
+        assert first.packed[0] is second.packed[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
