@@ -28,7 +28,7 @@ def leviathan(
     tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra_accept_BN: Tensor | None = None
 ) -> Verdict:
     """Accept token after token of a chain where u < p / q. `recursive`, for chains alone."""
-    _q_logits("leviathan", tree, chains=True)
+    _law("leviathan", tree, chains=True)
     return recursive(tree, p_logits_BNV, noise, extra_accept_BN)
 
 
@@ -38,7 +38,7 @@ def recursive(
     """From the root down: of a node's children keep the first that passes u < p / q, with p and q
     as the siblings before it left them. extra_accept_BN marks nodes that pass anyway (lossy).
     """
-    q_BIV = _q_logits("recursive", tree).softmax(-1)
+    q_BIV = _law("recursive", tree)
     topology, nodes = tree.topology, tree.topology.inner
     laws, chances, _ = _reject(tree, p_logits_BNV.softmax(-1), q_BIV, [nodes], joint=False)
     assert noise.accept_BN is not None
@@ -62,7 +62,7 @@ def traversal(
     passes, and is asked last.
     """
     _refuse_mask("traversal", extra_accept_BN)
-    q_BIV = _q_logits("traversal", tree).softmax(-1)
+    q_BIV = _law("traversal", tree)
     topology, depths = tree.topology, [0]
     assert topology.parents is not None and noise.accept_BN is not None
     for parent in topology.parents[1:]:
@@ -89,11 +89,11 @@ def block(
     from max(w_i p - q, 0) renormalised; after all D, from p.
     """
     _refuse_mask("block", extra_accept_BN)
-    q_BDV = _q_logits("block", tree, chains=True).softmax(-1)
+    q_BDV = _law("block", tree, chains=True)
     assert noise.accept_BN is not None and noise.log_residual_BV is not None
     p_BNV = p_logits_BNV.softmax(-1)
     drafted_BD1 = tree.tokens_BN[:, 1:, None]
-    ratio_BD = (p_BNV[:, :-1].gather(2, drafted_BD1) / q_BDV.gather(2, drafted_BD1))[..., 0]
+    ratio_BD = _ratio(*(x.gather(2, drafted_BD1)[..., 0] for x in (p_BNV[:, :-1], q_BDV)))
     weight_B = torch.ones_like(ratio_BD[:, 0])
     weights = [weight_B]
     for level in range(tree.topology.levels):
@@ -141,9 +141,7 @@ def _reject(
             q_BMV = q_BMV[:, : len(nodes)]
             weight_BM = torch.stack([weights[node] for node in nodes], 1)
             p_BM, q_BM = (x.gather(2, drawn_BM1)[..., 0] for x in (p_BMV, q_BMV))
-            # A sibling beyond the end of q's support was never drawn: it has no chance.
-            ratio_BM = torch.where(q_BM > 0, p_BM / q_BM, 0.0)
-            chance_BM = (weight_BM * ratio_BM).clamp(max=1)
+            chance_BM = (weight_BM * _ratio(p_BM, q_BM)).clamp(max=1)
             law_BMV, left_BM = _left(p_BMV, q_BMV, weight_BM)
             for i, (node, child) in enumerate(zip(nodes, drawn, strict=True)):
                 laws[node], weights[node] = law_BMV[:, i], left_BM[:, i]
@@ -153,6 +151,13 @@ def _reject(
             if tree.law == WITHOUT_REPLACEMENT:
                 q_BMV = _without(q_BMV, drawn_BM1)
     return laws, chances, weights
+
+
+def _ratio(p: Tensor, q: Tensor) -> Tensor:
+    """p / q of drawn tokens. One that q doesn't hold (a sibling beyond the end of its support, a
+    node whose logits are NaN) was never drawn: it has no chance.
+    """
+    return torch.where(q > 0, p / q, 0.0)
 
 
 def _left(p_BMV: Tensor, q_BMV: Tensor, weight_BM: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,8 +186,10 @@ def _verdict(tree: TokenTree, laws: list[Tensor], leaf_B: Tensor, noise: Noise) 
     return Verdict(*path_to(tree.topology, leaf_B), next_B)
 
 
-def _q_logits(rule: str, tree: TokenTree, *, chains: bool = False) -> Tensor:
-    """The draft's logits [B, I, V]; ValueError for a tree that the rule can't judge."""
+def _law(rule: str, tree: TokenTree, *, chains: bool = False) -> Tensor:
+    """q [B, I, V], 0 throughout where the draft's logits are NaN; ValueError for a tree that the
+    rule can't judge.
+    """
     topology, drawn = tree.topology, (WITH_REPLACEMENT, WITHOUT_REPLACEMENT)
     fits = topology.is_chain if chains else topology.parents is not None
     if not fits or tree.law not in drawn or tree.q_logits_BIV is None:
@@ -191,7 +198,7 @@ def _q_logits(rule: str, tree: TokenTree, *, chains: bool = False) -> Tensor:
             f"nodes drawn {tree.law}, expected a {'chain' if chains else 'static tree'} drawn "
             f"{' or '.join(drawn)}, with its q; use rule=coupled for this drafter"
         )
-    return tree.q_logits_BIV
+    return tree.q_logits_BIV.softmax(-1).nan_to_num(0)
 
 
 def _refuse_mask(rule: str, extra_accept_BN: Tensor | None) -> None:

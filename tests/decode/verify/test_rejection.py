@@ -62,6 +62,18 @@ def test_rule_is_exact(rule: Rule, name: str, law: str) -> None:
         assert error(rule, topology, law, p, q) < 1e-12
 
 
+@pytest.mark.parametrize(("rule", "name", "law"), cases())
+def test_what_is_drawn_from_no_law_was_never_drawn(rule: Rule, name: str, law: str) -> None:
+    """NaN in a draft's logits: its nodes hold some token, whatever the drafter made of it."""
+    topology, vocab = shape(name)
+    levels = topology.levels + 1
+    p = toy(1, vocab, levels, 1.5)
+    for depth in range(topology.levels):
+        drawn, q = toy(51, vocab, levels), toy(51, vocab, levels)
+        q[depth][(1,) * depth] = torch.nan
+        assert error(rule, topology, law, p, q, drawn=drawn) < 1e-12
+
+
 def error_on(rule: Rule, name: str, law: str, **options: Any) -> float:
     """The largest error over a few laws: no broken twin may pass them all."""
     topology, vocab = shape(name)
