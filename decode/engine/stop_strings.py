@@ -28,6 +28,13 @@ class AnswerText:
     _window: list[int] = field(default_factory=list)  # its first _context tokens are read
     _context: int = 0
 
+    @property
+    def broken(self) -> bool:
+        """Whether a stop string holds what bytes decode to that are no character. What those are
+        may change with each token: all the text is then read anew, and handed out at the end.
+        """
+        return any(UNFINISHED in stop for stop in self.stop)
+
     def add(self, tokens: Sequence[int]) -> int | None:
         """Take in an answer's next tokens. Returns None, or how many of them to keep: up to and
         including the one that completes a stop string; nothing may be added then.
@@ -37,13 +44,13 @@ class AnswerText:
         start = max(0, len(self.text) + 1 - max(map(len, self.stop), default=1))
         new = self._decode([*self._window, *tokens])
         # Bytes that aren't a character yet may hide a stop string that one token fewer shows.
-        whole = UNFINISHED not in new or not self.stop
+        whole = not self.stop or (UNFINISHED not in new and not self.broken)
         if whole and not self._stopped(self.text[start:] + new):
             self._take(tokens, new)
             return None
         for count, token in enumerate(tokens, 1):
             new = self._decode([*self._window, token])
-            if self._stopped(self.text[start:] + new.rstrip(UNFINISHED)):
+            if self._stopped(self.text[start:] + new):
                 return count
             self._take([token], new)
         return None
@@ -66,7 +73,7 @@ class AnswerText:
     def _take(self, tokens: Sequence[int], new: str) -> None:
         self._window += tokens
         self.taken += len(tokens)
-        if not new.endswith(UNFINISHED):
+        if not (self.broken or new.endswith(UNFINISHED)):
             self.text += new
             self._window = self._window[self._context :]
             self._context = len(self._window)

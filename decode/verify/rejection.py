@@ -198,7 +198,7 @@ def _law(rule: str, tree: TokenTree, *, chains: bool = False) -> Tensor:
             f"nodes drawn {tree.law}, expected a {'chain' if chains else 'static tree'} drawn "
             f"{' or '.join(drawn)}, with its q; use rule=coupled for this drafter"
         )
-    return tree.q_logits_BIV.softmax(-1).nan_to_num(0)
+    return tree.q_logits_BIV.softmax(-1).nan_to_num_(0)
 
 
 def _refuse_mask(rule: str, extra_accept_BN: Tensor | None) -> None:

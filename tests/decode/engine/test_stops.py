@@ -37,7 +37,7 @@ def obvious(
 ) -> tuple[list[int], str]:
     """Tokens kept and text, by decoding everything after every token."""
     for count in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:count]).rstrip(UNFINISHED)
+        text = tokenizer.decode(tokens[:count])
         if any(s in text for s in stop):
             return tokens[:count], before_stop(text, stop)
     return tokens, tokenizer.decode(tokens)
@@ -87,6 +87,8 @@ WORDS = [
     "c",
 ]
 STOPS = [(), ("stop",), ("\n\n", "op\n"), ("🙂",), ("本", "abcaba"), ("s s", "st", "é日"), ("ss",)]
+# Bytes that are no character, or not yet, are text like any other to a stop string that holds them.
+STOPS += [(f"{UNFINISHED}s", f"t{UNFINISHED}"), (f"{UNFINISHED}{UNFINISHED}",)]
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=str)
