@@ -69,6 +69,24 @@ def test_order_of_arrival_and_batch_change_nothing(
     assert [c.tokens for c in got] == [expected[i] for i in order]
 
 
+@pytest.mark.parametrize("rule", ["coupled", "leviathan"])
+def test_seed_and_number_make_the_noise(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    rule: str,
+) -> None:
+    """The run's seed and the prompt's number; the same two again give the same answer."""
+    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, K=2, rule=rule)
+    answers = []
+    for seed, number in ((7, 0), (8, 0), (7, 1), (7, 0)):
+        params = SamplingParams(temperature=1.0, max_new_tokens=12, seed=seed, ignore_eos=True)
+        answers.append(decoder.generate(PROMPTS[:1], params, [number])[0].tokens)
+    assert answers[0] == answers[3]
+    assert len({tuple(tokens) for tokens in answers}) == 3
+
+
 def test_counters_of_an_always_right_draft(
     tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:

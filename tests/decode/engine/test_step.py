@@ -1,5 +1,7 @@
 """The round as one piece: nothing in it reads the device, and its recording is itself."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from rounds import MODES, record_rounds, started
@@ -13,7 +15,11 @@ from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.graphs import SMALLEST, Graphs
+from draftsmith.decode.engine.round import DecodeBatch, Told
+from draftsmith.decode.policies.policy import Policy
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.tree_shapes import Plan
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=["greedy", "t1", "filtered"])
@@ -69,6 +75,42 @@ def test_a_recorded_round_is_the_round(
     for _ in range(2):
         assert [c.tokens for c in decoder.generate(PROMPTS, params)] == expected
     assert len(recordings) == 1
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_a_round_looks_at_every_committed_slot(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    late: bool,
+) -> None:
+    """`top` is at least the longest row's length, as the device has it, also where the host has not
+    heard of the last round; and at most a round more.
+    """
+    drafter = LMDrafter(tiny_target, len(tiny_tokenizer))
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=2, K=4)
+    decoder.late, step, seen = late, decoder.stepper.step, []
+
+    def spied(batch: DecodeBatch, plan: Plan | None, top: int, policy: Policy | None) -> Told:
+        longest = int(torch.where(batch.rows.active_B, batch.rows.lens_B, 0).max())
+        seen.append(top - longest)
+        return step(batch, plan, top, policy)
+
+    decoder.stepper.step = spied
+    decoder.generate(PROMPTS, SETTINGS[0])
+    rounds = [over for over in seen if over < 50]  # a late one may find all its rows at rest
+    assert min(rounds) == 0 and max(rounds) <= 5 * late and len(rounds) > 10
+
+
+@pytest.mark.parametrize("top", [1, 255, 256, 257, 300, 512, 513])
+def test_a_recording_looks_at_every_committed_slot(top: int) -> None:
+    """Slots are rounded up to a power of two, at least `SMALLEST`."""
+    asked = []
+    stepper = SimpleNamespace(step=lambda batch, plan, top, policy: asked.append(top))
+    batch = SimpleNamespace(params=SamplingParams())
+    Graphs(stepper, lambda: lambda run: run).step(batch, None, top)
+    assert asked[0] >= max(top, SMALLEST) and asked[0] < max(2 * top, SMALLEST + 1)
+    assert asked[0].bit_count() == 1
 
 
 def test_state_is_changed_in_place(
