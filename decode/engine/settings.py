@@ -25,9 +25,9 @@ class DecodeSettings:
     JSON file of rank paths. policy: when to stop drafting, see `policy.POLICIES`. rule: a key of
     `verify.RULES`; at temperature 0 every rule is the coupled one. lossy: extra acceptance, see
     `lossy.parse`; it changes the target's law, so it needs allow_lossy. same_shape: draft, but
-    accept nothing: plain decoding through the very products that speculative decoding makes, the
-    baseline for exact comparison where rounding depends on shapes (bf16). attention: a backend of
-    `decode/forward/attention.py`. fast: compiled layers and CUDA graphs, where they work.
+    accept nothing: plain decoding through rounds of the same batch and tree, the baseline that
+    rounding (bf16) parts least from. attention: a backend of `decode/forward/attention.py`. fast:
+    compiled layers and CUDA graphs, where they work.
     """
 
     K: int | None = None

@@ -63,7 +63,7 @@ class Evaluation:
     dtype: str = "bfloat16"  # speed is measured in it; identity always in fp32
     ignore_eos: bool = False
     identity: bool = True  # also prove token identity in fp32
-    baseline: str = "native"  # same-shape: identity in `dtype` too, through the drafter's shapes
+    baseline: str = "native"  # same-shape: compare in `dtype` with the drafter's rounds, none kept
     allow_target_mismatch: bool = False
     adapter: str = ""  # a LoRA folder for the target, merged into its weights
 

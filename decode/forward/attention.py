@@ -12,8 +12,10 @@ many calls a layer, or compile, and none has been measured to pay for it. varlen
 
 Queries of the heads that share a key-value head are packed: they become more rows of one product,
 so keys and values are never repeated. A sliding window of W shows a query at position t the
-positions t - W < position <= t, as in transformers. An attention sink (GPT-OSS) is one more logit
-without a value: it scales the result by sigmoid(log-sum-exp - sink).
+positions t - W < position <= t, as transformers' masks do. (Of a window of 1 its cache keeps the
+last 0 by `[-0:]`, which is all: its passes without a cache are the ones to compare with.) An
+attention sink (GPT-OSS) is one more logit without a value: it scales the result by
+sigmoid(log-sum-exp - sink).
 
 Shapes: B rows, N queries a row, S slots, M slots of the block, H query heads, K key-value heads,
 G = H / K, R = G * N packed rows, E head width.
@@ -282,8 +284,8 @@ def slot_attention(
     attend: Attend | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' layers call. Without `attend` (the model's own forward, and prefill) it is
-    transformers' sdpa under the model's own mask, with sinks where the layer has them.
+    """What transformers' layers call. Without `attend` (prefill) it is transformers' sdpa under the
+    model's own mask, with sinks where the layer has them.
     """
     sinks_H, window = kwargs.get("s_aux"), kwargs.get("sliding_window")
     if attend is not None:

@@ -10,6 +10,7 @@ falls from 3.3 to 2.2 ms. The packed copy costs the matrices' size again, once f
 import hashlib
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -139,7 +140,8 @@ def packed(weight: Tensor) -> Tensor:
     """A matrix packed for oneDNN. Found by what it holds, not by where it lies: decoders of one
     model share it, and one that is made after the model has changed, in whatever way, has its own.
     """
-    mark = weight.shape, hashlib.sha256(weight.view(torch.uint8).numpy()).digest()
+    bits: Any = weight.view(torch.uint8).numpy()
+    mark = weight.shape, hashlib.sha256(bits).digest()
     made = _packed.get(mark)
     if made is None:
         made = _packed[mark] = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_FOR)
@@ -152,7 +154,7 @@ def lay_side_by_side(model: nn.Module) -> None:
     """
     for layer in model.modules():
         for names in TOGETHER:
-            maps = [getattr(layer, name, None) for name in names]
+            maps: list[Any] = [getattr(layer, name, None) for name in names]
             if all(type(one) is nn.Linear and not packs(one.weight) for one in maps):
                 for parts in zip(*(one.parameters() for one in maps), strict=True):
                     _lay(parts)

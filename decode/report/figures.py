@@ -157,14 +157,21 @@ def left_out(report: dict[str, Any]) -> str:
     )
 
 
+# What the comparison shows, and what it can't.
+SAME_SHAPE = (
+    "plain decoding through the drafter's rounds, where rounding still depends on the other rows "
+    "and on a tree's slots: no proof, unlike fp32"
+)
+
+
 def verdict(report: dict[str, Any]) -> IdentityVerdict:
     """What the run proved about its output, in two lines."""
     found = _verdict(report)
     shapes = report["identical_same_shape"]
     if shapes is None:
         return found
-    ties = f"{shapes['same']} of {shapes['total']} answers equal those of plain decoding"
-    return found._replace(detail=f"{found.detail} In {shapes['dtype']}, {ties} in the same shapes.")
+    equal = f"In {shapes['dtype']}, {shapes['same']} of {shapes['total']} answers equal those of"
+    return found._replace(detail=f"{found.detail} {equal} {SAME_SHAPE}.")
 
 
 def _verdict(report: dict[str, Any]) -> IdentityVerdict:

@@ -117,7 +117,7 @@ def test_bf16_same_shape_identity(
     tiny_tokenizer: PreTrainedTokenizerBase,
     mode: str,
 ) -> None:
-    """In bf16 the baseline that decodes through the same shapes gives the same tokens."""
+    """One row in bf16: the baseline that decodes through the same rounds gives the same tokens."""
     vocab = len(tiny_tokenizer)
     params = SamplingParams(max_new_tokens=64, ignore_eos=True)
     target, draft = _there(tiny_target, HALF), _there(tiny_draft, HALF)

@@ -75,6 +75,9 @@ def test_target_dtype(saved: Path, dtype: str, expected: torch.dtype) -> None:
 
 
 def test_target_refusals(saved: Path, tmp_path: Path) -> None:
+    for device in ("cuda:99", "nothing", "meta", "cpu:1"):
+        with pytest.raises(ValueError, match=f"device: got '{device}', expected one .* has: cpu"):
+            load_target(TargetSpec("some/hub-name"), device)
     with pytest.raises(ValueError, match=r"got dtype 'fp8'.*expected one of auto, float32"):
         load_target(TargetSpec(str(saved), "fp8"), "cpu")
     for path in (str(tmp_path / "nowhere"), "some/hub-name"):
