@@ -23,11 +23,12 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.decode.drafters.load import load_decoded
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.disk.provenance import git_commit, versions
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.target import TargetSpec, load_target
+from draftsmith.models.target import TargetSpec
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.answers.asks import Ask, fitting, from_rows, prompts_hash
 from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> None:
         writer = open_endpoint(config, tokenizer)
         target, room = fingerprint(None, tokenizer, writer.model), sys.maxsize
     else:
-        model, tokenizer = load_target(config.target, state.device)
+        model, tokenizer = load_decoded(config.target, state.device)
         writer = Decoder(model, tokenizer, batch_size=config.batch_size)
         target, room = fingerprint(model, tokenizer), writer.context - 1
 

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.policies import timing as measure
 
 # Layers, hidden, intermediate size, heads, key-value heads, vocabulary; `toy` shapes for CPUs.
@@ -53,6 +54,7 @@ def counting_lm(shape: tuple[int, ...], device: str, *, accept: float = 1.0) -> 
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.eval().requires_grad_(False).get_input_embeddings().weight.normal_(std=LOUD)
     set_acceptance(model, accept)
+    lay_side_by_side(model)
     return model
 
 

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from draftsmith.command import parse
 from draftsmith.decode.engine.memory import size
+from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.timing import Call, forward_call, graphed, median_times
@@ -339,7 +340,8 @@ def _shape(config: PretrainedConfig) -> Draft:
 def _runner(config: PretrainedConfig, device: torch.device) -> Runner:
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return Runner(model.eval().requires_grad_(False), config.vocab_size)
+    lay_side_by_side(model.requires_grad_(False))
+    return Runner(model.eval(), config.vocab_size)
 
 
 def table(drafts: Sequence[Draft], t_plain: float) -> Table:
