@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftsmith.bench.rows import markdown, source
-from draftsmith.decode.report.svg import Trend, drawing, scatter
+from draftsmith.decode.report.charts import Trend, drawing, scatter
 
 Row = dict[str, Any]
 Floats = NDArray[np.float64]
@@ -101,9 +101,9 @@ def picture(rows: Sequence[Row]) -> str:
         trends.append(Trend(what, css, points, [], sorted([start, *points])))
     trends.append(Trend("", "a", [], [start], [start]))
     words = {"x_label": "tau: tokens a target call", "y_label": "right answers, %"}
-    chart = scatter("Accuracy against tau", trends, **words, log=False)
     title = "Right answers against tokens a target call; hollow: lossless"
-    return drawing([(title, chart)], [(css, what) for what, css in WAYS.items()])
+    chart = scatter(title, trends, **words, log=False)
+    return drawing([chart], [(css, what) for what, css in WAYS.items()])
 
 
 def page(rows: Sequence[Row], compared: Sequence[Row]) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 
 from draftsmith.bench.rows import markdown, source
 from draftsmith.decode.evaluate.metrics import bootstrap
-from draftsmith.decode.report.svg import Trend, drawing, scatter
+from draftsmith.decode.report.charts import Trend, drawing, scatter
 
 Rows = Sequence[dict[str, Any]]
 ARMS = {"frozen": "d", "online": "a", "ceiling": "c"}  # with their colours
@@ -87,7 +87,7 @@ def picture(rows: Rows) -> str:
     marks = [(float(min(_numbers(rows, topic))), topic) for topic in _topics(rows)]
     title = f"alpha, mean of the last {AVERAGED} requests"
     chart = scatter(title, trends, x_label="requests", y_label="alpha", log=False, marks=marks)
-    return drawing([(title, chart)], [(css, arm) for arm, css in ARMS.items()])
+    return drawing([chart], [(css, arm) for arm, css in ARMS.items()])
 
 
 def _recovered(rows: Rows) -> list[str]:

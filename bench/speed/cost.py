@@ -27,7 +27,7 @@ from draftsmith.command import parse
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.policies.timing import forward_call, median_times
-from draftsmith.decode.report.svg import Series, columns, drawing
+from draftsmith.decode.report.charts import Series, columns, drawing
 from draftsmith.models.draft_lm import load_draft
 
 BASE = {"length": 1, "batch": 1, "context": 256}
@@ -106,8 +106,8 @@ def picture(rows: list[dict[str, Any]]) -> str:
             for ms in [[1e3 * s for s in r["times"]]]
         ]
         places = [str(size) for size in pair[0]["size"]]
-        chart = columns(words, places, series, x_label=words, y_label="ms a forward")
-        charts.append((f"Time of a forward against {words}", chart))
+        title = f"Time of a forward against {words}"
+        charts.append(columns(title, places, series, x_label=words, y_label="ms a forward"))
     return drawing(charts, [("a", "target"), ("b", "draft")])
 
 

@@ -38,7 +38,7 @@ from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.policies.timing import isolated_times
 from draftsmith.decode.prompts.prompts import load_prompts
-from draftsmith.decode.report.svg import LyingBar, drawing, lanes
+from draftsmith.decode.report.charts import LyingBar, drawing, lanes
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.target import TargetSpec
@@ -170,9 +170,10 @@ def picture(turns: Turns) -> str:
         LyingBar(name, [("a" if name.startswith("ours") else "d", speed, "")], f"{speed:.0f}")
         for speed, name in found
     ]
-    chart = lanes("tokens per second", bars, x_label="tokens/s, median over prompts")
+    title = "One prompt at a time, prefill included"
+    chart = lanes(title, bars, x_label="tokens/s, median over prompts")
     legend = [("a", "ours"), ("d", "transformers generate")]
-    return drawing([("One prompt at a time, prefill included", chart)], legend)
+    return drawing([chart], legend)
 
 
 if __name__ == "__main__":

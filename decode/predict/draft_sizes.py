@@ -31,8 +31,7 @@ from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.timing import Call, forward_call, graphed, median_times
 from draftsmith.decode.predict.scaling_laws import fit_line, read_rows
-from draftsmith.decode.report.figures import duration, times_as
-from draftsmith.decode.report.svg import short_count
+from draftsmith.decode.report.printed import duration, short_count, times_as
 from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.draft_lm import draft_config
 

@@ -26,8 +26,8 @@ from rich.table import Table
 
 from draftsmith.command import parse
 from draftsmith.decode.evaluate.metrics import bootstrap
-from draftsmith.decode.report.figures import bracket
-from draftsmith.decode.report.svg import Trend, drawing, scatter, short_count
+from draftsmith.decode.report.charts import Trend, drawing, scatter
+from draftsmith.decode.report.printed import bracket, short_count
 
 Row = dict[str, Any]
 
@@ -262,8 +262,8 @@ def picture(fits: Sequence[Fit]) -> str:
     for value, axis in ((value, axis) for value in VALUES for axis in AXES):
         lines = [fit for fit in fits if (fit.value, fit.axis) == (value, axis)]
         if lines:
-            chart = scatter(f"{value} against {axis}", _trends(lines), x_label=axis, y_label=value)
-            charts.append((f"{value} against {axis}", chart))
+            title = f"{value} against {axis}"
+            charts.append(scatter(title, _trends(lines), x_label=axis, y_label=value))
     return drawing(
         charts, [("a", "a line is fitted to the full points"), ("d", "hollow: held out")]
     )

@@ -4,9 +4,27 @@ The terminal and the HTML page both read them from here, so that a number never 
 formula it was made by.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+from draftsmith.decode.report.printed import (
+    bracket,
+    duration,
+    number,
+    sequence,
+    share,
+    short,
+    times_as,
+)
+from draftsmith.decode.report.schema import (
+    AnswerDifference,
+    CategoryRow,
+    ForwardTimes,
+    Report,
+    differences_of,
+)
 from draftsmith.decode.verify.rules import RULES
 
 # One line each; p is the target's law, q the draft's, both after temperature, top-k and top-p.
@@ -51,9 +69,30 @@ FORMULAS: dict[str, str] = {
     "interval": "95% bootstrap interval over prompts; of a speed-up over batches, where prompts "
     "were batched",
 }
-
-TIMED = ("plain", "verify", "draft", "extend", "prefill")
-TIMES = "\u00d7"
+tenths, thousandths = partial(number, digits=1), partial(number, digits=3)
+# Where in the report: its name, and how it is printed.
+SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "tau": ("tau, block efficiency", number),
+    "alpha": ("alpha, acceptance", thousandths),
+    "coupled_acceptance": ("coupled acceptance", thousandths),
+    "draft_acceptance_rate": ("draft acceptance rate", thousandths),
+    "token_efficiency": ("token efficiency", thousandths),
+    "acceptance_by_position": ("acceptance by position", sequence),
+    "acceptance_conditional": ("acceptance, conditional", sequence),
+    "accepted_histogram": ("rounds by accepted", sequence),
+    "K": ("K", short),
+    "N": ("N", short),
+    "tokens_per_s.plain": ("tokens/s, plain", tenths),
+    "tokens_per_s.speculative": ("tokens/s, speculative", tenths),
+    "speedup": ("speed-up", times_as),
+    "speedup_specbench": ("speed-up, Spec-Bench way", times_as),
+    "ideal_speedup": ("ideal speed-up", times_as),
+    "efficiency": ("efficiency", share),
+    "mbsu": ("MBSU", times_as),
+    "c": ("c", thousandths),
+    **{f"times.{name}": (f"t_{name}", duration) for name in ForwardTimes.__annotations__},
+    "loop_rate": ("loop rate", share),
+}
 NEAR_TIE_WORDS = "fp32 top-2 margin below 1e-4, fp64 agrees"
 
 
@@ -74,86 +113,56 @@ class IdentityVerdict(NamedTuple):
     detail: str
 
 
-def figures(report: dict[str, Any]) -> list[Figure]:
+def figure(report: Report, place: str) -> Figure:
+    """The figure at a key of SHOWN."""
+    name, words = SHOWN[place]
+    interval = getattr(report, f"{place}_interval", None)
+    between = bracket(interval, 3 if words is thousandths else 2)
+    formula = FORMULAS[place.replace("times.", "t_").split(".")[0]]
+    return Figure(name, words(attrgetter(place)(report)), between, formula)
+
+
+def figures(report: Report) -> list[Figure]:
     """Every figure of a report, in reading order; absent ones as an em dash."""
-    speeds, times = report["tokens_per_s"], report["times"]
-    rows = [
-        _figure("tau, block efficiency", "tau", number(report["tau"]), report["tau_interval"]),
-        *quality(report),
-        _figure("alpha, acceptance", "alpha", number(report["alpha"], 3), report["alpha_interval"]),
-        _figure(
-            "coupled acceptance", "coupled_acceptance", number(report["coupled_acceptance"], 3)
-        ),
-        _figure(
-            "draft acceptance rate",
-            "draft_acceptance_rate",
-            number(report["draft_acceptance_rate"], 3),
-        ),
-        _figure("token efficiency", "token_efficiency", number(report["token_efficiency"], 3)),
-        _figure(
-            "acceptance by position",
-            "acceptance_by_position",
-            sequence(report["acceptance_by_position"]),
-        ),
-        _figure(
-            "acceptance, conditional",
-            "acceptance_conditional",
-            sequence(report["acceptance_conditional"]),
-        ),
-        _figure("rounds by accepted", "accepted_histogram", sequence(report["accepted_histogram"])),
-        _figure("K", "K", short(report["K"])),
-        _figure("N", "N", short(report["N"])),
-        _figure("tokens/s, plain", "tokens_per_s", number(speeds["plain"], 1)),
-        _figure("tokens/s, speculative", "tokens_per_s", number(speeds["speculative"], 1)),
-        _figure("speed-up", "speedup", times_as(report["speedup"]), report["speedup_interval"]),
-        _figure(
-            "speed-up, Spec-Bench way", "speedup_specbench", times_as(report["speedup_specbench"])
-        ),
-        _figure("ideal speed-up", "ideal_speedup", times_as(report["ideal_speedup"])),
-        _figure("efficiency", "efficiency", share(report["efficiency"])),
-        _figure("MBSU", "mbsu", times_as(report["mbsu"])),
-        _figure("c", "c", number(report["c"], 3)),
-        *(_figure(f"t_{name}", f"t_{name}", duration(times[name])) for name in TIMED),
-        _figure("loop rate", "loop_rate", share(report["loop_rate"])),
-    ]
-    if report.get("rules"):
-        taus = " · ".join(f"{rule} {number(tau)}" for rule, tau in report["rules"].items())
-        rows.append(_figure("tau by rule", "rules", taus))
-    return rows
+    tau, *others = (figure(report, place) for place in SHOWN)
+    rules = []
+    if report.rules:
+        taus = " · ".join(f"{rule} {number(tau)}" for rule, tau in report.rules.items())
+        rules.append(Figure("tau by rule", taus, "", FORMULAS["rules"]))
+    return [tau, *quality(report), *others, *rules]
 
 
-def quality(report: dict[str, Any]) -> list[Figure]:
+def quality(report: Report) -> list[Figure]:
     """What the answers are worth, where that is known or may differ from the target's own."""
-    task, same = report["task"], report["agreement"]
-    rows = []
+    task, same, rows = report.task, report.agreement, []
     if task:
-        aside = f"(plain {share(task['plain'])}, n = {task['n']})"
-        score = _figure(f"exact match, {task['name']}", "task", share(task["speculative"]))
-        value, interval = f"{task['difference']:+.3f}", task["difference_interval"]
-        rows.append(score._replace(interval=aside))
-        rows.append(_figure("exact match, minus plain's", "task", value, interval))
-    elif not report["lossless"]:
-        rows.append(_figure("exact match", "task", "no known answers"))
-    if same:
+        aside = f"(plain {share(task.plain)}, n = {task.n})"
+        name, gain = "exact match, minus plain's", f"{task.difference:+.3f}"
+        between = bracket(task.difference_interval, 3)
         rows.append(
-            _figure("agreement with plain", "agreement", number(same["share"], 3), same["interval"])
+            Figure(f"exact match, {task.name}", share(task.speculative), aside, FORMULAS["task"])
         )
+        rows.append(Figure(name, gain, between, FORMULAS["task"]))
+    elif not report.lossless:
+        rows.append(Figure("exact match", "no known answers", "", FORMULAS["task"]))
+    if same:
+        between, formula = bracket(same.interval, 3), FORMULAS["agreement"]
+        rows.append(Figure("agreement with plain", thousandths(same.share), between, formula))
     return rows
 
 
-def left_out(report: dict[str, Any]) -> str:
+def left_out(report: Report) -> str:
     """A sentence about prompts and turns that were skipped; empty where none was."""
-    skipped = report["skipped"]
-    parts = []
-    if skipped["prompts"]:
-        parts.append(f"{skipped['prompts']} of {skipped['of']} prompts")
-    if skipped["turns"]:
-        parts.append(f"{skipped['turns']} later turns of those decoded")
+    skipped, parts = report.skipped, []
+    if skipped.prompts:
+        parts.append(f"{skipped.prompts} of {skipped.of} prompts")
+    if skipped.turns:
+        parts.append(f"{skipped.turns} later turns of those decoded")
     if not parts:
         return ""
     return (
-        f"Skipped: {' and '.join(parts)}, which with {report['max_new_tokens']} new tokens exceed "
-        f"the context of {skipped['context']}."
+        f"Skipped: {' and '.join(parts)}, which with {report.max_new_tokens} new tokens exceed "
+        f"the context of {skipped.context}."
     )
 
 
@@ -164,136 +173,69 @@ SAME_SHAPE = (
 )
 
 
-def verdict(report: dict[str, Any]) -> IdentityVerdict:
+def verdict(report: Report) -> IdentityVerdict:
     """What the run proved about its output, in two lines."""
-    found = _verdict(report)
-    shapes = report["identical_same_shape"]
+    found, shapes = _verdict(report), report.identical_same_shape
     if shapes is None:
         return found
-    equal = f"In {shapes['dtype']}, {shapes['same']} of {shapes['total']} answers equal those of"
+    equal = f"In {shapes.dtype}, {shapes.same} of {shapes.total} answers equal those of"
     return found._replace(detail=f"{found.detail} {equal} {SAME_SHAPE}.")
 
 
-def _verdict(report: dict[str, Any]) -> IdentityVerdict:
-    if not report["lossless"]:
-        return IdentityVerdict(
-            "note",
-            f"LOSSY: {report['lossy']}",
-            "By choice, tokens are kept that the target would not have emitted.",
-        )
-    identical = report["identical"]
-    if identical is None and (report["temperature"] == 0 or RULES[report["rule"]].identical):
-        return IdentityVerdict(
-            "note",
-            "Not compared",
-            f"The rule {report['rule']!r} promises the target's own tokens; nobody checked here.",
-        )
+def _verdict(report: Report) -> IdentityVerdict:
+    rule, identical = report.rule, report.identical
+    if not report.lossless:
+        words = "By choice, tokens are kept that the target would not have emitted."
+        return IdentityVerdict("note", f"LOSSY: {report.lossy}", words)
+    if identical is None and (report.temperature == 0 or RULES[rule].identical):
+        words = f"The rule {rule!r} promises the target's own tokens; nobody checked here."
+        return IdentityVerdict("note", "Not compared", words)
     if identical is None:
-        return IdentityVerdict(
-            "good",
-            "Lossless in law",
-            f"The rule {report['rule']!r} keeps the target's distribution exactly, but draws a "
-            "sample of its own, so there is no plain answer to compare with token by token.",
+        words = (
+            f"The rule {rule!r} keeps the target's distribution exactly, but draws a sample of its "
+            "own, so there is no plain answer to compare with token by token."
         )
-    same, total = identical["same"], identical["total"]
-    against = f"{same} of {total} answers equal those of {identical['baseline']} plain decoding"
-    excused = sum(d["near_tie"] for d in divergences_of(report, identical))
+        return IdentityVerdict("good", "Lossless in law", words)
+    same, total, plain = identical.same, identical.total, f"{identical.baseline} plain decoding"
+    against = f"In {identical.dtype}, {same} of {total} answers equal those of {plain}"
     if same == total:
-        return IdentityVerdict(
-            "good", "Lossless: token for token", f"In {identical['dtype']}, {against}."
-        )
-    worst = f"largest margin {identical['worst_margin']:.1e}"
+        return IdentityVerdict("good", "Lossless: token for token", f"{against}.")
+    worst = f"largest margin {identical.worst_margin:.1e}"
+    excused = sum(one.near_tie for one in differences_of(report, identical))
     if same + excused >= total:
-        return IdentityVerdict(
-            "near",
-            "Lossless up to rounding",
-            f"In {identical['dtype']}, {against}; each of the other {total - same} parts at a "
-            f"near-tie ({NEAR_TIE_WORDS}; {worst}). Each is listed.",
+        words = (
+            f"{against}; each of the other {total - same} parts at a near-tie ({NEAR_TIE_WORDS}; "
+            f"{worst}). Each is listed."
         )
-    return IdentityVerdict(
-        "bad",
-        "Not the target's output",
-        f"In {identical['dtype']}, {against}; {total - same - excused} of the others part where "
-        f"there is no near-tie ({worst}). That is a bug, not rounding.",
+        return IdentityVerdict("near", "Lossless up to rounding", words)
+    words = (
+        f"{against}; {total - same - excused} of the others part where there is no near-tie "
+        f"({worst}). That is a bug, not rounding."
     )
+    return IdentityVerdict("bad", "Not the target's output", words)
 
 
-def tables_of(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The tables by category that have rows, by their titles."""
-    tables = {
-        "By category": report["categories"],
-        "By category, as Spec-Bench groups them": report["specbench"],
-    }
-    return {title: rows for title, rows in tables.items() if rows}
-
-
-CATEGORY_COLUMNS = ("prompts", "tau", "speed-up", "speed-up, Spec-Bench way")
-
-
-def category_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A category's row in words, in the order of CATEGORY_COLUMNS."""
-    speeds = (times_as(row[key]) for key in ("speedup", "speedup_specbench"))
-    return number(row["n_prompts"]), number(row["tau"]), *speeds
-
-
-DIVERGENCE_COLUMNS = (
+CATEGORY_COLUMNS = ("category", "prompts", "tau", "speed-up", "speed-up, Spec-Bench way")
+DIFFERENCE_COLUMNS = (
     *("prompt", "answer token", "dtype", "baseline", "fp32 margin", "near-tie in fp32"),
 )
 
 
-def divergence_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A divergence in words, in the order of DIVERGENCE_COLUMNS."""
-    place = str(row["prompt"]), str(row["position"]), row["dtype"], row["baseline"]
-    return *place, f"{row['margin']:.2e}", "yes" if row["near_tie"] else "no"
+def category_tables(report: Report) -> dict[str, list[tuple[str, ...]]]:
+    """The tables by category that have rows, by their titles, in CATEGORY_COLUMNS."""
+
+    def cells(name: str, row: CategoryRow) -> tuple[str, ...]:
+        speeds = map(times_as, (row.speedup, row.speedup_specbench))
+        return name, number(row.n_prompts), number(row.tau), *speeds
+
+    tables = {
+        "By category": report.categories,
+        "By category, as Spec-Bench groups them": report.specbench,
+    }
+    return {title: [cells(*row) for row in t.items()] for title, t in tables.items() if t}
 
 
-def divergences_of(report: dict[str, Any], compared: dict[str, Any]) -> list[dict[str, Any]]:
-    """The listed differences behind one of the report's comparisons."""
-    return [
-        d for d in report["divergences"] if all(d[k] == compared[k] for k in ("dtype", "baseline"))
-    ]
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """A number with `digits` decimals; whole ones as they are; None as an em dash."""
-    if value is None:
-        return "—"
-    return f"{value:,d}" if isinstance(value, int) else f"{value:,.{digits}f}"
-
-
-def short(value: float) -> str:
-    """A number as short as it can be: 4, 3.25."""
-    return f"{value:.4g}"
-
-
-def times_as(value: float | None) -> str:
-    """A ratio, as in 1.62 times."""
-    return "—" if value is None else f"{value:.2f}{TIMES}"
-
-
-def share(value: float | None) -> str:
-    """A share of one, as 81.5%."""
-    return "—" if value is None else f"{100 * value:.1f}%"
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds, in ms with three significant digits."""
-    if seconds is None:
-        return "—"
-    ms = 1e3 * seconds
-    return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
-
-
-def bracket(interval: Sequence[float] | None, digits: int = 2) -> str:
-    """[low, high], or nothing."""
-    return "" if interval is None else f"[{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
-
-
-def sequence(values: Sequence[float]) -> str:
-    """Numbers in a row."""
-    return "  ".join(number(value) for value in values) or "—"
-
-
-def _figure(name: str, key: str, value: str, interval: Sequence[float] | None = None) -> Figure:
-    digits = 3 if key in ("alpha", "task", "agreement") else 2
-    return Figure(name, value, bracket(interval, digits), FORMULAS[key])
+def difference_cells(row: AnswerDifference) -> tuple[str, ...]:
+    """A difference in words, in DIFFERENCE_COLUMNS."""
+    place = str(row.prompt), str(row.position), row.dtype, row.baseline
+    return *place, f"{row.margin:.2e}", "yes" if row.near_tie else "no"

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +14,18 @@ from rich.text import Text
 
 from draftsmith.decode.report.figures import (
     CATEGORY_COLUMNS,
-    DIVERGENCE_COLUMNS,
+    DIFFERENCE_COLUMNS,
     FORMULAS,
-    bracket,
-    category_cells,
-    divergence_cells,
-    divergences_of,
+    category_tables,
+    difference_cells,
     figures,
     left_out,
-    number,
-    share,
-    tables_of,
-    times_as,
     verdict,
 )
 from draftsmith.decode.report.page import page
-from draftsmith.decode.report.schema import ordered, schema_problems
-
-__all__ = ["FORMULAS", "comparison", "schema_problems", "table", "write"]
+from draftsmith.decode.report.printed import bracket, number, share, times_as
+from draftsmith.decode.report.schema import Report, as_report, differences_of
+from draftsmith.models.disk.atomic import write_atomically
 
 COLOURS = {"good": "green", "near": "yellow", "bad": "bold red", "note": "yellow"}
 COMPARED = {
@@ -44,31 +40,30 @@ COMPARED = {
 LISTED = 20  # divergences on the terminal; the files hold all
 
 
-def write(report: dict[str, Any], folder: Path) -> None:
+def write(values: dict[str, Any], folder: Path) -> None:
     """Write report.json and report.html into `folder`, each whole or not at all.
 
-    report: the dict of `report_schema.SCHEMA`. More keys may be in it; of these, the page shows
-    `example` {prompt, pieces [[text, from the draft?], ...]}, `rules` {rule: tau} or null, and
-    `seconds` (of the whole evaluation). The formulas are added.
+    values: what `schema.Report` holds, and more if need be. The formulas are added.
     """
-    problems = schema_problems(report)
-    assert not problems, "not a report:\n" + "\n".join(problems)
-    text = json.dumps(
-        ordered(report | {"formulas": FORMULAS}), indent=1, ensure_ascii=False, allow_nan=False
-    )
+    report = as_report(values)
+    known = [one.name for one in fields(report) if one.name in values]
+    rest = sorted({"formulas", *values} - set(known))
+    values = values | {"formulas": FORMULAS}
+    ordered = {key: values[key] for key in [*known, *rest]}
+    text = json.dumps(ordered, indent=1, ensure_ascii=False, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / "report.json", text + "\n")
-    _replace(folder / "report.html", page(report))
+    write_atomically(folder / "report.json", f"{text}\n".encode())
+    write_atomically(folder / "report.html", page(report).encode())
 
 
-def table(report: dict[str, Any]) -> RenderableType:
+def table(values: dict[str, Any]) -> RenderableType:
     """For the terminal: each figure with its formula, categories, divergences, the verdict."""
+    report = as_report(values)
     level, headline, detail = verdict(report)
-    drafter = report["drafter"]
-    lossy = "" if report["lossless"] else f"LOSSY {report['lossy']} · "
+    lossy = "" if report.lossless else f"LOSSY {report.lossy} · "
     title = (
-        f"{lossy}{drafter['path'] or drafter['kind']} drafts for {report['target']} · "
-        f"{report['rule']} · temperature {report['temperature']:g} · {report['dtype']}"
+        f"{lossy}{report.drafter.path or report.drafter.kind} drafts for {report.target} · "
+        f"{report.rule} · temperature {report.temperature:g} · {report.dtype}"
     )
     numbers = Table(
         title=Text(title), caption=Text(f"[low, high]: {FORMULAS['interval']}"), box=SIMPLE_HEAD
@@ -81,10 +76,12 @@ def table(report: dict[str, Any]) -> RenderableType:
             Text(row.name), Text(f"{row.value} {row.interval}".rstrip()), Text(row.formula)
         )
     parts: list[RenderableType] = [numbers]
-    for title, categories in tables_of(report).items():
-        parts.append(_categories(title, categories))
-    if report["divergences"]:
-        parts.append(_divergences(report["divergences"]))
+    for title, rows in category_tables(report).items():
+        parts.append(_listed(title, CATEGORY_COLUMNS, rows))
+    if rows := [difference_cells(one) for one in report.divergences]:
+        left = f"{len(rows) - LISTED} more in report.json" if len(rows) > LISTED else None
+        title = "where answers part from plain decoding's"
+        parts.append(_listed(title, DIFFERENCE_COLUMNS, rows[:LISTED], left))
     if left_out(report):
         parts.append(Text(left_out(report)))
     parts.append(Text.assemble((headline, COLOURS[level]), ". ", detail))
@@ -97,7 +94,8 @@ def comparison(reports: dict[str, dict[str, Any]]) -> Table:
     reports: by arm (`before`, `after`, `ngram`). Of a longer key (`before/t1`, `before, temperature
     1`) the arm is what stands before the first slash or comma.
     """
-    dtypes = " / ".join(dict.fromkeys(report["dtype"] for report in reports.values()))
+    arms = [(re.split("[/,]", name)[0], as_report(values)) for name, values in reports.items()]
+    dtypes = " / ".join(dict.fromkeys(report.dtype for _, report in arms))
     formulas = "\n".join(f"{name}: {FORMULAS[key]}" for name, key in COMPARED.items())
     result = Table(
         caption=Text(formulas, style="dim"),
@@ -107,25 +105,24 @@ def comparison(reports: dict[str, dict[str, Any]]) -> Table:
         pad_edge=False,
         padding=(0, 1, 0, 0),  # eight columns in the 80 of a plain terminal
     )
-    for heading in ("T", "arm"):
-        result.add_column(heading, no_wrap=True)
-    for heading in ("alpha", "tau", f"speed-up\n{dtypes}", "tokens/s\nplain"):
+    result.add_column("T", no_wrap=True)
+    result.add_column("arm", no_wrap=True)
+    for heading in ("alpha", "tau", f"speed-up\n{dtypes}", "tokens/s\nplain", "loop\nrate"):
         result.add_column(heading, justify="right", no_wrap=True)
-    result.add_column("loop\nrate", justify="right", no_wrap=True)
     result.add_column("same\noutput", no_wrap=True)
     previous = None
-    for name, report in sorted(reports.items(), key=lambda item: item[1]["temperature"]):
-        temperature, speeds = report["temperature"], report["tokens_per_s"]
+    for arm, report in sorted(arms, key=lambda one: one[1].temperature):
+        temperature, speeds = report.temperature, report.tokens_per_s
         if previous not in (None, temperature):
             result.add_section()
         result.add_row(
             "" if temperature == previous else f"{temperature:g}",
-            Text(re.split("[/,]", name)[0]),
-            _two_lines(number(report["alpha"], 3), bracket(report["alpha_interval"], 3)),
-            _two_lines(number(report["tau"]), bracket(report["tau_interval"])),
-            _two_lines(times_as(report["speedup"]), bracket(report["speedup_interval"])),
-            _two_lines(number(speeds["speculative"], 1), number(speeds["plain"], 1)),
-            share(report["loop_rate"]),
+            Text(arm),
+            _two_lines(number(report.alpha, 3), bracket(report.alpha_interval, 3)),
+            _two_lines(number(report.tau), bracket(report.tau_interval)),
+            _two_lines(times_as(report.speedup), bracket(report.speedup_interval)),
+            _two_lines(number(speeds.speculative, 1), number(speeds.plain, 1)),
+            share(report.loop_rate),
             _identical(report),
         )
         previous = temperature
@@ -136,39 +133,25 @@ def _two_lines(above: str, below: str) -> Text:
     return Text.assemble((above, "bold"), "\n" if below else "", (below, "dim"))
 
 
-def _identical(report: dict[str, Any]) -> Text:
-    level, identical = verdict(report).level, report["identical"]
-    colour = COLOURS[level]
-    if not report["lossless"]:
-        return Text("lossy", colour)
-    if identical is None:
-        return Text("in law" if level == "good" else "not\nchecked", colour)
-    ties = sum(d["near_tie"] for d in divergences_of(report, identical))
-    words = f"{identical['same']}/{identical['total']}\n{identical['dtype']}"
-    return Text(f"{words}\n{ties} ties" if ties else words, colour)
+def _identical(report: Report) -> Text:
+    level, identical = verdict(report).level, report.identical
+    if not report.lossless:
+        words = "lossy"
+    elif identical is None:
+        words = "in law" if level == "good" else "not\nchecked"
+    else:
+        ties = sum(one.near_tie for one in differences_of(report, identical))
+        words = f"{identical.same}/{identical.total}\n{identical.dtype}"
+        words += f"\n{ties} ties" if ties else ""
+    return Text(words, COLOURS[level])
 
 
-def _categories(title: str, categories: dict[str, Any]) -> Table:
-    result = Table(title=title, box=SIMPLE_HEAD)
-    result.add_column("category")
-    for heading in CATEGORY_COLUMNS:
-        result.add_column(heading, justify="right")
-    for name, one in categories.items():
-        result.add_row(Text(name), *category_cells(one))
+def _listed(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str | None = None
+) -> Table:
+    result = Table(title=title, caption=caption, box=SIMPLE_HEAD)
+    for heading in columns:
+        result.add_column(heading, justify="left" if heading == "category" else "right")
+    for row in rows:
+        result.add_row(*map(Text, row))
     return result
-
-
-def _divergences(rows: list[dict[str, Any]]) -> Table:
-    left = f"{len(rows) - LISTED} more in report.json" if len(rows) > LISTED else None
-    result = Table(title="where answers part from plain decoding's", caption=left, box=SIMPLE_HEAD)
-    for heading in DIVERGENCE_COLUMNS:
-        result.add_column(heading, justify="right")
-    for row in rows[:LISTED]:
-        result.add_row(*divergence_cells(row))
-    return result
-
-
-def _replace(path: Path, text: str) -> None:
-    half = path.with_name(f".{path.name}.part")
-    half.write_text(text, encoding="utf-8")
-    half.replace(path)

@@ -10,42 +10,15 @@ from typing import Any
 
 import torch
 
-COPIED = [
-    "temperature",
-    "alpha",
-    "alpha_interval",
-    "tau",
-    "tau_interval",
-    "coupled_acceptance",
-    "rules",
-    "tokens_per_s",
-    "speedup",
-    "speedup_interval",
-    "ideal_speedup",
-    "efficiency",
-    "c",
-    "mbsu",
-    "loop_rate",
-    "task",
-    "agreement",
-    "lossy",
-    "identical",
-    "identical_same_shape",
-    "K",
-    "N",
-    "tree",
-    "policy",
-    "rule",
-    "dtype",
-    "threads",
-    "batch",
-    "n_prompts",
-    "max_new_tokens",
-    "seconds",
-    "commit",
-    "command",
-    "versions",
-]
+from draftsmith.decode.report.printed import bracket, number
+
+COPIED = (
+    *("temperature", "alpha", "alpha_interval", "tau", "tau_interval", "coupled_acceptance"),
+    *("rules", "tokens_per_s", "speedup", "speedup_interval", "ideal_speedup", "efficiency", "c"),
+    *("mbsu", "loop_rate", "task", "agreement", "lossy", "identical", "identical_same_shape"),
+    *("K", "N", "tree", "policy", "rule", "dtype", "threads", "batch", "n_prompts"),
+    *("max_new_tokens", "seconds", "commit", "command", "versions"),
+)
 
 
 def row(what: str, report: dict[str, Any]) -> dict[str, Any]:
@@ -89,9 +62,9 @@ def page(title: str, rows: list[dict[str, Any]]) -> str:
         cells = [
             f"{r['temperature']:g}",
             r["what"],
-            _interval(r["alpha"], r["alpha_interval"], 3),
-            _interval(r["tau"], r["tau_interval"], 2),
-            _interval(r["speedup"], r["speedup_interval"], 2),
+            _between(r, "alpha", 3),
+            _between(r, "tau", 2),
+            _between(r, "speedup", 2),
             f"{speed['speculative']:.0f} ({speed['plain']:.0f})",
             f"{r['loop_rate']:.0%}",
             verdict,
@@ -125,9 +98,5 @@ def _worth(row: dict[str, Any]) -> str:
     return f"agreement {row['agreement']['share']:.3f}"
 
 
-def _interval(value: float | None, bounds: list[float] | None, digits: int) -> str:
-    if value is None:
-        return "-"
-    if bounds is None:
-        return f"{value:.{digits}f}"
-    return f"{value:.{digits}f} [{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]"
+def _between(row: dict[str, Any], name: str, digits: int) -> str:
+    return f"{number(row[name], digits)} {bracket(row[f'{name}_interval'], digits)}".rstrip()

@@ -8,7 +8,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from draftsmith.decode.report.report import schema_problems
+from draftsmith.decode.report.schema import schema_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -27,7 +27,7 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.harvest import Harvested
 from draftsmith.decode.engine.request import Request, open_request
 from draftsmith.decode.prompts.prompts import beginning, load_prompts
-from draftsmith.decode.report.svg import Trend, drawing, scatter
+from draftsmith.decode.report.charts import Trend, drawing, scatter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.buffer import ReplayBuffer, Served, as_served
 
@@ -238,7 +238,7 @@ def draw(record: Path, picture: Path) -> None:
     marks = [(at, topic) for topic, at in seen.items()]
     chart = scatter(title, trends, x_label="requests", y_label="alpha", log=False, marks=marks)
     legend = [(trend.css, trend.name) for trend in trends]
-    picture.write_text(drawing([(title, chart)], legend))
+    picture.write_text(drawing([chart], legend))
 
 
 def _mean(lines: Sequence[dict[str, Any]], arm: str) -> float:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.decode.report.svg import Series, columns, drawing
+from draftsmith.decode.report.charts import Series, columns, drawing
 
 # Pull of the scale towards 1, in nats a row: decides where the rows don't, as they can't where a
 # scorer gives all the same logit, or where it never errs.
@@ -139,4 +139,4 @@ def picture(table: Sequence[Bin], title: str) -> str:
     chart = columns(
         title, places, series, x_label="tenth of the rows", y_label="share kept", top=1.0
     )
-    return drawing([(title, chart)], [(one.css, one.name) for one in series])
+    return drawing([chart], [(one.css, one.name) for one in series])

@@ -33,7 +33,7 @@ from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.policies.costs import measured_costs
 from draftsmith.decode.policies.timing import propose_call
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, next_turn
-from draftsmith.decode.report.report import schema_problems
+from draftsmith.decode.report.schema import schema_problems
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.fingerprint import fingerprint

@@ -23,7 +23,7 @@ from draftsmith.decode.policies.costs import measured_costs
 from draftsmith.decode.policies.timing import draft_call, extend_call, isolated_times, with_room
 from draftsmith.decode.predict.best_tree import Calibration
 from draftsmith.decode.predict.best_tree import run as calibrate
-from draftsmith.decode.report.report import schema_problems
+from draftsmith.decode.report.schema import schema_problems
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan, parse_tree
 from draftsmith.models.fingerprint import fingerprint

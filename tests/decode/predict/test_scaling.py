@@ -76,10 +76,11 @@ def test_the_command_publishes_what_it_can_read_again(
     assert "5 sizes of 100k to 4M parameters" in page and "3 seed(s)" in page
     assert page.count("\n| alpha |") == page.count("\n| tau |") == 9
     drawn = ET.fromstring((out / "scaling.svg").read_text())
-    circles = drawn.findall(".//{http://www.w3.org/2000/svg}circle")
-    assert len(circles) == 4 * 20 and sum("style" in c.attrib for c in circles) == 18
-    for circle in circles:  # inside the panel
-        assert 50 <= float(circle.attrib["cx"]) <= 490 and 20 <= float(circle.attrib["cy"]) <= 207
+    dots = drawn.findall(".//{http://www.w3.org/2000/svg}use")
+    assert len(dots) == 4 * 20 and sum("fill: var(--card)" in d.attrib["style"] for d in dots) == 18
+    _, _, width, height = map(float, drawn.attrib["viewBox"].split())
+    for dot in dots:
+        assert 40 <= float(dot.attrib["x"]) <= width and 20 <= float(dot.attrib["y"]) <= height - 40
 
 
 def test_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -336,8 +336,8 @@ def test_the_page_compares_at_equal_tau(tmp_path: Path) -> None:
     assert "| 3.20 | 70.0 | 70.0; +0.0 [+0.0, +0.0] |" in text
     assert "| judge | threshold = 0.5 | 4.00 ± 0.00 | 50.0 ± 0.0 |" in text
     drawn = ET.fromstring((tmp_path / "judge.svg").read_text())
-    circles = drawn.findall(".//{http://www.w3.org/2000/svg}circle")
-    assert len(circles) == 5
+    dots = drawn.findall(".//{http://www.w3.org/2000/svg}use")
+    assert len(dots) == 5
     # An even axis: lossless at tau 2 stands left of the others at 4, and higher than their 50 %.
-    places = {float(circle.get("cx", 0)) for circle in circles}
+    places = {float(dot.attrib["x"]) for dot in dots}
     assert len(places) == 2

@@ -1,0 +1,54 @@
+"""Numbers as the terminal, the page and the results pages print them; None is an em dash."""
+
+from collections.abc import Sequence
+
+TIMES = "\u00d7"
+ABSENT = "\u2014"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number with `digits` decimals; whole ones as they are."""
+    if value is None:
+        return ABSENT
+    return f"{value:,d}" if isinstance(value, int) else f"{value:,.{digits}f}"
+
+
+def short(value: float) -> str:
+    """A number as short as it can be: 4, 3.25."""
+    return f"{value:.4g}"
+
+
+def short_count(count: float) -> str:
+    """1.5M, 320k."""
+    for size, sign in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{sign}"
+    return f"{count:g}"
+
+
+def times_as(value: float | None) -> str:
+    """A ratio, as in 1.62 times."""
+    return ABSENT if value is None else f"{value:.2f}{TIMES}"
+
+
+def share(value: float | None) -> str:
+    """A share of one, as 81.5%."""
+    return ABSENT if value is None else f"{100 * value:.1f}%"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds, in ms with three significant digits."""
+    if seconds is None:
+        return ABSENT
+    ms = 1e3 * seconds
+    return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
+
+
+def bracket(interval: Sequence[float] | None, digits: int = 2) -> str:
+    """[low, high], or nothing."""
+    return "" if interval is None else f"[{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
+
+
+def sequence(values: Sequence[float]) -> str:
+    """Numbers in a row."""
+    return "  ".join(map(number, values)) or ABSENT
