@@ -18,13 +18,7 @@ from draftsmith.decode.report.printed import (
     short,
     times_as,
 )
-from draftsmith.decode.report.schema import (
-    AnswerDifference,
-    CategoryRow,
-    ForwardTimes,
-    Report,
-    differences_of,
-)
+from draftsmith.decode.report.schema import CategoryRow, ForwardTimes, Report, differences_of
 from draftsmith.decode.verify.rules import RULES
 
 # One line each; p is the target's law, q the draft's, both after temperature, top-k and top-p.
@@ -235,7 +229,10 @@ def category_tables(report: Report) -> dict[str, list[tuple[str, ...]]]:
     return {title: [cells(*row) for row in t.items()] for title, t in tables.items() if t}
 
 
-def difference_cells(row: AnswerDifference) -> tuple[str, ...]:
-    """A difference in words, in DIFFERENCE_COLUMNS."""
-    place = str(row.prompt), str(row.position), row.dtype, row.baseline
-    return *place, f"{row.margin:.2e}", "yes" if row.near_tie else "no"
+def difference_rows(report: Report) -> list[tuple[str, ...]]:
+    """The listed differences in words, in DIFFERENCE_COLUMNS."""
+    rows = []
+    for one in report.divergences:
+        place = str(one.prompt), str(one.position), one.dtype, one.baseline
+        rows.append((*place, f"{one.margin:.2e}", "yes" if one.near_tie else "no"))
+    return rows

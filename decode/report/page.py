@@ -8,19 +8,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from draftsmith.decode.report.figures import (
-    CATEGORY_COLUMNS,
-    DIFFERENCE_COLUMNS,
-    FORMULAS,
-    Figure,
-    category_tables,
-    difference_cells,
-    figure,
-    figures,
-    left_out,
-    quality,
-    verdict,
-)
+from draftsmith.decode.report import figures
+from draftsmith.decode.report.figures import Figure, figure, quality, verdict
 from draftsmith.decode.report.page_charts import PLAIN, page_charts
 from draftsmith.decode.report.printed import number, short, times_as
 from draftsmith.decode.report.schema import NamedDrafter, Report
@@ -39,23 +28,16 @@ def page(report: Report) -> str:
         lstrip_blocks=True,
     )
     templates.filters |= {"visible": visible, "words": _words}
-    drafter = report.drafter
+    path = report.drafter.path
     return templates.get_template("page.html.jinja").render(
         report=report,
-        drafter=PurePath(drafter.path).name if drafter.path else drafter.kind,
+        drafter=PurePath(path).name if path else report.drafter.kind,
         target=PurePath(report.target).name,
         headline=_headline(report),
-        verdict=verdict(report),
-        sign=SIGNS[verdict(report).level],
-        left_out=left_out(report),
+        signs=SIGNS,
         cards=_cards(report),
         charts=page_charts(report),
-        figures=figures(report),
-        formulas=FORMULAS,
-        category_columns=CATEGORY_COLUMNS,
-        category_tables=category_tables(report),
-        difference_columns=DIFFERENCE_COLUMNS,
-        differences=[difference_cells(row) for row in report.divergences],
+        figures=figures,
     )
 
 

@@ -17,7 +17,7 @@ from draftsmith.decode.report.figures import (
     DIFFERENCE_COLUMNS,
     FORMULAS,
     category_tables,
-    difference_cells,
+    difference_rows,
     figures,
     left_out,
     verdict,
@@ -78,7 +78,7 @@ def table(values: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [numbers]
     for title, rows in category_tables(report).items():
         parts.append(_listed(title, CATEGORY_COLUMNS, rows))
-    if rows := [difference_cells(one) for one in report.divergences]:
+    if rows := difference_rows(report):
         left = f"{len(rows) - LISTED} more in report.json" if len(rows) > LISTED else None
         title = "where answers part from plain decoding's"
         parts.append(_listed(title, DIFFERENCE_COLUMNS, rows[:LISTED], left))
