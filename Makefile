@@ -76,7 +76,7 @@ check: $(VENV)/.ready-dev types
 links:
 	@mkdir -p .typing/draftsmith
 	@for room in models decode train recipes bench; do ln -sfn ../../$$room .typing/draftsmith/$$room; done
-	@for file in __init__.py __main__.py py.typed; do ln -sfn ../../draftsmith/$$file .typing/draftsmith/$$file; done
+	@for file in draftsmith/*.py draftsmith/py.typed; do ln -sfn ../../$$file .typing/draftsmith/; done
 
 types: $(VENV)/.ready-dev links
 	$(VENV)/bin/ruff check .

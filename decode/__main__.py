@@ -1,32 +1,26 @@
-"""`python -m draftsmith.decode`, the same as `python -m draftsmith evaluate`."""
+"""What a drafter is worth: plain decoding and drafters in turns, with proof that tokens are alike.
 
-import sys
+    draftsmith evaluate target=TARGET drafter=DRAFTER prompts=prompts.jsonl temperature=1
+
+Writes report.json and report.html; see decode/evaluate/evaluate.py. `python -m draftsmith.decode`
+is the same.
+"""
+
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import evaluate
 from draftsmith.decode.report import report, results
 
 
-def main(argv: list[str]) -> int:
-    """Evaluate, write report.json and report.html, print the table; 2 after a user's error."""
+def main(argv: list[str]) -> None:
+    """Evaluate, write report.json and report.html, print the table."""
     console = Console()
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        console.print(f"python -m draftsmith evaluate KEY=VALUE ...\n\n{Evaluation.__doc__}\n")
-        for name, hint in Evaluation.__annotations__.items():
-            default = getattr(Evaluation, name, "(required)")
-            console.print(f"  {name}={default}  [dim]{getattr(hint, '__name__', hint)}[/dim]")
-        return 0
-    try:
-        settings = parse(Evaluation, argv)
-        reports = evaluate(settings, arms(settings.drafter.split(",")))
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
-        return 2
+    settings = parse(Evaluation, argv)
+    reports = evaluate(settings, arms(settings.drafter.split(",")))
     for name, result in reports.items():
         folder = Path(settings.out) / (name if len(reports) > 1 else "")
         report.write(result, folder)
@@ -34,7 +28,6 @@ def main(argv: list[str]) -> int:
         console.print(f"written: {folder / 'report.json'}, {folder / 'report.html'}", markup=False)
     rows = [results.row(name, result) for name, result in reports.items()]
     results.publish(f"Drafters for {settings.target}", rows, Path(settings.out))
-    return 0
 
 
 def arms(paths: list[str]) -> dict[str, str]:
@@ -54,4 +47,4 @@ def arms(paths: list[str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main, Evaluation)

@@ -1,56 +1,111 @@
-"""The command line: `python -m draftsmith COMMAND key=value ...`"""
+"""The command line: `draftsmith COMMAND key=value ...`, or `python -m draftsmith COMMAND ...`"""
 
 import importlib
 import sys
+from functools import partial
 
+import draftsmith
+from draftsmith.command import asks_manual, guarded, unknown
+from draftsmith.launch import launch
+from draftsmith.manual import file_of, manual, of_module
+
+# Command: its module, the class of its settings, what it does.
 COMMANDS = {
-    "evaluate": ("draftsmith.decode.__main__", "decode with a drafter: speed, acceptance, proof"),
+    "prepare": ("train.prepare", "Prepare", "answers of the target, to train on"),
+    "train pretrain": (
+        "train.pretrain",
+        "PretrainConfig",
+        "a causal LM, or a draft to begin with",
+    ),
+    "train distill": ("train.distill", "DistillConfig", "a draft LM, from its target"),
+    "train heads": ("train.heads", "HeadsConfig", "Medusa and Hydra heads on a frozen target"),
+    "train eagle": ("train.eagle", "EagleRun", "EAGLE-1 and EAGLE-3 heads on a frozen target"),
+    "train scorers": ("train.scorers", "ScorersConfig", "acceptance heads and judges, from traces"),
+    "train online": ("train.online", "OnlineRun", "a draft, from what its server decodes"),
+    "evaluate": (
+        "decode.__main__",
+        "Evaluation",
+        "decode with a drafter: speed, proof",
+    ),
     "serve": (
-        "draftsmith.decode.serve.server",
-        "an OpenAI-compatible server, whose drafts may learn",
+        "decode.serve.server",
+        "ServerConfig",
+        "an OpenAI-compatible server",
     ),
-    "calibrate": (
-        "draftsmith.decode.predict.best_tree",
-        "the best static tree for a target and a drafter",
-    ),
-    "trace": (
-        "draftsmith.decode.traces.record",
-        "record what is drafted and kept, to train scorers on",
-    ),
-    "export": ("draftsmith.export", "write a drafter as SGLang, vLLM, TGI ... read it"),
-    "doctor": ("draftsmith.doctor", "what is wrong with a drafter folder, for each server"),
+    "export": ("export", "Export", "write a drafter as SGLang, vLLM, TGI ... read it"),
+    "doctor": ("doctor", "Doctor", "what is wrong with a drafter folder, for each server"),
+    "trim": ("train.trim", "Trim", "draft only the tokens that the target writes"),
+    "calibrate": ("decode.predict.best_tree", "Calibration", "the best static tree for a pair"),
+    "trace": ("decode.traces.record", "Tracing", "record drafts and what is kept, for scorers"),
     "stopping": (
-        "draftsmith.decode.traces.tune_stops",
-        "which rule should stop drafting, and where",
+        "decode.traces.tune_stops",
+        "Stopping",
+        "which rule should stop drafting",
     ),
-    "trim": ("draftsmith.train.trim", "draft only the tokens that the target writes"),
-    "plan": ("draftsmith.train.plan.table", "memory and time of a training run, before it starts"),
-    "data": ("draftsmith.train.show", "show one training example with its trained tokens coloured"),
-    "size": (
-        "draftsmith.decode.predict.draft_sizes",
-        "depth and width of a draft by predicted speed-up",
-    ),
-    "scaling": (
-        "draftsmith.decode.predict.scaling_laws",
-        "acceptance against size and text: fits, a picture",
-    ),
-    "judge-labels": ("draftsmith.decode.traces.judge_labels", "tokens that a judge may let pass"),
+    "judge-labels": ("decode.traces.judge_labels", "Labels", "tokens that a judge may let pass"),
+    "plan": ("train.plan.table", "PlanRequest", "memory and time of a training run, beforehand"),
+    "size": ("decode.predict.draft_sizes", "Sizing", "depth and width of a draft by its speed-up"),
+    "scaling": ("decode.predict.scaling_laws", "Scaling", "acceptance against size and text: fits"),
+    "data show": ("train.show", "Show", "one training example, its trained tokens coloured"),
     "quickstart": (
-        "draftsmith.train.quickstart",
-        "train, distil and decode on this machine's text",
+        "train.quickstart",
+        "Quickstart",
+        "the main job on this machine's text",
     ),
 }
+LAUNCHED = ("prepare", "train ")
+EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve"}
+ENDS = """`draftsmith COMMAND --help` lists its keys: key=value or --key value. Also: --version.
+Exit codes: 0 done, 1 failed, 2 an error of yours (one line on stderr), 130 interrupted."""
 
 
 def main() -> int:
-    """Run a command; the heavy imports are made by it alone."""
-    argv = sys.argv[1:]
-    if not argv or argv[0] not in COMMANDS:
-        wrong = f"unknown command {argv[0]!r}\n\n" if argv and not argv[0].startswith("-") else ""
-        listing = "\n".join(f"  {name:<12}{what}" for name, (_, what) in COMMANDS.items())
-        print(f"{wrong}python -m draftsmith COMMAND key=value ...\n\n{listing}")
-        return 2 if wrong else 0
-    return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
+    """Run a command; the heavy imports are made by it alone, and none for its manual."""
+    argv = sys.argv[1:] or ["help"]
+    name = next((name for name in COMMANDS if argv[: len(name.split())] == name.split()), "")
+    rest = argv[len(name.split()) :]
+    if not name and asks_manual(argv[:1]):
+        print(listing())
+    elif argv == ["--version"]:
+        print(f"draftsmith {draftsmith.__version__}")
+    elif name and asks_manual(rest):
+        print(manual_of(name))
+    else:
+        return guarded(partial(command, name), rest)
+    return 0
+
+
+def listing() -> str:
+    """What there is."""
+    lines = [f"  {name:<16}{what}" for name, (_, _, what) in COMMANDS.items()]
+    return "\n".join(["draftsmith COMMAND key=value ...", "", *lines, "", ENDS])
+
+
+def manual_of(name: str) -> str:
+    """The manual of a command, which isn't imported."""
+    place, schema, _ = COMMANDS[name]
+    launched = of_module("draftsmith.launch").keys("Launch")
+    before = launched if name.startswith(LAUNCHED) else []
+    return manual(file_of(f"draftsmith.{place}"), schema, before=before)
+
+
+def command(name: str, argv: list[str]) -> int | None:
+    """Run a command. Raises ValueError for one that there isn't, and what the command raises."""
+    if not name:
+        begun = any(one.startswith(f"{argv[0]} ") for one in COMMANDS)
+        raise ValueError(unknown("command", " ".join(argv[: 1 + begun]), COMMANDS))
+    place = f"draftsmith.{COMMANDS[name][0]}"
+    if name.startswith(LAUNCHED):
+        return launch(place, argv)
+    try:
+        module = importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        extra = f"pip install 'draftsmith[{EXTRAS[error.name]}]'"
+        raise ValueError(f"{name}: got no package {error.name}, expected it: {extra}") from error
+    code: int | None = module.main(argv)
+    return code
 
 
 if __name__ == "__main__":

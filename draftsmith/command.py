@@ -1,48 +1,167 @@
-"""`key=value` arguments into a flat dataclass, for the commands that need no recipe."""
+"""The command line of every command and entry: a dataclass in, a function, an exit code.
+
+`key=value`, `--key value` and `--key=value` are the same, and `--key` alone says true. A key in a
+group is `group.key`; where a group has a path, `group=PATH` says it (`target=PATH`). A list is
+`[a,b]` or one value alone, a table `{a:1,b:2}`, nothing at all `none`.
+
+Exit codes: 0 done, 1 failed, 2 the user's error (one line on stderr), 130 interrupted.
+"""
 
 import dataclasses
 import difflib
-import json
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import NoneType
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+from draftsmith.manual import manual
 
 T = TypeVar("T")
+Main = Callable[[list[str]], int | None]
+
+USERS_ERROR, INTERRUPTED = 2, 130
+OTHERS_WAIT_S = 60.0  # for the first process to tell the same error; the launcher ends them then
 
 
-def parse(schema: type[T], argv: list[str]) -> T:
-    """An instance of the dataclass `schema`; ValueError names what is wrong and what would be
-    right.
+def run_command(main: Main, schema: type) -> NoReturn:
+    """End the process by `main` with its arguments, or by the manual of its settings."""
+    argv = sys.argv[1:]
+    if asks_manual(argv):
+        print(manual(Path(str(sys.modules[main.__module__].__file__)), schema.__name__))
+        sys.exit(0)
+    sys.exit(guarded(main, argv))
+
+
+def guarded(main: Main, argv: list[str]) -> int:
+    """`main` with the arguments, each as `key=value`; its exit code. Only what isn't the user's
+    error has a traceback.
     """
-    hints = get_type_hints(schema)
-    fields = {field.name: field for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
-    given: dict[str, Any] = {}
+    try:
+        return main(spelled(argv)) or 0
+    except (ValueError, FileNotFoundError) as error:
+        tell(error)
+        return USERS_ERROR
+    except KeyboardInterrupt as stop:
+        print(f"interrupted: {stop}".rstrip(": "), file=sys.stderr)
+        return INTERRUPTED
+
+
+def asks_manual(argv: list[str]) -> bool:
+    """Whether it is the manual that is wanted."""
+    return argv[:1] == ["help"] or not {"-h", "--help"}.isdisjoint(argv)
+
+
+def tell(error: Exception) -> None:
+    """The error on one line of stderr, by the first process that has it; and where it is from, if
+    that isn't code of ours.
+    """
+    if int(os.environ.get("RANK", "0")):
+        time.sleep(OTHERS_WAIT_S)
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    module = trace.tb_frame.f_globals["__name__"] if trace else "__main__"
+    ours = module.startswith(("draftsmith.", "__main__"))
+    where = "" if ours or not trace else f" ({module}:{trace.tb_lineno})"
+    print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
+
+
+def spelled(argv: list[str]) -> list[str]:
+    """Every argument as `key=value`; one without a key stays as it is."""
+    left, found = list(argv), []
+    while left:
+        word = left.pop(0)
+        if word.startswith("--"):
+            key, equals, text = word[2:].partition("=")
+            if not equals:
+                text = left.pop(0) if left and not left[0].startswith("--") else "true"
+            word = f"{key.replace('-', '_')}={text}"
+        found.append(word)
+    return found
+
+
+def parse(schema: type[T], argv: list[str], first: str = "") -> T:
+    """An instance of the dataclass `schema`. first: the key of a value that begins `argv` alone.
+
+    Raises:
+        ValueError: an unknown key, a value of another type, a missing key, or what `schema` raises.
+    """
+    if first and argv and argv[0].partition("=")[0] not in kinds(schema):
+        argv = [f"{first}={argv[0]}", *argv[1:]]
+    values = given(schema, argv)
+    missing: list[str] = []
+    made = _made(schema, values, "", missing)
+    if made is None:
+        raise ValueError(f"missing: {' '.join(f'{key}=...' for key in missing)}")
+    return made
+
+
+def given(schema: type, argv: list[str]) -> dict[str, Any]:
+    """Full key -> typed value of `key=value` arguments; ValueError as for `parse`."""
+    known = kinds(schema)
+    found = {}
     for argument in argv:
         key, equals, text = argument.partition("=")
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(fields)}"
-            raise ValueError(f"argument {argument!r}: unknown key {key!r}; {hint}")
+        if key not in known and f"{key}.path" in known:
+            key += ".path"
+        if key not in known:
+            raise ValueError(unknown("key", key, known))
         if not equals:
             raise ValueError(f"argument {argument!r}: got no value, expected {key}=...")
-        given[key] = _convert(key, text, hints[key])
-    missing = [
-        name
-        for name, field in fields.items()
-        if name not in given
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ValueError(f"missing: {' '.join(f'{name}=...' for name in missing)}")
-    return schema(**given)
+        found[key] = _typed(key, text, known[key])
+    return found
 
 
-def _convert(key: str, text: str, hint: Any) -> Any:
-    if get_origin(hint) is tuple:
-        return _texts(key, text)
-    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-    if type(None) in get_args(hint) and text.lower() in ("", "none", "null"):
-        return None
-    kind = kinds[0]
+def kinds(schema: Any, group: str = "") -> dict[str, Any]:
+    """Full key -> type of every field, those in groups too."""
+    found: dict[str, Any] = {}
+    hints = get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        kind, key = hints[field.name], group + field.name
+        found |= kinds(kind, f"{key}.") if dataclasses.is_dataclass(kind) else {key: kind}
+    return found
+
+
+def unknown(what: str, word: str, known: Collection[str]) -> str:
+    """The sentence that answers a word that isn't known with the nearest that is."""
+    begun = [one for one in known if one.startswith((f"{word} ", f"{word}."))]
+    near = [] if begun else difflib.get_close_matches(word, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(begun or known)}"
+    return f"unknown {what} {word!r}: {hint}"
+
+
+def _made(schema: Any, values: dict[str, Any], group: str, missing: list[str]) -> Any:
+    """The dataclass with these values; None where one is missing, which is noted."""
+    hints, own = get_type_hints(schema), {}
+    for field in dataclasses.fields(schema):
+        key = group + field.name
+        within = any(name.startswith(f"{key}.") for name in values)
+        unset = (field.default, field.default_factory) == (dataclasses.MISSING,) * 2
+        if dataclasses.is_dataclass(hints[field.name]) and (within or unset):
+            own[field.name] = _made(hints[field.name], values, f"{key}.", missing)
+        elif key in values:
+            own[field.name] = values[key]
+        elif unset:
+            missing.append(key)
+    return None if missing else schema(**own)
+
+
+def _typed(key: str, text: str, kind: Any) -> Any:
+    """The one conversion of an argument's text."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if NoneType in inner:
+        nothing = text.lower() in ("", "none", "null")
+        return None if nothing else _typed(key, text, next(k for k in inner if k is not NoneType))
+    if origin in (list, tuple):
+        items = _read(key, text, list) if text.startswith("[") else [text] if text else []
+        return origin(_typed(key, item, inner[0]) for item in items)
+    if origin is dict:
+        table = _read(key, re.sub(r":(?! )", ": ", text), dict)
+        return {name: _typed(key, item, inner[1]) for name, item in table.items()}
     if kind is bool:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{key}: got {text!r}, expected true or false")
@@ -53,14 +172,15 @@ def _convert(key: str, text: str, hint: Any) -> Any:
         raise ValueError(f"{key}: got {text!r}, expected {kind.__name__}") from None
 
 
-def _texts(key: str, text: str) -> tuple[str, ...]:
-    """One text as it stands, or a JSON list of them."""
-    if not text.startswith("["):
-        return (text,) if text else ()
+def _read(key: str, text: str, kind: type) -> Any:
+    """A list or table of texts, as YAML writes them."""
+    import yaml
+
     try:
-        texts = json.loads(text)
-    except ValueError:
-        texts = None
-    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
-        raise ValueError(f'{key}: got {text!r}, expected a text, or a list: ["one", "another"]')
-    return tuple(texts)
+        found = yaml.load(text, yaml.BaseLoader)  # every value is left a text
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, kind):
+        like = '[one,"a, b"]' if kind is list else "{one:1,other:2}"
+        raise ValueError(f"{key}: got {text!r}, expected a {kind.__name__} such as {like}")
+    return found

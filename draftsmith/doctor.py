@@ -1,6 +1,5 @@
-"""`python -m draftsmith doctor FOLDER [target=TARGET]`: what is wrong with a drafter folder."""
+"""`draftsmith doctor FOLDER [target=TARGET]`: what is wrong with a drafter folder."""
 
-import sys
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
@@ -17,27 +16,17 @@ COLOURS = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 
 @dataclass(frozen=True)
 class Doctor:
-    """Which folder, ours or a downloaded one, and, to see whether it fits, for which target."""
+    """What to examine, and for which target."""
 
-    folder: str
-    target: str | None = None
+    folder: str  # a drafter, ours or a downloaded one; the key may be left out
+    target: str | None = None  # a folder or a hub's name: to see whether the drafter fits
 
 
 def main(argv: list[str]) -> int:
-    """Print what was found; 1 after a fault, 2 after a user's error."""
+    """Print what was found; 1 after a fault."""
+    settings = parse(Doctor, argv, first="folder")
+    layout, findings = examine(settings.folder, settings.target)
     console = Console()
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        console.print(
-            "python -m draftsmith doctor FOLDER \\[target=TARGET]\n\n" + str(Doctor.__doc__)
-        )
-        return 0
-    try:
-        named = argv[0].split("=")[0] in Doctor.__annotations__
-        settings = parse(Doctor, argv if named else [f"folder={argv[0]}", *argv[1:]])
-        layout, findings = examine(settings.folder, settings.target)
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
-        return 2
     # In one piece, however long: a path that is broken over lines can't be copied.
     console.print(f"{settings.folder}: {LAYOUTS[layout]}", markup=False, soft_wrap=True)
     console.print(checks(findings))
@@ -63,7 +52,3 @@ def servers(said: dict[str, str]) -> Table:
     for server, what in said.items():
         table.add_row(server, escape(what))
     return table
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
 """Distillation of a draft LM from its target (DistillSpec, arXiv 2310.08461; GKD, 2306.13649).
 
-    accelerate launch train/distill.py recipe=quickstart/distill lr=1e-4
-    accelerate launch --config_file recipes/accelerate/cpu.yaml train/distill.py recipe=...   (CPU)
+    draftsmith train distill recipe=quickstart/distill lr=1e-4
+    accelerate launch train/distill.py ...           (the same)
 
     loss = sum_t w_t D(p_t, q_t) / number of tokens,   p_t = target(x_<t), q_t = draft(x_<t)
 
@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from draftsmith.command import run_command
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import vocab_size
 from draftsmith.train.drafts.draft_start import TINY, DraftSource, open_draft, open_reference
@@ -36,7 +37,6 @@ from draftsmith.train.objectives.token_selection import Weighting
 from draftsmith.train.run import recipe
 from draftsmith.train.run.frozen_target import FrozenTarget, open_target
 from draftsmith.train.run.launch import start
-from draftsmith.train.run.log import run_entry
 from draftsmith.train.run.loop import StepBatches, fit
 from draftsmith.train.run.lora import to_save
 from draftsmith.train.run.result import made_by, save_draft
@@ -164,4 +164,4 @@ def shrunk(config: DistillConfig) -> DistillConfig:
 
 
 if __name__ == "__main__":
-    run_entry(main)
+    run_command(main, DistillConfig)

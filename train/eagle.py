@@ -1,7 +1,7 @@
 """EAGLE-1 (arXiv 2401.15077) and EAGLE-3 (2503.01840) heads on a frozen target.
 
-    accelerate launch train/eagle.py recipe=eagle3/quickstart lr=1e-3
-    accelerate launch --config_file recipes/accelerate/cpu.yaml train/eagle.py recipe=...   (CPU)
+    draftsmith train eagle recipe=eagle3/quickstart lr=1e-3
+    accelerate launch train/eagle.py ...           (the same)
 
     EAGLE-1: loss = sum_t smooth-L1(f'_t, f_{t+1}) + 0.1 D(p_{t+1}, q_t)      / trained tokens
     EAGLE-3: loss = sum_s 0.8^s sum_t D(p_{t+1+s}, q_{t,s})                   / trained tokens
@@ -26,6 +26,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.command import run_command
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.target import split_head, vocab_size
@@ -38,7 +39,6 @@ from draftsmith.train.objectives.heldout import open_heldout
 from draftsmith.train.run import recipe
 from draftsmith.train.run.frozen_target import open_target
 from draftsmith.train.run.launch import start
-from draftsmith.train.run.log import run_entry
 from draftsmith.train.run.loop import fit
 from draftsmith.train.run.result import made_by
 from draftsmith.train.teachers.states import States, open_states
@@ -144,4 +144,4 @@ def shrunk(config: EagleRun) -> EagleRun:
 
 
 if __name__ == "__main__":
-    run_entry(main)
+    run_command(main, EagleRun)

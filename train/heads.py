@@ -1,7 +1,7 @@
 """Medusa (arXiv 2401.10774) and Hydra (2402.05109) heads on a frozen target, and Medusa-2.
 
-    accelerate launch train/heads.py recipe=medusa/quickstart lr=1e-3
-    accelerate launch --config_file recipes/accelerate/cpu.yaml train/heads.py recipe=...   (CPU)
+    draftsmith train heads recipe=medusa/quickstart lr=1e-3
+    accelerate launch train/heads.py ...           (the same)
 
     loss = sum_d decay^d sum_t l(head d at t, token t+2+d) / number of trained tokens
 
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.command import run_command
 from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
@@ -38,7 +39,6 @@ from draftsmith.train.objectives.medusa2 import JointMedusa, JointRun
 from draftsmith.train.run import recipe
 from draftsmith.train.run.frozen_target import open_target
 from draftsmith.train.run.launch import start
-from draftsmith.train.run.log import run_entry
 from draftsmith.train.run.loop import fit
 from draftsmith.train.run.result import made_by, save_model
 from draftsmith.train.teachers.states import States, open_states
@@ -160,4 +160,4 @@ def make_objective(
 
 
 if __name__ == "__main__":
-    run_entry(main)
+    run_command(main, HeadsConfig)

@@ -1,9 +1,9 @@
 """Online distillation: a draft that goes on learning from what its server decodes (Online
 Speculative Decoding, arXiv 2310.07177).
 
-    python -m draftsmith serve target=... drafter=DRAFTER online=FOLDER                  (decodes)
-    accelerate launch train/online.py recipe=online/gsm8k drafter=DRAFTER folder=FOLDER  (learns)
-    accelerate launch train/online.py recipe=online/replay stream=gsm8k:300+stdlib:1000  (both)
+    draftsmith serve target=... drafter=DRAFTER online=FOLDER                     (decodes)
+    draftsmith train online recipe=online/gsm8k drafter=DRAFTER folder=FOLDER     (learns)
+    draftsmith train online recipe=online/replay stream=gsm8k:300+stdlib:1000     (both)
 
     loss = sum_t D(p_t, q_t) / number of tokens,   p_t as the target said it while it served
 
@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from draftsmith.command import run_command
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.serve.buffer import ReplayBuffer
 from draftsmith.decode.serve.versions import Versions
@@ -41,7 +42,6 @@ from draftsmith.train.live.publishing import Publisher, Publishing
 from draftsmith.train.live.replay import Replay, ReplayFeed, StreamConfig, draw, read_stream
 from draftsmith.train.run import recipe
 from draftsmith.train.run.launch import start
-from draftsmith.train.run.log import run_entry
 from draftsmith.train.run.loop import fit
 
 
@@ -135,4 +135,4 @@ def shrunk(config: OnlineRun) -> OnlineRun:
 
 
 if __name__ == "__main__":
-    run_entry(main)
+    run_command(main, OnlineRun)

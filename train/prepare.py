@@ -1,8 +1,8 @@
 """Answers to prompts, written by the target itself, so that a draft learns what the target says.
 
-    accelerate launch train/prepare.py recipe=gsm8k/prepare
-    python train/prepare.py target.path=my/target data=prompts.jsonl out=data/answers device=cpu
-    python train/prepare.py ... endpoint=http://localhost:8000      # any OpenAI-compatible server
+    draftsmith prepare recipe=gsm8k/prepare
+    draftsmith prepare target=my/target data=prompts.jsonl out=data/answers
+    draftsmith prepare ... endpoint=http://localhost:8000      # any OpenAI-compatible server
 
     answer[n, s] ~ p(. | prompt[n]),  with the seed request_seeds(seed, n * samples + s)
 
@@ -23,6 +23,7 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.command import run_command
 from draftsmith.decode.drafters.load import load_decoded
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
@@ -34,7 +35,6 @@ from draftsmith.train.answers.asks import Ask, fitting, from_rows, prompts_hash
 from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused
 from draftsmith.train.answers.top_logprobs import check_asked
 from draftsmith.train.answers.writers import write_answers
-from draftsmith.train.run.log import run_entry
 from draftsmith.train.run.recipe import load, show
 from draftsmith.train.text.prepared import AnswerFile, claim, read_answers, summary, watched
 from draftsmith.train.text.tokenise import load_rows
@@ -42,11 +42,13 @@ from draftsmith.train.text.tokenise import load_rows
 
 @dataclass(kw_only=True)
 class Prepare:
+    """What to ask the target, and how it answers."""
+
     target: TargetSpec  # with endpoint=, only its tokenizer is read
     data: str  # rows with prompts, or documents, of which windows are prompts
-    out: str
+    out: str  # the folder that answers go to
     entry: str = "prepare"
-    split: str = "train"
+    split: str = "train"  # train | heldout | all
     limit: int = 0  # prompts; 0: one a row
     prompt_length: int = 64  # tokens of a window of a document
     max_prompt_tokens: int = 0  # leave longer prompts out; 0: one beyond the context is an error
@@ -60,15 +62,13 @@ class Prepare:
     seed: int = 0
     batch_size: int = 16  # rows of the decoder
     device: str = "auto"  # auto | cpu
-    endpoint: str = ""
+    endpoint: str = ""  # of an OpenAI-compatible server, in place of the target's weights
     endpoint_model: str = ""  # as the server names it; empty: the only one it serves
     endpoint_api: str = "auto"  # auto | tokens | chat | text
-    endpoint_top_logprobs: int = (
-        0  # of each token, kept to train on; see train/teachers/told_logprobs.py
-    )
+    endpoint_top_logprobs: int = 0  # of each token, kept to train on
     concurrency: int = 16  # requests under way
-    retries: int = 6
-    timeout_s: float = 600.0
+    retries: int = 6  # of a request that failed
+    timeout_s: float = 600.0  # of one request
 
 
 def main(argv: list[str]) -> None:
@@ -123,8 +123,10 @@ def main(argv: list[str]) -> None:
             for answer in watched(answers, len(left), console):
                 shard.append(answer)
         except (GivenUp, Refused, KeyboardInterrupt) as stop:
-            message = f"{stop}\nfinished answers are in {out}; the same command goes on"
-            raise SystemExit(message) from stop
+            message = f"finished answers are in {out}; the same command goes on"
+            if isinstance(stop, KeyboardInterrupt):
+                raise KeyboardInterrupt(message) from stop
+            raise SystemExit(f"{stop}\n{message}") from stop
     console.print(summary(out, len(asks)))
 
 
@@ -160,4 +162,4 @@ def open_endpoint(config: Prepare, tokenizer: PreTrainedTokenizerBase) -> Endpoi
 
 
 if __name__ == "__main__":
-    run_entry(main)
+    run_command(main, Prepare)

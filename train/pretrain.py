@@ -1,7 +1,7 @@
 """Pretraining: a causal LM from a configuration, or from a checkpoint, by plain cross-entropy.
 
-    accelerate launch train/pretrain.py recipe=quickstart/target
-    accelerate launch --config_file recipes/accelerate/cpu.yaml train/pretrain.py recipe=...   (CPU)
+    draftsmith train pretrain recipe=quickstart/target
+    accelerate launch train/pretrain.py ...           (the same)
 
     loss = - sum_t log q(x_t | x_<t) / number of tokens
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.command import run_command
 from draftsmith.decode.prompts.rows import Row
 from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.models.draft_lm import load_draft
@@ -31,7 +32,6 @@ from draftsmith.train.objectives.distillation import NextToken
 from draftsmith.train.objectives.heldout import Figures, mean_output, measured
 from draftsmith.train.run import recipe
 from draftsmith.train.run.launch import start
-from draftsmith.train.run.log import run_entry
 from draftsmith.train.run.loop import Evaluate, Objective, StepBatches, fit
 from draftsmith.train.run.lora import Lora, to_save, with_lora
 from draftsmith.train.run.result import made_by, save_draft, save_model
@@ -156,4 +156,4 @@ def shrunk(config: PretrainConfig) -> PretrainConfig:
 
 
 if __name__ == "__main__":
-    run_entry(main)
+    run_command(main, PretrainConfig)

@@ -35,24 +35,17 @@ ARMS = {"before": "draft/drafter", "after": "distill/drafter", "ngram": "ngram"}
 
 @dataclass
 class Quickstart:
-    """out: where everything goes; steps: of each training run, 0 for the recipes' own; limit,
-    max_new_tokens: of each evaluation; K: drafted tokens a round.
-    """
+    """Where it goes, and how much is done."""
 
-    out: str = "runs/quickstart"
-    steps: int = 0
-    limit: int = 32
-    max_new_tokens: int = 96
-    K: int = 4
+    out: str = "runs/quickstart"  # where everything goes
+    steps: int = 0  # of each training run; 0: the recipes' own
+    limit: int = 32  # prompts of each evaluation
+    max_new_tokens: int = 96  # of each answer
+    K: int = 4  # drafted tokens a round
 
 
 def main(argv: list[str]) -> int:
-    console = Console()
-    try:
-        settings = parse(Quickstart, argv)
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
-        return 2
+    console, settings = Console(), parse(Quickstart, argv)
     out, started = Path(settings.out), time.perf_counter()
 
     # --------------------------------------------------------------- training
@@ -99,12 +92,9 @@ def overrides(settings: Quickstart, name: str) -> list[str]:
 
 def launch(console: Console, entry: str, overrides: Sequence[str]) -> int:
     """One training entry as a user would launch it; its exit code."""
-    arguments = [f"train/{entry}.py", *overrides]
-    console.print(f"[dim]$ accelerate launch {shlex.join(arguments)}[/dim]", highlight=False)
-    module = ["-m", f"draftsmith.train.{entry}", *overrides]
-    flags = ["--num_processes", "1", "--num_machines", "1", "--dynamo_backend", "no"]
-    flags += ["--mixed_precision", "bf16"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *flags, *module]
+    arguments = ["train", entry, "processes=1", *overrides]
+    console.print(f"[dim]$ draftsmith {shlex.join(arguments)}[/dim]", highlight=False)
+    command = [sys.executable, "-m", "draftsmith", *arguments]
     # Threads that sleep while they wait: spinning ones halve the speed of a machine that is shared.
     threads = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "OMP_WAIT_POLICY": "PASSIVE"}
     if not torch.cuda.is_available():
@@ -166,7 +156,3 @@ def best_loss(run: Path) -> float:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line).get("eval_loss") for line in lines]
     return min(loss for loss in losses if loss is not None)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
 """Acceptance heads (SpecDec++, arXiv 2405.19715) and judges (2501.19309) from recorded traces.
 
-    accelerate launch train/scorers.py recipe=specdecpp/gsm8k
-    accelerate launch --config_file recipes/accelerate/cpu.yaml train/scorers.py recipe=...   (CPU)
+    draftsmith train scorers recipe=specdecpp/gsm8k
+    accelerate launch train/scorers.py ...           (the same)
 
     loss = sum_i [w (1 - a_i) (-log P0_i) + a_i (-log P1_i)] / sum_i [w (1 - a_i) + a_i]
 
@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 
+from draftsmith.command import run_command
 from draftsmith.models.scorers import Scorer, ScorerConfig, check_threshold
 from draftsmith.train.run import recipe
 from draftsmith.train.run.launch import start
-from draftsmith.train.run.log import run_entry
 from draftsmith.train.run.loop import fit
 from draftsmith.train.run.result import made_by
 from draftsmith.train.run.settings import Settings
@@ -156,4 +156,4 @@ def make_scorer(config: ScorersConfig, hidden: int) -> Scorer:
 
 
 if __name__ == "__main__":
-    run_entry(main)
+    run_command(main, ScorersConfig)

@@ -1,6 +1,6 @@
 """The inspector: one example as the model sees it, with the tokens that are trained coloured.
 
-    python -m draftsmith data show data=chats.jsonl tokenizer=my/target index=3
+    draftsmith data show data=chats.jsonl tokenizer=my/target index=3
 
 data: anything that a recipe's `data=` takes (rows, a folder of train/prepare.py, `stdlib`).
 """
@@ -18,31 +18,24 @@ from draftsmith.train.text.tokenise import load_examples
 
 @dataclass(kw_only=True)
 class Show:
-    data: str
+    """Which example, as which model sees it."""
+
+    data: str  # rows, a folder of train/prepare.py, or stdlib
     tokenizer: str  # a folder or a hub's name
-    split: str = "train"
-    index: int = 0
+    split: str = "train"  # train | heldout | all
+    index: int = 0  # of the example
     tokens: int = 2000  # of the example, from its beginning; 0: all of it
 
 
-def main(argv: list[str], console: Console | None = None) -> int:
-    """Print one example; returns the exit status, 2 after an error of the user's.
-
-    Without colours (a file, a pipe) the trained stretches stand between ⟦ and ⟧.
-    """
-    console = console or Console()
-    try:
-        if argv[:1] != ["show"]:
-            raise ValueError(f"got {argv[:1]}, expected show: data show data=... tokenizer=...")
-        show(parse(Show, argv[1:]), console)
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
-        return 2
-    return 0
+def main(argv: list[str]) -> None:
+    """Print one example."""
+    show(parse(Show, argv), Console())
 
 
 def show(config: Show, console: Console) -> None:
-    """Print the example that is asked for. Raises ValueError: what loading raises, or its index."""
+    """Print the example that is asked for; without colours (a file, a pipe) the trained stretches
+    stand between ⟦ and ⟧. Raises ValueError: what loading raises, or its index.
+    """
     tokenizer = load_tokenizer(config.tokenizer)
     examples = load_examples(config.data, tokenizer, config.split)
     if not 0 <= config.index < len(examples):

@@ -17,7 +17,6 @@ import contextlib
 import io
 import json
 import shutil
-import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -29,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.bench.evidence import distillation_page
 from draftsmith.bench.rows import about_run
 from draftsmith.bench.speed.workers import train
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.prompts.splits import load_rows
@@ -312,4 +311,4 @@ def load_into(draft: Any, weights: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_command(main, Evidence)

@@ -22,7 +22,7 @@ from rich.progress import track
 
 from draftsmith.bench.evidence import head_page
 from draftsmith.bench.rows import about_run
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
@@ -180,4 +180,4 @@ def decoded(done: list[Completion]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_command(main, Heads)

@@ -10,7 +10,6 @@ questions to mine labels from, other weights to begin with, another order. What 
 """
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 
 from draftsmith.bench.evidence import judge_page
 from draftsmith.bench.rows import about_run
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.metrics import block_efficiency, ratio_interval
@@ -173,4 +172,4 @@ class Runs:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_command(main, Bench)

@@ -41,7 +41,7 @@ from draftsmith.bench.evidence import online_page
 from draftsmith.bench.evidence.traffic import Ask, Endpoint, Reply, at_rate, by_clients, latencies
 from draftsmith.bench.rows import about_run
 from draftsmith.bench.speed.workers import train
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate.metrics import bootstrap
@@ -79,7 +79,7 @@ class Evidence:
     out: str = "docs/results"
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     """Measure the seeds that aren't done, then write rows and page of all that are."""
     settings = parse(Evidence, argv)
     distil_offline(settings)
@@ -95,7 +95,6 @@ def main(argv: list[str]) -> int:
     (out / "online.svg").write_text(online_page.picture(rows))
     (out / "online.md").write_text(online_page.page(rows))
     Console().print(f"written: {out}/online.json, {out}/online.md, {out}/online.svg")
-    return 0
 
 
 def distil_offline(settings: Evidence) -> None:
@@ -374,4 +373,4 @@ def _healthy(url: str) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    run_command(main, Evidence)

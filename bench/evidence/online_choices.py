@@ -21,7 +21,7 @@ from rich.console import Console
 
 from draftsmith.bench.evidence.online_page import over_seeds
 from draftsmith.bench.rows import about_run, markdown, source
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 
 ARMS = {  # name: what it means, and the settings that differ
     "base": ("all positions, mixed requests, jsd, 512 tokens listed", ()),
@@ -57,7 +57,7 @@ class Choices:
     out: str = "docs/results"
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     """Run the replays that aren't done, then write rows and page of all that are."""
     settings = parse(Choices, argv)
     # A seed's arms first: a grid that is broken off still has whole seeds.
@@ -71,7 +71,6 @@ def main(argv: list[str]) -> int:
     (out / "online-choices.json").write_text(json.dumps(rows, separators=(",", ":")) + "\n")
     (out / "online-choices.md").write_text(page(rows))
     Console().print(f"written: {out}/online-choices.json, {out}/online-choices.md")
-    return 0
 
 
 def replay(settings: Choices, arm: str, seed: int) -> None:
@@ -196,4 +195,4 @@ def paired(rows: Rows, arm: str) -> list[dict[str, np.ndarray]]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    run_command(main, Choices)

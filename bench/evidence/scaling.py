@@ -12,7 +12,6 @@ Rows and page: <out>/scaling.*
 """
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from draftsmith.bench.rows import about_run
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 from draftsmith.decode.predict import scaling_laws as scaling
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.train import distill
@@ -47,7 +46,7 @@ class Grid:
     out: str = "docs/results"
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     settings = parse(Grid, argv)
     torch.set_num_threads(settings.threads)
     # A size's seeds first: a grid that is broken off still has whole lines.
@@ -117,4 +116,4 @@ def rows_of(place: Path, seed: int, counts: list[int]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main, Grid)

@@ -34,7 +34,7 @@ from draftsmith.bench.evidence.specdecpp_timing import (
     timed_rows,
 )
 from draftsmith.bench.rows import about_run
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Columns, Recorder
 from draftsmith.decode.engine.request import Completion, Counters
@@ -88,7 +88,7 @@ class Evidence:
     out: str = "docs/results"
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     """Measure the seeds that aren't done, then write rows and page of all that are."""
     settings = parse(Evidence, argv)
     console = Console()
@@ -101,13 +101,12 @@ def main(argv: list[str]) -> int:
     files = sorted(Path(settings.trained).glob("seed-*/*.json"))
     rows = [row for file in files for row in json.loads(file.read_text())]
     if not rows:
-        return 0
+        return
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "specdecpp.json").write_text(json.dumps(rows, indent=1))
     (out / "specdecpp.md").write_text(specdecpp_page.page(rows))
     console.print(f"written: {out}/specdecpp.json, {out}/specdecpp.md")
-    return 0
 
 
 def distilled(settings: Evidence) -> None:
@@ -302,4 +301,4 @@ def split(counters: Sequence[Counters]) -> dict[str, Sequence[Counters]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(main(sys.argv[1:]))
+    run_command(main, Evidence)

@@ -12,7 +12,6 @@ docs/results/cost.*
 
 import os
 import statistics
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +22,7 @@ from rich.progress import track
 
 from draftsmith.bench.rows import lower, publish
 from draftsmith.bench.speed import device
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.policies.timing import forward_call, median_times
@@ -112,4 +111,4 @@ def picture(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_command(main, Cost)

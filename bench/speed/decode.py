@@ -12,7 +12,6 @@ speed-up, of decoding alone) are over all prompts. Rows, page and picture: runs/
 """
 
 import os
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from draftsmith.bench.speed.arms import (
     take_turns,
     tau,
 )
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.policies.timing import isolated_times
@@ -177,4 +176,4 @@ def picture(turns: Turns) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_command(main, Bench)

@@ -13,13 +13,13 @@ order swapped from pair to pair, after one step of each that isn't counted. On C
 which speculators has on there, is off in both.
 """
 
-import argparse
 import importlib.util
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.bench.rows import lower, publish
-from draftsmith.bench.speed.workers import Arm, resident, synchronise
+from draftsmith.bench.speed.workers import Arm, resident, settings, synchronise
+from draftsmith.command import parse, run_command
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.taps import TargetStates
 from draftsmith.models.vocab import DraftVocab
@@ -37,6 +38,28 @@ from draftsmith.train.text.batches import Batch
 
 OURS, PEER = "draftsmith", "speculators, eager"
 GOALS = {"MiB": 1 / 0.6, "s": 1.5}
+LARGE = {"hidden": 4096, "vocabulary": 131_072, "draft": 32_000, "length": 2048}
+SMALL = {"hidden": 256, "vocabulary": 16_384, "draft": 4096, "length": 1024}
+
+
+@dataclass
+class EagleStep:
+    """The shapes of a step; a size of 0 is LARGE's on CUDA, else SMALL's."""
+
+    device: str = "cpu"  # cpu | cuda
+    hidden: int = 0
+    vocabulary: int = 0
+    draft: int = 0  # vocabulary
+    length: int = 0
+    steps: int = 7
+    documents: int = 1  # in an arm's row
+    pairs: int = 3
+    out: str = "runs/bench"  # the folder
+    worker: str = ""  # for a process of its own: the arm that it is
+
+    def __post_init__(self) -> None:
+        for name, size in (LARGE if self.device == "cuda" else SMALL).items():
+            setattr(self, name, getattr(self, name) or size)
 
 
 class Words:
@@ -55,7 +78,7 @@ class Words:
 class Inputs:
     """A head for a target of two layers, and a row of several documents with its states."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: EagleStep) -> None:
         torch.manual_seed(0)
         width = 128 if args.hidden >= 1024 else 64
         layer = LlamaConfig(
@@ -92,7 +115,7 @@ class Inputs:
             self.last_1TG = torch.randn(1, args.length, args.hidden, dtype=dtype)
 
 
-def our_loss(x: Inputs, args: argparse.Namespace) -> Callable[[], Tensor]:
+def our_loss(x: Inputs, args: EagleStep) -> Callable[[], Tensor]:
     seen = TargetStates(x.last_1TG, x.taps_1TU)
     objective = Eagle3Objective(
         x.head, x.target, Words(args.vocabulary), lambda _: seen, steps=args.steps, loss="fkl"
@@ -105,7 +128,7 @@ def our_loss(x: Inputs, args: argparse.Namespace) -> Callable[[], Tensor]:
     return loss
 
 
-def their_loss(x: Inputs, args: argparse.Namespace) -> Callable[[], Tensor]:
+def their_loss(x: Inputs, args: EagleStep) -> Callable[[], Tensor]:
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -161,7 +184,7 @@ def step(loss: Callable[[], Tensor], device: str) -> float:
     return time.perf_counter() - start
 
 
-def work(args: argparse.Namespace) -> None:
+def work(args: EagleStep) -> None:
     """An arm's process: inputs, then one step for each line on stdin."""
     inputs = Inputs(args)
     loss = our_loss(inputs, args) if args.worker == OURS else their_loss(inputs, args)
@@ -177,13 +200,13 @@ def work(args: argparse.Namespace) -> None:
         print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
 
 
-def compare(args: argparse.Namespace, documents: int) -> list[dict[str, Any]]:
+def compare(args: EagleStep, documents: int) -> list[dict[str, Any]]:
     """Two rows, time and memory, on a row of so many packed documents."""
-    sizes = ("hidden", "vocabulary", "draft", "length", "steps", "device")
-    flags = [part for name in sizes for part in (f"--{name}", getattr(args, name))]
-    flags += ["--documents", documents]
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # of the arms
-    arms = {name: Arm(__file__, "--worker", name, *flags) for name in (OURS, PEER)}
+    arms = {
+        name: Arm(__file__, *settings(args, worker=name, documents=documents))
+        for name in (OURS, PEER)
+    }
     for arm in arms.values():
         assert arm.read() == "ready\n"
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
@@ -203,22 +226,8 @@ def compare(args: argparse.Namespace, documents: int) -> list[dict[str, Any]]:
     return [row | {"goal": GOALS[row["unit"]]} for row in rows]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--hidden", type=int, help="default 256 (4096 on CUDA)")
-    parser.add_argument("--vocabulary", type=int, help="default 16384 (131072 on CUDA)")
-    parser.add_argument("--draft", type=int, help="vocabulary; default 4096 (32000 on CUDA)")
-    parser.add_argument("--length", type=int, help="default 1024 (2048 on CUDA)")
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--documents", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    large = args.device == "cuda"
-    for name, small, big in DEFAULTS:
-        setattr(args, name, getattr(args, name) or (big if large else small))
+def main(argv: list[str]) -> None:
+    args = parse(EagleStep, argv)
     if folder := os.environ.get("DRAFTSMITH_SPECULATORS"):
         sys.path.append(folder)
     if args.worker:
@@ -226,22 +235,14 @@ def main() -> None:
         return
     if importlib.util.find_spec("speculators") is None:
         reason = "EAGLE-3's step: speculators isn't importable; see bench/speed/eagle.py"
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "eagle.txt").write_text(reason + "\n")  # gpu.py lists it as skipped
+        os.makedirs(args.out, exist_ok=True)
+        Path(args.out, "eagle.txt").write_text(reason + "\n")  # gpu.py lists it as skipped
         print(reason)
         return
     rows = [row for count in (1, 4) for row in compare(args, count)]
-    publish("eagle", rows, args.out)
+    publish("eagle", rows, Path(args.out))
     print("Both are better when lower; their ratio is theirs / ours.")
 
 
-DEFAULTS = (
-    ("hidden", 256, 4096),
-    ("vocabulary", 16_384, 131_072),
-    ("draft", 4096, 32_000),
-    ("length", 1024, 2048),
-)
-
-
 if __name__ == "__main__":
-    main()
+    run_command(main, EagleStep)

@@ -47,7 +47,7 @@ from draftsmith.bench.speed.gkd_arms import (
     work,
 )
 from draftsmith.bench.speed.workers import Arm
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # bf16 flops a second, dense
 Runs = dict[str, list[dict[str, float]]]
@@ -172,4 +172,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_command(main, Bench)

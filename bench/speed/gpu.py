@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from draftsmith.bench.rows import markdown, save
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 from draftsmith.models.disk.provenance import versions
 
 
@@ -110,4 +110,4 @@ def report(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main, Gpu)

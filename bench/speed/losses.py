@@ -14,11 +14,11 @@ swapped from pair to pair, after one run of each that isn't counted.
 Names: N rows, V vocabulary, H hidden size (both models').
 """
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.bench.rows import lower, publish
-from draftsmith.bench.speed.workers import MIB, Arm, resident, synchronise
+from draftsmith.bench.speed.workers import MIB, Arm, resident, settings, synchronise
+from draftsmith.command import parse, run_command, unknown
 from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_divergence
 from draftsmith.train.losses.pure import DIVERGENCES, divergence
 
@@ -35,6 +36,26 @@ OURS = "chunked"
 PEERS = {"fkl": "F.kl_div", "ce": "F.cross_entropy"}
 OTHER_PEER = "pure loss, autograd"
 PAIRS = {"fkl": 3}  # the default loss; one pair for each other
+
+
+@dataclass
+class Comparison:
+    """Which losses, and on which shapes."""
+
+    losses: str = "fkl,jsd,ce"  # names with commas, or all
+    rows: int = 0  # 0: 1024 (8192 on CUDA; quick 256)
+    vocabulary: int = 131_072
+    hidden: int = 0  # 0: 512 (2048 on CUDA)
+    device: str = "cpu"  # cpu | cuda
+    autocast: bool = False  # bf16 matrix products
+    quick: bool = False  # fewer rows, one pair each
+    out: str = "runs/bench"  # the folder
+    worker: str = ""  # for a process of its own: the arm that it is
+
+    def __post_init__(self) -> None:
+        large = self.device == "cuda"
+        self.rows = self.rows or (256 if self.quick else 8192 if large else 1024)
+        self.hidden = self.hidden or (2048 if large else 512)
 
 
 class Inputs:
@@ -77,7 +98,7 @@ def naive_total(name: str, x: Inputs) -> Tensor:
     return (divergence(name, kl_weight=0.5)(p_logits_NV, q_logits_NV) * x.weight_N).sum()
 
 
-def step(total: Callable[[str, Inputs], Tensor], args: argparse.Namespace, x: Inputs) -> float:
+def step(total: Callable[[str, Inputs], Tensor], args: Comparison, x: Inputs) -> float:
     """Seconds of one forward and backward."""
     x.q_hidden_NH.grad = x.q_head_VH.grad = None
     synchronise(args.device)
@@ -89,7 +110,7 @@ def step(total: Callable[[str, Inputs], Tensor], args: argparse.Namespace, x: In
     return time.perf_counter() - start
 
 
-def work(args: argparse.Namespace) -> None:
+def work(args: Comparison) -> None:
     """An arm's process: inputs, a tiny run, then one run for each line on stdin."""
     total = chunked_total if args.worker == OURS else naive_total
     inputs = Inputs(args.rows, args.vocabulary, args.hidden, args.device)
@@ -102,14 +123,10 @@ def work(args: argparse.Namespace) -> None:
         print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
 
 
-def compare(loss: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(loss: str, args: Comparison) -> list[dict[str, Any]]:
     """Two rows, memory and time, of one loss against its peer."""
     peer = PEERS.get(loss, OTHER_PEER)
-    sizes = ["--rows", args.rows, "--vocabulary", args.vocabulary, "--hidden", args.hidden]
-    sizes += ["--device", args.device, *(["--autocast"] if args.autocast else [])]
-    arms = {
-        name: Arm(__file__, "--worker", name, "--losses", loss, *sizes) for name in (OURS, peer)
-    }
+    arms = {name: Arm(__file__, *settings(args, worker=name, losses=loss)) for name in (OURS, peer)}
     for arm in arms.values():
         assert arm.read() == "ready\n"
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
@@ -128,37 +145,25 @@ def compare(loss: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--losses", default="fkl,jsd,ce", help="names with commas, or all")
-    parser.add_argument("--rows", type=int, help="default 1024 (8192 on CUDA; quick 256)")
-    parser.add_argument("--vocabulary", type=int, default=131072)
-    parser.add_argument("--hidden", type=int, help="default 512 (2048 on CUDA)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--autocast", action="store_true", help="bf16 matrix products")
-    parser.add_argument("--quick", action="store_true", help="fewer rows, one pair each")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    large = args.device == "cuda"
-    args.rows = args.rows or (256 if args.quick else 8192 if large else 1024)
-    args.hidden = args.hidden or (2048 if large else 512)
+def main(argv: list[str]) -> None:
+    args = parse(Comparison, argv)
     if args.worker:
         work(args)
         return
     known = [*DIVERGENCES, "ce"]
     chosen = known if args.losses == "all" else args.losses.split(",")
-    if unknown := [name for name in chosen if name not in known]:
-        parser.error(f"--losses: got {', '.join(unknown)}, expected some of {', '.join(known)}")
+    for name in chosen:
+        if name not in known:
+            raise ValueError(unknown("loss", name, known))
     rows = [r for loss in chosen for r in compare(loss, args)]
     threads, head = torch.get_num_threads(), 4 * args.vocabulary * args.hidden / MIB
     about = (
         "MiB and s are better when lower; their ratio is peer / ours. Shapes are N x V x H. "
         f"{threads} thread(s); the head's gradient is {head:.0f} MiB of each peak."
     )
-    publish("losses", rows, args.out, about=about)
+    publish("losses", rows, Path(args.out), about=about)
     print(about)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, Comparison)

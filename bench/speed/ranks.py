@@ -26,7 +26,7 @@ import torch
 
 from draftsmith.bench.rows import publish, row
 from draftsmith.bench.speed.gkd_arms import random_lm
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 from draftsmith.models.tokenizer import stand_in_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -127,4 +127,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_command(main, Ranks)

@@ -35,7 +35,7 @@ from draftsmith.bench.speed.arms import (
     take_turns,
     tau,
 )
-from draftsmith.command import parse
+from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
@@ -236,4 +236,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_command(main, Limits)

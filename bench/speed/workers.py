@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,6 +33,11 @@ def train(entry: str, result: Path, *argv: str) -> None:
     if not result.exists():
         command = [sys.executable, f"train/{entry}.py", f"out={result.parent}", *argv]
         subprocess.run(command, check=True)
+
+
+def settings(of: Any, **changes: object) -> list[str]:
+    """The arguments that give a process these settings, some of them changed."""
+    return [f"{key}={value}" for key, value in (asdict(of) | changes).items()]
 
 
 class Arm:

@@ -32,10 +32,10 @@ BASELINES = ("native", "same-shape")
 
 @dataclass
 class Evaluation:
-    """What to evaluate. `drafter` is a folder, `ngram`, or several of them separated by commas."""
+    """What to evaluate, and how."""
 
     target: str
-    drafter: str
+    drafter: str  # a folder, ngram, or several of them with commas between
     prompts: str = "stdlib"  # a file (JSONL, text) or the embedded corpus
     split: str = "heldout"  # "all" takes a file whole: one that nothing was trained on
     out: str = "runs/evaluate"
@@ -44,8 +44,8 @@ class Evaluation:
     tree: str = "chain"  # or medusa-63, eagle-25, dynamic:levels,width,nodes, a JSON file of paths
     policy: str = "fixed"  # when to stop drafting
     lossy: str = ""  # extra acceptance: the output is no longer the target's; needs allow_lossy
-    allow_lossy: bool = False
-    attention: str = "auto"
+    allow_lossy: bool = False  # that the report says so
+    attention: str = "auto"  # auto | masked | split | varlen | flex
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -61,10 +61,10 @@ class Evaluation:
     threads: int = 0  # of the CPU; 0 as torch has it. Small models are fastest on one
     device: str = "cpu"
     dtype: str = "bfloat16"  # speed is measured in it; identity always in fp32
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # answers go on after the end token
     identity: bool = True  # also prove token identity in fp32
     baseline: str = "native"  # same-shape: compare in `dtype` with the drafter's rounds, none kept
-    allow_target_mismatch: bool = False
+    allow_target_mismatch: bool = False  # a drafter that was made for another target
     adapter: str = ""  # a LoRA folder for the target, merged into its weights
 
     def __post_init__(self) -> None:

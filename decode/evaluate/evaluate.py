@@ -1,6 +1,6 @@
 """Plain and speculative decoding in turns, in one process: what a drafter is worth.
 
-    python -m draftsmith evaluate target=TARGET drafter=DRAFTER prompts=prompts.jsonl temperature=1
+    draftsmith evaluate target=TARGET drafter=DRAFTER prompts=prompts.jsonl temperature=1
 
 Speed is measured in `dtype` (bf16), with plain decoding and every drafter taking turns on each
 group of prompts, in an order that rotates, after a warm-up. Identity is proven in fp32 on the same

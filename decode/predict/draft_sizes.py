@@ -1,6 +1,6 @@
 """Which draft for a target: depth and width by predicted speed-up, before anything is trained.
 
-    python -m draftsmith size target=Qwen/Qwen3-8B device=h100 budget=300e6
+    draftsmith size target=Qwen/Qwen3-8B device=h100 budget=300e6
 
     speed-up = tau t_plain / (t_verify + K t_draft)
     tau = 1 + alpha + ... + alpha^K,   alpha = a log10(parameters) + b
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -129,25 +128,16 @@ class Draft:
         return " ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
-def main(argv: list[str]) -> int:
-    """Print what is proposed; 2 after a user's error."""
+def main(argv: list[str]) -> None:
+    """Print what is proposed."""
+    settings = parse(Sizing, argv)
+    law, machine = law_of(settings.fit), machine_of(settings)
+    config = target_config(settings.target)
+    target, drafts = propose(config, settings, law, machine)
     console = Console()
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        lines = [f"  {k}={getattr(Sizing, k, '...')}" for k in Sizing.__annotations__]
-        print("\n".join(["python -m draftsmith size KEY=VALUE ...\n", str(Sizing.__doc__), *lines]))
-        return 0
-    try:
-        settings = parse(Sizing, argv)
-        law, machine = law_of(settings.fit), machine_of(settings)
-        config = target_config(settings.target)
-        target, drafts = propose(config, settings, law, machine)
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
-        return 2
     console.width = console.width if console.is_terminal else 150
     console.print(table(drafts, target.seconds))
     print("\n".join([*notes(settings, law, machine, target), "", "recipe: " + drafts[0].recipe]))
-    return 0
 
 
 def target_config(path: str) -> PretrainedConfig:

@@ -1,6 +1,6 @@
 """How acceptance grows with a draft's size and its training text: lines over a logarithm.
 
-    python -m draftsmith scaling rows=runs/scaling/rows.json out=docs/results
+    draftsmith scaling rows=runs/scaling/rows.json out=docs/results
 
     value = a log10(tokens) + b   of each size,   value = a log10(parameters) + b   of each text
 
@@ -12,7 +12,6 @@ needn't lie on it.
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.command import parse
@@ -39,12 +37,10 @@ FEWEST = 3  # places of a line, beside the one that is held out
 
 @dataclass
 class Scaling:
-    """Flat rows of `what`, `parameters`, `tokens`, `seed`, `alpha`, `tau`, one a measurement, and
-    the folder for scaling.json, .md and .svg.
-    """
+    """The measurements, and where the fits go."""
 
-    rows: str
-    out: str = "docs/results"
+    rows: str  # JSON: a list with what, parameters, tokens, seed, alpha, tau of each measurement
+    out: str = "docs/results"  # the folder of scaling.json, .md and .svg
 
 
 @dataclass(frozen=True)
@@ -77,19 +73,12 @@ class Fit:
         return self.at(self.held_out[0]) - self.held_out[1]
 
 
-def main(argv: list[str]) -> int:
-    """Fit, print and publish; 2 after a user's error."""
+def main(argv: list[str]) -> None:
+    """Fit, print and publish."""
+    settings = parse(Scaling, argv)
+    rows = read_rows(settings.rows)
+    fits = all_fits(rows)
     console = Console()
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(f"python -m draftsmith scaling rows=FILE [out=FOLDER]\n\n{Scaling.__doc__}")
-        return 0
-    try:
-        settings = parse(Scaling, argv)
-        rows = read_rows(settings.rows)
-        fits = all_fits(rows)
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
-        return 2
     table = Table(box=SIMPLE_HEAD)
     for name in HEAD:
         table.add_column(name, no_wrap=True)
@@ -99,7 +88,6 @@ def main(argv: list[str]) -> int:
     console.print(table)
     publish(rows, fits, Path(settings.out))
     print(f"written: {settings.out}/scaling.json, .md, .svg")
-    return 0
 
 
 def read_rows(file: str) -> list[Row]:
@@ -278,7 +266,3 @@ def _trends(fits: Sequence[Fit]) -> list[Trend]:
         line = ((first, fit.at(first)), (last, fit.at(last)))
         trends.append(Trend(name, "abcd"[number % 4], fit.points, [fit.held_out], line))
     return trends
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

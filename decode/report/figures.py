@@ -231,7 +231,7 @@ def category_tables(report: Report) -> dict[str, list[tuple[str, ...]]]:
 
 def difference_rows(report: Report) -> list[tuple[str, ...]]:
     """The listed differences in words, in DIFFERENCE_COLUMNS."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for one in report.divergences:
         place = str(one.prompt), str(one.position), one.dtype, one.baseline
         rows.append((*place, f"{one.margin:.2e}", "yes" if one.near_tie else "no"))

@@ -1,7 +1,7 @@
 """An OpenAI-compatible server whose drafts may learn while it serves.
 
-    python -m draftsmith serve target=TARGET drafter=DRAFTER
-    python -m draftsmith serve target=TARGET drafter=DRAFTER drafts='["code=DRAFTER_2"]' \\
+    draftsmith serve target=TARGET drafter=DRAFTER
+    draftsmith serve target=TARGET drafter=DRAFTER drafts='["code=DRAFTER_2"]' \\
         online=FOLDER        # train/online.py learns from FOLDER beside it: docs/online.md
 
 An answer is a function of target, prompt and seed alone: which draft helps, who else is being
@@ -16,8 +16,8 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -25,7 +25,6 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 from rich.console import Console
-from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import parse
@@ -55,7 +54,7 @@ class ServerConfig:
     drafter: str = "none"  # a drafter folder, ngram, or none: plain decoding
     drafts: tuple[str, ...] = ()  # more of them, TAG=FOLDER, each served as NAME:TAG
     name: str = ""  # of the model; empty: the target folder's name
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # 0.0.0.0: every address of this machine
     port: int = 8000
     rows: int = 8  # answers of a lane that are decoded at a time
     max_len: int = 2048  # tokens of prompt and answer; at most the context
@@ -69,7 +68,7 @@ class ServerConfig:
     max_tokens: int = 1024  # of one answer; a chat that doesn't say may have so many
     timeout_s: float = 300.0  # of one request
     drain_s: float = 30.0  # that requests on their way have when the server is told to end
-    max_body: int = 1 << 20  # bytes of one request
+    max_body: int = 1_048_576  # bytes of one request
     online: str = ""  # the folder that learning goes through; empty: nothing is kept
     keep_top_k: int = 64  # tokens listed at each position of what is kept
     keep_requests: int = 4096  # of a lane, that learning can draw from
@@ -110,32 +109,9 @@ def _lanes(first: str, more: Sequence[str]) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Serve until told to end: 0 then, 1 after a failure, 2 after a user's error."""
-    console = Console()
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        console.print(f"python -m draftsmith serve KEY=VALUE ...\n\n{ServerConfig.__doc__}\n")
-        for field in fields(ServerConfig):
-            console.print(f"  {field.name}={getattr(ServerConfig, field.name, '(required)')}")
-        return 0
+    """Serve until told to end: 0 then, 1 after a failure."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    try:
-        settings = parse(ServerConfig, argv)
-        return _serve()(settings, console)
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
-        return 2
-
-
-def _serve() -> Callable[[ServerConfig, Console], int]:
-    """`serving_run.serve`; ValueError where the web packages are not installed."""
-    try:
-        from draftsmith.decode.serve.server import serve
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"serve: got no package {error.name}, expected the extra `serve`: "
-            "pip install 'draftsmith[serve]'"
-        ) from error
-    return serve
+    return serve(parse(ServerConfig, argv), Console())
 
 
 FLUSH_S = 5  # that answers have to reach their clients once they are whole

@@ -1,7 +1,7 @@
 """Labels for a judge: which of the draft's tokens change nothing about the answer.
 
-    python -m draftsmith judge-labels target=TARGET drafter=DRAFTER data=train.jsonl out=FOLDER
-    python -m draftsmith judge-labels target=TARGET marked=answers.jsonl out=FOLDER
+    draftsmith judge-labels target=TARGET drafter=DRAFTER data=train.jsonl out=FOLDER
+    draftsmith judge-labels target=TARGET marked=answers.jsonl out=FOLDER
 
 Without people, the draft's tokens are put into answers of the target, see `judge_mining.py`; `data`
 has questions whose answers end in #### and a number, and its training side is asked.
@@ -29,7 +29,6 @@ vocabulary.
 """
 
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -37,7 +36,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -225,18 +223,9 @@ class Labels:
             )
 
 
-def main(argv: list[str]) -> int:
-    """Mine or read labels; 2 after a user's error."""
-    console = Console(soft_wrap=True)
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        console.print(f"{__doc__}\n\nKeys: {', '.join(Labels.__annotations__)}", markup=False)
-        return 0
-    try:
-        console.print(label(parse(Labels, argv)), markup=False)
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
-        return 2
-    return 0
+def main(argv: list[str]) -> None:
+    """Mine or read labels."""
+    Console(soft_wrap=True).print(label(parse(Labels, argv)), markup=False)
 
 
 def label(settings: Labels) -> str:
@@ -315,7 +304,3 @@ def labelled(
         places = range(len(prompt), len(prompt) + len(tokens))
         state_TH = states(target, [prompt + tokens])[0, len(prompt) :]
         yield index, as_columns(places, tokens, kept, state_TH)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Record what a drafter proposes and what becomes of it: the rows that scorers learn from.
 
-    python -m draftsmith trace target=TARGET drafter=DRAFTER prompts=train.jsonl out=runs/trace
+    draftsmith trace target=TARGET drafter=DRAFTER prompts=train.jsonl out=runs/trace
 
     part=train              the training side, for acceptance heads (train/scorers.py)
     part=tune every=true    a round at every position: stopping rules are tuned on it, see
@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from draftsmith.command import parse
+from draftsmith.command import INTERRUPTED, parse
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Recorder
@@ -79,21 +78,11 @@ class Tracing:
 
 
 def main(argv: list[str]) -> int:
-    """Trace, print what was recorded; 2 after a user's error, 130 after Ctrl-C."""
-    console = Console()
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        lines = [f"  {k}={getattr(Tracing, k, '...')}" for k in Tracing.__annotations__]
-        print("\n".join(["python -m draftsmith trace KEY=VALUE ...\n", str(__doc__), *lines]))
-        return 0
-    started = time.perf_counter()
-    try:
-        settings = parse(Tracing, argv)
-        writer, whole = trace(settings, console)
-        console.print(table(writer, time.perf_counter() - started))
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
-        return 2
-    return 0 if whole else 130
+    """Trace, print what was recorded."""
+    console, started = Console(), time.perf_counter()
+    writer, whole = trace(parse(Tracing, argv), console)
+    console.print(table(writer, time.perf_counter() - started))
+    return 0 if whole else INTERRUPTED
 
 
 def trace(settings: Tracing, console: Console) -> tuple[TraceWriter, bool]:

@@ -1,8 +1,8 @@
 """Which rule should stop drafting, and at which threshold: replayed on traces, not decoded.
 
-    python -m draftsmith trace target=T drafter=D part=tune every=true out=runs/tune
-    python -m draftsmith trace target=T drafter=D part=report every=true out=runs/report
-    python -m draftsmith stopping tune=runs/tune report=runs/report drafter=D target=T save=true
+    draftsmith trace target=T drafter=D part=tune every=true out=runs/tune
+    draftsmith trace target=T drafter=D part=report every=true out=runs/report
+    draftsmith stopping tune=runs/tune report=runs/report drafter=D target=T save=true
 
 Fixed K, confidence, the product of q, entropy, and the acceptance head of the drafter folder if it
 has one, each at the setting that is fastest on the tune trace; the figures are of the report trace.
@@ -19,7 +19,6 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.command import parse
@@ -54,13 +53,13 @@ Arms = Mapping[str, tuple[Mapping[str, Stop], Sequence[Rounds], Sequence[Rounds]
 class Stopping:
     """Traces to tune and to report on, and what a call costs."""
 
-    tune: str
+    tune: str  # a trace folder, to choose on
     report: str = ""  # empty: the tune trace, whose figures are then a little too good
     drafter: str = ""  # a folder with an acceptance head; empty: the other rules
     target: str = ""  # to measure the costs with
-    c: float | None = None
-    v: float = 1.0
-    save: bool = False
+    c: float | None = None  # of a draft call, in plain steps; none: measured
+    v: float = 1.0  # of a verify call, in plain steps
+    save: bool = False  # the threshold, into the drafter's head
     device: str = "cpu"
     dtype: str = "bfloat16"
 
@@ -122,29 +121,24 @@ def compared(
     return rows, counters
 
 
-def main(argv: list[str]) -> int:
-    """Compare, print the table, save the threshold if asked to; 2 after a user's error."""
+def main(argv: list[str]) -> None:
+    """Compare, print the table, save the threshold if asked to."""
     console = Console()
     console.width = console.width if console.is_terminal else WIDTH
-    try:
-        settings = parse(Stopping, argv)
-        c, v = costs(settings)
-        rows = compare(settings, c, v)
-        console.print(table(rows, c, v))
-        if not settings.report:
-            console.print("settings were chosen on the prompts they are reported on: give report=")
-        if settings.save:
-            found = [row["setting"] for row in rows if row["what"] == "head"]
-            if not found:
-                raise ValueError("save: got no acceptance head, expected drafter= with one")
-            threshold, _, most = found[0].removeprefix("h ").partition(", K ")
-            folder = f"{settings.drafter}/{FOLDER}"
-            set_threshold(folder, float(threshold), {"c": c, "v": v, "trace": settings.tune})
-            console.print(f"{folder}: threshold {threshold}; policy=acceptance K={most} uses it")
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
-        return 2
-    return 0
+    settings = parse(Stopping, argv)
+    c, v = costs(settings)
+    rows = compare(settings, c, v)
+    console.print(table(rows, c, v))
+    if not settings.report:
+        console.print("settings were chosen on the prompts they are reported on: give report=")
+    if settings.save:
+        found = [row["setting"] for row in rows if row["what"] == "head"]
+        if not found:
+            raise ValueError("save: got no acceptance head, expected drafter= with one")
+        threshold, _, most = found[0].removeprefix("h ").partition(", K ")
+        folder = f"{settings.drafter}/{FOLDER}"
+        set_threshold(folder, float(threshold), {"c": c, "v": v, "trace": settings.tune})
+        console.print(f"{folder}: threshold {threshold}; policy=acceptance K={most} uses it")
 
 
 def compare(settings: Stopping, c: float, v: float) -> list[dict[str, Any]]:

@@ -6,15 +6,16 @@ distributed_job.py FOLDER '{"steps": 5, ...}'
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import torch
 from bigram import Bigram, Sequences, settings
 from tiny_heads import fresh, llama, objective_of, text
 
+from draftsmith.command import guarded
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.launch import start
-from draftsmith.train.run.log import run_entry
 from draftsmith.train.run.loop import Objective, StepBatches, fit
 from draftsmith.train.text.batches import Batch
 
@@ -47,4 +48,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_entry(main)
+    sys.exit(guarded(main, sys.argv[1:]))

@@ -6,6 +6,7 @@ sharding_job.py FOLDER '{NAME: {"steps": 4, ...}, ...}'
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from draftsmith.command import guarded
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_init import start_from_target
@@ -29,7 +31,6 @@ from draftsmith.train.objectives.heldout import HeldOut, mean_output
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.frozen_target import in_parts, share_out
 from draftsmith.train.run.launch import start
-from draftsmith.train.run.log import run_entry
 from draftsmith.train.run.loop import fit
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.run.sharding import mode
@@ -216,4 +217,4 @@ def train_all(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_entry(main)
+    sys.exit(guarded(main, sys.argv[1:]))

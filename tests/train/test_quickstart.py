@@ -21,7 +21,7 @@ def test_quickstart_runs_and_writes_its_reports(tmp_path: Path) -> None:
         [*command, *small], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    for words in ("accelerate launch train/pretrain.py", "accelerate launch train/distill.py"):
+    for words in ("draftsmith train pretrain", "draftsmith train distill"):
         assert words in done.stdout
     for words in ("after - before at temperature 1: alpha", "held-out loss, nats a token"):
         assert words in done.stdout

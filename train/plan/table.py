@@ -1,6 +1,6 @@
 """What a recipe needs, before anything is loaded: memory and time by how it is spread over GPUs.
 
-    python -m draftsmith plan recipe=gsm8k/distill gpu=h100 gpus=8 [mfu=0.4] [key=value ...]
+    draftsmith plan recipe=gsm8k/distill gpu=h100 gpus=8 [mfu=0.4] [key=value ...]
 
 Reads the recipe and the config.json of its models. A step is rehearsed on tensors without storage
 (train/plan/fake_step.py), and what lasts is added up (train/plan/memory.py). Time is
@@ -58,11 +58,11 @@ GPUS = {
 
 @dataclass
 class PlanRequest:
-    """gpu: one of GPUS; gpus: ranks; mfu: the share of the peak that a step reaches."""
+    """What the recipe is to run on; every other key is the recipe's."""
 
-    gpu: str = "h100"
-    gpus: int = 1
-    mfu: float = 0.4
+    gpu: str = "h100"  # h100 | h200 | b200 | a100-80 | a100-40 | l40s | rtx4090 | cpu
+    gpus: int = 1  # how many, a process each
+    mfu: float = 0.4  # the share of the peak that a step reaches
 
     def __post_init__(self) -> None:
         if self.gpu not in GPUS:
@@ -101,17 +101,12 @@ class Outline:
         return min(fitting, key=lambda c: c.checkpointing, default=None)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
+    """Print what the recipe needs."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)  # a file or a pipe has no width of its own
-    try:
-        outline = plan(argv)
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
-        return 2
-    show(outline, [a for a in argv if a.partition("=")[0] not in OWN], console)
-    return 0
+    show(plan(argv), [a for a in argv if a.partition("=")[0] not in OWN], console)
 
 
 OWN = ("gpu", "gpus", "mfu")

@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -139,15 +138,3 @@ def summary_table(title: str, figures: Mapping[str, Any]) -> Table:
     for name, value in figures.items():
         table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
     return table
-
-
-def run_entry(main: Callable[[list[str]], None]) -> None:
-    """Run an entry; what the user can mend is told in one message, without a traceback."""
-    try:
-        main(sys.argv[1:])
-    except (ValueError, FileNotFoundError) as error:
-        frame = error.__traceback__
-        while frame and frame.tb_next:
-            frame = frame.tb_next
-        where = f"{Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}" if frame else ""
-        raise SystemExit(f"error: {error} ({where})") from error

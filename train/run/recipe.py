@@ -7,8 +7,8 @@ on ours: `defaults: [/quickstart/distill, _self_]`). hydra composes it under the
 hydra's own `main` is not used, since it makes one output folder a process.
 """
 
-import difflib
 import re
+from collections.abc import Collection
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import draftsmith.recipes
+from draftsmith.command import given, kinds, unknown
 from draftsmith.train.run.folder import Run
 
 RECIPES = Path(draftsmith.recipes.__file__).resolve().parent
@@ -44,12 +45,9 @@ def load(schema: type[T], argv: list[str]) -> T:
         ValueError: unknown recipe or key, wrong type, missing field, or another entry's recipe.
     """
     chosen = [arg.removeprefix("recipe=") for arg in argv if arg.startswith("recipe=")]
-    overrides = [arg for arg in argv if not arg.startswith("recipe=")]
+    overrides = given(schema, [arg for arg in argv if not arg.startswith("recipe=")])
     if len(chosen) > 1:
         raise ValueError(f"got {len(chosen)} recipes ({', '.join(chosen)}), expected one")
-    for text in overrides:
-        if text[:1] in "+~-" or "=" not in text or text.startswith("hydra."):
-            raise ValueError(f"got {text!r}, expected key=value without a leading +, ~ or -")
     structure = _structure(schema)
     folder, parts = RECIPES, ["_schema"]
     if chosen:
@@ -59,7 +57,9 @@ def load(schema: type[T], argv: list[str]) -> T:
             raise ValueError(f"recipe {chosen[0]!r} is for train/{entry}.py, this is {ours}.py")
         parts.append(recipe)
     ConfigStore.instance().store(name="_schema", node=structure)
-    config = _compose(folder, parts, overrides, _keys(structure))
+    config = _compose(folder, parts, known=kinds(schema))
+    for key, value in overrides.items():
+        OmegaConf.update(config, key, value)
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         hint = "" if chosen else f", or choose a recipe: {', '.join(names())}"
@@ -71,7 +71,7 @@ def load(schema: type[T], argv: list[str]) -> T:
 def entry_of(name: str) -> str | None:
     """The entry that a recipe says it is for; ValueError where there is no such recipe."""
     folder, found = _locate(name)
-    entry: str | None = _compose(folder, [found], []).get("entry")
+    entry: str | None = _compose(folder, [found]).get("entry")
     return entry
 
 
@@ -95,15 +95,6 @@ def _structure(schema: type) -> DictConfig:
     return structure
 
 
-def _keys(tree: Any, prefix: str = "") -> list[str]:
-    keys = []
-    for name in map(str, tree):
-        branch = None if OmegaConf.is_missing(tree, name) else tree[name]
-        is_branch = isinstance(branch, DictConfig)
-        keys += _keys(branch, f"{prefix}{name}.") if is_branch else [f"{prefix}{name}"]
-    return keys
-
-
 def _locate(name: str) -> tuple[Path, str]:
     """The folder and the name in it of a recipe: one of ours, or a YAML file anywhere."""
     path = Path(name).resolve()
@@ -112,22 +103,17 @@ def _locate(name: str) -> tuple[Path, str]:
         return RECIPES, ours.relative_to(RECIPES).with_suffix("").as_posix()
     if path.suffix == ".yaml" and path.is_file():
         return path.parent, path.stem
-    near = difflib.get_close_matches(name, names(), n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise ValueError(f"no recipe {name!r}: {hint}There are {', '.join(names())}; or a YAML's path")
+    raise ValueError(unknown("recipe", name, names()) + " (or a YAML's path)")
 
 
-def _compose(folder: Path, parts: list[str], overrides: list[str], known: Any = ()) -> DictConfig:
+def _compose(folder: Path, parts: list[str], known: Collection[str] = ()) -> DictConfig:
     primary = {"defaults": [*parts, "_self_"], "hydra": {"searchpath": [f"file://{RECIPES}"]}}
     ConfigStore.instance().store(name="_primary", node=primary)
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
-            return compose("_primary", overrides=overrides)
+            return compose("_primary")
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        unknown = re.search(r"full_key: (\S+)|Could not override '(.+?)'", f"{error}")
-        if unknown and ("ConfigKeyError" in f"{error}" or unknown[2]):
-            key = unknown[1] or unknown[2]
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise ValueError(f"unknown key {key!r}: {hint}") from error
+        found = re.search(r"full_key: (\S+)", f"{error}")
+        if found and "ConfigKeyError" in f"{error}":
+            raise ValueError(unknown("key", found[1], known)) from error
         raise ValueError(f"{error}\n{error.__cause__ or ''}".strip()) from error

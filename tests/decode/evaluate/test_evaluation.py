@@ -11,6 +11,7 @@ import torch
 from evaluated import MADE, arguments
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.command import guarded
 from draftsmith.decode.__main__ import arms, main
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
@@ -69,7 +70,7 @@ def folders(
 def test_evaluate_writes_reports(folders: Path, tmp_path: Path, temperature: str) -> None:
     names = f"{folders / 'draft'},{folders / 'itself'},ngram"
     asked = (f"drafter={names}", f"temperature={temperature}", "K=3", "dtype=float32")
-    assert main(arguments(folders, tmp_path, *asked)) == 0
+    main(arguments(folders, tmp_path, *asked))
     reports = {
         name: json.loads((tmp_path / name / "report.json").read_text())
         for name in ("draft", "itself", "ngram")
@@ -104,7 +105,7 @@ def test_evaluate_writes_reports(folders: Path, tmp_path: Path, temperature: str
 
 
 def report_of(root: Path, out: Path, *more: str) -> dict[str, Any]:
-    assert main(arguments(root, out, *more)) == 0
+    main(arguments(root, out, *more))
     report = json.loads((out / "report.json").read_text())
     assert not schema_problems(report)
     return report
@@ -112,7 +113,7 @@ def report_of(root: Path, out: Path, *more: str) -> dict[str, Any]:
 
 def test_k_is_the_folders_own_unless_given(folders: Path, tmp_path: Path) -> None:
     names = f"drafter={folders / 'itself'},ngram"
-    assert main(arguments(folders, tmp_path, names, "dtype=float32", "identity=false")) == 0
+    main(arguments(folders, tmp_path, names, "dtype=float32", "identity=false"))
     itself, ngram = (
         json.loads((tmp_path / name / "report.json").read_text()) for name in ("itself", "ngram")
     )
@@ -381,7 +382,7 @@ def test_bad_input_is_one_clear_line(
     argv = arguments(folders, tmp_path, f"drafter={folders / 'draft'}", "dtype=float32")
     key = change.split("=")[0]
     argv = [a for a in argv if not a.startswith(f"{key}=")] + [change]
-    assert main(argv) == 2
-    printed = capsys.readouterr().out
-    assert "error:" in printed
+    assert guarded(main, argv) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1
     assert message in printed

@@ -326,7 +326,8 @@ def test_an_engine_that_fails_says_so(
 def test_settings_that_make_no_server(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ServerConfig(target="t", **settings)
-    assert serve(["target=nowhere", "rows=0"]) == 2
+    with pytest.raises(ValueError, match="rows: got 0"):
+        serve(["target=nowhere", "rows=0"])
 
 
 def test_a_draft_that_cannot_learn_is_not_kept_for(

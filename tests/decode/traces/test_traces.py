@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.command import guarded
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
@@ -199,7 +200,7 @@ def test_the_command_goes_on_where_it_was_interrupted(
 ) -> None:
     """Ctrl-C, then the rest in another batch size: the rows of one go, prompt by prompt."""
     every = ["every=true", "limit=5"]
-    assert tracing.main([*folders, *every, f"out={tmp_path / 'one'}"]) == 0
+    assert guarded(tracing.main, [*folders, *every, f"out={tmp_path / 'one'}"]) == 0
     whole = TraceWriter.add
 
     def interrupted(self: TraceWriter, prompt: int, columns: dict[str, torch.Tensor]) -> None:
@@ -209,11 +210,11 @@ def test_the_command_goes_on_where_it_was_interrupted(
 
     monkeypatch.setattr(TraceWriter, "add", interrupted)
     two = [*folders, *every, f"out={tmp_path / 'two'}", "batch=1"]
-    assert tracing.main(two) == 130
+    assert guarded(tracing.main, two) == 130
     assert "what is whole is kept" in capsys.readouterr().out
     monkeypatch.undo()
     assert len(by_prompt(tmp_path / "two")) == 2
-    assert tracing.main(two) == 0
+    assert guarded(tracing.main, two) == 0
     assert "3 prompts to trace, 2 done" in capsys.readouterr().out
     one, both = by_prompt(tmp_path / "one"), by_prompt(tmp_path / "two")
     assert one.keys() == both.keys() and len(one) == 5
@@ -222,8 +223,8 @@ def test_the_command_goes_on_where_it_was_interrupted(
             assert torch.equal(columns[name], both[prompt][name]), name
         torch.testing.assert_close(columns["log_q"], both[prompt]["log_q"])
         assert len(columns["round"]) == 3 * (int(columns["round"].max()) + 1)
-    assert tracing.main([*two, "temperature=0.5"]) == 2
-    assert "settings temperature: got 0.5" in capsys.readouterr().out.replace("\n", " ")
+    assert guarded(tracing.main, [*two, "temperature=0.5"]) == 2
+    assert "settings temperature: got 0.5" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*no draftsmith.json")
@@ -231,11 +232,11 @@ def test_the_command_mixes_rows_and_keeps_to_its_bound(
     tmp_path: Path, folders: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = [*folders, f"out={tmp_path / 'mixed'}", "source=mixed", "mixing=0.4", "limit=4"]
-    assert tracing.main(out) == 0
+    assert guarded(tracing.main, out) == 0
     found = read_traces(tmp_path / "mixed", kind="mixed").columns
     assert "token_state" in found and 0.4 < len(found["kept"]) / (4 * 12) < 0.8
     small = [*folders, f"out={tmp_path / 'small'}", "max_gb=1e-5"]
-    assert tracing.main(small) == 0
+    assert guarded(tracing.main, small) == 0
     said = capsys.readouterr().out
     assert "full: no further prompt within max_gb=1e-05" in said and "at most" in said
     assert sum(c.nbytes for c in read_traces(tmp_path / "small").columns.values()) <= 1e4
@@ -247,8 +248,8 @@ def test_the_command_mixes_rows_and_keeps_to_its_bound(
         (["tree=dynamic:2,2,4"], "recording: got tree=dynamic"),
         (["part=dev"], "part: got 'dev'"),
     ):
-        assert tracing.main([*folders, *wrong, f"out={tmp_path / 'wrong'}"]) == 2
-        assert message in capsys.readouterr().out.replace("\n", " ")
+        assert guarded(tracing.main, [*folders, *wrong, f"out={tmp_path / 'wrong'}"]) == 2
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists()
 
 

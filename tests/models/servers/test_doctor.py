@@ -15,6 +15,7 @@ from tiny_llama import build_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.command import guarded
 from draftsmith.doctor import main
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
@@ -201,14 +202,13 @@ def test_another_target(
 def test_the_command(
     place: Path, broken: Callable[[str, Change], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(place / "eagle3"), f"target={place / 'target'}"]) == 0
+    assert guarded(main, [str(place / "eagle3"), f"target={place / 'target'}"]) == 0
     shown = capsys.readouterr().out
     assert "EAGLE-3" in shown and "layer ids" in shown and "SGLang 0.5.14" in shown
-    assert main([str(broken("eagle3", drop("d2t")))]) == 1
+    assert guarded(main, [str(broken("eagle3", drop("d2t")))]) == 1
     assert "fault" in capsys.readouterr().out
     odd = place / "lr=3e-4[a]"
     odd.symlink_to(place / "eagle3")
-    assert main([str(odd)]) == 0 and "lr=3e-4[a]" in capsys.readouterr().out
-    assert main(["[/red]"]) == 2 and "[/red]" in capsys.readouterr().out
-    assert main(["nowhere"]) == 2 and "is no folder" in capsys.readouterr().out
-    assert main([]) == 0
+    assert guarded(main, [str(odd)]) == 0 and "lr=3e-4[a]" in capsys.readouterr().out
+    assert guarded(main, ["[/red]"]) == 2 and "[/red]" in capsys.readouterr().err
+    assert guarded(main, ["nowhere"]) == 2 and "is no folder" in capsys.readouterr().err

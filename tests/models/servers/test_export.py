@@ -14,12 +14,14 @@ from tiny_llama import build_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.command import guarded
 from draftsmith.export import main
+from draftsmith.manual import of_module
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter, serve_line
 from draftsmith.models.heads.eagle import Eagle, causal
 from draftsmith.models.heads.head import Head
-from draftsmith.models.servers.export import export
+from draftsmith.models.servers.export import LAYOUTS, export
 from draftsmith.models.taps import target_states
 
 Target = LlamaForCausalLM
@@ -221,10 +223,11 @@ def test_the_command(
 ) -> None:
     folder, _ = save("eagle3")
     given = [f"drafter={folder}", f"target={target_path}", "to=vllm", f"out={tmp_path / 'o'}"]
-    assert main(given) == 0 and "vllm serve" in capsys.readouterr().out
-    assert main(given) == 2 and "holds something" in capsys.readouterr().out
-    assert main(["drafter=x"]) == 2 and "missing: target=" in capsys.readouterr().out
-    assert main([]) == 0 and "sglang, vllm" in capsys.readouterr().out
+    assert guarded(main, given) == 0 and "vllm serve" in capsys.readouterr().out
+    assert guarded(main, given) == 2 and "holds something" in capsys.readouterr().err
+    assert guarded(main, ["drafter=x"]) == 2 and "missing: target=" in capsys.readouterr().err
+    says = {key.name: key.says for key in of_module("draftsmith.export").keys("Export")}
+    assert says["to"].split(" | ") == [*LAYOUTS]
 
 
 # ---- the real package -------------------------------------------------------------------------

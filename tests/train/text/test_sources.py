@@ -15,7 +15,7 @@ from draftsmith.decode.prompts.prompts import prompt_ids
 from draftsmith.decode.prompts.rows import Row, parse, stdlib_rows
 from draftsmith.decode.prompts.splits import HELD_OUT_SHARE, SHARED_LINE_LEAST, load_rows
 from draftsmith.train.answers.development import prompts_for_development
-from draftsmith.train.show import main as show
+from draftsmith.train.show import Show, show
 from draftsmith.train.text.tokenise import text_prompts, tokenise
 
 CHAT = {"messages": [{"role": "user", "content": "f?"}, {"role": "assistant", "content": "one"}]}
@@ -287,18 +287,19 @@ def test_the_inspector_shows_what_is_trained(
     tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")
     data = write_rows(tmp_path / "rows.jsonl", [TEXT, CHAT, TEXT])
 
-    def printed(*extra: str, colour: str | None = None) -> tuple[int, str]:
+    def printed(index: int, colour: str | None = None) -> str:
         system: Any = colour
         console = Console(color_system=system, force_terminal=colour is not None, record=True)
-        argv = ["show", f"data={data}", f"tokenizer={tmp_path / 'tokenizer'}", "split=all", *extra]
-        return show(argv, console), console.export_text(styles=colour is not None)
+        asked = Show(
+            data=str(data), tokenizer=str(tmp_path / "tokenizer"), split="all", index=index
+        )
+        show(asked, console)
+        return console.export_text(styles=colour is not None)
 
-    status, text = printed("index=1")
-    assert status == 0 and "<|user|>f?\n<|assistant|>⟦one<|end|>⟧" in text
+    text = printed(1)
+    assert "<|user|>f?\n<|assistant|>⟦one<|end|>⟧" in text
     assert "example 1 of 3" in text and "trained" in text
-    status, text = printed("index=1", colour="standard")
+    text = printed(1, colour="standard")
     assert "⟦" not in text and re.search(r"\x1b\[[\d;]*42mone<\|end\|>", text)
-    status, text = printed("index=3")
-    assert status == 2 and "index: got 3, expected 0..2" in text
-    status, text = printed("indx=1")
-    assert status == 2 and "did you mean 'index'" in text
+    with pytest.raises(ValueError, match=r"index: got 3, expected 0\.\.2"):
+        printed(3)

@@ -1,0 +1,90 @@
+"""A training entry in as many processes as are asked for, from wherever draftsmith is installed.
+
+    draftsmith train distill --processes 8 recipe=... lr=1e-4
+    draftsmith train distill --config fsdp2 recipe=...
+
+is `accelerate launch --config_file recipes/accelerate/fsdp2.yaml train/distill.py recipe=...`, but
+that a user's error stays one line: accelerate's launcher reports a process that ends with an error
+by a traceback of its own. One process without a configuration needs no launcher and is this one.
+"""
+
+import importlib
+import logging
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CalledProcessError
+
+import draftsmith.recipes
+from draftsmith.command import INTERRUPTED, parse, unknown
+
+CONFIGS = Path(draftsmith.recipes.__file__).parent / "accelerate"
+
+
+@dataclass
+class Launch:
+    """How an entry is launched; the other keys are the entry's."""
+
+    config: str = ""  # of recipes/accelerate, or the path of a YAML for `accelerate launch`
+    processes: int = 0  # 0: one a GPU, one on the CPU, or as the configuration says
+
+
+def launch(module: str, argv: list[str]) -> int:
+    """Run `main` of the entry `module`; the exit code of the process that ended first with one.
+
+    Raises:
+        ValueError: a configuration that there isn't; of one process also what the entry raises.
+    """
+    mine = [word for word in argv if word.partition("=")[0] in Launch.__annotations__]
+    rest = [word for word in argv if word not in mine]
+    asked = parse(Launch, mine)
+    config, many = asked.config, asked.processes
+    if not config and many != 1:
+        from accelerate.commands.config.config_args import default_config_file
+        from torch import cuda
+
+        own_config = Path(default_config_file).is_file() and not many
+        many = many or (0 if own_config else max(1, cuda.device_count()))
+        config = "" if own_config else "gpu_ddp" if cuda.is_available() else "cpu_ddp2"
+    if many == 1 and not asked.config:
+        return importlib.import_module(module).main(rest) or 0
+    flags = ["--config_file", str(config_file(config))] if config else []
+    flags += ["--num_processes", str(many)] if many else []
+    return launched([*flags, "--module", module, *rest])
+
+
+def config_file(name: str) -> Path:
+    """The file of a configuration of ours, or of a user's own."""
+    ours = {path.stem: path for path in CONFIGS.glob("*.yaml")}
+    found = ours.get(name, Path(name))
+    if not found.is_file():
+        raise ValueError(unknown("config", name, sorted(ours)) + " (or a YAML's path)")
+    return found
+
+
+def launched(flags: list[str]) -> int:
+    """`accelerate launch` with these arguments, told by its exit code alone."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable(logging.ERROR)  # the processes speak for themselves
+    signal.signal(signal.SIGINT, lambda *_: None)  # they get it, too, and save
+    try:
+        launch_command(launch_command_parser().parse_args(flags))
+    except CalledProcessError as failed:
+        return ended(failed.returncode)
+    except ChildFailedError as failed:
+        return ended(failed.get_first_failure()[1].exitcode)
+    except SignalException:
+        return INTERRUPTED
+    return 0
+
+
+def ended(code: int) -> int:
+    """The exit code; of a process that was killed, which couldn't tell, 1."""
+    if code >= 0:
+        return code
+    print(f"a process was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    return 1
