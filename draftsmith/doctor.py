@@ -8,8 +8,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.command import parse
-from draftsmith.models.servers.doctor import LAYOUTS, examine, outlook
+from draftsmith.models.servers.doctor import examine, outlook
 from draftsmith.models.servers.findings import Finding
+from draftsmith.models.servers.serve_lines import about
 
 COLOURS = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
     layout, findings = examine(settings.folder, settings.target)
     console = Console()
     # In one piece, however long: a path that is broken over lines can't be copied.
-    console.print(f"{settings.folder}: {LAYOUTS[layout]}", markup=False, soft_wrap=True)
+    console.print(f"{settings.folder}: {about(layout).title}", markup=False, soft_wrap=True)
     console.print(checks(findings))
     console.print(servers(outlook(layout, findings)))
     return 1 if any(finding.verdict == "fault" for finding in findings) else 0

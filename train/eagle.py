@@ -33,7 +33,7 @@ from draftsmith.models.target import split_head, vocab_size
 from draftsmith.models.vocab import ENOUGH
 from draftsmith.train.drafts.eagle_start import EagleSource, counted, open_head
 from draftsmith.train.objectives import head_run
-from draftsmith.train.objectives.eagle import Eagle1Objective, Eagle3Objective, EagleObjective
+from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.objectives.head_run import HeadRun, evaluate_head, kept_figures, save_head
 from draftsmith.train.objectives.heldout import open_heldout
 from draftsmith.train.run import recipe
@@ -128,12 +128,7 @@ def make_objective(
     """What the recipe trains for."""
     if config.gradient_checkpointing:
         raise ValueError("got gradient_checkpointing=true, expected false: a head has one layer")
-    shared: dict[str, Any] = {"steps": config.unroll, "loss": config.mix or config.loss}
-    if config.version == 1:
-        shared |= {"token_weight": config.token_weight, "noise": config.noise}
-        return Eagle1Objective(head, target, tokenizer, states, **shared)
-    shared["step_decay"] = config.step_decay
-    return Eagle3Objective(head, target, tokenizer, states, **shared)
+    return EagleObjective.of(config, head, target, tokenizer, states, mix=config.mix)
 
 
 def shrunk(config: EagleRun) -> EagleRun:

@@ -19,21 +19,19 @@ Where this differs from the papers:
 4. The weights with the best held-out tau are kept, not the last ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import run_command
-from draftsmith.decode.drafters.hydra import HydraDrafter
-from draftsmith.decode.drafters.medusa import MedusaDrafter
-from draftsmith.models.heads.hydra import Hydra, HydraConfig
-from draftsmith.models.heads.medusa import Medusa, MedusaConfig
-from draftsmith.models.target import split_head, vocab_size
-from draftsmith.train.drafts.layer_like import layer_like
+from draftsmith.decode.drafters.load import drafter_of
+from draftsmith.models.heads.head import Head, family, heads
+from draftsmith.models.heads.medusa import Medusa
+from draftsmith.models.target import vocab_size
 from draftsmith.train.objectives import head_run
-from draftsmith.train.objectives.heads import HeadObjective, HydraObjective, MedusaObjective
+from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.objectives.heldout import open_heldout
 from draftsmith.train.objectives.medusa2 import JointMedusa, JointRun
 from draftsmith.train.run import recipe
@@ -44,15 +42,13 @@ from draftsmith.train.run.result import made_by, save_model
 from draftsmith.train.teachers.states import States, open_states
 from draftsmith.train.text.on_policy import Snapshot, make_batches, training_examples
 
-KINDS: dict[str, Any] = {"medusa": MedusaDrafter, "hydra": HydraDrafter}
-
 
 @dataclass(kw_only=True)
 class HeadsConfig(JointRun):
     """What a recipe of this entry can say."""
 
     entry: str = "heads"
-    kind: str  # medusa | hydra
+    kind: str  # medusa | hydra, or another family of `HeadObjective`
     heads: int = 4  # tokens ahead
     layers: int = 1  # blocks of a head
     own_heads: bool = True  # medusa: an LM head for each; else all multiply the target's
@@ -94,7 +90,7 @@ def main(argv: list[str]) -> None:
     snapshot = Snapshot(head, target.dtype)
 
     def evaluate() -> dict[str, float]:
-        drafter = KINDS[config.kind](snapshot.take(), target, vocab_size(tokenizer))
+        drafter = drafter_of(snapshot.take(), target, vocab_size(tokenizer))
         return head_run.evaluate_head(config, heldout, objective.measure, drafter)
 
     # ---- fit, and keep what accepted most ----------------------------------------------------
@@ -114,49 +110,49 @@ def main(argv: list[str]) -> None:
         print(f"saved {result}")
 
 
-def make_head(config: HeadsConfig, target: PreTrainedModel) -> Medusa | Hydra:
+def make_head(config: HeadsConfig, target: PreTrainedModel) -> Head:
     """Fresh heads in fp32, on the CPU; ValueError for options that don't go together."""
-    of_hydra = [config.prefix, config.dropout, config.noise]
-    if config.kind not in KINDS or (config.kind != "hydra" and any(of_hydra)):
+    kinds = {kind: family(kind, "train.objectives", "Objective") for kind in heads()}
+    kinds = {kind: made for kind, made in kinds.items() if issubclass(made, HeadObjective)}
+    if config.kind not in kinds:
+        raise ValueError(f"got kind={config.kind!r}, expected {' or '.join(kinds)}")
+    own = kinds[config.kind].options
+    usual = {field.name: field.default for field in fields(config)}
+    others = {name for made in kinds.values() for name in made.options if name not in own}
+    odd = sorted(name for name in others if getattr(config, name) != usual[name])
+    if odd:
         raise ValueError(
-            f"got kind={config.kind!r} with prefix, dropout, noise = {of_hydra}, expected medusa "
-            "or hydra, and hydra where any of these is set"
+            f"got {', '.join(odd)} with kind={config.kind}, which doesn't read them; leave them out"
         )
-    joint = config.kind == "medusa" and not config.cache
-    if (config.joint and not joint) or (config.gradient_checkpointing and not config.joint):
+    if (config.joint and config.cache) or (config.gradient_checkpointing and not config.joint):
         raise ValueError(
-            f"got joint={config.joint} with kind={config.kind}, cache={config.cache!r}, "
-            f"gradient_checkpointing={config.gradient_checkpointing}; a joint run changes the "
-            "states, so it needs kind=medusa and no cache; only it has layers to checkpoint"
+            f"got joint={config.joint} with cache={config.cache!r}, gradient_checkpointing="
+            f"{config.gradient_checkpointing}; a joint run changes the states, so it needs no "
+            "cache; only it has layers to checkpoint"
         )
-    rows, hidden = split_head(target)[1].shape
-    sizes: Any = {"hidden": hidden, "rows": rows, "heads": config.heads, "layers": config.layers}
-    head: Medusa | Hydra
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(config.seed)
-        if config.kind == "medusa":
-            head = Medusa(MedusaConfig(**sizes, own_heads=config.own_heads))
-        else:
-            prefix = layer_like(target) if config.prefix else None
-            head = Hydra(HydraConfig(**sizes, prefix=prefix, dropout=config.dropout))
+        head: Head = kinds[config.kind].fresh(config, target)
     head_run.check_context(config, head)
     return head.init_from(target)
 
 
 def make_objective(
     config: HeadsConfig,
-    head: Medusa | Hydra,
+    head: Head,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     states: States,
 ) -> HeadObjective:
     """What the recipe trains for."""
-    loss: dict[str, Any] = {"loss": config.loss, "decay": config.decay}
-    if isinstance(head, Hydra):
-        return HydraObjective(head, target, tokenizer, states, **loss, noise=config.noise)
     if config.joint:
-        return JointMedusa(head, target, tokenizer, config, **loss)
-    return MedusaObjective(head, target, tokenizer, states, **loss)
+        assert isinstance(head, Medusa)
+        how: Any = {"loss": config.loss, "decay": config.decay}
+        return JointMedusa(head, target, tokenizer, config, **how)
+    made: HeadObjective = family(config.kind, "train.objectives", "Objective").of(
+        config, head, target, tokenizer, states
+    )
+    return made
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.command import parse
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
-from draftsmith.decode.drafters.load import KINDS, load_decoded
+from draftsmith.decode.drafters.load import drafter_in, load_decoded
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import eos_ids
 from draftsmith.decode.evaluate import metrics
@@ -56,9 +56,9 @@ from draftsmith.models.folder.drafter_folder import (
     DrafterFolder,
     open_drafter,
     save_drafter,
-    serve_line,
 )
 from draftsmith.models.heads.eagle import Eagle
+from draftsmith.models.servers.serve_lines import about, serve_line
 from draftsmith.models.target import TargetSpec
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.models.vocab import DraftVocab
@@ -216,7 +216,7 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
     mark = fingerprint(target, tokenizer, settings.target)
     about: dict[str, Any] = {"target_tokenizer": tokenizer, "target_config": target.config}
     opened = open_drafter(settings.drafter, mark, **about)
-    whole = KINDS[opened.kind](opened, target, tokenizer)
+    whole = drafter_in(opened, target, tokenizer)
     assert isinstance(whole, Trimmable), whole.kind
 
     # ---- tokens that the target writes -------------------------------------------------------
@@ -338,7 +338,7 @@ def _refuse_others(settings: Trim) -> None:
             warnings.simplefilter("ignore")  # said when it is loaded
             config = load_config(settings.target)
             kind = open_drafter(settings.drafter, None, target_config=config).kind
-        says = REFUSED.get(kind, "")
+        says = "" if kind == "lm" else about(kind).whole
     if says:
         raise ValueError(
             f"drafter: got {settings.drafter!r} of kind {kind}, expected a draft LM or an EAGLE-3 "
@@ -377,10 +377,3 @@ def _prompts(
             "give others, or lower max_new_tokens"
         )
     return [one.tokens for one in spread(kept, settings.limit)]
-
-
-REFUSED = {
-    "eagle1": "an EAGLE-1 head multiplies the target's own LM head, which the target needs whole",
-    "medusa": "each Medusa head's rows are all the target's: no layout of theirs has a map",
-    "hydra": "each Hydra head's rows are all the target's: no layout of theirs has a map",
-}

@@ -14,7 +14,9 @@ from draftsmith.decode.forward.attention import Attend, Seen
 from draftsmith.decode.forward.kv import KVPool, SlotCache
 from draftsmith.decode.forward.lean import attend
 from draftsmith.decode.forward.runner import round_up
-from draftsmith.models.heads.eagle import Attention
+from draftsmith.models.heads.layer import Attention
+
+Where = tuple[Tensor, Attention]  # positions [B, N], and how they attend
 
 
 class HeadKV(KVPool):
@@ -29,7 +31,7 @@ class HeadKV(KVPool):
         self.groups = layer.num_attention_heads // layer.num_key_value_heads
         self.context = context
 
-    def prefill(self, rows_R: Tensor, length: int) -> tuple[Tensor, Attention]:
+    def prefill(self, rows_R: Tensor, length: int) -> Where:
         """The positions [R, N] of prompts that begin in rows R, and how they attend to each other:
         position i is kept in slot i.
         """
@@ -38,7 +40,7 @@ class HeadKV(KVPool):
         flat = (rows_R[:, None] * self.slots + at_RN).flatten()
         return at_RN, partial(attend, SlotCache(self, flat, prefix=0), None)
 
-    def fed(self, at_BN: Tensor, slots_BN: Tensor, seen: Seen) -> tuple[Tensor, Attention]:
+    def fed(self, at_BN: Tensor, slots_BN: Tensor, seen: Seen) -> Where:
         """The positions that new tokens of rows 0..B-1 are given, and how they attend to what is
         kept; they are kept in slots.
         """

@@ -1,21 +1,18 @@
 """From names and folders to a target to decode, and a drafter that is ready to propose."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.base import Drafter
-from draftsmith.decode.drafters.eagle import EagleDrafter
-from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
-from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter
+from draftsmith.models.heads.head import Head, family
 from draftsmith.models.scorers import load_acceptance
 from draftsmith.models.target import TargetSpec, check_split, load_target
 from draftsmith.models.tokenizer import vocab_size
@@ -56,16 +53,21 @@ def load_drafter(
         target_tokenizer=tokenizer,
         target_config=target.config,
     )
-    drafter = KINDS[folder.kind](folder, target, tokenizer)
+    drafter = drafter_in(folder, target, tokenizer)
     size = drafter.size
     hidden = None if size is None else size.config.hidden_size
     drafter.acceptance = load_acceptance(folder.path, hidden, mark)
     return drafter
 
 
-def _lm(
+def drafter_in(
     folder: DrafterFolder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Drafter:
+    """The drafter of a folder that was opened for this target."""
+    if folder.kind != "lm":
+        head = folder.head().requires_grad_(False).to(target.device, target.dtype)
+        lay_side_by_side(head)
+        return drafter_of(head, target, vocab_size(tokenizer))
     model = folder.model().eval().requires_grad_(False)
     recast(model, target.dtype)
     model.to(target.device)
@@ -74,20 +76,8 @@ def _lm(
     return LMDrafter(model, vocab_size(tokenizer), folder.vocab)
 
 
-def _head(
-    folder: DrafterFolder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> Drafter:
-    head = folder.head().requires_grad_(False)
-    head.to(device=target.device, dtype=target.dtype)
-    lay_side_by_side(head)
-    return OF_HEADS[folder.kind](head, target, vocab_size(tokenizer))
-
-
-# Each takes (head, target, tokenizer's size), and binds the head to the target.
-OF_HEADS: dict[str, Any] = {
-    "eagle1": EagleDrafter,
-    "eagle3": EagleDrafter,
-    "medusa": MedusaDrafter,
-    "hydra": HydraDrafter,
-}
-KINDS: dict[str, Callable[..., Drafter]] = {"lm": _lm, **dict.fromkeys(OF_HEADS, _head)}
+def drafter_of(head: Head, target: PreTrainedModel, vocab_size: int) -> Any:
+    """The drafter around a head, which is bound to the target: the class of the head's name in its
+    family's file in this folder.
+    """
+    return family(head.kind, "decode.drafters", "Drafter")(head, target, vocab_size)

@@ -16,7 +16,8 @@ from draftsmith.decode.forward.lean import (
 )
 from draftsmith.decode.forward.product import Product
 from draftsmith.decode.forward.runner import AGREEMENT
-from draftsmith.models.heads.eagle import Attention, Eagle, causal
+from draftsmith.models.heads.eagle import Eagle
+from draftsmith.models.heads.layer import Attention, causal
 
 
 class LeanEagle:

@@ -38,7 +38,7 @@ from draftsmith.decode.serve.http import make_app
 from draftsmith.decode.serve.learning import BufferWriter, DraftWatcher
 from draftsmith.decode.serve.prometheus import Metrics
 from draftsmith.decode.serve.schemas import Encoder
-from draftsmith.decode.serve.versions import LEARNING
+from draftsmith.decode.serve.versions import learning_kinds
 from draftsmith.models.target import TargetSpec
 
 KEY_VARIABLE = "DRAFTSMITH_API_KEY"
@@ -137,7 +137,7 @@ class Backend:
         learning: dict[str, str] = {}
         for tag, path in settings.lanes.items():
             decoder, harvest = self.decoder(path), None
-            can_learn = decoder.drafter is not None and decoder.drafter.kind in LEARNING
+            can_learn = decoder.drafter is not None and decoder.drafter.kind in learning_kinds()
             if self.writer is not None and can_learn:
                 self.writer.add_lane(tag)
                 learning[tag], harvest = path, self.writer.offer
@@ -148,7 +148,7 @@ class Backend:
             if not learning:
                 raise ValueError(
                     f"online: got {settings.online} and no draft that can learn, expected one of "
-                    f"kind {', '.join(LEARNING)}; leave online out, or give such a drafter"
+                    f"kind {', '.join(learning_kinds())}; leave online out, or give such a drafter"
                 )
             self.watcher = DraftWatcher(self.service, online, learning, self.load)
 

@@ -15,9 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from draftsmith.models.disk.atomic import settle, take_lock, write_atomically
+from draftsmith.models.heads.head import heads
 
 KEPT = 4
-LEARNING = ("lm", "eagle1", "eagle3")  # kinds of drafts that can learn from served requests
+
+
+def learning_kinds() -> tuple[str, ...]:
+    """The kinds of drafts that can learn from served requests."""
+    return ("lm", *(kind for kind, cls in heads().items() if cls.kinds[kind].learns))
 
 
 class Versions:

@@ -28,12 +28,8 @@ from draftsmith.models.disk.read_lm import (
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.fingerprint import differences, fingerprint
 from draftsmith.models.folder.imports import Foreign, recognise
-from draftsmith.models.folder.serve_lines import SERVE_LINES
 from draftsmith.models.folder.tensors import FILES, Checkpoint
-from draftsmith.models.heads.eagle import Eagle
-from draftsmith.models.heads.head import Head, check_head, load_head
-from draftsmith.models.heads.hydra import Hydra
-from draftsmith.models.heads.medusa import Medusa
+from draftsmith.models.heads.head import Head, check_head, heads, load_head
 from draftsmith.models.tokenizer import (
     TOKENIZER_FILES,
     check_logit_width,
@@ -42,7 +38,7 @@ from draftsmith.models.tokenizer import (
 )
 from draftsmith.models.vocab import DraftVocab, read_vocab
 
-__all__ = ["SCHEMA", "DrafterFolder", "fingerprint", "open_drafter", "save_drafter", "serve_line"]
+__all__ = ["SCHEMA", "DrafterFolder", "fingerprint", "open_drafter", "read_meta", "save_drafter"]
 
 SCHEMA = 1
 META = "draftsmith.json"
@@ -66,7 +62,7 @@ def save_drafter(
     renamed; a folder that was there before is replaced as a whole, or left as it was.
 
     Args:
-        kind: a key of `KINDS`.
+        kind: "lm", or of a head, one of `heads()`.
         model: saved in the dtype it has.
         target_fingerprint: of the target it was trained for.
         provenance: see `provenance.provenance`.
@@ -141,8 +137,8 @@ class DrafterFolder:
     def head(self, dtype: str = "auto") -> Head:
         """The head in eval mode, in the saved dtype unless another is named."""
         if self.foreign is None:
-            return load_head(HEADS[self.kind], self.path, dtype)
-        return self.foreign[0].head(HEADS[self.kind], self.foreign[1], dtype)
+            return load_head(heads()[self.kind], self.path, dtype)
+        return self.foreign[0].head(self.foreign[1], dtype)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer whose ids the drafter reads and writes."""
@@ -180,7 +176,7 @@ def open_drafter(
     foreign = _open_foreign(folder, target_config, target_tokenizer)
     if foreign is not None:
         return foreign
-    meta = _read_meta(folder)
+    meta = read_meta(folder)
     _check_weights(folder, meta["kind"])
     rows = int(read_json(folder / "config.json").get("vocab_size") or 0)
     vocab = None
@@ -211,13 +207,6 @@ def open_drafter(
     return drafter
 
 
-def serve_line(folder_path: str | Path, kind: str, target_path: str) -> str:
-    """Commands that serve the target with this drafter, ready to copy, one a line."""
-    folder = Path(folder_path)
-    _known_kind(kind, folder)
-    return "\n".join(SERVE_LINES[kind](folder, _read_meta(folder), target_path))
-
-
 def _open_foreign(
     folder: Path,
     target_config: PretrainedConfig | None,
@@ -231,7 +220,7 @@ def _open_foreign(
     if found is None:
         return None
     foreign, checkpoint = found
-    refuse_faults(folder, foreign.faults(HEADS[foreign.kind], checkpoint))
+    refuse_faults(folder, foreign.faults(checkpoint))
     note = f"{folder} holds a head in the layout of {foreign.layout}, not known to be made for "
     note += "this target"
     warnings.warn("; ".join((note, *foreign.notes)), stacklevel=3)
@@ -243,7 +232,8 @@ def _open_foreign(
     return DrafterFolder(folder, foreign.kind, meta, found)
 
 
-def _read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Path) -> dict[str, Any]:
+    """A folder's draftsmith.json, or what stands in for one; ValueError as in `open_drafter`."""
     files = sorted(file.name for file in folder.iterdir())
     missing = [name for name in ("config.json", "model.safetensors") if name not in files]
     if missing:
@@ -284,7 +274,7 @@ def _vocabulary_map(
     model: PreTrainedModel | Head, vocab: DraftVocab | None
 ) -> dict[str, int] | None:
     """How many of the target's tokens the draft has, where it hasn't all."""
-    vocab = model.vocab if isinstance(model, Eagle) else vocab
+    vocab = model.vocab if isinstance(model, Head) else vocab
     if vocab is None or vocab.is_full:
         return None
     return {"draft": len(vocab.ids_D), "target": vocab.size}
@@ -293,7 +283,7 @@ def _vocabulary_map(
 def _check_weights(folder: Path, kind: str) -> None:
     """Compare the weights' header with what config.json describes."""
     if kind != "lm":
-        check_head(HEADS[kind], folder)
+        check_head(heads()[kind], folder)
         return
     config = load_config(folder)
     _check_architecture(folder, config)
@@ -313,9 +303,10 @@ def _check_architecture(folder: Path, config: PretrainedConfig) -> None:
 
 
 def _known_kind(kind: str, folder: Path) -> None:
-    if kind not in KINDS:
+    known = sorted(("lm", *heads()))
+    if kind not in known:
         raise ValueError(
-            f"got drafter kind {kind!r} for {folder}; expected one of {', '.join(sorted(KINDS))}; "
+            f"got drafter kind {kind!r} for {folder}; expected one of {', '.join(known)}; "
             "correct it, or use a version of draftsmith that knows it"
         )
 
@@ -326,12 +317,3 @@ def _no_folder(folder: Path) -> str:
     if before.exists():
         hint = f"a save was cut between two renames: mv {before} {folder} restores the one before"
     return f"got {folder}, which is no folder; expected a drafter folder; {hint}"
-
-
-HEADS: dict[str, type[Head]] = {
-    "eagle1": Eagle,
-    "eagle3": Eagle,
-    "medusa": Medusa,
-    "hydra": Hydra,
-}
-KINDS = ("lm", *HEADS)

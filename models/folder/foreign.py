@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 
 from draftsmith.models.disk.read_lm import refuse_faults
 from draftsmith.models.folder.tensors import Checkpoint
-from draftsmith.models.heads.eagle import LAYER_FIELDS
-from draftsmith.models.heads.head import Head, assembled, head_faults
+from draftsmith.models.heads.head import Head, assembled, head_faults, heads
+from draftsmith.models.heads.layer import LAYER_FIELDS
 
 # Tensors that heads carry and that ours don't need: the target's embeddings, and what follows from
 # the config.
@@ -52,15 +52,15 @@ class Foreign:
     made: dict[str, Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def faults(self, cls: type[Head], checkpoint: Checkpoint) -> dict[str, list[str]]:
+    def faults(self, checkpoint: Checkpoint) -> dict[str, list[str]]:
         """How its tensors differ from those of the head that the config describes."""
         found = {ours: tuple(checkpoint.meta[name].shape) for ours, name in self.names.items()}
         found |= {name: tuple(tensor.shape) for name, tensor in self.made.items()}
-        return head_faults(cls, self.config, found)
+        return head_faults(heads()[self.kind], self.config, found)
 
-    def head(self, cls: type[Head], checkpoint: Checkpoint, dtype: str = "auto") -> Head:
+    def head(self, checkpoint: Checkpoint, dtype: str = "auto") -> Head:
         """The head, in eval mode, in the dtype it is stored in unless another is named."""
-        refuse_faults(checkpoint.path, self.faults(cls, checkpoint))
+        refuse_faults(checkpoint.path, self.faults(checkpoint))
         values = checkpoint.read(self.names.values())
         broken = [name for name, value in values.items() if not is_finite(value)]
         if broken:
@@ -71,7 +71,7 @@ class Foreign:
             )
         # Cloned: two names may share one tensor, and a file that is mapped stays open.
         tensors = {ours: values[name].clone() for ours, name in self.names.items()}
-        return assembled(cls, self.config, tensors | self.made, dtype)
+        return assembled(heads()[self.kind], self.config, tensors | self.made, dtype)
 
 
 def plain_names(checkpoint: Checkpoint) -> dict[str, str]:

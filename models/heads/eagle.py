@@ -14,37 +14,31 @@ Shapes: B rows, T positions (any leading axes: X), H hidden, U width of the taps
 draft vocabulary, V rows of the target's LM head, A query heads, K key-value heads, E head width.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.head import ANY_DEPTH, Head, OutputHead
+from draftsmith.models.heads.eagle_layouts import FLAGS, LAYOUTS, unread_by_sglang
+from draftsmith.models.heads.head import ANY_DEPTH, Exported, Head, Kind, OutputHead, Reads
+from draftsmith.models.heads.layer import (
+    LAYER_CONFIGS,
+    LAYER_FIELDS,
+    Attention,
+    EagleLayer,
+    Rotary,
+)
 from draftsmith.models.heads.unrolled_attention import Unrolled
 from draftsmith.models.taps import NORM, Tap
 from draftsmith.models.vocab import DraftVocab
 
-# (layer, queries [B, T, A, E], keys, values [B, T, K, E]) -> mixed [B, T, A * E]
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-ATTENTIONS = {"llama": LlamaAttention, "qwen3": Qwen3Attention}
-MLPS = {"llama": LlamaMLP, "qwen3": Qwen3MLP}
-LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 # What EAGLE-3 is called on disk. By the first name vLLM and SGLang build Llama's layers; the norms
 # on queries and keys of Qwen3's are known to vLLM alone, by the second.
 EAGLE3_NAMES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
-FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
 
 
 @dataclass(frozen=True)
@@ -98,79 +92,28 @@ class EagleConfig:
             )
 
 
-class Rotary(LlamaRotaryEmbedding):  # the same for Qwen3
-    """transformers' rotary embeddings, whose frequencies stay as they are when a head is cast:
-    rounded to bfloat16 they turn up to a radian too far at position 1,000.
-    """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
-        exact = dict(self.named_buffers())
-        super()._apply(fn, recurse)
-        for name, buffer in exact.items():
-            setattr(self, name, buffer.to(getattr(self, name).device))
-        return self
-
-
-class EagleLayer(nn.Module):
-    """One decoder layer, apart from how positions attend to each other.
-
-    wide: EAGLE-3's first, which reads a normed embedding beside the normed state. bare: EAGLE-1's
-    first, without a norm before its attention. Else an ordinary one.
-    """
-
-    def __init__(self, config: PretrainedConfig, index: int, *, wide: bool, bare: bool) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn: Any = ATTENTIONS[config.model_type](config, index)
-        if wide:
-            for name in ("q_proj", "k_proj", "v_proj"):
-                old = getattr(self.self_attn, name)
-                new = nn.Linear(2 * hidden, old.out_features, bias=old.bias is not None)
-                setattr(self.self_attn, name, new)
-            self.hidden_norm = LlamaRMSNorm(hidden, eps=eps)
-        if not bare:
-            self.input_layernorm = LlamaRMSNorm(hidden, eps=eps)
-        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps=eps)
-        self.mlp: Any = MLPS[config.model_type](config)
-        self.wide, self.bare = wide, bare
-
-    def enter(
-        self, hidden_BTH: Tensor, embedded_BTH: Tensor, *, normed_residual: bool
-    ) -> tuple[Tensor, Tensor]:
-        """(what the attention's projections read, the residual)."""
-        if self.bare:
-            return hidden_BTH, hidden_BTH
-        if not self.wide:
-            return self.input_layernorm(hidden_BTH), hidden_BTH
-        normed_BTH = self.hidden_norm(hidden_BTH)
-        entry_BTI = torch.cat([self.input_layernorm(embedded_BTH), normed_BTH], -1)
-        return entry_BTI, normed_BTH if normed_residual else hidden_BTH
-
-    def project(
-        self, entry_BTI: Tensor, rotary: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, T, heads, E], turned to their positions."""
-        part = self.self_attn
-        shape = (*entry_BTI.shape[:-1], -1, part.head_dim)
-        query, key, value = (
-            project(entry_BTI).view(shape) for project in (part.q_proj, part.k_proj, part.v_proj)
-        )
-        if hasattr(part, "q_norm"):
-            query, key = part.q_norm(query), part.k_norm(key)
-        query, key = apply_rotary_pos_emb(query, key, *rotary, unsqueeze_dim=2)
-        return query, key, value
-
-    def leave(self, residual_BTH: Tensor, mixed_BTO: Tensor) -> Tensor:
-        """The layer's output from the residual and what attention mixed."""
-        hidden_BTH = residual_BTH + self.self_attn.o_proj(mixed_BTO)
-        return hidden_BTH + self.mlp(self.post_attention_layernorm(hidden_BTH))
-
-
 class Eagle(Head):
     """An EAGLE-1 or EAGLE-3 head; `kind` says which."""
+
+    kinds: ClassVar = {
+        "eagle1": Kind(
+            "EAGLE-1",
+            {"sglang": Reads("EAGLE"), "vllm": Reads("eagle")},
+            learns=True,
+            whole="an EAGLE-1 head multiplies the target's own LM head, which the target needs "
+            "whole",
+        ),
+        "eagle3": Kind(
+            "EAGLE-3",
+            {
+                "vllm": Reads("eagle3", ours=True),
+                "sglang": Reads("EAGLE3", ours=True),
+                "speculators": Reads(says="after export to=speculators"),
+            },
+            learns=True,
+            whole="",
+        ),
+    }
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -320,23 +263,22 @@ class Eagle(Head):
     def from_disk(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name.replace("midlayer.", "layers.0.", 1): t for name, t in tensors.items()}
 
+    def exported(self, to: str, target: PreTrainedModel, K: int) -> Exported:
+        config = self.to_json()
+        # A dynamic rotary embedding changes with this number.
+        if config["rope_parameters"].get("rope_type") != "dynamic":
+            limit = getattr(target.config.get_text_config(), "max_position_embeddings", 0)
+            limit = max(limit, config["max_position_embeddings"])
+            config["max_position_embeddings"] = limit
+        return LAYOUTS[self.kind, to](config, self.on_disk(), target, K)
+
+    @classmethod
+    def misread(cls, stack: str, config: dict[str, Any], layers: int | None = None) -> str | None:
+        return unread_by_sglang(config, layers) if stack == "sglang" else None
+
     @property
     def _dtype(self) -> str:
         return str(self.fc.weight.dtype).removeprefix("torch.")
-
-
-def causal(mask: Tensor | None = None) -> Attention:
-    """Positions see themselves and what came before; mask: [B, 1, T, T] bool in its place."""
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        grouped = query.shape[1] != key.shape[1]
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-        )
-        return mixed.transpose(1, 2).flatten(2)
-
-    return attend
 
 
 def tap_fields(taps: tuple[Tap, ...]) -> dict[str, Any]:
@@ -372,11 +314,3 @@ def read_config(config: dict[str, Any]) -> EagleConfig:
         )
     flags = {name: bool(config.get(name, False)) for name in FLAGS}
     return EagleConfig(layer, 3, tuple(taps), int(config["draft_vocab_size"]), **flags)
-
-
-LAYER_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps"),
-    *("max_position_embeddings", "initializer_range", "attention_bias", "mlp_bias"),
-    *("attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"),
-)

@@ -1,5 +1,9 @@
 """Heads: small modules that draft from a frozen target's states, and the folder they are kept in.
 
+A family of heads is a file in this folder; its class says all that others ask of it: how its folder
+reads, which servers take it, whether it can learn online. Its drafter is in the file of that name
+in decode/drafters, what it learns in that of train/objectives.
+
 A head holds what is trained. Of the target it borrows the token embeddings and the LM head, by
 `bind`, without owning them: they are neither trained, moved nor saved with it.
 
@@ -7,8 +11,12 @@ Shapes: V rows of the target's LM head, H hidden size.
 """
 
 import copy
+import importlib
+import pkgutil
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,6 +34,7 @@ from draftsmith.models.disk.read_lm import (
 )
 from draftsmith.models.taps import Tap, check_taps
 from draftsmith.models.target import split_head
+from draftsmith.models.vocab import DraftVocab
 
 ANY_DEPTH = 1 << 30  # of tokens ahead, or positions, where nothing bounds them
 
@@ -34,12 +43,45 @@ class OutputHead(nn.Linear):
     """A linear map onto a vocabulary. Optimizers tell it from hidden matrices by its class."""
 
 
+class Reads(NamedTuple):
+    """How a server or toolkit takes a kind of head. method: its own name for it; ours: whether it
+    reads the folder that training writes, which `export` else rewrites; says: what it does with a
+    folder in its layout.
+    """
+
+    method: str = ""
+    ours: bool = False
+    says: str = "reads it"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a kind before one is loaded. title: in sentences; stacks: who reads it, by
+    the names of `server_facts.STACKS`; learns: whether from served requests; whole: why no row of
+    its LM head can be left out, "" where any can.
+    """
+
+    title: str
+    stacks: dict[str, Reads] = field(default_factory=dict)
+    learns: bool = False
+    whole: str = "its LM head's rows are all the target's: no layout of theirs has a map"
+
+
+class Exported(NamedTuple):
+    """A head in another layout: its config.json, its tensors, the file that they go into."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    file: str = "model.safetensors"
+
+
 class Head(nn.Module):
-    """What every kind of head is. Subclasses say how a config makes the modules, and how their
+    """What every family of heads is. Subclasses say how a config makes the modules, and how their
     tensors are called on disk, where that differs.
     """
 
-    kind: str
+    kinds: ClassVar[dict[str, Kind]] = {}  # that its class makes
+    kind: str  # which of them it is
     taps: tuple[Tap, ...]  # states of the target that it reads, side by side
     hidden: int  # of the target
     rows: int  # of the target's LM head, padding included
@@ -66,6 +108,24 @@ class Head(nn.Module):
         """The state dict of tensors by their names in the folder: undoes `on_disk`."""
         return tensors
 
+    def exported(self, to: str, target: PreTrainedModel, K: int) -> Exported:
+        """As stack `to`, one of its kind's, reads it. It is bound to the target; K: tokens to draft
+        a round. ValueError where the stack would draft otherwise with this one.
+        """
+        raise NotImplementedError
+
+    @property
+    def vocab(self) -> DraftVocab | None:
+        """The tokens that it drafts; None: all."""
+        return None
+
+    @classmethod
+    def misread(cls, stack: str, config: dict[str, Any], layers: int | None = None) -> str | None:
+        """Why a stack that reads the folder of this config.json without a word would draft wrongly;
+        None where it would not. layers: of the target, where known.
+        """
+        return None
+
     def bind(self, target: PreTrainedModel) -> Self:
         """Borrow the target's embeddings and LM head (both [V, H]).
 
@@ -89,6 +149,10 @@ class Head(nn.Module):
         check_taps(self.taps, target.config.get_text_config().num_hidden_layers)
         self._borrowed = (table.detach(), head_VH.detach())
         return self
+
+    def init_from(self, target: PreTrainedModel) -> Self:
+        """Bind the target, and begin with what it knows."""
+        return self.bind(target)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy that borrows the same tensors."""
@@ -119,6 +183,24 @@ class Head(nn.Module):
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.on_disk().items()}
         write_json(folder / "config.json", self.to_json())
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def heads() -> dict[str, type[Head]]:
+    """The class of each kind, from the files of this folder."""
+    found: dict[str, type[Head]] = {}
+    for file in pkgutil.iter_modules(sys.modules[__package__].__path__):
+        module = importlib.import_module(f"{__package__}.{file.name}")
+        for cls in vars(module).values():
+            if isinstance(cls, type) and issubclass(cls, Head):
+                found |= dict.fromkeys(cls.kinds, cls)
+    return found
+
+
+def family(kind: str, room: str, what: str) -> Any:
+    """A family's class in another room: EagleDrafter for "eagle3", "decode.drafters", "Drafter"."""
+    cls = heads()[kind]
+    module = importlib.import_module(f"draftsmith.{room}.{cls.__module__.rpartition('.')[2]}")
+    return getattr(module, f"{cls.__name__}{what}")
 
 
 def load_head(cls: type[Head], folder: Path, dtype: str = "auto") -> Head:
@@ -158,7 +240,7 @@ def head_faults(cls: type[Head], config: dict[str, Any], found: Shapes) -> dict[
     return tensor_faults(found, expected, "config")
 
 
-def field(config: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
+def entry(config: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
     """`config[name]`, of `kind`; ValueError where it is missing and has no default."""
     value = config.get(name, default)
     if value is None or not isinstance(value, kind):

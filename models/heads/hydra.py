@@ -15,7 +15,7 @@ target's LM head.
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.eagle import LAYER_CONFIGS, LAYER_FIELDS, Attention, EagleLayer, Rotary
-from draftsmith.models.heads.head import ANY_DEPTH, Head, OutputHead, field
+from draftsmith.models.heads.head import ANY_DEPTH, Head, Kind, OutputHead, entry
+from draftsmith.models.heads.layer import LAYER_CONFIGS, LAYER_FIELDS, Attention, EagleLayer, Rotary
 from draftsmith.models.heads.medusa import ResidualBlock, check_sizes, copy_head, parts_of
 from draftsmith.models.taps import NORM
 
@@ -62,6 +62,7 @@ class Hydra(Head):
     """Hydra heads, or with a prefix layer Hydra++."""
 
     kind = "hydra"
+    kinds: ClassVar = {kind: Kind("Hydra heads")}
     taps = (NORM,)
 
     def __init__(self, config: HydraConfig) -> None:
@@ -169,8 +170,8 @@ class Hydra(Head):
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Hydra":
         prefix = None
-        if field(config, "hydra_head_arch", str, "mlp") == "prefix-mlp":
-            layer = dict(field(config, "prefix", dict))
+        if entry(config, "hydra_head_arch", str, "mlp") == "prefix-mlp":
+            layer = dict(entry(config, "prefix", dict))
             kind = layer.pop("model_type", None)
             if kind not in LAYER_CONFIGS:
                 raise ValueError(
@@ -180,12 +181,12 @@ class Hydra(Head):
             prefix = LAYER_CONFIGS[kind](**layer)
         return cls(
             HydraConfig(
-                hidden=field(config, "hidden_size", int),
-                rows=field(config, "vocab_size", int),
-                heads=field(config, "hydra_num_heads", int),
-                layers=field(config, "hydra_num_layers", int),
+                hidden=entry(config, "hidden_size", int),
+                rows=entry(config, "vocab_size", int),
+                heads=entry(config, "hydra_num_heads", int),
+                layers=entry(config, "hydra_num_layers", int),
                 prefix=prefix,
                 dropout=float(config.get("dropout_rate", 0.0)),
-                head_bias=field(config, "lm_head_bias", bool, False),
+                head_bias=entry(config, "lm_head_bias", bool, False),
             )
         )

@@ -12,14 +12,22 @@ Shapes: X any leading axes, H hidden, V rows of the target's LM head, K heads.
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.heads.head import ANY_DEPTH, Head, OutputHead, field
+from draftsmith.models.heads.head import (
+    ANY_DEPTH,
+    Exported,
+    Head,
+    Kind,
+    OutputHead,
+    Reads,
+    entry,
+)
 from draftsmith.models.taps import NORM
 from draftsmith.models.target import split_head
 
@@ -63,6 +71,7 @@ class Medusa(Head):
     """K heads on the target's last state."""
 
     kind = "medusa"
+    kinds: ClassVar = {kind: Kind("Medusa heads", {"tgi": Reads()})}
     taps = (NORM,)
     context = ANY_DEPTH
 
@@ -128,11 +137,11 @@ class Medusa(Head):
     def from_json(cls, config: dict[str, Any]) -> "Medusa":
         return cls(
             MedusaConfig(
-                hidden=field(config, "hidden_size", int),
-                rows=field(config, "vocab_size", int),
-                heads=field(config, "medusa_num_heads", int),
-                layers=field(config, "medusa_num_layers", int),
-                own_heads=not field(config, "original_lm_head", bool, False),
+                hidden=entry(config, "hidden_size", int),
+                rows=entry(config, "vocab_size", int),
+                heads=entry(config, "medusa_num_heads", int),
+                layers=entry(config, "medusa_num_layers", int),
+                own_heads=not entry(config, "original_lm_head", bool, False),
             )
         )
 
@@ -141,6 +150,20 @@ class Medusa(Head):
 
     def from_disk(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {f"heads.{name}": t for name, t in tensors.items()}
+
+    def exported(self, to: str, target: PreTrainedModel, K: int) -> Exported:
+        """FasterDecoding's layout, which TGI reads; its second form for a shared LM head."""
+        ours = self.to_json()
+        if not self.config.own_heads and self.config.layers != 1:
+            raise ValueError(
+                f"to=tgi: got heads of {self.config.layers} layers that share the target's LM "
+                "head, expected one layer, or LM heads of their own: TGI reads no others"
+            )
+        names = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
+        config = {name: ours[name] for name in names}
+        config |= {"base_model_name_or_path": target.name_or_path}
+        config |= {} if self.config.own_heads else {"version": "2"}
+        return Exported(config, self.on_disk(), "medusa_lm_head.safetensors")
 
 
 def check_sizes(kind: str, hidden: int, rows: int, *, heads: int, layers: int) -> None:

@@ -19,14 +19,14 @@ from draftsmith.models.folder.drafter_folder import META, open_drafter
 from draftsmith.models.folder.foreign import TargetNeeded, check_types, is_finite
 from draftsmith.models.folder.imports import layout_of
 from draftsmith.models.folder.tensors import Checkpoint, outline
+from draftsmith.models.heads.head import heads
+from draftsmith.models.server_facts import SGLANG_POSITIONS, STACKS
 from draftsmith.models.servers.doctor_eagle import EAGLE1, EAGLE3
 from draftsmith.models.servers.findings import (
     DRAFTSMITH,
     EAGLES,
     SERVERS,
     SGLANG,
-    SPECULATORS,
-    TGI,
     TRANSFORMERS,
     VLLM,
     Case,
@@ -35,6 +35,7 @@ from draftsmith.models.servers.findings import (
     fault,
     warning,
 )
+from draftsmith.models.servers.serve_lines import about
 from draftsmith.models.tokenizer import TOKENIZER_FILES, check_same_tokenizer, load_tokenizer
 
 
@@ -48,7 +49,7 @@ def examine(folder: str, target: str | None = None) -> tuple[str, list[Finding]]
         raise ValueError(f"got {folder}, which is no folder; expected a drafter folder")
     try:
         raw, checkpoint = read_json(path / "config.json"), Checkpoint(path)
-        layout = layout_of(raw, set(checkpoint.meta), checkpoint.file) or "lm"
+        layout = layout_of(raw, set(checkpoint.meta), checkpoint.file) or _own_kind(path)
         case = Case(path, layout, raw, checkpoint)
         if layout in EAGLES:
             case.names.keys()  # no name stands twice
@@ -67,13 +68,19 @@ def examine(folder: str, target: str | None = None) -> tuple[str, list[Finding]]
     wrong = _misread(case)
     if wrong:
         return layout, [Finding("config.json", "fault", wrong, {}, "restore it")]
-    for name, check in CHECKS[layout].items():
+    for name, check in CHECKS.get(layout, EVERY).items():
         if check is fits and target is None:
             continue
         findings += [replace(one, check=name) for one in check(case)] or [Finding(name, "ok")]
     if not any(finding.verdict == "fault" for finding in findings):
         findings += opened(case)
     return layout, findings
+
+
+def _own_kind(folder: Path) -> str:
+    """The kind that our own file names, "lm" without one that is known."""
+    kind = read_json(folder / META).get("kind") if (folder / META).exists() else "lm"
+    return str(kind) if kind in heads() else "lm"
 
 
 def _misread(case: Case) -> str:
@@ -89,11 +96,13 @@ def _misread(case: Case) -> str:
 
 def outlook(layout: str, findings: list[Finding]) -> dict[str, str]:
     """What each server does with the folder: how it reads the layout, then what spoils that."""
+    reading = {STACKS[name].name: reads.says for name, reads in about(layout).stacks.items()}
+    reading |= {} if layout == "unknown" else {DRAFTSMITH: "reads it"}
     said = {}
     judged = not any(f.check == "opened here" and f.verdict == "fault" for f in findings)
     for server in SERVERS:
         spoilt = [f for f in findings if server in f.servers]
-        reads = [READS.get(layout, {}).get(server, "doesn't read it")]
+        reads = [reading.get(server, "doesn't read it")]
         reads = reads if judged else ["not judged: the head in it isn't known"]
         reads = [] if any(f.verdict == "fault" for f in spoilt) else reads
         said[server] = "; ".join([*reads, *(f"{f.check}: {f.servers[server]}" for f in spoilt)])
@@ -168,7 +177,9 @@ def positions(case: Case) -> Iterator[Finding]:
     limit = config.get("max_position_embeddings")
     wanted = getattr(case.target_config, "max_position_embeddings", None)
     if limit is None:
-        yield warning("no max_position_embeddings", "write the target's", sglang="takes 2048")
+        yield warning(
+            "no max_position_embeddings", "write the target's", sglang=f"takes {SGLANG_POSITIONS}"
+        )
     elif wanted is not None and limit < wanted:
         yield warning(
             f"max_position_embeddings {limit}, the target's {wanted}",
@@ -278,32 +289,4 @@ CHECKS: dict[str, dict[str, Check]] = {
     "medusa": {"heads and file": medusa_file} | EVERY,
     "hydra": {"positions": positions} | EVERY,
     "lm": {"logits": draft_lm} | {name: EVERY[name] for name in ("finite numbers", "dtype")},
-}
-LAYOUTS = {
-    "eagle1": "EAGLE-1",
-    "eagle3": "EAGLE-3",
-    "speculators": "EAGLE-3 in speculators' format",
-    "medusa": "Medusa heads",
-    "hydra": "Hydra heads",
-    "lm": "a draft LM",
-    "unknown": "a folder that can't be read",
-}
-# How each server reads a layout that is in order; none where it doesn't.
-READS: dict[str, dict[str, str]] = {
-    "eagle1": {VLLM: "reads it", SGLANG: "reads it", DRAFTSMITH: "reads it"},
-    "eagle3": {
-        VLLM: "reads it",
-        SGLANG: "reads it",
-        SPECULATORS: "after export to=speculators",
-        DRAFTSMITH: "reads it",
-    },
-    "speculators": {
-        VLLM: "reads it",
-        SGLANG: "after export to=sglang",
-        SPECULATORS: "reads it",
-        DRAFTSMITH: "reads it",
-    },
-    "medusa": {TGI: "reads it", DRAFTSMITH: "reads it"},
-    "hydra": {DRAFTSMITH: "reads it"},
-    "lm": {VLLM: "reads it", SGLANG: "reads it", TRANSFORMERS: "reads it", DRAFTSMITH: "reads it"},
 }

@@ -13,10 +13,12 @@ from typing import Any
 
 from draftsmith.models.folder.foreign import rope_parameters
 from draftsmith.models.folder.imports import READERS
-from draftsmith.models.folder.serve_lines import unread_by_sglang
-from draftsmith.models.heads.eagle import EAGLE3_NAMES, Eagle
+from draftsmith.models.heads.eagle import EAGLE3_NAMES
+from draftsmith.models.heads.eagle_layouts import unread_by_sglang
+from draftsmith.models.server_facts import EAGLE1_OF_SGLANG, USUAL_TAPS
 from draftsmith.models.servers.doctor_vocab import vocabulary
 from draftsmith.models.servers.findings import RANDOM, REFUSES, Case, Check, Finding, fault, warning
+from draftsmith.models.servers.serve_lines import about
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 # Tensors that have a check of their own.
@@ -28,7 +30,7 @@ def tensors(case: Case) -> Iterator[Finding]:
     try:  # of a target that isn't given only the number of layers is made up, and the taps with it
         stand_in: Any = SimpleNamespace(num_hidden_layers=8, vocab_size=0)
         read = READERS[case.layout](case.raw, case.checkpoint, case.target_config or stand_in)
-        faults = read.faults(Eagle, case.checkpoint)
+        faults = read.faults(case.checkpoint)
     except ValueError:
         return  # another check says why, or our own loader
     missing, unknown, odd = (
@@ -71,12 +73,12 @@ def layer_ids(case: Case) -> Iterator[Finding]:
     mend = f"write {IDS} at the top level (layers already run) and in eagle_config (that - 1)"
     if not top and not nested:
         yield warning(
-            "no layers named: every server takes 2, n // 2, n - 3",
+            f"no layers named: every server takes {USUAL_TAPS}",
             f"right if it was trained on them; {mend}",
         )
         return
     by_nested = [i + 1 for i in nested] if nested else None
-    takes = "doesn't read them: taps 2, n // 2, n - 3"
+    takes = f"doesn't read them: taps {USUAL_TAPS}"
     for name, found, reader in (("nested", nested, "vllm"), ("top-level", top, "sglang")):
         alone = flat and bool(found) and not (top and nested)
         count = _usual_for(top or by_nested or [])
@@ -203,7 +205,7 @@ def readers(case: Case) -> Iterator[Finding]:
     kept = case.config | {"num_hidden_layers": 1}
     nested = (case.config.get("eagle_config") or {}).get(IDS)
     kept |= {IDS: kept.get(IDS) or [i + 1 for i in nested or ()]}
-    reason = unread_by_sglang(kept, layers=case.target_layers)
+    reason = unread_by_sglang(kept, case.target_layers)
     if reason:
         wrong = "drafts wrongly, without a word"
         yield warning(f"not for SGLang: {reason}", "serve it with vLLM", sglang=wrong)
@@ -309,18 +311,21 @@ def biases(case: Case) -> Iterator[Finding]:
         yield warning(
             "no fc.bias", "`export to=sglang` writes a zero one", sglang="adds a random one"
         )
-    if case.raw.get("architectures") != ["LlamaForCausalLMEagle"]:
+    if case.raw.get("architectures") != [EAGLE1_OF_SGLANG]:
         yield warning(
             f"architectures {case.raw.get('architectures')}",
             "`python -m draftsmith export to=sglang`",
-            sglang="wants LlamaForCausalLMEagle",
+            sglang=f"wants {EAGLE1_OF_SGLANG}",
         )
 
 
 def path_name(case: Case) -> Iterator[Finding]:
     """vLLM guesses the method from the path."""
-    part, method = ("eagle-", "eagle") if case.layout == "eagle1" else ("eagle3", "eagle3")
-    if part not in str(case.folder.resolve()).lower() and case.layout != "speculators":
+    if case.layout == "speculators":
+        return
+    method = about(case.layout).stacks["vllm"].method
+    part = "eagle-" if method == "eagle" else method
+    if part not in str(case.folder.resolve()).lower():
         yield warning(
             f"the path has no {part!r} in it",
             f'pass "method": "{method}" in --speculative-config',

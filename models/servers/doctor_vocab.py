@@ -10,6 +10,7 @@ import torch
 from draftsmith.models.folder.imports import holds_ids
 from draftsmith.models.servers.findings import RANDOM, REFUSES, Case, Finding, fault, warning
 
+WRONG_MAP = "loads a wrong map, without a word"
 OFFSETS = "write offsets, id - position: `python -m draftsmith export` does"
 
 
@@ -54,23 +55,28 @@ def _maps(case: Case, rows: int, whole: int) -> Iterator[Finding]:
             f"d2t holds ids, not offsets: the last would lead to {int(ids_D[-1])} of {whole}",
             OFFSETS,
             vllm_sglang="proposes other tokens, or fails",
+            speculators=WRONG_MAP,
             draftsmith=REFUSES,
         )
     elif outside:
         says = f"d2t leads {outside} times outside the {whole} tokens"
         mend = "it is another target's, or damaged: restore it"
-        yield fault(says, mend, vllm_sglang="fails", draftsmith=REFUSES)
+        yield fault(says, mend, vllm_sglang="fails", speculators=WRONG_MAP, draftsmith=REFUSES)
     elif len(ids_D.unique()) < rows:
-        yield fault("d2t leads twice to one token", "restore it", draftsmith=REFUSES)
+        says = "d2t leads twice to one token"
+        yield fault(says, "restore it", speculators=WRONG_MAP, draftsmith=REFUSES)
     elif rows == whole and bool(d2t_D.any()):
         says = "a d2t that moves tokens, for a whole vocabulary"
         does = {"vllm_draftsmith": REFUSES, "sglang": "proposes other tokens"}
         yield fault(says, "drop d2t and t2d", **does)
     elif rows == whole:
         yield fault("a d2t for a whole vocabulary", "drop d2t and t2d", vllm=REFUSES)
-    elif t2d_V is None and rows < whole:
-        yield warning("no t2d", "`python -m draftsmith export` adds it", speculators="needs it")
-    elif t2d_V is not None and t2d_V.nonzero().flatten().tolist() != ids_D.sort().values.tolist():
+    elif t2d_V is None:
+        say, needs = (
+            (fault, "fails to load it") if case.layout == "speculators" else (warning, "needs it")
+        )
+        yield say("no t2d", "`python -m draftsmith export` adds it", speculators=needs)
+    elif t2d_V.nonzero().flatten().tolist() != ids_D.sort().values.tolist():
         yield fault(
             "t2d and d2t name different tokens",
             "make t2d anew, True at the ids of d2t: `python -m draftsmith export` does",

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.folder.foreign import plain_names
 from draftsmith.models.folder.tensors import Checkpoint
+from draftsmith.models.server_facts import STACKS
 
-# By the source of these versions' loaders; TGI's by that of its last release.
-SERVERS = (*("vLLM 0.33", "SGLang 0.5.14", "speculators 0.9", "TGI", "transformers", "draftsmith"),)
+SERVERS = tuple(stack.name for stack in STACKS.values())
 VLLM, SGLANG, SPECULATORS, TGI, TRANSFORMERS, DRAFTSMITH = SERVERS
 RANDOM = "leaves the layer random, without a word"
 REFUSES = "refuses it"
@@ -39,7 +39,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """A folder that could be opened. layout: see `doctor.LAYOUTS`; raw: its config.json; target:
+    """A folder that could be opened. layout: see `serve_lines.about`; raw: its config.json; target:
     outline, tokenizer and path of the target, where one was given.
     """
 
@@ -96,5 +96,4 @@ def warning(says: str, mend: str, **servers: str) -> Finding:
 
 
 def _named(servers: dict[str, str]) -> dict[str, str]:
-    names = {name.split()[0].lower(): name for name in SERVERS}
-    return {names[key]: what for keys, what in servers.items() for key in keys.split("_")}
+    return {STACKS[key].name: what for keys, what in servers.items() for key in keys.split("_")}

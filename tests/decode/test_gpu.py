@@ -8,13 +8,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.lm import LMDrafter
-from draftsmith.decode.drafters.load import OF_HEADS
+from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.graphs import Graphs
 from draftsmith.decode.evaluate.exactness import divergences
 from draftsmith.decode.forward.attention import Attend, Seen, available, mix
 from draftsmith.decode.sampling import SamplingParams, log_race, position_keys
+from draftsmith.models.heads.head import heads
 from draftsmith.train.losses.chunked import chunked_divergence
 from draftsmith.train.losses.pure import divergence
 
@@ -87,7 +88,7 @@ def test_a_graph_gives_the_tokens_of_the_calls_it_records(
 
 
 @pytest.mark.parametrize("mode", TREES)
-@pytest.mark.parametrize("kind", OF_HEADS)
+@pytest.mark.parametrize("kind", heads())
 def test_heads_are_captured_and_change_no_answer(
     tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, kind: str, mode: str
 ) -> None:
@@ -97,7 +98,7 @@ def test_heads_are_captured_and_change_no_answer(
     target = _there(tiny_target)
     plain = Decoder(target, tiny_tokenizer).generate(PROMPTS, params)
     head = made(kind, tiny_target, **({"prefixed": True} if kind == "hydra" else {}))
-    drafter = OF_HEADS[kind](head.to(DEVICE), target, vocab)
+    drafter = drafter_of(head.to(DEVICE), target, vocab)
     answers = []
     for record in (None, lambda run: run):
         settings = TREES[mode] | ({"K": 3} if mode != "dynamic" else {})

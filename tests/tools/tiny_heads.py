@@ -9,7 +9,9 @@ from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
 from draftsmith.models.taps import NORM
 from draftsmith.train.drafts.layer_like import layer_like
-from draftsmith.train.objectives.heads import HeadObjective, HydraObjective, MedusaObjective
+from draftsmith.train.objectives.heads import HeadObjective
+from draftsmith.train.objectives.hydra import HydraObjective
+from draftsmith.train.objectives.medusa import MedusaObjective
 from draftsmith.train.teachers.states import OnlineTaps
 from draftsmith.train.text.batches import Batch, Batches, Examples
 

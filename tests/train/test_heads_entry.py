@@ -115,10 +115,11 @@ def test_a_joint_run_leaves_a_target_and_its_drafter(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["kind=medusas"], "kind='medusas'.*expected medusa or hydra"),
-        (["kind=medusa", "prefix=true"], "hydra where any of these is set"),
-        (["kind=hydra", "joint=true"], "joint=True with kind=hydra"),
-        (["kind=medusa", "joint=true", "cache=states"], "needs kind=medusa and no cache"),
+        (["kind=medusas"], "kind='medusas'.*expected hydra or medusa"),
+        (["kind=medusa", "prefix=true"], "got prefix with kind=medusa"),
+        (["kind=hydra", "joint=true"], "got joint with kind=hydra"),
+        (["kind=hydra", "own_heads=false"], "got own_heads with kind=hydra"),
+        (["kind=medusa", "joint=true", "cache=states"], "needs no cache"),
         (["kind=medusa", "gradient_checkpointing=true"], "only it has layers to checkpoint"),
         (["kind=medusa", "loss=soft"], "got 'soft', expected one of fkl"),
         (["kind=hydra", "dropout=1.5"], "dropout=1.5"),

@@ -21,10 +21,11 @@ from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter, serve_line
+from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.servers.doctor import examine, outlook
 from draftsmith.models.servers.export import export
+from draftsmith.models.servers.serve_lines import serve_line
 from draftsmith.models.vocab import FILE, DraftVocab
 from draftsmith.train.drafts.draft_start import given_draft
 from draftsmith.train.text.prepared import AnswerFile, claim, load_prepared

@@ -12,7 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter
-from draftsmith.models.heads.eagle import FLAGS, LAYER_CONFIGS, LAYER_FIELDS, Eagle, EagleConfig
+from draftsmith.models.heads.eagle import FLAGS, Eagle, EagleConfig
+from draftsmith.models.heads.layer import LAYER_CONFIGS, LAYER_FIELDS
 from draftsmith.models.taps import default_taps
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.drafts.draft_start import place

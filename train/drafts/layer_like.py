@@ -6,7 +6,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from draftsmith.models.heads.eagle import LAYER_CONFIGS, LAYER_FIELDS
+from draftsmith.models.heads.layer import LAYER_CONFIGS, LAYER_FIELDS
 from draftsmith.models.target import split_head
 
 LLAMA_ROTARY = ("llama", "mistral", "qwen2", "qwen3")  # the whole head, by one rope_parameters

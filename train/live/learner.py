@@ -23,19 +23,19 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.buffer import Served
-from draftsmith.decode.serve.versions import LEARNING
+from draftsmith.decode.serve.versions import learning_kinds
 from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter, save_drafter
-from draftsmith.models.heads.eagle import Eagle
+from draftsmith.models.heads.head import Head, family
 from draftsmith.models.target import TargetSpec, vocab_size
 from draftsmith.train.drafts.draft_start import TINY, DraftSource, fresh_draft, place
 from draftsmith.train.drafts.eagle_start import EagleSource, open_head
 from draftsmith.train.live.batches import as_batch, kept_states, listed_rows
 from draftsmith.train.live.publishing import Alpha
 from draftsmith.train.objectives.distillation import Distillation, Losses
-from draftsmith.train.objectives.eagle import Eagle1Objective, Eagle3Objective, EagleObjective
+from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.teachers import StateTeacher, Teacher
 from draftsmith.train.text.batches import Batch
@@ -61,7 +61,7 @@ class Learner:
     """A draft in fp32, and what it is trained for."""
 
     folder: DrafterFolder  # where it began
-    module: PreTrainedModel | Eagle
+    module: PreTrainedModel | Head
     objective: Distillation | EagleObjective
 
     @property
@@ -126,10 +126,10 @@ def open_learner(
     folder = open_drafter(
         path, mark, target_tokenizer=tokenizer, target_config=target.config.get_text_config()
     )
-    if folder.kind != lessons.kind or lessons.kind not in LEARNING:
+    if folder.kind != lessons.kind or lessons.kind not in learning_kinds():
         raise ValueError(
             f"got drafter={path} of kind {folder.kind} and kind={lessons.kind}, expected the same, "
-            f"one of {', '.join(LEARNING)}"
+            f"one of {', '.join(learning_kinds())}"
         )
     if folder.kind == "lm":
         draft = place(folder.model("float32"), target.device).requires_grad_(True)
@@ -142,16 +142,9 @@ def open_learner(
             f"{folder.kind}, expected neither: they are for draft models; leave them out"
         )
     head = folder.head("float32")
-    assert isinstance(head, Eagle)
     place(head, target.device).bind(target)
-    shared: dict[str, Any] = {"steps": lessons.unroll, "loss": lessons.loss}
-    make: Callable[..., EagleObjective] = Eagle3Objective
-    if folder.kind == "eagle1":
-        make = Eagle1Objective
-        shared |= {"token_weight": lessons.token_weight, "noise": lessons.noise}
-    else:
-        shared["step_decay"] = lessons.step_decay
-    made = make(head, target, tokenizer, kept_states, **shared)
+    objective_of = family(folder.kind, "train.objectives", "Objective").of
+    made = objective_of(lessons, head, target, tokenizer, kept_states)
     return Learner(folder, head, made.to(target.device))
 
 

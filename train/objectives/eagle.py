@@ -16,6 +16,7 @@ draft vocabulary, V the target's.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +68,7 @@ class EagleObjective(OnStates):
         states: States,
         *,
         steps: int,
-        loss: str | Mapping[str, float],
+        loss: str | Mapping[str, float] = "fkl",
     ) -> None:
         if steps < 1:
             raise ValueError(f"steps: got {steps}, expected at least 1")
@@ -83,6 +84,18 @@ class EagleObjective(OnStates):
         self.alpha_name = "alpha" if whole else "restricted_alpha"
         # Frozen, so gathered once. Not buffers: they aren't saved.
         self._p_heads = (head_VG if whole else head_VG[ids_D], head_VG, ids_D)
+
+    @staticmethod
+    def of(recipe: Any, *given: Any, mix: Mapping[str, float] | None = None) -> "EagleObjective":
+        """What a recipe trains a head for, by its version. given: head, target, tokenizer, states;
+        mix: in place of the recipe's loss.
+        """
+        loss, steps = mix or recipe.loss, recipe.unroll
+        if given[0].config.version == 3:
+            decay = recipe.step_decay
+            return Eagle3Objective(*given, steps=steps, loss=loss, step_decay=decay)
+        weight, noise = recipe.token_weight, recipe.noise
+        return Eagle1Objective(*given, steps=steps, loss=loss, token_weight=weight, noise=noise)
 
     @torch.no_grad()
     def measure(self, batch: Batch, states: States | None = None) -> StepOutput:
@@ -147,18 +160,8 @@ class Eagle3Objective(EagleObjective):
     is left as it was where its weight needs no gradient.
     """
 
-    def __init__(
-        self,
-        head: Eagle,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        states: States,
-        *,
-        steps: int,
-        loss: str | Mapping[str, float],
-        step_decay: float = 0.8,
-    ) -> None:
-        super().__init__(head, target, tokenizer, states, steps=steps, loss=loss)
+    def __init__(self, *given: Any, step_decay: float = 0.8, **about: Any) -> None:
+        super().__init__(*given, **about)
         if not 0 < step_decay <= 1:
             raise ValueError(f"step_decay: got {step_decay}, expected above 0 and at most 1")
         self.step_decay = step_decay
@@ -191,18 +194,9 @@ class Eagle1Objective(EagleObjective):
     """
 
     def __init__(
-        self,
-        head: Eagle,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        states: States,
-        *,
-        steps: int,
-        loss: str | Mapping[str, float] = "fkl",
-        token_weight: float = 0.1,
-        noise: float = 0.2,
+        self, *given: Any, token_weight: float = 0.1, noise: float = 0.2, **about: Any
     ) -> None:
-        super().__init__(head, target, tokenizer, states, steps=steps, loss=loss)
+        super().__init__(*given, **about)
         self.token_weight, self.noise = token_weight, noise
 
     def forward(self, batch: Batch) -> StepOutput:

@@ -26,8 +26,9 @@ from transformers import (
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter, serve_line
+from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.heads.head import Head
+from draftsmith.models.servers.serve_lines import serve_line
 from draftsmith.train.objectives.heldout import HeldOut
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.frozen_target import FrozenTarget

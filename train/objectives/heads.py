@@ -1,4 +1,5 @@
-"""What Medusa and Hydra heads are trained for: the tokens ahead, from the states of a target.
+"""What heads with an LM head a depth are trained for, as Medusa's and Hydra's: the tokens ahead,
+from the states of a target.
 
 Head d at position t predicts x_{t+2+d}: the target itself has written x_{t+1}. It is compared with
 that token, or with the target's own p_{t+1+d}, made from its state at t+1+d. A pair (t, d) is
@@ -6,20 +7,17 @@ trained where the text says that token t+2+d is (`Batch.loss_mask[t+1+d]`) and t
 document.
 
 Legend: B rows, T positions, S = T - 1 - d positions with a token at depth d, N = B * S, H hidden
-size, V vocabulary, D depths, P tokens of a path.
+size, V vocabulary, D depths.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.models.heads.eagle import causal
 from draftsmith.models.heads.head import Head
-from draftsmith.models.heads.hydra import Hydra
-from draftsmith.models.heads.medusa import Medusa
 from draftsmith.models.target import check_split, cut_rows, split_head
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_divergence
@@ -91,7 +89,7 @@ class HeadObjective(OnStates):
     """sum_d decay^d sum_t loss(t, d) over the trained pairs; one normaliser for all depths, the
     trained tokens of the step.
 
-    Args beyond `OnStates`:
+    Args beyond `OnStates` (the head gives `head_VH(depth)`, the LM head of each depth):
         loss: "ce", cross-entropy with the text's token, or a key of `losses.DIVERGENCES` with the
             target's distribution. `lk` weighs its KL at each depth by the mean alpha of that depth
             in the step before (the first step by 1).
@@ -103,11 +101,12 @@ class HeadObjective(OnStates):
     `measure` always alpha_d and top1_d (both argmaxes agree).
     """
 
-    head: Medusa | Hydra
+    head: Any
+    options: ClassVar[tuple[str, ...]] = ()  # fields of a recipe that only this family reads
 
     def __init__(
         self,
-        head: Medusa | Hydra,
+        head: Head,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         states: States,
@@ -119,6 +118,16 @@ class HeadObjective(OnStates):
         if loss != "ce":
             divergence(loss)  # what is wrong with it shows now
         self.loss, self.decay = loss, decay
+
+    @staticmethod
+    def fresh(recipe: Any, target: PreTrainedModel) -> Head:
+        """The head of a recipe (see train/heads.py), with random weights."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, recipe: Any, *given: Any) -> Self:
+        """What the recipe trains a head for; given: head, target, tokenizer, states."""
+        return cls(*given, loss=recipe.loss, decay=recipe.decay)
 
     def forward(self, batch: Batch) -> StepOutput:
         return self.score(batch, self._states[0](batch).norm_BTG)
@@ -171,55 +180,3 @@ class HeadObjective(OnStates):
 
     def _divergence(self, depth: int) -> Loss:
         return divergence(self.loss, kl_weight=lk_weight(self.mean_alpha_D[depth]))
-
-
-class MedusaObjective(HeadObjective):
-    """Medusa-1: each head reads the target's state alone."""
-
-    head: Medusa
-
-    def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
-        return self.head.states(norm_BTH)
-
-
-class HydraObjective(HeadObjective):
-    """Hydra: each head also reads the tokens up to the one that it continues, which in training are
-    the text's own.
-
-    Args (beside those of `HeadObjective`):
-        noise: alpha of NEFTune's noise on the states read, alpha * U(-1, 1) / sqrt(L H) in a
-            document of L tokens.
-    """
-
-    head: Hydra
-
-    def __init__(
-        self,
-        head: Hydra,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        states: States,
-        *,
-        loss: str,
-        decay: float,
-        noise: float = 0.0,
-    ) -> None:
-        super().__init__(head, target, tokenizer, states, loss=loss, decay=decay)
-        assert not head.config.head_bias, "the loss multiplies by weights alone"
-        self.noise = noise
-
-    def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
-        if self.noise and self.training:
-            reach_BT1 = self.noise / (batch.lengths * norm_BTH.shape[2]).unsqueeze(2).sqrt()
-            norm_BTH = norm_BTH + reach_BT1 * (2 * torch.rand_like(norm_BTH) - 1)
-        mask = batch.attention_mask
-        base_BTH = self.head.prefix(norm_BTH, batch.position_ids, causal(mask))
-        embedded_BTH = self.head.embed(batch.input_ids)
-        length = norm_BTH.shape[1]
-        states = []
-        for depth in range(self.head.levels):
-            many = max(0, length - 1 - depth)
-            path = [embedded_BTH[:, 1 + i : 1 + i + many] for i in range(1 + depth)]
-            path_BSPH = torch.stack(path, 2)
-            states.append(self.head.state(depth, base_BTH[:, :many], path_BSPH))
-        return states

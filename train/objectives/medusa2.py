@@ -23,7 +23,7 @@ from draftsmith.train.losses.chunked import chunked_divergence
 from draftsmith.train.losses.pure import forward_kl
 from draftsmith.train.objectives.distillation import hidden_and_head
 from draftsmith.train.objectives.head_run import HeadRun
-from draftsmith.train.objectives.heads import MedusaObjective
+from draftsmith.train.objectives.medusa import MedusaObjective
 from draftsmith.train.run.loop import StepOutput
 from draftsmith.train.run.lora import Lora, with_lora
 from draftsmith.train.teachers.states import OnlineTaps

@@ -37,7 +37,7 @@ from draftsmith.train.drafts.eagle_start import open_head
 from draftsmith.train.losses.pure import parse_loss
 from draftsmith.train.objectives import head_run
 from draftsmith.train.objectives.distillation import hidden_and_head
-from draftsmith.train.objectives.heads import HydraObjective
+from draftsmith.train.objectives.hydra import HydraObjective
 from draftsmith.train.plan.fake_step import chunked_stand_in
 from draftsmith.train.run import recipe
 from draftsmith.train.run.lora import with_lora

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.models.disk.atomic import whole_folder
 from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter, serve_line
+from draftsmith.models.folder.drafter_folder import save_drafter
+from draftsmith.models.servers.serve_lines import serve_line
 from draftsmith.train.run.loop import Result
 
 

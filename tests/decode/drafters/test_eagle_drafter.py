@@ -22,7 +22,8 @@ from draftsmith.decode.forward import lean_eagle
 from draftsmith.decode.policies.timing import round_of
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import chain_plan, parse_tree
-from draftsmith.models.heads.eagle import Eagle, causal
+from draftsmith.models.heads.eagle import Eagle
+from draftsmith.models.heads.layer import causal
 from draftsmith.models.taps import target_states
 
 ROUNDS: dict[str, dict[str, Any]] = MODES | {"leviathan": {"rule": "leviathan"}}
@@ -206,7 +207,7 @@ def test_teacher_forced_logits_are_those_of_the_first_draft(
     all_TV = drafter.teacher_logits(ids_1T, taps_1TU)[0]
     for end in range(2, len(text) + 1):
         begin(drafter, tiny_target, [text[:end]])
-        first_V = drafter._fed(drafter.state_BH[:, None]).logits_BFV[0, 0]
+        first_V = drafter.first(drafter.state_BH[:, None]).logits_BFV[0, 0]
         assert torch.allclose(all_TV[end - 1], first_V, atol=1e-5)
 
 
@@ -288,7 +289,7 @@ def test_answers_end_at_the_heads_context(
 def test_padded_rows_and_tokens_it_lacks_are_never_drafted(tiny_target: PreTrainedModel) -> None:
     for name in ("eagle1", "eagle3"):
         head = made(name)
-        logits_BNV = EagleDrafter(head, tiny_target, 300)._fed(torch.randn(2, 3, 32)).logits_BFV
+        logits_BNV = EagleDrafter(head, tiny_target, 300).first(torch.randn(2, 3, 32)).logits_BFV
         assert logits_BNV.shape == (2, 3, 300) and logits_BNV.dtype == torch.float32
         drafted = logits_BNV.isfinite().all(0).all(0).nonzero().flatten()
         assert drafted.tolist() == [i for i in head.vocab.ids_D.tolist() if i < 300]

@@ -192,8 +192,7 @@ def test_state_and_drafts_are_those_of_the_text(
             for row, request in enumerate(batch.rows.requests)
             if request is not None
         }
-        state_BH = drafter.hidden_BH if isinstance(drafter, MedusaDrafter) else drafter.base_BH
-        state_BH = state_BH.clone()
+        state_BH = drafter.state_BH.clone()
         session.hear(session.launch())
         request, drafted = seen[-1]
         for row, text in texts.items():

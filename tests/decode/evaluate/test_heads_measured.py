@@ -15,7 +15,7 @@ from draftsmith.decode.__main__ import main
 from draftsmith.decode.drafters.base import Drafter, Feed, Round
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
-from draftsmith.decode.drafters.load import OF_HEADS
+from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.runner import Runner
@@ -28,9 +28,10 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan, parse_tree
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
-from draftsmith.models.heads.eagle import Eagle, EagleConfig, causal
+from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.head import Head
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
+from draftsmith.models.heads.layer import causal
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
 from draftsmith.models.taps import target_states
 
@@ -184,7 +185,7 @@ def large(kind: str, vocab: int) -> tuple[PreTrainedModel, Drafter]:
         "hydra++": lambda: Hydra(HydraConfig(**sizes, prefix=config(vocab, 1))),
     }
     head = heads[kind]().eval().requires_grad_(False)
-    return target, OF_HEADS[head.kind](head, target, vocab)
+    return target, drafter_of(head, target, vocab)
 
 
 HEADS = ["eagle1", "eagle3", "medusa", "medusa-shared", "hydra", "hydra++"]

@@ -21,8 +21,8 @@ from draftsmith.models.folder.drafter_folder import (
     fingerprint,
     open_drafter,
     save_drafter,
-    serve_line,
 )
+from draftsmith.models.servers.serve_lines import serve_line
 from draftsmith.models.target import TargetSpec, load_target
 
 Pair = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]

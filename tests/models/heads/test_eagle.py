@@ -8,7 +8,8 @@ from tiny_eagle import eagle, layer_config
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
 
-from draftsmith.models.heads.eagle import FLAGS, Attention, Eagle, causal
+from draftsmith.models.heads.eagle import FLAGS, Eagle
+from draftsmith.models.heads.layer import Attention, causal
 from draftsmith.models.taps import default_taps, target_states
 from draftsmith.models.vocab import DraftVocab
 

@@ -11,8 +11,8 @@ from tiny_hydra import layer, looks_at
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel, PretrainedConfig, Qwen3Config
 
-from draftsmith.models.heads.eagle import causal
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
+from draftsmith.models.heads.layer import causal
 from draftsmith.models.taps import target_states
 
 

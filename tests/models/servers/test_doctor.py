@@ -119,6 +119,7 @@ def test_each_trap_is_found(place: Path, broken: Callable[[str, Change], Path], 
     assert set(said) == set(SERVERS)
     for server, what in servers.items():
         assert what in found[0].servers[server] and f"{check}: " in said[server]
+        assert verdict == "warning" or "reads it" not in said[server]
 
 
 def test_files_that_cannot_be_read(place: Path, tmp_path: Path) -> None:

@@ -18,10 +18,12 @@ from draftsmith.command import guarded
 from draftsmith.export import main
 from draftsmith.manual import of_module
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter, serve_line
-from draftsmith.models.heads.eagle import Eagle, causal
+from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
+from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import Head
+from draftsmith.models.heads.layer import causal
 from draftsmith.models.servers.export import LAYOUTS, export
+from draftsmith.models.servers.serve_lines import serve_line
 from draftsmith.models.taps import target_states
 
 Target = LlamaForCausalLM

@@ -27,8 +27,8 @@ from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.models.heads.eagle import causal
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
+from draftsmith.models.heads.layer import causal
 from draftsmith.models.heads.medusa import Medusa
 from draftsmith.models.taps import NORM
 from draftsmith.train.losses.pure import divergence, lk_weight

@@ -1,0 +1,119 @@
+"""The decoder layer that heads are made of, on transformers' parts: how positions attend to each
+other is the caller's.
+
+Shapes: B rows, T positions, H hidden, I what the first projections read, A query heads, K key-value
+heads, E head width, O = A * E.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
+
+# (layer, queries [B, T, A, E], keys, values [B, T, K, E]) -> mixed [B, T, A * E]
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+ATTENTIONS = {"llama": LlamaAttention, "qwen3": Qwen3Attention}
+MLPS = {"llama": LlamaMLP, "qwen3": Qwen3MLP}
+LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+LAYER_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps"),
+    *("max_position_embeddings", "initializer_range", "attention_bias", "mlp_bias"),
+    *("attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
+
+
+class Rotary(LlamaRotaryEmbedding):  # the same for Qwen3
+    """transformers' rotary embeddings, whose frequencies stay as they are when a head is cast:
+    rounded to bfloat16 they turn up to a radian too far at position 1,000.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
+
+class EagleLayer(nn.Module):
+    """One decoder layer, apart from how positions attend to each other.
+
+    wide: EAGLE-3's first, which reads a normed embedding beside the normed state. bare: EAGLE-1's
+    first, without a norm before its attention. Else an ordinary one.
+    """
+
+    def __init__(self, config: PretrainedConfig, index: int, *, wide: bool, bare: bool) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn: Any = ATTENTIONS[config.model_type](config, index)
+        if wide:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                old = getattr(self.self_attn, name)
+                new = nn.Linear(2 * hidden, old.out_features, bias=old.bias is not None)
+                setattr(self.self_attn, name, new)
+            self.hidden_norm = LlamaRMSNorm(hidden, eps=eps)
+        if not bare:
+            self.input_layernorm = LlamaRMSNorm(hidden, eps=eps)
+        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps=eps)
+        self.mlp: Any = MLPS[config.model_type](config)
+        self.wide, self.bare = wide, bare
+
+    def enter(
+        self, hidden_BTH: Tensor, embedded_BTH: Tensor, *, normed_residual: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(what the attention's projections read, the residual)."""
+        if self.bare:
+            return hidden_BTH, hidden_BTH
+        if not self.wide:
+            return self.input_layernorm(hidden_BTH), hidden_BTH
+        normed_BTH = self.hidden_norm(hidden_BTH)
+        entry_BTI = torch.cat([self.input_layernorm(embedded_BTH), normed_BTH], -1)
+        return entry_BTI, normed_BTH if normed_residual else hidden_BTH
+
+    def project(
+        self, entry_BTI: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, T, heads, E], turned to their positions."""
+        part = self.self_attn
+        shape = (*entry_BTI.shape[:-1], -1, part.head_dim)
+        query, key, value = (
+            project(entry_BTI).view(shape) for project in (part.q_proj, part.k_proj, part.v_proj)
+        )
+        if hasattr(part, "q_norm"):
+            query, key = part.q_norm(query), part.k_norm(key)
+        query, key = apply_rotary_pos_emb(query, key, *rotary, unsqueeze_dim=2)
+        return query, key, value
+
+    def leave(self, residual_BTH: Tensor, mixed_BTO: Tensor) -> Tensor:
+        """The layer's output from the residual and what attention mixed."""
+        hidden_BTH = residual_BTH + self.self_attn.o_proj(mixed_BTO)
+        return hidden_BTH + self.mlp(self.post_attention_layernorm(hidden_BTH))
+
+
+def causal(mask: Tensor | None = None) -> Attention:
+    """Positions see themselves and what came before; mask: [B, 1, T, T] bool in its place."""
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        grouped = query.shape[1] != key.shape[1]
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
+        return mixed.transpose(1, 2).flatten(2)
+
+    return attend

@@ -1,0 +1,61 @@
+"""What Hydra heads are trained for: each head also reads the tokens up to the one that it
+continues, which in training are the text's own.
+
+Legend: B rows, T positions, S = T - 1 - d positions with a token at depth d, H hidden size, P
+tokens of a path.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.models.heads.hydra import Hydra, HydraConfig
+from draftsmith.models.heads.layer import causal
+from draftsmith.models.target import split_head
+from draftsmith.train.drafts.layer_like import layer_like
+from draftsmith.train.objectives.heads import HeadObjective
+from draftsmith.train.text.batches import Batch
+
+
+class HydraObjective(HeadObjective):
+    """Args (beside those of `HeadObjective`):
+    noise: alpha of NEFTune's noise on the states read, alpha * U(-1, 1) / sqrt(L H) in a document
+        of L tokens.
+    """
+
+    head: Hydra
+    options = ("prefix", "dropout", "noise")
+
+    def __init__(self, *given: Any, noise: float = 0.0, **about: Any) -> None:
+        super().__init__(*given, **about)
+        assert not self.head.config.head_bias, "the loss multiplies by weights alone"
+        self.noise = noise
+
+    @staticmethod
+    def fresh(recipe: Any, target: PreTrainedModel) -> Hydra:
+        rows, hidden = split_head(target)[1].shape
+        prefix = layer_like(target) if recipe.prefix else None
+        sizes = (hidden, rows, recipe.heads, recipe.layers)
+        return Hydra(HydraConfig(*sizes, prefix, recipe.dropout))
+
+    @classmethod
+    def of(cls, recipe: Any, *given: Any) -> Self:
+        return cls(*given, loss=recipe.loss, decay=recipe.decay, noise=recipe.noise)
+
+    def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
+        if self.noise and self.training:
+            reach_BT1 = self.noise / (batch.lengths * norm_BTH.shape[2]).unsqueeze(2).sqrt()
+            norm_BTH = norm_BTH + reach_BT1 * (2 * torch.rand_like(norm_BTH) - 1)
+        mask = batch.attention_mask
+        base_BTH = self.head.prefix(norm_BTH, batch.position_ids, causal(mask))
+        embedded_BTH = self.head.embed(batch.input_ids)
+        length = norm_BTH.shape[1]
+        states = []
+        for depth in range(self.head.levels):
+            many = max(0, length - 1 - depth)
+            path = [embedded_BTH[:, 1 + i : 1 + i + many] for i in range(1 + depth)]
+            path_BSPH = torch.stack(path, 2)
+            states.append(self.head.state(depth, base_BTH[:, :many], path_BSPH))
+        return states
