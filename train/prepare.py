@@ -36,7 +36,7 @@ from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused
 from draftsmith.train.answers.top_logprobs import check_asked
 from draftsmith.train.answers.writers import write_answers
 from draftsmith.train.run.recipe import load, show
-from draftsmith.train.text.prepared import AnswerFile, claim, read_answers, summary, watched
+from draftsmith.train.text.prepared import answer_file, claim, read_answers, summary, watched
 from draftsmith.train.text.tokenise import load_rows
 
 
@@ -67,7 +67,7 @@ class Prepare:
     endpoint_api: str = "auto"  # auto | tokens | chat | text
     endpoint_top_logprobs: int = 0  # of each token, kept to train on
     concurrency: int = 16  # requests under way
-    retries: int = 6  # of a request that failed
+    retries: int = 10  # of a request that failed
     timeout_s: float = 600.0  # of one request
 
 
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> None:
     console.print(show(config), highlight=False)
 
     # ---- answers -----------------------------------------------------------------------------
-    with AnswerFile(out, rank, world) as shard:
+    with answer_file(out, rank, world) as append:
         done = {answer["index"] for answer in read_answers(out)}
         mine = [ask for ask in asks if ask.index // config.samples % world == rank]
         left = [ask for ask in mine if ask.index not in done]
@@ -121,7 +121,7 @@ def main(argv: list[str]) -> None:
         )
         try:
             for answer in watched(answers, len(left), console):
-                shard.append(answer)
+                append(answer)
         except (GivenUp, Refused, KeyboardInterrupt) as stop:
             message = f"finished answers are in {out}; the same command goes on"
             if isinstance(stop, KeyboardInterrupt):

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
+import psutil
 import torch
 from transformers import PreTrainedConfig
 
@@ -71,11 +71,4 @@ def available(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    table = Path("/proc/meminfo")
-    if device.type != "cpu" or not table.exists():
-        return None
-    for line in table.read_text().splitlines():
-        name, _, amount = line.partition(":")
-        if name == "MemAvailable":
-            return int(amount.split()[0]) * 1024
-    return None
+    return psutil.virtual_memory().available if device.type == "cpu" else None

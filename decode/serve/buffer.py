@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from filelock import BaseFileLock
 from torch import Tensor
 
 from draftsmith.decode.engine.harvest import Harvested
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.serve.top_k import likeliest
-from draftsmith.models.disk.atomic import take_lock, write_atomically
+from draftsmith.models.disk.store import hold, open_shard, save_shard
 
 SUFFIX = ".safetensors"
+REMEDY = "remove this file: the others are good"
 ROWS = 128  # whose logits are there at a time: 80 MB at a vocabulary of 152k
 
 
@@ -140,7 +140,7 @@ class ReplayBuffer:
         self.folder = Path(folder)
         self.recent, self.reservoir = recent, reservoir
         self.heldout_every, self.heldout = heldout_every, heldout
-        self._lock = -1
+        self._lock: BaseFileLock | None = None
         self._next = 0
         self._recent: list[int] = []
         self._heldout: list[int] = []
@@ -151,16 +151,10 @@ class ReplayBuffer:
 
         Raises ValueError where another writer has the folder.
         """
-        if self._lock >= 0:
+        if self._lock:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock = take_lock(self.folder / ".lock")
-        except BlockingIOError as error:
-            raise ValueError(
-                f"{self.folder} is being written by another process; expected one server a folder: "
-                "stop that one, or choose another folder or tag"
-            ) from error
+        advice = "expected one server a folder: stop that one, or choose another folder or tag"
+        self._lock = hold(self.folder, advice)
         for half in self.folder.glob(".*.half"):
             half.unlink()
         found = self.all_numbers()
@@ -171,9 +165,9 @@ class ReplayBuffer:
 
     def close(self) -> None:
         """Let another process add; the end of the process does the same."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._lock:
+            self._lock.release()
+            self._lock = None
 
     def add(self, served: Served) -> int:
         """Write a request; once its number is returned it is on the disk. Then drops what no longer
@@ -186,7 +180,8 @@ class ReplayBuffer:
         self.open_for_writing()
         number = self._next
         self._next += 1
-        write_atomically(self._path(number), _as_bytes(served))
+        tensors = {name: value for name, value in vars(served).items() if torch.is_tensor(value)}
+        save_shard(self._path(number), tensors, about=json.dumps(_summary(served)))
         self._keep(number)
         return number
 
@@ -215,30 +210,22 @@ class ReplayBuffer:
             FileNotFoundError: it has been dropped.
             ValueError: its file is broken, which no kill can do.
         """
-        path = self._path(number)
-        try:
-            with safe_open(path, "pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                about = json.loads(file.metadata()["about"])
+        with open_shard(self._path(number), REMEDY) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about = json.loads(file.metadata()["about"])
             more = {name: about.pop(name) for name in ("prompt", "version")}
             for optional in ("norm_NH", "taps_TU"):
                 tensors.setdefault(optional, None)
             about = {name: value for name, value in about.items() if name not in COUNTS}
             return Served(**tensors, **more, about=about)
-        except FAULTS as error:
-            raise _broken(path, error) from error
 
     def about(self, number: int) -> dict[str, Any]:
         """`Served.about`, with prompt, version, and how many tokens were answer, accepted and
         corrected. Reads the head of the file alone; raises what `read` raises.
         """
-        path = self._path(number)
-        try:
-            with safe_open(path, "pt") as file:
-                found: dict[str, Any] = json.loads(file.metadata()["about"])
-                return found
-        except FAULTS as error:
-            raise _broken(path, error) from error
+        with open_shard(self._path(number), REMEDY) as file:
+            found: dict[str, Any] = json.loads(file.metadata()["about"])
+        return found
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:012d}{SUFFIX}"
@@ -259,17 +246,14 @@ class ReplayBuffer:
 
 
 COUNTS = ("answer", "accepted", "corrected")
-FAULTS = (SafetensorError, KeyError, TypeError, ValueError)
 
 
-def _as_bytes(served: Served) -> bytes:
-    tensors = {
-        name: value.contiguous() for name, value in vars(served).items() if torch.is_tensor(value)
-    }
+def _summary(served: Served) -> dict[str, Any]:
+    """What the head of a request's file says."""
     about = served.about | {"prompt": served.prompt, "version": served.version}
     about |= {"answer": len(served.accepted_A), "accepted": int(served.accepted_A.sum())}
     about["corrected"] = int(served.corrected_A.sum())
-    return save(tensors, metadata={"about": json.dumps(about)})
+    return about
 
 
 def _is_request(name: str) -> bool:
@@ -278,10 +262,3 @@ def _is_request(name: str) -> bool:
 
 def _hash(number: int) -> bytes:
     return hashlib.blake2b(str(number).encode(), digest_size=8).digest()
-
-
-def _broken(path: Path, error: BaseException) -> ValueError:
-    return ValueError(
-        f"{path}: got no whole served request ({error!r}), expected one as the server wrote it; "
-        "remove this file: the others are good"
-    )

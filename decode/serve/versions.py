@@ -9,12 +9,12 @@ moment leaves a current version that loads. One process publishes; any may read.
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from draftsmith.models.disk.atomic import settle, take_lock, write_atomically
+from draftsmith.models.disk.atomic import settle, write_atomically
+from draftsmith.models.disk.store import hold
 from draftsmith.models.heads.head import heads
 
 KEPT = 4
@@ -61,18 +61,15 @@ class Versions:
 
         Raises ValueError where another one is.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = take_lock(self.folder / ".learner")
-        except BlockingIOError as error:
-            raise ValueError(
-                f"{self.folder} has a learner already; expected one a tag: stop that one, or give "
-                "tag= and drafter= of another of the server's drafts"
-            ) from error
+        advice = (
+            "expected one learner a tag: stop that one, or give tag= and drafter= of another of "
+            "the server's drafts"
+        )
+        lock = hold(self.folder, advice, name=".learner")
         try:
             yield
         finally:
-            os.close(lock)
+            lock.release()
 
     def publish(self, write: Callable[[Path], None], why: str, *, spare: int = 0) -> int:
         """Have `write` make a new version's folder, and serve it. Its errors pass: the version

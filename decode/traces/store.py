@@ -22,25 +22,23 @@ round's tree, its root left out):
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
-from draftsmith.models.disk.atomic import write_atomically
-from draftsmith.models.disk.read_lm import read_json
+from draftsmith.models.disk.store import Manifest, hold, open_shard, save_shard
 
 __all__ = ["KINDS", "Trace", "TraceWriter", "read_traces"]
 
-SCHEMA = 1
-MANIFEST = "trace.json"
 KINDS = ("decoder", "mixed", "judge")
 SHARD_ROWS = 1 << 14
 # Where things lie, and which code wrote them, doesn't change what they are.
-NOT_COMPARED = ("path", "name", "commit")
+MANIFEST = Manifest(
+    "trace.json", "draftsmith trace", schema=1, decides="about", free=("path", "name", "commit")
+)
 
 
 class Trace(NamedTuple):
@@ -59,8 +57,8 @@ class TraceWriter:
         max_bytes: of the rows; a prompt that would exceed it is not taken.
         shard_rows: a shard is written once it holds as many.
 
-    Raises ValueError for an unknown kind, a folder of other rows (naming what differs), and a shard
-    that is missing, cut or foreign.
+    Raises ValueError for an unknown kind, a folder of other rows (naming what differs) or that
+    another process writes to, and a shard that is missing, cut or foreign.
     """
 
     def __init__(
@@ -74,15 +72,12 @@ class TraceWriter:
         if about.get("kind") not in KINDS:
             raise ValueError(f"trace: got kind {about.get('kind')!r}, expected one of {KINDS}")
         self.folder, self.max_bytes, self.shard_rows = Path(folder), max_bytes, shard_rows
-        self.folder.mkdir(parents=True, exist_ok=True)
-        about = json.loads(json.dumps(about))
-        self.manifest: dict[str, Any] = {"schema": SCHEMA, "about": about, "columns": {}}
-        self.manifest |= {"shards": [], "empty": []}
-        if (self.folder / MANIFEST).exists():
-            self.manifest = _read_manifest(self.folder)
-            _check_same(self.folder, self.manifest["about"], about)
-            for shard in self.manifest["shards"]:
-                _opened(self.folder, self.manifest, shard)
+        self._lock = hold(self.folder, "wait for it, or give this run a folder of its own")
+        begun = {"about": about, "columns": {}, "shards": [], "empty": []}
+        self.manifest = MANIFEST.claim(self.folder, begun)
+        for shard in self.manifest["shards"]:
+            with _opened(self.folder, self.manifest, shard):
+                pass
         shards = self.manifest["shards"]
         self.done = {prompt for shard in shards for prompt in shard["prompts"]}
         self.done |= set(self.manifest["empty"])
@@ -119,16 +114,16 @@ class TraceWriter:
             self._write()
 
     def close(self) -> None:
-        """Write what is waiting."""
+        """Write what is waiting, and let another process write."""
         self._write()
+        self._lock.release(force=True)
 
     def _write(self) -> None:
         shards = self.manifest["shards"]
         if self._waiting:
             parts = self._waiting.values()
             tensors = {
-                name: torch.cat([part[name] for part in parts]).cpu().contiguous()
-                for name in self.manifest["columns"]
+                name: torch.cat([part[name] for part in parts]) for name in self.manifest["columns"]
             }
             shard: dict[str, Any] = {
                 "file": f"trace-{len(shards):05d}.safetensors",
@@ -136,11 +131,10 @@ class TraceWriter:
                 "bytes": sum(column.nbytes for column in tensors.values()),
                 "prompts": list(self._waiting),
             }
-            content = save(tensors, {"of": _mark(self.manifest, shard)})
-            write_atomically(self.folder / shard["file"], content)
-            shards.append(shard | {"size": len(content)})
+            save_shard(self.folder / shard["file"], tensors, of=_mark(self.manifest, shard))
+            shards.append(shard)
             self._waiting = {}
-        write_atomically(self.folder / MANIFEST, json.dumps(self.manifest, indent=1).encode())
+        MANIFEST.write(self.folder, self.manifest)
 
 
 def read_traces(
@@ -152,7 +146,7 @@ def read_traces(
     column that it lacks, and a shard that is missing, cut or foreign.
     """
     folder = Path(folder)
-    manifest = _read_manifest(folder)
+    manifest = MANIFEST.read(folder)
     if kind not in (None, manifest["about"]["kind"]):
         raise ValueError(
             f"got {folder}, a trace of kind {manifest['about']['kind']!r}, expected {kind!r}; give "
@@ -174,75 +168,25 @@ def read_traces(
     }
     at = 0
     for shard in manifest["shards"]:
-        opened = _opened(folder, manifest, shard)
-        for name, column in found.items():
-            column[at : at + shard["rows"]] = opened.get_tensor(name)
+        with _opened(folder, manifest, shard) as opened:
+            for name, column in found.items():
+                column[at : at + shard["rows"]] = opened.get_tensor(name)
         at += shard["rows"]
     return Trace(manifest["about"], found)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    if not (folder / MANIFEST).is_file():
-        raise ValueError(
-            f"got {folder} without {MANIFEST}; expected the folder of a trace, as python -m "
-            "draftsmith trace writes it; check the path"
-        )
-    manifest = read_json(folder / MANIFEST)
-    if manifest.get("schema") != SCHEMA:
-        raise ValueError(
-            f"got {folder / MANIFEST} of schema {manifest.get('schema')!r}, expected {SCHEMA}; "
-            "trace again with this version"
-        )
-    return manifest
-
-
-def _opened(folder: Path, manifest: dict[str, Any], shard: dict[str, Any]) -> Any:
+def _opened(
+    folder: Path, manifest: dict[str, Any], shard: dict[str, Any]
+) -> AbstractContextManager[Any]:
     """A shard's file, once it is known to be the one that was written."""
-    file = folder / shard["file"]
-    size = file.stat().st_size if file.is_file() else None
-    if size != shard["size"]:
-        cut = f"cut or foreign: {size} bytes, {shard['size']} were written"
-        raise _damaged(file, "missing" if size is None else cut)
-    try:
-        opened = safe_open(file, "pt")
-    except (OSError, SafetensorError) as error:
-        raise _damaged(file, f"cut ({error})") from error
-    if (opened.metadata() or {}).get("of") != _mark(manifest, shard):
-        raise _damaged(file, "of another trace")
-    return opened
-
-
-def _damaged(file: Path, what: str) -> ValueError:
-    return ValueError(
-        f"{file}: got a shard that is {what}, expected it as it was written; copy it again, or "
-        "delete the folder and trace anew"
-    )
+    remedy = "copy it again, or delete the folder and trace anew"
+    return open_shard(folder / shard["file"], remedy, of=_mark(manifest, shard))
 
 
 def _mark(manifest: dict[str, Any], shard: dict[str, Any]) -> str:
     """What a shard says of itself: which rows of which prompts it holds."""
     says = [manifest["about"], shard["file"], shard["rows"], shard["prompts"]]
     return hashlib.sha256(json.dumps(says, sort_keys=True).encode()).hexdigest()
-
-
-def _check_same(folder: Path, found: dict[str, Any], given: dict[str, Any]) -> None:
-    differ = _differences(found, given)
-    if differ:
-        raise ValueError(
-            f"{folder} holds another trace ({'; '.join(differ)}); expected the same target, "
-            "drafter and settings to go on with it; restore those, or give this run a folder of "
-            "its own"
-        )
-
-
-def _differences(found: Any, given: Any, where: str = "") -> list[str]:
-    """What differs between two JSON objects, by name, in words."""
-    if isinstance(found, dict) and isinstance(given, dict):
-        names = [name for name in {**found, **given} if name not in NOT_COMPARED]
-        inner = [(found.get(name), given.get(name), f"{where} {name}".strip()) for name in names]
-        return [line for part in inner for line in _differences(*part)]
-    words = [value[:12] if isinstance(value, str) else value for value in (given, found)]
-    return [] if found == given else [f"{where}: got {words[0]}, there {words[1]}"]
 
 
 def _dtype(column: Tensor) -> str:

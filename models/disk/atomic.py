@@ -1,7 +1,6 @@
 """Getting what was written onto the disk."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -48,20 +47,6 @@ def settle(written: Path, final: Path) -> None:
 def previous(folder: Path) -> Path:
     """Where a kill in the middle of `whole_folder`'s end leaves what was in `folder` before."""
     return folder.with_name(f".{folder.name}.previous")
-
-
-def take_lock(path: Path) -> int:
-    """Lock a file, until the handle is closed or the process ends.
-
-    Raises BlockingIOError where somebody has it.
-    """
-    handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise
-    return handle
 
 
 @contextlib.contextmanager

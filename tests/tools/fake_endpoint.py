@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.bodies.append(body)
             server.times.append(time.monotonic())
-            server.headers.append(dict(self.headers))
+            server.headers.append({name.lower(): value for name, value in self.headers.items()})
             server.now += 1
             server.most = max(server.most, server.now)
             fault = server.faults.pop(0) if server.faults else OK

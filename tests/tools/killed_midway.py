@@ -15,11 +15,11 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from draftsmith.decode.engine.session import Session
-from draftsmith.decode.serve import buffer as replay_buffer
 from draftsmith.decode.serve import server
 from draftsmith.decode.serve import versions as draft_versions
-from draftsmith.decode.serve.buffer import ReplayBuffer
+from draftsmith.decode.serve.buffer import ReplayBuffer, Served
 from draftsmith.decode.serve.versions import Versions
+from draftsmith.models.disk import store
 from draftsmith.train import online
 
 ENTRIES = {"serve": server.main, "online": online.main}
@@ -65,10 +65,8 @@ def in_the_third_update() -> None:
 
 
 SERVER: dict[str, Callable[[], None]] = {
-    "half a request is written": lambda: at_call(replay_buffer, "write_atomically", 5, half_of_it),
-    "a request isn't acknowledged": lambda: at_call(
-        replay_buffer, "write_atomically", 5, None, after=True
-    ),
+    "half a request is written": lambda: at_call(store, "write_atomically", 5, half_of_it),
+    "a request isn't acknowledged": lambda: at_call(store, "write_atomically", 5, None, after=True),
     "a new draft is about to be used": lambda: at_call(Session, "swap_drafter", 2, nothing),
     "a new draft has no number yet": lambda: at_call(Session, "swap_drafter", 2, None, after=True),
 }
@@ -86,7 +84,7 @@ SPOTS = SERVER | LEARNER | {"never": lambda: None}
 def main(spot: str, told: str, entry: str, *arguments: str) -> int:
     add, handle = ReplayBuffer.add, os.open(told, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def add_and_tell(self: ReplayBuffer, served: replay_buffer.Served) -> int:
+    def add_and_tell(self: ReplayBuffer, served: Served) -> int:
         number = add(self, served)
         os.write(handle, f"{number}\n".encode())
         return number

@@ -377,7 +377,7 @@ def test_traces_of_states_of_two_widths(
         ("threshold=1.0", "threshold: got 1.0, expected a number between 0 and 1"),
         ("reject_weight=-1", "reject_weight: got -1.0"),
         ("traces=[]", "traces: got none"),
-        ("traces=[nowhere]", "got nowhere without trace.json"),
+        ("traces=[nowhere]", "nowhere: got no trace.json"),
         ("lr=1e30", "isn't finite|the loss is|aren't finite"),
     ],
 )

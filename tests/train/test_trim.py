@@ -28,7 +28,7 @@ from draftsmith.models.servers.export import export
 from draftsmith.models.servers.serve_lines import serve_line
 from draftsmith.models.vocab import FILE, DraftVocab
 from draftsmith.train.drafts.draft_start import given_draft
-from draftsmith.train.text.prepared import AnswerFile, claim, load_prepared
+from draftsmith.train.text.prepared import answer_file, claim, load_prepared
 from draftsmith.train.trim import AS_IT_IS, Trim, run, trimmed_head
 
 V = 320
@@ -215,10 +215,10 @@ def at_hand(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     params = SamplingParams(temperature=1.0, max_new_tokens=24)
     done = Decoder(target, tokenizer, batch_size=8).generate(asked, params)
     claim(root / "answers", {"requests": 8}, {})
-    with AnswerFile(root / "answers", 0, 1) as shard:
+    with answer_file(root / "answers", 0, 1) as append:
         for i, one in enumerate(done):
             ids = {"prompt_ids": one.prompt_tokens, "token_ids": one.tokens}
-            shard.append({"index": i, "finish_reason": one.finish_reason, **ids})
+            append({"index": i, "finish_reason": one.finish_reason, **ids})
     return {
         "drafter": str(save_lm(root / "draft", None, pair)),
         "target": on_disk(root / "target", target, tokenizer),

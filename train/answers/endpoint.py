@@ -10,14 +10,9 @@ the server wrote; `EndpointAnswer.mismatch` says so where its token counts tell.
 
 import json
 import os
-import random
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,10 +25,9 @@ from draftsmith.train.answers.top_logprobs import TopLogprobs, asked, read_top_l
 
 APIS = ("auto", "tokens", "chat", "text")
 API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"
-LONGEST_WAIT_S = 120.0
-# What servers say to a request that they don't understand, and to one that they can't serve now.
+# What servers say to a request that they don't understand, and what the client tries again.
 NOT_UNDERSTOOD = frozenset({400, 404, 405, 415, 422, 501})
-TRANSIENT = frozenset({408, 425, 429, *range(500, 600)}) - NOT_UNDERSTOOD
+TRANSIENT = frozenset({408, 409, 429, *range(500, 600)}) - NOT_UNDERSTOOD
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class EndpointAnswer:
 
 
 class Endpoint:
-    """A client with bounded concurrency and retries.
+    """Requests by the openai client (its retries, waits and connections), some at a time.
 
     Args:
         url: the server, `http://host:port` or with its `/v1`. A key in the environment variable
@@ -66,11 +60,12 @@ class Endpoint:
         model: as the server names it; empty: the one that it serves.
         api: one of `APIS`.
         timeout_s: the longest silence of a connection.
-        retries: how often a request is sent again after 429, 5xx or a lost connection.
-        backoff_s: the wait before the first retry; it doubles each time, with jitter.
+        retries: how often a request is sent again after 429, 5xx or a lost connection. Waits double
+            from half a second to eight; ten take a minute. Where the server says how long, that.
 
     Raises:
-        ValueError: an unknown api, or a model that is not named while the server has several.
+        ValueError: an unknown api, a model that is not named while the server has several, or no
+            openai client.
         GivenUp: the server can't be reached.
     """
 
@@ -83,8 +78,7 @@ class Endpoint:
         api: str = "auto",
         concurrency: int = 16,
         timeout_s: float = 600.0,
-        retries: int = 6,
-        backoff_s: float = 1.0,
+        retries: int = 10,
     ) -> None:
         if api not in APIS:
             raise ValueError(f"api: got {api!r}, expected one of {', '.join(APIS)}")
@@ -97,10 +91,15 @@ class Endpoint:
         self.tokenizer = tokenizer
         self.api = api
         self.concurrency = concurrency
-        self.timeout_s = timeout_s
-        self.retries = retries
-        self.backoff_s = backoff_s
-        self._stop = threading.Event()
+        self._openai = _openai()
+        key = os.environ.get(API_KEY_VARIABLE)
+        # OPENAI_API_KEY, OPENAI_ORG_ID and OPENAI_PROJECT_ID are none of this server's business.
+        none = self._openai.Omit()
+        self._headers = {"Authorization": f"Bearer {key}" if key else none}
+        self._headers |= {"OpenAI-Organization": none, "OpenAI-Project": none}
+        self._client = self._openai.OpenAI(
+            base_url=self.url, api_key="-", timeout=timeout_s, max_retries=retries
+        )
         self.model = model or self._served_model()
 
     def answers(
@@ -118,31 +117,26 @@ class Endpoint:
         waiting = iter(asks)
         under_way: dict[Future[EndpointAnswer], Ask] = {}
         failure: ValueError | None = None
-        self._stop.clear()
         with ThreadPoolExecutor(self.concurrency) as pool:
-            try:
-                while True:
-                    # One request alone finds out which api the server has.
-                    room = 1 if self.api == "auto" else self.concurrency
-                    while failure is None and len(under_way) < room:
-                        ask = next(waiting, None)
-                        if ask is None:
-                            break
-                        under_way[pool.submit(self._answer, ask, params)] = ask
-                    if not under_way:
+            while True:
+                # One request alone finds out which api the server has.
+                room = 1 if self.api == "auto" else self.concurrency
+                while failure is None and len(under_way) < room:
+                    ask = next(waiting, None)
+                    if ask is None:
                         break
-                    done, _ = wait(under_way, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        ask = under_way.pop(future)
-                        try:
-                            reply = future.result()
-                        except ValueError as error:
-                            failure = failure or error
-                            self._stop.set()
-                        else:
-                            yield ask, reply
-            finally:
-                self._stop.set()
+                    under_way[pool.submit(self._answer, ask, params)] = ask
+                if not under_way:
+                    break
+                done, _ = wait(under_way, return_when=FIRST_COMPLETED)
+                for future in done:
+                    ask = under_way.pop(future)
+                    try:
+                        reply = future.result()
+                    except ValueError as error:
+                        failure = failure or error
+                    else:
+                        yield ask, reply
         if failure is not None:
             raise failure
 
@@ -177,15 +171,14 @@ class Endpoint:
         if api == "chat":
             if not ask.messages:
                 raise ValueError(f"request {ask.index} is plain text, expected a chat for api=chat")
-            return self._read(
-                self._post("/chat/completions", body | {"messages": list(ask.messages)}, ask), ask
-            )
+            body |= {"messages": list(ask.messages)}
+            return self._read(self._send("/chat/completions", body), ask)
         prompt = (
             {"prompt": ask.ids, "return_token_ids": True, **asked(ask.top_logprobs)}
             if api == "tokens"
             else {"prompt": ask.text}
         )
-        return self._read(self._post("/completions", body | prompt, ask), ask)
+        return self._read(self._send("/completions", body | prompt), ask)
 
     def _read(self, answer: dict[str, Any], ask: Ask) -> EndpointAnswer:
         try:
@@ -221,50 +214,35 @@ class Endpoint:
         )
 
     def _served_model(self) -> str:
-        names = [entry["id"] for entry in self._send("/models", None, seed=0).get("data", [])]
+        names = [entry["id"] for entry in self._send("/models").get("data", [])]
         if len(names) != 1:
             raise ValueError(
                 f"{self.url} serves {names}; say which one to ask with endpoint_model=..."
             )
         return str(names[0])
 
-    def _post(self, path: str, body: dict[str, Any], ask: Ask) -> dict[str, Any]:
-        return self._send(path, json.dumps(body).encode(), seed=ask.seed)
-
-    def _send(self, path: str, body: bytes | None, *, seed: int) -> dict[str, Any]:
-        """One request with its retries. `seed` is that of the jitter."""
-        jitter = random.Random(seed)
-        attempts = 0
-        while True:
-            asked_wait_s = 0.0
-            try:
-                return self._send_once(path, body)
-            except _Busy as busy:
-                problem, asked_wait_s = str(busy), busy.wait_s
-            except (OSError, HTTPException, json.JSONDecodeError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            wait_s = max(self.backoff_s * 2**attempts * (0.5 + jitter.random()), asked_wait_s)
-            attempts += 1
-            if attempts > self.retries or self._stop.wait(min(wait_s, LONGEST_WAIT_S)):
-                raise GivenUp(
-                    f"{self.url}{path}: given up after {attempts} attempts, the last: {problem}; "
-                    "is the server up, and is this its address?"
-                )
-
-    def _send_once(self, path: str, body: bytes | None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if os.environ.get(API_KEY_VARIABLE):
-            headers["Authorization"] = f"Bearer {os.environ[API_KEY_VARIABLE]}"
-        request = urllib.request.Request(self.url + path, data=body, headers=headers)
+    def _send(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What a server says to a request, or to a GET. By the client's way around its models of
+        answers: a server's own fields pass, and so does one that names no type of content.
+        """
+        ask = self._client.post if body else self._client.get
+        given = {"body": body} if body else {}
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-                answer = json.loads(response.read().decode(errors="replace"))
-        except urllib.error.HTTPError as error:
-            with error:
-                said = f"{error.code} {error.read()[:300].decode(errors='replace')}"
-            if error.code in TRANSIENT:
-                raise _Busy(said, _seconds(error.headers.get("Retry-After"))) from error
-            raise Refused(f"{self.url}{path} refuses: {said}", error.code) from error
+            said = ask(path, cast_to=str, options={"headers": self._headers}, **given)
+        except self._openai.APIError as error:
+            code = getattr(error, "status_code", None)  # None: no connection, or a lost one
+            problem = f"{code} {error.response.text[:300]}" if code else repr(error.__cause__)
+            if code and code not in TRANSIENT:
+                raise Refused(f"{self.url}{path} refuses: {problem}", code) from error
+            attempts = int(error.request.headers["x-stainless-retry-count"]) + 1
+            raise GivenUp(
+                f"{self.url}{path}: given up after {attempts} attempts, the last: {problem}; "
+                "is the server up, and is this its address?"
+            ) from error
+        try:
+            answer = json.loads(said)
+        except json.JSONDecodeError:
+            answer = said
         if not isinstance(answer, dict):
             raise ValueError(f"{self.url}{path}: got {answer!r:.100}, expected a JSON object")
         return answer
@@ -282,14 +260,13 @@ class GivenUp(ValueError):
     """The retries of a request are used up."""
 
 
-class _Busy(Exception):
-    """A status that another attempt may cure, `wait_s` from now at the earliest."""
-
-    def __init__(self, message: str, wait_s: float) -> None:
-        super().__init__(message)
-        self.wait_s = wait_s
-
-
-def _seconds(retry_after: str | None) -> float:
-    """Retry-After in seconds; its other form, a date, is left to the backoff."""
-    return float(retry_after) if retry_after and retry_after.strip().isdigit() else 0.0
+def _openai() -> Any:
+    """The client's package; ValueError where it isn't installed."""
+    try:
+        import openai
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"endpoint: got no package {error.name}, expected the extra `endpoint`: "
+            "pip install 'draftsmith[endpoint]'"
+        ) from error
+    return openai

@@ -7,9 +7,7 @@
       done.json          written last, when the result is saved
 """
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from draftsmith.models.disk.atomic import settle, write_atomically
+from draftsmith.models.disk.store import hold, what_differs
 
 KEPT_CHECKPOINTS = 2
 # Where the run lies and who watches it don't change what it computes.
@@ -50,11 +49,14 @@ class Run:
         self.metrics = self.folder / "metrics.jsonl"
         self.cache = self.folder / "cache"
         self.best = self.folder / "best" / "weights.safetensors"
-        self._lock = -1
         if main:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = hold(
+                self.folder,
+                "wait for it or stop it, or give this run a folder of its own with out=...",
+                again=True,
+            )
+            self.checkpoints.mkdir(exist_ok=True)
             self.best.parent.mkdir(exist_ok=True)
-            self._take_lock()
             for half in self.checkpoints.glob(".step-*"):
                 shutil.rmtree(half)
         stored = self.folder / "recipe.yaml"
@@ -62,7 +64,7 @@ class Run:
         changed = ["it is new"]
         if stored.exists():
             old, new, default = map(_flat, (stored.read_text(), recipe, defaults))
-            changed = _changes(default | old, default | new, free)
+            changed = what_differs(default | old, default | new, free)
         if changed and (self.latest() or self.finished()):
             raise ValueError(
                 f"{folder} holds a run with another recipe ({'; '.join(changed)}). Repeat its "
@@ -77,9 +79,8 @@ class Run:
 
     def close(self) -> None:
         """Let another process use the folder; the end of the process does the same."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self.main:
+            self._lock.release(force=True)
 
     def finished(self) -> dict[str, Any] | None:
         """The summary that `finish` wrote, or None while the run isn't done."""
@@ -125,21 +126,6 @@ class Run:
         assert not absent and not unknown, f"{self.best} lacks {absent}, has {unknown}"
         return step
 
-    def _take_lock(self) -> None:
-        self._lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
-        try:
-            # Between processes: a process that tries again after an error doesn't lock itself out.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.read(self._lock, 20).decode() or "unknown"
-            self.close()
-            raise ValueError(
-                f"{self.folder} is in use by process {owner}: wait for it or stop it, "
-                "or give this run a folder of its own with out=..."
-            ) from error
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-
 
 def _flat(text: str) -> dict[str, Any]:
     """The settings of a YAML text by their full names."""
@@ -153,11 +139,3 @@ def _flat(text: str) -> dict[str, Any]:
             else:
                 flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _changes(old: dict[str, Any], new: dict[str, Any], free: set[str]) -> list[str]:
-    return [
-        f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} now"
-        for key in sorted(old.keys() | new.keys())
-        if key not in free and old.get(key) != new.get(key)
-    ]

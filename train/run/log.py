@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from draftsmith.models.disk.atomic import write_atomically
+from draftsmith.models.disk.store import read_lines
 
 LINE_SECONDS = 10.0  # between two plain lines where the output is no terminal
 SHOWN = ("loss", "alpha", "grad_norm")
@@ -101,10 +102,7 @@ def keep_through(metrics: Path, step: int) -> None:
     """Drop the records after `step`, and a last line that was cut off."""
     if not metrics.exists():
         return
-    kept = []
-    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] <= step:
-            kept.append(line)
+    kept = [json.dumps(record) + "\n" for record in read_lines(metrics) if record["step"] <= step]
     write_atomically(metrics, "".join(kept).encode())
 
 

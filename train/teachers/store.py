@@ -23,20 +23,19 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from rich.progress import track
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.models.disk.atomic import write_atomically
-from draftsmith.models.disk.read_lm import read_json
+from draftsmith.models.disk.store import Manifest, open_shard, save_shard
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.train.run.frozen_target import in_company
 from draftsmith.train.text.batches import Batches
 
 FORMAT = 1
 SHARD_BYTES = 2**29
+INDEX = Manifest("index.json", "training with cache=")
+REMEDY = "delete this file and repeat the command: it alone is written again"
 
 
 class TokenShards:
@@ -115,12 +114,7 @@ class TokenShards:
 
         Raises ValueError for a folder made from something else, or too little room on the disk.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        index = self.folder / "index.json"
-        if index.exists():
-            self._check_identity(index)
-        else:
-            write_atomically(index, json.dumps(self.identity, indent=1).encode())
+        INDEX.claim(self.folder, self.identity)
         left = [shard for shard in range(len(self)) if not self.path(shard).exists()]
         needed = sum(map(self.tokens, left)) * self.token_bytes
         free = shutil.disk_usage(self.folder).free
@@ -156,7 +150,7 @@ class TokenShards:
                 self._check_content(shard)
             else:
                 tensors = self.compute(shard)
-                write_atomically(self.path(shard), save(tensors, {"of": self._mark(tensors)}))
+                save_shard(self.path(shard), tensors, of=self._mark(tensors))
 
     def passes(self, shard: int) -> Iterator[tuple[dict[str, Tensor], list[slice]]]:
         """(what the target's body reads, the rows of the shard that each text in it is)."""
@@ -191,19 +185,13 @@ class TokenShards:
     def _tensors(self, shard: int) -> dict[str, Tensor]:
         """A shard's tensors, mapped into memory: only the rows that are read are loaded."""
         if shard not in self._open:
-            path = self.path(shard)
-            try:
-                mark = self._read_mark(shard)
-                self._open[shard] = load_file(path)
-            except (OSError, SafetensorError) as error:
-                raise _damaged(path, f"cut or missing ({error})") from error
-            if not mark.startswith(self.hash):
-                raise _damaged(path, "of another cache")
+            with open_shard(self.path(shard), REMEDY, of=self.hash) as file:
+                self._open[shard] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return self._open[shard]
 
     def _check_content(self, shard: int) -> None:
-        if self._mark(self._tensors(shard)) != self._read_mark(shard):
-            raise _damaged(self.path(shard), "damaged: its checksum differs")
+        with open_shard(self.path(shard), REMEDY, of=self._mark(self._tensors(shard))):
+            pass
 
     def _mark(self, tensors: dict[str, Tensor]) -> str:
         """What a shard says of itself: the cache that it belongs to, the checksum of its tensors.
@@ -215,38 +203,9 @@ class TokenShards:
             total = zlib.crc32(tensors[name].view(torch.uint8).numpy().data, total)
         return f"{self.hash} {total:08x}"
 
-    def _read_mark(self, shard: int) -> str:
-        with safe_open(self.path(shard), "pt") as file:
-            return (file.metadata() or {}).get("of", "")
-
-    def _check_identity(self, index: Path) -> None:
-        found, given = read_json(index), self.identity
-        differ = [
-            f"{name}: got {_short(found.get(name))}, expected {_short(given.get(name))}"
-            for name in sorted(found.keys() | given.keys())
-            if found.get(name) != given.get(name)
-        ]
-        if differ:
-            raise ValueError(
-                f"{self.folder} holds rows made with other weights, text or settings "
-                f"({'; '.join(differ)}); restore those, give this run a folder of its own, or "
-                "delete this one to write it anew"
-            )
-
 
 def autocast_type(device: str) -> str | None:
     """What autocast computes products in on this kind of device, None where it is off."""
     if not torch.is_autocast_enabled(device):
         return None
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-
-
-def _damaged(path: Path, what: str) -> ValueError:
-    return ValueError(
-        f"{path}: got a shard that is {what}, expected it as it was written; delete this file and "
-        "repeat the command: it alone is written again"
-    )
-
-
-def _short(value: Any) -> str:
-    return value[:12] if isinstance(value, str) else str(value)

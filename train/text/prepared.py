@@ -6,30 +6,28 @@ line is dropped. Finished requests are found across all shards, so a run may con
 number of processes.
 """
 
-import fcntl
-import json
 import math
-import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from draftsmith.models.disk.store import Manifest, appending, read_lines
 from draftsmith.train.text.batches import Examples
 
 Answer = dict[str, Any]
-MANIFEST = "prepare.json"
+MANIFEST = Manifest("prepare.json", "train/prepare.py", schema=1, decides="identity")
 LINE_SECONDS = 30.0  # between two plain lines
-SCHEMA = 1
 
 
 def is_prepared(folder: str | Path) -> bool:
     """Whether train/prepare.py wrote this folder."""
-    return (Path(folder) / MANIFEST).is_file()
+    return MANIFEST.is_in(folder)
 
 
 def claim(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> None:
@@ -43,26 +41,9 @@ def claim(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> None
     Raises:
         ValueError: the folder belongs to another recipe, or holds something else.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / MANIFEST
-    identity = json.loads(json.dumps(identity))
-    if path.exists():
-        found = read_identity(folder)
-        differ = [k for k in identity | found if identity.get(k) != found.get(k)]
-        if differ:
-            key = differ[0]
-            raise ValueError(
-                f"{folder} was begun with another recipe: {', '.join(differ)} differ ({key} is "
-                f"{found.get(key)!r} there and {identity.get(key)!r} here); choose another out=, "
-                "or remove the folder"
-            )
-    elif shards(folder):
-        raise ValueError(f"{folder} holds answers without {MANIFEST}; choose another out=")
-    else:
-        manifest = {"schema": SCHEMA, "identity": identity, "about": about}
-        temporary = path.with_suffix(f".tmp{os.getpid()}")
-        temporary.write_text(json.dumps(manifest, indent=1) + "\n")
-        temporary.replace(path)
+    if shards(folder) and not is_prepared(folder):
+        raise ValueError(f"{folder} holds answers without {MANIFEST.name}; choose another out=")
+    MANIFEST.claim(folder, {"identity": identity, "about": about})
 
 
 def shards(folder: Path) -> list[Path]:
@@ -71,17 +52,7 @@ def shards(folder: Path) -> list[Path]:
 
 def read_answers(folder: Path) -> Iterator[Answer]:
     """The finished answers of all shards. Raises ValueError on a spoiled line (file and number)."""
-    for path in shards(folder):
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break  # torn by a kill, or being written this moment
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise ValueError(
-                        f"{path}:{number}: not JSON ({error}); remove the line to have it redone"
-                    ) from error
+    return chain.from_iterable(map(read_lines, shards(folder)))
 
 
 def summary(folder: Path, requests: int) -> str:
@@ -135,49 +106,15 @@ def watched(answers: Iterable[Answer], total: int, console: Console) -> Iterator
             yield answer
 
 
-class AnswerFile:
-    """The file that one rank appends its answers to.
-
-    Raises:
-        ValueError: another process is writing it (two runs that don't know of each other).
-    """
-
-    def __init__(self, folder: Path, rank: int, world: int) -> None:
-        self.path = folder / f"answers-{rank:05d}-of-{world:05d}.jsonl"
-        self._file = self.path.open("a+b")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            raise ValueError(
-                f"{self.path} is being written by another process; expected one run a folder, and "
-                "with several processes a launch that connects them (accelerate launch)"
-            ) from error
-        self._drop_torn_line()
-
-    def append(self, answer: Answer) -> None:
-        """Write one finished answer through to the operating system."""
-        self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
-
-    def __enter__(self) -> "AnswerFile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
-
-    def _drop_torn_line(self) -> None:
-        self._file.seek(0)
-        whole = 0
-        for line in self._file:
-            if line.endswith(b"\n"):
-                whole += len(line)
-        self._file.truncate(whole)
+def answer_file(
+    folder: Path, rank: int, world: int
+) -> AbstractContextManager[Callable[[Answer], None]]:
+    """What appends answers to the file of one rank; errors of `store.appending`."""
+    advice = (
+        "expected one run a folder, and with several processes a launch that connects them "
+        "(accelerate launch)"
+    )
+    return appending(folder / f"answers-{rank:05d}-of-{world:05d}.jsonl", advice)
 
 
 def load_prepared(folder: str | Path) -> Examples:
@@ -197,10 +134,6 @@ def load_prepared(folder: str | Path) -> Examples:
 
 def finished_answers(folder: Path) -> list[Answer]:
     """The answers of a finished run in the order of the requests; errors of `load_prepared`."""
-    if not is_prepared(folder):
-        raise ValueError(
-            f"{folder}: got no {MANIFEST}, expected a folder that train/prepare.py wrote"
-        )
     requests = read_identity(folder)["requests"]
     answers = {answer["index"]: answer for answer in read_answers(folder)}
     if len(answers) < requests:
@@ -213,14 +146,4 @@ def finished_answers(folder: Path) -> list[Answer]:
 
 def read_identity(folder: Path) -> dict[str, Any]:
     """What decides the answers of a prepared folder, as `claim` was told."""
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-        schema, identity = manifest["schema"], dict(manifest["identity"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}: not a manifest of train/prepare.py ({error!r}); choose another out="
-        ) from error
-    if schema != SCHEMA:
-        raise ValueError(f"{path}: got schema {schema!r}, expected {SCHEMA}; choose another out=")
-    return identity
+    return dict(MANIFEST.read(folder)["identity"])

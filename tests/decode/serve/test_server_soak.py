@@ -1,12 +1,12 @@
 """Ten thousand requests: no leak, no lost or mixed-up answer."""
 
 import asyncio
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 from live_server import free_port, save_pair, truth, wait_until_up
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -16,8 +16,7 @@ REQUESTS, WARM_UP, AT_ONCE, TOKENS, DIFFERENT = 10_000, 2_000, 16, 16, 200
 
 def resident(pid: int) -> int:
     """Bytes of memory that a process holds."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return psutil.Process(pid).memory_info().rss
 
 
 async def ask(url: str, numbers: range) -> list[list[int]]:

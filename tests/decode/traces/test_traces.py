@@ -3,6 +3,8 @@ writes them; SpecDec++'s mixed rows against a slow version.
 """
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from draftsmith.decode.sampling import (
 from draftsmith.decode.traces import record as tracing
 from draftsmith.decode.traces.mixed import check_mixing, mixed_rows
 from draftsmith.decode.traces.store import TraceWriter, read_traces
+from draftsmith.models.disk import store
 
 ABOUT = {
     "kind": "decoder",
@@ -87,16 +90,14 @@ def test_a_kill_costs_the_shard_that_was_being_filled(tmp_path: Path) -> None:
 
 
 def test_a_kill_between_shard_and_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftsmith.decode.traces import store as traces
-
-    whole = traces.write_atomically
+    whole = store.write_atomically
 
     def killed(path: Path, content: bytes) -> None:
         if path.name == "trace.json" and (tmp_path / "trace-00001.safetensors").exists():
             raise KeyboardInterrupt
         whole(path, content)
 
-    monkeypatch.setattr(traces, "write_atomically", killed)
+    monkeypatch.setattr(store, "write_atomically", killed)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, [0, 1, 2, 3, 4, 5])
     monkeypatch.undo()
@@ -124,13 +125,34 @@ def test_another_trace_is_refused_by_what_differs(tmp_path: Path) -> None:
     moved = ABOUT | {"drafter": {"path": "there", "mark": "m"}, "commit": "1"}
     assert write(tmp_path, [], about=moved).done == {0}
     for part, other, message in (
-        ("settings", {"temperature": 0.5, "K": 4}, "settings temperature: got 0.5, there 1.0"),
-        ("target", {"head": "abd"}, "target head: got abd, there abc"),
-        ("drafter", {"mark": "n"}, "drafter mark: got n, there m"),
-        ("kind", "mixed", "kind: got mixed, there decoder"),
+        ("settings", {"temperature": 0.5, "K": 4}, r"settings\.temperature: 1\.0 there, 0\.5 now"),
+        ("target", {"head": "abd"}, "target.head: abc there, abd now"),
+        ("drafter", {"mark": "n"}, "drafter.mark: m there, n now"),
+        ("kind", "mixed", "kind: decoder there, mixed now"),
     ):
         with pytest.raises(ValueError, match=message):
             write(tmp_path, [], about=ABOUT | {part: other})
+
+
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    heard, told = os.pipe()
+    first = os.fork()
+    if not first:
+        try:
+            writer = write(tmp_path, [0])
+            os.write(told, bytes(len(writer.done)))
+            signal.pause()
+        finally:
+            os._exit(1)
+    assert os.read(heard, 1)
+    with pytest.raises(ValueError, match=rf"written by process {first}; wait for it"):
+        write(tmp_path, [1])
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    os.close(heard)
+    os.close(told)
+    write(tmp_path, [1]).close()
+    same_rows(tmp_path, [1])
 
 
 def test_a_damaged_folder_is_refused_by_name(tmp_path: Path) -> None:
@@ -138,7 +160,7 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             read_traces(tmp_path, **asked)
 
-    refused("without trace.json; expected the folder of a trace")
+    refused("no trace.json, expected a folder that draftsmith trace wrote")
     write(tmp_path, []).close()
     refused("a trace without rows")
     write(tmp_path, [0, 1, 2, 3]).close()
@@ -150,8 +172,8 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path: Path) -> None:
     foreign = (other / last.name).read_bytes()
     assert len(foreign) == len(content)
     for damaged, message in (
-        (content[:-5], r"cut or foreign: \d+ bytes, \d+ were"),
-        (foreign, "of another trace"),
+        (content[:-5], "cut or foreign"),
+        (foreign, "cut or foreign .*belongs to other content"),
         (b"\xff" * len(content), "cut"),
     ):
         last.write_bytes(damaged)
@@ -162,7 +184,7 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path: Path) -> None:
     refused("trace-00001.safetensors: got a shard that is missing")
     manifest = tmp_path / "trace.json"
     manifest.write_text(manifest.read_text().replace('"schema": 1', '"schema": 2'))
-    refused("of schema 2, expected 1")
+    refused("got schema 2 of .*expected 1 with 'about'")
     with pytest.raises(ValueError, match="kind 'other', expected one of"):
         write(tmp_path, [], about={"kind": "other"})
 
@@ -224,7 +246,7 @@ def test_the_command_goes_on_where_it_was_interrupted(
         torch.testing.assert_close(columns["log_q"], both[prompt]["log_q"])
         assert len(columns["round"]) == 3 * (int(columns["round"].max()) + 1)
     assert guarded(tracing.main, [*two, "temperature=0.5"]) == 2
-    assert "settings temperature: got 0.5" in capsys.readouterr().err
+    assert "settings.temperature: 1.0 there, 0.5 now" in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.filterwarnings("ignore:.*no draftsmith.json")

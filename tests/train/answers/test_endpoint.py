@@ -1,6 +1,7 @@
 """The OpenAI-compatible client against a real HTTP server on loopback that fails in many ways."""
 
 import json
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -47,8 +48,9 @@ def test_prepare_keeps_what_a_server_answered(
 
 
 @pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_proxy_and_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
 def some_asks(tokenizer: PreTrainedTokenizerFast, count: int, chat: bool = False) -> list[Ask]:
@@ -60,7 +62,7 @@ def some_asks(tokenizer: PreTrainedTokenizerFast, count: int, chat: bool = False
 
 
 def client(server: Server, **changes: Any) -> Endpoint:
-    settings = {"backoff_s": 0.01, "retries": 3, "concurrency": 4, "timeout_s": 30.0} | changes
+    settings = {"retries": 3, "concurrency": 4, "timeout_s": 30.0} | changes
     return Endpoint(server.url, server.tokenizer, **settings)
 
 
@@ -155,15 +157,18 @@ def test_retry_after_is_kept_to(tiny_tokenizer: PreTrainedTokenizerFast) -> None
         assert server.times[1] - server.times[0] >= 1.0
 
 
-def test_waits_double(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_waits_double(
+    tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.1)
     with running(tiny_tokenizer) as server:
         server.faults = [(500, {})] * 3
-        ask_all(server, count=1, backoff_s=0.1)
+        ask_all(server, count=1)
         waits = [
             later - sooner for sooner, later in zip(server.times, server.times[1:], strict=False)
         ]
     for attempt, waited in enumerate(waits):
-        assert waited >= 0.05 * 2**attempt
+        assert waited >= 0.07 * 2**attempt
 
 
 def test_no_more_than_concurrency_requests_are_under_way(
@@ -209,8 +214,8 @@ def test_a_request_that_is_wrong_is_not_repeated(tiny_tokenizer: PreTrainedToken
 def test_an_unreachable_server_is_a_clear_error(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     with running(tiny_tokenizer) as server:
         gone = server.url
-    with pytest.raises(GivenUp, match=r"given up after 2 attempts, the last: URLError"):
-        Endpoint(gone, tiny_tokenizer, retries=1, backoff_s=0.01)
+    with pytest.raises(GivenUp, match=r"given up after 2 attempts, the last: ConnectError"):
+        Endpoint(gone, tiny_tokenizer, retries=1)
 
 
 def test_settings_are_checked(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -230,8 +235,19 @@ def test_settings_are_checked(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
 def test_the_key_is_sent_when_there_is_one(
     tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("API_KEY", "ADMIN_KEY", "ORG_ID", "PROJECT_ID", "BASE_URL"):
+        monkeypatch.setenv(f"OPENAI_{name}", "http://not-for-this-server")
     with running(tiny_tokenizer) as server:
         ask_all(server, count=1)
         monkeypatch.setenv("DRAFTSMITH_API_KEY", "secret")
         ask_all(server, count=1)
-        assert [h.get("Authorization") for h in server.headers] == [None, "Bearer secret"]
+        assert [h.get("authorization") for h in server.headers] == [None, "Bearer secret"]
+        assert "not-for-this-server" not in str(server.headers)
+
+
+def test_without_the_client_there_is_a_clear_error(
+    tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ValueError, match=r"no package openai, .*draftsmith\[endpoint\]"):
+        Endpoint("http://x", tiny_tokenizer, model="m")

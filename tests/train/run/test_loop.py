@@ -231,7 +231,7 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
         f"from draftsmith.train.run.folder import Run; Run({str(tmp_path)!r}, 'lr: 0.1', main=True)"
     )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert f"is in use by process {os.getpid()}" in other.stderr
+    assert f"is being written by process {os.getpid()}" in other.stderr
     run.close()
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

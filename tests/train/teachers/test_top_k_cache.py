@@ -19,6 +19,7 @@ from tapped_texts import SHARD_BYTES, batches, contents, some_batches
 from torch import Tensor
 
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.disk import store
 from draftsmith.models.target import vocab_size
 from draftsmith.train import distill
 from draftsmith.train.answers.top_logprobs import read_top_logprobs
@@ -129,14 +130,14 @@ def test_two_processes_write_the_folder_of_one(make) -> None:
 
 
 def test_goes_on_after_a_kill(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, one, cache = token_shards.write_atomically, written(make()), make("killed")
+    whole, one, cache = store.write_atomically, written(make()), make("killed")
 
     def killed(path: Path, content: bytes) -> None:
         if path == cache.path(1):
             raise KeyboardInterrupt
         whole(path, content)
 
-    monkeypatch.setattr(token_shards, "write_atomically", killed)
+    monkeypatch.setattr(store, "write_atomically", killed)
     cache.claim()
     with pytest.raises(KeyboardInterrupt):
         cache.write()
@@ -149,12 +150,12 @@ def test_goes_on_after_a_kill(make, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_cache_is_refused(make, tiny_draft) -> None:
     written(make())
     for differs, changed in {
-        "top k: got 12, expected 13": {"k": 13},
-        r"transform: got \[1.0, 0, 1.0, 0.0\], expected \[0.5": {"warp": SamplingParams(0.5)},
-        "max_length: got 40, expected 39": {"text": batches(max_length=39)},
-        "target body: got": {"target": tiny_draft},
+        "top k: 12 there, 13 now": {"k": 13},
+        r"transform: \[1.0, 0, 1.0, 0.0\] there, \[0.5": {"warp": SamplingParams(0.5)},
+        "max_length: 40 there, 39 now": {"text": batches(max_length=39)},
+        "target body: ": {"target": tiny_draft},
     }.items():
-        with pytest.raises(ValueError, match=rf"{differs}.*a folder of its own"):
+        with pytest.raises(ValueError, match=rf"{differs}.*choose another folder"):
             make(**changed).claim()
     make(warp=SamplingParams(0.0)).claim()  # compared as it is, too
     for k in (0, 321):
