@@ -20,13 +20,11 @@ WITHOUT_REPLACEMENT = "without replacement"  # draws from q, each sibling exclud
 
 @dataclass(frozen=True)
 class Topology:
-    """How nodes hang together.
-
-    parent: [N] or, where rows differ, [B, N]; -1 for the root, parents before children, and
-    siblings in the order in which they were drawn. depth: the same shape, 0 for the root.
-    ancestors: [N, N] or [B, N, N]; [n, m] True where m lies on the path from the root to n, n
-    included. levels: the largest depth a row may have, a plain int: no tensor is read to know a
-    shape. parents: the same as `parent` on the host, None where rows differ.
+    """How nodes hang together. parent: [N] or, where rows differ, [B, N]; -1 for the root, parents
+    before children, siblings in the order in which they were drawn. depth: the same shape, 0 for
+    the root. ancestors: [N, N] or [B, N, N]; [n, m] True where m lies on the path from the root to
+    n, n included. levels: the largest depth a row may have. parents: the same as `parent` on the
+    host, None where rows differ.
     """
 
     parent: Tensor

@@ -19,29 +19,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-# What the axes of each parameter are, by the end of its name.
+# What the axes of each weight are; a bias has the first of them.
+PROJECTIONS = {
+    "q_proj": ("heads", "hidden"),
+    "k_proj": ("kv", "hidden"),
+    "v_proj": ("kv", "hidden"),
+    "o_proj": ("hidden", "heads"),
+    "gate_proj": ("inner", "hidden"),
+    "up_proj": ("inner", "hidden"),
+    "down_proj": ("hidden", "inner"),
+}
+NORMS = ("model.norm", "input_layernorm", "post_attention_layernorm")
+# By the end of a parameter's name.
 AXES: dict[str, tuple[str, ...]] = {
     "embed_tokens.weight": ("vocab", "hidden"),
     "lm_head.weight": ("vocab", "hidden"),
-    "model.norm.weight": ("hidden",),
-    "input_layernorm.weight": ("hidden",),
-    "post_attention_layernorm.weight": ("hidden",),
-    "q_proj.weight": ("heads", "hidden"),
-    "q_proj.bias": ("heads",),
-    "k_proj.weight": ("kv", "hidden"),
-    "k_proj.bias": ("kv",),
-    "v_proj.weight": ("kv", "hidden"),
-    "v_proj.bias": ("kv",),
-    "o_proj.weight": ("hidden", "heads"),
-    "o_proj.bias": ("hidden",),
     "q_norm.weight": ("head",),
     "k_norm.weight": ("head",),
-    "gate_proj.weight": ("inner", "hidden"),
-    "gate_proj.bias": ("inner",),
-    "up_proj.weight": ("inner", "hidden"),
-    "up_proj.bias": ("inner",),
-    "down_proj.weight": ("hidden", "inner"),
-    "down_proj.bias": ("hidden",),
+    **{f"{name}.weight": ("hidden",) for name in NORMS},
+    **{f"{name}.weight": axes for name, axes in PROJECTIONS.items()},
+    **{f"{name}.bias": axes[:1] for name, axes in PROJECTIONS.items()},
 }
 # Families whose parameters these are, and whose forward pass knows no width but through them.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -55,15 +52,10 @@ def start_from_target(
 ) -> None:
     """Overwrite all weights of a draft with parts of its target's; dtype and device stay its own.
 
-    Args:
-        draft: of the target's family, at most as large in every size, with as many rows in its
-            tables, made by `draft_from_config`.
-        layers: the target's layer (from 0) for each of the draft's; by default `spread_layers`.
-
-    Raises:
-        ValueError: another family, or one that isn't known here; a draft that is larger in a size,
-            has heads of another size or more of them a key-value head, other rows, or one table
-            where the target has two; layers that don't exist or aren't as many as the draft's.
+    draft: of the target's family, at most as large in every size, with as many rows in its tables,
+    made by `draft_from_config`; layers: the target's layer (from 0) for each of the draft's, by
+    default `spread_layers`. ValueError for a draft that isn't such a one, or layers that don't
+    exist or aren't as many.
     """
     _check(draft.config, target.config)
     many, of = draft.config.num_hidden_layers, target.config.num_hidden_layers
@@ -97,7 +89,6 @@ def kept_indices(
     weights: Weights, draft: PretrainedConfig, target: PretrainedConfig, layers: Sequence[int]
 ) -> dict[int | None, dict[str, Tensor]]:
     """For each layer of the draft (None: outside of them) the kept indices of each axis, in order.
-
     weights: of the target, by name; layers: the target's layer for each of the draft's.
     """
     by_layer: dict[int | None, dict[str, Tensor]] = {None: {}}

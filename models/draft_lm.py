@@ -14,10 +14,9 @@ from draftsmith.models.disk.read_lm import load_lm
 def draft_from_config(
     target_config: PretrainedConfig, *, seed: int, **sizes_and_fields: Any
 ) -> PreTrainedModel:
-    """A randomly initialised causal LM of the target's family, fp32, on the CPU.
-
-    seed: of the weights. No global random state is read or moved. The rest, and the errors, are
-    those of `draft_config`.
+    """A randomly initialised causal LM of the target's family, fp32, on the CPU. seed: of the
+    weights. No global random state is read or moved. The rest, and the errors, are those of
+    `draft_config`.
     """
     config = draft_config(target_config, **sizes_and_fields)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -46,13 +45,12 @@ def draft_config(
             tied or separate output head).
         layers, hidden, heads, kv_heads, intermediate: the draft's sizes. The head size is hidden /
             heads unless `head_dim=` is among `config_fields`.
-        vocab_size: rows of the embedding and the output head. The target's own number of rows,
-            padding included, is what vLLM and transformers expect of a draft that they serve.
+        vocab_size: rows of the embedding and the output head. vLLM and transformers expect the
+            target's own number of rows, padding included.
         config_fields: any other field of the family, e.g. `tie_word_embeddings=True`.
 
-    Raises:
-        ValueError: sizes that don't divide, a field that the family lacks, special ids outside the
-            vocabulary, a mixture-of-experts family whose expert counts aren't given.
+    ValueError for sizes that don't divide, a field that the family lacks, special ids outside the
+    vocabulary, a mixture of experts without expert counts.
     """
     sizes = {
         "num_hidden_layers": layers,
@@ -97,8 +95,7 @@ def draft_config(
 
 def load_draft(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     """A draft LM from a folder or a hub name, trainable and in eval mode; fp32 to train further.
-
-    Raises ValueError as `checkpoint.load_lm` does; tensors that the model doesn't know are refused.
+    Raises ValueError as `read_lm.load_lm` does; tensors that the model doesn't know are refused.
     """
     return load_lm(path, dtype=dtype, allow_unknown=False)
 

@@ -24,14 +24,12 @@ def fingerprint(
     tokenizer: PreTrainedTokenizerBase,
     name: str | None = None,
 ) -> dict[str, Any]:
-    """What identifies a target: its shapes, tokenizer, sampled rows of its LM head, its final norm;
-    and, to warn by, sampled weights of its body, where they are loaded.
+    """What identifies a target, in flat JSON: its shapes, tokenizer, sampled rows of its LM head,
+    its final norm; and, to warn by, sampled weights of its body, where they are loaded.
 
     Weights are rounded to bf16 before they are hashed, so that one checkpoint read in bf16 and in
     fp32 has one fingerprint. A target behind an endpoint (`target_model` None) is known by its
     tokenizer and `name` alone.
-
-    Returns flat JSON: strings and integers, each comparable by itself.
     """
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
     marks: dict[str, Any] = {

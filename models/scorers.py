@@ -59,9 +59,8 @@ MARKED_BLOCKS, BLOCK = 64, 1 << 12
 class ScorerConfig:
     """hidden: H; blocks: D; width: of the blocks, 0: H, which needs no entry where there are no
     scalars; scalars: names of SCALARS, in the order read; state: "token", the state after the
-    scored token was read, or "parent", the one that it was drawn from (a judge's is "token").
-
-    Raises ValueError for anything else.
+    scored token was read, or "parent", the one that it was drawn from. ValueError for anything
+    else.
     """
 
     kind: str
@@ -193,10 +192,8 @@ def save_scorer(folder: str | Path, scorer: Scorer, about: dict[str, Any]) -> No
 
 
 def load_scorer(folder: str | Path, kind: str) -> Scored:
-    """The scorer in a folder, in eval mode and fp32; warns of one that isn't calibrated.
-
-    Raises ValueError for a missing or cut file, another kind or schema, or other tensors than its
-    config describes.
+    """The scorer in a folder, in eval mode and fp32; warns of one that isn't calibrated. ValueError
+    for a missing or cut file, another kind or schema, or other tensors than its config describes.
     """
     folder = Path(folder)
     missing = [
@@ -236,11 +233,9 @@ def load_scorer(folder: str | Path, kind: str) -> Scored:
 def load_acceptance(
     drafter: str | Path, hidden: int | None = None, target: dict[str, Any] | None = None
 ) -> Scored | None:
-    """The acceptance head in a drafter folder, None where there is none.
-
-    hidden: width of the draft's states; target: fingerprint of the model to decode, a warning where
-    the head learned what another one keeps. ValueError for a head that was trained on other
-    weights, or states of other width.
+    """The acceptance head in a drafter folder, None where there is none. hidden: width of the
+    draft's states; target: fingerprint of the model to decode, a warning where the head learned
+    what another one keeps. ValueError for a head of other weights, or states of other width.
     """
     folder = Path(drafter) / FOLDER
     if not folder.is_dir():

@@ -30,10 +30,9 @@ class TargetStates(NamedTuple):
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """EAGLE-3's three taps for a target of so many layers: low, middle and high.
-
-    2, L // 2 and L - 3 (SafeAILab/EAGLE, modeling_llama_kv.py); they would meet in a target under
-    eight layers, which is tapped at 1, ceil(L / 2) and L - 1, without repeats.
+    """EAGLE-3's three taps: 2, L // 2 and L - 3 (SafeAILab/EAGLE, modeling_llama_kv.py). They would
+    meet in a target under eight layers, which is tapped at 1, ceil(L / 2) and L - 1, without
+    repeats.
     """
     if layers >= 8:
         return 2, layers // 2, layers - 3
@@ -101,9 +100,8 @@ def joined(taps: Sequence[Tap], norm: Tensor, taken: dict[int, Tensor | None]) -
 
 @torch.no_grad()
 def target_states(model: PreTrainedModel, taps: Sequence[Tap], **inputs: Any) -> TargetStates:
-    """One pass of the target's body: its final states, and those of `taps`.
-
-    inputs: of the body (input_ids, position_ids, attention_mask). Errors of `check_taps` pass.
+    """One pass of the target's body: its final states, and those of `taps`. inputs: of the body
+    (input_ids, position_ids, attention_mask). Errors of `check_taps` pass.
     """
     check_taps(taps, model.config.get_text_config().num_hidden_layers)
     taken: dict[int, Tensor | None] = {int(tap): None for tap in taps if tap != NORM}

@@ -16,24 +16,10 @@ from draftsmith.models.disk.read_lm import DTYPES, load_config, load_lm
 from draftsmith.models.draft_lm import draft_from_config
 from draftsmith.models.tokenizer import (
     check_logit_width,
-    check_same_tokenizer,
     load_tokenizer,
     stand_in_tokenizer,
     vocab_size,
 )
-
-__all__ = [
-    "TargetSpec",
-    "check_same_tokenizer",
-    "check_split",
-    "cut_rows",
-    "load_target",
-    "output_head",
-    "split_head",
-    "unwrapped",
-    "vocab_size",
-    "without_bias",
-]
 
 
 @dataclass
@@ -42,9 +28,8 @@ class TargetSpec:
 
     path: str  # a folder in transformers' layout, or a hub name
     dtype: str = "auto"  # "auto" (as saved), "float32" or "bfloat16"
-    shrink: bool = (
-        False  # a tiny random model of the same family: tries a recipe without its weights
-    )
+    # A tiny random model of the same family: tries a recipe without its weights.
+    shrink: bool = False
     adapter: str | None = None  # a folder with a PEFT adapter, merged into the weights
 
     def resolved(self, dtype: str) -> "TargetSpec":
@@ -55,14 +40,12 @@ class TargetSpec:
 def load_target(
     spec: TargetSpec, device: str | torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target, frozen, in eval mode, with sdpa attention, on `device`; and its tokenizer.
+    """The target, frozen, in eval mode, with sdpa attention, on `device`; and its tokenizer. With
+    `spec.shrink` nothing is downloaded and no weights are read: see `_shrunk`.
 
-    With `spec.shrink` nothing is downloaded and no weights are read: see `_shrunk`.
-
-    Raises:
-        ValueError: no such device, nothing at the path, damaged or incomplete weights, an unknown
-            dtype, no tokenizer, an output head narrower than the tokenizer, or an adapter that
-            isn't this model's.
+    ValueError for no such device, nothing at the path, damaged or incomplete weights, an unknown
+    dtype, no tokenizer, an output head narrower than the tokenizer, or an adapter that isn't this
+    model's.
     """
     place = device_of(device)
     if spec.shrink:
@@ -95,17 +78,13 @@ def device_of(name: str | torch.device) -> torch.device:
     return device
 
 
-def output_head(
-    model: PreTrainedModel,
-) -> tuple[nn.Module, torch.Tensor, torch.Tensor | None]:
+def output_head(model: PreTrainedModel) -> tuple[nn.Module, torch.Tensor, torch.Tensor | None]:
     """A causal LM as (body, head_VH, bias_V): its logits are body(input_ids).last_hidden_state @
     head_VH.T + bias_V; most have no bias. A PeftModel's adapters are part of its body.
 
     Losses then run on hidden states and never hold logits of a whole batch. The weight is the
-    model's own parameter (tied or not), so gradients reach it. `check_split` confirms the equation.
-
-    Raises:
-        ValueError: the head isn't linear, or its logits are capped or scaled.
+    model's own parameter, so gradients reach it. `check_split` confirms the equation. ValueError
+    for a head that isn't linear, or logits that are capped or scaled.
     """
     model = unwrapped(model)
     name = type(model).__name__
@@ -143,14 +122,12 @@ def without_bias(
 
 
 def with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """`model` with the PEFT adapter in `folder` merged into its weights.
+    """`model` with the PEFT adapter in `folder` merged into its weights: the layers then are plain
+    again, so decoding costs what it does without an adapter. In bf16 the sum is rounded once more
+    than PEFT's own two products are.
 
-    Merged, because the layers then are plain again: decoding costs what it does without an adapter,
-    and its fast paths apply. In bf16 the sum is rounded once more than PEFT's own two products are.
-
-    Raises:
-        ValueError: peft isn't installed, no adapter at the folder, one that can't be merged, or one
-            whose tensors aren't those that this model needs: it was trained on another.
+    ValueError where peft isn't installed, for no adapter at the folder, one that can't be merged,
+    or one whose tensors aren't those that this model needs.
     """
     if not (Path(folder) / "adapter_config.json").is_file():
         raise ValueError(
@@ -193,9 +170,7 @@ def _wrong_adapter(folder: str, what: str) -> ValueError:
 
 def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
     """The transformers model inside a PeftModel, its adapter live in the layers; any other model as
-    it is.
-
-    Raises ValueError for adapters that aren't part of the layers (prompt learning).
+    it is. ValueError for adapters that aren't part of the layers (prompt learning).
     """
     if not hasattr(model, "get_base_model"):
         return model
@@ -218,9 +193,8 @@ def cut_rows(head_VH: torch.Tensor, rows: int) -> torch.Tensor:
 @torch.no_grad()
 def check_split(model: PreTrainedModel) -> None:
     """Run eight tokens both ways and compare: catches families that `output_head` doesn't know.
-
-    Raises ValueError when head(body(x)) differs from the model's own logits by more than rounding,
-    1e-4 of the largest logit in fp32 and 1e-2 in lower precision.
+    ValueError when head(body(x)) differs from the model's own logits by more than rounding, 1e-4 of
+    the largest logit in fp32 and 1e-2 in lower precision.
     """
     body, head_VH, bias_V = output_head(model)
     training = model.training
@@ -248,10 +222,9 @@ def _no_split(name: str, reason: str) -> ValueError:
 
 
 def _shrunk(spec: TargetSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Two random layers of 64 of the family at `spec.path`, with the tokenizer found there.
-
-    What isn't on this machine is replaced, with a warning: the config by Llama's, the tokenizer by
-    a byte-level one. Logits are padded beyond the tokenizer, as those of many published models are.
+    """Two random layers of 64 of the family at `spec.path`, with the tokenizer found there. What
+    isn't on this machine is replaced, with a warning: the config by Llama's, the tokenizer by a
+    byte-level one. Logits are padded beyond the tokenizer, as those of many published models are.
     """
     if spec.dtype not in DTYPES:
         raise ValueError(

@@ -86,9 +86,8 @@ def _of_head(folder: Path) -> dict[str, PretrainedConfig]:
 
 
 def check_logit_width(rows: int, tokenizer: PreTrainedTokenizerBase, owner: str) -> None:
-    """ValueError when an output head of `rows` rows is narrower than the tokenizer.
-
-    `owner` ("the target", "the draft") names the model in the message. Wider is fine: padding.
+    """ValueError when the output head of `owner` (in messages) is narrower than the tokenizer;
+    wider is padding.
     """
     size = vocab_size(tokenizer)
     if rows < size:
@@ -102,9 +101,8 @@ def check_logit_width(rows: int, tokenizer: PreTrainedTokenizerBase, owner: str)
 def check_same_tokenizer(
     target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """ValueError unless both give every id the same token; it names the first ids that differ.
-
-    Only ids matter: a draft reads and writes ids and never text, so the rest of the tokenizer
+    """ValueError unless both give every id the same token; it names the first ids that differ. Only
+    ids matter: a draft reads and writes ids and never text, so the rest of the tokenizer
     (normalisation, template, which id ends a text) may differ.
     """
     target = {index: token for token, index in target_tokenizer.get_vocab().items()}
@@ -128,10 +126,8 @@ def train_bpe(
     texts: Iterable[str], size: int, roles: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE of `size` tokens, the same for the same texts: an end and a padding token,
-    one token `<|role|>` for each of `roles`, all bytes, and what merging gives.
-
-    Raises:
-        ValueError: fewer tokens than these need, or a text too small to give so many.
+    one token `<|role|>` for each of `roles`, all bytes, and what merging gives. ValueError for
+    fewer tokens than these need, or a text too small to give so many.
     """
     special = [END, PAD, *(f"<|{role}|>" for role in roles)]
     if size < 256 + len(special):

@@ -115,10 +115,9 @@ class DraftVocab:
 
 
 def read_vocab(folder: Path, meta: dict[str, Any], rows: int) -> DraftVocab | None:
-    """The draft vocabulary of a draft LM's folder; None where it drafts all tokens.
-
-    meta: its draftsmith.json. rows: of its LM head. ValueError for a map that is missing, damaged,
-    of another size or of another tokenizer.
+    """The draft vocabulary of a draft LM's folder; None where it drafts all tokens. meta: its
+    draftsmith.json. rows: of its LM head. ValueError for a map that is missing, damaged, of another
+    size or of another tokenizer.
     """
     said, file = meta.get("vocabulary_map"), folder / FILE
     if said is None and not file.exists():

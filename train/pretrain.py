@@ -25,8 +25,8 @@ from draftsmith.command import run_command
 from draftsmith.decode.prompts.rows import Row
 from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.models.draft_lm import load_draft
-from draftsmith.models.target import TargetSpec, check_same_tokenizer, load_target
-from draftsmith.models.tokenizer import load_tokenizer, train_bpe, vocab_size
+from draftsmith.models.target import TargetSpec, load_target
+from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer, train_bpe, vocab_size
 from draftsmith.train.drafts.draft_start import TINY, DraftSizes, fresh_draft, fresh_model, place
 from draftsmith.train.objectives.distillation import NextToken
 from draftsmith.train.objectives.heldout import Figures, mean_output, measured

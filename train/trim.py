@@ -12,11 +12,7 @@ Without `size` the one with the largest MBSU on the tune part of `prompts` is wr
 of the report part. No counted prompt may be in it. A draft LM keeps its whole LM head on disk, an
 EAGLE-3 head loses the rows.
 
-Shapes: V rows of the LM head, D of them kept.
-
-Variants of one drafter side by side: what each covers, accepts, reads and takes.
-
-Shapes: V rows of the target's LM head.
+Shapes: V rows of the target's LM head, D of them kept.
 """
 
 import warnings
@@ -39,24 +35,14 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import eos_ids
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
-from draftsmith.decode.policies.timing import (
-    draft_call,
-    forward_call,
-    graphed,
-    median_times,
-    with_room,
-)
+from draftsmith.decode.policies import timing
 from draftsmith.decode.prompts.prompts import load_prompts, spread
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.disk.provenance import git_commit
 from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import (
-    DrafterFolder,
-    open_drafter,
-    save_drafter,
-)
+from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.servers.serve_lines import about, serve_line
 from draftsmith.models.target import TargetSpec
@@ -68,18 +54,19 @@ from draftsmith.train.text.prepared import is_prepared
 from draftsmith.train.text.tokenise import load_examples
 
 ROWS = 8  # of the decoder
-
 CONTEXT = 128  # tokens in the KV of a timed call
-
 REPEATS = 25  # of a timed call
+AS_IT_IS = "as it is"
+WIDTH = 110  # of the table
 
 Trimmable = LMDrafter | EagleDrafter
 
 
 @dataclass
-class Worth:
-    """arms: the variants by name, the first one what the others are compared with; K: of their
-    chains; counts_V: of the tokens that the vocabularies were made by.
+class Variants:
+    """Variants of one drafter side by side: what each covers, accepts, reads and takes. arms: by
+    name, the first one what the others are compared with; K: of their chains; counts_V: of the
+    tokens that the vocabularies were made by.
     """
 
     target: PreTrainedModel
@@ -93,10 +80,10 @@ class Worth:
         self.plain = Decoder(self.target, self.tokenizer, batch_size=ROWS)
         self.context = min(self.plain.context, *(arm.context for arm in self.arms.values()))
 
-    def rows(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    def measured(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         """One row an arm, all on the target's own answers to the same prompts. counted, written:
         share of counts_V, and of these answers, that the draft has tokens for; tau_change: from the
-        first arm's, with its interval; bytes: read by a draft call; the rest: as everywhere.
+        first arm's; bytes: read by a draft call.
         """
         answers = self.plain.generate(prompts, self.params)
         written = torch.tensor([token for answer in answers for token in answer.tokens])
@@ -111,20 +98,22 @@ class Worth:
             change, interval = metrics.paired_difference(sides[-1], sides[0])
             forced = teacher_forced(self.plain.runner, drafter, answers, self.params)
             device, read = drafter.vocab.ids_D.device, drafter.parameter_bytes
-            row = {
-                "name": name,
-                "tokens": len(drafter.vocab.ids_D),
-                "counted": drafter.vocab.coverage(self.counts_V.to(device)),
-                "written": drafter.vocab.coverage(written_V.to(device)),
-                "alpha": sum(one.alpha for one in forced) / sum(one.positions for one in forced),
-                "tau": tau,
-                "tau_change": change,
-                "tau_change_interval": interval,
-                "bytes": read,
-                "mbsu": tau / (1 + self.K * read / weights_read(self.target)),
-                "prompts": len(prompts),
-            }
-            rows.append(row)
+            rows.append(
+                {
+                    "name": name,
+                    "tokens": len(drafter.vocab.ids_D),
+                    "counted": drafter.vocab.coverage(self.counts_V.to(device)),
+                    "written": drafter.vocab.coverage(written_V.to(device)),
+                    "alpha": sum(one.alpha for one in forced)
+                    / sum(one.positions for one in forced),
+                    "tau": tau,
+                    "tau_change": change,
+                    "tau_change_interval": interval,
+                    "bytes": read,
+                    "mbsu": tau / (1 + self.K * read / weights_read(self.target)),
+                    "prompts": len(prompts),
+                }
+            )
         return rows
 
     def times(self) -> dict[Hashable, float]:
@@ -133,19 +122,16 @@ class Worth:
         """
         runner = self.plain.runner
         context = min(CONTEXT, self.context - self.K - 2)
-        calls = {"plain": forward_call(runner, batch=1, length=1, context=context)}
+        at: dict[str, Any] = {"batch": 1, "context": context}
+        calls = {"plain": timing.forward_call(runner, length=1, **at)}
+        fed = chain_plan(self.K).fed
         for name, drafter in self.arms.items():
-            twin, fed = with_room(drafter, 1, context + self.K + 2), chain_plan(self.K).fed
-            made = draft_call(twin, fed, batch=1, context=context, device=runner.device)
-            calls[f"draft {name}"] = made
-        calls = {name: graphed(call, runner.device) for name, call in calls.items()}
-        times = median_times(calls, runner.device, REPEATS)
+            twin = timing.with_room(drafter, 1, context + self.K + 2)
+            calls[f"draft {name}"] = timing.draft_call(twin, fed, **at, device=runner.device)
+        calls = {name: timing.graphed(call, runner.device) for name, call in calls.items()}
+        times = timing.median_times(calls, runner.device, REPEATS)
         return {name: times[f"draft {name}"] / self.K / times["plain"] for name in self.arms}
 
-
-AS_IT_IS = "as it is"
-
-WIDTH = 110  # of the table
 
 Row = dict[str, Any]
 
@@ -204,7 +190,6 @@ def main(argv: list[str]) -> None:
 
 def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
     """The table's rows, the drafter as it is first; and the line that serves what was written.
-
     ValueError for what doesn't load or fit, a kind without rows to leave out, a size without room,
     or prompts that were counted.
     """
@@ -239,13 +224,13 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
     arms: dict[Hashable, Trimmable] = {AS_IT_IS: whole}
     arms |= {size: trimmed(whole, vocab, target, tokenizer) for size, vocab in vocabs.items()}
     K = settings.K or int(opened.meta["defaults"]["K"])
-    worth = Worth(target, tokenizer, arms, settings.params, K, counts_V)
+    variants = Variants(target, tokenizer, arms, settings.params, K, counts_V)
     size = settings.size
     if size is None:
-        rows = worth.rows(_prompts(settings, tokenizer, examples, worth.context, "tune"))
+        rows = variants.measured(_prompts(settings, tokenizer, examples, variants.context, "tune"))
         size = max(rows[1:], key=lambda row: float(row["mbsu"]))["name"]
-    rows = worth.rows(_prompts(settings, tokenizer, examples, worth.context, "report"))
-    times = worth.times()
+    rows = variants.measured(_prompts(settings, tokenizer, examples, variants.context, "report"))
+    times = variants.times()
     rows = [row | {"c": times[row["name"]], "chosen": row["name"] == size} for row in rows]
 
     # ---- save --------------------------------------------------------------------------------
@@ -288,9 +273,7 @@ def save_trimmed(
     mark: dict[str, Any],
     made: dict[str, Any],
 ) -> None:
-    """The folder of a trimmed drafter, its weights as they were saved. made: how it was trimmed,
-    beside what its provenance said.
-    """
+    """The folder of a trimmed drafter, its weights as they were saved; made: how it was trimmed."""
     is_lm = opened.kind == "lm"
     model: Any = opened.model() if is_lm else opened.head()
     save_drafter(
@@ -309,8 +292,7 @@ def as_table(rows: list[Row]) -> Table:
     """Before and after, for a terminal."""
     title = f"{rows[0]['prompts']} prompts that nothing was counted or chosen on"
     table = Table(title=title, box=SIMPLE_HEAD)
-    names = ("tokens", "counted", "held-out", "alpha", "tau", "change", "MB", "MBSU", "c", "")
-    for name in names:
+    for name in ("tokens", "counted", "held-out", "alpha", "tau", "change", "MB", "MBSU", "c", ""):
         table.add_column(name, justify="right")
     for row in rows:
         low, high = row["tau_change_interval"]
@@ -347,11 +329,7 @@ def _refuse_others(settings: Trim) -> None:
 
 
 def _prompts(
-    settings: Trim,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Examples,
-    context: int,
-    part: str,
+    settings: Trim, tokenizer: PreTrainedTokenizerBase, examples: Examples, context: int, part: str
 ) -> list[list[int]]:
     """One part's prompts; ValueError for counted ones among them, or none that fits."""
     if not settings.prompts and is_prepared(settings.data):

@@ -29,8 +29,6 @@ from draftsmith.decode.tree_shapes import (
     static_topology,
 )
 
-__all__ = ["Feed", "Frontier", "grow"]
-
 TWO_STAGES_FROM = 1 << 15  # tokens of vocabulary; below, one top-k is faster on a CPU
 
 
@@ -52,7 +50,7 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
     for depth, level in enumerate(static_levels(plan, device)):
         frontier = _static_frontier(plan, depth, level, tokens_BN)
         q_logits_BFV, states_BFH = feed(frontier)
-        q_logits_BFV = _transformed(request, q_logits_BFV)
+        q_logits_BFV = request.params.transform(q_logits_BFV)
         children_BC = _draw(request, q_logits_BFV, depth, level)
         if request.want_q:
             q_logits.append(q_logits_BFV)
@@ -77,22 +75,22 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
 def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTree, Tensor]:
     """EAGLE-2's expansion and reranking (Li et al., arXiv 2406.16858), ties to the earlier node.
 
-    A node's worth is the product along its path of the softmax of the scores its siblings were
+    A node's score is the product along its path of the softmax of the scores its siblings were
     ranked by, times the plan's sharpness: at temperature 0 and sharpness 1 the draft's own
     probabilities; with shared noise, how sure it is which token wins the race. Where the round's
     `chance` (an acceptance head's) orders, it is the product of that.
     """
     batch, device, width = request.pending_B.shape[0], request.pending_B.device, plan.width
     zeros_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-    # Of every candidate so far (the root is number 0): token, parent, depth, slot if fed, worth.
+    # Of every candidate so far (the root is number 0): token, parent, depth, slot if fed, score.
     tokens_BC, parent_BC, slot_BC = request.pending_B[:, None], zeros_B1 - 1, zeros_B1
-    worth_BC = path_BC = torch.zeros(batch, 1, device=device)
+    score_BC = path_BC = torch.zeros(batch, 1, device=device)
     depth_C = torch.zeros(1, dtype=torch.int64, device=device)
     frontier = Frontier(0, tokens_BC, None, zeros_B1[0])
     fed_BF, drafted = zeros_B1, 0
     while True:
         logits_BFV, states_BFH = feed(frontier)
-        logits_BFV = _transformed(request, logits_BFV)
+        logits_BFV = request.params.transform(logits_BFV)
         log_q_BFV = (_scores(request, logits_BFV, drafted) * plan.sharpness).log_softmax(-1)
         log_q_BFK, children_BFK = _top(log_q_BFV, width)
         del log_q_BFV  # of all tokens of all nodes: what follows needs the room
@@ -108,13 +106,13 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
             call.path_BC = path_BC.gather(1, fed_BF).gather(1, of_BK) + chance_BK
             path_BC = torch.cat([path_BC, call.path_BC], 1)
             own_BK = chance_BK if request.orders else own_BK
-        new_BK = worth_BC.gather(1, fed_BF).gather(1, of_BK) + own_BK
-        # A draft's NaN must not break the tree: it is worth least, and so is all below it.
+        new_BK = score_BC.gather(1, fed_BF).gather(1, of_BK) + own_BK
+        # A draft's NaN must not break the tree: it scores least, and so does all below it.
         new_BK = new_BK.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         first = tokens_BC.shape[1]
         tokens_BC = torch.cat([tokens_BC, children_BFK.flatten(1)], 1)
         parent_BC = torch.cat([parent_BC, fed_BF.repeat_interleave(width, 1)], 1)
-        worth_BC = torch.cat([worth_BC, new_BK], 1)
+        score_BC = torch.cat([score_BC, new_BK], 1)
         slot_BC = torch.cat([slot_BC, torch.zeros_like(children_BFK).flatten(1)], 1)
         drafted += 1
         depth_C = torch.cat([depth_C, torch.full((new_BK.shape[1],), drafted, device=device)])
@@ -129,19 +127,19 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
         frontier = _dynamic_frontier(frontier, children_BFK, best_BF, drafted, slot_F)
         fed_BF = first + best_BF
         slot_BC = slot_BC.scatter(1, fed_BF, slot_F.expand_as(fed_BF))
-    return _rerank(request, plan.cut(drafted), (tokens_BC, parent_BC, slot_BC, worth_BC), depth_C)
+    return _rerank(request, plan.cut(drafted), (tokens_BC, parent_BC, slot_BC, score_BC), depth_C)
 
 
 def _rerank(
     request: Round, plan: DynamicTree, found: tuple[Tensor, Tensor, Tensor, Tensor], depth_C: Tensor
 ) -> tuple[TokenTree, Tensor]:
     """Of all candidates the best, in order of creation: parents come before their children, since
-    no node is worth more than its parent, and ties, those of -inf too, go to the earlier one.
+    no node scores above its parent, and ties, those of -inf too, go to the earlier one.
     """
-    tokens_BC, parent_BC, slot_BC, worth_BC = found
-    order_BC = worth_BC.sort(dim=1, descending=True, stable=True).indices
+    tokens_BC, parent_BC, slot_BC, score_BC = found
+    order_BC = score_BC.sort(dim=1, descending=True, stable=True).indices
     chosen_BN = order_BC[:, : plan.nodes].sort(1).values
-    # The root is worth most (log 1) and was created first: it is always node 0.
+    # The root scores best (log 1) and was created first: it is always node 0.
     parent_BN = torch.searchsorted(chosen_BN, parent_BC.gather(1, chosen_BN))
     parent_BN[:, 0] = -1
     eye_NN = torch.eye(plan.nodes, dtype=torch.bool, device=parent_BN.device)
@@ -236,17 +234,7 @@ def _own_race(request: Round, node_C: Tensor, q_logits_BFV: Tensor) -> Tensor:
     return log_race(position_keys(request.seeds_B, nodes_BC), q_logits_BFV.shape[-1])
 
 
-def _transformed(request: Round, logits_BFV: Tensor) -> Tensor:
-    return request.params.transform(logits_BFV)
-
-
-def _call(
-    request: Round,
-    depth: int,
-    made: Fed,
-    of_BC: Tensor,
-    tokens_BC: Tensor,
-) -> Call:
+def _call(request: Round, depth: int, made: Fed, of_BC: Tensor, tokens_BC: Tensor) -> Call:
     """What a call came to (`made`: with its logits transformed), noted if anyone records."""
     call = Call(depth, request.active_B, *made, _race(request, depth), of_BC, tokens_BC)
     if request.calls is not None:

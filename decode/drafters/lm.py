@@ -22,11 +22,10 @@ class LMDrafter:
     """Trees and chains from a small causal LM with a KV pool of its own.
 
     tail_B2 holds each row's last two tokens, the second one pending. The first draft call feeds
-    both: that brings the KV up to date whatever was accepted (a kept leaf was never fed), so
-    catching up costs no pass of its own.
+    both: that brings the KV up to date whatever was accepted (a kept leaf was never fed).
 
-    vocab: the tokens that it drafts, whose rows of the LM head are copied; None: all. The others
-    can't be accepted, so decoding stays lossless.
+    vocab: the tokens that it drafts, whose rows of the LM head are copied; None: all. Decoding
+    stays lossless.
     """
 
     kind = "lm"

@@ -18,8 +18,8 @@ class NgramDrafter:
     """Matches the longest ending of at most `longest` tokens; among equal lengths, the latest
     match.
 
-    When no row of the batch has a match, the round is plain decoding; on a CPU, where reading the
-    flag costs nothing and idle products do. A row without a match beside one with a match proposes
+    When no row of the batch has a match, the round on a CPU is plain decoding: reading the flag
+    costs nothing there, idle products do. A row without a match beside one with a match proposes
     what it has, and those tokens count as drafted.
     """
 

@@ -107,11 +107,8 @@ class Evaluation:
     @property
     def backend(self) -> str:
         """The attention of every arm: shapes alone decide only what `masked` gives."""
-        return (
-            "masked"
-            if (self.attention, self.baseline) == ("auto", "same-shape")
-            else self.attention
-        )
+        automatic = (self.attention, self.baseline) == ("auto", "same-shape")
+        return "masked" if automatic else self.attention
 
     @property
     def comparable(self) -> bool:
@@ -211,7 +208,7 @@ def same_shape(name: str) -> str:
     return f"{name}: same shape"
 
 
-def take_turns(
+def time_arms(
     settings: Evaluation, pair: Loaded, prompts: Sequence[Prompt], tick: Callable[[], None]
 ) -> Arms:
     """Every arm on each batch of prompts, in rotating order, after a warm-up."""
@@ -264,8 +261,8 @@ def converse(
     tick: Callable[[], None],
 ) -> Arms:
     """Groups of `size` prompts, turn by turn. At a later turn every arm reads the plain decoder's
-    answers to the earlier ones, not its own: all arms answer the same, whatever was accepted. A
-    conversation ends where the next turn has no room in the context.
+    answers to the earlier ones: all arms answer the same, whatever was accepted. A conversation
+    ends where the next turn has no room in the context.
     """
     order = list(decoders)
     found: Arms = {arm: Arm() for arm in order}

@@ -12,6 +12,7 @@ own folder.
 import gc
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ from draftsmith.decode.evaluate.arms import (
     load,
     prove,
     same_shape,
-    take_turns,
+    time_arms,
 )
-from draftsmith.decode.evaluate.exactness import FirstDifference, as_rows, divergences, verdict
+from draftsmith.decode.evaluate.exactness import FirstDifference, divergences, verdict
 from draftsmith.decode.evaluate.tasks import agreement, exact_match, known_answer
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
@@ -42,9 +43,8 @@ Report = dict[str, Any]
 
 
 def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Report]:
-    """The report of each drafter, by its name in `drafters` (name -> folder or "ngram").
-
-    ValueError for whatever does not load or fit; see `load_target`, `open_drafter`, `load_prompts`.
+    """The report of each drafter, by its name in `drafters` (name -> folder or "ngram"). ValueError
+    for whatever does not load or fit; see `load_target`, `open_drafter`, `load_prompts`.
     """
     started = time.perf_counter()
     if settings.threads:
@@ -54,20 +54,22 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Report
     with Progress(transient=True) as progress:
         groups = -(-len(prompts) // settings.batch)
         bar = progress.add_task(f"decoding in turns ({settings.dtype})", total=groups)
-        turns = take_turns(settings, pair, prompts, lambda: progress.advance(bar))
-        if not sum(turns[None].tokens):
+        timed = time_arms(settings, pair, prompts, lambda: progress.advance(bar))
+        if not sum(timed[None].tokens):
             raise ValueError(
                 "every answer ended with its first token: nothing to measure; look at the prompts, "
                 "or say ignore_eos=true"
             )
+        asked = sum(max(1, len(prompt.turns)) for prompt in prompts)
+        skipped["turns"] = asked - len(timed[None].completions)  # no room in the context
         reports = {}
         for name, path in drafters.items():
             report = settings_part(settings, name, path, pair, prompts)
-            report |= speed.speed_part(settings, pair, name, turns)
-            report |= answers_part(settings, prompts, turns[None], turns[name])
-            report["rules"] = tau_by_rule(settings, pair, name, turns[None], report["tau"])
-            report["skipped"] = skipped | {"turns": unanswered(prompts, turns[None])}
-            report["example"] = example(pair.tokenizer, prompts, turns[name])
+            report |= speed.speed_part(settings, pair, name, timed)
+            report |= answers_part(settings, prompts, timed[None], timed[name])
+            report["rules"] = tau_by_rule(settings, pair, name, timed[None], report["tau"])
+            report["skipped"] = skipped
+            report["example"] = example(pair.tokenizer, prompts, timed[name])
             reports[name] = report
         if settings.dtype != "float32":
             del pair  # before its like in fp32 is loaded: an 8B target in both would be 48 GB
@@ -79,7 +81,7 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Report
         proofs = prove(settings, pair, prompts, lambda: progress.advance(bar))
         for name, report in reports.items():
             report |= acceptance_part(settings, pair, name, proofs[None].completions)
-            report |= exactness_part(settings, pair, name, proofs, turns)
+            report |= exactness_part(settings, pair, name, proofs, timed)
             report["seconds"] = time.perf_counter() - started
     return reports
 
@@ -111,11 +113,6 @@ def choose_prompts(settings: Evaluation, pair: Loaded) -> tuple[list[Prompt], di
             "(a line #### 18 in it); expected GSM8K, or task= to score none"
         )
     return prompts, {"prompts": len(every) - len(kept), "of": len(every), "context": pair.context}
-
-
-def unanswered(prompts: Sequence[Prompt], plain: Arm) -> int:
-    """Later turns that had no room in the context."""
-    return sum(max(1, len(prompt.turns)) for prompt in prompts) - len(plain.completions)
 
 
 def settings_part(
@@ -187,7 +184,7 @@ def acceptance_part(
 
 
 def exactness_part(
-    settings: Evaluation, exact: Loaded, name: str, proofs: Arms, turns: Arms
+    settings: Evaluation, exact: Loaded, name: str, proofs: Arms, timed: Arms
 ) -> Report:
     """The fp32 verdict, that of the same shapes where asked for, and where the answers in the speed
     dtype part ways with plain decoding.
@@ -209,11 +206,11 @@ def exactness_part(
         report["identical"] = compare(proofs[None], proofs[name], "float32", "native")
     if settings.baseline == "same-shape":
         report["identical_same_shape"] = compare(
-            turns[same_shape(name)], turns[name], settings.dtype, "same-shape"
+            timed[same_shape(name)], timed[name], settings.dtype, "same-shape"
         )
     if settings.dtype != "float32":
-        compare(turns[None], turns[name], settings.dtype, "native")
-    return report | {"divergences": as_rows(found)}
+        compare(timed[None], timed[name], settings.dtype, "native")
+    return report | {"divergences": [asdict(difference) for difference in found]}
 
 
 def tau_by_rule(
@@ -239,8 +236,6 @@ def example(
 ) -> dict[str, Any]:
     """The first answer, token by token: whether each came from the draft."""
     first = spec.completions[0]
-    pieces = [
-        [tokenizer.decode([token]), drafted]
-        for token, drafted in zip(first.tokens, first.accepted, strict=True)
-    ]
+    drafted = zip(first.tokens, first.accepted, strict=True)
+    pieces = [[tokenizer.decode([token]), from_draft] for token, from_draft in drafted]
     return {"prompt": tokenizer.decode(prompts[0].tokens), "pieces": pieces}

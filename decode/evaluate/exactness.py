@@ -1,34 +1,24 @@
-"""Is the output the plain decoder's, token by token? And where it isn't: a near-tie, or a bug?
-
-Plain autoregressive decoding, slow and obvious: what every other path must equal.
-
-One sequence at a time, transformers' own cache, its own forward; nothing shared with the engine but
-the transform and the noise.
-"""
+"""Is the output the plain decoder's, token by token? And where it isn't: a near-tie, or a bug?"""
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.decode.engine.request import Completion
-from draftsmith.decode.sampling import (
-    SamplingParams,
-    choose,
-    request_race,
-)
+from draftsmith.decode.sampling import SamplingParams, request_race
 
 NEAR_TIE = 1e-4  # fp32 logits closer than this may be swapped by the rounding of another shape
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first token at which two answers to one prompt differ. margin: between the best and the
-    second best score at that context in fp32; near_tie: the margin is below 1e-4 and fp64 confirms
-    it between the same two tokens; baseline: the plain decoding it was compared with.
+    """The first token at which two answers to one prompt differ. margin: of the best score over the
+    second best there, in fp32; near_tie: it is below 1e-4, and in fp64 between the same two tokens;
+    baseline: the plain decoding it was compared with.
     """
 
     prompt: int
@@ -57,27 +47,22 @@ def divergences(
             continue
         at = first_difference(want.tokens, have.tokens)
         context = want.prompt_tokens + want.tokens[:at]
-        _, margin = top_two(exact_target, context, params, vocab_size=vocab_size, index=want.index)
+        request = {"vocab_size": vocab_size, "index": want.index}
+        _, margin = top_two(exact_target, context, params, **request)
         near = margin < NEAR_TIE
         if near:
             double = double or copy.deepcopy(exact_target).double()
-            tokens, margin_64 = top_two(
-                double, context, params, vocab_size=vocab_size, index=want.index
-            )
+            best, margin_64 = top_two(double, context, params, **request)
             pair = {*want.tokens[at : at + 1], *have.tokens[at : at + 1]}
-            near = margin_64 < NEAR_TIE and pair == set(tokens)
+            near = margin_64 < NEAR_TIE and pair == set(best)
         found.append(FirstDifference(want.index, at, dtype, margin, near, baseline))
     return found
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    """The first index at which two sequences differ (the shorter one's length, if one begins the
-    other).
-    """
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return min(len(a), len(b))
+    """The first index at which two sequences differ; the length of one that begins the other."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((index for index, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def verdict(
@@ -92,36 +77,6 @@ def verdict(
         "total": total,
         "worst_margin": max((d.margin for d in found), default=None),
     }
-
-
-def as_rows(found: Sequence[FirstDifference]) -> list[dict[str, Any]]:
-    return [asdict(d) for d in found]
-
-
-@torch.inference_mode()
-def plain_decode(
-    model: PreTrainedModel,
-    prompt: list[int],
-    params: SamplingParams,
-    *,
-    vocab_size: int,
-    stop_ids: tuple[int, ...],
-    index: int = 0,
-) -> list[int]:
-    """The tokens that follow `prompt`, a stop token included; index: the prompt's global number."""
-    cache = DynamicCache(config=model.config)
-    fed = list(prompt)
-    tokens: list[int] = []
-    while len(tokens) < params.max_new_tokens:
-        out = model(torch.tensor([fed], device=model.device), past_key_values=cache)
-        logits_V = params.transform(out.logits[0, -1, :vocab_size])
-        position_1 = torch.tensor([len(prompt) + len(tokens)], device=model.device)
-        race_1V = request_race(params, index, position_1, vocab_size)
-        tokens.append(int(choose(logits_V, None if race_1V is None else race_1V[0])))
-        if tokens[-1] in stop_ids:
-            break
-        fed = tokens[-1:]
-    return tokens
 
 
 @torch.inference_mode()

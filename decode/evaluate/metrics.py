@@ -1,5 +1,5 @@
 """The numbers of an evaluation, from what the decoder counted. Formulas: DESIGN words, printed in
-`report.FORMULAS`.
+`report.figures.FORMULAS`.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,16 +34,10 @@ def acceptance_by_position(counters: Sequence[Counters]) -> tuple[list[float], l
     """(unconditional, conditional on all earlier ones) share of drafted positions kept. Rounds may
     differ in depth: each position counts those that drafted it.
     """
-    depth = max((len(c.reached) for c in counters), default=0)
-    reached, tried, kept = np.zeros((3, depth))
-    for c in counters:
-        reached[: len(c.reached)] += c.reached
-        tried[: len(c.tried)] += c.tried
-        histogram = np.array(c.histogram)
-        # Rounds that kept more than i drafted tokens accepted position i.
-        for i in range(len(c.reached)):
-            kept[i] += histogram[i + 1 :].sum()
-    return _shares(kept, reached), _shares(kept, tried)
+    one = total(counters)
+    # Rounds that kept more than i drafted tokens accepted position i.
+    kept = [sum(one.histogram[i + 1 :]) for i in range(len(one.reached))]
+    return _shares(kept, one.reached), _shares(kept, one.tried)
 
 
 def draft_acceptance_rate(counters: Sequence[Counters]) -> float | None:
@@ -58,14 +52,6 @@ def token_efficiency(counters: Sequence[Counters]) -> float | None:
     """accepted / (N - 1): the share of the verified tokens that were kept; None without any."""
     nodes = sum(c.nodes for c in counters)
     return _accepted(counters) / nodes if nodes else None
-
-
-def histogram(counters: Sequence[Counters]) -> list[int]:
-    """Rounds by the number of drafted tokens they kept."""
-    total = np.zeros(max((len(c.histogram) for c in counters), default=0), dtype=np.int64)
-    for c in counters:
-        total[: len(c.histogram)] += c.histogram
-    return [int(n) for n in total]
 
 
 def loop_rate(completions: Sequence[Completion], n: int = 8) -> float:
@@ -115,5 +101,5 @@ def _accepted(counters: Sequence[Counters]) -> int:
     return sum(i * n for c in counters for i, n in enumerate(c.histogram))
 
 
-def _shares(part: np.ndarray, whole: np.ndarray) -> list[float]:
-    return [float(p / w) if w else 0.0 for p, w in zip(part, whole, strict=True)]
+def _shares(part: Sequence[int], whole: Sequence[int]) -> list[float]:
+    return [p / w if w else 0.0 for p, w in zip(part, whole, strict=True)]

@@ -22,9 +22,9 @@ SPEC_BENCH = (*MT_BENCH, "translation", "summarization", "qa", "math_reasoning",
 Table = dict[str, dict[str, Any]]
 
 
-def speed_part(settings: Evaluation, pair: Loaded, name: str, turns: Arms) -> dict[str, Any]:
-    """Counts and clocks of the turns, and the isolated forwards that say what would be ideal."""
-    plain, spec = turns[None], turns[name]
+def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> dict[str, Any]:
+    """Counts and clocks of the arms, and the isolated forwards that say what would be ideal."""
+    plain, spec = timed[None], timed[name]
     counters = spec.counters
     rounds = max(1, sum(c.rounds for c in counters))
     K = sum(c.drafted for c in counters) / rounds
@@ -59,7 +59,7 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, turns: Arms) -> di
         "token_efficiency": metrics.token_efficiency(counters),
         "acceptance_by_position": by_position,
         "acceptance_conditional": conditional,
-        "accepted_histogram": metrics.histogram(counters),
+        "accepted_histogram": metrics.total(counters).histogram,
         "tokens_per_s": {
             "plain": sum(plain.tokens) / sum(plain.seconds),
             "speculative": sum(spec.tokens) / sum(spec.seconds),
@@ -89,15 +89,16 @@ def speedups(plain: Arm, spec: Arm, batch: int) -> dict[str, Any]:
     """The report's `speedup`; its interval over prompts, or over batches of them, None where fewer
     than two were timed; and `speedup_specbench`, None where prompts shared a batch.
     """
-    every = np.arange(len(spec.tokens))
-    found: dict[str, Any] = dict.fromkeys(("speedup", "speedup_interval", "speedup_specbench"))
-    found["speedup"] = speedup(plain, spec, every)
+    every, interval, specbench = np.arange(len(spec.tokens)), None, None
     if sum(seconds > 0 for seconds in spec.seconds) > 1:
         interval = metrics.bootstrap(lambda i: speedup(plain, spec, i), len(every))
-        found["speedup_interval"] = interval
     if batch == 1:
-        found["speedup_specbench"] = float(rates(spec).mean() / rates(plain).mean())
-    return found
+        specbench = float(rates(spec).mean() / rates(plain).mean())
+    return {
+        "speedup": speedup(plain, spec, every),
+        "speedup_interval": interval,
+        "speedup_specbench": specbench,
+    }
 
 
 def speedup(plain: Arm, spec: Arm, groups: np.ndarray) -> float:

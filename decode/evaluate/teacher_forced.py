@@ -28,10 +28,9 @@ def teacher_forced(
     target: Runner, drafter: Drafter, completions: list[Completion], params: SamplingParams
 ) -> list[TeacherForced]:
     """Acceptance on the contexts that the target itself wrote (`completions`, of plain decoding):
-    of a head, that of the first token it drafts.
-
-    alpha is sum_v min(p, q) after the transform, at temperature 0 the agreement of argmaxes;
-    coupled is whether both pick the same token with the request's own noise.
+    of a head, that of the first token it drafts. alpha is sum_v min(p, q) after the transform, at
+    temperature 0 the agreement of argmaxes; coupled is whether both pick the same token with the
+    request's own noise.
     """
     results = []
     for completion in completions:

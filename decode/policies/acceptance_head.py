@@ -14,13 +14,12 @@ from draftsmith.models.scorers import Scorer, within
 
 
 class AcceptanceHead:
-    """(call) -> what it adds to the log chance of its children's paths [B, C].
+    """(call) -> what it adds to the log chance of its children's paths [B, C]; a copy of the scorer
+    on `device` in fp32, its calibration folded into its last map.
 
     A head that reads the state a token was drawn from scores the children. One that reads the state
     after a token scores the nodes fed, which stand for their children: the newest tokens of a round
-    are never scored (the official code does the same), and the root, which is kept, counts 0.
-
-    The head is copied to `device` in fp32, its calibration folded into its last map.
+    are never scored (nor in the official code), and the root, which is kept, counts 0.
     """
 
     def __init__(self, scorer: Scorer, device: torch.device) -> None:

@@ -24,8 +24,8 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
     of `context` tokens, or as many as leave the largest size room in the models' own contexts. A
     drafter without a model of its own costs nothing.
 
-    A draft call of so many nodes is the second one of a round, without the first: heads know the
-    root's law before any is fed, and what a round spends on that is spent in `extend`.
+    A draft call of so many nodes is the second one of a round less the first: heads know the root's
+    law before any is fed; what a round spends on that is spent in `extend`.
     """
     sizes = [size for size in SIZES if size < 2 * plan.nodes]
     room = min(target.context, drafter.context) - sizes[-1] - 1

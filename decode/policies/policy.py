@@ -21,7 +21,6 @@ Shapes: B rows, F nodes fed, C children.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -44,25 +43,11 @@ class Outcome:
     paths: Sequence[tuple[int, ...]]
 
 
-class Policy(Protocol):
-    """plans: every tree it may ask for, the largest last; enough: asked after each draft call;
-    chance: what it judges paths by, if it does; orders: whether dynamic trees grow by that, too.
+class Policy:
+    """Always the same tree, and what other policies begin with. plans: every tree it may ask for,
+    the largest last; enough: asked after each draft call; chance: what it judges paths by, if it
+    does; orders: whether dynamic trees grow by that, too.
     """
-
-    plans: tuple[Plan, ...]
-    enough: Enough | None
-    chance: Chance | None
-    orders: bool
-
-    def next_plan(self) -> Plan:
-        """The tree of the next round."""
-
-    def observe(self, outcome: Outcome) -> None:
-        """Learn from a round."""
-
-
-class Fixed:
-    """Always the same tree."""
 
     enough: Enough | None = None
     chance: Chance | None = None
@@ -72,13 +57,14 @@ class Fixed:
         self.plans: tuple[Plan, ...] = (plan,)
 
     def next_plan(self) -> Plan:
+        """The tree of the next round."""
         return self.plans[-1]
 
     def observe(self, outcome: Outcome) -> None:
-        """Nothing to learn."""
+        """Learn from a round, where there is something to learn."""
 
 
-class Confidence(Fixed):
+class Confidence(Policy):
     """Stops after a call whose best drafted token is improbable."""
 
     def __init__(self, plan: Plan, threshold: float = 0.4) -> None:
@@ -87,7 +73,7 @@ class Confidence(Fixed):
         self.enough = lambda call: call.log_q_BC.amax(1).exp() < threshold
 
 
-class Depth(Fixed):
+class Depth(Policy):
     """Dynamic depth decoding (Brown et al., arXiv 2409.00142): the probability of the whole beam
     that would be fed next (of a static tree: of all that a call drafted). Of a chain that is the
     probability of all drafted so far.
@@ -108,14 +94,14 @@ class Depth(Fixed):
         self.enough = enough
 
 
-class Acceptance(Fixed):
+class Acceptance(Policy):
     """SpecDec++ (Huang et al., arXiv 2405.19715): go on while the best path is wholly kept with a
     chance of at least 1 - threshold, by an acceptance head. A dynamic tree is ordered and pruned by
-    that chance too, if the head has learned from trees (of chains it knows no second-best tokens)
-    and tells siblings apart (by the state that they were drawn from).
+    that chance too, if the head has learned from trees and tells siblings apart (by the state that
+    they were drawn from).
 
-    A draft call serves all rows of a batch, and its gain is the sum of theirs: so the mean chance
-    of the rows that decode decides. Of one row that is the paper's rule.
+    A draft call serves all rows of a batch, so the mean chance of the rows that decode decides. Of
+    one row that is the paper's rule.
 
     threshold: None for the head's own. least: draft calls before it may stop.
     """
@@ -149,12 +135,11 @@ class Acceptance(Fixed):
         self.enough = enough
 
 
-class Entropy(Fixed):
-    """AdaEDL (Agrawal et al., arXiv 2410.18351). Acceptance is at least about 1 - sqrt(gamma H(q));
-    where that is below the limit, drafting stops. The limit rises while less than `GOAL` of the
-    drafted tokens are kept, and falls while more are; the walk is that of Zhang et al., arXiv
-    2309.08168, its constants as recalled. Only GOAL differs: with theirs, 0.9, the quickstart's
-    draft (which keeps 0.8 of its first tokens) never drafts a second one.
+class Entropy(Policy):
+    """AdaEDL (Agrawal et al., arXiv 2410.18351): drafting stops where 1 - sqrt(gamma H(q)), a bound
+    on acceptance, is below the limit. The limit rises while less than `GOAL` of the drafted tokens
+    are kept, and falls while more are: the walk of Zhang et al., arXiv 2309.08168, its constants as
+    recalled, but GOAL: with 0.9 the quickstart's draft never drafts a second token.
     """
 
     GOAL, MEMORY, STEP, INERTIA = 0.6, 0.5, 0.01, 0.9
@@ -197,18 +182,14 @@ class Costs:
         return drafting + float(np.interp(plan.nodes, self.nodes, self.verify))
 
 
-class Cost:
-    """Of all parts of the tree the one that promises most tokens a second.
-
-    A node's chance to be kept is the product along its path of P(rank r kept at depth d | its
-    parent kept), counted over recent rounds, and leaning on all depths' average where counts are
-    few. Every `PERIOD` rounds the choice is made anew.
+class Cost(Policy):
+    """Of all parts of the tree the one that promises most tokens a second, chosen anew every
+    `PERIOD` rounds. A node's chance to be kept is the product along its path of P(rank r kept at
+    depth d | its parent kept), counted over recent rounds, and leaning on all depths' average where
+    counts are few.
     """
 
     PERIOD, MEMORY, LEAN = 8, 0.995, 8.0
-    enough: Enough | None = None
-    chance: Chance | None = None
-    orders = False
 
     def __init__(self, plan: Plan) -> None:
         self.costs: Costs | None = None
@@ -271,7 +252,7 @@ def parts(plan: Plan) -> tuple[Plan, ...]:
 
 
 POLICIES: dict[str, Callable[..., Policy]] = {
-    "fixed": Fixed,
+    "fixed": Policy,
     "confidence": Confidence,
     "entropy": Entropy,
     "acceptance": Acceptance,

@@ -37,13 +37,11 @@ def isolated_times(
 ) -> dict[str, Any]:
     """Median seconds of the forwards a round is made of; the report's `times`.
 
-    draft: the mean of a round's draft calls. extend: the pass by which heads take the round's
-    states in, None for drafters without taps (a draft LM catches up in its first draft call).
+    draft: the mean of a round's draft calls; extend: the pass by which heads take the round's
+    states in, None for drafters without taps.
 
-    Args:
-        plan: the tree that is drafted: of its tokens a draft call feeds those of one level.
-        batch, context, prompt: rows, tokens in the KV, tokens of a prompt: the run's means.
-        nodes: tokens of a round's verification, the root included: the run's mean.
+    plan: the tree that is drafted; batch, context, prompt, nodes: the run's mean rows, tokens in
+    the KV, tokens of a prompt, and tokens of a round's verification, the root included.
     """
     at: dict[str, Any] = {"batch": batch, "context": context}
     calls = {
@@ -90,9 +88,8 @@ def forward_call(
     pool: KVPool | None = None,
 ) -> Call:
     """One forward, LM head included, of `length` tokens a row after `context` tokens: a chain, or a
-    tree whose tokens see the first one and themselves (its form doesn't change the work).
-
-    pool: to use, of `batch` rows and at least `context + length` slots; else one of its own.
+    tree whose tokens see the first one and themselves (its form doesn't change the work). pool: to
+    use, of `batch` rows and at least `context + length` slots; else one of its own.
     """
     pool = runner.pool(batch, context + length) if pool is None else pool
     device = runner.device

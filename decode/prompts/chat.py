@@ -10,9 +10,7 @@ Messages = Sequence[dict[str, str]]
 
 def chat_prompt(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens an assistant answers to: `before_answer` with the template's generation prompt.
-
-    Raises:
-        ValueError: no template, nothing to answer, or a template that refuses the chat.
+    ValueError: no template, nothing to answer, or a template that refuses the chat.
     """
     return encode(render(before_answer(messages), tokenizer, prompt=True), tokenizer)
 
@@ -38,10 +36,8 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, *, prompt: bool = False) -> str:
-    """The chat as text; `prompt`: with the beginning of the assistant's turn.
-
-    Raises:
-        ValueError: no template, or one that refuses the chat.
+    """The chat as text; `prompt`: with the beginning of the assistant's turn. ValueError: no
+    template, or one that refuses the chat.
     """
     template_of(tokenizer)
     try:

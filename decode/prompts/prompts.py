@@ -47,21 +47,18 @@ def load_prompts(
     """The prompts of one part of a source, in its order.
 
     Args:
-        source: rows as `corpus.read_source` reads them, `stdlib`, or a .txt file with one prompt a
-            line, plain text.
+        source: what `rows.read_source` reads, `stdlib`, or a .txt file with a prompt a line.
         limit: that many, spread evenly over the source, whose categories so keep their shares; None
             for all. A source with fewer gives what it has.
         prompt_tokens: the length of a window of running text.
         split: `heldout`: what the same source's training side lacks; `all`: a source that nothing
-            was trained on. Benchmarks (Spec-Bench, HumanEval, other prompts with a category) and
-            .txt files are always taken whole.
+            was trained on. Benchmarks (prompts with a category) and .txt files are taken whole.
         part: `report`, or `tune` for choices made on the way (see `splits.part_of`), or `train` for
             the training side; a source that is taken whole is for reporting only.
         turns: of a user's turns (Spec-Bench, MT-bench) that many at most; None for all.
 
-    Raises:
-        ValueError: missing or empty source; a row of unknown layout (with its line); an empty part;
-            no chat template for a chat; running text shorter than a window; a limit below 1.
+    ValueError for a missing or empty source, a row of unknown layout, an empty part, a chat without
+    a template, running text shorter than a window, a limit below 1.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit: got {limit}, expected at least 1, or none for all prompts")
@@ -104,20 +101,14 @@ def next_turn(
         return beginning("".join(f"{line}\n" for line in (*lines, said[-1])), tokenizer)
     messages = [{"role": "user", "content": said[0]}]
     for answer, words in zip(answers, said[1:], strict=True):
-        messages += [
-            {"role": "assistant", "content": answer},
-            {"role": "user", "content": words},
-        ]
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": words}]
     return chat_prompt(messages, tokenizer)
 
 
 def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the target answers to: chats with the template's generation prompt, others plain.
-
-    A chat's prompt goes up to its last turn by somebody else than the assistant.
-
-    Raises:
-        ValueError: a document (see `windows`), or no template for a chat.
+    """What the target answers to: chats up to the last turn by somebody else than the assistant,
+    with the template's generation prompt; others plain. ValueError for a document (see `windows`),
+    or no template for a chat.
     """
     try:
         if row.kind == "text":
@@ -147,9 +138,7 @@ def plain_prompt(row: Row) -> str:
 
 def windows(row: Row, tokenizer: PreTrainedTokenizerBase, length: int) -> list[list[int]]:
     """All windows of `length` tokens of a document, without overlap; each begins as a text does.
-
-    Raises:
-        ValueError: a row that is no document, or no room beside the tokens that begin a text.
+    ValueError: a row that is no document, or no room beside the tokens that begin a text.
     """
     if row.kind != "text":
         raise ValueError(f"{row.where}: got a row of kind {row.kind}, expected a document")

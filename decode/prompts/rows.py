@@ -18,12 +18,8 @@ from pathlib import Path
 from typing import Any
 
 STDLIB_EXCLUDED = {
-    "site-packages",
-    "dist-packages",
-    "idlelib",
-    "lib2to3",
-    "encodings",
-    "pydoc_data",
+    *("site-packages", "dist-packages"),
+    *("idlelib", "lib2to3", "encodings", "pydoc_data"),
 }
 STDLIB_LEAST_BYTES = 5_000_000
 LAYOUTS = (
@@ -37,8 +33,7 @@ Message = dict[str, str]
 @dataclass(frozen=True)
 class Row:
     """One row. `where` names it in messages: `path:line`, a hub's `name[i]`, or `stdlib:file`.
-
-    Raises ValueError for half of a surrogate pair, which JSON can spell and no encoding holds.
+    ValueError for half of a surrogate pair, which JSON can spell and no encoding holds.
     """
 
     kind: str
@@ -74,14 +69,9 @@ class Row:
 def read_source(data: str) -> list[list[Row]]:
     """The rows of each file of a data set; the corpus and a hub's data set count as one file.
 
-    Args:
-        data: a JSONL or Parquet file, a folder of them, `stdlib`, `arithmetic` (also
-            `arithmetic:plain`, see `arithmetic.py`), or a hub's `name[:config][@split]` (its train
-            split by default).
-
-    Raises:
-        ValueError: missing or empty data, a malformed line, a row of unknown layout, hub out of
-            reach; with path and line.
+    data: a JSONL or Parquet file, a folder of them, `stdlib`, `arithmetic` or `arithmetic:plain`,
+    or a hub's `name[:config][@split]` (by default its train split). ValueError with path and line
+    for missing or empty data, a malformed line, a row of unknown layout, a hub out of reach.
     """
     path = Path(data)
     if data in ("arithmetic", "arithmetic:plain"):
@@ -145,12 +135,8 @@ def parse(fields: Any, where: str) -> Row:
 
 
 def stdlib_rows(root: Path) -> list[Row]:
-    """The Python sources under `root` as documents, in the order of their paths.
-
-    Tests, installed packages and tables (`STDLIB_EXCLUDED`) are left out.
-
-    Raises:
-        ValueError: under 5 MB of source (a stripped or zipped Python).
+    """The Python sources under `root` as documents, in the order of their paths, without tests and
+    what `STDLIB_EXCLUDED` names. ValueError under 5 MB of source (a stripped or zipped Python).
     """
     rows, paths = [], []
     for folder, inner, names in os.walk(root):
@@ -248,20 +234,24 @@ def _parquet(path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _hub(data: str) -> Iterator[tuple[Any, str]]:
+    for number, fields in enumerate(hub_dataset(data, "data")):
+        yield {k: v for k, v in fields.items() if v is not None}, f"{data}[{number}]"
+
+
+def hub_dataset(named: str, key: str, **options: Any) -> Any:
+    """The data set `name[:config][@split]` of the hub; key: what messages call it."""
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise ValueError(
-            f"data: {data!r} is no file here, and a hub name needs `pip install datasets`"
+            f"{key}: {named!r} is no file here, and a hub name needs `pip install datasets`"
         ) from error
-    name, _, part = data.partition("@")
+    name, _, part = named.partition("@")
     name, _, config = name.partition(":")
     try:
-        rows = load_dataset(name, config or None, split=part or "train")
+        return load_dataset(name, config or None, split=part or "train", **options)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"data: {data!r} is no file here, and as a data set of the hub it can't be loaded: "
-            f"{error}. Expected a file, a folder, `stdlib`, or name[:config][@split]"
+            f"{key}: {named!r} is no file here, and as a data set of the hub it can't be loaded: "
+            f"{error}. Expected files, a folder, `stdlib`, or name[:config][@split]"
         ) from error
-    for number, fields in enumerate(rows):
-        yield {k: v for k, v in fields.items() if v is not None}, f"{data}[{number}]"

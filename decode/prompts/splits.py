@@ -20,14 +20,9 @@ SHARED_LINE_LEAST = 12
 
 
 def load_rows(data: str, split: str) -> list[Row]:
-    """The rows of one side, in the order of the source.
-
-    Args:
-        data: see `corpus.read_source`.
-        split: `train`, `heldout`, or `all` for a set that is wholly one or the other.
-
-    Raises:
-        ValueError: what `read_source` raises; an unknown split; a side without rows.
+    """The rows of one side of `data` (see `rows.read_source`), in its order. split: `train`,
+    `heldout`, or `all` for a set that is wholly one or the other; ValueError for another, or an
+    empty side.
     """
     if split not in SPLITS:
         raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
@@ -53,9 +48,7 @@ def part_of(rows: Sequence[Row], part: str) -> list[Row]:
 
     Of GSM8K's 300 the first 100 are for tuning; of the library's files every second one, in the
     order of their sizes, so that both parts hold about as much; of other rows a third, by a hash.
-
-    Raises:
-        ValueError: an unknown part, or one that is empty.
+    ValueError for an unknown part, or an empty one.
     """
     if part not in PARTS:
         raise ValueError(f"part: got {part!r}, expected one of {', '.join(PARTS)}")

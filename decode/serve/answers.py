@@ -13,16 +13,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from draftsmith.decode.engine.request import Completion, open_request
-from draftsmith.decode.serve.engine_thread import (
-    Busy,
-    Draining,
-    EngineDied,
-    Job,
-    Lane,
-    News,
-    Service,
-)
-from draftsmith.decode.serve.replies import ApiError, ApiReply, event
+from draftsmith.decode.serve.engine_thread import Job, Lane, Listener, News, Service
+from draftsmith.decode.serve.replies import RETRY_S, ApiError, ApiReply, event
 from draftsmith.decode.serve.schemas import (
     UNSAID,
     ChatAsked,
@@ -31,7 +23,6 @@ from draftsmith.decode.serve.schemas import (
     Encoder,
 )
 
-RETRY_S = 1  # when to come back after 429 and 503
 GRACE_S = 5.0  # for the last words of a stream that took too long
 LEFT, LATE = News([], "", error="left"), News([], "", error="late")
 
@@ -51,15 +42,14 @@ class Limits:
 Heard = asyncio.Queue[tuple[int, News]]  # which answer of the request, and what
 
 
-class Listener:
+def listener(index: int, heard: Heard, loop: asyncio.AbstractEventLoop) -> Listener:
     """Hands the engine's news of one answer to the loop that the request is answered on."""
 
-    def __init__(self, index: int, heard: Heard, loop: asyncio.AbstractEventLoop) -> None:
-        self.index, self.heard, self.loop = index, heard, loop
-
-    def __call__(self, news: News) -> None:
+    def hear(news: News) -> None:
         with suppress(RuntimeError):  # the loop has ended: nobody is left to tell
-            self.loop.call_soon_threadsafe(self.heard.put_nowait, (self.index, news))
+            loop.call_soon_threadsafe(heard.put_nowait, (index, news))
+
+    return hear
 
 
 class Talk:
@@ -125,7 +115,7 @@ class Answers:
         begun = loop.time()
         lane = self.lane(asked)
         jobs, reply = await asyncio.to_thread(self.open, asked, lane, heard, loop)
-        self.submit(jobs)
+        self.service.submit(jobs)
         talk = Talk(self.service, jobs, heard, self.limits.timeout_s + begun - loop.time())
         talk.watch(request)
         try:
@@ -140,16 +130,6 @@ class Answers:
             raise
         talk.close()
         return JSONResponse(answer)
-
-    def submit(self, jobs: Sequence[Job]) -> None:
-        try:
-            self.service.submit(jobs)
-        except Busy as error:
-            raise ApiError(429, str(error), code="queue_full", retry_s=RETRY_S) from error
-        except Draining as error:
-            raise ApiError(503, str(error), code="draining", retry_s=RETRY_S) from error
-        except EngineDied as error:
-            raise ApiError(500, str(error), code="engine_died") from error
 
     def lane_of(self, model: str) -> Lane:
         """The lane of `name` or `name:tag`; ApiError 404 for another."""
@@ -213,9 +193,11 @@ class Answers:
                     end_ids=lane.decoder.eos_ids,
                 )
                 one.completion.index = number
-                jobs.append(Job(lane, one, Listener(index, heard, loop), bool(asked.stream)))
-        except ValueError as error:
-            raise wrong(str(error)) from error
+                jobs.append(Job(lane, one, listener(index, heard, loop), bool(asked.stream)))
+        except ValueError as error:  # whose message begins with the name of what is wrong
+            name = str(error).partition(":")[0].split(" ")[0]
+            param = name if name.isidentifier() else None
+            raise ApiError(400, str(error), param=param) from error
         read = sum(map(len, prompts))
         return jobs, ApiReply(
             asked.model, chat, bool(asked.return_token_ids), asked.with_usage, prompt_tokens=read
@@ -290,9 +272,3 @@ def check_length(prompt: Sequence[int], index: int, context: int) -> None:
             param="prompt",
             code="context_length_exceeded",
         )
-
-
-def wrong(message: str) -> ApiError:
-    """400 for a message that begins with the name of what is wrong."""
-    name = message.partition(":")[0].split(" ")[0]
-    return ApiError(400, message, param=name if name.isidentifier() else None)

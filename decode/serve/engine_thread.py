@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from draftsmith.decode.drafters.base import Drafter
@@ -18,18 +19,7 @@ from draftsmith.decode.engine.harvest import Harvested
 from draftsmith.decode.engine.request import Completion, Request
 from draftsmith.decode.engine.session import Session
 from draftsmith.decode.serve.prometheus import Metrics
-
-
-class Busy(RuntimeError):
-    """The queue is full."""
-
-
-class Draining(RuntimeError):
-    """The server is about to end and takes nothing new."""
-
-
-class EngineDied(RuntimeError):
-    """The engine thread ended by an error; nothing can be decoded any more."""
+from draftsmith.decode.serve.replies import RETRY_S, ApiError
 
 
 class News(NamedTuple):
@@ -81,9 +71,8 @@ class Job:
 
 
 class Service:
-    """The engine thread and the door to it; all methods may be called by any thread.
-
-    max_queue: answers of a lane that may wait beyond those that fill its rows.
+    """The engine thread and the door to it; all methods may be called by any thread. max_queue:
+    answers of a lane that may wait beyond those that fill its rows.
     """
 
     def __init__(self, metrics: Metrics, *, rows: int, max_queue: int) -> None:
@@ -101,10 +90,9 @@ class Service:
     def add_lane(
         self, tag: str, model: str, decoder: Decoder, max_len: int, harvest: Harvest | None = None
     ) -> Lane:
-        """A lane for this decoder, before `start`; errors of `open_session` pass.
-
-        harvest: called on the engine thread with what is to be learned from a finished request, and
-            the version of the draft that it began with.
+        """A lane for this decoder, before `start`; errors of `open_session` pass. harvest: called
+        on the engine thread with what is to be learned from a finished request, and the version of
+        the draft that it began with.
         """
         assert not self._thread.is_alive(), "lanes are added before the engine starts"
 
@@ -115,10 +103,7 @@ class Service:
                 harvest(lane, version, request, found)
 
         session = decoder.open_session(
-            rows=self.rows,
-            max_len=max_len,
-            finished=finished,
-            harvest=harvest is not None,
+            rows=self.rows, max_len=max_len, finished=finished, harvest=harvest is not None
         )
         lane = self.lanes[tag] = Lane(tag, model, decoder, session)
         self.metrics.watch(
@@ -138,20 +123,22 @@ class Service:
         return self.rows + self.max_queue
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Take in all answers of one request, or none: `Busy`, `Draining` or `EngineDied`."""
+        """Take in all answers of one request, or none: ApiError 429 where the queue is full, 503
+        when the server is about to end, 500 after the engine thread ended by an error.
+        """
         lane = jobs[0].lane
         with self._changed:
             if self.error:
-                raise EngineDied(self.error)
+                raise ApiError(500, self.error, code="engine_died")
             if self.draining or self._stopped:
-                raise Draining("the server is shutting down")
+                why = "the server is shutting down"
+                raise ApiError(503, why, code="draining", retry_s=RETRY_S)
             if lane.on_way + len(jobs) > self.most:
-                raise Busy(
-                    f"{lane.on_way} of at most {self.most} answers are on their way; come back"
-                )
+                why = f"{lane.on_way} of at most {self.most} answers are on their way; come back"
+                raise ApiError(429, why, code="queue_full", retry_s=RETRY_S)
             lane.on_way += len(jobs)
             self._jobs |= {id(job.request): job for job in jobs}
-            self._inbox.append(lambda: self._enter(jobs))
+            self._inbox += [partial(lane.session.submit, job.request) for job in jobs]
             self._changed.notify_all()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
@@ -194,7 +181,11 @@ class Service:
                         for request, tokens, ended in lane.session.step():
                             self._tell(request, tokens, ended=ended)
         except BaseException as error:
-            self._die(f"the engine has stopped by an error ({type(error).__name__}); see the log")
+            with self._changed:
+                what = type(error).__name__
+                self.error = f"the engine has stopped by an error ({what}); see the log"
+            self._lose_all(self.error)
+            self.on_death()
             raise
         self._lose_all("the server was stopped", stopped=True)
 
@@ -212,10 +203,6 @@ class Service:
         for what in inbox:
             what()
         return not stopped
-
-    def _enter(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            job.lane.session.submit(job.request)
 
     def _tell(self, request: Request, tokens: list[int], *, ended: bool) -> None:
         job = self._jobs[id(request)]
@@ -254,12 +241,6 @@ class Service:
             return
         lane.version = version
         self.metrics.swapped(lane.model, version)
-
-    def _die(self, error: str) -> None:
-        with self._changed:
-            self.error = error
-        self._lose_all(error)
-        self.on_death()
 
     def _lose_all(self, why: str, *, stopped: bool = False) -> None:
         """The end of everything on its way. Nothing can be submitted any more."""

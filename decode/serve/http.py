@@ -191,24 +191,21 @@ def refusal(error: ApiError) -> JSONResponse:
 def shape_errors(app: FastAPI) -> None:
     """All errors in OpenAI's shape, in answers and on the page that describes them."""
 
-    async def own(_: Request, error: Any) -> Response:
-        return refusal(error)
+    async def answer(_: Request, error: Exception) -> Response:
+        match error:
+            case ApiError():
+                return refusal(error)
+            case RequestValidationError():
+                return refusal(first_fault(error))
+            case HTTPException():
+                shaped = refusal(ApiError(error.status_code, str(error.detail)))
+                shaped.headers.update(error.headers or {})
+                return shaped
+            case _:
+                return refusal(ApiError(500, "an error of the server's own; see its log"))
 
-    async def invalid(_: Request, error: Any) -> Response:
-        return refusal(first_fault(error))
-
-    async def http(_: Request, error: Any) -> Response:
-        shaped = refusal(ApiError(error.status_code, str(error.detail)))
-        shaped.headers.update(error.headers or {})
-        return shaped
-
-    async def bug(_: Request, error: Any) -> Response:
-        return refusal(ApiError(500, "an error of the server's own; see its log"))
-
-    app.add_exception_handler(ApiError, own)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, bug)
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
 
     def page() -> dict[str, Any]:
         """FastAPI's page without its 422s, which are 400s here."""

@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.decode.drafters.base import Drafter
@@ -28,9 +27,7 @@ Load = Callable[[str], Drafter | None]
 
 class DraftWatcher:
     """Looks for new versions of the lanes' drafts and loads them on a thread of its own; the engine
-    takes each into use between two steps.
-
-    first: by tag, the drafter that version 0 is.
+    takes each into use between two steps. first: by tag, the drafter that version 0 is.
     """
 
     def __init__(self, service: Service, online: Path, first: dict[str, str], load: Load) -> None:
@@ -74,14 +71,8 @@ class DraftWatcher:
         self._seen[tag] = version
 
 
-@dataclass(frozen=True)
-class Example:
-    """A finished request as the engine hands it over; version: of the draft that it began with."""
-
-    lane: Lane
-    version: int
-    request: Request
-    harvested: Harvested
+# A finished request as the engine hands it over, with the version of the draft that it began with.
+Finished = tuple[Lane, int, Request, Harvested]
 
 
 class BufferWriter:
@@ -93,7 +84,7 @@ class BufferWriter:
         self.online, self.metrics = online, metrics
         self.keep_top_k, self.requests = keep_top_k, requests
         self._buffers: dict[str, ReplayBuffer] = {}
-        self._queue: queue.Queue[Example | None] = queue.Queue(HELD)
+        self._queue: queue.Queue[Finished | None] = queue.Queue(HELD)
         self._thread = threading.Thread(target=self._run, name="buffer-writer", daemon=True)
 
     def add_lane(self, tag: str) -> None:
@@ -109,7 +100,7 @@ class BufferWriter:
     def offer(self, lane: Lane, version: int, request: Request, harvested: Harvested) -> None:
         """Have a finished request written, or dropped: returns at once. On the engine thread."""
         try:
-            self._queue.put_nowait(Example(lane, version, request, harvested))
+            self._queue.put_nowait((lane, version, request, harvested))
         except queue.Full:
             self.metrics.dropped(lane.model, queue.Full(f"{HELD} others wait for the disk"))
 
@@ -125,22 +116,16 @@ class BufferWriter:
             buffer.close()
 
     def _run(self) -> None:
-        while (example := self._queue.get()) is not None:
+        while (finished := self._queue.get()) is not None:
             try:
-                self._write(example)
+                self._write(*finished)
             except (OSError, RuntimeError) as error:  # no room on the disk, or in memory
-                self.metrics.dropped(example.lane.model, error)
+                self.metrics.dropped(finished[0].model, error)
 
-    def _write(self, example: Example) -> None:
-        runner = example.lane.decoder.runner
-        served = as_served(
-            example.request,
-            example.harvested,
-            runner,
-            k=self.keep_top_k,
-            version=example.version,
-            states=bool(runner.taps),
-        )
+    def _write(self, lane: Lane, version: int, request: Request, harvested: Harvested) -> None:
+        runner = lane.decoder.runner
+        states, k = bool(runner.taps), self.keep_top_k
+        served = as_served(request, harvested, runner, k=k, version=version, states=states)
         if served is not None:
-            self._buffers[example.lane.tag].add(served)
-            self.metrics.kept(example.lane.model)
+            self._buffers[lane.tag].add(served)
+            self.metrics.kept(lane.model)

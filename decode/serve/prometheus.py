@@ -84,10 +84,9 @@ class Metrics:
         self.running.labels(model).set_function(running)
         self.waiting.labels(model).set_function(waiting)
         self.version.labels(model).set_function(version)
-        for counter in (
-            *(self.drafts, self.drafted, self.accepted, self.prompt, self.generated, self.swaps),
-            *(self.refusals, self.kept_examples, self.dropped_examples),
-        ):
+        from_zero = (self.drafts, self.drafted, self.accepted, self.prompt, self.generated)
+        of_learning = (self.swaps, self.refusals, self.kept_examples, self.dropped_examples)
+        for counter in (*from_zero, *of_learning):
             counter.labels(model)
 
     def began(self, model: str, prompt_tokens: int, seconds: float) -> None:

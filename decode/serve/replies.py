@@ -10,15 +10,14 @@ from typing import Any
 from draftsmith.decode.engine.request import Completion
 
 DONE = "data: [DONE]\n\n"
+RETRY_S = 1  # when to come back after 429 and 503
 
-# What OpenAI calls the kinds of errors, by their status.
+# What OpenAI calls the kinds of errors, by their status; any other is as 400.
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -73,7 +72,6 @@ def event(what: dict[str, Any]) -> str:
 @dataclass
 class ApiReply:
     """One request's answer, whole or in pieces: its head, and how its choices are written.
-
     prompt_tokens: of its prompts, each counted once; done: its finished completions.
     """
 

@@ -48,7 +48,7 @@ FORGOTTEN = {
 }
 # Of a message that an earlier answer's object was turned into.
 EMPTY_OF_MESSAGES = {
-    *("name", "refusal", "audio", "annotations", "function_call", "tool_calls", "tool_call_id"),
+    *("name", "refusal", "audio", "annotations", "function_call", "tool_calls", "tool_call_id")
 }
 
 
@@ -133,9 +133,8 @@ class CompletionBody(Strict):
 
     def params(self, *, seed: int, unsaid: int, most: int) -> SamplingParams:
         """Sampling parameters. seed: of a request without one; unsaid, most: its tokens where it
-        doesn't say, and the most that it may ask for. ValueError for values out of range.
-
-        Filters at temperature 0 are dropped: the best token is always kept by them.
+        doesn't say, and the most that it may ask for. ValueError for values out of range. Filters
+        at temperature 0 are dropped: the best token is always kept by them.
         """
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: got it without stream=true; leave it out, or stream")

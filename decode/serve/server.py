@@ -118,9 +118,8 @@ FLUSH_S = 5  # that answers have to reach their clients once they are whole
 
 
 class Backend:
-    """Everything behind the endpoints, and the application over it.
-
-    Errors of `load_drafter` and `open_session` pass, as ValueErrors of the settings.
+    """Everything behind the endpoints, and the application over it. Errors of `load_drafter` and
+    `open_session` pass, as ValueErrors of the settings.
     """
 
     def __init__(

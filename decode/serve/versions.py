@@ -34,9 +34,8 @@ class Versions:
         self.file = self.folder / "current.json"
 
     def current(self) -> tuple[int, Path | None]:
-        """The version to serve and its drafter folder, None for version 0.
-
-        Raises ValueError for a file or folder that was changed by hand.
+        """The version to serve and its drafter folder, None for version 0. ValueError for a file or
+        folder that was changed by hand.
         """
         version = self._pointed()
         path = self.path(version)
@@ -57,9 +56,8 @@ class Versions:
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[None]:
-        """The time in which this process is the one that publishes.
-
-        Raises ValueError where another one is.
+        """The time in which this process is the one that publishes. ValueError where another one
+        is.
         """
         advice = (
             "expected one learner a tag: stop that one, or give tag= and drafter= of another of "
@@ -93,8 +91,7 @@ class Versions:
 
     def point(self, version: int, why: str) -> None:
         """Serve an earlier version again, 0 for the first drafter; why: told to whoever reads.
-
-        Raises ValueError for one that isn't there any more.
+        ValueError for one that isn't there any more.
         """
         path = self.path(version)
         if path is not None and not path.is_dir():

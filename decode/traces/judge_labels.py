@@ -3,26 +3,20 @@
     draftsmith judge-labels target=TARGET drafter=DRAFTER data=train.jsonl out=FOLDER
     draftsmith judge-labels target=TARGET marked=answers.jsonl out=FOLDER
 
-Without people, the draft's tokens are put into answers of the target, see `judge_mining.py`; `data`
-has questions whose answers end in #### and a number, and its training side is asked.
+Tried out, one by one, as in AutoJudge (arXiv 2504.20039): the answer begins as the target's greedy
+one. From the left, at each token where the draft would write another one after the answer so far,
+the draft's token is put in and the target finishes the answer greedily. If it still ends in the
+right number the token does no harm (kept) and the new answer is gone on with; else the old one
+stays. `data` has questions whose answers end in #### and a number; its training side is asked, and
+only questions are used whose own answer is right.
 
-By people (`marked`), a line has {"question", "answer"} (or {"prompt", "completion"}) and, where the
-answer is wrong, "error": [first, end] in characters of it. What comes before is kept, the error
-isn't, and what follows from it is left out, as in judge decoding (Bachmann et al., arXiv
-2501.19309).
+Or marked by people: a line of `marked` has {"question", "answer"} (or {"prompt", "completion"})
+and, where the answer is wrong, "error": [first, end] in characters of it. What comes before is
+kept, the error isn't, and what follows from it is left out (Bachmann et al., arXiv 2501.19309).
 
-The rows go into a trace folder of kind "judge" (`decode/traces/store.py`): prompt, position,
-token, kept,
-and the target's state after its final norm at the token. An interrupted run goes on; one with a
-larger limit adds to what is there.
-
-Which of the draft's tokens change nothing about the answer: tried out, one by one.
-
-As in AutoJudge (arXiv 2504.20039), the answer begins as the target's greedy one. From the left, at
-each token where the draft would write another one after the answer so far, the draft's token is put
-in and the target finishes the answer greedily. If it still ends in the right number the token does
-no harm (kept) and the new answer is gone on with; else the old one stays. Only questions are used
-whose own answer is right.
+The rows go into a trace folder of kind "judge" (`decode/traces/store.py`): prompt, position, token,
+kept, and the target's state after its final norm at the token. An interrupted run goes on; one with
+a larger limit adds to what is there.
 
 Shapes: B answers, T positions, X label rows, H width of the target's states, U of the taps', V
 vocabulary.
@@ -80,27 +74,24 @@ class Answer:
         return as_columns(positions, tokens, kept, torch.stack(states))
 
 
+@dataclass(eq=False)
 class Miner:
     """Tries the tokens of one drafter. ValueError for one without a choice at every position."""
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        drafter: Drafter,
-        *,
-        batch: int,
-        max_new_tokens: int,
-    ) -> None:
-        if not drafter.samples:
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafter: Drafter
+    batch: int
+    max_new_tokens: int
+
+    def __post_init__(self) -> None:
+        if not self.drafter.samples:
             raise ValueError(
-                f"drafter: got one of kind {drafter.kind}, expected one that has a choice at every "
-                "position; prompt lookup has none"
+                f"drafter: got one of kind {self.drafter.kind}, expected one that has a choice at "
+                "every position; prompt lookup has none"
             )
-        self.target, self.tokenizer, self.drafter = target, tokenizer, drafter
-        self.batch, self.most = batch, max_new_tokens
-        self.params = SamplingParams(max_new_tokens=self.most)
-        self.decoder = Decoder(target, tokenizer, batch_size=batch)
+        self.params = SamplingParams(max_new_tokens=self.max_new_tokens)
+        self.decoder = Decoder(self.target, self.tokenizer, batch_size=self.batch)
 
     def mine(self, rows: Sequence[tuple[int, Row]]) -> Iterator[tuple[int, Columns]]:
         """(index, label rows) of each question; none where the target's own answer is wrong."""
@@ -123,7 +114,7 @@ class Miner:
         """Each answer that has a next token where the draft would write another one, with that
         one; `checked` is the token's place.
         """
-        left = [a for a in answers if a.checked < min(len(a.tokens), self.most)]
+        left = [a for a in answers if a.checked < min(len(a.tokens), self.max_new_tokens)]
         if not left:
             return []
         with torch.inference_mode():
@@ -135,7 +126,7 @@ class Miner:
         busy = []
         for answer, choice in zip(left, choices, strict=True):
             own = choice[len(answer.prompt) - 1 :]
-            places = range(answer.checked, min(len(answer.tokens), self.most))
+            places = range(answer.checked, min(len(answer.tokens), self.max_new_tokens))
             at = next((i for i in places if own[i] != answer.tokens[i]), None)
             answer.checked = len(answer.tokens) if at is None else at
             if at is not None:
@@ -148,11 +139,11 @@ class Miner:
         texts = [a.prompt + start for (a, _), start in zip(busy, begun, strict=True)]
         states_BTH = states(self.target, texts)
         going = [i for i, (_, token) in enumerate(busy) if token not in self.decoder.eos_ids]
-        room = SamplingParams(max_new_tokens=max(1, self.most - min(map(len, begun))))
+        room = SamplingParams(max_new_tokens=max(1, self.max_new_tokens - min(map(len, begun))))
         made = self.decoder.generate([texts[i] for i in going], room)
         for i, completion in zip(going, made, strict=True):
             # The shortest decides how far all go: an answer doesn't depend on those beside it.
-            begun[i] = [*begun[i], *completion.tokens][: self.most]
+            begun[i] = [*begun[i], *completion.tokens][: self.max_new_tokens]
         for (answer, token), tokens, state_TH in zip(busy, begun, states_BTH, strict=True):
             at = len(answer.prompt) + answer.checked
             kept = self.ends_in(tokens, answer.right)
@@ -241,19 +232,16 @@ def label(settings: Labels) -> str:
         about["drafter"] = {"path": settings.drafter, "kind": drafter.kind, "mark": mark}
     room = int(settings.max_gb * 1e9)
     writer = TraceWriter(settings.out, about, max_bytes=room, shard_rows=SHARD_ROWS)
-    found: Iterator[tuple[int, Columns]]
+    rows = load_rows(settings.marked, "all") if drafter is None else questions(settings)
+    todo = [(index, row) for index, row in enumerate(rows) if index not in writer.done]
     if drafter is None:
-        marked = [
-            one for one in enumerate(load_rows(settings.marked, "all")) if one[0] not in writer.done
-        ]
-        todo, found = len(marked), labelled(target, tokenizer, marked)
+        found = labelled(target, tokenizer, todo)
     else:
-        asked = [one for one in enumerate(questions(settings)) if one[0] not in writer.done]
         how = {"batch": settings.batch, "max_new_tokens": settings.max_new_tokens}
-        todo, found = len(asked), Miner(target, tokenizer, drafter, **how).mine(asked)
+        found = Miner(target, tokenizer, drafter, **how).mine(todo)
     try:
         with Progress(transient=True) as progress:
-            bar = progress.add_task("labels", total=todo)
+            bar = progress.add_task("labels", total=len(todo))
             for index, columns in found:
                 writer.add(index, columns)
                 progress.advance(bar)
@@ -282,9 +270,7 @@ def questions(settings: Labels) -> list[Row]:
 
 
 def labelled(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[tuple[int, Row]],
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[int, Row]]
 ) -> Iterator[tuple[int, Columns]]:
     """(index, label rows) of each marked answer: its tokens before the error are kept, those that
     touch it aren't, and the rest is left out.

@@ -28,10 +28,7 @@ from draftsmith.decode.sampling import SamplingParams, position_keys
 
 
 def check_mixing(drafter: Drafter | None, params: SamplingParams, share: float) -> LMDrafter:
-    """The draft, if rows can be mixed with it. ValueError for a head, which reads states that the
-    target never made of a mixed text; at temperature 0, where nothing is drawn; for a share of the
-    answer's tokens outside [0, 1).
-    """
+    """The draft, if rows can be mixed with it; ValueError if not."""
     if not isinstance(drafter, LMDrafter):
         raise ValueError(
             f"source=mixed: got a drafter of kind {drafter.kind if drafter else None}, expected a "
@@ -57,10 +54,9 @@ def mixed_rows(
     params: SamplingParams,
     share: float,
 ) -> dict[str, Tensor]:
-    """The columns (see `traces`) of an answer's rows.
-
-    number: of the prompt, from which its draws are made, so that they are always the same ones;
-    share: r. `kept` is drawn by the chance; `on_path` is true.
+    """The columns (see `traces`) of an answer's rows. number: of the prompt, from which its draws
+    are made, so that they are always the same ones; share: r. `kept` is drawn by the chance;
+    `on_path` is true.
     """
     first = len(answer.prompt_tokens)
     ids_1T = torch.tensor([answer.prompt_tokens + answer.tokens], device=target.device)

@@ -6,8 +6,7 @@
     part=tune every=true    a round at every position: stopping rules are tuned on it, see
                             `decode/traces/simulate_stops.py`; part=report every=true for the
                             evidence
-    source=mixed            SpecDec++'s rows, from the target's answers alone
-    (`decode/traces/mixed.py`)
+    source=mixed            SpecDec++'s rows, from the target's answers alone (`mixed.py` beside)
 
 The rows lie in shards (`decode/traces/store.py`). An interrupted command keeps what is whole and
 goes on when it is repeated; a larger `limit` or `max_gb` adds to what is there.
@@ -87,9 +86,7 @@ def main(argv: list[str]) -> int:
 
 def trace(settings: Tracing, console: Console) -> tuple[TraceWriter, bool]:
     """Decode and record until all prompts are done or the folder is full; with the writer, closed,
-    False after Ctrl-C.
-
-    Raises ValueError for what doesn't load or fit, and what `TraceWriter` refuses.
+    False after Ctrl-C. ValueError for what doesn't load or fit, or `TraceWriter` refuses.
     """
     recorder = Recorder(lambda place, columns: writer.add(left[place].index, columns))
     decoder = open_decoder(settings, recorder)

@@ -10,9 +10,8 @@ ended. The counters are those of the decoder with batch_size=1.
     v = t_verify / t_plain,  c = t_draft / t_plain
 
 A rule (`Stop`) maps all prompts at once to how many tokens it drafts at each position, and starts
-afresh each time. `oracle` knows the future: it drafts what will be kept, and nothing else; no rule
-emits as much in as few rounds and drafts less. `oracle_after` sees only that a drafted token will
-be rejected, once it is drafted: where a perfect acceptance head would stop.
+afresh each time. No rule emits as much in as few rounds as `oracle` and drafts less;
+`oracle_after` is where a perfect acceptance head would stop.
 
 Shapes: T positions of an answer at which a round may begin, K the longest draft, n rows of a trace.
 """
@@ -62,10 +61,9 @@ Stop = Callable[[Sequence[Rounds]], list[np.ndarray]]  # tokens to draft [T] of 
 
 
 def rounds_of(trace: Trace, score_n: Tensor | None = None) -> list[Rounds]:
-    """The rounds of each prompt, in the order of their numbers.
-
-    score_n: of each row, log chance that its token is kept if its parent is (see `log_chances`).
-    ValueError for a trace that lacks rounds, or holds more than chains.
+    """The rounds of each prompt, in the order of their numbers. score_n: of each row, log chance
+    that its token is kept if its parent is (see `log_chances`). ValueError for a trace that lacks
+    rounds, or holds more than chains.
     """
     settings = trace.about.get("settings", {})
     if settings.get("rule", "coupled") != "coupled" and settings.get("temperature"):
@@ -76,7 +74,8 @@ def rounds_of(trace: Trace, score_n: Tensor | None = None) -> list[Rounds]:
     if len(order) % K:
         raise _not_every(f"{len(order)} rows, which are no whole chains of {K}")
     table = {name: values[order].reshape(-1, K) for name, values in column.items()}
-    score_TK = None if score_n is None else score_n.float().numpy()[order].reshape(-1, K)
+    if score_n is not None:
+        table["score"] = score_n.float().numpy()[order].reshape(-1, K)
     depth_K = np.arange(1, K + 1)
     if (table["depth"] != depth_K).any() or (table["parent"] != depth_K - 1).any():
         raise _not_every("trees, or chains of several lengths")
@@ -86,23 +85,16 @@ def rounds_of(trace: Trace, score_n: Tensor | None = None) -> list[Rounds]:
         at_T = (table["prompt"][:, 0] == prompt).nonzero()[0]
         if (table["round"][at_T, 0] != np.arange(len(at_T))).any() or np.ptp(begun_T[at_T]):
             raise _not_every(f"prompt {prompt} with rounds that skip positions")
-        found.append(
-            Rounds(
-                int(prompt),
-                table["log_q"][at_T],
-                table["entropy"][at_T],
-                (table["kept"] & table["on_path"])[at_T],
-                None if score_TK is None else score_TK[at_T],
-            )
-        )
+        own = {name: values[at_T] for name, values in table.items()}
+        kept_TK = own["kept"] & own["on_path"]
+        found.append(Rounds(int(prompt), own["log_q"], own["entropy"], kept_TK, own.get("score")))
     return found
 
 
 @torch.inference_mode()
 def log_chances(scorer: Scorer, trace: Trace) -> Tensor:
-    """Log chance [n] that each row's token is kept, by an acceptance head, in a trace of chains.
-
-    A head that reads the state after a token finds it at the next token of its chain: the last one
+    """Log chance [n] that each row's token is kept, by an acceptance head, in a trace of chains. A
+    head that reads the state after a token finds it at the next token of its chain: the last one
     gets 0, which no rule reads.
     """
     columns, config = trace.columns, scorer.config
@@ -168,11 +160,11 @@ def capped(stop: Stop, most: int) -> Stop:
 
 
 def chance(threshold: float, *, least: int = 1, newest: bool = True, by: str = "score") -> Stop:
-    """Stop once something drafted has been rejected with a chance above `threshold`, after `least`
-    tokens or more.
+    """Policy `acceptance`: stop once something drafted has been rejected with a chance above
+    `threshold`, after `least` tokens or more.
 
-    newest: whether the newest token's score counts; not of a head that reads the state after it
-    (policy `acceptance`). by: `score`, or `log_q`: policy `depth` at 1 - threshold.
+    newest: whether the newest token's score counts; not of a head that reads the state after it.
+    by: `score`, or `log_q`: policy `depth` at 1 - threshold.
     """
 
     def stop(prompts: Sequence[Rounds]) -> list[np.ndarray]:
@@ -192,12 +184,7 @@ def chance(threshold: float, *, least: int = 1, newest: bool = True, by: str = "
 
 def oracle() -> Stop:
     """Draft what will be kept, as far as the answer goes, and nothing else."""
-
-    def drafted(rounds: Rounds) -> np.ndarray:
-        left_T = np.arange(len(rounds.run_T))[::-1]
-        return np.minimum(rounds.run_T, left_T)
-
-    return lambda prompts: [drafted(rounds) for rounds in prompts]
+    return lambda prompts: [np.minimum(r.run_T, np.arange(len(r.run_T))[::-1]) for r in prompts]
 
 
 def oracle_after() -> Stop:
@@ -237,9 +224,9 @@ def speedup(counters: Sequence[Counters], c: float, v: float = 1.0) -> float:
 
 
 def figures(counters: Sequence[Counters], c: float, v: float = 1.0) -> dict[str, Any]:
-    """Of a replay: tau, K (tokens drafted a round), the modelled speed-up and its interval over
-    prompts, and a token's share of drafts thrown away and of target calls (SpecDec++'s discard and
-    verification rate).
+    """Of a replay: tau, K (tokens drafted a round), the modelled speed-up with its interval over
+    prompts, and SpecDec++'s discard rate (drafts thrown away) and verification rate (target calls),
+    both a token emitted.
     """
     one = metrics.total(counters)
     kept = sum(count * kept for kept, count in enumerate(one.histogram))
@@ -278,10 +265,8 @@ def tune(
 def optimal_threshold(t_draft: float, t_verify: float, delta: float = 0.0) -> float:
     """Where SpecDec++'s decision process stops (arXiv 2405.19715): once the chance of a rejection
     among the drafted tokens reaches (c2 + delta) / (c1 + c2 + delta), with c1 = t_draft what a
-    token thrown away costs, and c2 = t_verify - t_draft what a further round does.
-
-    delta: what going on is worth beyond that, in the same unit; unknown, so tune from there.
-    ValueError for times that aren't above 0, a draft call as slow as the target's, delta below 0.
+    token thrown away costs, and c2 = t_verify - t_draft what a further round does. delta: what
+    going on is worth beyond that, in the same unit; unknown, so tune from there.
     """
     if not 0 < t_draft < t_verify < math.inf or not delta >= 0:
         raise ValueError(
@@ -305,8 +290,7 @@ def _first(enough_TK: np.ndarray) -> np.ndarray:
 
 def _bound(rounds: Rounds, gamma: float) -> np.ndarray:
     """AdaEDL's bound on the acceptance of each token [T, K]."""
-    bound_TK: np.ndarray = 1 - np.sqrt(gamma * rounds.entropy_TK)
-    return bound_TK
+    return np.subtract(1, np.sqrt(gamma * rounds.entropy_TK))
 
 
 def _not_every(what: str) -> ValueError:

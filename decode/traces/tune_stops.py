@@ -30,13 +30,7 @@ from draftsmith.decode.traces.simulate_stops import Rounds, Stop
 from draftsmith.decode.traces.store import read_traces
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.fingerprint import differences
-from draftsmith.models.scorers import (
-    FOLDER,
-    Scored,
-    load_acceptance,
-    set_threshold,
-    weights_mark,
-)
+from draftsmith.models.scorers import FOLDER, Scored, load_acceptance, set_threshold, weights_mark
 
 GRID = (
     *(0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4),

@@ -13,10 +13,10 @@ from typing import Any
 
 import httpx
 import openai
+from plain_decoding import plain_decode
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from draftsmith.decode.evaluate.exactness import plain_decode
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.server import Backend, Server, ServerConfig
 from draftsmith.models.folder.drafter_folder import fingerprint, save_drafter

@@ -1,8 +1,8 @@
 """Prompts, ways of sampling, and the plain answers that every way of decoding must give."""
 
+from plain_decoding import plain_decode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.evaluate.exactness import plain_decode
 from draftsmith.decode.sampling import SamplingParams
 
 PROMPTS = [

@@ -13,8 +13,7 @@ from draftsmith.models.draft_init import start_from_target
 from draftsmith.models.draft_lm import draft_from_config, load_draft, recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter
-from draftsmith.models.target import check_same_tokenizer
-from draftsmith.models.tokenizer import load_tokenizer
+from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer
 from draftsmith.train.run.lora import Lora, with_lora
 
 Module = TypeVar("Module", bound=nn.Module)

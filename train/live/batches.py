@@ -8,9 +8,9 @@ Legend: B rows, T positions, N = B * T, J listed tokens of a row, G hidden size 
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from draftsmith.train.live.idle_time import Duty
 from draftsmith.train.losses.top_k import TopKRows
 from draftsmith.train.run.interrupt import GO_ON
 from draftsmith.train.text.batches import Batch
+
+Read = TypeVar("Read")
+Alpha = tuple[float, float]  # the sum of sum_v min(p, q) of some positions, and how many they are
 
 
 @dataclass(kw_only=True)
@@ -45,13 +48,13 @@ class ServedBatch(Batch):
     listed: TopKRows | None = None
     states: TargetStates | None = None
 
-    def to(self, device: torch.device | str) -> "ServedBatch":
+    def to(self, device: torch.device | str) -> Self:
         listed, states = self.listed, self.states
         if listed is not None:
             listed = TopKRows(listed.ids_NJ.to(device), listed.log_p_NB.to(device))
         if states is not None:
             states = TargetStates(*(state.to(device) for state in states))
-        return ServedBatch(**vars(super().to(device)), listed=listed, states=states)
+        return replace(super().to(device), listed=listed, states=states)
 
 
 def listed_rows(batch: Batch) -> TopKRows:
@@ -126,6 +129,18 @@ def _states(
     return TargetStates(norm_BTG, taps_BTU)
 
 
+def still_there(read: Callable[[int], Read], numbers: Iterable[int]) -> Iterator[tuple[int, Read]]:
+    """What is read of each request, by its number, but of those that a server has dropped since
+    they were listed.
+    """
+    for number in numbers:
+        try:
+            found = read(number)
+        except FileNotFoundError:
+            continue
+        yield number, found
+
+
 class Feed(Protocol):
     """Where requests come from while there are too few. to_go_on: see `loop.Patient`."""
 
@@ -135,33 +150,28 @@ class Feed(Protocol):
         """Wait a moment, or do something that brings requests; False: none will come."""
 
 
+@dataclass(eq=False)
 class Buffered:
     """Micro-batches from a replay buffer, for `loop.fit`. A step waits until `requests_per_step`
     requests have come for it since the start; the requests that it takes are drawn by (seed, step,
     micro) from what is in the buffer then.
 
-    Args:
-        batch_of: (requests, numbers) -> micro-batch.
-        tell: prints a line that says what is waited for.
-
-    Raises ValueError for a mix that can't be drawn.
+    batch_of: (requests, numbers) -> micro-batch; tell: prints a line that says what is waited for.
+    ValueError for a mix that can't be drawn.
     """
+
+    mix: Mix
+    buffer: ReplayBuffer
+    batch_of: Callable[[Sequence[Served], Sequence[int]], ServedBatch]
+    feed: Feed
+    duty: Duty
+    tell: Callable[[str], None] | None = None
 
     chooses = "requests from a buffer"
 
-    def __init__(
-        self,
-        mix: Mix,
-        buffer: ReplayBuffer,
-        batch_of: Callable[[Sequence[Served], Sequence[int]], ServedBatch],
-        feed: Feed,
-        duty: Duty,
-        tell: Callable[[str], None] | None = None,
-    ) -> None:
-        _check(mix)
-        self.mix, self.buffer, self.batch_of = mix, buffer, batch_of
-        self.feed, self.duty, self.tell = feed, duty, tell
-        self.to_go_on = feed.to_go_on
+    def __post_init__(self) -> None:
+        _check(self.mix)
+        self.to_go_on = self.feed.to_go_on
         self.silent_s = 0.0  # that a step waits before it says so; the first says it at once
         self.first = -1  # the number from which requests are counted
         self.steps = 0  # of the run, the one that was asked for last included
@@ -242,12 +252,8 @@ class Buffered:
         numbers = self.buffer.all_numbers()
         there = set(numbers)
         self._about = {n: about for n, about in self._about.items() if n in there}
-        for number in numbers:
-            if number not in self._about and not self.buffer.is_heldout(number):
-                try:
-                    self._about[number] = self.buffer.about(number)
-                except FileNotFoundError:
-                    continue
+        new = (n for n in numbers if n not in self._about and not self.buffer.is_heldout(n))
+        self._about |= still_there(self.buffer.about, list(new))
         return numbers
 
     def _trainable(self) -> list[int]:

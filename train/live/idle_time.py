@@ -17,9 +17,8 @@ class IdleTime:
 
 
 class Duty:
-    """Rests between steps, so that work takes `share` of the time.
-
-    Raises ValueError for a share that isn't above 0 and at most 1.
+    """Rests between steps, so that work takes `share` of the time. ValueError for a share that
+    isn't above 0 and at most 1.
     """
 
     def __init__(self, share: float) -> None:

@@ -1,11 +1,9 @@
-"""A draft that learns from what was served, of either kind: a draft LM, or an EAGLE head.
+"""Drafts that learn from what was served, draft LMs or EAGLE heads: the one in training, the one
+that serves, and in a replay those that they are measured beside.
 
-The same objectives as offline; the target's side comes with the requests (`served.py`).
+The same objectives as offline; the target's side comes with the requests (`batches.py`).
 
 Legend: B rows, T positions.
-
-The drafts of one learner: the one in training, the one that serves, and in a replay those that
-they are measured beside.
 """
 
 import copy
@@ -32,8 +30,7 @@ from draftsmith.models.heads.head import Head, family
 from draftsmith.models.target import TargetSpec, vocab_size
 from draftsmith.train.drafts.draft_start import TINY, DraftSource, fresh_draft, place
 from draftsmith.train.drafts.eagle_start import EagleSource, open_head
-from draftsmith.train.live.batches import as_batch, kept_states, listed_rows
-from draftsmith.train.live.publishing import Alpha
+from draftsmith.train.live.batches import Alpha, as_batch, kept_states, listed_rows
 from draftsmith.train.objectives.distillation import Distillation, Losses
 from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.run.settings import Settings
@@ -68,11 +65,10 @@ class Learner:
     def kind(self) -> str:
         return self.folder.kind
 
-    def alpha(self, batch: Batch, teacher: Teacher | None = None) -> tuple[float, float]:
-        """(sum of sum_v min(p, q), positions) of a batch; of heads over all depths.
-
-        teacher: of a draft LM, exact rows in place of the likeliest tokens, against which alpha is
-        an upper bound.
+    def alpha(self, batch: Batch, teacher: Teacher | None = None) -> Alpha:
+        """Of a batch; of heads over all depths. teacher: of a
+        draft LM, exact rows in place of the likeliest tokens, against which alpha is an upper
+        bound.
         """
         self.objective.eval()
         if isinstance(self.objective, Distillation):
@@ -91,9 +87,8 @@ class Learner:
         made: dict[str, Any],
         dtype: str,
     ) -> None:
-        """A drafter folder with the weights as they are now; the module stays as it is.
-
-        mark: the target's fingerprint; made: the provenance.
+        """A drafter folder with the weights as they are now; the module stays as it is. mark: the
+        target's fingerprint; made: the provenance.
         """
         model = copy.deepcopy(self.module).cpu()
         recast(model, getattr(torch, dtype))
@@ -116,12 +111,8 @@ def open_learner(
     tokenizer: PreTrainedTokenizerBase,
     mark: dict[str, Any],
 ) -> Learner:
-    """The drafter in a folder, ready to learn, on the target's device.
-
-    mark: the target's fingerprint.
-
-    Raises:
-        ValueError: what `open_drafter` and the objectives refuse, or another kind.
+    """The drafter in a folder, ready to learn, on the target's device; mark: the target's
+    fingerprint. ValueError for what `open_drafter` and the objectives refuse, or another kind.
     """
     folder = open_drafter(
         path, mark, target_tokenizer=tokenizer, target_config=target.config.get_text_config()
@@ -185,13 +176,10 @@ class DraftSettings(Settings, Lessons):
 
 
 class OnlineDrafts:
-    """`publishing.Drafts`.
+    """The draft in training, and the one that serves.
 
-    Args:
-        path: what the draft in training begins as; None: the first drafter.
-        argv: of the run, for the provenance.
-
-    Errors of `open_learner` pass.
+    path: what the first begins as, None for the first drafter; argv: of the run, for the
+    provenance. Errors of `open_learner` pass.
     """
 
     def __init__(
@@ -240,17 +228,21 @@ class OnlineDrafts:
         return found
 
     def candidate(self, served: Served) -> Alpha:
+        """Of the draft in training, on a request."""
         return self._alpha(self.learner, served)
 
     def serving(self, served: Served) -> Alpha:
+        """Of the one that serves."""
         return self._alpha(self.beside["online"], served)
 
     def serve(self, path: Path | None) -> None:
+        """From now on what lies there serves; None: the first drafter."""
         self.beside["online"] = self.open(path)
         if self.swapped is not None:
             self.swapped(self.drafter(path), int(path.name) if path else 0)
 
     def save(self, folder: Path, alpha: float) -> None:
+        """Write the draft in training as a drafter folder; alpha: held-out."""
         made = provenance(
             recipe=dict(arg.split("=", 1) for arg in self.argv).get("recipe"),
             argv=self.argv,
@@ -262,6 +254,7 @@ class OnlineDrafts:
         self.learner.save(folder, self.tokenizer, self.mark, made, self.config.save_dtype)
 
     def go_back(self) -> None:
+        """Give the draft in training the weights of the one that serves."""
         self.learner.module.load_state_dict(self.beside["online"].module.state_dict())
 
     def compare_with(self, ceiling: str) -> None:

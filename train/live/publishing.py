@@ -14,34 +14,15 @@ the ones to the others (a new topic) doesn't count. Publishing goes on meanwhile
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from draftsmith.decode.evaluate.metrics import paired_difference
-from draftsmith.decode.serve.buffer import ReplayBuffer, Served
+from draftsmith.decode.serve.buffer import ReplayBuffer
 from draftsmith.decode.serve.versions import Versions
+from draftsmith.train.live.batches import Alpha, still_there
+from draftsmith.train.live.learner import OnlineDrafts
 
-Alpha = tuple[float, float]  # the sum of sum_v min(p, q) of a request, and its positions
 Told = tuple[int, dict[str, Any]]  # a request's number, and what the head of its file says
-
-
-class Drafts(Protocol):
-    """The draft in training, and the one that serves."""
-
-    def candidate(self, served: Served) -> Alpha:
-        """Of the first, on a request."""
-
-    def serving(self, served: Served) -> Alpha:
-        """Of the second."""
-
-    def serve(self, path: Path | None) -> None:
-        """From now on the second is what lies there; None: the first drafter."""
-
-    def save(self, folder: Path, alpha: float) -> None:
-        """Write the first as a drafter folder; alpha: held-out."""
-
-    def go_back(self) -> None:
-        """Give the first the weights of the second."""
 
 
 @dataclass(kw_only=True)
@@ -55,31 +36,27 @@ class Publishing:
     rollback_drop: float = 0.05  # of accepted / drafted in use, beyond what alpha explains
 
 
+@dataclass(eq=False)
 class Publisher:
-    """The evaluation of a learning draft: measures it, publishes it, takes it back.
+    """The evaluation of a learning draft: measures it, publishes it, takes it back."""
 
-    tell: prints a line.
-    """
+    config: Publishing
+    buffer: ReplayBuffer
+    versions: Versions
+    drafts: OnlineDrafts
+    tell: Callable[[str], None]  # prints a line
 
-    def __init__(
-        self,
-        config: Publishing,
-        buffer: ReplayBuffer,
-        versions: Versions,
-        drafts: Drafts,
-        tell: Callable[[str], None],
-    ) -> None:
+    def __post_init__(self) -> None:
+        config, kept = self.config, self.versions.kept()
         if config.heldout_least < 2 or config.rollback_requests < 1:
             raise ValueError(
                 f"got heldout_least={config.heldout_least}, rollback_requests="
                 f"{config.rollback_requests}, expected at least 2 and 1"
             )
-        self.config, self.buffer, self.versions = config, buffer, versions
-        self.drafts, self.tell = drafts, tell
         self._serve()
         # What was published and not judged in use, what that is compared with, what didn't pass.
         self.unjudged = {self.version} - {0}
-        self.trusted = max((v for v in versions.kept() if v < self.version), default=0)
+        self.trusted = max((v for v in kept if v < self.version), default=0)
         self.bad: set[int] = set()
 
     def __call__(self) -> dict[str, float]:
@@ -101,11 +78,7 @@ class Publisher:
         config = self.config
         numbers = self.buffer.heldout_numbers()[-config.heldout_requests :]
         rows = {}
-        for number in numbers:
-            try:
-                served = self.buffer.read(number)
-            except FileNotFoundError:  # dropped by the server since it was listed
-                continue
+        for number, served in still_there(self.buffer.read, numbers):
             ours = self.drafts.candidate(served)
             if number not in self._known:
                 self._known[number] = self.drafts.serving(served)
@@ -162,11 +135,8 @@ class Publisher:
         """
         before: list[Told] = []
         after: list[Told] = []
-        for number in reversed(self.buffer.all_numbers()):
-            try:
-                about = self.buffer.about(number)
-            except FileNotFoundError:  # dropped by the server since it was listed
-                continue
+        newest = reversed(self.buffer.all_numbers())
+        for number, about in still_there(self.buffer.about, newest):
             if about["version"] in self.unjudged:
                 after.append((number, about))
             elif about["version"] not in self.bad:
@@ -177,12 +147,8 @@ class Publisher:
 
     def _alpha_of(self, served: list[Told]) -> float:
         """Of the version that serves, on these requests."""
-        rows = []
-        for number, _ in served:
-            try:
-                rows.append(self.drafts.serving(self.buffer.read(number)))
-            except FileNotFoundError:  # dropped by the server since it was listed
-                continue
+        kept = still_there(self.buffer.read, [number for number, _ in served])
+        rows = [self.drafts.serving(request) for _, request in kept]
         return _ratio(rows) if rows else 0.0
 
 

@@ -6,8 +6,6 @@ version (of the draft that it began with), tau (tokens a target call, as served)
 drafted, accepted, positions, seconds (since the start, measuring included), and `alpha` of the
 frozen, online and ceiling drafts as each is at this moment: exact, teacher-forced on this answer,
 before anything was learned from it. Of heads alpha is over all depths.
-
-A stream of prompts whose topic changes on the way.
 """
 
 import json
@@ -32,6 +30,8 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.buffer import ReplayBuffer, Served, as_served
 
 MIX = "mix"
+ARMS = {"frozen": "d", "online": "a", "ceiling": "c"}  # with their colours
+AVERAGED = 50  # requests: of the moving mean in the picture
 
 
 class StreamPrompt(NamedTuple):
@@ -55,10 +55,8 @@ class StreamConfig:
 
 
 def read_stream(config: StreamConfig, tokenizer: PreTrainedTokenizerBase) -> list[StreamPrompt]:
-    """The prompts of a stream, in order; none comes twice.
-
-    Raises:
-        ValueError: what `load_prompts` raises, a part that can't be read, or too few prompts.
+    """The prompts of a stream, in order; none comes twice. ValueError: what `load_prompts` raises,
+    a part that can't be read, or too few prompts.
     """
     stream = config.stream
     if Path(stream).suffix == ".jsonl":
@@ -108,11 +106,6 @@ def _read_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[StreamPro
     return asked
 
 
-ARMS = {"frozen": "d", "online": "a", "ceiling": "c"}  # with their colours
-
-AVERAGED = 50  # requests: of the moving mean in the picture
-
-
 @dataclass(kw_only=True)
 class Replay:
     """The part of a recipe that says how a stream is served."""
@@ -130,13 +123,9 @@ class Replay:
 
 
 class ReplayFeed:
-    """Serves a stream a step at a time (`served.Feed`).
-
-    Args:
-        alphas: the arms' alpha of a finished request, by their names.
-        record: the file that gets a line a request.
-
-    Raises ValueError where that is there: a replay can't go on from the middle.
+    """Serves a stream a step at a time (`batches.Feed`). alphas: the arms' alpha of a finished
+    request, by their names; record: the file that gets a line a request. ValueError where that is
+    there: a replay can't go on from the middle.
     """
 
     def __init__(
@@ -164,17 +153,10 @@ class ReplayFeed:
         self.session = decoder.open_session(
             replay.rows, longest, finished=self._finished, harvest=True
         )
+        how: dict[str, Any] = {"tokenizer": decoder.tokenizer, "params": replay.params}
+        how |= {"context": decoder.context, "end_ids": decoder.eos_ids}
         for index, one in enumerate(asked):
-            request = open_request(
-                one.tokens,
-                index,
-                index,
-                tokenizer=decoder.tokenizer,
-                params=replay.params,
-                context=decoder.context,
-                end_ids=decoder.eos_ids,
-            )
-            self.session.submit(request)
+            self.session.submit(open_request(one.tokens, index, index, **how))
 
     def more(self) -> bool:
         added = self.added

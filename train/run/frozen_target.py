@@ -42,8 +42,7 @@ def open_target(
     config: FrozenTarget, accelerator: Accelerator
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The recipe's target and its tokenizer, where this process computes. All call it together.
-
-    Raises ValueError for what `load_target`, `check_shards` and `share_out` refuse.
+    ValueError for what `load_target`, `check_shards` and `share_out` refuse.
     """
     check_shards(config, accelerator.num_processes)
     if not config.shard_target:
@@ -71,9 +70,7 @@ def check_shards(config: Any, processes: int) -> None:
 
 def share_out(target: PreTrainedModel, device: torch.device) -> None:
     """Cut each decoder layer of a target into as many parts as there are processes, of which this
-    one keeps its own, and move all to `device`.
-
-    Raises ValueError where the layers can't be told.
+    one keeps its own, and move all to `device`. ValueError where the layers can't be told.
     """
     layers, body = decoder_layers(target), output_head(target)[0]
     remember_body(target)

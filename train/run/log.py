@@ -24,8 +24,7 @@ class Log:
     Args:
         metrics: the metrics.jsonl to append to, None on all but the main process. Records after
             `step` are dropped first, since a resumed run will write them again.
-        step: the last finished step.
-        steps: the run's length, for the time left.
+        step, steps: the last finished one, and the run's length.
         tracker: receives each record too, see `wandb_tracker`.
         console: where to show; the terminal's standard output by default.
     """
@@ -108,9 +107,7 @@ def keep_through(metrics: Path, step: int) -> None:
 
 def wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
     """A tracker that sends records to wandb, or keeps them under `folder` if WANDB_MODE=offline.
-
-    Raises:
-        ValueError: wandb isn't installed.
+    ValueError: wandb isn't installed.
     """
     try:
         import wandb

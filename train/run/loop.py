@@ -21,11 +21,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    broadcast_object_list,
-    clean_state_dict_for_safetensors,
-    gather_object,
-)
+from accelerate.utils import broadcast_object_list, clean_state_dict_for_safetensors, gather_object
 from torch import Tensor, nn
 
 from draftsmith.train.run.checkpoint import load, save
@@ -73,7 +69,7 @@ class Objective(nn.Module):
 
 
 class MicroBatch(Protocol):
-    """What an objective reads: `data.Batch`, or rows of another kind."""
+    """What an objective reads: `text.batches.Batch`, or rows of another kind."""
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -166,25 +162,20 @@ def fit(
     return Result(at.step, at.best, at.best_step)
 
 
+@dataclasses.dataclass
 class _Fitting:
     """One `fit`: what accelerate has wrapped, and how far it is."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        objective: Objective,
-        batches: StepBatches,
-        settings: Settings,
-        run: Run,
-    ) -> None:
-        self.accelerator = accelerator
-        self.objective = objective
-        self.batches = batches
-        self.settings = settings
-        self.run = run
-        self.spread = spread(accelerator, objective, settings)
-        self.resumed = run.latest() is not None
-        self.position = load(self.spread, run, batches)
+    accelerator: Accelerator
+    objective: Objective
+    batches: StepBatches
+    settings: Settings
+    run: Run
+
+    def __post_init__(self) -> None:
+        self.spread = spread(self.accelerator, self.objective, self.settings)
+        self.resumed = self.run.latest() is not None
+        self.position = load(self.spread, self.run, self.batches)
 
     def save(self) -> None:
         save(self.spread, self.run, self.position, self.batches)
@@ -207,9 +198,8 @@ class _Fitting:
         return 0 < self.settings.patience * self.settings.eval_every <= waited
 
     def fetch(self, stop: list[int]) -> tuple[list[MicroBatch], int]:
-        """This process's micro-batches of the next step, and the whole step's trained tokens.
-
-        One all-reduce counts them, and tells every process whether one of them was asked to stop.
+        """This process's micro-batches of the next step, and the whole step's trained tokens. One
+        all-reduce counts them, and tells every process whether one of them was asked to stop.
         """
         accelerator, step, many = self.accelerator, self.position.step, self.settings.accumulation
         place = {"accumulation": many, "world": accelerator.num_processes}

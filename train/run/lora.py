@@ -28,17 +28,12 @@ class Lora:
 
 
 def with_lora(model: PreTrainedModel, lora: Lora, *, given: bool, seed: int) -> PreTrainedModel:
-    """The model as a PeftModel, of which only the adapters are trained; as it is at rank 0.
+    """The model as a PeftModel, of which only the adapters are trained; as it is at rank 0. Its
+    layers are wrapped in place, so a frozen model keeps its type, and adapters are fp32.
 
-    Its layers are wrapped in place, so a frozen model keeps its type, and adapters are fp32.
-
-    Args:
-        given: whether it comes from a checkpoint.
-        seed: of A. No global random state is read or moved.
-
-    Raises:
-        ValueError: peft isn't installed; a rank below 0; a fresh model; names that match nothing,
-            or something that is no linear map in the body.
+    given: whether it comes from a checkpoint; seed: of A, and no global random state is moved.
+    ValueError where peft isn't installed, for a rank below 0, a fresh model, or names that match
+    nothing, or something that is no linear map in the body.
     """
     if not lora.lora_rank:
         return model

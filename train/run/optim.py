@@ -2,40 +2,23 @@
 
 import math
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from draftsmith.models.heads.head import OutputHead
+from draftsmith.train.run.settings import Settings
 
 # torch's Muon orthogonalises in bf16; this rule scales its update to AdamW's size (Moonlight,
 # arXiv 2502.16982), so one learning rate serves the matrices and the rest.
 MUON_SCALE = "match_rms_adamw"
 
 
-class OptimizerSettings(Protocol):
-    """The part of the settings that this file reads."""
-
-    optimizer: str
-    lr: float
-    schedule: str
-    warmup: int
-    lr_floor: float
-    weight_decay: float
-    beta1: float
-    beta2: float
-    momentum: float
-    steps: int
-
-
-def optimizers(module: nn.Module, settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
+def optimizers(module: nn.Module, settings: Settings) -> list[torch.optim.Optimizer]:
     """The optimizers over the trainable parameters; matrices decay, embeddings and norms don't.
-
-    `muon` gives the hidden matrices to torch's Muon and everything else to AdamW.
-
-    Raises:
-        ValueError: an unknown optimizer or schedule, or nothing to train.
+    `muon` gives the hidden matrices to torch's Muon and everything else to AdamW. ValueError for an
+    unknown optimizer or schedule, or nothing to train.
     """
     kinds = ("adamw", "sgd", "muon")
     if settings.optimizer not in kinds:
@@ -69,7 +52,7 @@ def optimizers(module: nn.Module, settings: OptimizerSettings) -> list[torch.opt
     return [muon, *([adamw(plain)] if plain else [])]
 
 
-def learning_rate(settings: OptimizerSettings, step: int) -> float:
+def learning_rate(settings: Settings, step: int) -> float:
     """The rate of optimizer step `step` (from 0): linear warm-up, then down to lr * lr_floor."""
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup

@@ -21,11 +21,7 @@ class Source(Protocol):
 
 
 def made_by(
-    argv: list[str],
-    seed: int,
-    source: Source,
-    ended: Result,
-    acceptance: float | None = None,
+    argv: list[str], seed: int, source: Source, ended: Result, acceptance: float | None = None
 ) -> dict[str, Any]:
     """The provenance of a run's result; acceptance: held-out alpha, where it was measured."""
     return provenance(

@@ -17,7 +17,7 @@ import contextlib
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +164,8 @@ def load_whole() -> None:
 
 
 class Fsdp2(Replicated):
-    """`fully_shard` on each decoder layer, and on the objective for the rest.
-
-    Weights and their gathers are fp32, as under DDP; matrix products run in the autocast type.
+    """`fully_shard` on each decoder layer, and on the objective for the rest. Weights and their
+    gathers are fp32, as under DDP; matrix products run in the autocast type.
     """
 
     def wrap(self) -> None:
@@ -225,9 +224,8 @@ class Fsdp2(Replicated):
 
 
 def spread(accelerator: Accelerator, objective: nn.Module, settings: Settings) -> Replicated:
-    """The objective, spread as the launch says, with its optimizers.
-
-    Raises ValueError for an objective or optimizer that the mode can't train.
+    """The objective, spread as the launch says, with its optimizers. ValueError for an objective or
+    optimizer that the mode can't train.
     """
     if settings.compile:
         for layer in decoder_layers(objective):
@@ -249,9 +247,8 @@ def _language_models(module: nn.Module) -> list[PreTrainedModel]:
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """`module.state_dict()` with each tensor whole, where the module is cut too.
-
-    All processes must call it together, for they give each other what they have.
+    """`module.state_dict()` with each tensor whole, where the module is cut too. All processes must
+    call it together, for they give each other what they have.
     """
     state = module.state_dict(keep_vars=True)
     once = {id(tensor): _whole(tensor) for tensor in {id(t): t for t in state.values()}.values()}
@@ -273,8 +270,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _declare_heads(objective: nn.Module) -> None:
     """Have ZeRO-3 gather output heads in the objective's own forward, where the losses read them.
-
-    Raises ValueError for an objective without one, such as that of heads.
+    ValueError for an objective without one, such as that of heads.
     """
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
@@ -311,20 +307,14 @@ def _run_as_forward(module: nn.Module, name: str) -> None:
         return
 
     def run(*args: Any, **options: Any) -> Any:
-        with _replaced(module, "forward", method):
+        forward = module.forward
+        module.forward = method
+        try:
             return module(*args, **options)
+        finally:
+            module.forward = forward
 
     setattr(module, name, run)
-
-
-@contextlib.contextmanager
-def _replaced(module: nn.Module, name: str, method: Any) -> Iterator[None]:
-    kept = getattr(module, name)
-    setattr(module, name, method)
-    try:
-        yield
-    finally:
-        setattr(module, name, kept)
 
 
 def _without_prefix(_: list[nn.Module], weights: list[dict[str, Tensor]], __: str) -> None:

@@ -24,9 +24,8 @@ Bin = tuple[float, float, int]  # mean foretold, share that happened, rows
 
 def platt(logit_N: Tensor, label_N: Tensor) -> tuple[float, float]:
     """(scale, shift) for which sigmoid(scale * logit + shift) has the least cross-entropy with the
-    labels (Platt, 1999), by Newton's method; the problem is convex.
-
-    label_N: in [0, 1], soft ones too. ValueError for logits that aren't finite.
+    labels (Platt, 1999), by Newton's method; the problem is convex. label_N: in [0, 1], soft ones
+    too. ValueError for logits that aren't finite.
     """
     _finite(logit_N, "logits")
     logit_N, label_N = logit_N.double(), label_N.double()
@@ -69,9 +68,8 @@ def constant_brier(kept_N: Tensor) -> float:
 
 
 def auc(score_N: Tensor, kept_N: Tensor) -> float:
-    """Chance that a row that happened scores above one that didn't, ties counted half.
-
-    ValueError unless both are there.
+    """Chance that a row that happened scores above one that didn't, ties counted half. ValueError
+    unless both are there.
     """
     yes_N = kept_N.bool()
     yes, no = int(yes_N.sum()), int((~yes_N).sum())
@@ -91,11 +89,8 @@ def reliability(p_N: Tensor, kept_N: Tensor, bins: int = BINS) -> list[Bin]:
     order_N = p_N.argsort(stable=True)
     p_N, kept_N = p_N[order_N].double(), kept_N[order_N].double()
     edges = [len(p_N) * i // bins for i in range(bins + 1)]
-    return [
-        (float(p_N[a:b].mean()), float(kept_N[a:b].mean()), b - a)
-        for a, b in pairwise(edges)
-        if b > a
-    ]
+    spans = [(a, b) for a, b in pairwise(edges) if b > a]
+    return [(float(p_N[a:b].mean()), float(kept_N[a:b].mean()), b - a) for a, b in spans]
 
 
 def calibration_error(table: Sequence[Bin]) -> float:

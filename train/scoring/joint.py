@@ -59,9 +59,8 @@ class JointFields(Protocol):
 
 
 class DrawnTokens:
-    """A `Loss` by its form: draws a token a row, gives its chance, and keeps the numbers of it.
-
-    The draw comes from torch's generator, which the loop seeds for each step and process.
+    """A `Loss` by its form: draws a token a row, gives its chance, and keeps the numbers of it. The
+    draw comes from torch's generator, which the loop seeds for each step and process.
     """
 
     def __init__(self) -> None:
@@ -88,9 +87,8 @@ class AcceptanceLoss(nn.Module):
     def forward(
         self, rows: TargetRows, q: tuple[Tensor, Tensor], mask_N: Tensor, transform: Transform
     ) -> Tensor:
-        """Mean cross-entropy over the trained positions; 0 where there is none.
-
-        q: the draft's states [N, H] and output head [V, H]; mask_N: which positions are trained.
+        """Mean cross-entropy over the trained positions; 0 where there is none. q: the draft's
+        states [N, H] and output head [V, H]; mask_N: which positions are trained.
         """
         state_KH, scalars_KS, label_K = self.examples(rows, q, mask_N, transform)
         logit_K = self.scorer(state_KH if self.through else state_KH.detach(), scalars_KS)
@@ -114,9 +112,8 @@ class AcceptanceLoss(nn.Module):
 
 
 def open_head(asked: JointFields, hidden: int, teacher: Teacher) -> AcceptanceLoss | None:
-    """A fresh head for a draft of this width, in fp32; None where the recipe wants none.
-
-    Raises ValueError for what doesn't go together.
+    """A fresh head for a draft of this width, in fp32; None where the recipe wants none. ValueError
+    for what doesn't go together.
     """
     if not asked.head_weight:
         return None

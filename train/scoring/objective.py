@@ -32,15 +32,11 @@ def balance(label_N: Tensor) -> float:
 
 
 class ScorerObjective(Objective):
-    """The weighted cross-entropy of a scorer, divided by the mean weight of the rows it is fitted
-    to.
+    """The weighted cross-entropy of a scorer, divided by the mean weight of `rows`, the part it is
+    fitted to. reject_weight: w; 0: such that both classes weigh the same.
 
     A scorer with a linear map to fold them into reads inputs of mean 0 and deviation 1 while it
     trains; `folded` then gives it back for raw ones.
-
-    Args:
-        rows: the part that it is fitted to.
-        reject_weight: w; 0: such that both classes weigh the same.
     """
 
     mean_I: Tensor

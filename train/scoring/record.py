@@ -1,8 +1,5 @@
-"""Rounds of models at hand, recorded for a scorer; and a joint head's last part, made of them.
-
-For a drafter and a target by their names there is `python -m draftsmith trace`.
-
-What target.shrink=true puts in the place of traces: a few, of a tiny random target and draft.
+"""Rounds of models at hand, recorded for a scorer (by their names, `python -m draftsmith trace`
+does it): for a joint head's last part, and in the place of traces under target.shrink=true.
 """
 
 from collections.abc import Mapping
@@ -38,12 +35,10 @@ from draftsmith.train.scoring.rows import (
 )
 
 JUDGED = ("position", "token", "kept", "target_state")
-
 KEPT_APART = ("calibrate", "check")
-
 DRAFTED = 8  # tokens a round: a policy may draft as deep
-
 ROWS = 40  # decoded together
+PROMPTS = 40  # of a trial: enough that each part of them has some
 
 
 def record(
@@ -57,9 +52,7 @@ def record(
     kind: str = "decoder",
 ) -> None:
     """A trace of a draft LM's rounds on prompts by their numbers, with the columns that scorers of
-    this kind of trace read.
-
-    What an interrupted one has left is kept.
+    this kind of trace read; what an interrupted one has left is kept.
     """
     about: dict[str, Any] = {"kind": kind, "target": fingerprint(target, tokenizer)}
     about["drafter"] = {"path": str(drafter), "kind": "lm", "mark": weights_mark(drafter)}
@@ -101,12 +94,8 @@ def finish_head(
     made: dict[str, Any],
 ) -> None:
     """Calibrate a trained head on rounds of the saved drafter `result`, check it on others, and
-    save it there. By one process alone.
-
-    The prompts are held out, of the part that choices are made on; half of them calibrate.
-
-    Raises:
-        ValueError: rounds that kept all, or nothing: there is no class to tell from the other.
+    save it there; by one process alone. The prompts are held out, of the part that choices are made
+    on; half of them calibrate. ValueError for rounds that kept all, or nothing.
     """
     asks = prompts_for_development(
         config.heldout_data or config.data,
@@ -137,9 +126,6 @@ def finish_head(
     print(next_command("acceptance", config.target.path, result, about["threshold"]))
 
 
-PROMPTS = 40  # enough that each part of them has some
-
-
 class Trial(Protocol):
     """The part of a recipe that is tried; drafter and traces are set to what was made."""
 
@@ -160,9 +146,8 @@ def write_trial(folder: Path, trial: Trial, accelerator: Accelerator) -> None:
 
 
 def decode(drafter: Path, traces: Path, trial: Trial) -> None:
-    """Decode a few prompts with a random draft.
-
-    A judge's rows are labelled by the rule, which is no judge: they only show that a recipe runs.
+    """Decode a few prompts with a random draft. A judge's rows are labelled by the rule, which is
+    no judge: they only show that a recipe runs.
     """
     target, tokenizer = load_target(trial.target, "cpu")
     sizes = DraftSizes(

@@ -22,9 +22,8 @@ THRESHOLDS = {"acceptance": 0.7, "judge": 0.5}  # the papers'
 def calibrate(
     scorer: Scorer, tune: ScorerRows, check: ScorerRows
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Calibrate a folded scorer on `tune`; its figures on `check` before and after.
-
-    Its probabilities then mean that the rule keeps a token, whatever labels and weights it learned
+    """Calibrate a folded scorer on `tune`; its figures on `check` before and after. Its
+    probabilities then mean that the rule keeps a token, whatever labels and weights it learned
     from.
     """
     scale, shift = platt(logits(scorer, tune), tune.kept_N)

@@ -24,6 +24,7 @@ from draftsmith.models.fingerprint import differences, fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.scorers import read_scalar, weights_mark
 from draftsmith.models.target import TargetSpec, load_target
+from draftsmith.train.text.batches import EpochOrder
 
 PARTS = {"fit": 0.8, "calibrate": 0.9, "check": 1.0}  # where each ends, in shares of the prompts
 TRACES = {"acceptance": ("decoder", "mixed"), "judge": ("judge",)}  # that a scorer learns from
@@ -120,37 +121,24 @@ class ScorerRows:
 
 
 class RowBatches:
-    """Which rows train at which step: a function of (step, micro, rank) alone.
-
-    An epoch's rows are one permutation, seeded by (seed, epoch); each step takes the next
-    batch_size * world * accumulation of them, and the next epoch follows without a gap.
+    """Which rows train at which step, a function of (step, micro, rank) alone: the next
+    batch_size * world * accumulation of the `EpochOrder`.
     """
 
     def __init__(self, rows: ScorerRows, *, batch_size: int, seed: int) -> None:
-        self.rows, self.batch_size, self.seed = rows, batch_size, seed
-        self._orders: dict[int, Tensor] = {}
+        self.rows, self.batch_size = rows, batch_size
+        self._order = EpochOrder(len(rows), seed)
 
     def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> RowBatch:
         """The micro-batch `micro` of `step` on `rank`, on the CPU."""
         first = ((step * accumulation + micro) * world + rank) * self.batch_size
-        places = np.arange(first, first + self.batch_size)
-        epochs, places = np.divmod(places, len(self.rows))
-        parts = [self._order(int(e))[places[epochs == e]] for e in np.unique(epochs)]
-        return self.rows.take(torch.cat(parts))
-
-    def _order(self, epoch: int) -> Tensor:
-        if epoch not in self._orders:
-            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
-            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.rows))
-            self._orders[epoch] = torch.from_numpy(order)
-        return self._orders[epoch]
+        return self.rows.take(torch.tensor(self._order.take(first, self.batch_size)))
 
 
 def expected_marks(reading: Reading) -> tuple[dict[str, Any], str | None]:
-    """(fingerprint of the target, mark of the draft's weights) that traces must bear.
-
-    An acceptance head's target is the one that its drafter was made for, {} where that isn't known;
-    a judge's has to be loaded, and any draft will do (None).
+    """(fingerprint of the target, mark of the draft's weights) that traces must bear. An acceptance
+    head's target is the one that its drafter was made for, {} where that isn't known; a judge's has
+    to be loaded, and any draft will do (None).
     """
     if reading.kind == "acceptance":
         meta = open_drafter(reading.drafter, None).meta
@@ -167,15 +155,10 @@ def read_rows(
 ) -> tuple[dict[str, ScorerRows], dict[str, int]]:
     """The rows of parts of PARTS, and counts of what there was and what was left out.
 
-    Args:
-        made_for: the target's fingerprint; {} for that of the first trace.
-        mark: of the draft's weights (`scorers.weights_mark`); None for a judge, which may learn
-            from any draft's tokens.
-
-    Raises:
-        ValueError: what `read_traces` raises; a trace of another kind, target or draft, or of
-            states of another width; numbers that aren't finite; a part without rows, or with rows
-            of one class alone.
+    made_for: the target's fingerprint, {} for that of the first trace; mark: of the draft's
+    weights, None for a judge, which may learn from any draft's tokens. ValueError for traces of
+    another kind, target, draft or width, numbers that aren't finite, or a part without rows of both
+    classes.
     """
     if not reading.traces:
         raise ValueError("traces: got none, expected folders of `python -m draftsmith trace`")
@@ -206,9 +189,8 @@ def read_rows(
 
 
 def open_trace(folder: str, reading: Reading, *, mixed: bool) -> tuple[ScorerRows, int]:
-    """The rows of one trace that a scorer learns from, and how many rows the trace has.
-
-    mixed: of `mixing.py`, which brings the states after a token with it.
+    """The rows of one trace that a scorer learns from, and how many rows the trace has. mixed: of
+    `decode/traces/mixed.py`, which brings the states after a token with it.
     """
     judged = reading.kind == "judge"
     state = "target_state" if judged else "draft_state"
@@ -238,9 +220,8 @@ def open_trace(folder: str, reading: Reading, *, mixed: bool) -> tuple[ScorerRow
 
 
 def state_after(trace: Trace) -> tuple[Tensor, Tensor]:
-    """(row [N] whose state is the draft's after it read row n's token, whether there is one [N]).
-
-    A node's own state is what its children were drawn from; leaves were never read by the draft.
+    """(row [N] whose state is the draft's after it read row n's token, whether there is one [N]). A
+    node's own state is what its children were drawn from; leaves were never read by the draft.
     """
     found = {name: trace.columns[name].long() for name in ("prompt", "round", "node", "parent")}
     rounds, nodes = (int(found[name].max()) + 1 for name in ("round", "node"))
@@ -267,11 +248,7 @@ def traced_settings(folders: Sequence[str]) -> dict[str, Any]:
 
 
 def check_about(
-    folder: str,
-    about: dict[str, Any],
-    reading: Reading,
-    made_for: dict[str, Any],
-    mark: str | None,
+    folder: str, about: dict[str, Any], reading: Reading, made_for: dict[str, Any], mark: str | None
 ) -> None:
     """ValueError for a trace of another kind, target or draft."""
     kinds = TRACES[reading.kind]

@@ -9,9 +9,10 @@ import hashlib
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,20 +21,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 
+@dataclass(frozen=True, eq=False)
 class Examples:
-    """Tokenised examples, flat: cheap to hash, to save and to map into memory.
+    """Tokenised examples, flat: cheap to hash, to save and to map into memory."""
 
-    Args:
-        ids: [total] int32, all examples one after the other.
-        trained: [total] bool, this token is something the draft must learn to write.
-        starts: [n+1] int64, where each example begins; the last entry is the total.
-    """
+    ids: Tensor  # [total] int32, all examples one after the other
+    trained: Tensor  # [total] bool, this token is something the draft must learn to write
+    starts: Tensor  # [n+1] int64, where each example begins; the last entry is the total
 
-    def __init__(self, ids: Tensor, trained: Tensor, starts: Tensor) -> None:
-        assert ids.shape == trained.shape == (int(starts[-1]),), (ids.shape, trained.shape, starts)
-        self.ids = ids
-        self.trained = trained
-        self.starts = starts
+    def __post_init__(self) -> None:
+        shapes = self.ids.shape, self.trained.shape
+        assert shapes == ((int(self.starts[-1]),),) * 2, (shapes, self.starts)
 
     @classmethod
     def collect(cls, pairs: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> "Examples":
@@ -112,13 +110,9 @@ class Cut:
 
 
 def cut_long(examples: Examples, max_length: int) -> Cut:
-    """Pieces of at most `max_length` tokens. Nothing is copied.
-
-    A document (every token trained) becomes chunks, each a document of its own; anything with a
-    prompt is truncated, since its end without its beginning would be another example.
-
-    Raises:
-        ValueError: nothing is left to train.
+    """Pieces of at most `max_length` tokens; nothing is copied. A document (every token trained)
+    becomes chunks, each a document of its own; anything with a prompt is truncated, since its end
+    without its beginning would be another example. ValueError where nothing is left to train.
     """
     if max_length < 2:
         raise ValueError(f"max_length: got {max_length}, expected at least 2")
@@ -149,9 +143,8 @@ def cut_long(examples: Examples, max_length: int) -> Cut:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch.
-
-    `attention_mask` needs sdpa: transformers' eager attention adds a bool mask as numbers.
+    """One micro-batch. `attention_mask` needs sdpa: transformers' eager attention adds a bool mask
+    as numbers.
     """
 
     input_ids: Tensor  # [B, T] int64, right-padded
@@ -171,55 +164,63 @@ class Batch:
         real_BT = torch.ones_like(first_BT) if self.places is None else (self.places >= 0).long()
         return torch.zeros_like(first_BT).scatter_add(1, first_BT, real_BT).gather(1, first_BT)
 
-    def to(self, device: torch.device | str) -> "Batch":
-        mask, places = self.attention_mask, self.places
-        return Batch(
-            self.input_ids.to(device),
-            self.position_ids.to(device),
-            self.loss_mask.to(device),
-            None if mask is None else mask.to(device),
-            self.rows,
-            None if places is None else places.to(device),
-        )
+    def to(self, device: torch.device | str) -> Self:
+        tensors = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
+        moved: dict[str, Any] = {name: part.to(device) for name, part in tensors.items()}
+        return replace(self, **moved)
 
 
+class EpochOrder:
+    """The order of `count` things over all epochs: each is one permutation of them, seeded by
+    (seed, epoch), and the next follows without a gap.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.seed = count, seed
+        self._orders: dict[int, np.ndarray] = {}
+
+    def take(self, first: int, many: int) -> list[int]:
+        """The next `many` after the first `first`."""
+        epochs, places = np.divmod(np.arange(first, first + many), self.count)
+        parts = [self._order(int(e))[places[epochs == e]] for e in np.unique(epochs)]
+        return [int(i) for part in parts for i in part]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            # A step touches two epochs at most, unless there is less than one step of all.
+            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
+            self._orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+        return self._orders[epoch]
+
+
+@dataclass(eq=False)
 class Batches:
     """Which examples train at which step: a pure function of (step, micro, rank).
 
-    The sequences (examples, or packed bins of them) of an epoch are one permutation, seeded by
-    (seed, epoch); each step takes the next batch_size * world * accumulation of them, and the next
-    epoch follows without a gap. How that number is divided changes no step. Unpacked examples are
+    Each step takes the next batch_size * world * accumulation sequences (examples, or packed bins
+    of them) of the `EpochOrder`. How that number is divided changes no step. Unpacked examples are
     dealt out by length: micro-batches take them from the longest on, and within one the processes
     in turn, so that rows of a batch are padded little and no process waits long for another.
-
-    Args:
-        packing: fill sequences of exactly `max_length` with several documents, which don't see each
-            other. Otherwise one example a row, padded to the longest of the batch.
-        pad_id: any id; padding is never trained nor attended by what is.
     """
 
-    def __init__(
-        self,
-        examples: Examples,
-        *,
-        batch_size: int,
-        max_length: int,
-        seed: int,
-        packing: bool,
-        pad_id: int,
-    ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size: got {batch_size}, expected at least 1")
-        self.examples = examples
-        self.cut = cut_long(examples, max_length)
-        self.batch_size = batch_size
-        self.max_length = max_length
-        self.seed = seed
-        self.pad_id = pad_id
-        self.packing = packing
+    examples: Examples
+    batch_size: int
+    max_length: int
+    seed: int
+    # Fill sequences of exactly `max_length` with several documents, which don't see each other.
+    # Otherwise one example a row, padded to the longest of the batch.
+    packing: bool
+    pad_id: int  # any: padding is never trained nor attended by what is
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size: got {self.batch_size}, expected at least 1")
+        self.cut = cut_long(self.examples, self.max_length)
         lengths = np.diff(self.cut.spans)[:, 0].tolist()
-        self._bins = pack(lengths, max_length) if packing else [[j] for j in range(len(lengths))]
-        self._orders: dict[int, np.ndarray] = {}
+        self._bins = [[j] for j in range(len(lengths))]
+        if self.packing:
+            self._bins = pack(lengths, self.max_length)
+        self._order = EpochOrder(len(self._bins), self.seed)
 
     def __len__(self) -> int:
         """Sequences an epoch."""
@@ -230,7 +231,7 @@ class Batches:
         assert 0 <= micro < accumulation, (micro, accumulation)
         assert 0 <= rank < world, (rank, world)
         size, many = self.batch_size, accumulation * world
-        all_ = [self.sequence(step * size * many + i) for i in range(size * many)]
+        all_ = self.sequences(step * size * many, size * many)
         if not self.packing and many > 1:
             all_.sort(key=lambda bin_: -int(np.diff(self.cut.spans[bin_])[:, 0].sum()))
             # There and back, as teams are chosen: else the first would always get the longer ones.
@@ -239,21 +240,14 @@ class Batches:
         first = (micro * world + rank) * size
         return self._form(all_[first : first + size])
 
-    def sequence(self, k: int) -> list[int]:
-        """The pieces of `cut` that the k-th sequence holds, counted over all epochs."""
-        epoch, place = divmod(k, len(self._bins))
-        if epoch not in self._orders:
-            # A step touches two epochs at most, unless the data is smaller than one step.
-            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1}
-            self._orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(
-                len(self._bins)
-            )
-        return self._bins[self._orders[epoch][place]]
+    def sequences(self, first: int, many: int) -> list[list[int]]:
+        """The pieces of `cut` that each of these sequences holds, counted over all epochs."""
+        return [self._bins[i] for i in self._order.take(first, many)]
 
     def _form(self, bins: list[list[int]]) -> Batch:
         spans = [[slice(*self.cut.spans[j]) for j in bin_] for bin_ in bins]
-        lengths = [sum(span.stop - span.start for span in row) for row in spans]
-        shape = (len(bins), self.max_length if self.packing else max(lengths))
+        longest = max(sum(span.stop - span.start for span in row) for row in spans)
+        shape = (len(bins), self.max_length if self.packing else longest)
         input_ids = torch.full(shape, self.pad_id)
         trained = torch.zeros(shape, dtype=torch.bool)
         position_ids = torch.zeros(shape, dtype=torch.int64)

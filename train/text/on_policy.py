@@ -31,7 +31,7 @@ Module = TypeVar("Module", bound=nn.Module)
 class Text:
     """The part of a recipe that names the text."""
 
-    data: str = "stdlib"  # see corpus.read_source, or a folder that train/prepare.py wrote
+    data: str = "stdlib"  # see rows.read_source, or a folder that train/prepare.py wrote
     max_length: int = 256
     packing: bool = True
 
@@ -61,26 +61,26 @@ class Snapshot(Generic[Module]):
         return self._copy
 
 
+@dataclass(eq=False)
 class OnPolicy:
     """`batches`, of which the draft rewrites the answers at a share of the steps.
 
     One draw a step decides for all processes and micro-batches. The answers, and so the number of
     trained tokens, are a function of the draft's weights and (seed, step, micro, rank).
 
-    Args:
-        batches: one example a row. A prompt is what comes before the first trained token; of a
-            document, its first `prompt_tokens`.
+    batches: one example a row. A prompt is what comes before the first trained token; of a
+    document, its first `prompt_tokens`.
     """
+
+    text: OnPolicyText
+    batches: Batches
+    draft: Snapshot[PreTrainedModel]
+    tokenizer: PreTrainedTokenizerBase
 
     chooses = "on_policy"
 
-    def __init__(
-        self,
-        text: OnPolicyText,
-        batches: Batches,
-        draft: Snapshot[PreTrainedModel],
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> None:
+    def __post_init__(self) -> None:
+        text = self.text
         if not 0 < text.on_policy <= 1:
             raise ValueError(f"on_policy: got {text.on_policy}, expected a share in [0, 1]")
         if text.prompt_tokens >= text.max_length:
@@ -88,11 +88,7 @@ class OnPolicy:
                 f"prompt_tokens: got {text.prompt_tokens}, expected fewer than max_length="
                 f"{text.max_length}, so that there is room for an answer"
             )
-        assert not batches.packing, "a packed row has several prompts"
-        self.text = text
-        self.batches = batches
-        self.draft = draft
-        self.tokenizer = tokenizer
+        assert not self.batches.packing, "a packed row has several prompts"
         self._decoder: Decoder | None = None
 
     def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:

@@ -19,7 +19,7 @@ import fsspec
 import numpy as np
 import pyarrow
 
-from draftsmith.decode.prompts.rows import Row, parse
+from draftsmith.decode.prompts.rows import Row, hub_dataset, parse
 from draftsmith.decode.prompts.splits import load_rows
 
 KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
@@ -27,13 +27,8 @@ PACKED = (".gz", ".bz2", ".xz", ".zst")
 LIBRARY_SHARDS = 16
 # What the readers raise for a broken file; a file without rows ends `datasets` in StopIteration.
 CORRUPT = (
-    ValueError,
-    OSError,
-    EOFError,
-    StopIteration,
-    zlib.error,
-    lzma.LZMAError,
-    pyarrow.ArrowException,
+    *(ValueError, OSError, EOFError, StopIteration),
+    *(zlib.error, lzma.LZMAError, pyarrow.ArrowException),
 )
 
 
@@ -51,10 +46,8 @@ class Shard:
 
 
 def shards_of(source: str) -> list[Shard]:
-    """The shards of a corpus in the order of their names; empty files are left out.
-
-    Raises:
-        ValueError: no such file, one of another kind, none at all, or the hub is out of reach.
+    """The shards of a corpus in the order of their names; empty files are left out. ValueError: no
+    such file, one of another kind, none at all, or the hub is out of reach.
     """
     path = Path(source)
     if source == "stdlib":
@@ -68,7 +61,7 @@ def shards_of(source: str) -> list[Shard]:
     elif path.suffix or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ValueError(f"corpus: got {source!r}, which does not exist; expected files")
     else:
-        return _hub(source)
+        return _split(source, hub_dataset(source, "corpus", streaming=True))
     for path in paths:
         if not _kind(path):
             kinds = f"{', '.join(KINDS)}, all but the last also with {', '.join(PACKED)}"
@@ -81,38 +74,27 @@ def shards_of(source: str) -> list[Shard]:
     return found
 
 
+@dataclass(eq=False)
 class ShardReader:
     """The documents of one corpus that one process reads, epoch after epoch.
 
-    With as many shards as processes or more, each has shards of its own. With fewer, all read all
-    of them, and each keeps every `world`-th row. An epoch takes the shards in an order that is a
-    function of (seed, epoch), and a shard from its beginning to its end.
-
-    Args:
-        source: the corpus, as messages name it.
-        shards: all of it.
-        left_out: texts of rows that aren't given, since figures are taken on them.
-        skip_corrupt: go on with the next shard where one is broken; `skipped` has their names.
+    With as many shards as processes or more, each has shards of its own; with fewer, all read all
+    of them, and each keeps every `world`-th row. The order of an epoch's shards is a function of
+    (seed, epoch); a shard is read from its beginning to its end.
     """
 
-    def __init__(
-        self,
-        source: str,
-        shards: list[Shard],
-        *,
-        rank: int,
-        world: int,
-        seed: int,
-        skip_corrupt: bool,
-        left_out: frozenset[str],
-    ) -> None:
-        self.source = source
-        enough = len(shards) >= world
-        self.mine = shards[rank::world] if enough else shards
-        self.one_of, self.offset = (1, 0) if enough else (world, rank)
-        self.seed = seed
-        self.skip_corrupt = skip_corrupt
-        self.left_out = left_out
+    source: str  # the corpus, as messages name it
+    shards: list[Shard]  # all of it
+    rank: int
+    world: int
+    seed: int
+    skip_corrupt: bool  # go on with the next shard where one is broken, and name it in `skipped`
+    left_out: frozenset[str]  # texts of rows that aren't given, since figures are taken on them
+
+    def __post_init__(self) -> None:
+        enough = len(self.shards) >= self.world
+        self.mine = self.shards[self.rank :: self.world] if enough else self.shards
+        self.one_of, self.offset = (1, 0) if enough else (self.world, self.rank)
         self.epoch = self.place = self.index = 0  # index: rows of the shard that are read
         self.skipped: list[str] = []
         self.notes: list[str] = []  # what happened, for whoever shows it, who clears it
@@ -135,10 +117,8 @@ class ShardReader:
         self._resume, self.skipped = state["shard"], list(state["skipped"])
 
     def rows(self) -> Iterator[Row | None]:
-        """Rows without end; None after each epoch. Blank documents are left out.
-
-        Raises:
-            ValueError: a corrupt shard (file and line), a row of another layout, an empty epoch.
+        """Rows without end; None after each epoch. Blank documents are left out. ValueError: a
+        corrupt shard (file and line), a row of another layout, an empty epoch.
         """
         while True:
             from_start, given = self.place == self.index == 0, False
@@ -228,21 +208,6 @@ def _library() -> list[Shard]:
     texts = [row.completion for row in load_rows("stdlib", "train")]
     data = Dataset.from_dict({"text": texts}).to_iterable_dataset(num_shards=LIBRARY_SHARDS)
     return _split("stdlib", data)
-
-
-def _hub(source: str) -> list[Shard]:
-    from datasets import load_dataset
-
-    name, _, part = source.partition("@")
-    name, _, config = name.partition(":")
-    try:
-        data = load_dataset(name, config or None, split=part or "train", streaming=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"corpus: {source!r} is no file here, and as a data set of the hub it can't be opened: "
-            f"{error}. Expected files, a folder, `stdlib`, or name[:config][@split]"
-        ) from error
-    return _split(source, data)
 
 
 def _split(source: str, data: Any) -> list[Shard]:

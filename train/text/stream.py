@@ -71,15 +71,17 @@ class Window:
     def rest(self) -> list[Numbered]:
         """What no full batch holds."""
         cut, examples = self.batches.cut, self.batches.examples
-        places = range(self.whole * self.batches.batch_size, len(self.batches))
+        taken = self.whole * self.batches.batch_size
+        left = self.batches.sequences(taken, len(self.batches) - taken)
         found = []
-        for piece in (piece for place in places for piece in self.batches.sequence(place)):
+        for piece in chain.from_iterable(left):
             span = slice(*cut.spans[piece])
             number = self.numbers[int(cut.origin[piece])]
             found.append((number, examples.ids[span].numpy(), examples.trained[span].numpy()))
         return found
 
 
+@dataclass(eq=False)
 class WindowReader:
     """One process's windows, one after the other.
 
@@ -88,31 +90,21 @@ class WindowReader:
     twice before all have come once.
     """
 
-    def __init__(
-        self,
-        config: Corpus,
-        tokenizer: PreTrainedTokenizerBase,
-        shards: list[list[Shard]],
-        *,
-        rank: int,
-        world: int,
-        left_out: frozenset[str],
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.rank = rank
+    config: Corpus
+    tokenizer: PreTrainedTokenizerBase
+    shards: list[list[Shard]]  # of each corpus
+    rank: int
+    world: int
+    left_out: frozenset[str]
+
+    def __post_init__(self) -> None:
+        config = self.config
         self.weights = config.weights or [1.0] * len(config.corpus)
+        how: dict[str, Any] = {"rank": self.rank, "world": self.world, "left_out": self.left_out}
+        how["skip_corrupt"] = config.skip_corrupt
         self.readers = [
-            ShardReader(
-                source,
-                its_shards,
-                rank=rank,
-                world=world,
-                seed=step_seed(config.seed, number),
-                skip_corrupt=config.skip_corrupt,
-                left_out=left_out,
-            )
-            for number, (source, its_shards) in enumerate(zip(config.corpus, shards, strict=True))
+            ShardReader(source, shards, seed=step_seed(config.seed, number), **how)
+            for number, (source, shards) in enumerate(zip(config.corpus, self.shards, strict=True))
         ]
         self.rows = [reader.rows() for reader in self.readers]
         self.tokens = [0] * len(self.readers)
@@ -137,10 +129,8 @@ class WindowReader:
         self.rest = [(n, np.array(ids), np.array(t, dtype=bool)) for n, ids, t in state["rest"]]
 
     def window(self) -> Window:
-        """The next window: at least one full batch.
-
-        Raises:
-            ValueError: what the readers and `tokenise` refuse, or text of which nothing is trained.
+        """The next window: at least one full batch. ValueError: what the readers and `tokenise`
+        refuse, or text of which nothing is trained.
         """
         config, before = self.config, self.state()
         found, goal = self.rest, config.shuffle * config.max_length
@@ -184,21 +174,15 @@ class WindowReader:
         examples = tokenise(rows, self.tokenizer)
         self.tokens[chosen] += len(examples.ids)
         first, self.documents = self.documents, self.documents + len(rows)
-        pairs = [examples.example(i) for i in range(len(rows))]
-        found = [
-            (first + i, ids.numpy(), trained.numpy()) for i, (ids, trained) in enumerate(pairs)
-        ]
+        pairs = map(examples.example, range(len(rows)))
+        found = [(n, ids.numpy(), trained.numpy()) for n, (ids, trained) in enumerate(pairs, first)]
         return found, row is None
 
 
 class CorpusStream:
-    """`StepBatches` of a corpus; asked for step after step, in order.
-
-    Args:
-        left_out: texts of rows that aren't trained on.
-
-    Raises:
-        ValueError: a corpus that isn't there, weights that don't fit it, or too small a `shuffle`.
+    """`StepBatches` of a corpus; asked for step after step, in order. left_out: texts of rows that
+    aren't trained on. ValueError for a corpus that isn't there, weights that don't fit it, or too
+    small a `shuffle`.
     """
 
     chooses = "corpus"
@@ -219,10 +203,8 @@ class CorpusStream:
         self._mark: tuple[int, State | None] = (-1, None)  # the state where that step began
 
     def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
-        """The next micro-batch of this process.
-
-        Raises:
-            ValueError: a corrupt shard, a row of another layout, another number of processes.
+        """The next micro-batch of this process. ValueError: a corrupt shard, a row of another
+        layout, another number of processes.
         """
         assert self._at in (None, (step, micro)), (self._at, step, micro)
         if self._ahead is None:

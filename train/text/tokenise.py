@@ -21,15 +21,13 @@ def load_examples(data: str, tokenizer: PreTrainedTokenizerBase, split: str) -> 
 
 
 def tokenise(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Examples:
-    """Rows with their answers as examples, uncut (`data.cut_long` knows the length).
+    """Rows with their answers as examples, uncut (`batches.cut_long` knows the length).
 
     A document is trained whole and ends in EOS; of prompt and completion, the completion and EOS;
     of a chat, what the assistant wrote. A GSM8K row is a chat where the tokenizer has a template,
-    otherwise `question`, a newline, and `answer` as plain text.
-
-    Raises:
-        ValueError: no EOS or no template where one is needed, a row without an answer, a chat
-            whose mask can't be derived; with the row's place.
+    otherwise `question`, a newline, and `answer` as plain text. ValueError with the row's place for
+    no EOS or template where one is needed, a row without an answer, a chat whose mask can't be
+    derived.
     """
     eos = _eos(tokenizer)
     how: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
@@ -70,9 +68,7 @@ def text_prompts(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, count: int, length: int, seed: int
 ) -> list[list[int]]:
     """`count` windows of `length` tokens of the documents, without overlap, in seeded order.
-
-    Raises:
-        ValueError: rows that are no documents, or too few windows.
+    ValueError: rows that are no documents, or too few windows.
     """
     found = [window for row in rows for window in windows(row, tokenizer, length)]
     if len(found) < count:

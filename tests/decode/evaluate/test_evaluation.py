@@ -3,6 +3,7 @@
 import copy
 import json
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from draftsmith.decode.evaluate.arms import (
     load,
     warm_ups,
 )
-from draftsmith.decode.evaluate.exactness import FirstDifference, as_rows, divergences, verdict
+from draftsmith.decode.evaluate.exactness import FirstDifference, divergences, verdict
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import Runner
@@ -325,7 +326,7 @@ def test_verdict_counts_and_lists() -> None:
     bug = FirstDifference(4, 1, "float32", 0.25, near_tie=False)
     two = {"same": 3, "excused": 1, "total": 5, "worst_margin": 0.25}
     assert verdict([tie, bug], 5, **kind) == kind | two
-    assert as_rows([tie, bug]) == [
+    assert [asdict(found) for found in (tie, bug)] == [
         kind | {"prompt": 2, "position": 7, "margin": 3e-5, "near_tie": True},
         kind | {"prompt": 4, "position": 1, "margin": 0.25, "near_tie": False},
     ]

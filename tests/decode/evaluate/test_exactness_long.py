@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plain_decoding import plain_decode
 from scripted import Bushy, Scripted
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
@@ -17,7 +18,7 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
-from draftsmith.decode.evaluate.exactness import FirstDifference, divergences, plain_decode
+from draftsmith.decode.evaluate.exactness import FirstDifference, divergences
 from draftsmith.decode.evaluate.metrics import block_efficiency
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.sampling import SamplingParams

@@ -22,7 +22,7 @@ def test_counts_by_hand() -> None:
     # The third round accepted 3, but only 2 tokens were kept: a stop, or the limit.
     c = [counted((3, 0, 1), (3, 3, 4)), counted((3, 3, 2), (3, 1, 2))]
     assert metrics.block_efficiency(c) == 9 / 4
-    assert metrics.histogram(c) == [1, 1, 1, 1]
+    assert metrics.total(c).histogram == [1, 1, 1, 1]
     assert metrics.draft_acceptance_rate(c) == 6 / 12
     unconditional, conditional = metrics.acceptance_by_position(c)
     assert unconditional == [3 / 4, 2 / 4, 1 / 4]

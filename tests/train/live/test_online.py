@@ -24,9 +24,10 @@ from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.train import online
 from draftsmith.train.live import idle_time
+from draftsmith.train.live.batches import Alpha
 from draftsmith.train.live.idle_time import Duty, yield_the_processor
 from draftsmith.train.live.learner import Lessons, open_learner
-from draftsmith.train.live.publishing import Alpha, Publisher, Publishing
+from draftsmith.train.live.publishing import Publisher, Publishing
 from draftsmith.train.live.replay import StreamConfig, read_stream
 
 

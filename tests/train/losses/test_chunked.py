@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.train.losses import chunked
-from draftsmith.train.losses import closed_form as gradients
+from draftsmith.train.losses import chunked, closed_form
 from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_divergence, chunked_steps
 from draftsmith.train.losses.pure import DIVERGENCES, Loss, acceptance, divergence, reverse_kl
 
@@ -105,16 +104,16 @@ def test_equals_the_naive_form(name: str, transform: str, small_tiles: None) -> 
 def test_the_comparison_would_catch_a_wrong_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     loss, c = named("fkl"), case()
     theirs = naive(loss, c, None)
-    right = gradients.CLOSED_FORMS[loss]
+    right = closed_form.CLOSED_FORMS[loss]
 
-    def off_by_a_thousandth(pair: gradients.Pair) -> tuple[Tensor, Tensor]:
+    def off_by_a_thousandth(pair: closed_form.Pair) -> tuple[Tensor, Tensor]:
         loss_R, gradient_RV = right(pair)
         return loss_R, gradient_RV * 1.001
 
-    monkeypatch.setitem(gradients.CLOSED_FORMS, loss, off_by_a_thousandth)
+    monkeypatch.setitem(closed_form.CLOSED_FORMS, loss, off_by_a_thousandth)
     with pytest.raises(AssertionError, match="d_hidden"):
         assert_same(bounded(loss, c), theirs, 3e-5)
-    monkeypatch.setitem(gradients.CLOSED_FORMS, loss, gradients.CLOSED_FORMS[reverse_kl])
+    monkeypatch.setitem(closed_form.CLOSED_FORMS, loss, closed_form.CLOSED_FORMS[reverse_kl])
     with pytest.raises(AssertionError, match="total"):
         assert_same(bounded(loss, c), theirs, 3e-5)
 
@@ -295,7 +294,7 @@ def test_memory_is_bounded_whatever_the_number_of_rows() -> None:
     c = case(rows=400, vocabulary=200)
     with Seen() as seen:
         chunked_divergence(named("jsd"), *c, chunk=16).total.backward()
-    assert seen.largest <= gradients.BUFFERS * 16 * 200, "more than one chunk was in memory"
+    assert seen.largest <= closed_form.BUFFERS * 16 * 200, "more than one chunk was in memory"
     with Seen() as seen:
         naive(named("jsd"), c, None)
     assert seen.largest == 400 * 200, "the probe sees the naive form's logits"

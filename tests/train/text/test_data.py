@@ -219,7 +219,7 @@ def test_processes_get_equal_work() -> None:
             for micro in range(3)
             for rank in range(2)
         ]
-        pieces = [source.sequence(24 * step + i)[0] for i in range(24)]
+        pieces = [piece for [piece] in source.sequences(24 * step, 24)]
         lengths = [int(end - begin) for begin, end in source.cut.spans[pieces]]
         dealt_SMR.append(torch.tensor(widths).view(3, 2))
         straight_SMR.append(torch.tensor(lengths).view(3, 2, 4).amax(2))

@@ -1,0 +1,36 @@
+"""Plain autoregressive decoding, slow and obvious: what every other path must equal.
+
+One sequence at a time, transformers' own cache, its own forward; nothing shared with the engine but
+the transform and the noise.
+"""
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from draftsmith.decode.sampling import SamplingParams, choose, request_race
+
+
+@torch.inference_mode()
+def plain_decode(
+    model: PreTrainedModel,
+    prompt: list[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    stop_ids: tuple[int, ...],
+    index: int = 0,
+) -> list[int]:
+    """The tokens that follow `prompt`, a stop token included; index: the prompt's global number."""
+    cache = DynamicCache(config=model.config)
+    fed = list(prompt)
+    tokens: list[int] = []
+    while len(tokens) < params.max_new_tokens:
+        out = model(torch.tensor([fed], device=model.device), past_key_values=cache)
+        logits_V = params.transform(out.logits[0, -1, :vocab_size])
+        position_1 = torch.tensor([len(prompt) + len(tokens)], device=model.device)
+        race_1V = request_race(params, index, position_1, vocab_size)
+        tokens.append(int(choose(logits_V, None if race_1V is None else race_1V[0])))
+        if tokens[-1] in stop_ids:
+            break
+        fed = tokens[-1:]
+    return tokens
