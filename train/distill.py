@@ -27,6 +27,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from draftsmith.command import run_command
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import vocab_size
@@ -44,7 +46,7 @@ from draftsmith.train.run.settings import Settings
 from draftsmith.train.scoring.joint import JointHead, open_head
 from draftsmith.train.scoring.record import finish_head
 from draftsmith.train.teachers.states import Cache
-from draftsmith.train.teachers.teachers import open_teacher
+from draftsmith.train.teachers.teachers import Teacher, open_teacher
 from draftsmith.train.text.on_policy import (
     OnPolicy,
     OnPolicyText,
@@ -116,17 +118,9 @@ def main(argv: list[str]) -> None:
 
     # ---- objective ---------------------------------------------------------------------------
     teacher = open_teacher(config, accelerator, target, tokenizer, text, draft)
-    head = open_head(config, draft.config.hidden_size, teacher)
-    objective = Distillation(
-        draft,
-        teacher,
-        config,
-        vocab_size=vocab_size(tokenizer),
-        warp=config.warp,
-        weighting=config,
-        reference=open_reference(config.reference, target, tokenizer),
-        head=head,
-    ).to(accelerator.device)
+    reference = open_reference(config.reference, target, tokenizer)
+    objective = make_objective(config, draft, teacher, tokenizer, reference)
+    objective.to(accelerator.device)
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
     evaluate = draft_figures(config, accelerator, objective, snapshot, target, tokenizer, run.cache)
@@ -141,10 +135,31 @@ def main(argv: list[str]) -> None:
         made = made_by(argv, config.seed, examples, ended, acceptance=ended.best)
         path = config.target.path
         save_draft(result, draft, target, tokenizer, target_path=path, made=made, K=config.K)
-        if head is not None:
-            finish_head(config, run, result, head.scorer, target, tokenizer, made)
+        if objective.head is not None:
+            scorer = objective.head.scorer
+            finish_head(config, run, result, scorer, target, tokenizer, made)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
+
+
+def make_objective(
+    config: DistillConfig,
+    draft: PreTrainedModel,
+    teacher: Teacher,
+    tokenizer: PreTrainedTokenizerBase,
+    reference: PreTrainedModel | None,
+) -> Distillation:
+    """What the recipe trains for."""
+    return Distillation(
+        draft,
+        teacher,
+        config,
+        vocab_size=vocab_size(tokenizer),
+        warp=config.warp,
+        weighting=config,
+        reference=reference,
+        head=open_head(config, draft.config.hidden_size, teacher),
+    )
 
 
 def shrunk(config: DistillConfig) -> DistillConfig:

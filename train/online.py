@@ -59,7 +59,9 @@ class OnlineRun(DraftSettings, Mix, Publishing, IdleTime, Replay, StreamConfig):
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
     config = recipe.load(OnlineRun, argv)
-    config = shrunk(config) if config.target.shrink else config
+    if config.target.shrink:
+        config = shrunk(config)
+        write_stream(Path(config.stream))
     if config.idle_priority and not config.stream:
         yield_the_processor()
     accelerator = start(config)
@@ -117,9 +119,6 @@ def shrunk(config: OnlineRun) -> OnlineRun:
     recipe composes and runs.
     """
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    asked = [json.dumps({"prompt": f"What is {i} and {i}?", "topic": "sums"}) for i in range(8)]
-    (out / "asked.jsonl").write_text("\n".join(asked))
     short: dict[str, Any] = {
         "requests_per_step": 4,
         "batch_size": 2,
@@ -132,6 +131,13 @@ def shrunk(config: OnlineRun) -> OnlineRun:
         "folder": "",
     }
     return replace(config, **short, **places, ceiling="", idle_priority=False, duty=1.0)
+
+
+def write_stream(path: Path) -> None:
+    """What `shrunk` has asked."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    asked = [json.dumps({"prompt": f"What is {i} and {i}?", "topic": "sums"}) for i in range(8)]
+    path.write_text("\n".join(asked))
 
 
 if __name__ == "__main__":

@@ -27,16 +27,17 @@ from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer, train_bpe, vocab_size
-from draftsmith.train.drafts.draft_start import TINY, DraftSizes, fresh_draft, fresh_model, place
-from draftsmith.train.objectives.distillation import NextToken
-from draftsmith.train.objectives.heldout import Figures, mean_output, measured
+from draftsmith.train.drafts.draft_start import TINY, DraftSizes, fresh_draft, fresh_model
+from draftsmith.train.objectives.distillation import Distillation, NextToken
+from draftsmith.train.objectives.heldout import CrossEntropy, Figures, draft_figures, mean_output
 from draftsmith.train.run import recipe
 from draftsmith.train.run.launch import start
-from draftsmith.train.run.loop import Evaluate, Objective, StepBatches, fit
+from draftsmith.train.run.loop import Evaluate, StepBatches, fit
 from draftsmith.train.run.lora import Lora, to_save, with_lora
 from draftsmith.train.run.result import made_by, save_draft, save_model
+from draftsmith.train.teachers.teachers import StateTeacher
 from draftsmith.train.text.batches import Examples
-from draftsmith.train.text.on_policy import make_batches, text_at_hand
+from draftsmith.train.text.on_policy import Snapshot, make_batches, text_at_hand
 from draftsmith.train.text.stream import Corpus, CorpusStream, held_out_texts
 from draftsmith.train.text.tokenise import tokenise
 
@@ -58,7 +59,6 @@ def main(argv: list[str]) -> None:
     config = recipe.load(PretrainConfig, argv)
     config = shrunk(config) if config.target.shrink else config
     accelerator = start(config)
-    device = accelerator.device
     run = recipe.run_of(config, main=accelerator.is_main_process)
     result = run.folder / ("drafter" if config.target.path else "model")
     if run.finished():
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
     train_rows, heldout_rows = load_rows(config.data, "train"), load_rows(config.data, "heldout")
     if config.target.shrink:
         train_rows, heldout_rows = train_rows[:20], heldout_rows[:2]
-    target, tokenizer = target_and_tokenizer(config, train_rows, device)
+    target, tokenizer = target_and_tokenizer(config, train_rows, accelerator.device)
     order: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed}
     source: Examples | CorpusStream
     batches: StepBatches
@@ -86,11 +86,12 @@ def main(argv: list[str]) -> None:
 
     # ---- model and objective -----------------------------------------------------------------
     model = load_draft(config.model) if config.model else make_model(config, tokenizer, target)
-    model = place(with_lora(model, config, given=bool(config.model), seed=config.seed), device)
+    model = with_lora(model, config, given=bool(config.model), seed=config.seed)
     figures: Evaluate = dict  # none
-    objective: Objective = NextToken(model)
-    if target is not None and config.heldout_prompts:
-        objective, figures = measured(config, accelerator, model, target, tokenizer, run.cache)
+    objective = make_objective(config, model, target, tokenizer).to(accelerator.device)
+    if target is not None and isinstance(objective, Distillation):
+        of = (Snapshot(model, target.dtype), target, tokenizer, run.cache)
+        figures = draft_figures(config, accelerator, objective, *of)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     accelerator.print(f"{model.num_parameters():,} parameters; {amount}")
@@ -143,6 +144,20 @@ def make_model(
         rows = vocab_size(tokenizer)
         return fresh_model(config, LlamaConfig(), tokenizer, rows=rows, seed=config.seed)
     return fresh_draft(config, target, tokenizer, config.seed)
+
+
+def make_objective(
+    config: PretrainConfig,
+    model: PreTrainedModel,
+    target: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> NextToken | Distillation:
+    """Cross-entropy with the text; as a distillation where figures with the target are asked."""
+    if target is None or not config.heldout_prompts:
+        return NextToken(model)
+    size = vocab_size(tokenizer)
+    teacher = StateTeacher(target, size)
+    return Distillation(model, teacher, CrossEntropy(), vocab_size=size, warp=config.warp)
 
 
 def shrunk(config: PretrainConfig) -> PretrainConfig:

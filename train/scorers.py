@@ -74,8 +74,7 @@ class ScorersConfig(Settings, Reading):
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
     config = recipe.load(ScorersConfig, argv)
-    if config.target.shrink:  # shows that a recipe composes and runs
-        config = replace(config, steps=2, warmup=0, batch_size=16, accumulation=1)
+    config = shrunk(config) if config.target.shrink else config
     check(config)
     accelerator = start(config)
     run = recipe.run_of(config, main=accelerator.is_main_process)
@@ -117,6 +116,11 @@ def main(argv: list[str]) -> None:
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
         print(next_command(config.kind, config.target.path, result, threshold))
+
+
+def shrunk(config: ScorersConfig) -> ScorersConfig:
+    """Two steps: shows that a recipe composes and runs."""
+    return replace(config, steps=2, warmup=0, batch_size=16, accumulation=1)
 
 
 def check(config: ScorersConfig) -> None:

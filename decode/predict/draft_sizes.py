@@ -29,6 +29,7 @@ from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.timing import Call, forward_call, graphed, median_times
+from draftsmith.decode.predict.machines import MACHINES, Machine
 from draftsmith.decode.predict.scaling_laws import fit_line, read_rows
 from draftsmith.decode.report.printed import duration, short_count, times_as
 from draftsmith.models.disk.read_lm import load_config
@@ -37,29 +38,6 @@ from draftsmith.models.draft_lm import draft_config
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 LONGEST = 12  # drafted tokens a round, where K is to be chosen
 CONTEXT = 256  # tokens before a measured forward
-
-
-class Machine(NamedTuple):
-    """GB a second that weights are read at, microseconds that each layer and each call adds."""
-
-    bandwidth: float
-    layer: float
-    call: float
-
-    def seconds(self, layers: int, weights: int) -> float:
-        """A forward of a token, of so many bytes of weights."""
-        return 1e-6 * (self.call + layers * self.layer) + weights / (1e9 * self.bandwidth)
-
-
-# GPUs: the data sheets' bandwidth (SXM, A100 of 80 GB), and an assumed dozen kernels a layer in a
-# CUDA graph. cpu: from docs/results/cost.json (6 layers of 256 and one of 96, bf16, one thread of
-# an AMD EPYC: 2.26 and 0.45 ms) at an assumed 20 GB/s.
-MACHINES = {
-    "cpu": Machine(20.0, 260.0, 160.0),
-    "a100": Machine(2039.0, 30.0, 100.0),
-    "h100": Machine(3350.0, 30.0, 100.0),
-    "h200": Machine(4800.0, 30.0, 100.0),
-}
 
 
 class Law(NamedTuple):
@@ -94,7 +72,7 @@ class Sizing:
     target: str  # a folder, a config.json or a hub name
     budget: float = 0.0  # parameters of the draft at most; 0: no bound
     K: int = 0  # drafted tokens a round; 0: the best for each size
-    device: str = "h100"  # cpu | a100 | h100 | h200, to model
+    device: str = "h100"  # of MACHINES, such as cpu, a100 or h100, to model
     bandwidth: float = 0.0  # GB/s, in place of the device's
     layer_overhead_us: float = -1.0  # in place of the device's
     fit: str = ""  # rows of `draftsmith scaling`, in place of FastDraft's law

@@ -26,6 +26,7 @@ from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter, save_drafter
+from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import Head, family
 from draftsmith.models.target import TargetSpec, vocab_size
 from draftsmith.train.drafts.draft_start import TINY, DraftSource, fresh_draft, place
@@ -122,48 +123,42 @@ def open_learner(
             f"got drafter={path} of kind {folder.kind} and kind={lessons.kind}, expected the same, "
             f"one of {', '.join(learning_kinds())}"
         )
-    if folder.kind == "lm":
-        draft = place(folder.model("float32"), target.device).requires_grad_(True)
+    module: Any = folder.model("float32") if folder.kind == "lm" else folder.head("float32")
+    module = place(module, target.device).requires_grad_(True)
+    objective = make_objective(lessons, module, target, tokenizer).to(target.device)
+    return Learner(folder, module, objective)
+
+
+def make_objective(
+    lessons: Lessons,
+    draft: PreTrainedModel | Eagle,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Distillation | EagleObjective:
+    """What the recipe trains for; ValueError for what the objectives refuse."""
+    if isinstance(draft, PreTrainedModel):
         size = vocab_size(tokenizer)
-        objective = Distillation(draft, listed_rows, lessons, vocab_size=size, warp=AT_ONE)
-        return Learner(folder, draft, objective.to(target.device))
+        return Distillation(draft, listed_rows, lessons, vocab_size=size, warp=AT_ONE)
     if lessons.second_loss or lessons.beta != Losses.beta:
         raise ValueError(
             f"got second_loss={lessons.second_loss!r} and beta={lessons.beta} with a draft of kind "
-            f"{folder.kind}, expected neither: they are for draft models; leave them out"
+            f"{lessons.kind}, expected neither: they are for draft models; leave them out"
         )
-    head = folder.head("float32")
-    place(head, target.device).bind(target)
-    objective_of = family(folder.kind, "train.objectives", "Objective").of
-    made = objective_of(lessons, head, target, tokenizer, kept_states)
-    return Learner(folder, head, made.to(target.device))
+    draft.bind(target)
+    objective_of = family(lessons.kind, "train.objectives", "Objective").of
+    made: EagleObjective = objective_of(lessons, draft, target, tokenizer, kept_states)
+    return made
 
 
-def tiny_drafter(
-    path: str | Path,
-    lessons: Lessons,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    mark: dict[str, Any],
-) -> None:
-    """A random drafter folder for a random target: tries a recipe without its weights."""
-    sizes = DraftSource(**TINY)
-    model: Any
+def tiny_draft(
+    lessons: Lessons, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel | Eagle:
+    """A random draft for a random target: tries a recipe without its weights."""
     if lessons.kind == "lm":
-        model = fresh_draft(sizes, target, tokenizer, seed=0)
-    else:
-        source = EagleSource(version=int(lessons.kind[-1]))
-        counts_V = torch.ones(target.get_output_embeddings().weight.shape[0])
-        model = open_head(source, target, tokenizer, counts_V, seed=0)
-    save_drafter(
-        path,
-        kind=lessons.kind,
-        model=model,
-        tokenizer=tokenizer,
-        target_fingerprint=mark,
-        provenance={},
-        defaults={},
-    )
+        return fresh_draft(DraftSource(**TINY), target, tokenizer, seed=0)
+    source = EagleSource(version=int(lessons.kind[-1]))
+    counts_V = torch.ones(target.get_output_embeddings().weight.shape[0])
+    return open_head(source, target, tokenizer, counts_V, seed=0)
 
 
 @dataclass(kw_only=True)
@@ -195,7 +190,15 @@ class OnlineDrafts:
         self.target, self.tokenizer = target, tokenizer
         self.mark = fingerprint(target, tokenizer, config.target.path)
         if config.target.shrink:
-            tiny_drafter(config.drafter, config, target, tokenizer, self.mark)
+            save_drafter(
+                config.drafter,
+                kind=config.kind,
+                model=tiny_draft(config, target, tokenizer),
+                tokenizer=tokenizer,
+                target_fingerprint=self.mark,
+                provenance={},
+                defaults={},
+            )
         self.batch_of = partial(
             as_batch,
             pad_id=tokenizer.pad_token_id or 0,

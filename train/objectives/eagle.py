@@ -77,8 +77,9 @@ class EagleObjective(OnStates):
         self.loss = {loss: 1.0} if isinstance(loss, str) else dict(loss)
         mixed(self.loss)  # what is wrong with it shows now
         # Rows past the tokenizer's are no tokens. The ids ascend: what is left is a prefix.
-        ids_D = head.vocab.ids_D
-        ids_D = ids_D[ids_D < self.vocab_size].to(target.device)
+        ids_D = head.vocab.ids_D.to(target.device)
+        own = slice(self.vocab_size) if head.vocab.is_full else ids_D < self.vocab_size
+        ids_D = ids_D[own]
         head_VG = cut_rows(split_head(target)[1].detach(), self.vocab_size)
         whole = len(ids_D) == len(head_VG)
         self.alpha_name = "alpha" if whole else "restricted_alpha"

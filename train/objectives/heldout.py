@@ -120,28 +120,6 @@ def draft_figures(
     return evaluate
 
 
-def measured(
-    config: DraftFigures,
-    accelerator: Accelerator,
-    draft: PreTrainedModel,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: Path,
-) -> tuple[Distillation, Evaluate]:
-    """Cross-entropy of a draft LM with the text, as an objective that can be measured with the
-    target; and its figures.
-    """
-    size = vocab_size(tokenizer)
-    teacher = StateTeacher(target, size)
-    ce = CrossEntropy()
-    objective = Distillation(draft, teacher, ce, vocab_size=size, warp=config.warp)
-    objective.to(target.device)
-    snapshot = Snapshot(draft, target.dtype)
-    return objective, draft_figures(
-        config, accelerator, objective, snapshot, target, tokenizer, cache
-    )
-
-
 def open_heldout(
     config: HeldOutSettings,
     params: SamplingParams,

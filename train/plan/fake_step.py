@@ -3,17 +3,15 @@
 torch's FakeTensorMode runs the very modules of a run, whatever their family; here their tensors are
 counted as they come and go. So what a step will hold is known before anything is loaded, with the
 copies that autocast makes, what attention keeps for its backward, and what is computed again under
-gradient checkpointing. Only the chunked losses need a stand-in, since how many rows they have
-depends on data: it makes the same buffers, all rows counted as trained.
-
-Legend: N rows (positions of a batch), S states a row is compared with (steps of EAGLE), C rows of
-a chunk, H / G hidden size of the draft / the target, V vocabulary.
+gradient checkpointing. What depends on data is answered as for the fullest batch (`WithoutData`).
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +20,54 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from draftsmith.train.losses.chunked import CHUNK_LOGITS, TILE_LOGITS, add_head_gradient
-from draftsmith.train.losses.closed_form import BUFFERS
+from draftsmith.train.losses.chunked import CHUNK_LOGITS, TILE_LOGITS
 
 aten = torch.ops.aten
 
 
-class Live(TorchDispatchMode):
-    """While it lasts: bytes of the new tensors that are alive, and FLOPs of matrix products.
+class WithoutData(TorchDispatchMode):
+    """While it lasts, fake tensors answer what only data could.
+
+    yes: a truth value is true (-inf is among the logits, say) and so is a mask, everywhere: as of
+    the fullest batch. Otherwise they are false: what a check looks for isn't there. Either way a
+    measured number is 0, and what is cut out by a mask is all that there is.
+    """
+
+    def __init__(self, *, yes: bool) -> None:
+        super().__init__()
+        self.yes = yes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is aten._local_scalar_dense.default:
+            kind = args[0].dtype
+            if kind == torch.bool or kind.is_floating_point:
+                return self.yes if kind == torch.bool else 0.0
+        elif func is aten.nonzero.default:
+            return args[0].new_zeros(args[0].numel() * self.yes, args[0].ndim, dtype=torch.int64)
+        elif func is aten.sum.default and args[0].dtype == torch.bool:
+            return torch.tensor(args[0].numel() * self.yes)
+        elif func is aten.index.Tensor:
+            args = (args[0], [place for at in args[1] for place in _places(at)])
+        return func(*args, **(kwargs or {}))
+
+
+def _places(index: Tensor | None) -> Sequence[Tensor | None]:
+    """An index of `aten.index`; of a mask that is true everywhere, the places that it names."""
+    if index is None or index.dtype != torch.bool:
+        return [index]
+    return index.new_zeros(index.ndim, index.numel(), dtype=torch.int64).unbind()
+
+
+class Live(WithoutData):
+    """Also: bytes of the new tensors that are alive, and FLOPs of matrix products.
 
     `at` lists what was alive after each new tensor, as (all but gradients, gradients of weights).
     """
 
     def __init__(self, trained: Iterable[nn.Parameter] = ()) -> None:
-        super().__init__()
+        super().__init__(yes=True)
         self.trained = list(trained)
         self.sizes: dict[int, int] = {}
         self.total = self.gradients = self.flops = 0
@@ -44,7 +76,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        made = super().__torch_dispatch__(func, types, args, kwargs)
         self.flops += flops_of(func, args, kwargs or {}, made)
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor):
@@ -114,89 +146,20 @@ def rehearse(
     return Step(live.at, live.gradients, live.flops // min(micros, 2))
 
 
-def chunked_stand_in(
-    hidden_SNH: Sequence[Tensor],
-    head_VH: Tensor,
-    states_NG: Tensor | None,
-    p_head_VG: Tensor | None,
-    *,
-    device: str,
-    tiles: int = 0,
-) -> Tensor:
-    """In place of a chunked loss: its buffers, gradients and products, and a total to go back from.
-
-    Args:
-        hidden_SNH, head_VH: as in `chunked_steps`; S = 1 is `chunked_divergence`.
-        states_NG, p_head_VG: the target's; None: cross-entropy with the text.
-        device: whose chunks and tiles.
-        tiles: how many more tiles the transform and the loss hold.
+@contextmanager
+def sweeping_as_on(device: str, logits: int) -> Iterator[None]:
+    """Fake tensors are the CPU's: losses over so many logits are swept in chunks of the size for
+    `device`, and in its tiles, or in `MOST_TILES` where these would be more and take minutes.
     """
-    return _StandIn.apply(head_VH, states_NG, p_head_VG, (device, tiles), *hidden_SNH)
+    tile = max(TILE_LOGITS[device], logits // MOST_TILES)
+    with (
+        patch.dict(CHUNK_LOGITS, cpu=CHUNK_LOGITS[device]),
+        patch.dict(TILE_LOGITS, cpu=tile),
+    ):
+        yield
 
 
-class _StandIn(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        head_VH: Tensor,
-        states_NG: Tensor | None,
-        p_head_VG: Tensor | None,
-        how: tuple[str, int],
-        *hidden_SNH: Tensor,
-    ) -> Tensor:
-        low = ctx.head_type = head_VH.dtype
-        if torch.is_autocast_enabled("cpu"):
-            low = torch.get_autocast_dtype("cpu")
-        d_hidden = [
-            torch.zeros_like(hidden_NH) if wanted else None
-            for hidden_NH, wanted in zip(hidden_SNH, ctx.needs_input_grad[4:], strict=True)
-        ]
-        d_head_VH = None
-        if ctx.needs_input_grad[0]:
-            d_head_VH = torch.zeros_like(head_VH, dtype=torch.float32)
-        with torch.autocast("cpu", enabled=False):
-            p = None
-            if states_NG is not None and p_head_VG is not None:
-                p = (states_NG.to(low), p_head_VG.to(low))
-            _sweep(hidden_SNH, head_VH.to(low), p, d_head_VH, how)
-        ctx.gradients = (d_head_VH, d_hidden)
-        return head_VH.new_zeros((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
-        (d_head, d_hidden), ctx.gradients = ctx.gradients, None
-        return (None if d_head is None else d_head.to(ctx.head_type), None, None, None, *d_hidden)
-
-
-def _sweep(
-    hidden_SNH: Sequence[Tensor],
-    head_VH: Tensor,
-    p: tuple[Tensor, Tensor] | None,
-    d_head_VH: Tensor | None,
-    how: tuple[str, int],
-) -> None:
-    """The buffers and products of all chunks."""
-    device, tiles = how
-    steps, rows, vocab = len(hidden_SNH), len(hidden_SNH[0]), len(head_VH)
-    chunk = min(rows, max(1, CHUNK_LOGITS[device] // (steps * vocab)))
-    tile = min(chunk, max(1, TILE_LOGITS[device] // vocab))
-    wide = 2 if p is not None and head_VH.dtype != torch.float32 else 0
-    logits_CV = head_VH.new_empty(steps * chunk, vocab)
-    p_logits_CV = None if p is None else head_VH.new_empty(chunk, len(p[1]))
-    work = head_VH.new_empty(BUFFERS + (steps > 1), tile, vocab, dtype=torch.float32)
-    for first in range(0, rows, chunk):
-        at = slice(first, min(first + chunk, rows))
-        hidden_CH = torch.cat([hidden_NH[at] for hidden_NH in hidden_SNH]).to(head_VH.dtype)
-        some = len(hidden_CH)
-        if p is not None and p_logits_CV is not None:
-            states_CG = p[0][at].clone()
-            torch.mm(states_CG, p[1].t(), out=p_logits_CV[: len(states_CG)])
-        torch.mm(hidden_CH, head_VH.t(), out=logits_CV[:some])
-        more = work.new_empty(wide + tiles, tile, vocab)
-        del more
-        torch.mm(logits_CV[:some], head_VH)
-        if d_head_VH is not None:
-            add_head_gradient(d_head_VH, logits_CV[:some], hidden_CH)
+MOST_TILES = 256  # larger ones than on a CPU: by 2% of the logits in fp32
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> int:

@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 from draftsmith.decode.engine import memory
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import parse_tree
+from draftsmith.train.objectives.distillation import Distillation
 from draftsmith.train.objectives.heldout import DECODER_ROWS
-from draftsmith.train.plan.fake_step import Step, rehearse
+from draftsmith.train.plan.fake_step import Step, rehearse, sweeping_as_on
 from draftsmith.train.plan.models import Staged, remade
 from draftsmith.train.run.optim import optimizers
 from draftsmith.train.run.sharding import decoder_layers
@@ -84,14 +85,8 @@ class Held:
 
 def sizes_of(staged: Staged) -> ModuleSizes:
     """The modules' sizes."""
-    config, trained = staged.config, staged.trained
-    own = {id(p): p for p in trained.parameters()}
-    if staged.target is not None:  # adapters lie inside of it
-        for parameter in staged.target.parameters():
-            if not parameter.requires_grad:
-                own.pop(id(parameter), None)
-    weights = sum(p.nbytes for p in own.values())
-    learned = [p for p in own.values() if p.requires_grad]
+    config, trained = staged.config, staged.objective
+    weights = sum(p.nbytes for p in trained.parameters())
     with staged.fake:
         state = sum(
             4 * STATES[type(optimizer).__name__] * parameter.numel()
@@ -101,17 +96,13 @@ def sizes_of(staged: Staged) -> ModuleSizes:
             if STATES[type(optimizer).__name__] > 1 or group["momentum"]
         )
     layers = [sum(p.nbytes for p in layer.parameters()) for layer in decoder_layers(trained)]
-    frozen = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    if staged.target is not None:
-        frozen = next(p for p in staged.target.parameters() if not p.requires_grad).dtype
-    spare = sum(p.numel() for part in staged.spare for p in part.parameters())
     return ModuleSizes(
         weights=weights,
-        learned=sum(p.numel() for p in learned),
+        learned=sum(p.numel() for p in trained.parameters() if p.requires_grad),
         optimizer=state,
         target=_frozen(staged.target),
         target_layers=_shared_layers(staged),
-        spare=spare * frozen.itemsize,
+        spare=staged.spare,
         edge=weights - sum(layers),
         layer=max(layers, default=0),
         low=2 if config.precision == "bf16" else 4,
@@ -119,20 +110,32 @@ def sizes_of(staged: Staged) -> ModuleSizes:
 
 
 def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
-    """A step of the recipe; low: with weights in the low type in place of autocast, as DeepSpeed
-    has it. The weights stay so, since there is no way back.
+    """A step of the recipe, of its largest stage; low: with weights in the low type in place of
+    autocast, as DeepSpeed has it. The weights stay so, since there is no way back.
     """
-    config, trained = staged.config, staged.trained
-    with staged.fake:
+    config, objective = staged.config, staged.objective
+    logits = config.batch_size * getattr(config, "max_length", 0) * staged.vocab
+    with staged.fake, sweeping_as_on(staged.device, logits):
         if low and config.precision == "bf16":
-            remade(trained, torch.bfloat16)
-        for part in trained.modules():
-            if isinstance(part, PreTrainedModel):
-                _checkpoint(part, checkpointing)
-        trained.train()
-        learned = [p for p in trained.parameters() if p.requires_grad]
+            remade(objective, torch.bfloat16)
+        if staged.layered is not None:
+            _checkpoint(staged.layered, checkpointing)
+        objective.train()
+        learned = [p for p in objective.parameters() if p.requires_grad]
         autocast = config.precision == "bf16" and not low
-        return rehearse(staged.story, learned, autocast=autocast, micros=config.accumulation)
+        steps = []
+        for first in getattr(objective, "stages", [0]):
+            if isinstance(objective, Distillation):
+                objective.steps_done = torch.tensor(first)  # one that can be read
+            steps.append(
+                rehearse(
+                    lambda: objective(staged.batch()).loss,
+                    learned,
+                    autocast=autocast,
+                    micros=config.accumulation,
+                )
+            )
+    return max(steps, key=lambda step: sum(step.peak(1.0)))
 
 
 def _checkpoint(model: PreTrainedModel, on: bool) -> None:
@@ -187,13 +190,13 @@ def _decoding(staged: Staged) -> int:
     what a round works with.
     """
     config = staged.config
-    if not hasattr(config, "max_new_tokens") or staged.target is None:
+    if staged.target is None or not getattr(config, "stream", True):  # a server decodes
         return 0
     new = config.max_new_tokens
     params = SamplingParams(config.temperature, max_new_tokens=new)
     tree = parse_tree(getattr(config, "tree", "chain"), config.K)
     asked = memory.Work(
-        rows=DECODER_ROWS,
+        rows=getattr(config, "rows", DECODER_ROWS),
         prompt=max(config.prompt_tokens, config.max_length - new),
         new=new,
         vocab=staged.vocab,
@@ -202,8 +205,8 @@ def _decoding(staged: Staged) -> int:
     )
     target = memory.ModelSize(staged.target.config.get_text_config(), _type(staged.target))
     draft = None
-    if isinstance(staged.trained, PreTrainedModel):
-        draft = memory.ModelSize(staged.trained.config, target.dtype)
+    if staged.draft is not None:
+        draft = memory.ModelSize(staged.draft.config, target.dtype)
     found = memory.plan(asked, target, draft).total
     if draft is not None and getattr(config, "on_policy", False):
         own = memory.Work(config.batch_size, config.max_length - new, new, staged.vocab, params)

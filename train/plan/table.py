@@ -13,13 +13,13 @@ for aren't. docs/scale.md compares plans with measured peaks.
 
 import shlex
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from draftsmith.command import parse
 from draftsmith.decode.engine.memory import GIB
+from draftsmith.decode.predict.machines import MACHINES
 from draftsmith.train.plan.fake_step import Step
 from draftsmith.train.plan.memory import (
     SHARDINGS,
@@ -32,28 +32,9 @@ from draftsmith.train.plan.memory import (
 )
 from draftsmith.train.plan.models import Staged, staged
 from draftsmith.train.run.frozen_target import check_shards
+from draftsmith.train.run.sharding import check_mode
 
 SPARE = 0.08  # of a GPU's memory: CUDA's context, kernels' workspaces, what the allocator wastes
-
-
-class Gpu(NamedTuple):
-    """gib: of memory; tflops: dense bf16 peak; bandwidth: GB/s. From the makers' data sheets."""
-
-    gib: float
-    tflops: float
-    bandwidth: float
-
-
-GPUS = {
-    "h100": Gpu(79, 989, 3350),
-    "h200": Gpu(139, 989, 4800),
-    "b200": Gpu(178, 2250, 8000),
-    "a100-80": Gpu(79, 312, 2039),
-    "a100-40": Gpu(39, 312, 1555),
-    "l40s": Gpu(44, 362, 864),
-    "rtx4090": Gpu(23.5, 165, 1008),
-    "cpu": Gpu(16, 0.5, 20),  # two cores; a rough guess
-}
 
 
 @dataclass
@@ -65,8 +46,8 @@ class PlanRequest:
     mfu: float = 0.4  # the share of the peak that a step reaches
 
     def __post_init__(self) -> None:
-        if self.gpu not in GPUS:
-            raise ValueError(f"gpu: got {self.gpu!r}, expected one of {', '.join(GPUS)}")
+        if self.gpu not in MACHINES:
+            raise ValueError(f"gpu: got {self.gpu!r}, expected one of {', '.join(MACHINES)}")
         if self.gpus < 1 or not 0 < self.mfu <= 1:
             raise ValueError(
                 f"got gpus={self.gpus}, mfu={self.mfu}, expected 1 or more, and a share in (0, 1]"
@@ -121,14 +102,16 @@ def plan(argv: list[str]) -> Outline:
     device = "cpu" if asked.gpu == "cpu" else "cuda"
     cast = staged([a for a, mine in zip(argv, own, strict=True) if not mine], device)
     check_shards(cast.config, asked.gpus)
+    if cast.config.entry == "online" and asked.gpus > 1:
+        raise ValueError(f"got gpus={asked.gpus}, expected 1: a draft that learns has one learner")
     config, sizes = cast.config, sizes_of(cast)
     ways = [way for way in SHARDINGS[: len(SHARDINGS) if asked.gpus > 1 else 1] if _can(way, cast)]
-    room = GPUS[asked.gpu].gib * GIB * (1 - SPARE)
+    room = MACHINES[asked.gpu].gib * GIB * (1 - SPARE)
     choices = []
     asked_for = [True] if config.gradient_checkpointing else [False, True]
     steps: dict[tuple[bool, bool], Step] = {}
     for low in sorted({way.zero > 0 for way in ways}):  # low weights don't come back
-        for checkpointing in asked_for if cast.checkpoints else [False]:
+        for checkpointing in asked_for if cast.layered is not None else [False]:
             steps[low, checkpointing] = rehearsed(cast, checkpointing=checkpointing, low=low)
     for way in ways:
         for (low, checkpointing), step in steps.items():
@@ -138,23 +121,25 @@ def plan(argv: list[str]) -> Outline:
             seconds = _seconds(cast, sizes, step, asked, way)
             choices.append(Choice(way, checkpointing, found, seconds, found.total <= room))
     rows = config.batch_size * config.accumulation * asked.gpus
-    return Outline(asked, cast, sizes, rows * config.max_length, choices)
+    return Outline(asked, cast, sizes, rows * getattr(config, "max_length", 1), choices)
 
 
 def _can(way: Sharding, cast: Staged) -> bool:
-    """Whether a run of this kind would start (train/run/sharding.py)."""
+    """Whether a run of this kind would start."""
     config = cast.config
-    heads = config.entry in ("heads", "eagle")
-    sampled = way.cuts_weights and getattr(config, "on_policy", False)
-    return not (
-        sampled or (way.zero and config.optimizer == "muon") or (heads and way.cuts_weights)
-    )
+    if config.entry in ("heads", "eagle", "online", "scorers") and way.cuts_weights:
+        return False
+    try:
+        check_mode("replicated" if way.name == "ddp" else way.name, config)
+    except ValueError:
+        return False
+    return True
 
 
 def _seconds(
     cast: Staged, sizes: ModuleSizes, step: Step, asked: PlanRequest, way: Sharding
 ) -> float:
-    config, gpu = cast.config, GPUS[asked.gpu]
+    config, gpu = cast.config, MACHINES[asked.gpu]
     passes = config.accumulation * step.flops / (gpu.tflops * 1e12 * asked.mfu)
     # Weights and states are read and written, gradients read.
     mine = asked.gpus if way.zero or way.cuts_weights else 1
@@ -168,7 +153,7 @@ def _seconds(
 def show(outline: Outline, rest: list[str], console: Console) -> None:
     """Print the choices as a table, and how to launch the best one."""
     asked, config, sizes = outline.asked, outline.staged.config, outline.sizes
-    gpu = GPUS[asked.gpu]
+    gpu = MACHINES[asked.gpu]
     table = Table(title=f"{asked.gpus} x {asked.gpu}, {gpu.gib:g} GiB each", title_justify="left")
     for name in ("sharding", "checkpointing"):
         table.add_column(name)

@@ -21,7 +21,7 @@ from accelerate.utils import (
 from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.train.run.settings import Settings, check
-from draftsmith.train.run.sharding import FSDP2_ASKED, check_mode, load_whole
+from draftsmith.train.run.sharding import FSDP2_ASKED, check_mode, load_whole, mode
 
 
 def start(settings: Settings) -> Accelerator:
@@ -57,7 +57,7 @@ def start(settings: Settings) -> Accelerator:
         kwargs_handlers=handlers,
     )
     _check_launch(accelerator, settings, deepspeed)
-    check_mode(accelerator, settings)
+    check_mode(mode(accelerator), settings)
     load_whole()
     if accelerator.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

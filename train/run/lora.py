@@ -28,14 +28,15 @@ class Lora:
 
 
 def with_lora(model: PreTrainedModel, lora: Lora, *, given: bool, seed: int) -> PreTrainedModel:
-    """The model as a PeftModel, of which only the adapters are trained; as it is at rank 0. Its
-    layers are wrapped in place, so a frozen model keeps its type, and adapters are fp32.
+    """The model as a PeftModel, of which only the adapters are trained; as it is at rank 0, or
+    where it is one. Its layers are wrapped in place, so a frozen model keeps its type, and adapters
+    are fp32.
 
     given: whether it comes from a checkpoint; seed: of A, and no global random state is moved.
     ValueError where peft isn't installed, for a rank below 0, a fresh model, or names that match
     nothing, or something that is no linear map in the body.
     """
-    if not lora.lora_rank:
+    if not lora.lora_rank or hasattr(model, "merge_and_unload"):
         return model
     if lora.lora_rank < 0 or not 0 <= lora.lora_dropout < 1:
         raise ValueError(

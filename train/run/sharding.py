@@ -48,9 +48,8 @@ def mode(accelerator: Accelerator) -> str:
     return "fsdp2" if os.environ.get(FSDP2_ASKED) else "replicated"
 
 
-def check_mode(accelerator: Accelerator, settings: Settings) -> None:
-    """Raises ValueError for what the recipe asks and the launch's mode can't do."""
-    found = mode(accelerator)
+def check_mode(found: str, settings: Settings) -> None:
+    """Raises ValueError for what the recipe asks and the mode `found` can't do."""
     on_policy: float = getattr(settings, "on_policy", 0.0)
     if found in SHARDED and on_policy:
         raise ValueError(

@@ -158,6 +158,43 @@ def test_a_recipe_is_planned_without_its_weights(capsys: pytest.CaptureFixture[s
     assert line + "train/distill.py recipe=gsm8k/distill target.shrink=true" in shown
 
 
+def test_an_acceptance_head_is_counted(tmp_path: Path) -> None:
+    """Its weights among the learned ones, and its pass over all positions in the step."""
+    shrunk = ("target.shrink=true", "gpu=cpu")
+    alone, joint = (
+        plan(["recipe=specdecpp/joint", *shrunk, f"head_weight={weight}"]) for weight in (0, 0.1)
+    )
+    blocks, inputs = 2 * (64 * 64 + 64), 32 + 3
+    head = (inputs * 64 + 64) + blocks + (64 + 1)
+    assert joint.sizes.learned == alone.sizes.learned + head
+    config = joint.staged.config
+    rows = config.batch_size * config.max_length
+    assert joint.choices[0].held.step > alone.choices[0].held.step + 4 * 64 * rows
+
+
+def test_drafts_that_learn_online_are_planned(tmp_path: Path) -> None:
+    """The learner in fp32, the version that serves beside it, and no more of the target's passes
+    than the requests have kept.
+    """
+    target = target_at(tmp_path / "target", 1024, layers=2)
+    target_at(tmp_path / "drafter", 1024, layers=1)
+    argv = ["recipe=online/gsm8k", target, f"drafter={tmp_path / 'drafter'}", "gpu=cpu"]
+    sizes = plan(argv).sizes
+    layer = 96 * 96 * 2 + 96 * 48 * 2 + 3 * 96 * 192 + 2 * 96
+    assert sizes.learned == layer + 2 * 1024 * 96 + 96
+    assert sizes.weights == sizes.spare == 4 * sizes.learned
+    assert sizes.target == 2 * (sizes.learned + layer)
+    with pytest.raises(ValueError, match="one learner"):
+        plan([*argv[:-1], "gpu=h100", "gpus=2"])
+
+
+def test_scorers_are_planned_without_their_rows(tmp_path: Path) -> None:
+    target_at(tmp_path, 1024, layers=1)
+    outline = plan(["recipe=specdecpp/gsm8k", f"drafter={tmp_path}", "gpu=cpu"])
+    assert outline.sizes.target == 0 and outline.tokens == 1024
+    assert outline.sizes.learned == (96 + 4) * 64 + 64 + 2 * (64 * 64 + 64) + 65
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

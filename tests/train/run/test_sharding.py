@@ -25,7 +25,7 @@ from draftsmith.train.heads import HeadsConfig
 from draftsmith.train.run import launch
 from draftsmith.train.run.checkpoint import Position, resized
 from draftsmith.train.run.frozen_target import check_shards
-from draftsmith.train.run.sharding import FSDP2_ASKED, check_mode, decoder_layers, whole_state
+from draftsmith.train.run.sharding import FSDP2_ASKED, check_mode, decoder_layers, mode, whole_state
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = {"steps": 4, "eval_every": 2, "save_every": 2, "schedule": "constant", "clip_norm": 0.5}
@@ -186,7 +186,7 @@ def test_what_a_mode_cannot_do(
         monkeypatch.setenv(FSDP2_ASKED, "1")
     asked = {"on_policy": 0.0, "optimizer": "adamw", "compile": False} | changes
     with pytest.raises(ValueError, match=message):
-        check_mode(accelerator, SimpleNamespace(**asked))  # type: ignore[arg-type]
+        check_mode(mode(accelerator), SimpleNamespace(**asked))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""What computes: memory, speed and overheads, for what is planned or predicted without it."""
+
+from typing import NamedTuple
+
+
+class Machine(NamedTuple):
+    """gib: of memory; tflops: dense bf16 peak; bandwidth: GB/s; layer, call: microseconds that each
+    layer and each call adds to a forward of a token.
+    """
+
+    gib: float
+    tflops: float
+    bandwidth: float
+    layer: float = 30.0
+    call: float = 100.0
+
+    def seconds(self, layers: int, weights: int) -> float:
+        """A forward of a token, of so many bytes of weights."""
+        return 1e-6 * (self.call + layers * self.layer) + weights / (1e9 * self.bandwidth)
+
+
+# GPUs: the makers' data sheets (SXM), and an assumed dozen kernels a layer in a CUDA graph. cpu: a
+# rough guess at two cores; layer and call from docs/results/cost.json (6 layers of 256 and one of
+# 96, bf16, one thread of an AMD EPYC: 2.26 and 0.45 ms).
+MACHINES = {
+    "h100": Machine(79, 989, 3350),
+    "h200": Machine(139, 989, 4800),
+    "b200": Machine(178, 2250, 8000),
+    "a100": Machine(79, 312, 2039),  # of 80 GB
+    "a100-40": Machine(39, 312, 1555),
+    "l40s": Machine(44, 362, 864),
+    "rtx4090": Machine(23.5, 165, 1008),
+    "cpu": Machine(16, 0.5, 20, 260, 160),
+}
