@@ -6,7 +6,9 @@ from pathlib import PurePosixPath
 
 from house_rules import house, python
 
-PRODUCT, LINES = ("models", "decode", "train", "draftsmith"), 28_500
+PRODUCT = ("models", "decode", "train", "draftsmith")
+# What is aimed at, and what fails: lower the second with every commit that takes lines out.
+GOAL, CEILING = 28_500, 32_300
 
 
 def main() -> int:
@@ -22,8 +24,8 @@ def main() -> int:
     product = sum(n for path, n in lines.items() if path.split("/")[0] in PRODUCT)
     for path in sorted(lines, key=lambda path: -lines[path])[:5]:
         print(f"longest: {path} {lines[path]}")
-    print(f"{product} lines in {', '.join(PRODUCT)} ({LINES} allowed)")
-    return int(product > LINES)
+    print(f"{product} lines in {', '.join(PRODUCT)}: {CEILING} allowed, {GOAL} aimed at")
+    return int(product > CEILING)
 
 
 if __name__ == "__main__":
