@@ -23,7 +23,7 @@ def rows() -> list[dict[str, Any]]:
         for seed in (0, 1):
             about = {"what": kind, "seed": seed, "target": "t", "data": "d", "temperature": 0.0}
             about |= {"n_prompts": 4, "max_new_tokens": 64, "rounds": [10] * 4}
-            about |= {"commit": "c", "command": "python", "machine": "m"}
+            about |= {"commit": "c", "command": "python bench/evidence/heads.py", "machine": "m"}
             for at, (tree, nodes) in enumerate(trees.items()):
                 emitted = [20 + more + 5 * at + seed] * 4
                 found.append(

@@ -6,7 +6,7 @@ import pytest
 from draftsmith.bench.evidence import online_choices as choices
 from draftsmith.bench.evidence import online_page as page
 
-ABOUT = {"commit": "c", "command": "python", "machine": "m", "target": "t"}
+ABOUT = {"commit": "c", "command": "python bench/evidence/online.py", "machine": "m", "target": "t"}
 
 
 def test_choices_are_compared_by_request() -> None:

@@ -20,7 +20,6 @@ from truths import PROMPTS, SETTINGS
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
-from draftsmith.decode.engine import memory
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.graphs import Graphs
 from draftsmith.decode.forward.runner import Runner
@@ -108,7 +107,7 @@ def test_the_old_room_is_gone_when_the_new_one_is_weighed(
         gc.collect()
         alive[:] = [pool() is not None for pool in pools]
 
-    monkeypatch.setattr(memory, "available", weighing)
+    monkeypatch.setattr("draftsmith.decode.engine.decoder.available", weighing)
     decoder.generate([[5] * 300], free(4))
     assert alive == [False, False]
     batch = weakref.ref(decoder._batch)
@@ -128,7 +127,7 @@ def test_every_call_is_weighed(
     decoder.generate([[5] * 150], free(40))
     assert decoder._batch is room and decoder.memory is not None
     assert decoder.memory.work.prompt == 150
-    monkeypatch.setattr(memory, "available", lambda device: 1)
+    monkeypatch.setattr("draftsmith.decode.engine.decoder.available", lambda device: 1)
     with pytest.raises(ValueError, match="expected at most"):
         decoder.generate([[5] * 150], free(40, temperature=1.0, top_p=0.9))
 

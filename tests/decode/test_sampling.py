@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from chi_square import chi_square_p
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -153,15 +154,6 @@ def draw_many(logits_V: torch.Tensor, draws: int, seed: int) -> torch.Tensor:
         keys = position_keys(torch.tensor([seed]), positions)
         counts_V += torch.bincount(choose(logits_V, log_race(keys, vocab))[0], minlength=vocab)
     return counts_V
-
-
-def chi_square_p(counts: torch.Tensor, probs: torch.Tensor) -> float:
-    """P(chi-square this large), by the Wilson-Hilferty normal approximation."""
-    expected = probs.double() * counts.sum()
-    statistic = float(((counts - expected) ** 2 / expected).sum())
-    df = len(counts) - 1
-    z = ((statistic / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
-    return 0.5 * math.erfc(z / math.sqrt(2))
 
 
 def test_small_vocabulary_has_the_right_law() -> None:

@@ -26,13 +26,17 @@ from draftsmith.models.disk.provenance import git_commit, provenance
 from draftsmith.models.draft_lm import draft_from_config, load_draft, recast
 from draftsmith.models.target import (
     TargetSpec,
-    check_same_tokenizer,
     check_split,
     load_target,
     split_head,
     vocab_size,
 )
-from draftsmith.models.tokenizer import check_logit_width, load_tokenizer, stand_in_tokenizer
+from draftsmith.models.tokenizer import (
+    check_logit_width,
+    check_same_tokenizer,
+    load_tokenizer,
+    stand_in_tokenizer,
+)
 
 SIZES = {"layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 64}
 

@@ -350,7 +350,7 @@ def test_a_run_that_memory_does_not_hold_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoder = Decoder(tiny_target, tiny_tokenizer, batch_size=64)
-    monkeypatch.setattr("draftsmith.decode.engine.memory.available", lambda device: 3 << 20)
+    monkeypatch.setattr("draftsmith.decode.engine.decoder.available", lambda device: 3 << 20)
     with pytest.raises(
         ValueError, match=r"memory: got batch_size=64 .* batch_size=\d+ .*would fit"
     ):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_sampling import chi_square_p
+from chi_square import chi_square_p
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor

@@ -229,7 +229,11 @@ def test_figures_are_what_the_report_says() -> None:
         (a_report(rule="block", temperature=1.0, identical=None), "good", "keeps the target's"),
         (a_report(identical=None), "note", "nobody checked"),
         (a_lossy_report(), "note", "the target would not have emitted"),
-        (a_full_report(), "good", "In bfloat16, 4 of 4 answers equal those of plain decoding in "),
+        (
+            a_full_report(),
+            "good",
+            "In bfloat16, 4 of 4 answers equal those of plain decoding through",
+        ),
     ],
 )
 def test_the_verdict(report: Report, level: str, words: str) -> None:

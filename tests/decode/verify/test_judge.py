@@ -23,7 +23,7 @@ from draftsmith.decode.prompts.prompts import prompt_ids
 from draftsmith.decode.prompts.rows import Row
 from draftsmith.decode.prompts.rows import parse as parse_row
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.traces import judge_labels, judge_mining
+from draftsmith.decode.traces import judge_labels
 from draftsmith.decode.traces.store import read_traces
 from draftsmith.decode.verify.lossy import parse
 from draftsmith.models.fingerprint import fingerprint
@@ -188,9 +188,9 @@ def slow_labels(pair: Pair, prompt: list[int], most: int) -> list[tuple[int, int
 
 def test_labels_are_those_of_the_slow_miner(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     target, tokenizer, drafter = pair
-    monkeypatch.setattr(judge_mining.Miner, "ends_in", lambda self, tokens, right: fine(tokens))
-    monkeypatch.setattr(judge_mining, "prompt_ids", lambda row, tokenizer: PROMPTS[int(row.prompt)])
-    miner = judge_mining.Miner(target, tokenizer, drafter, batch=3, max_new_tokens=7)
+    monkeypatch.setattr(judge_labels.Miner, "ends_in", lambda self, tokens, right: fine(tokens))
+    monkeypatch.setattr(judge_labels, "prompt_ids", lambda row, tokenizer: PROMPTS[int(row.prompt)])
+    miner = judge_labels.Miner(target, tokenizer, drafter, batch=3, max_new_tokens=7)
     asked = [(i, Row("question", "here", str(i), "#### 1")) for i in range(4)]
     found = dict(miner.mine(asked))
     assert list(found) == [0, 1, 2, 3]
@@ -208,9 +208,9 @@ def test_a_state_is_the_targets_at_the_drafts_token(
 ) -> None:
     """The first label of an answer stands after the target's own beginning."""
     target, tokenizer, drafter = pair
-    monkeypatch.setattr(judge_mining.Miner, "ends_in", lambda self, tokens, right: True)
-    monkeypatch.setattr(judge_mining, "prompt_ids", lambda row, tokenizer: PROMPTS[0])
-    miner = judge_mining.Miner(target, tokenizer, drafter, batch=2, max_new_tokens=6)
+    monkeypatch.setattr(judge_labels.Miner, "ends_in", lambda self, tokens, right: True)
+    monkeypatch.setattr(judge_labels, "prompt_ids", lambda row, tokenizer: PROMPTS[0])
+    miner = judge_labels.Miner(target, tokenizer, drafter, batch=2, max_new_tokens=6)
     ((_, columns),) = miner.mine([(0, Row("question", "here", "q", "#### 1"))])
     first, token = int(columns["position"][0]), int(columns["token"][0])
     with torch.no_grad():
@@ -264,7 +264,7 @@ def test_the_command_goes_on_where_it_was_stopped(
     data = tmp_path / "data.jsonl"
     asked = [{"question": f"What is {i} and {i}?", "answer": f"#### {2 * i}"} for i in range(310)]
     data.write_text("".join(json.dumps(row) + "\n" for row in asked))
-    monkeypatch.setattr(judge_mining.Miner, "ends_in", lambda self, tokens, right: fine(tokens))
+    monkeypatch.setattr(judge_labels.Miner, "ends_in", lambda self, tokens, right: fine(tokens))
     common = [f"target={tmp_path / 'target'}", "dtype=float32", "max_new_tokens=6", "batch=2"]
     mine = [*common, f"drafter={tmp_path / 'draft'}", f"data={data}"]
     for limits, out in (((2, 5), "parts"), ((5,), "whole")):
@@ -310,7 +310,7 @@ def run_row(what: str, setting: float | None, seed: int, right: str, emitted: in
     row |= {"accuracy": accuracy, "accuracy_interval": [0, 1], "tau_interval": [tau, tau]}
     row |= {"target": "t", "drafter": "d", "data": "a", "temperature": 0.0, "n_prompts": 10}
     row |= {"auc": 0.9} if what == "judge" else {}
-    return row | {"commit": "c", "command": "python", "machine": "m"}
+    return row | {"commit": "c", "command": "python bench/evidence/judge.py", "machine": "m"}
 
 
 def test_the_page_compares_at_equal_tau(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import Qwen3Config
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.taps import target_states
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.train.losses.chunked_steps import chunked_steps
+from draftsmith.train.losses.chunked import chunked_steps
 from draftsmith.train.losses.pure import divergence
 from draftsmith.train.objectives.eagle import trained
 from draftsmith.train.text.batches import Batch

@@ -105,7 +105,7 @@ def test_pretraining_survives_ctrl_c_and_kill_9(tmp_path: Path, corpus: Path) ->
     code, output = run_entry("pretrain", again)
     assert (code, "nothing to do" in output) == (0, True)
     code, output = run_entry("pretrain", [*again, "lr=0.5"])
-    assert code == 1
+    assert code == 2
     assert "lr: 0.001 there, 0.5 now" in output
     assert "Traceback" not in output
 
