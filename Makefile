@@ -58,7 +58,7 @@ quickstart: $(VENV)/.ready
 # One process a core, each on one thread: most tests run models that are too small for two.
 test: export OMP_NUM_THREADS = 1
 test: $(VENV)/.ready-dev
-	$(PY) -m pytest -q -n $(CORES) --durations=15
+	$(PY) -m pytest -q -n $(CORES) --dist worksteal --durations=15
 
 test-slow: $(VENV)/.ready-dev
 	$(PY) -m pytest -q --durations=15 -m slow
