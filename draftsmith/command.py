@@ -1,8 +1,9 @@
 """The command line of every command and entry: a dataclass in, a function, an exit code.
 
 `key=value`, `--key value` and `--key=value` are the same, and `--key` alone says true. A key in a
-group is `group.key`; where a group has a path, `group=PATH` says it (`target=PATH`). A list is
-`[a,b]` or one value alone, a table `{a:1,b:2}`, nothing at all `none`.
+group is `group.key`; a plain value for a group is that of its first key, so that `target=PATH` says
+`target.path`; a table for it says several. A list is `[a,b]` or one value alone, a table
+`{a:1,b:2}`, nothing at all `none`.
 
 Exit codes: 0 done, 1 failed, 2 the user's error (one line on stderr), 130 interrupted.
 """
@@ -103,11 +104,13 @@ def parse(schema: type[T], argv: list[str], first: str = "") -> T:
 def given(schema: type, argv: list[str]) -> dict[str, Any]:
     """Full key -> typed value of `key=value` arguments; ValueError as for `parse`."""
     known = kinds(schema)
-    found = {}
+    found: dict[str, Any] = {}
     for argument in argv:
-        key, equals, text = argument.partition("=")
-        if key not in known and f"{key}.path" in known:
-            key += ".path"
+        group, equals, text = argument.partition("=")
+        key = place(group, known)
+        if key != group and text.startswith("{"):
+            found |= given(schema, [f"{group}.{k}={v}" for k, v in _table(group, text).items()])
+            continue
         if key not in known:
             raise ValueError(unknown("key", key, known))
         if not equals:
@@ -126,11 +129,21 @@ def kinds(schema: Any, group: str = "") -> dict[str, Any]:
     return found
 
 
+def place(key: str, known: Collection[str]) -> str:
+    """The full key of what is said of `key`: of a group, its first."""
+    return key if key in known else next((k for k in known if k.startswith(f"{key}.")), key)
+
+
 def unknown(what: str, word: str, known: Collection[str]) -> str:
-    """The sentence that answers a word that isn't known with the nearest that is."""
-    begun = [one for one in known if one.startswith((f"{word} ", f"{word}."))]
-    near = [] if begun else difflib.get_close_matches(word, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(begun or known)}"
+    """The sentence that answers a word that isn't known: where its last part is, what it begins, or
+    the nearest that is.
+    """
+    begun = [one for one in known if one.startswith(f"{word} ")]
+    near = [one for one in known if one.rpartition(".")[2] == word.rpartition(".")[2]]
+    near = near or ([] if begun else difflib.get_close_matches(word, known, n=1))
+    hint = (
+        f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(begun or known)}"
+    )
     return f"unknown {what} {word!r}: {hint}"
 
 
@@ -160,8 +173,7 @@ def _typed(key: str, text: str, kind: Any) -> Any:
         items = _read(key, text, list) if text.startswith("[") else [text] if text else []
         return origin(_typed(key, item, inner[0]) for item in items)
     if origin is dict:
-        table = _read(key, re.sub(r":(?! )", ": ", text), dict)
-        return {name: _typed(key, item, inner[1]) for name, item in table.items()}
+        return {name: _typed(key, item, inner[1]) for name, item in _table(key, text).items()}
     if kind is bool:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{key}: got {text!r}, expected true or false")
@@ -170,6 +182,11 @@ def _typed(key: str, text: str, kind: Any) -> Any:
         return kind(text)
     except ValueError:
         raise ValueError(f"{key}: got {text!r}, expected {kind.__name__}") from None
+
+
+def _table(key: str, text: str) -> dict[str, Any]:
+    table: dict[str, Any] = _read(key, re.sub(r":(?! )", ": ", text), dict)
+    return table
 
 
 def _read(key: str, text: str, kind: type) -> Any:

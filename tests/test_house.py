@@ -8,8 +8,16 @@ from house_rules import OPTIONAL, ROOT, RULES, Files, fields, house, python, rec
 
 PYPROJECT = '[tool.setuptools]\npackages = ["draftsmith"]\n[tool.setuptools.package-dir]\n'
 PYPROJECT += 'draftsmith = "draftsmith"\n'
-RECIPE = "# @package _global_\n# accelerate launch train/distill.py recipe=a/b\nentry: distill\n"
+RECIPE = "# accelerate launch train/distill.py recipe=a/b\nentry: distill\n"
 CONFIG = "@dataclass\nclass Config:\n    lr: float\n"
+GROUPED = "@dataclass\nclass Text:\n    path: str\n@dataclass\nclass Config:\n    data: Text\n"
+ENTRY = "@dataclass(kw_only=True)\nclass Config"
+MIXED = f"{ENTRY.replace('Config', 'Settings')}:\n    lr: float\n"
+MIXED += f"{ENTRY.replace('Config', 'Text')}:\n    path: str\n"
+NESTED = "".join(
+    f"{ENTRY.replace('Config', name)}:\n    a: {kind}\n"
+    for name, kind in (("Inner", "str"), ("Text", "Inner"), ("Config", "Text"))
+)
 HANDED_ON = {
     "train/a.py": CONFIG,
     "train/b.py": "import draftsmith.train.a.Config, draftsmith.train.c",
@@ -47,16 +55,22 @@ BAD: list[tuple[str, Files]] = [
     ("swallowing", {"decode/a.py": "try:\n    x\nexcept (ValueError, Exception):\n    pass"}),
     ("swallowing", {"decode/a.py": "try:\n    x\nexcept BaseException:\n    pass"}),
     ("vague_names", {"train/utils.py": ""}),
-    ("shadowing", {"train/hydra.py": ""}),
+    ("shadowing", {"train/omegaconf.py": ""}),
     ("shadowing", {"bench/types.py": ""}),
     ("shadowing", {"train/distill.py": "", "train/queue/a.py": ""}),
     ("dead_fields", {"train/a.py": CONFIG}),
     ("dead_fields", {"train/a.py": CONFIG + "config.lr = 3"}),
     ("dead_fields", {"train/a.py": CONFIG, "train/b.py": "other.lr"}),
     ("dead_fields", {"models/target.py": CONFIG.replace("dataclass", "dataclass(frozen=True)")}),
+    ("dead_fields", {"train/a.py": GROUPED + "config.data\nother.path"}),
+    (
+        "config_shape",
+        {"train/run/a.py": MIXED, "train/b.py": f"{ENTRY}(Settings, Text):\n    lr: int"},
+    ),
+    ("config_shape", {"train/run/a.py": MIXED + f"{ENTRY}2(Text):\n    lr: int\n"}),
+    ("config_shape", {"train/a.py": NESTED}),
     ("recipe_files", {"recipes/a/b.yaml": RECIPE}),
     ("recipe_files", {"recipes/a/b.yaml": RECIPE + "\n" * 40, "train/distill.py": ""}),
-    ("recipe_files", {"recipes/a/b.yaml": RECIPE.partition("\n")[2], "train/distill.py": ""}),
     ("recipe_files", {"recipes/a/c.yaml": RECIPE, "train/distill.py": ""}),
     ("packages", {"pyproject.toml": PYPROJECT, "models/x/a.py": ""}),
     ("packages", {"pyproject.toml": PYPROJECT.replace('h"]', 'h", "draftsmith.models"]')}),
@@ -69,6 +83,12 @@ GOOD: list[tuple[str, Files]] = [
     ("swallowing", {"decode/a.py": "try:\n    x\nexcept BaseException:\n    y\n    raise"}),
     ("dead_fields", {"train/a.py": CONFIG, "train/b.py": "import draftsmith.train.a.Config\nc.lr"}),
     ("dead_fields", HANDED_ON),
+    ("dead_fields", {"train/a.py": GROUPED + "text = config.data\nf(text.path)"}),
+    ("dead_fields", {"train/a.py": GROUPED + "def f(x: Text, config):\n    config.data, x.path"}),
+    (
+        "config_shape",
+        {"train/run/a.py": MIXED, "train/b.py": f"{ENTRY}(Settings):\n    text: Text"},
+    ),
     ("recipe_files", {"recipes/a/b.yaml": RECIPE, "train/distill.py": ""}),
     ("packages", {"pyproject.toml": PYPROJECT, "draftsmith/a.py": "", "tests/a.py": ""}),
 ]
@@ -118,7 +138,7 @@ for name in modules:
 
 
 def test_core_imports_without_the_optional_packages() -> None:
-    """Models, decode, losses and loop work where hydra, datasets, deepspeed, wandb are missing."""
+    """Models, decode, losses and loop work without hydra, datasets, deepspeed and wandb."""
     paths = [path for path, _ in python(house(), "models", "decode")]
     paths += [
         path for path in ("train/losses/pure.py", "train/run/loop.py") if (ROOT / path).exists()

@@ -3,19 +3,19 @@ Speculative Decoding, arXiv 2310.07177).
 
     draftsmith serve target=... drafter=DRAFTER online=FOLDER                     (decodes)
     draftsmith train online recipe=online/gsm8k drafter=DRAFTER folder=FOLDER     (learns)
-    draftsmith train online recipe=online/replay stream=gsm8k:300+stdlib:1000     (both)
+    draftsmith train online recipe=online/replay replay=gsm8k:300+stdlib:1000     (both)
 
     loss = sum_t D(p_t, q_t) / number of tokens,   p_t as the target said it while it served
 
 The server writes each finished request into a buffer, with the target's likeliest tokens (for
-heads: its states) at every position. A step waits for `requests_per_step` further requests and
+heads: its states) at every position. A step waits for `mix.requests_per_step` further requests and
 draws its batch: recent ones, any, and those the draft did badly on. Now and then the draft is
 measured on held-out requests; a better one becomes the version that the server takes up between
 two steps (train/live/publishing.py). Answers never change, whatever is drafted.
 
 Where this differs from the paper:
 1. The loss is on all positions of an answer; the paper's on those where the draft was rejected
-   (`positions=rejected`). Its code also shifts these by one, and takes in bonus tokens.
+   (`mix.positions=rejected`). Its code also shifts these by one, and takes in bonus tokens.
 2. p is kept from serving, as its likeliest tokens and the rest in one bucket; there both models run
    again on the buffer.
 3. The buffer isn't cleared after a step: old requests are drawn again.
@@ -25,7 +25,7 @@ Where this differs from the paper:
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,26 +34,45 @@ from draftsmith.command import run_command
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.serve.buffer import ReplayBuffer
 from draftsmith.decode.serve.versions import Versions
-from draftsmith.models.target import load_target
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.train.live.batches import Arrivals, Buffered, Feed, Mix
-from draftsmith.train.live.idle_time import Duty, IdleTime, yield_the_processor
-from draftsmith.train.live.learner import DraftSettings, OnlineDrafts
+from draftsmith.train.live.idle_time import Duty, yield_the_processor
+from draftsmith.train.live.learner import Lessons, OnlineDrafts, tiny_drafter
 from draftsmith.train.live.publishing import Publisher, Publishing
-from draftsmith.train.live.replay import Replay, ReplayFeed, StreamConfig, draw, read_stream
+from draftsmith.train.live.replay import Replay, ReplayFeed, draw, read_stream
+from draftsmith.train.objectives.distillation import Losses
+from draftsmith.train.objectives.eagle import Unroll
 from draftsmith.train.run import recipe
 from draftsmith.train.run.launch import start
 from draftsmith.train.run.loop import fit
+from draftsmith.train.run.settings import Settings
 
 
 @dataclass(kw_only=True)
-class OnlineRun(DraftSettings, Mix, Publishing, IdleTime, Replay, StreamConfig):
+class OnlineRun(Settings):
     """What a recipe of this entry can say."""
 
     entry: str = "online"
+    target: TargetSpec
+    drafter: str  # the drafter folder that the server was started with
+    kind: str = "lm"  # of the drafter: lm | eagle1 | eagle3
     folder: str = ""  # the server's `online`; of a replay, by default in the run folder
     tag: str = "default"
+    loss: Losses = field(default_factory=lambda: Losses(name="jsd"))
+    unroll: Unroll = field(default_factory=lambda: Unroll(steps=4))  # of EAGLE heads
+    mix: Mix = field(default_factory=Mix)
+    publish: Publishing = field(default_factory=Publishing)
+    replay: Replay = field(default_factory=Replay)
+    duty: float = 1.0  # the share of wall time that training may take; 1: all
+    idle_priority: bool = True  # run only while nobody else has work for the processor
     best_metric: str = "published"  # the weights kept in the run folder: those published last
     best_mode: str = "max"
+
+    @property
+    def lessons(self) -> Lessons:
+        what = (self.loss, self.unroll, self.steps, self.mix.max_length)
+        return Lessons(self.drafter, self.kind, *what)
 
 
 def main(argv: list[str]) -> None:
@@ -61,8 +80,9 @@ def main(argv: list[str]) -> None:
     config = recipe.load(OnlineRun, argv)
     if config.target.shrink:
         config = shrunk(config)
-        write_stream(Path(config.stream))
-    if config.idle_priority and not config.stream:
+        write_stream(Path(config.replay.stream))
+    replay = config.replay
+    if config.idle_priority and not replay.stream:
         yield_the_processor()
     accelerator = start(config)
     if accelerator.num_processes > 1:
@@ -71,7 +91,7 @@ def main(argv: list[str]) -> None:
     if run.finished():
         print(f"{config.out} is finished: nothing to do")
         return
-    print(recipe.show(config))
+    print(recipe.show(config, config.show))
 
     # ---- the frozen target, the draft as it serves now ---------------------------------------
     config.target = config.target.resolved(config.dtype)
@@ -79,34 +99,38 @@ def main(argv: list[str]) -> None:
     place = Path(config.folder or run.folder / "online") / config.tag
     buffer, versions = ReplayBuffer(place / "buffer"), Versions(place)
     _, path = versions.current()
-    asked = read_stream(config, tokenizer) if config.stream else []
-    if asked:
-        config.steps = math.ceil(len(asked) / config.requests_per_step)
-    drafts = OnlineDrafts(config, accelerator, target, tokenizer, path, argv)
+    asked = read_stream(replay, tokenizer, config.seed) if replay.stream else []
+    if replay.stream:
+        config.steps = math.ceil(len(asked) / config.mix.requests_per_step)
+    mark = fingerprint(target, tokenizer, config.target.path)
+    if config.target.shrink:
+        tiny_drafter(config.drafter, config.kind, target, tokenizer, mark)
+    drafts = OnlineDrafts(config.lessons, config, accelerator, target, tokenizer, mark, path, argv)
 
     # ---- requests: those of a server, or of a stream that is served here ---------------------
     record = run.folder / "stream.jsonl"
     feed: Feed = Arrivals()
-    if config.stream:
-        drafts.compare_with(config.ceiling)
+    if replay.stream:
+        drafts.compare_with(replay.ceiling)
         first = drafts.drafter(path)
-        decoder = Decoder(target, tokenizer, first, K=config.K, batch_size=config.rows)
-        feed = ReplayFeed(config, asked, decoder, buffer, drafts.arms, record)
+        decoder = Decoder(target, tokenizer, first, K=replay.K, batch_size=replay.rows)
+        feed = ReplayFeed(replay, asked, decoder, buffer, drafts.arms, record)
         drafts.swapped = feed.swap
-    batch_of = partial(drafts.batch_of, rejected=config.positions == "rejected")
-    tell = None if config.stream else print
-    batches = Buffered(config, buffer, batch_of, feed, Duty(config.duty), tell)
+    batch_of = partial(drafts.batch_of, rejected=config.mix.positions == "rejected")
+    tell = None if replay.stream else print
+    order = {"batch_size": config.batch_size, "seed": config.seed}
+    batches = Buffered(config.mix, buffer, batch_of, feed, Duty(config.duty), tell, **order)
 
     # ---- measure, publish, take back; learn until told to stop, or until the stream ends --------
     with versions.publishing():
-        publisher = Publisher(config, buffer, versions, drafts, print)
+        publisher = Publisher(config.publish, buffer, versions, drafts, print)
 
         def evaluate() -> dict[str, float]:
             drafts.steps = batches.steps
             return publisher()
 
         ended = fit(accelerator, drafts.learner.objective, batches, config, run, evaluate)
-    if config.stream:
+    if replay.stream:
         draw(record, record.with_suffix(".svg"))
     version, path = versions.current()
     result = str(path or config.drafter)
@@ -119,18 +143,15 @@ def shrunk(config: OnlineRun) -> OnlineRun:
     recipe composes and runs.
     """
     out = Path(config.out)
+    stream = str(out / "asked.jsonl")
     short: dict[str, Any] = {
-        "requests_per_step": 4,
         "batch_size": 2,
-        "max_new_tokens": 8,
         "warmup": 0,
+        "mix": replace(config.mix, requests_per_step=4),
+        "replay": replace(config.replay, stream=stream, max_new_tokens=8, ceiling=""),
     }
-    places: dict[str, Any] = {
-        "stream": str(out / "asked.jsonl"),
-        "drafter": str(out / "drafter"),
-        "folder": "",
-    }
-    return replace(config, **short, **places, ceiling="", idle_priority=False, duty=1.0)
+    drafter = str(out / "drafter")
+    return replace(config, **short, drafter=drafter, folder="", idle_priority=False, duty=1.0)
 
 
 def write_stream(path: Path) -> None:

@@ -41,6 +41,19 @@ from draftsmith.train.text.tokenise import load_rows
 
 
 @dataclass(kw_only=True)
+class EndpointSpec:
+    """The group `endpoint`."""
+
+    url: str = ""  # empty: the target answers here
+    model: str = ""  # as the server names it; empty: the only one it serves
+    api: str = "auto"  # auto | tokens | chat | text
+    top_logprobs: int = 0  # of each token, kept to train on; see train/teachers/told_logprobs.py
+    concurrency: int = 16  # requests under way
+    retries: int = 10  # of a request that failed
+    timeout_s: float = 600.0  # of one request
+
+
+@dataclass(kw_only=True)
 class Prepare:
     """What to ask the target, and how it answers."""
 
@@ -62,13 +75,8 @@ class Prepare:
     seed: int = 0
     batch_size: int = 16  # rows of the decoder
     device: str = "auto"  # auto | cpu
-    endpoint: str = ""  # of an OpenAI-compatible server, in place of the target's weights
-    endpoint_model: str = ""  # as the server names it; empty: the only one it serves
-    endpoint_api: str = "auto"  # auto | tokens | chat | text
-    endpoint_top_logprobs: int = 0  # of each token, kept to train on
-    concurrency: int = 16  # requests under way
-    retries: int = 10  # of a request that failed
-    timeout_s: float = 600.0  # of one request
+    endpoint: EndpointSpec = field(default_factory=EndpointSpec)
+    show: str = "changes"  # printed at the start: changes (what isn't as by default) | all
 
 
 def main(argv: list[str]) -> None:
@@ -76,14 +84,15 @@ def main(argv: list[str]) -> None:
     if config.target.shrink:  # to try a recipe: some prompts, short answers
         config = replace(config, limit=4, max_new_tokens=8)
     params = [sampling(config, t) for t in config.temperatures or [config.temperature]]
-    check_asked(config.endpoint_top_logprobs, config.endpoint, config.endpoint_api, params)
+    served = config.endpoint
+    check_asked(served.top_logprobs, served.url, served.api, params)
 
     # ---- target ------------------------------------------------------------------------------
     state = PartialState(cpu=config.device == "cpu" or not torch.accelerator.is_available())
     writer: Decoder | Endpoint
-    if config.endpoint:
+    if served.url:
         tokenizer = load_tokenizer(config.target.path)
-        writer = open_endpoint(config, tokenizer)
+        writer = open_endpoint(served, tokenizer)
         target, room = fingerprint(None, tokenizer, writer.model), sys.maxsize
     else:
         model, tokenizer = load_decoded(config.target, state.device)
@@ -100,14 +109,14 @@ def main(argv: list[str]) -> None:
         "sampling": asdict(params[0]) if len(params) == 1 else [asdict(p) for p in params],
         "prompts": prompts_hash(asks),
         "requests": len(asks),
-        "top_logprobs": config.endpoint_top_logprobs or None,  # as a folder without has it
+        "top_logprobs": served.top_logprobs or None,  # as a folder without has it
     }
     about = {"recipe": show(config), "argv": argv, "commit": git_commit(), "versions": versions()}
     out, rank, world = Path(config.out), state.process_index, state.num_processes
     with state.main_process_first():
         claim(out, identity, about)
     console = Console(quiet=not state.is_main_process)
-    console.print(show(config), highlight=False)
+    console.print(show(config, config.show), highlight=False)
 
     # ---- answers -----------------------------------------------------------------------------
     with answer_file(out, rank, world) as append:
@@ -138,7 +147,7 @@ def requests(config: Prepare, tokenizer: PreTrainedTokenizerBase, room: int) -> 
         window=config.prompt_length,
         samples=config.samples,
         seed=config.seed,
-        top_logprobs=config.endpoint_top_logprobs,
+        top_logprobs=config.endpoint.top_logprobs,
     )
     longest = min(room, config.max_prompt_tokens or room)
     return fitting(asks, longest=longest, leave_out=config.max_prompt_tokens > 0)
@@ -149,15 +158,15 @@ def sampling(config: Prepare, temperature: float) -> SamplingParams:
     return SamplingParams(*shape, seed=config.seed, min_p=config.min_p)
 
 
-def open_endpoint(config: Prepare, tokenizer: PreTrainedTokenizerBase) -> Endpoint:
+def open_endpoint(asked: EndpointSpec, tokenizer: PreTrainedTokenizerBase) -> Endpoint:
     return Endpoint(
-        config.endpoint,
+        asked.url,
         tokenizer,
-        model=config.endpoint_model,
-        api=config.endpoint_api,
-        concurrency=config.concurrency,
-        timeout_s=config.timeout_s,
-        retries=config.retries,
+        model=asked.model,
+        api=asked.api,
+        concurrency=asked.concurrency,
+        timeout_s=asked.timeout_s,
+        retries=asked.retries,
     )
 
 

@@ -27,31 +27,44 @@ from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer, train_bpe, vocab_size
-from draftsmith.train.drafts.draft_start import TINY, DraftSizes, fresh_draft, fresh_model
-from draftsmith.train.objectives.distillation import Distillation, NextToken
-from draftsmith.train.objectives.heldout import CrossEntropy, Figures, draft_figures, mean_output
+from draftsmith.train.drafts.draft_start import TINY, ModelStart, fresh_draft, fresh_model, place
+from draftsmith.train.objectives.distillation import Distillation, Losses, NextToken, stages
+from draftsmith.train.objectives.heldout import (
+    HeldOutPrompts,
+    draft_figures,
+    mean_output,
+    open_heldout,
+)
 from draftsmith.train.run import recipe
 from draftsmith.train.run.launch import start
 from draftsmith.train.run.loop import Evaluate, StepBatches, fit
 from draftsmith.train.run.lora import Lora, to_save, with_lora
 from draftsmith.train.run.result import made_by, save_draft, save_model
+from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.teachers import StateTeacher
 from draftsmith.train.text.batches import Examples
-from draftsmith.train.text.on_policy import Snapshot, make_batches, text_at_hand
+from draftsmith.train.text.on_policy import Snapshot, Text, make_batches, text_at_hand
 from draftsmith.train.text.stream import Corpus, CorpusStream, held_out_texts
 from draftsmith.train.text.tokenise import tokenise
 
 
 @dataclass(kw_only=True)
-class PretrainConfig(Corpus, DraftSizes, Lora, Figures):
+class PretrainConfig(Settings):
     """What a recipe of this entry can say."""
 
     entry: str = "pretrain"
-    heldout_sequences: int = 64  # at each evaluation
-    model: str = ""  # a checkpoint to continue from; empty: a fresh model of the sizes
+    target: TargetSpec = field(default_factory=lambda: TargetSpec(path=""))  # of a draft
+    model: ModelStart = field(default_factory=ModelStart)
+    lora: Lora = field(default_factory=Lora)
     tokenizer: str = "train"  # or whose to take, where neither target nor model brings one
     tokenizer_size: int = 4096
-    target: TargetSpec = field(default_factory=lambda: TargetSpec(path=""))  # of a draft
+    data: str = "stdlib"  # see corpus.read_source, or a folder that train/prepare.py wrote
+    text: Text = field(default_factory=Text)
+    corpus: Corpus = field(default_factory=Corpus)
+    heldout_sequences: int = 64  # at each evaluation
+    heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)  # prompts 0: the loss alone
+    temperature: float = 1.0  # of the held-out figures
+    K: int = 4  # drafted tokens a round: for tau and MBSU, and the result's default
 
 
 def main(argv: list[str]) -> None:
@@ -64,34 +77,34 @@ def main(argv: list[str]) -> None:
     if run.finished():
         accelerator.print(f"{result} is finished: nothing to do")
         return
-    accelerator.print(recipe.show(config))
+    accelerator.print(recipe.show(config, config.show))
 
     # ---- text and tokenizer ------------------------------------------------------------------
     train_rows, heldout_rows = load_rows(config.data, "train"), load_rows(config.data, "heldout")
     if config.target.shrink:
         train_rows, heldout_rows = train_rows[:20], heldout_rows[:2]
     target, tokenizer = target_and_tokenizer(config, train_rows, accelerator.device)
-    order: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed}
     source: Examples | CorpusStream
     batches: StepBatches
-    if config.corpus:
-        left_out = held_out_texts(config.data, config.heldout_data)
-        batches = source = CorpusStream(config, tokenizer, left_out)
-        amount = f"text from {', '.join(config.corpus)}"
+    if config.corpus.sources:
+        left_out = held_out_texts(config.data, config.heldout.data)
+        batches = source = CorpusStream(config.corpus, config.text, config, tokenizer, left_out)
+        amount = f"text from {', '.join(config.corpus.sources)}"
     else:
         source = tokenise(train_rows, tokenizer)
-        batches = make_batches(config, source, tokenizer, **order)
+        batches = make_batches(config.text, config, source, tokenizer)
         amount = f"{len(source.ids):,} tokens of text, {len(batches):,} sequences"
-    heldout = make_batches(config, tokenise(heldout_rows, tokenizer), tokenizer, **order)
+    heldout = make_batches(config.text, config, tokenise(heldout_rows, tokenizer), tokenizer)
 
     # ---- model and objective -----------------------------------------------------------------
-    model = load_draft(config.model) if config.model else make_model(config, tokenizer, target)
-    model = with_lora(model, config, given=bool(config.model), seed=config.seed)
+    model = place(make_model(config, tokenizer, target), accelerator.device)
     figures: Evaluate = dict  # none
     objective = make_objective(config, model, target, tokenizer).to(accelerator.device)
     if target is not None and isinstance(objective, Distillation):
-        of = (Snapshot(model, target.dtype), target, tokenizer, run.cache)
-        figures = draft_figures(config, accelerator, objective, *of)
+        asked = (config.heldout, objective.warp, accelerator, target, tokenizer, run.cache)
+        prompts = open_heldout(*asked, data=config.data, batch_size=config.batch_size)
+        snapshot = Snapshot(model, target.dtype)
+        figures = draft_figures(prompts, objective, snapshot, config.K)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     accelerator.print(f"{model.num_parameters():,} parameters; {amount}")
@@ -112,8 +125,7 @@ def main(argv: list[str]) -> None:
         if target is None:
             save_model(result, model, tokenizer, made)
         else:
-            path = config.target.path
-            save_draft(result, model, target, tokenizer, target_path=path, made=made, K=config.K)
+            save_draft(result, model, target, tokenizer, config.target.path, made, K=config.K)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
 
@@ -123,12 +135,12 @@ def target_and_tokenizer(
 ) -> tuple[PreTrainedModel | None, PreTrainedTokenizerBase]:
     """The target that a draft is for, if any; its tokenizer, or the model's, or a new one."""
     if config.target.path:
-        where = device if config.heldout_prompts else "cpu"
+        where = device if config.heldout.prompts else "cpu"
         target, tokenizer = load_target(config.target.resolved(config.dtype), where)
-        if config.model:
-            check_same_tokenizer(tokenizer, load_tokenizer(config.model))
+        if config.model.path:
+            check_same_tokenizer(tokenizer, load_tokenizer(config.model.path))
         return target, tokenizer
-    source = config.model or config.tokenizer
+    source = config.model.path or config.tokenizer
     if source == "train":
         return None, train_bpe((row.text for row in rows), config.tokenizer_size)
     return None, load_tokenizer(source)
@@ -137,13 +149,18 @@ def target_and_tokenizer(
 def make_model(
     config: PretrainConfig, tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel | None
 ) -> PreTrainedModel:
-    """A random Llama, or a draft of the target's family (`fresh_draft`)."""
-    if target is None:
-        if config.init != "random":
-            raise ValueError(f"got init={config.init} without a target, expected target.path=...")
+    """The given one, a draft of the target's family (`fresh_draft`), or a random Llama."""
+    sizes, seed = config.model, config.seed
+    if sizes.path:
+        made = load_draft(sizes.path)
+    elif target is not None:
+        made = fresh_draft(sizes, target, tokenizer, seed)
+    elif sizes.init == "random":
         rows = vocab_size(tokenizer)
-        return fresh_model(config, LlamaConfig(), tokenizer, rows=rows, seed=config.seed)
-    return fresh_draft(config, target, tokenizer, config.seed)
+        made = fresh_model(sizes, LlamaConfig(), tokenizer, rows=rows, seed=seed)
+    else:
+        raise ValueError(f"got model.init={sizes.init} without a target, expected target.path=...")
+    return with_lora(made, config.lora, given=bool(sizes.path), seed=seed)
 
 
 def make_objective(
@@ -153,21 +170,21 @@ def make_objective(
     tokenizer: PreTrainedTokenizerBase,
 ) -> NextToken | Distillation:
     """Cross-entropy with the text; as a distillation where figures with the target are asked."""
-    if target is None or not config.heldout_prompts:
+    if target is None or not config.heldout.prompts:
         return NextToken(model)
-    size = vocab_size(tokenizer)
-    teacher = StateTeacher(target, size)
-    return Distillation(model, teacher, CrossEntropy(), vocab_size=size, warp=config.warp)
+    size, warp = vocab_size(tokenizer), config.heldout.params(config.temperature)
+    teacher, ce = StateTeacher(target, size), stages(Losses(name="ce"), 1)
+    return Distillation(model, teacher, ce, vocab_size=size, warp=warp)
 
 
 def shrunk(config: PretrainConfig) -> PretrainConfig:
     """Two steps of a tiny model on little text: shows that a recipe composes and runs."""
     short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "heldout_sequences": 2}
-    few: dict[str, Any] = {"heldout_prompts": 2, "max_new_tokens": 8, "prompt_tokens": 8}
-    corpus = list(dict.fromkeys(map(text_at_hand, config.corpus)))
-    few |= {"corpus": corpus, "weights": [], "shuffle": 8, "heldout_data": "", "model": ""}
-    data = text_at_hand(config.data)
-    return replace(config, data=data, tokenizer_size=300, **TINY, **short, **few)
+    short["heldout"] = HeldOutPrompts(prompts=2, prompt_tokens=8, max_new_tokens=8)
+    sources = list(dict.fromkeys(map(text_at_hand, config.corpus.sources)))
+    short["corpus"] = replace(config.corpus, sources=sources, weights=[], shuffle=8)
+    short |= {"model": TINY, "lora": Lora(), "tokenizer_size": 300}
+    return replace(config, data=text_at_hand(config.data), **short)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@
 
 P1 = 1 - P0 = sigmoid of the scorer's logit at a drafted token (models/scorers.py), a its label:
 `soft`, min(1, p / q), or `hard`, whether the rule kept it; w = `reject_weight`. The rows are those
-of `traces` (python -m draftsmith trace, or mined labels). Draft and target stay as they are; a head
-that is trained together with its draft: train/distill.py, `head_weight`.
+of `reading.traces` (python -m draftsmith trace, or mined labels). Draft and target stay as they
+are; a head that is trained together with its draft: train/distill.py, `head.weight`.
 
 Prompts are split 80 / 10 / 10: to fit; to choose the best weights and calibrate them; to check. The
 log-odds scale * logit + shift have the least unweighted cross-entropy with what the rule did: a
@@ -31,6 +31,7 @@ import torch
 
 from draftsmith.command import run_command
 from draftsmith.models.scorers import Scorer, ScorerConfig, check_threshold
+from draftsmith.models.target import TargetSpec
 from draftsmith.train.run import recipe
 from draftsmith.train.run.launch import start
 from draftsmith.train.run.loop import fit
@@ -57,10 +58,12 @@ from draftsmith.train.scoring.rows import (
 
 
 @dataclass(kw_only=True)
-class ScorersConfig(Settings, Reading):
+class ScorersConfig(Settings):
     """What a recipe of this entry can say."""
 
     entry: str = "scorers"
+    target: TargetSpec
+    reading: Reading
     blocks: int = 3  # 0: linear
     width: int = 0  # of the blocks; 0: the state's
     reject_weight: float = 6.0  # w; 0: both classes weigh the same
@@ -78,17 +81,18 @@ def main(argv: list[str]) -> None:
     check(config)
     accelerator = start(config)
     run = recipe.run_of(config, main=accelerator.is_main_process)
-    result = run.folder / ("drafter" if config.kind == "acceptance" else "judge")
+    result = run.folder / ("drafter" if config.reading.kind == "acceptance" else "judge")
     if run.finished():
         accelerator.print(f"{result} is finished: nothing to do")
         return
-    accelerator.print(recipe.show(config))
+    accelerator.print(recipe.show(config, config.show))
 
     # ---- what it is for, and the rows of each part of the prompts ----------------------------
     if config.target.shrink:
-        write_trial(run.cache, config, accelerator)
-    made_for, mark = expected_marks(config)
-    parts, counts = read_rows(config, made_for, mark)
+        config.reading = write_trial(run.cache, config.reading, config.target, accelerator)
+    reading = config.reading
+    made_for, mark = expected_marks(reading, config.target)
+    parts, counts = read_rows(reading, made_for, mark)
     accelerator.print(f"rows: {counts}")
 
     # ---- scorer and objective ----------------------------------------------------------------
@@ -107,15 +111,15 @@ def main(argv: list[str]) -> None:
     if accelerator.is_main_process:
         scorer = objective.folded(getattr(torch, config.save_dtype))
         before, after = calibrate(scorer, parts["calibrate"], parts["check"])
-        threshold = config.threshold or THRESHOLDS[config.kind]
+        threshold = config.threshold or THRESHOLDS[reading.kind]
         made = made_by(argv, config.seed, parts["fit"], ended) | {"rows": counts}
         about = describe(mark or made_for, before, after, threshold, made)
-        about |= {"traced": traced_settings(config.traces), "target": made_for}
-        save_result(result, scorer, about, config.drafter)
+        about |= {"traced": traced_settings(reading.traces), "target": made_for}
+        save_result(result, scorer, about, reading.drafter)
         show(run.folder, before, after)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
-        print(next_command(config.kind, config.target.path, result, threshold))
+        print(next_command(reading.kind, config.target.path, result, threshold))
 
 
 def shrunk(config: ScorersConfig) -> ScorersConfig:
@@ -126,17 +130,18 @@ def shrunk(config: ScorersConfig) -> ScorersConfig:
 def check(config: ScorersConfig) -> None:
     """ValueError for what doesn't go together."""
     shape_of(config, hidden=1)
-    judged = config.kind == "judge"
-    if config.labels not in LABELS or (judged and config.labels != "hard"):
+    kind, labels, drafter = config.reading.kind, config.reading.labels, config.reading.drafter
+    judged = kind == "judge"
+    if labels not in LABELS or (judged and labels != "hard"):
         raise ValueError(
-            f"labels: got {config.labels!r} for kind={config.kind}, expected one of "
+            f"reading.labels: got {labels!r} for reading.kind={kind}, expected one of "
             f"{', '.join(LABELS)}, and hard for a judge, whose labels are accept or reject"
         )
     goal = Path(config.out, "drafter").resolve()
-    if judged == bool(config.drafter) or Path(config.drafter).resolve() == goal:
+    if judged == bool(drafter) or Path(drafter).resolve() == goal:
         raise ValueError(
-            f"drafter: got {config.drafter!r} for kind={config.kind}, expected a drafter's folder "
-            "other than the result for an acceptance head, none for a judge; or another out="
+            f"reading.drafter: got {drafter!r} for reading.kind={kind}, expected a drafter's "
+            "folder other than the result for an acceptance head, none for a judge; or another out="
         )
     if config.threshold:
         check_threshold(config.threshold, "threshold")
@@ -147,9 +152,8 @@ def check(config: ScorersConfig) -> None:
 def shape_of(config: ScorersConfig, hidden: int) -> ScorerConfig:
     """The scorer that a recipe describes, for states of a width."""
     sizes: dict[str, Any] = {"blocks": config.blocks, "width": config.width}
-    return ScorerConfig(
-        config.kind, hidden, **sizes, scalars=tuple(config.scalars), state=config.reads
-    )
+    read = config.reading
+    return ScorerConfig(read.kind, hidden, **sizes, scalars=tuple(read.scalars), state=read.state)
 
 
 def make_scorer(config: ScorersConfig, hidden: int) -> Scorer:

@@ -36,15 +36,17 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.target import load_target, vocab_size
 from draftsmith.train.distill import DistillConfig
-from draftsmith.train.drafts.draft_start import given_draft, place
-from draftsmith.train.objectives.distillation import Distillation
+from draftsmith.train.drafts.draft_start import ModelStart, given_draft, place
+from draftsmith.train.objectives.distillation import Distillation, Losses, stages
 from draftsmith.train.objectives.heldout import HeldOut
+from draftsmith.train.objectives.token_selection import Weighting
 from draftsmith.train.run import recipe
 from draftsmith.train.run.launch import start
 from draftsmith.train.run.loop import StepBatches, fit
+from draftsmith.train.teachers.states import Cache
 from draftsmith.train.teachers.teachers import StateTeacher, TargetRows, Teacher, open_teacher
 from draftsmith.train.text.batches import Batch, Batches, Examples
-from draftsmith.train.text.on_policy import OnPolicy, Snapshot, make_batches
+from draftsmith.train.text.on_policy import OnPolicy, OnPolicyText, Snapshot, make_batches
 from draftsmith.train.text.prepared import is_prepared, load_prepared
 from draftsmith.train.text.tokenise import tokenise
 
@@ -55,23 +57,31 @@ from draftsmith.train.text.tokenise import tokenise
 # 2.5 times an fkl run, whose steps fkl-compute has. On-policy, 20 answers of the draft have as many
 # tokens as 8 packed sequences. These three keep the rates of adaspec and fkl.
 ARMS: dict[str, dict[str, Any]] = {
-    "ce-text": {"loss": "ce", "text": True},
+    "ce-text": {"loss": Losses(name="ce"), "text": True},
     "fkl-text": {"text": True},
-    "ce": {"loss": "ce"},
+    "ce": {"loss": Losses(name="ce")},
     "fkl": {},
-    "rkl": {"loss": "rkl"},
-    "jsd": {"loss": "jsd"},
-    "tv": {"loss": "tv"},
-    "lk": {"loss": "lk"},
-    "ce-fkl": {"loss": "0.5*ce+0.5*fkl"},
-    "two-stage": {"second_loss": "tv"},
-    "by-depth": {"by_depth": 4},
-    "on-policy": {"on_policy": 1.0, "max_new_tokens": 160, "batch_size": 20, "rate_of": "fkl"},
-    "adaspec": {"select": "adaspec"},
-    "random-k": {"select": "random"},
-    "bottom-k": {"select": "bottom"},
-    "easy-k": {"select": "easy"},
-    "adaspec-tokens": {"select": "adaspec", "batch_size": 20, "rate_of": "adaspec"},
+    "rkl": {"loss": Losses(name="rkl")},
+    "jsd": {"loss": Losses(name="jsd")},
+    "tv": {"loss": Losses(name="tv")},
+    "lk": {"loss": Losses(name="lk")},
+    "ce-fkl": {"loss": Losses(name="0.5*ce+0.5*fkl")},
+    "two-stage": {"loss": Losses(second="tv")},
+    "by-depth": {"tokens": Weighting(by_depth=4)},
+    "on-policy": {
+        "on_policy": OnPolicyText(share=1.0, max_new_tokens=160),
+        "batch_size": 20,
+        "rate_of": "fkl",
+    },
+    "adaspec": {"tokens": Weighting(select="adaspec")},
+    "random-k": {"tokens": Weighting(select="random")},
+    "bottom-k": {"tokens": Weighting(select="bottom")},
+    "easy-k": {"tokens": Weighting(select="easy")},
+    "adaspec-tokens": {
+        "tokens": Weighting(select="adaspec"),
+        "batch_size": 20,
+        "rate_of": "adaspec",
+    },
     "fkl-compute": {"longer": 2.5, "rate_of": "fkl"},
 }
 REFERENCED = ("adaspec", "bottom", "easy")
@@ -151,7 +161,7 @@ class Bench:
         self.folder = Path(settings.trained) / settings.pair
         base = recipe.load(DistillConfig, [f"recipe={settings.pair}/distill", "processes=1"])
         target = base.target.resolved(base.dtype)
-        self.base = replace(base, target=target, loss="fkl", steps=settings.steps)
+        self.base = replace(base, target=target, loss=Losses(), steps=settings.steps)
         self.accelerator = start(self.base)
         self.target, self.tokenizer = load_target(self.base.target, self.accelerator.device)
         self.vocab_size = vocab_size(self.tokenizer)
@@ -195,26 +205,33 @@ class Bench:
         if changes.pop("text", False):
             changes["data"] = self.pair["text"]
         folder = "text-states" if "data" in changes else "states"
-        if changes.get("select") in REFERENCED:
-            changes["reference"] = f"fkl-{seed}"
-        draft = f"{self.folder}/draft-{seed}/drafter"
+        tokens = changes.get("tokens", Weighting())
+        if tokens.select in REFERENCED:
+            changes["tokens"] = replace(tokens, reference=f"fkl-{seed}")
+        draft = ModelStart(path=f"{self.folder}/draft-{seed}/drafter")
         run = {"steps": steps, "seed": seed, "lr": rate, "out": str(out), "draft": draft}
-        return replace(self.base, **run, cache=str(self.folder / folder), **changes)
+        cache = Cache(path=str(self.folder / folder))
+        return replace(self.base, **run, cache=cache, **changes)
 
     def train(self, config: DistillConfig, arm: str) -> tuple[Any, float]:
         """The draft after a run of `config`, and the seconds that its steps took."""
         weights = Path(config.out) / "draft.safetensors"
-        draft = place(given_draft(config.draft, self.target, self.tokenizer), self.target.device)
+        draft = place(
+            given_draft(config.draft.path, self.target, self.tokenizer), self.target.device
+        )
         if not weights.exists():
             shutil.rmtree(config.out, ignore_errors=True)
             text, batches = self.batches(config, draft)
             objective = Distillation(
                 draft,
-                open_teacher(config, self.accelerator, self.target, self.tokenizer, text),
-                config,
+                open_teacher(
+                    *(config.cache, config.data, config.warp, self.accelerator),
+                    *(self.target, self.tokenizer, text),
+                ),
+                stages(config.loss, config.steps),
                 vocab_size=self.vocab_size,
                 warp=config.warp,
-                weighting=config,
+                weighting=config.tokens,
                 reference=self.reference(config),
             )
             run = recipe.run_of(config, main=True)
@@ -230,14 +247,13 @@ class Bench:
 
     def batches(self, config: DistillConfig, draft: Any) -> tuple[Batches, StepBatches]:
         """The text, and what is trained on: itself, or answers that the draft writes."""
-        order: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed}
         examples = self.examples(config.data)
-        text = make_batches(config, examples, self.tokenizer, **order)
-        if not config.on_policy:
+        text = make_batches(config.text, config, examples, self.tokenizer)
+        if not config.on_policy.share:
             return text, text
-        rows = make_batches(config, examples, self.tokenizer, packing=False, **order)
+        rows = make_batches(config.text, config, examples, self.tokenizer, packing=False)
         copy = Snapshot(draft, self.target.dtype)
-        return text, OnPolicy(config, rows, copy, self.tokenizer)
+        return text, OnPolicy(config.on_policy, rows, copy, self.tokenizer)
 
     @cache  # noqa: B019
     def examples(self, data: str) -> Examples:
@@ -248,11 +264,11 @@ class Bench:
 
     def reference(self, config: DistillConfig) -> Any:
         """The frozen draft of the fkl arm, with the seed of `config`."""
-        if not config.reference:
+        if not config.tokens.reference:
             return None
         rate = self.tuned("fkl")
         self.measured("fkl", config.seed, rate, "tune" if config.seed == TUNING_SEED else "report")
-        draft = given_draft(config.draft, self.target, self.tokenizer).requires_grad_(False)
+        draft = given_draft(config.draft.path, self.target, self.tokenizer).requires_grad_(False)
         load_into(draft, self.run("fkl", config.seed, rate) / "draft.safetensors")
         recast(draft, self.target.dtype)
         return draft
@@ -287,7 +303,7 @@ class Bench:
         fkl = Distillation(
             draft,
             self.teachers[part],
-            self.base,
+            stages(self.base.loss, 1),
             vocab_size=self.vocab_size,
             warp=SamplingParams(1.0),
         )

@@ -95,7 +95,7 @@ def trained_judge(settings: Bench, seed: int) -> Path:
         )
         print(judge_labels.label(mined), f"{time.perf_counter() - started:.0f} s", flush=True)
         line = ["recipe=judge/arithmetic", f"out={folder / 'run'}", f"seed={seed}", "processes=1"]
-        line += [f"target.path={settings.target}", f"traces=[{folder / 'labels'}]"]
+        line += [f"target.path={settings.target}", f"reading.traces=[{folder / 'labels'}]"]
         scorers.main(line)
     return folder / "run/judge"
 

@@ -101,7 +101,7 @@ def distil_offline(settings: Evidence) -> None:
     """The frozen drafts and the ceilings, unless that was done (answers to GSM8K are what
     recipe=gsm8k/prepare and a first draft what recipe=gsm8k/draft left).
     """
-    trained, few = Path(settings.trained), ("heldout_prompts=16", "max_new_tokens=64")
+    trained, few = Path(settings.trained), ("heldout.prompts=16", "heldout.max_new_tokens=64")
     answers = trained / "python-answers"
     written = ("data=stdlib", "limit=2000", "max_new_tokens=64")
     train("prepare", answers / "answers-00000-of-00001.jsonl", "recipe=gsm8k/prepare", *written)
@@ -109,7 +109,7 @@ def distil_offline(settings: Evidence) -> None:
         frozen, ceiling = (trained / f"seed-{seed}" / name / "drafter" for name in DRAFTS)
         how = ("recipe=gsm8k/distill", f"seed={seed}", *few)
         train("distill", frozen, *how, "eval_every=150")
-        more = (f"draft={frozen}", f"data={answers}", "heldout_data=stdlib", "steps=300")
+        more = (f"draft={frozen}", f"data={answers}", "heldout=stdlib", "steps=300")
         train("distill", ceiling, *how, *more, "eval_every=300")
 
 
@@ -160,7 +160,7 @@ class Seed:
         rows = json.loads((self.folder / "rows.json").read_text())
         [rate] = [row["rate"] for row in rows if row["what"] == "loop-off"]
         few = asks[: self.settings.paired]
-        return compared("unpublished", rate, *self.both(few, warm, rate, "margin=1"))
+        return compared("unpublished", rate, *self.both(few, warm, rate, "publish.margin=1"))
 
     def both(
         self, asks: list[Ask], warm: list[Ask], rate: float, *how: str

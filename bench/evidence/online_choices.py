@@ -25,22 +25,28 @@ from draftsmith.command import parse, run_command
 
 ARMS = {  # name: what it means, and the settings that differ
     "base": ("all positions, mixed requests, jsd, 512 tokens listed", ()),
-    "rejected": ("only positions where the draft was rejected", ("positions=rejected",)),
-    "recent": ("the newest 128 requests", ("recent=1", "reservoir=0", "disagreement=0")),
-    "reservoir": ("any request that is kept", ("recent=0", "reservoir=1", "disagreement=0")),
+    "rejected": ("only positions where the draft was rejected", ("mix.positions=rejected",)),
+    "recent": (
+        "the newest 128 requests",
+        ("mix.recent=1", "mix.reservoir=0", "mix.disagreement=0"),
+    ),
+    "reservoir": (
+        "any request that is kept",
+        ("mix.recent=0", "mix.reservoir=1", "mix.disagreement=0"),
+    ),
     "disagreement": (
         "requests by their share of corrected tokens",
-        ("recent=0", "reservoir=0", "disagreement=1"),
+        ("mix.recent=0", "mix.reservoir=0", "mix.disagreement=1"),
     ),
     "fkl": ("forward KL", ("loss=fkl",)),
     "tv": ("total variation", ("loss=tv",)),
-    "64-listed": ("the 64 likeliest of 4,096 tokens listed", ("keep_top_k=64",)),
+    "64-listed": ("the 64 likeliest of 4,096 tokens listed", ("replay.keep_top_k=64",)),
 }
 # A head in the draft's place, of bench/evidence/heads.py: 100 steps on the answers to GSM8K.
 HEADS = {"eagle3": ("kind=eagle3", "loss=fkl", "unroll=4")}
 MATHS, PYTHON, SPAN = 60, 400, 100
 TOPIC = "stdlib"
-HOW = (f"stream=gsm8k:{MATHS}+{TOPIC}:{PYTHON}", "idle_priority=false")
+HOW = (f"replay=gsm8k:{MATHS}+{TOPIC}:{PYTHON}", "idle_priority=false")
 
 Rows = list[dict[str, Any]]
 
@@ -84,7 +90,7 @@ def replay(settings: Choices, arm: str, seed: int) -> None:
         how = [*HEADS[arm], f"drafter={settings.heads}/{arm}-{seed}/drafter"]
     else:
         how = [*ARMS[arm][1], f"drafter={drafts}/frozen/drafter"]
-        how.append(f"ceiling={drafts}/ceiling/drafter")
+        how.append(f"replay.ceiling={drafts}/ceiling/drafter")
     command = [
         *(sys.executable, "train/online.py", "recipe=online/replay", f"out={place}"),
         *(f"seed={seed}", *HOW, *how),

@@ -29,7 +29,7 @@ from draftsmith.train import distill
 SIZES = "1x64,1x128,2x128,2x256,4x256,4x384"
 RECIPE = (
     *("recipe=gsm8k/distill", "draft=", "loss=0.5*ce+0.5*fkl", "processes=1", "save_every=0"),
-    *("schedule=constant", "warmup=20", "steps=800", "eval_every=100", "heldout_prompts=64"),
+    *("schedule=constant", "warmup=20", "steps=800", "eval_every=100", "heldout.prompts=64"),
 )
 
 
@@ -80,7 +80,7 @@ def train(settings: Grid, size: str, seed: int) -> None:
     heads = max(1, hidden // 64)
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": -(-heads // 2)}
     sizes["intermediate"] = 64 * round(hidden * 1024 / 384 / 64)
-    words = [f"{name}={value}" for name, value in sizes.items()]
+    words = [f"draft.{name}={value}" for name, value in sizes.items()]
     line = [*RECIPE, *words, f"seed={seed}", f"out={place}", *settings.options.split()]
     distill.main(line)
     rows = rows_of(place, seed, [int(count) for count in settings.counts.split(",")])

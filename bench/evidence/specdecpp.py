@@ -127,9 +127,10 @@ def distilled(settings: Evidence) -> None:
         mix.write_text("".join(json.dumps(row) + "\n" for row in rows))
     train(
         *("distill", "recipe=gsm8k/distill", f"out={settings.trained}/draft", f"data={mix}"),
-        *("draft=", "init=target", "init_layers=[0,3,7]", f"steps={settings.draft_steps}"),
-        *("layers=3", "hidden=384", "heads=6", "kv_heads=3", "intermediate=1024", "head_dim=64"),
-        *(f"heldout_data={settings.gsm8k}", "lr=3e-3", "warmup=20", "eval_every=100"),
+        *("draft=", f"steps={settings.draft_steps}"),
+        "draft={init: target, init_layers: [0, 3, 7], layers: 3, hidden: 384, head_dim: 64}",
+        "draft={heads: 6, kv_heads: 3, intermediate: 1024}",
+        *(f"heldout={settings.gsm8k}", "lr=3e-3", "warmup=20", "eval_every=100"),
     )
 
 
@@ -247,8 +248,11 @@ class Seed:
     def head(self, name: str, learns_from: str, *how: str) -> Path:
         """The folder of a trained head."""
         out = self.folder / name
-        argv = [*how, f"seed={self.seed}", f"out={out}", f"drafter={self.drafter}"]
-        argv += [f"target.path={self.settings.target}", f"traces=[{self.folder}/{learns_from}]"]
+        argv = [*how, f"seed={self.seed}", f"out={out}", f"reading.drafter={self.drafter}"]
+        argv += [
+            f"target.path={self.settings.target}",
+            f"reading.traces=[{self.folder}/{learns_from}]",
+        ]
         argv += [f"steps={self.settings.steps}"] if self.settings.steps else []
         made = out / "drafter" / FOLDER
         if not made.exists():

@@ -19,13 +19,21 @@ from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.models.target import TargetSpec
 from draftsmith.models.tokenizer import stand_in_tokenizer
 from draftsmith.train.distill import DistillConfig
-from draftsmith.train.objectives.distillation import Distillation
+from draftsmith.train.objectives.distillation import Distillation, stages
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.launch import start
 from draftsmith.train.run.loop import StepBatches, fit
+from draftsmith.train.teachers.states import Cache
 from draftsmith.train.teachers.teachers import open_teacher
 from draftsmith.train.text.batches import Batch, Batches
-from draftsmith.train.text.on_policy import OnPolicy, Snapshot, make_batches, prompt_of
+from draftsmith.train.text.on_policy import (
+    OnPolicy,
+    OnPolicyText,
+    Snapshot,
+    Text,
+    make_batches,
+    prompt_of,
+)
 from draftsmith.train.text.tokenise import tokenise
 
 PEER, DEFAULTS = "TRL GKDTrainer", "TRL GKDTrainer, defaults"
@@ -153,35 +161,35 @@ class Inputs:
             precision=settings.precision,
             eval_every=0,
             save_every=0,
-            max_length=case.length,
-            packing=settings.arm in (PACKED, CACHED),
-            cache=f"{folder}/states" if settings.arm == CACHED else "",
-            on_policy=case.on_policy,
-            max_new_tokens=case.answer,
+            text=Text(max_length=case.length, packing=settings.arm in (PACKED, CACHED)),
+            cache=Cache(path=f"{folder}/states" if settings.arm == CACHED else ""),
+            on_policy=OnPolicyText(share=case.on_policy, max_new_tokens=case.answer),
         )
         dtype = getattr(torch, self.config.dtype)
         self.target = random_lm(case.target, settings.device, dtype, 0).requires_grad_(False)
         self.draft = random_lm(case.draft, settings.device, torch.float32, 1)
-        order: dict[str, Any] = {"batch_size": case.batch, "seed": 0}
-        self.batches = make_batches(
-            self.config, tokenise(rows, self.tokenizer), self.tokenizer, **order
-        )
+        examples = tokenise(rows, self.tokenizer)
+        self.batches = make_batches(self.config.text, self.config, examples, self.tokenizer)
 
 
 def ours(x: Inputs, gate: Gate) -> None:
     config, vocab = x.config, len(x.tokenizer)
     accelerator = start(config)
     batches: StepBatches = x.batches
-    if config.on_policy:
-        batches = OnPolicy(config, x.batches, Snapshot(x.draft, x.target.dtype), x.tokenizer)
+    if config.on_policy.share:
+        batches = OnPolicy(
+            config.on_policy, x.batches, Snapshot(x.draft, x.target.dtype), x.tokenizer
+        )
 
     class Watched(Distillation):
         def observe(self, means: dict[str, float]) -> None:
             super().observe(means)
             gate.losses.append(means["loss"])
 
-    teacher = open_teacher(config, accelerator, x.target, x.tokenizer, x.batches)
-    objective = Watched(x.draft, teacher, config, vocab_size=vocab, warp=config.warp)
+    keep = (config.cache, config.data, config.warp)
+    teacher = open_teacher(*keep, accelerator, x.target, x.tokenizer, x.batches)
+    loss = stages(config.loss, config.steps)
+    objective = Watched(x.draft, teacher, loss, vocab_size=vocab, warp=config.warp)
     fit(accelerator, objective, Gated(batches, gate), config, Run(config.out, "", main=True))
 
 
@@ -220,11 +228,11 @@ def theirs(x: Inputs, gate: Gate, steps: int, *, checkpointing: bool) -> None:
         report_to="none",
         disable_tqdm=True,
         use_cpu=gate.device == "cpu",
-        max_length=c.max_length,
+        max_length=c.text.max_length,
         beta=0.0,
-        lmbda=c.on_policy,
-        temperature=c.sample_temperature,
-        max_new_tokens=c.max_new_tokens,
+        lmbda=c.on_policy.share,
+        temperature=c.on_policy.temperature,
+        max_new_tokens=c.on_policy.max_new_tokens,
     )
     rows = Dataset.from_list(list(their_rows(x.batches, c, steps)))
     Watched(
@@ -243,7 +251,8 @@ def their_rows(batches: Batches, config: DistillConfig, steps: int) -> Iterator[
         b = batches.batch(step, 0, 0, accumulation=1, world=1)
         for ids_T, mask_T in zip(b.input_ids, b.loss_mask, strict=True):
             end = int(mask_T.nonzero()[-1]) + 2
-            prompt = prompt_of(ids_T, mask_T, config.prompt_tokens if config.on_policy else 1)
+            asked = config.on_policy
+            prompt = prompt_of(ids_T, mask_T, asked.prompt_tokens if asked.share else 1)
             mask = [0] * len(prompt) + [1] * (end - len(prompt))
             yield {"input_ids": ids_T[:end].tolist(), "completion_mask": mask, "prompt": ""}
 

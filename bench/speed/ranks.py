@@ -66,12 +66,12 @@ def tokens_per_second(settings: Ranks, folder: Path, ranks: int, batch: int) -> 
         "data": folder / "text.jsonl",
         "steps": settings.steps,
         "batch_size": batch,
-        "max_length": settings.length,
+        "text.max_length": settings.length,
         "warmup": 0,
         "eval_every": 0,
         "save_every": 0,
-        "heldout_prompts": 1,
-        "max_new_tokens": 2,
+        "heldout.prompts": 1,
+        "heldout.max_new_tokens": 2,
         "processes": ranks,
     }
     config = ROOT / f"recipes/accelerate/{CONFIGS[ranks]}.yaml"

@@ -101,9 +101,9 @@ class Draft:
 
     @property
     def recipe(self) -> str:
-        """What a recipe or a command line of train/ says."""
+        """What a command line of train/distill.py says; of train/pretrain.py, with `model.`."""
         names = ("layers", "hidden", "heads", "kv_heads", "intermediate")
-        return " ".join(f"{name}={getattr(self, name)}" for name in names)
+        return " ".join(f"draft.{name}={getattr(self, name)}" for name in names)
 
 
 def main(argv: list[str]) -> None:

@@ -19,7 +19,8 @@ from transformers import (
 
 from draftsmith.models.draft_init import kept_indices, spread_layers, start_from_target
 from draftsmith.models.draft_lm import draft_from_config
-from draftsmith.train.drafts.draft_start import DraftSource, open_draft
+from draftsmith.train.drafts.draft_start import ModelStart, open_draft
+from draftsmith.train.run.lora import Lora
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,
@@ -191,8 +192,8 @@ def test_a_recipe_starts_a_draft_from_its_target(
     tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     sizes: dict[str, Any] = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1}
-    source = DraftSource(**sizes, intermediate=32, init="target", init_layers=[2])
-    draft = open_draft(source, tiny_target, tiny_tokenizer, seed=0)
+    source = ModelStart(**sizes, intermediate=32, init="target", init_layers=[2])
+    draft = open_draft(source, Lora(), False, tiny_target, tiny_tokenizer, seed=0)
     assert not draft.config.tie_word_embeddings  # as the target's tables
     theirs = tiny_target.model.layers[2].mlp.up_proj.weight
     ours = draft.model.layers[0].mlp.up_proj.weight
@@ -200,8 +201,8 @@ def test_a_recipe_starts_a_draft_from_its_target(
     assert all(parameter.requires_grad for parameter in draft.parameters())
     for changes, words in (
         ({"init": "zeros"}, "got init='zeros', expected random or target"),
-        ({"draft": "somewhere"}, "got init=target and draft=somewhere"),
+        ({"path": "somewhere"}, r"got draft\.init=target and draft\.path=somewhere"),
     ):
-        wrong = DraftSource(**{**vars(source), **changes})
+        wrong = ModelStart(**{**vars(source), **changes})
         with pytest.raises(ValueError, match=words):
-            open_draft(wrong, tiny_target, tiny_tokenizer, seed=0)
+            open_draft(wrong, Lora(), False, tiny_target, tiny_tokenizer, seed=0)

@@ -1,21 +1,14 @@
 """A draft that is distilled from a tiny target."""
 
-from dataclasses import dataclass
-
 import pytest
 from tiny_heads import ROWS, TOKENS, llama
 from tiny_llama import build_llama
 
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.train.objectives.distillation import Distillation, Losses
+from draftsmith.train.objectives.distillation import Distillation, Losses, stages
 from draftsmith.train.objectives.token_selection import Weighting
 from draftsmith.train.run.lora import Lora, with_lora
 from draftsmith.train.teachers.teachers import StateTeacher
-
-
-@dataclass(kw_only=True)
-class Stages(Losses):
-    steps: int = 2
 
 
 def distilled(dropout: float | None = None, **weighting: object) -> Distillation:
@@ -23,12 +16,12 @@ def distilled(dropout: float | None = None, **weighting: object) -> Distillation
     draft = build_llama(ROWS, layers=1, hidden=16, seed=1)
     if dropout is not None:
         pytest.importorskip("peft")
-        lora = Lora(lora_rank=4, lora_dropout=dropout)
+        lora = Lora(rank=4, dropout=dropout)
         draft = with_lora(draft, lora, given=True, seed=0)
     return Distillation(
         draft,
         StateTeacher(llama(), TOKENS),
-        Stages(),
+        stages(Losses(), 2),
         vocab_size=TOKENS,
         warp=SamplingParams(1.0),
         weighting=Weighting(**weighting),  # type: ignore[arg-type]

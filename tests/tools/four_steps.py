@@ -1,10 +1,8 @@
 """A teacher of four steps and a batch, for tests of objectives."""
 
-from dataclasses import dataclass
-
 import torch
 
-from draftsmith.train.objectives.distillation import Losses
+from draftsmith.train.objectives.distillation import Losses, Stages, stages
 from draftsmith.train.text.batches import Batch
 
 
@@ -16,6 +14,5 @@ def some_batch(rows: int = 3, width: int = 14) -> Batch:
     return Batch(ids, torch.arange(width).expand(rows, -1), mask, None, tuple(range(rows)))
 
 
-@dataclass(kw_only=True)
-class FourSteps(Losses):
-    steps: int = 4
+def four_steps(**losses: object) -> Stages:
+    return stages(Losses(**losses), 4)  # type: ignore[arg-type]

@@ -39,6 +39,7 @@ TORCH_ALONE = ("train/losses/", "decode/serve/top_k.py")
 # A family's options are named by its objective, which the entry finds by the family's name.
 READ_AS_KEY = {"entry": "train/run/recipe.py", "own_heads": "train/objectives/medusa.py"}
 READ_AS_KEY |= dict.fromkeys(("prefix", "dropout", "noise"), "train/objectives/hydra.py")
+TEXT = "as a text"
 MAX_FILE, MAX_BODY, MAX_PARAMETERS, MAX_YAML, MAX_ROOM = 400, 60, 8, 40, 13
 
 
@@ -229,24 +230,56 @@ def is_script(path: str) -> bool:
     return path.startswith("bench/") or (path.startswith("train/") and path.count("/") == 1)
 
 
-def fields(files: Files) -> Iterator[tuple[str, str, str]]:
-    """(path, class, field) of every dataclass in train/ and in models/target.py."""
+def records(files: Files) -> Iterator[tuple[str, ast.ClassDef]]:
+    """(path, class) of every dataclass in train/ and in models/target.py."""
     for path, tree in python(files, "train", "models"):
         if path.startswith("models/") and path != "models/target.py":
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and any(
-                getattr(getattr(mark, "func", mark), "id", getattr(mark, "attr", "")) == "dataclass"
-                for mark in node.decorator_list
+                last(getattr(mark, "func", mark)) == "dataclass" for mark in node.decorator_list
             ):
-                for item in node.body:
-                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                        yield path, node.name, item.target.id
+                yield path, node
+
+
+def fields(files: Files) -> Iterator[tuple[str, str, ast.AnnAssign]]:
+    """(path, class, field) of all of these."""
+    for path, node in records(files):
+        for item in node.body:
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                yield path, node.name, item
+
+
+def last(node: ast.AST | None) -> str:
+    """The last word of `a`, `b.a`."""
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def groups(files: Files) -> dict[str, set[str]]:
+    """Of each class that is a field's of another: what those fields are called."""
+    found: dict[str, set[str]] = {node.name: set() for _, node in records(files)}
+    for _, _, item in fields(files):
+        if last(item.annotation) in found:
+            found[last(item.annotation)].add(last(item.target))
+    return {name: called for name, called in found.items() if called}
+
+
+def called(nodes: list[ast.AST], group: str, names: set[str]) -> set[str]:
+    """What a group goes by: fields and parameters of its class, and what these are assigned to."""
+    names = {*names, "self"}
+    names |= {n.arg for n in nodes if isinstance(n, ast.arg) and last(n.annotation) == group}
+    for node in (node for node in nodes if isinstance(node, ast.Assign)):
+        goal, value = node.targets[0], node.value
+        several = isinstance(goal, ast.Tuple) and isinstance(value, ast.Tuple)
+        pairs = zip(goal.elts, value.elts, strict=True) if several else [(goal, value)]
+        names |= {last(into) for into, given in pairs if last(given) in names} - {""}
+    return names
 
 
 def dead_fields(files: Files) -> list[str]:
     """Fields that nobody reads of those who may hold the object: the files that import from where
-    it is defined, and the files that these import from, to which they hand it."""
+    it is defined, and the files that these import from, to which they hand it. Of a group, whose
+    fields have common names, a read is one by what the group goes by; or by its name as a text."""
     trees = dict(python(files, *PACKAGED, "bench"))
     uses: dict[str, set[str]] = {path: {path} for path in trees}
     for path, tree in trees.items():
@@ -255,15 +288,43 @@ def dead_fields(files: Files) -> list[str]:
             goals = {"/".join(parts[:end]) + ".py" for end in range(1, len(parts) + 1)}
             uses[path] |= goals & trees.keys() if first == "draftsmith" else set()
     reads = {
-        path: {node.attr for node in ast.walk(tree) if is_read(node)}
+        path: {(node.attr, last(node.value)) for node in ast.walk(tree) if is_read(node)}
+        | {(node.value, TEXT) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         for path, tree in trees.items()
     }
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    nodes = [node for node in nodes if isinstance(node, ast.arg | ast.Assign)]
+    held = {name: called(nodes, name, fields) for name, fields in groups(files).items()}
     found = []
-    for path, owner, field in fields(files):
+    for path, owner, item in fields(files):
+        field = last(item.target)
         holders = set().union(*(used for used in uses.values() if path in used))
-        as_key = f'"{field}"' in files.get(READ_AS_KEY.get(field, ""), "")
-        if not as_key and not any(field in reads[holder] for holder in holders):
+        keys = files.get(READ_AS_KEY.get(field, ""), "")
+        as_key = f'"{field}"' in keys or f'.{field}"' in keys
+        by = {by for holder in holders for name, by in reads[holder] if name == field}
+        if not as_key and not (by & {*held[owner], TEXT} if owner in held else by - {TEXT}):
             found.append(f"{path}: nobody reads {owner}.{field}")
+    return found
+
+
+def config_shape(files: Files) -> list[str]:
+    """A recipe's dataclass inherits nothing, but an entry's from Settings; a group holds none."""
+    named = [(path, node) for path, node in records(files) if path.startswith("train/")]
+    recipes = {
+        node.name for _, node in named if "kw_only=True" in ast.unparse(node.decorator_list[0])
+    }
+    held, found, kinds = groups(files), [], {}
+    for _, name, item in fields(files):
+        kinds.setdefault(name, set()).add(last(item.annotation))
+    for path, node in named:
+        if node.name not in recipes:
+            continue
+        bases = [last(base) for base in node.bases]
+        entry = path.count("/") == 1 and node.name not in held
+        if bases and not (entry and bases == ["Settings"]):
+            found.append(f"{path}: {node.name} inherits from {', '.join(bases)}")
+        if node.name in held and kinds.get(node.name, set()) & held.keys():
+            found.append(f"{path}: the group {node.name} holds a group")
     return found
 
 
@@ -282,8 +343,6 @@ def recipe_files(files: Files) -> list[str]:
         lines = files[path].splitlines()
         if len(lines) > MAX_YAML:
             found.append(f"{path}: {len(lines)} lines, {MAX_YAML} allowed")
-        if "# @package _global_" not in lines:
-            found.append(f"{path}: no line '# @package _global_'")
         entry = (yaml.safe_load(files[path]) or {}).get("entry")
         if f"train/{entry}.py" not in files:
             found.append(f"{path}: entry {entry!r} is no script of train/")
@@ -320,6 +379,7 @@ RULES: dict[str, Callable[[Files], list[str]]] = {
         vague_names,
         shadowing,
         dead_fields,
+        config_shape,
         recipe_files,
         packages,
     )

@@ -19,6 +19,14 @@ from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.target import vocab_size
 from draftsmith.train.drafts.eagle_start import EagleSource, open_head
 from draftsmith.train.live.batches import as_batch
+from draftsmith.train.live.learner import Lessons
+from draftsmith.train.objectives.distillation import Losses
+from draftsmith.train.objectives.eagle import Unroll
+
+
+def lessons(kind: str = "lm", **loss: Any) -> Lessons:
+    return Lessons("", kind, Losses(**{"name": "jsd"} | loss), Unroll(steps=4))
+
 
 PROMPTS = [f"What is {i} and {i * i}?" for i in range(24)]
 

@@ -26,7 +26,7 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_init import start_from_target
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.taps import decoder_layers
-from draftsmith.train.objectives.distillation import Distillation, Losses
+from draftsmith.train.objectives.distillation import Distillation, Losses, stages
 from draftsmith.train.objectives.heldout import HeldOut, mean_output
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.frozen_target import in_parts, share_out
@@ -43,10 +43,6 @@ from draftsmith.train.text.on_policy import Snapshot
 
 class Interrupted(RuntimeError):
     """What a run is cut short with."""
-
-
-class Stages(Losses):
-    steps: int = 1
 
 
 def tiny_draft(tied: bool) -> LlamaForCausalLM:
@@ -123,7 +119,7 @@ def train(
     objective = Distillation(
         draft,
         StateTeacher(target, TOKENS),
-        Stages(loss="0.5*ce+0.5*fkl"),
+        stages(Losses(name="0.5*ce+0.5*fkl"), config.steps),
         vocab_size=TOKENS,
         warp=SamplingParams(1.0),
     )

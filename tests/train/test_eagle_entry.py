@@ -138,8 +138,8 @@ def arguments(tmp_path: Path, tiny_target, tiny_tokenizer) -> list[str]:
     text = tmp_path / "text.jsonl"
     lines = (f"row {row} " + " ".join(str(row * i) for i in range(40)) for row in range(60))
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    settings = ["precision=fp32", "steps=3", "batch_size=2", "max_length=40", "unroll=2"]
-    settings += ["heldout_prompts=2", "prompt_tokens=8", "max_new_tokens=8", "eval_every=1"]
+    settings = ["precision=fp32", "steps=3", "batch_size=2", "text.max_length=40", "unroll=2"]
+    settings += ["heldout={prompts: 2, prompt_tokens: 8, max_new_tokens: 8}", "eval_every=1"]
     return [*settings, f"target.path={tmp_path / 'target'}", f"data={text}", "save_dtype=float32"]
 
 
@@ -153,8 +153,8 @@ def run(folder: Path, arguments: list[str]) -> list[dict[str, float]]:
 def test_a_run_leaves_a_folder_that_opens(
     version: int, tmp_path: Path, arguments, tiny_target, tiny_tokenizer, capsys
 ) -> None:
-    size = "draft_vocab=0" if version == 1 else "draft_vocab=300"
-    log = run(tmp_path / "run", [*arguments, f"version={version}", size])
+    size = "head.draft_vocab=0" if version == 1 else "head.draft_vocab=300"
+    log = run(tmp_path / "run", [*arguments, f"head.version={version}", size])
     assert all(0 <= log[-1][f"eval_{name}"] <= 1 for name in ("alpha_0", "top1_0", "alpha_1"))
     drafter = tmp_path / "run/drafter"
     folder = open_drafter(drafter, fingerprint(tiny_target, tiny_tokenizer))
@@ -171,14 +171,14 @@ def test_a_run_leaves_a_folder_that_opens(
 
 def test_a_run_goes_on_from_an_earlier_head(tmp_path: Path, arguments) -> None:
     """Where the first one ended the second begins, whatever sizes its recipe says."""
-    first = run(tmp_path / "first", [*arguments, "draft_vocab=300", "lr=1e-2"])
+    first = run(tmp_path / "first", [*arguments, "head.draft_vocab=300", "lr=1e-2"])
     best = max(first, key=lambda record: record["eval_tau"])
-    more = [*arguments, f"draft={tmp_path}/first/drafter", "layers=2"]
+    more = [*arguments, f"head={tmp_path}/first/drafter", "head.layers=2"]
     second = run(tmp_path / "second", more)
     for name in ("eval_loss", "eval_alpha_0", "eval_tau"):
         assert second[0][name] == pytest.approx(best[name], rel=1e-5)
-    with pytest.raises(ValueError, match=r"kind eagle3, expected eagle1; set version"):
-        run(tmp_path / "third", [*more, "version=1"])
+    with pytest.raises(ValueError, match=r"kind eagle3, expected eagle1; set head.version"):
+        run(tmp_path / "third", [*more, "head.version=1"])
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_run_goes_on_from_an_official_head(
     """Whose folder leaves the layers that it reads to the target. Its tokens are what they are."""
     head = made(kind, tiny_target)
     folder = write(tmp_path / "theirs", head, tiny_target)
-    more = [f"draft={folder}", f"version={kind[-1]}", "lr=1e-9"]
+    more = [f"head={folder}", f"head.version={kind[-1]}", "lr=1e-9"]
     with pytest.warns(UserWarning) as told:
         run(tmp_path / "run", [*arguments, *more])
     assert any("not known to be made for this target" in str(w.message) for w in told)
@@ -209,28 +209,28 @@ def test_two_runs_from_one_cache(tmp_path: Path, arguments) -> None:
     assert len(written) == 2
     for there, here in zip(online[1:], cached[1:], strict=True):
         assert here["loss"] == pytest.approx(there["loss"], rel=2**-7)
-    again = run(tmp_path / "again", [*more, "packing=false", "lr=1e-2"])
+    again = run(tmp_path / "again", [*more, "text.packing=false", "lr=1e-2"])
     assert again[1]["loss"] != cached[1]["loss"]
     assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "states").iterdir()}
 
 
 def test_a_shrunk_run_keeps_no_states(tmp_path: Path, arguments) -> None:
     """Of its tiny target they would be other ones than the folder is for."""
-    kept = [f"cache={tmp_path}/states", "cache_int8=true", "target.shrink=true"]
+    kept = [f"cache={tmp_path}/states", "cache.int8=true", "target.shrink=true"]
     run(tmp_path / "run", [*arguments, *kept])
     assert (tmp_path / "run/drafter").is_dir() and not (tmp_path / "states").exists()
 
 
 def test_a_text_longer_than_the_head_knows_is_refused(tmp_path: Path, arguments) -> None:
     with pytest.raises(ValueError, match="max_length: got 600, expected at most the 512 positions"):
-        run(tmp_path / "run", [*arguments, "max_length=600"])
+        run(tmp_path / "run", [*arguments, "text.max_length=600"])
 
 
 def test_poor_coverage_is_warned_of(tmp_path: Path, arguments) -> None:
     with pytest.warns(
         UserWarning, match=r"drafts cover \d+\.\d% of the text, expected at least 95%"
     ):
-        run(tmp_path / "run", [*arguments, "draft_vocab=8"])
+        run(tmp_path / "run", [*arguments, "head.draft_vocab=8"])
 
 
 def test_a_run_far_below_the_known_is_told(tmp_path: Path, arguments, monkeypatch, capsys) -> None:

@@ -55,10 +55,10 @@ def target(
 
 @pytest.fixture
 def distilling(tmp_path: Path, target: Path, corpus: Path) -> Argv:
-    sizes = ["hidden=16", "heads=2", "kv_heads=1", "intermediate=32", "precision=fp32", "steps=3"]
-    text = ["max_length=40", "prompt_tokens=8", "max_new_tokens=8", "heldout_prompts=2"]
+    sizes = ["draft={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}", "precision=fp32"]
+    text = ["text.max_length=40", "heldout={prompts: 2, prompt_tokens: 8, max_new_tokens: 8}"]
     paths = [f"target.path={target}", f"data={corpus}", f"out={tmp_path / 'run'}"]
-    return [*sizes, *text, *paths, "batch_size=2"]
+    return [*sizes, *text, *paths, "batch_size=2", "steps=3"]
 
 
 def records(folder: Path) -> list[dict[str, float]]:
@@ -92,17 +92,21 @@ def test_quickstart_recipes_launched_in_a_row(tmp_path: Path, corpus: Path) -> N
     small = [
         f"data={corpus}",
         "batch_size=2",
-        "max_length=64",
+        "text.max_length=64",
         "steps=4",
         "eval_every=2",
         "warmup=1",
     ]
-    sizes = ["hidden=32", "heads=2", "kv_heads=1", "intermediate=64", "layers=2"]
+    sizes = ["model={hidden: 32, heads: 2, kv_heads: 1, intermediate: 64, layers: 2}"]
     target, draft = f"target.path={tmp_path}/target/model", f"{tmp_path}/draft/drafter"
     steps: list[tuple[str, str, Argv]] = [
         ("pretrain", "target", [*sizes, "tokenizer_size=300", "heldout_sequences=4"]),
-        ("pretrain", "draft", [*sizes, "layers=1", target, "heldout_sequences=4"]),
-        ("distill", "distill", [target, f"draft={draft}", "heldout_prompts=2", "max_new_tokens=8"]),
+        ("pretrain", "draft", [*sizes, "model.layers=1", target, "heldout_sequences=4"]),
+        (
+            "distill",
+            "distill",
+            [target, f"draft={draft}", "heldout.prompts=2", "heldout.max_new_tokens=8"],
+        ),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for entry, name, arguments in steps:
@@ -130,7 +134,7 @@ def test_quickstart_recipes_launched_in_a_row(tmp_path: Path, corpus: Path) -> N
 
 def test_training_raises_held_out_acceptance(distilling: Argv, tmp_path: Path) -> None:
     """The shortest true run: a draft nears its target, and the best weights are the saved ones."""
-    distill.main([*distilling, "steps=60", "lr=0.02", "eval_every=30", "hidden=32"])
+    distill.main([*distilling, "steps=60", "lr=0.02", "eval_every=30", "draft.hidden=32"])
     log = records(tmp_path / "run")
     alphas = {r["step"]: r["eval_alpha"] for r in log if "eval_alpha" in r}
     assert set(alphas) == {0, 30, 60}
@@ -172,7 +176,13 @@ def test_pretraining_goes_on_from_a_checkpoint(
     tmp_path: Path, corpus: Path, target: Path, tiny_target: PreTrainedModel
 ) -> None:
     arguments = [f"model={target}", f"data={corpus}", f"out={tmp_path / 'run'}", "steps=1"]
-    shape = ["max_length=32", "batch_size=2", "precision=fp32", "save_dtype=float32", "lr=1e-9"]
+    shape = [
+        "text.max_length=32",
+        "batch_size=2",
+        "precision=fp32",
+        "save_dtype=float32",
+        "lr=1e-9",
+    ]
     pretrain.main([*arguments, *shape, "weight_decay=0"])
     decoder = Decoder.from_pretrained(str(tmp_path / "run/model"), dtype="float32")
     for a, b in zip(decoder.runner.model.parameters(), tiny_target.parameters(), strict=True):
@@ -241,14 +251,14 @@ def test_a_draft_for_another_target(
         ("data={empty}", "holds no rows"),
         ("data={strange}", r"strange.jsonl:2: got the fields \['question'\]"),
         ("loss=kl", "loss: got 'kl'"),
-        ("loss=jsd beta=0.0", "beta: got 0.0"),
+        ("loss=jsd loss.beta=0.0", "beta: got 0.0"),
         ("temperature=-1", "temperature: got -1.0"),
-        ("prompt_tokens=5000", "windows of 5000 tokens"),
-        ("on_policy=2", "on_policy: got 2.0"),
+        ("heldout.prompt_tokens=5000", "windows of 5000 tokens"),
+        ("on_policy=2", "on_policy.share: got 2.0"),
         ("optimizer=lion", "optimizer='lion'"),
         ("target.path=nowhere", "neither a folder here nor a model"),
         ("draft=nowhere", "nowhere"),
-        ("hidden=15", "hidden=15"),
+        ("draft.hidden=15", "hidden=15"),
         ("best_metric=reward", "expected a finite reward"),
     ],
 )
@@ -282,7 +292,7 @@ def test_prepared_answers_have_no_held_out_side(distilling: Argv, tmp_path: Path
     (folder / "prepare.json").write_text(json.dumps({"schema": 1, "identity": {"requests": 1}}))
     answer = {"index": 0, "prompt_ids": [5, 6, 7], "token_ids": [8, 9, 0]}
     (folder / "answers-00000-of-00001.jsonl").write_text(json.dumps(answer) + "\n")
-    with pytest.raises(ValueError, match="say heldout_data="):
+    with pytest.raises(ValueError, match=r"say heldout\.data="):
         distill.main([*distilling, f"data={folder}"])
 
 

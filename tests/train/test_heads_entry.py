@@ -33,7 +33,7 @@ def training(tmp_path: Path, target: Path) -> Argv:
     corpus = tmp_path / "text.jsonl"
     corpus.write_text("".join(json.dumps(line) + "\n" for line in lines))
     paths = [f"target.path={target}", f"data={corpus}", f"out={tmp_path / 'run'}"]
-    text = ["max_length=40", "prompt_tokens=8", "max_new_tokens=12", "heldout_prompts=4"]
+    text = ["text.max_length=40", "heldout={prompts: 4, prompt_tokens: 8, max_new_tokens: 12}"]
     return [*paths, *text, "steps=3", "batch_size=4", "precision=fp32", "save_dtype=float32"]
 
 
@@ -42,13 +42,14 @@ def records(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "kind", [["medusa", "loss=fkl"], ["hydra", "loss=fkl"], ["hydra", "prefix=true", "loss=lk"]]
+    "kind",
+    [["medusa", "loss=fkl"], ["hydra", "loss=fkl"], ["hydra", "head.prefix=true", "loss=lk"]],
 )
 def test_training_helps_and_the_folder_decodes_as_measured(
     training: Argv, tmp_path: Path, target: Path, kind: Argv
 ) -> None:
     """Held-out acceptance grows; what is saved decodes losslessly, with the tau of the log."""
-    options = [f"kind={kind[0]}", *kind[1:], "heads=3", "K=3", "temperature=0"]
+    options = [f"head.kind={kind[0]}", *kind[1:], "head.heads=3", "K=3", "temperature=0"]
     heads.main([*training, *options, "steps=40", "lr=0.01", "eval_every=20"])
     log = [r for r in records(tmp_path / "run") if "eval_tau" in r]
     assert [r["step"] for r in log] == [0, 20, 40]
@@ -72,12 +73,12 @@ def test_training_helps_and_the_folder_decodes_as_measured(
 
 
 def test_cached_states_train_as_computed_ones_do(training: Argv, tmp_path: Path) -> None:
-    heads.main([*training, "kind=hydra", "prefix=true"])
+    heads.main([*training, "head.kind=hydra", "head.prefix=true"])
     heads.main(
         [
             *training,
-            "kind=hydra",
-            "prefix=true",
+            "head.kind=hydra",
+            "head.prefix=true",
             f"cache={tmp_path / 'states'}",
             f"out={tmp_path / 'two'}",
         ]
@@ -93,7 +94,14 @@ def test_a_joint_run_leaves_a_target_and_its_drafter(
     training: Argv, tmp_path: Path, target: Path
 ) -> None:
     pytest.importorskip("peft")
-    joint = ["kind=medusa", "joint=true", "heads=2", "K=2", "lr=3e-3", "head_weight=0.5"]
+    joint = [
+        "head.kind=medusa",
+        "joint=true",
+        "head.heads=2",
+        "K=2",
+        "lr=3e-3",
+        "joint.head_weight=0.5",
+    ]
     heads.main([*training, *joint, "steps=6", "eval_every=3", "gradient_checkpointing=true"])
     log = records(tmp_path / "run")
     assert log[1]["base_kl"] == pytest.approx(0.0, abs=1e-4) and log[-1]["base_kl"] > 1e-3
@@ -115,18 +123,22 @@ def test_a_joint_run_leaves_a_target_and_its_drafter(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["kind=medusas"], "kind='medusas'.*expected hydra or medusa"),
-        (["kind=medusa", "prefix=true"], "got prefix with kind=medusa"),
-        (["kind=hydra", "joint=true"], "got joint with kind=hydra"),
-        (["kind=hydra", "own_heads=false"], "got own_heads with kind=hydra"),
-        (["kind=medusa", "joint=true", "cache=states"], "needs no cache"),
-        (["kind=medusa", "gradient_checkpointing=true"], "only it has layers to checkpoint"),
-        (["kind=medusa", "loss=soft"], "got 'soft', expected one of fkl"),
-        (["kind=hydra", "dropout=1.5"], "dropout=1.5"),
-        (["kind=hydra", "heads=0"], "hydra: got .*heads=0"),
-        (["kind=hydra", "prefix=true", "max_length=600"], "max_length: got 600.*the 512 positions"),
-        (["kind=medusa", "heads=0"], "medusa: got .*heads=0"),
-        (["kind=medusa", "heads=2"], "K"),
+        (["head.kind=medusas"], "head.kind='medusas'.*expected hydra or medusa"),
+        (["head.kind=medusa", "head.prefix=true"], "got head.prefix with head.kind=medusa"),
+        (["head.kind=hydra", "joint=true"], "got joint.enabled with head.kind=hydra"),
+        (["head.kind=hydra", "head.own_heads=false"], "got head.own_heads with head.kind=hydra"),
+        (["head.kind=medusa", "noise=1"], "got noise with head.kind=medusa"),
+        (["head.kind=medusa", "joint=true", "cache=states"], "needs no cache"),
+        (["head.kind=medusa", "gradient_checkpointing=true"], "only it has layers to checkpoint"),
+        (["head.kind=medusa", "loss=soft"], "got 'soft', expected one of fkl"),
+        (["head.kind=hydra", "head.dropout=1.5"], "dropout=1.5"),
+        (["head.kind=hydra", "head.heads=0"], "hydra: got .*heads=0"),
+        (
+            ["head.kind=hydra", "head.prefix=true", "text.max_length=600"],
+            "max_length: got 600.*the 512 positions",
+        ),
+        (["head.kind=medusa", "head.heads=0"], "medusa: got .*heads=0"),
+        (["head.kind=medusa", "head.heads=2"], "K"),
     ],
 )
 def test_options_that_do_not_go_together(training: Argv, options: Argv, message: str) -> None:

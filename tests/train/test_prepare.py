@@ -212,7 +212,7 @@ def test_another_recipe_in_the_same_folder_is_refused(
 
 def test_what_does_not_decide_an_answer_may_change(folder: Path, finished: Path) -> None:
     before = answers_of(finished)
-    main(arguments(folder, finished, batch_size=7, concurrency=2))
+    main(arguments(folder, finished, batch_size=7, **{"endpoint.concurrency": 2}))
     assert answers_of(finished) == before
 
 

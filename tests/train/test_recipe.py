@@ -37,6 +37,8 @@ def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = {
         "some/base": "entry: distill\nsteps: 3\nlr: 0.5\ntarget:\n  path: a/b\n",
         "some/child": "defaults: [/some/base, _self_]\nlr: 0.25\n",
+        "some/plain": "defaults: [/some/base]\ntarget: x\n",
+        "some/list": "- entry\n",
         "some/heads": "entry: heads\nsteps: 3\n",
         "some/typo": "entry: distill\nstepz: 3\n",
         "some/nested_typo": "entry: distill\ntarget:\n  pth: a\n",
@@ -95,6 +97,25 @@ def test_arguments_alone(recipes: Path) -> None:
     assert config == Config(steps=2, target=Where("x"), out="a folder", names=["a", "b"])
 
 
+def test_a_plain_value_for_a_group_is_its_first_field_s(recipes: Path) -> None:
+    wanted = Config(steps=3, lr=0.5, target=Where("x", shrink=True))
+    for given in (["target=x", "target.shrink=true"], ["target={path: x, shrink: true}"]):
+        assert recipe.load(Config, ["recipe=some/base", *given]) == wanted
+    assert recipe.load(Config, ["recipe=some/plain", "target.shrink=true"]) == wanted
+    own = recipes / "own.yaml"
+    own.write_text("defaults: [/some/plain]\ntarget: {shrink: true}\n")
+    assert recipe.load(Config, [f"recipe={own}"]) == wanted
+
+
+def test_what_a_run_prints_is_what_it_changes(recipes: Path, tmp_path: Path) -> None:
+    config = recipe.load(Config, ["recipe=some/plain", "lr=1e-3", "names=[a]"])
+    changes = {"steps": 3, "target": {"path": "x"}, "names": ["a"]}
+    assert yaml.safe_load(recipe.show(config, "changes")) == changes
+    again = tmp_path / "again.yaml"
+    again.write_text(f"entry: distill\n{recipe.show(config, 'changes')}")
+    assert recipe.load(Config, [f"recipe={again}"]) == config
+
+
 def test_show_is_what_load_reads(recipes: Path, tmp_path: Path) -> None:
     config = recipe.load(Config, ["recipe=some/base", "lr=3e-5"])
     shown = yaml.safe_load(recipe.show(config))
@@ -122,6 +143,9 @@ def test_show_is_what_load_reads(recipes: Path, tmp_path: Path) -> None:
         (["recipe=some/base", "steps=2.5"], "steps: got '2.5', expected int"),
         (["recipe=some/base", "lr=1,2"], "lr: got '1,2', expected float"),
         (["recipe=some/base", "names=[a"], "names: got '\\[a', expected a list"),
+        (["recipe=some/base", "path=1"], "unknown key 'path': did you mean target.path?"),
+        (["recipe=some/base", "target.steps=1"], "unknown key 'target.steps': did you mean steps?"),
+        (["recipe=some/list"], "got a list, expected keys with values"),
         (["recipe=some/typo"], "unknown key 'stepz': did you mean steps?"),
         (["recipe=some/nested_typo"], "unknown key 'target.pth': did you mean target.path?"),
         (["recipe=some/wrong_type"], "'many' of type 'str' could not be converted to Integer"),

@@ -19,12 +19,12 @@ from draftsmith.decode.verify.judge import load_judge
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.scorers import Scorer, ScorerConfig, load_acceptance, weights_mark
-from draftsmith.models.target import TargetSpec
 from draftsmith.train import scorers
 from draftsmith.train.scoring.calibration import auc, brier
 from draftsmith.train.scoring.objective import ScorerObjective, balance, logits, weighted_entropy
 from draftsmith.train.scoring.rows import (
     PARTS,
+    Reading,
     RowBatches,
     ScorerRows,
     part,
@@ -33,6 +33,7 @@ from draftsmith.train.scoring.rows import (
 )
 
 Argv = list[str]
+JUDGE = "reading.kind=judge reading.state=token reading.scalars=[]"
 
 
 @pytest.fixture
@@ -73,8 +74,9 @@ def about(drafter: Path) -> dict[str, Any]:
 
 def arguments(tmp_path: Path, drafter: Path, *more: str) -> Argv:
     given = {arg.split("=")[0] for arg in more}
-    usual = ["kind=acceptance", f"drafter={drafter}", f"traces=[{tmp_path / 'trace'}]"]
-    usual += [f"out={tmp_path / 'run'}", "target.path=unread", "reads=parent", "scalars=[lead]"]
+    usual = [f"reading.drafter={drafter}", f"reading.traces=[{tmp_path / 'trace'}]"]
+    usual += ["reading.kind=acceptance", "reading.state=parent", "reading.scalars=[lead]"]
+    usual += [f"out={tmp_path / 'run'}", "target=unread"]
     usual += ["blocks=1", "width=8", "reject_weight=1", "batch_size=256", "steps=60", "lr=0.02"]
     usual += ["eval_every=20"]
     return [arg for arg in usual if arg.split("=")[0] not in given] + list(more)
@@ -119,11 +121,9 @@ def test_parts_hold_whole_prompts_and_stay_the_same(
     # Binomial: three standard deviations are 76 and 57.
     assert abs(shares["fit"] - 3200) < 76 and abs(shares["check"] - 400) < 57
     folder = write_trace(tmp_path / "trace", about)
-    config = scorers.ScorersConfig(
-        out="", steps=1, kind="acceptance", target=TargetSpec(""), drafter=str(drafter)
-    )
-    config.traces, config.reads, config.scalars = [folder], "parent", ["lead", "depth"]
-    parts, counts = read_rows(config, about["target"], weights_mark(drafter))
+    reading = Reading(kind="acceptance", drafter=str(drafter), traces=[folder], state="parent")
+    reading.scalars = ["lead", "depth"]
+    parts, counts = read_rows(reading, about["target"], weights_mark(drafter))
     found = read_traces(folder).columns
     assert counts["rows"] == PROMPTS * ROUNDS * DEPTHS
     assert counts["used"] == int(found["on_path"].sum()) == sum(map(len, parts.values()))
@@ -138,16 +138,16 @@ def test_parts_hold_whole_prompts_and_stay_the_same(
         # The decoder counts levels before the token.
         assert torch.equal(batch.scalars_XS[:, 1], found["depth"][chosen].float() - 1)
         assert torch.equal(batch.label_X, found["kept"][chosen].float())
-    config.labels, config.off_path = "soft", True
-    soft, _ = read_rows(config, about["target"], weights_mark(drafter))
+    reading.labels, reading.off_path = "soft", True
+    soft, _ = read_rows(reading, about["target"], weights_mark(drafter))
     chance = (found["log_p"] - found["log_q"]).exp()
     assert torch.equal(
         torch.cat([rows.label_N for rows in soft.values()]).sort().values, chance.sort().values
     )
     # The state after a token, of the tokens that were read; and two traces of the same draft.
-    config.labels, config.off_path, config.reads, config.scalars = "hard", False, "token", []
-    config.traces = [folder, write_trace(tmp_path / "second", about)]
-    twice, counts = read_rows(config, about["target"], weights_mark(drafter))
+    reading.labels, reading.off_path, reading.state, reading.scalars = "hard", False, "token", []
+    reading.traces = [folder, write_trace(tmp_path / "second", about)]
+    twice, counts = read_rows(reading, about["target"], weights_mark(drafter))
     inner = found["on_path"] & (found["depth"] < DEPTHS)
     assert counts["used"] == 2 * int(inner.sum())
     rows = twice["check"]
@@ -294,7 +294,7 @@ def test_a_judge_is_marked_for_its_target(
         return {"token": columns["token"], "kept": columns["kept"], "target_state": state_nH}
 
     write_trace(tmp_path / "trace", about | {"kind": "judge", "drafter": None}, as_judge)
-    argv = ["kind=judge", f"target.path={target}", f"traces=[{tmp_path / 'trace'}]", "blocks=0"]
+    argv = [f"target={target}", f"reading={{kind: judge, traces: [{tmp_path}/trace]}}", "blocks=0"]
     argv += [f"out={tmp_path / 'run'}", "reject_weight=0", "batch_size=256", "steps=40", "lr=0.02"]
     scorers.main(argv)
     folder = str(tmp_path / "run/judge")
@@ -326,7 +326,7 @@ def without_lead(columns: dict[str, Tensor]) -> dict[str, Tensor]:
     [
         ("mark", r"a trace of another drafter \(elsewhere, of mark 123\)"),
         ("target", "a trace of another target .*tokenizer: made for .*, given other"),
-        ("kind", "a trace of kind 'judge', expected decoder or mixed for kind=acceptance"),
+        ("kind", "a trace of kind 'judge', expected decoder or mixed for reading.kind=acceptance"),
         (all_kept, r"the fit part has \d+ rows of \d+ prompts, \d+ kept and 0 rejected"),
         (broken, "rows where lead isn't a number"),
         (without_lead, "without the columns lead, log_p"),
@@ -346,7 +346,7 @@ def test_traces_that_do_not_fit(
     prompts = 2 if change == "few" else 30
     write_trace(tmp_path / "trace", about, dict if named else change, prompts)
     with pytest.raises(ValueError, match=message):
-        scorers.main(arguments(tmp_path, drafter, "labels=soft"))
+        scorers.main(arguments(tmp_path, drafter, "reading.labels=soft"))
 
 
 def test_traces_of_states_of_two_widths(
@@ -358,7 +358,7 @@ def test_traces_of_states_of_two_widths(
         about,
         lambda columns: columns | {"draft_state": columns["draft_state"].repeat(1, 2)},
     )
-    traces = f"traces=[{tmp_path / 'trace'},{wide}]"
+    traces = f"reading.traces=[{tmp_path / 'trace'},{wide}]"
     with pytest.raises(ValueError, match=r"states of widths .*: 8.*: 16"):
         scorers.main(arguments(tmp_path, drafter, traces))
 
@@ -366,18 +366,18 @@ def test_traces_of_states_of_two_widths(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("kind=oracle", "kind='oracle'"),
-        ("kind=judge reads=token scalars=[]", "drafter: got .* for kind=judge"),
-        ("kind=judge reads=token scalars=[] labels=soft drafter=", "and hard for a judge"),
-        ("labels=both", "labels: got 'both'"),
-        ("drafter=", "expected a drafter's folder"),
-        ("drafter=nowhere", "which is no folder"),
-        ("reads=token", "expected state='parent'"),
-        ("scalars=[speed]", "names of"),
+        ("reading.kind=oracle", "kind='oracle'"),
+        (JUDGE, "drafter: got .* for reading.kind=judge"),
+        (f"{JUDGE} reading.labels=soft reading.drafter=", "and hard for a judge"),
+        ("reading.labels=both", "labels: got 'both'"),
+        ("reading.drafter=", "expected a drafter's folder"),
+        ("reading.drafter=nowhere", "which is no folder"),
+        ("reading.state=token", "expected state='parent'"),
+        ("reading.scalars=[speed]", "names of"),
         ("threshold=1.0", "threshold: got 1.0, expected a number between 0 and 1"),
         ("reject_weight=-1", "reject_weight: got -1.0"),
-        ("traces=[]", "traces: got none"),
-        ("traces=[nowhere]", "nowhere: got no trace.json"),
+        ("reading.traces=[]", "traces: got none"),
+        ("reading.traces=[nowhere]", "nowhere: got no trace.json"),
         ("lr=1e30", "isn't finite|the loss is|aren't finite"),
     ],
 )

@@ -19,7 +19,7 @@ def prompts_for_development(
     """
     if is_prepared(data):
         raise ValueError(
-            f"{data} holds answers to training prompts only: say heldout_data=<what the prompts "
+            f"{data} holds answers to training prompts only: say heldout.data=<what the prompts "
             "came from>"
         )
     rows = part_of(load_rows(data, "heldout"), "tune")

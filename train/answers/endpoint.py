@@ -217,7 +217,7 @@ class Endpoint:
         names = [entry["id"] for entry in self._send("/models").get("data", [])]
         if len(names) != 1:
             raise ValueError(
-                f"{self.url} serves {names}; say which one to ask with endpoint_model=..."
+                f"{self.url} serves {names}; say which one to ask with endpoint.model=..."
             )
         return str(names[0])
 

@@ -17,14 +17,14 @@ def check_asked(k: int, endpoint: str, api: str, params: list[SamplingParams]) -
     """Raises ValueError where a server couldn't tell `k` log-probabilities so that they're sure."""
     if k and not (k > 0 and endpoint and api in ("auto", "tokens")):
         raise ValueError(
-            f"endpoint_top_logprobs: got {k} with endpoint={endpoint!r}, endpoint_api={api}, "
-            "expected 0 (none), or some of a server that is asked by endpoint_api=tokens; with a "
-            "local target, train with cache=<a folder> cache_top_k=<k> instead"
+            f"endpoint.top_logprobs: got {k} with endpoint.url={endpoint!r}, endpoint.api={api}, "
+            "expected 0 (none), or some of a server that is asked by endpoint.api=tokens; with a "
+            "local target, train with cache=<a folder> cache.top_k=<k> instead"
         )
     laws = {given.law for given in params}
     if k and laws != {AS_IT_IS}:
         raise ValueError(
-            f"endpoint_top_logprobs: got temperature, top_k, top_p, min_p = {laws}, expected "
+            f"endpoint.top_logprobs: got temperature, top_k, top_p, min_p = {laws}, expected "
             f"{AS_IT_IS}: servers differ in whether they tell log-probabilities before these act "
             "or after; only without them is it the same"
         )
@@ -59,6 +59,6 @@ def read_top_logprobs(choice: dict[str, Any], tokens: int, size: int) -> TopLogp
         raise ValueError(
             f"logprobs.top_logprobs: got {what}, expected for each token of the answer some "
             f'"token_id:<number below {size}>": <log-probability>, as vLLM tells them with '
-            "return_tokens_as_token_ids; leave out endpoint_top_logprobs with this server"
+            "return_tokens_as_token_ids; leave out endpoint.top_logprobs with this server"
         )
     return found

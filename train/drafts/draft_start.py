@@ -20,9 +20,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(kw_only=True)
-class DraftSizes:
-    """The part of a recipe that sizes a fresh model."""
+class ModelStart:
+    """The group `draft` or `model` of a recipe."""
 
+    path: str = ""  # what to go on from: a folder or a hub's name; empty: a fresh one of the sizes
     layers: int = 1
     hidden: int = 96
     heads: int = 4
@@ -34,16 +35,8 @@ class DraftSizes:
     init_layers: list[int] = field(default_factory=list)  # which of its layers; none: spread evenly
 
 
-@dataclass(kw_only=True)
-class DraftSource(DraftSizes, Lora):
-    """The part of a recipe that says which draft to start from."""
-
-    draft: str = ""  # a drafter folder, a model folder or a hub name; empty: a fresh draft
-    allow_target_mismatch: bool = False  # go on from a draft that was made for another target
-
-
 def fresh_model(
-    sizes: DraftSizes,
+    sizes: ModelStart,
     family: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -76,7 +69,7 @@ def fresh_model(
 
 
 def fresh_draft(
-    sizes: DraftSizes, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int
+    sizes: ModelStart, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
     """A draft of the target's family with as many logits, in fp32 on the CPU: random, or as `init`
     says a part of the target, which then also decides whether its tables are one.
@@ -95,22 +88,30 @@ def fresh_draft(
 
 
 def open_draft(
-    source: DraftSource, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int
+    source: ModelStart,
+    lora: Lora,
+    mismatch: bool,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
 ) -> PreTrainedModel:
     """The draft of `source` for `target`, in fp32 and where that is, with adapters if asked for.
+
+    mismatch: go on from a draft that was made for another target.
 
     Raises:
         ValueError: a folder that isn't whole, is made for another target, or has other tokens; what
             `with_lora` refuses.
     """
-    if not source.draft:
+    if not source.path:
         draft = fresh_draft(source, target, tokenizer, seed)
     elif source.init == "target":
-        raise ValueError(f"got init=target and draft={source.draft}, expected one of them")
+        raise ValueError(
+            f"got draft.init=target and draft.path={source.path}, expected one of them"
+        )
     else:
-        mismatch = source.allow_target_mismatch
-        draft = given_draft(source.draft, target, tokenizer, allow_target_mismatch=mismatch)
-    draft = with_lora(draft, source, given=bool(source.draft), seed=seed)
+        draft = given_draft(source.path, target, tokenizer, allow_target_mismatch=mismatch)
+    draft = with_lora(draft, lora, given=bool(source.path), seed=seed)
     return place(draft, target.device)
 
 
@@ -170,6 +171,4 @@ def place(model: Module, device: torch.device) -> Module:
 
 
 # What target.shrink=true makes of any recipe's sizes.
-TINY: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
-TINY |= {"head_dim": 0, "init": "random", "init_layers": []}
-TINY |= {"lora_rank": 0}  # a fresh model has nothing to adapt
+TINY = ModelStart(layers=1, hidden=32, heads=2, kv_heads=1, intermediate=64)

@@ -12,7 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter
-from draftsmith.models.heads.eagle import FLAGS, Eagle, EagleConfig
+from draftsmith.models.heads.eagle import Eagle, EagleConfig
+from draftsmith.models.heads.eagle_layouts import FLAGS
 from draftsmith.models.heads.layer import LAYER_CONFIGS, LAYER_FIELDS
 from draftsmith.models.taps import default_taps
 from draftsmith.models.vocab import DraftVocab
@@ -23,10 +24,10 @@ from draftsmith.train.text.batches import Examples
 
 @dataclass(kw_only=True)
 class EagleSource:
-    """The part of a recipe that says which head to start from."""
+    """The group `head` of an EAGLE recipe."""
 
+    path: str = ""  # a drafter folder to go on from: all but freeze_head is then as it is there
     version: int = 3  # 1 | 3
-    draft: str = ""  # a drafter folder to go on from: all but freeze_head is then as it is there
     layer: str = "llama"  # llama | qwen3, which SGLang doesn't load
     layers: int = 1
     heads: int = 0  # 0, as in the next three: as many as the target's layers have
@@ -66,11 +67,11 @@ def open_head(
     if source.version == 1 and set_too:
         raise ValueError(
             f"eagle 1: got {' and '.join(set_too)}, expected none of {', '.join(of_3)}: it drafts "
-            "by the target's own LM head; leave them out, or set version=3"
+            "by the target's own LM head; leave them out, or set head.version=3"
         )
-    head = _earlier(source, target, tokenizer) if source.draft else _fresh(source, target, seed)
+    head = _earlier(source, target, tokenizer) if source.path else _fresh(source, target, seed)
     place(head, target.device).bind(target)
-    if source.version == 3 and not source.draft:
+    if source.version == 3 and not source.path:
         vocab = DraftVocab.most_frequent(counts_V, head.config.draft_vocab)
         if not vocab.is_full:
             head.set_vocab(vocab)
@@ -87,15 +88,15 @@ def _earlier(
     source: EagleSource, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Eagle:
     folder = open_drafter(
-        source.draft,
+        source.path,
         fingerprint(target, tokenizer),
         target_tokenizer=tokenizer,
         target_config=target.config.get_text_config(),
     )
     if folder.kind != f"eagle{source.version}":
         raise ValueError(
-            f"draft: got {source.draft} of kind {folder.kind}, expected eagle{source.version}; "
-            "set version, or give another folder"
+            f"head.path: got {source.path} of kind {folder.kind}, expected eagle{source.version}; "
+            "set head.version, or give another folder"
         )
     head = folder.head("float32")
     assert isinstance(head, Eagle)

@@ -9,7 +9,7 @@ Legend: B rows, T positions, N = B * T, J listed tokens of a row, G hidden size 
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -28,7 +28,7 @@ Alpha = tuple[float, float]  # the sum of sum_v min(p, q) of some positions, and
 
 @dataclass(kw_only=True)
 class Mix:
-    """The part of a recipe that says what a step learns from."""
+    """The group `mix` of a recipe: what a step learns from."""
 
     positions: str = "all"  # all | rejected: those where the target put another token alone
     recent: float = 0.5  # these three: shares of a step's requests; the newest `window`,
@@ -37,8 +37,6 @@ class Mix:
     window: int = 128
     requests_per_step: int = 4  # finished requests that a step waits for
     max_length: int = 1024  # tokens of a request that are read
-    seed: int = 0
-    batch_size: int = 8
 
 
 @dataclass(frozen=True)
@@ -166,6 +164,8 @@ class Buffered:
     feed: Feed
     duty: Duty
     tell: Callable[[str], None] | None = None
+    batch_size: int = field(kw_only=True)
+    seed: int = field(kw_only=True)
 
     chooses = "requests from a buffer"
 
@@ -196,10 +196,10 @@ class Buffered:
             self.duty.rest(self.stop)
             self._wait(step)
             self.duty.worked_from_now()
-        rng = np.random.default_rng((self.mix.seed, step, micro))
+        rng = np.random.default_rng((self.seed, step, micro))
         requests: list[Served] = []
         numbers: list[int] = []
-        while len(requests) < self.mix.batch_size and not self.stop:
+        while len(requests) < self.batch_size and not self.stop:
             number = self._draw(rng)
             try:
                 requests.append(self.buffer.read(number))
@@ -282,14 +282,14 @@ def _check(mix: Mix) -> None:
     shares = (mix.recent, mix.reservoir, mix.disagreement)
     if min(shares) < 0 or sum(shares) <= 0:
         raise ValueError(
-            f"recent, reservoir, disagreement: got {shares}, expected shares of at least 0, one of "
-            "them above"
+            f"mix.recent, reservoir, disagreement: got {shares}, expected shares of at least 0, "
+            "one of them above"
         )
     if mix.positions not in ("all", "rejected"):
-        raise ValueError(f"positions: got {mix.positions!r}, expected all or rejected")
+        raise ValueError(f"mix.positions: got {mix.positions!r}, expected all or rejected")
     for name, least in {"window": 1, "requests_per_step": 1, "max_length": 3}.items():
         if getattr(mix, name) < least:
-            raise ValueError(f"{name}: got {getattr(mix, name)}, expected at least {least}")
+            raise ValueError(f"mix.{name}: got {getattr(mix, name)}, expected at least {least}")
 
 
 class Arrivals:

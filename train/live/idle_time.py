@@ -3,17 +3,8 @@
 import os
 import time
 import warnings
-from dataclasses import dataclass
 
 POLL_SECONDS = 0.05
-
-
-@dataclass(kw_only=True)
-class IdleTime:
-    """The part of a recipe that says how much of the machine training may take."""
-
-    duty: float = 1.0  # of wall time; 1: always
-    idle_priority: bool = True  # run only while nobody else has work for the processor
 
 
 class Duty:

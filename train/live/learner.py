@@ -24,16 +24,15 @@ from draftsmith.decode.serve.buffer import Served
 from draftsmith.decode.serve.versions import learning_kinds
 from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.draft_lm import recast
-from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import Head, family
-from draftsmith.models.target import TargetSpec, vocab_size
-from draftsmith.train.drafts.draft_start import TINY, DraftSource, fresh_draft, place
+from draftsmith.models.target import vocab_size
+from draftsmith.train.drafts.draft_start import TINY, fresh_draft, place
 from draftsmith.train.drafts.eagle_start import EagleSource, open_head
 from draftsmith.train.live.batches import Alpha, as_batch, kept_states, listed_rows
-from draftsmith.train.objectives.distillation import Distillation, Losses
-from draftsmith.train.objectives.eagle import EagleObjective
+from draftsmith.train.objectives.distillation import Distillation, Losses, stages
+from draftsmith.train.objectives.eagle import EagleObjective, Unroll
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.teachers import StateTeacher, Teacher
 from draftsmith.train.text.batches import Batch
@@ -41,17 +40,16 @@ from draftsmith.train.text.batches import Batch
 AT_ONE = SamplingParams(1.0)  # what was kept of the target is its law at temperature 1
 
 
-@dataclass(kw_only=True)
-class Lessons(Losses):
-    """The part of a recipe that says what the draft is trained to, one from served requests."""
+@dataclass(frozen=True)
+class Lessons:
+    """Which draft learns, and what: parts of a recipe."""
 
-    kind: str = "lm"  # of the drafter: lm | eagle1 | eagle3
-    loss: str = "jsd"
-    steps: int
-    unroll: int = 4  # of EAGLE heads: S of EAGLE-3, and the depths that are measured
-    step_decay: float = 0.8  # of EAGLE-3, from one step to the next
-    token_weight: float = 0.1  # of EAGLE-1's divergence
-    noise: float = 0.2  # of EAGLE-1, on the target's states
+    drafter: str
+    kind: str
+    loss: Losses
+    unroll: Unroll
+    steps: int = 1
+    max_length: int = 1024
 
 
 @dataclass(frozen=True)
@@ -138,78 +136,81 @@ def make_objective(
     """What the recipe trains for; ValueError for what the objectives refuse."""
     if isinstance(draft, PreTrainedModel):
         size = vocab_size(tokenizer)
-        return Distillation(draft, listed_rows, lessons, vocab_size=size, warp=AT_ONE)
-    if lessons.second_loss or lessons.beta != Losses.beta:
+        loss = stages(lessons.loss, lessons.steps)
+        return Distillation(draft, listed_rows, loss, vocab_size=size, warp=AT_ONE)
+    if lessons.loss != Losses(name=lessons.loss.name):
         raise ValueError(
-            f"got second_loss={lessons.second_loss!r} and beta={lessons.beta} with a draft of kind "
-            f"{lessons.kind}, expected neither: they are for draft models; leave them out"
+            f"got {lessons.loss} with a draft of kind {lessons.kind}, expected loss.name alone: "
+            "the rest is for draft models; leave it out"
         )
     draft.bind(target)
     objective_of = family(lessons.kind, "train.objectives", "Objective").of
-    made: EagleObjective = objective_of(lessons, draft, target, tokenizer, kept_states)
+    given = (lessons.unroll, draft, target, tokenizer, kept_states)
+    made: EagleObjective = objective_of(*given, loss=lessons.loss.name)
     return made
 
 
 def tiny_draft(
-    lessons: Lessons, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    kind: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel | Eagle:
     """A random draft for a random target: tries a recipe without its weights."""
-    if lessons.kind == "lm":
-        return fresh_draft(DraftSource(**TINY), target, tokenizer, seed=0)
-    source = EagleSource(version=int(lessons.kind[-1]))
+    if kind == "lm":
+        return fresh_draft(TINY, target, tokenizer, seed=0)
+    source = EagleSource(version=int(kind[-1]))
     counts_V = torch.ones(target.get_output_embeddings().weight.shape[0])
     return open_head(source, target, tokenizer, counts_V, seed=0)
 
 
-@dataclass(kw_only=True)
-class DraftSettings(Settings, Lessons):
-    """The part of a recipe that says which draft learns, and what."""
-
-    target: TargetSpec
-    drafter: str  # the drafter folder that the server was started with
-    max_length: int = 1024  # tokens of a request that are read
+def tiny_drafter(
+    path: str | Path,
+    kind: str,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    mark: dict[str, Any],
+) -> None:
+    """Save `tiny_draft` as a drafter folder."""
+    save_drafter(
+        path,
+        kind=kind,
+        model=tiny_draft(kind, target, tokenizer),
+        tokenizer=tokenizer,
+        target_fingerprint=mark,
+        provenance={},
+        defaults={},
+    )
 
 
 class OnlineDrafts:
     """The draft in training, and the one that serves.
 
-    path: what the first begins as, None for the first drafter; argv: of the run, for the
-    provenance. Errors of `open_learner` pass.
+    mark: the target's fingerprint; path: what the first begins as, None for the first drafter;
+    argv: of the run, for the provenance. Errors of `open_learner` pass.
     """
 
     def __init__(
         self,
-        config: DraftSettings,
+        lessons: Lessons,
+        settings: Settings,
         accelerator: Accelerator,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
+        mark: dict[str, Any],
         path: Path | None,
         argv: list[str],
     ) -> None:
-        self.config, self.accelerator, self.argv = config, accelerator, argv
-        self.target, self.tokenizer = target, tokenizer
-        self.mark = fingerprint(target, tokenizer, config.target.path)
-        if config.target.shrink:
-            save_drafter(
-                config.drafter,
-                kind=config.kind,
-                model=tiny_draft(config, target, tokenizer),
-                tokenizer=tokenizer,
-                target_fingerprint=self.mark,
-                provenance={},
-                defaults={},
-            )
+        self.lessons, self.settings, self.accelerator = lessons, settings, accelerator
+        self.target, self.tokenizer, self.mark, self.argv = target, tokenizer, mark, argv
         self.batch_of = partial(
             as_batch,
             pad_id=tokenizer.pad_token_id or 0,
-            max_length=config.max_length,
+            max_length=lessons.max_length,
             dtype=target.dtype,
         )
         self.learner = self.open(path)
-        if config.gradient_checkpointing:
-            if config.kind != "lm":
+        if settings.gradient_checkpointing:
+            if lessons.kind != "lm":
                 raise ValueError(
-                    f"got gradient_checkpointing=true with kind={config.kind}, expected false: a "
+                    f"got gradient_checkpointing=true with kind={lessons.kind}, expected false: a "
                     "head has one layer"
                 )
             draft: Any = self.learner.module
@@ -220,13 +221,12 @@ class OnlineDrafts:
 
     def open(self, path: Path | None) -> Learner:
         """A draft as it is in a folder, None for the first one."""
-        config = self.config
-        where = path or config.drafter
-        return open_learner(where, config, self.target, self.tokenizer, self.mark)
+        where = path or self.lessons.drafter
+        return open_learner(where, self.lessons, self.target, self.tokenizer, self.mark)
 
     def drafter(self, path: Path | None) -> Drafter:
         """The same to decode with."""
-        found = load_drafter(str(path or self.config.drafter), self.target, self.tokenizer)
+        found = load_drafter(str(path or self.lessons.drafter), self.target, self.tokenizer)
         assert found is not None
         return found
 
@@ -249,12 +249,12 @@ class OnlineDrafts:
         made = provenance(
             recipe=dict(arg.split("=", 1) for arg in self.argv).get("recipe"),
             argv=self.argv,
-            seeds={"run": self.config.seed},
+            seeds={"run": self.settings.seed},
             data_hash=None,  # of a stream that nobody keeps
             steps=self.steps,
             acceptance=alpha,
         )
-        self.learner.save(folder, self.tokenizer, self.mark, made, self.config.save_dtype)
+        self.learner.save(folder, self.tokenizer, self.mark, made, self.settings.save_dtype)
 
     def go_back(self) -> None:
         """Give the draft in training the weights of the one that serves."""

@@ -27,7 +27,7 @@ Told = tuple[int, dict[str, Any]]  # a request's number, and what the head of it
 
 @dataclass(kw_only=True)
 class Publishing:
-    """The part of a recipe that says when a version is published, and taken back."""
+    """The group `publish` of a recipe: when a version is published, and taken back."""
 
     heldout_requests: int = 32  # the newest that are measured on
     heldout_least: int = 8  # fewer decide nothing

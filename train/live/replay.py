@@ -42,8 +42,8 @@ class StreamPrompt(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class StreamConfig:
-    """The part of a recipe that says what is asked; an empty stream: what a server is asked."""
+class Replay:
+    """The group `replay` of a recipe: a stream that is served here; empty: a server's requests."""
 
     # A JSONL file of {"prompt", "topic"}; or parts such as gsm8k:300,stdlib:1000,mix:300 (commas or
     # +), each a source and how many of its prompts; mix takes from all before it in turn.
@@ -51,14 +51,21 @@ class StreamConfig:
     sources: dict[str, str] = field(default_factory=dict)  # what names in it stand for
     part: str = "report"  # of a source: report | tune | train, see prompts.load_prompts
     prompt_tokens: int = 32  # of a document, where it is to be continued
-    seed: int = 0  # of the order within a source
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    rows: int = 8  # requests decoded at a time
+    K: int = 4  # drafted tokens a round
+    keep_top_k: int = 64  # likeliest tokens of a position that are kept
+    ceiling: str = ""  # a drafter folder that was distilled on all topics; empty: none
 
 
-def read_stream(config: StreamConfig, tokenizer: PreTrainedTokenizerBase) -> list[StreamPrompt]:
-    """The prompts of a stream, in order; none comes twice. ValueError: what `load_prompts` raises,
-    a part that can't be read, or too few prompts.
+def read_stream(
+    replay: Replay, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> list[StreamPrompt]:
+    """The prompts of a stream, in order; none comes twice. seed: of the order within a source.
+    ValueError: what `load_prompts` raises, a part that can't be read, or too few prompts.
     """
-    stream = config.stream
+    stream = replay.stream
     if Path(stream).suffix == ".jsonl":
         return _read_file(Path(stream), tokenizer)
     left: dict[str, list[list[int]]] = {}
@@ -67,25 +74,26 @@ def read_stream(config: StreamConfig, tokenizer: PreTrainedTokenizerBase) -> lis
         name, _, count = words.strip().rpartition(":")
         if not name or not count.isdecimal() or (name == MIX and not left):
             raise ValueError(
-                f"stream: got {words!r} in {stream!r}, expected <source>:<number of prompts>, "
-                f"{MIX} after others; or a .jsonl file"
+                f"replay.stream: got {words!r} in {stream!r}, expected <source>:<number of "
+                f"prompts>, {MIX} after others; or a .jsonl file"
             )
         if name != MIX and name not in left:
             found = load_prompts(
-                config.sources.get(name, name),
+                replay.sources.get(name, name),
                 tokenizer,
                 limit=None,
-                prompt_tokens=config.prompt_tokens,
-                part=config.part,
+                prompt_tokens=replay.prompt_tokens,
+                part=replay.part,
             )
-            order = np.random.default_rng((config.seed, len(left))).permutation(len(found))
+            order = np.random.default_rng((seed, len(left))).permutation(len(found))
             left[name] = [found[i].tokens for i in order]
         turns = list(left) if name == MIX else [name]
         for turn in range(int(count)):
             of = turns[turn % len(turns)]
             if not left[of]:
                 raise ValueError(
-                    f"stream: {of} has no prompt left for {words!r} of {stream!r}; ask for fewer"
+                    f"replay.stream: {of} has no prompt left for {words!r} of {stream!r}; ask for "
+                    "fewer"
                 )
             asked.append(StreamPrompt(name, left[of].pop()))
     return asked
@@ -104,22 +112,6 @@ def _read_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[StreamPro
     if not asked:
         raise ValueError(f"{path} is empty, expected a prompt a line")
     return asked
-
-
-@dataclass(kw_only=True)
-class Replay:
-    """The part of a recipe that says how a stream is served."""
-
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    rows: int = 8  # requests decoded at a time
-    K: int = 4  # drafted tokens a round
-    keep_top_k: int = 64  # likeliest tokens of a position that are kept
-    ceiling: str = ""  # a drafter folder that was distilled on all topics; empty: none
-
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(self.temperature, max_new_tokens=self.max_new_tokens)
 
 
 class ReplayFeed:
@@ -153,7 +145,8 @@ class ReplayFeed:
         self.session = decoder.open_session(
             replay.rows, longest, finished=self._finished, harvest=True
         )
-        how: dict[str, Any] = {"tokenizer": decoder.tokenizer, "params": replay.params}
+        params = SamplingParams(replay.temperature, max_new_tokens=replay.max_new_tokens)
+        how: dict[str, Any] = {"tokenizer": decoder.tokenizer, "params": params}
         how |= {"context": decoder.context, "end_ids": decoder.eos_ids}
         for index, one in enumerate(asked):
             self.session.submit(open_request(one.tokens, index, index, **how))

@@ -6,7 +6,7 @@ Legend: B rows, T positions, N = B * T, H hidden size of the draft, V vocabulary
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,16 +32,6 @@ from draftsmith.train.text.batches import Batch
 FKL = {"fkl": 1.0}
 
 
-class Stages(Protocol):
-    """The part of a recipe that `Distillation` reads."""
-
-    loss: str
-    beta: float
-    second_loss: str
-    second_from: float
-    steps: int
-
-
 class NextToken(Objective):
     """Cross-entropy of `model` with the text itself."""
 
@@ -59,12 +49,19 @@ class NextToken(Objective):
 
 @dataclass(kw_only=True)
 class Losses:
-    """The part of a recipe that says what the draft is trained to."""
+    """The group `loss` of a recipe: what the draft is trained to."""
 
-    loss: str = "fkl"  # see losses.parse_loss: fkl, tv, 0.5*ce+0.5*fkl ...
+    name: str = "fkl"  # see losses.parse_loss: fkl, tv, 0.5*ce+0.5*fkl ...
     beta: float = 0.5  # of jsd
-    second_loss: str = ""  # takes over after second_from of the steps; empty: none
+    second: str = ""  # takes over after second_from of the steps; empty: none
     second_from: float = 0.5
+
+
+class Stages(NamedTuple):
+    """parts: the weights of a loss's parts by the step that each stage begins at; beta: of jsd."""
+
+    parts: dict[int, dict[str, float]]
+    beta: float
 
 
 class Distillation(Objective):
@@ -73,7 +70,7 @@ class Distillation(Objective):
     Args:
         draft: trained.
         teacher: gives the target's distributions.
-        config: the losses, and how many `steps` they are for.
+        loss: by the stages of the run.
         vocab_size: tokens of the tokenizer; logits beyond are padding.
         warp: temperature, top-k and top-p of the comparison. At temperature 0 the distributions are
             compared as they are, and alpha is the agreement of the argmaxes (in `measure`).
@@ -98,7 +95,7 @@ class Distillation(Objective):
         self,
         draft: PreTrainedModel,
         teacher: Teacher,
-        config: Stages,
+        loss: Stages,
         *,
         vocab_size: int,
         warp: SamplingParams,
@@ -108,16 +105,16 @@ class Distillation(Objective):
     ) -> None:
         super().__init__()
         # What is wrong with them shows now, not at the first step.
-        self.stages = stages(config)
+        self.stages, self.beta = loss
         for parts in self.stages.values():
-            mixed({name: w for name, w in parts.items() if name != "ce"} or FKL, beta=config.beta)
+            mixed({name: w for name, w in parts.items() if name != "ce"} or FKL, beta=self.beta)
         self.weighting = weighting or Weighting()
         check(self.weighting)
         check_split(draft)
         self.draft, self.head = draft, head
         self._teacher, self._reference = teacher, (reference,)
         self.vocab_size = vocab_size
-        self.beta, self.warp = config.beta, warp
+        self.warp = warp
         self.register_buffer("mean_alpha", torch.zeros(()))
         if self.weighting.by_depth:
             self.register_buffer("mean_worth", torch.ones(()))
@@ -125,7 +122,7 @@ class Distillation(Objective):
 
     @property
     def chooses(self) -> str:
-        return "select" if self.weighting.select else ""
+        return "tokens.select" if self.weighting.select else ""
 
     def tokens(self, batch: Batch) -> int:
         return kept(self.weighting, batch)
@@ -228,22 +225,22 @@ class Distillation(Objective):
         return hidden_NH, cut_rows(head_VH, self.vocab_size)
 
 
-def stages(config: Stages) -> dict[int, dict[str, float]]:
-    """The parts of the loss by the step that each stage begins at.
+def stages(loss: Losses, steps: int) -> Stages:
+    """The stages of a run of so many steps.
 
     Raises:
         ValueError: an unknown loss, or a second stage that has no steps.
     """
-    found = {0: parse_loss(config.loss)}
-    if config.second_loss:
-        first = round(config.second_from * config.steps)
-        if not 0 < first < config.steps:
+    found = {0: parse_loss(loss.name)}
+    if loss.second:
+        first = round(loss.second_from * steps)
+        if not 0 < first < steps:
             raise ValueError(
-                f"second_from: got {config.second_from}, which leaves {first} and "
-                f"{config.steps - first} of {config.steps} steps; expected some for each stage"
+                f"loss.second_from: got {loss.second_from}, which leaves {first} and "
+                f"{steps - first} of {steps} steps; expected some for each stage"
             )
-        found[first] = parse_loss(config.second_loss)
-    return found
+        found[first] = parse_loss(loss.second)
+    return Stages(found, loss.beta)
 
 
 def hidden_and_head(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:

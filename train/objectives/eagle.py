@@ -16,6 +16,7 @@ draft vocabulary, V the target's.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,11 +28,22 @@ from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.taps import TargetStates
 from draftsmith.models.target import cut_rows, split_head
 from draftsmith.train.losses.chunked import chunked_steps, measure_steps
-from draftsmith.train.losses.pure import Loss, lk_weight, mixed
+from draftsmith.train.losses.pure import Loss, lk_weight, mixed, parse_loss
 from draftsmith.train.objectives.heads import OnStates
 from draftsmith.train.run.loop import StepOutput
 from draftsmith.train.teachers.states import States
 from draftsmith.train.text.batches import Batch
+
+
+@dataclass(kw_only=True)
+class Unroll:
+    """The group `unroll` of a recipe: how a head is trained to go on from its own outputs."""
+
+    steps: int = 7  # S; of EAGLE-1, the depths that are measured
+    step_decay: float = 0.8  # of EAGLE-3, from one step to the next
+    token_weight: float = 0.1  # of EAGLE-1's divergence
+    noise: float = 0.2  # of EAGLE-1, on the target's states
+
 
 NOISE_LENGTH = 512  # EAGLE-1's noise falls with the length of the text, and is 0.2 wide at this one
 
@@ -87,16 +99,15 @@ class EagleObjective(OnStates):
         self._p_heads = (head_VG if whole else head_VG[ids_D], head_VG, ids_D)
 
     @staticmethod
-    def of(recipe: Any, *given: Any, mix: Mapping[str, float] | None = None) -> "EagleObjective":
-        """What a recipe trains a head for, by its version. given: head, target, tokenizer, states;
-        mix: in place of the recipe's loss.
+    def of(unroll: Unroll, *given: Any, loss: str) -> "EagleObjective":
+        """What a head of its version is trained for. given: head, target, tokenizer, states;
+        loss: as recipes spell it.
         """
-        loss, steps = mix or recipe.loss, recipe.unroll
+        shared: dict[str, Any] = {"steps": unroll.steps, "loss": parse_loss(loss)}
         if given[0].config.version == 3:
-            decay = recipe.step_decay
-            return Eagle3Objective(*given, steps=steps, loss=loss, step_decay=decay)
-        weight, noise = recipe.token_weight, recipe.noise
-        return Eagle1Objective(*given, steps=steps, loss=loss, token_weight=weight, noise=noise)
+            return Eagle3Objective(*given, **shared, step_decay=unroll.step_decay)
+        shared |= {"token_weight": unroll.token_weight, "noise": unroll.noise}
+        return Eagle1Objective(*given, **shared)
 
     @torch.no_grad()
     def measure(self, batch: Batch, states: States | None = None) -> StepOutput:

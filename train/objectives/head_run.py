@@ -11,85 +11,51 @@ that a chain of K would need for it, were it the same at each: tau = 1 + a + ...
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from draftsmith.decode.drafters.base import Drafter
-from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.heads.head import Head
 from draftsmith.models.servers.serve_lines import serve_line
 from draftsmith.train.objectives.heldout import HeldOut
 from draftsmith.train.run.folder import Run
-from draftsmith.train.run.frozen_target import FrozenTarget
 from draftsmith.train.run.loop import Result, StepOutput
 from draftsmith.train.run.settings import Settings
-from draftsmith.train.teachers.states import Cache
 from draftsmith.train.text.batches import Batch, Batches, Examples
-from draftsmith.train.text.on_policy import Text, text_at_hand
+from draftsmith.train.text.on_policy import Text
 
 
-@dataclass(kw_only=True)
-class HeadRun(Settings, FrozenTarget, Text, Cache):
-    """The part of a recipe that all heads share; the best weights are those of the best tau."""
-
-    temperature: float = 1.0  # of held-out tau, and of the answers that figures are taken on
-    heldout_data: str = ""  # empty: the held-out side of data
-    heldout_prompts: int = 32
-    prompt_tokens: int = 32  # of a document, where an answer to it is wanted
-    max_new_tokens: int = 128
-    K: int = 4  # drafted tokens a round: for tau, and the result's default
-    tree: str = "chain"  # for tau
-    best_metric: str = "tau"
-    best_mode: str = "max"
-
-    @property
-    def params(self) -> SamplingParams:
-        """How the target writes the held-out answers, and how tau is decoded."""
-        return SamplingParams(self.temperature, max_new_tokens=self.max_new_tokens)
-
-
-SomeRun = TypeVar("SomeRun", bound=HeadRun)
-
-
-def shrunk(config: SomeRun) -> SomeRun:
-    """Two steps on a tiny random target, whose states aren't worth keeping: shows that a recipe
-    composes and runs.
-    """
-    prompts_from = text_at_hand(config.heldout_data or config.data)
-    data = config.data if Path(config.data).exists() else prompts_from
-    short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "prompt_tokens": 8}
-    few: dict[str, Any] = {"max_new_tokens": 8, "heldout_prompts": 2, "heldout_data": prompts_from}
-    short |= {"max_length": min(config.max_length, 256), "cache": "", "cache_int8": False}
-    return replace(config, data=data, **short, **few)
-
-
-def check_context(config: HeadRun, head: Head) -> None:
+def check_context(text: Text, head: Head) -> None:
     """ValueError for a head that knows fewer positions than the training text has."""
-    if head.context < config.max_length:
+    if head.context < text.max_length:
         raise ValueError(
-            f"max_length: got {config.max_length}, expected at most the {head.context} positions "
-            f"that the {head.kind} head knows; shorten it, or start from another head or target"
+            f"text.max_length: got {text.max_length}, expected at most the {head.context} "
+            f"positions that the {head.kind} head knows; shorten it, or start from another head or "
+            "target"
         )
 
 
 def evaluate_head(
-    config: HeadRun, heldout: HeldOut, measure: Callable[[Batch], StepOutput], drafter: Drafter
+    heldout: HeldOut,
+    measure: Callable[[Batch], StepOutput],
+    drafter: Drafter,
+    K: int,
+    tree: str,
 ) -> dict[str, float]:
     """Held-out figures of a head: `loss`, and `alpha_d` and `top1_d` of each depth, as means over
     the pairs at that depth; `tau`, decoded; and `tau_estimate`, what a chain would reach if
     acceptance at each depth were independent: 1 + sum_k prod_{d < k} alpha_d (top1_d if greedy).
-    alpha_d is always that of temperature 1, which heads are trained at; tau is at `temperature`.
+    alpha_d is always that of temperature 1, which heads are trained at; tau is as held out.
 
     Args:
         measure: the objective's; gives the sums alpha_d, top1_d and count_d.
@@ -103,9 +69,9 @@ def evaluate_head(
         if not pairs:  # deeper than the head, or than the held-out answers are long
             break
         means |= {f"alpha_{depth}": alpha / pairs, f"top1_{depth}": top1 / pairs}
-        along *= (alpha if config.temperature else top1) / pairs
-        estimate += along if depth < config.K else 0.0
-    tau = heldout.tau(drafter, config.K, config.tree)
+        along *= (alpha if heldout.params.temperature else top1) / pairs
+        estimate += along if depth < K else 0.0
+    tau = heldout.tau(drafter, K, tree)
     return means | {"tau_estimate": estimate, "tau": tau}
 
 
@@ -122,31 +88,32 @@ def kept_figures(run: Run, ended: Result) -> dict[str, Any]:
 
 
 def samples_seen(
-    config: HeadRun, examples: Examples, batches: Batches, ended: Result, accelerator: Accelerator
+    settings: Settings, examples: Examples, batches: Batches, ended: Result, processes: int
 ) -> int:
     """How many different examples a run was trained on."""
-    sequences = ended.steps * config.batch_size * config.accumulation * accelerator.num_processes
+    sequences = ended.steps * settings.batch_size * settings.accumulation * processes
     return int(min(1.0, sequences / len(batches)) * len(examples))
 
 
 def save_head(
-    config: HeadRun,
     folder: Path,
     head: Head,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    dtype: str,
+    K: int,
     target_path: str,
     made: dict[str, Any],
 ) -> None:
-    """A drafter folder for `target` in the recipe's dtype; prints the line that serves it.
+    """A drafter folder for `target` in `dtype`; prints the line that serves it.
 
     made: the provenance (`result.made_by`, with `acceptance`); where it has `samples`, a result far
     below what others reached on as many is told. target_path: where the target is.
     """
     # Whole numbers, such as the maps of a draft vocabulary, keep their type.
-    head.to("cpu", getattr(torch, config.save_dtype))
-    K = min(config.K, head.levels)
+    head.to("cpu", getattr(torch, dtype))
+    K = min(K, head.levels)
     save_drafter(
         folder,
         kind=head.kind,

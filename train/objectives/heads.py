@@ -102,7 +102,7 @@ class HeadObjective(OnStates):
     """
 
     head: Any
-    options: ClassVar[tuple[str, ...]] = ()  # fields of a recipe that only this family reads
+    options: ClassVar[tuple[str, ...]] = ()  # keys of a recipe that only this family reads
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """Measuring on held-out text while a draft trains."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,12 +16,13 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import vocab_size
 from draftsmith.train.answers.development import prompts_for_development
-from draftsmith.train.objectives.distillation import Distillation, Losses
+from draftsmith.train.objectives.distillation import Distillation
 from draftsmith.train.run.frozen_target import in_company
 from draftsmith.train.run.loop import Evaluate, StepOutput
+from draftsmith.train.teachers.states import Cache
 from draftsmith.train.teachers.teachers import StateTeacher
 from draftsmith.train.text.batches import Batch, Batches, Examples
-from draftsmith.train.text.on_policy import Snapshot
+from draftsmith.train.text.on_policy import Snapshot, text_at_hand
 
 Score = Callable[[Batch], StepOutput]
 
@@ -48,94 +49,73 @@ def mean_output(
 
 
 @dataclass(kw_only=True)
-class Figures:
-    """The part of a recipe that says how a draft is measured with its target while it trains."""
+class HeldOutPrompts:
+    """The group `heldout` of a recipe: what a draft is measured on with its target as it trains."""
 
-    heldout_data: str = ""  # whose prompts the target answers; empty: the held-out side of data
-    heldout_prompts: int = 32  # 0: no figures but the loss
+    data: str = ""  # whose prompts the target answers; empty: the held-out side of the run's data
+    prompts: int = 32
     prompt_tokens: int = 32  # of a document, where it is to be continued
     max_new_tokens: int = 128
-    temperature: float = 1.0
-    K: int = 4  # drafted tokens a round: for tau and MBSU, and the result's default
 
-    @property
-    def warp(self) -> SamplingParams:
-        """How both sides' logits become distributions."""
-        return SamplingParams(self.temperature, max_new_tokens=self.max_new_tokens)
+    def params(self, temperature: float) -> SamplingParams:
+        """How the target writes the answers, and how tau is decoded."""
+        return SamplingParams(temperature, max_new_tokens=self.max_new_tokens)
 
 
-@dataclass(kw_only=True)
-class CrossEntropy(Losses):
-    """The loss of pretraining, in terms of distillation."""
-
-    loss: str = "ce"
-    steps: int = 1
-
-
-class HeldOutSettings(Protocol):
-    """The part of a recipe that says what figures are taken on."""
-
-    data: str
-    heldout_data: str
-    heldout_prompts: int
-    prompt_tokens: int
-    batch_size: int
-
-
-class DraftFigures(HeldOutSettings, Protocol):
-    """The same for a draft LM."""
-
-    K: int
-
-    @property
-    def warp(self) -> SamplingParams: ...
+def shrunk(config: Any) -> Any:
+    """Two steps of a recipe on a tiny random target, whose states aren't worth keeping: shows that
+    it composes and runs.
+    """
+    prompts_from = text_at_hand(config.heldout.data or config.data)
+    data = config.data if Path(config.data).exists() else prompts_from
+    few = HeldOutPrompts(data=prompts_from, prompts=2, prompt_tokens=8, max_new_tokens=8)
+    text = replace(config.text, max_length=min(config.text.max_length, 256))
+    short = {"steps": 2, "warmup": 0, "batch_size": 2}
+    return replace(config, data=data, heldout=few, text=text, cache=Cache(), **short)
 
 
 def draft_figures(
-    config: DraftFigures,
-    accelerator: Accelerator,
-    objective: Distillation,
-    snapshot: Snapshot[PreTrainedModel],
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: Path,
+    heldout: "HeldOut", objective: Distillation, snapshot: Snapshot[PreTrainedModel], K: int
 ) -> Evaluate:
     """Loss, alpha and agreement on the target's answers, tau and MBSU, of a draft LM in training.
 
     Args:
         snapshot: copies of the draft, to decode with.
-        cache: the folder to keep the answers in.
+        K: drafted tokens a round.
     """
-    size = vocab_size(tokenizer)
-    heldout = open_heldout(config, config.warp, accelerator, target, tokenizer, cache)
+    target, size = heldout.target, vocab_size(heldout.tokenizer)
     itself = StateTeacher(target, size)
 
     def evaluate() -> dict[str, float]:
         drafter = LMDrafter(snapshot.take(), size)
         means = heldout.means(partial(objective.measure, teacher=itself))
-        tau = heldout.tau(drafter, config.K)
+        tau = heldout.tau(drafter, K)
         c_bytes = drafter.parameter_bytes / weights_read(target)
-        return means | {"tau": tau, "mbsu": tau / (1 + config.K * c_bytes)}
+        return means | {"tau": tau, "mbsu": tau / (1 + K * c_bytes)}
 
     return evaluate
 
 
 def open_heldout(
-    config: HeldOutSettings,
+    asked: HeldOutPrompts,
     params: SamplingParams,
     accelerator: Accelerator,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     cache: Path,
+    *,
+    data: str,
+    batch_size: int,
 ) -> "HeldOut":
     """The held-out prompts with the target's answers; errors of `prompts_for_development` pass.
 
-    cache: the folder to keep the answers in.
+    Args:
+        cache: the folder to keep the answers in.
+        data: the run's.
     """
-    source, many = config.heldout_data or config.data, config.heldout_prompts
-    prompts = prompts_for_development(source, tokenizer, count=many, length=config.prompt_tokens)
-    rows = config.batch_size
-    heldout = HeldOut(accelerator, target, tokenizer, prompts, params, batch_size=rows)
+    count, length = asked.prompts, asked.prompt_tokens
+    prompts = prompts_for_development(asked.data or data, tokenizer, count=count, length=length)
+    heldout = HeldOut(accelerator, target, tokenizer, prompts, params, batch_size=batch_size)
     heldout.write_answers(cache / "heldout.safetensors")
     return heldout
 

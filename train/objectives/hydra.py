@@ -26,7 +26,7 @@ class HydraObjective(HeadObjective):
     """
 
     head: Hydra
-    options = ("prefix", "dropout", "noise")
+    options = ("head.prefix", "head.dropout", "noise")
 
     def __init__(self, *given: Any, noise: float = 0.0, **about: Any) -> None:
         super().__init__(*given, **about)
@@ -36,9 +36,10 @@ class HydraObjective(HeadObjective):
     @staticmethod
     def fresh(recipe: Any, target: PreTrainedModel) -> Hydra:
         rows, hidden = split_head(target)[1].shape
-        prefix = layer_like(target) if recipe.prefix else None
-        sizes = (hidden, rows, recipe.heads, recipe.layers)
-        return Hydra(HydraConfig(*sizes, prefix, recipe.dropout))
+        asked = recipe.head
+        prefix = layer_like(target) if asked.prefix else None
+        sizes = (hidden, rows, asked.heads, asked.layers)
+        return Hydra(HydraConfig(*sizes, prefix, asked.dropout))
 
     @classmethod
     def of(cls, recipe: Any, *given: Any) -> Self:

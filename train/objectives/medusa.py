@@ -18,12 +18,13 @@ class MedusaObjective(HeadObjective):
     """See `HeadObjective`."""
 
     head: Medusa
-    options = ("own_heads", "joint")
+    options = ("head.own_heads", "joint.enabled")
 
     @staticmethod
     def fresh(recipe: Any, target: PreTrainedModel) -> Medusa:
         rows, hidden = split_head(target)[1].shape
-        return Medusa(MedusaConfig(hidden, rows, recipe.heads, recipe.layers, recipe.own_heads))
+        asked = recipe.head
+        return Medusa(MedusaConfig(hidden, rows, asked.heads, asked.layers, asked.own_heads))
 
     def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
         return self.head.states(norm_BTH)

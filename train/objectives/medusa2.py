@@ -22,27 +22,21 @@ from draftsmith.models.target import cut_rows, split_head
 from draftsmith.train.losses.chunked import chunked_divergence
 from draftsmith.train.losses.pure import forward_kl
 from draftsmith.train.objectives.distillation import hidden_and_head
-from draftsmith.train.objectives.head_run import HeadRun
 from draftsmith.train.objectives.medusa import MedusaObjective
 from draftsmith.train.run.loop import StepOutput
 from draftsmith.train.run.lora import Lora, with_lora
+from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.states import OnlineTaps
 from draftsmith.train.text.batches import Batch
 
 
 @dataclass(kw_only=True)
-class JointRun(HeadRun, Lora):
-    """The part of a recipe that is about Medusa-2."""
+class JointTraining:
+    """The group `joint` of a recipe: Medusa-2."""
 
-    joint: bool = False
+    enabled: bool = False
     head_weight: float = 0.01  # lambda
     head_lr_scale: float = 4.0  # how much faster the heads learn
-    lora_rank: int = 32
-    lora_dropout: float = 0.05
-
-    @property
-    def whole_target_for(self) -> str:
-        return "joint=true, which trains the target too" if self.joint else ""
 
 
 class JointMedusa(MedusaObjective):
@@ -60,19 +54,21 @@ class JointMedusa(MedusaObjective):
         head: Medusa,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        run: JointRun,
+        joint: JointTraining,
+        lora: Lora,
+        settings: Settings,
         *,
         loss: str,
         decay: float,
     ) -> None:
         states = OnlineTaps(target, head.taps)  # not used: those here carry a gradient
         super().__init__(head, target, tokenizer, states, loss=loss, decay=decay)
-        if run.lora_rank < 1:
-            raise ValueError(f"lora_rank: got {run.lora_rank}, expected 1 or more with joint=true")
-        if run.gradient_checkpointing:
+        if lora.rank < 1:
+            raise ValueError(f"lora.rank: got {lora.rank}, expected 1 or more with joint=true")
+        if settings.gradient_checkpointing:
             target.gradient_checkpointing_enable({"use_reentrant": False})
-        adapted: Any = with_lora(target, run, given=True, seed=run.seed)
-        self.run, self._adapted = run, (adapted,)
+        adapted: Any = with_lora(target, lora, given=True, seed=settings.seed)
+        self.joint, self.steps, self._adapted = joint, settings.steps, (adapted,)
         layers = [module for module in adapted.modules() if hasattr(module, "lora_dropout")]
         parts = [(layer.lora_A, layer.lora_B, layer.lora_dropout) for layer in layers]
         self.adapters = nn.ModuleList(part for of_layer in parts for part in of_layer)
@@ -83,7 +79,7 @@ class JointMedusa(MedusaObjective):
 
     @property
     def lr_scales(self) -> dict[str, float]:
-        return {"head": self.run.head_lr_scale}
+        return {"head": self.joint.head_lr_scale}
 
     def train(self, mode: bool = True) -> "JointMedusa":
         """Also the target, which is no submodule, for its adapters' dropout."""
@@ -118,6 +114,6 @@ class JointMedusa(MedusaObjective):
         weight_N = batch.loss_mask.flatten().float()
         base = chunked_divergence(forward_kl, after_NH, head_VH, before_NH, head_VH, weight_N).total
         heads = self.score(batch, after_NH.unflatten(0, batch.input_ids.shape), fully=fully)
-        ramp = torch.sin(0.5 * math.pi * (self.steps_done / self.run.steps).clamp(max=1.0))
-        total = base + self.run.head_weight * ramp * heads.loss
+        ramp = torch.sin(0.5 * math.pi * (self.steps_done / self.steps).clamp(max=1.0))
+        total = base + self.joint.head_weight * ramp * heads.loss
         return StepOutput(total, heads.tokens, heads.metrics | {"base_kl": base.detach()})

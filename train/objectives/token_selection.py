@@ -28,7 +28,7 @@ from draftsmith.train.text.batches import Batch
 
 @dataclass(kw_only=True)
 class Weighting:
-    """The part of a recipe that says which tokens count."""
+    """The group `tokens` of a recipe: which of them count."""
 
     select: str = ""  # adaspec | bottom | easy | random; empty: all
     keep: float = 0.4  # the share of a micro-batch's trained tokens that `select` leaves
@@ -40,22 +40,23 @@ def check(weighting: Weighting) -> None:
     """Raises ValueError for values out of range, and for options that don't go together."""
     if weighting.select and weighting.select not in ORDERS:
         raise ValueError(
-            f"select: got {weighting.select!r}, expected one of {', '.join(ORDERS)}, or nothing "
-            "to train on all tokens"
+            f"tokens.select: got {weighting.select!r}, expected one of {', '.join(ORDERS)}, or "
+            "nothing to train on all tokens"
         )
     if not 0 < weighting.keep <= 1:
         raise ValueError(
-            f"keep: got {weighting.keep}, expected the share of tokens to train on, in (0, 1]"
+            f"tokens.keep: got {weighting.keep}, expected the share of tokens to train on, in "
+            "(0, 1]"
         )
     if compares(weighting) != bool(weighting.reference):
         raise ValueError(
-            f"reference: got {weighting.reference!r} with select={weighting.select!r}; adaspec, "
-            "bottom and easy need reference=<a drafter folder>, the rest has no use for one"
+            f"tokens.reference: got {weighting.reference!r} with select={weighting.select!r}; "
+            "adaspec, bottom and easy need one, a drafter folder; the rest has no use for one"
         )
     if weighting.by_depth < 0 or (weighting.by_depth and weighting.select):
         raise ValueError(
-            f"by_depth: got {weighting.by_depth} with select={weighting.select!r}, expected the "
-            "number of drafted tokens a round (0: off), and not both"
+            f"tokens.by_depth: got {weighting.by_depth} with select={weighting.select!r}, expected "
+            "the number of drafted tokens a round (0: off), and not both"
         )
 
 
@@ -76,7 +77,7 @@ def kept(weighting: Weighting, batch: Batch) -> int:
     count = int(weighting.keep * tokens)
     if tokens and not count:
         raise ValueError(
-            f"keep: got {weighting.keep} of the {tokens} trained tokens in examples "
+            f"tokens.keep: got {weighting.keep} of the {tokens} trained tokens in examples "
             f"{list(batch.rows)}, which leaves none; raise keep or batch_size"
         )
     return count

@@ -29,6 +29,7 @@ from draftsmith.train.objectives.heldout import DECODER_ROWS
 from draftsmith.train.plan.fake_step import Step, rehearse, sweeping_as_on
 from draftsmith.train.plan.models import Staged, remade
 from draftsmith.train.run.optim import optimizers
+from draftsmith.train.run.settings import setting
 from draftsmith.train.run.sharding import decoder_layers
 
 # DeepSpeed's defaults, in elements: a bucket of gradients, and what ZeRO-3 keeps gathered.
@@ -114,7 +115,7 @@ def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
     autocast, as DeepSpeed has it. The weights stay so, since there is no way back.
     """
     config, objective = staged.config, staged.objective
-    logits = config.batch_size * getattr(config, "max_length", 0) * staged.vocab
+    logits = config.batch_size * staged.length * staged.vocab
     with staged.fake, sweeping_as_on(staged.device, logits):
         if low and config.precision == "bf16":
             remade(objective, torch.bfloat16)
@@ -190,14 +191,16 @@ def _decoding(staged: Staged) -> int:
     what a round works with.
     """
     config = staged.config
-    if staged.target is None or not getattr(config, "stream", True):  # a server decodes
+    replay = getattr(config, "replay", None)
+    if staged.target is None or (replay and not replay.stream):  # a server decodes
         return 0
-    new = config.max_new_tokens
-    params = SamplingParams(config.temperature, max_new_tokens=new)
-    tree = parse_tree(getattr(config, "tree", "chain"), config.K)
-    asked = memory.Work(
-        rows=getattr(config, "rows", DECODER_ROWS),
-        prompt=max(config.prompt_tokens, config.max_length - new),
+    asked, how = replay or config.heldout, replay or config
+    new = asked.max_new_tokens
+    params = SamplingParams(how.temperature, max_new_tokens=new)
+    tree = parse_tree(getattr(config, "tree", "chain"), how.K)
+    work = memory.Work(
+        rows=getattr(asked, "rows", DECODER_ROWS),
+        prompt=max(asked.prompt_tokens, staged.length - new),
         new=new,
         vocab=staged.vocab,
         params=params,
@@ -207,9 +210,11 @@ def _decoding(staged: Staged) -> int:
     draft = None
     if staged.draft is not None:
         draft = memory.ModelSize(staged.draft.config, target.dtype)
-    found = memory.plan(asked, target, draft).total
-    if draft is not None and getattr(config, "on_policy", False):
-        own = memory.Work(config.batch_size, config.max_length - new, new, staged.vocab, params)
+    found = memory.plan(work, target, draft).total
+    if draft is not None and setting(config, "on_policy.share"):
+        new = config.on_policy.max_new_tokens
+        prompt = staged.length - new
+        own = memory.Work(config.batch_size, prompt, new, staged.vocab, params)
         found = max(found, memory.plan(own, draft, None).total)
     return found
 

@@ -35,11 +35,12 @@ from draftsmith.train.drafts.eagle_start import open_head
 from draftsmith.train.live.batches import ServedBatch
 from draftsmith.train.live.learner import make_objective, tiny_draft
 from draftsmith.train.losses.top_k import TopKRows
-from draftsmith.train.objectives import head_run
+from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.plan.fake_step import WithoutData
 from draftsmith.train.run import recipe
 from draftsmith.train.run.loop import Objective
-from draftsmith.train.run.lora import with_lora
+from draftsmith.train.run.lora import Lora, with_lora
+from draftsmith.train.run.settings import setting
 from draftsmith.train.scoring.objective import ScorerObjective
 from draftsmith.train.scoring.rows import RowBatch, ScorerRows
 from draftsmith.train.teachers.states import OnlineTaps, States
@@ -68,7 +69,10 @@ class Staged:
     def __init__(self, config: Any, device: str) -> None:
         self.config, self.device, self.fake = config, device, FakeTensorMode()
         self.batch: Callable[[], Any] = self.text
-        self.packed = getattr(config, "packing", False) and not getattr(config, "on_policy", 0.0)
+        self.written = setting(config, "on_policy.share")  # by the draft, this share of the text
+        self.packed = setting(config, "text.packing") and not self.written
+        lengths = [setting(config, f"{group}.max_length") for group in ("text", "mix")]
+        self.length: int = next(filter(None, lengths), 0)  # tokens of a row
 
     def open_target(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The target and its tokenizer; without one on this machine, one of as many tokens as the
@@ -86,8 +90,8 @@ class Staged:
                 tokenizer = load_tokenizer(spec.path, local_files_only=True)
         self.vocab = vocab_size(tokenizer)
         dtype = getattr(torch, spec.dtype)
-        if getattr(self.config, "joint", False):
-            self.target = self.masked(model_of(family, dtype, self.config))
+        if setting(self.config, "joint.enabled"):
+            self.target = self.masked(model_of(family, dtype, self.config.lora))
         else:
             self.target = self.masked(model_of(family, dtype).requires_grad_(False).eval())
         return self.target, tokenizer
@@ -99,9 +103,11 @@ class Staged:
             model.set_attn_implementation(UNMASKED)
         return model
 
-    def given(self, field: str, dtype: torch.dtype = torch.float32, lora: Any = None) -> Any:
+    def given(
+        self, field: str, dtype: torch.dtype = torch.float32, lora: Lora | None = None
+    ) -> Any:
         """The causal LM that a field of the recipe names."""
-        return self.masked(model_of(read_config(field, getattr(self.config, field)), dtype, lora))
+        return self.masked(model_of(read_config(field, setting(self.config, field)), dtype, lora))
 
     def also(self, model: nn.Module, *types: torch.dtype) -> None:
         """Further copies of a model are on the device, in these types."""
@@ -110,12 +116,12 @@ class Staged:
 
     # ---- the target's side of a micro-batch ---------------------------------------------------
     def text(self) -> Batch:
-        rows, length = self.config.batch_size, self.config.max_length
+        rows, length = self.config.batch_size, self.length
         ids_BT = torch.zeros(rows, length, dtype=torch.int64)
         mask = torch.ones(rows, 1, length, length, dtype=torch.bool) if self.packed else None
         positions_BT = torch.arange(length).expand(rows, length)
         # What the draft wrote is in no cache.
-        kept = getattr(self.config, "cache", "") and not getattr(self.config, "on_policy", 0.0)
+        kept = setting(self.config, "cache.path") and not self.written
         return Batch(ids_BT, positions_BT, ids_BT == 0, mask, (), ids_BT if kept else None)
 
     def served(self, taps: tuple[Tap, ...] | None) -> ServedBatch:
@@ -123,7 +129,9 @@ class Staged:
         text = self.text()
         if taps is not None:
             return ServedBatch(**vars(text), states=self.kept_states(text, taps))
-        return ServedBatch(**vars(text), listed=listed(text.input_ids, self.config.keep_top_k))
+        return ServedBatch(
+            **vars(text), listed=listed(text.input_ids, self.config.replay.keep_top_k)
+        )
 
     def kept_states(self, batch: Batch, taps: tuple[Tap, ...]) -> TargetStates:
         assert self.target is not None
@@ -135,14 +143,14 @@ class Staged:
 
     def states(self, target: PreTrainedModel, taps: tuple[Tap, ...]) -> States:
         """Of a pass, or of the recipe's cache."""
-        if not self.config.cache:
+        if not self.config.cache.path:
             return OnlineTaps(target, taps)
         return lambda batch: self.kept_states(batch, taps)
 
     def teacher(self, target: PreTrainedModel) -> Teacher:
-        config, itself = self.config, StateTeacher(target, self.vocab)
-        if config.cache_top_k:
-            return TopKTeacher(lambda places_N, _: listed(places_N, config.cache_top_k), itself)
+        count, itself = self.config.cache.top_k, StateTeacher(target, self.vocab)
+        if count:
+            return TopKTeacher(lambda places_N, _: listed(places_N, count), itself)
         return StateTeacher(target, self.vocab, self.states(target, ()))
 
 
@@ -164,7 +172,7 @@ def staged(argv: list[str], device: str) -> Staged:
     schema, complete = ENTRIES[name]
     config = recipe.load(getattr(entry, schema), argv)
     if config.target.shrink:
-        config = getattr(entry, "shrunk", head_run.shrunk)(config)
+        config = entry.shrunk(config)
     config.target = config.target.resolved(config.dtype)
     cast = Staged(config, device)
     with cast.fake, WithoutData(yes=False):
@@ -187,14 +195,15 @@ def _entry(argv: list[str]) -> str:
 
 def _distill(cast: Staged, entry: Any) -> None:
     config, (target, tokenizer) = cast.config, cast.open_target()
-    if config.draft:
-        draft = cast.given("draft", lora=config)
+    if config.draft.path:
+        draft = cast.given("draft.path", lora=config.lora)
     else:
-        draft = cast.masked(open_draft(config, target, tokenizer, config.seed))
+        begins = (config.draft, config.lora, config.allow_target_mismatch)
+        draft = cast.masked(open_draft(*begins, target, tokenizer, config.seed))
     cast.also(draft, target.dtype)
     reference = None
-    if config.reference:
-        reference = cast.given("reference", target.dtype).requires_grad_(False)
+    if config.tokens.reference:
+        reference = cast.given("tokens.reference", target.dtype).requires_grad_(False)
         cast.also(reference, target.dtype)
     cast.draft = cast.layered = draft
     teacher = cast.teacher(target)
@@ -206,14 +215,13 @@ def _pretrain(cast: Staged, entry: Any) -> None:
     tokenizer = sized_tokenizer(config.tokenizer_size)
     if config.target.path:
         target, tokenizer = cast.open_target()
-    if config.model:
-        model = cast.given("model", lora=config)
+    if config.model.path:
+        model = cast.given("model.path", lora=config.lora)
     else:
-        made = entry.make_model(config, tokenizer, target)
-        model = cast.masked(with_lora(made, config, given=False, seed=config.seed))
+        model = cast.masked(entry.make_model(config, tokenizer, target))
     cast.objective = entry.make_objective(config, model, target, tokenizer)
     cast.draft = cast.layered = model
-    if target is None or not config.heldout_prompts:
+    if target is None or not config.heldout.prompts:
         cast.target = None  # it stays on the CPU
     else:
         cast.also(model, target.dtype)
@@ -224,19 +232,19 @@ def _heads(cast: Staged, entry: Any) -> None:
     head = entry.make_head(config, target)
     states = cast.states(target, head.taps)
     cast.objective = entry.make_objective(config, head, target, tokenizer, states)
-    cast.layered = target if config.joint else None
+    cast.layered = target if config.joint.enabled else None
     cast.also(head, target.dtype)
 
 
 def _eagle(cast: Staged, entry: Any) -> None:
     config, (target, tokenizer) = cast.config, cast.open_target()
-    if config.draft:
-        head = Eagle.from_json(_json("draft", config.draft)).bind(target)
+    if config.head.path:
+        head = Eagle.from_json(_json("head.path", config.head.path)).bind(target)
     else:
         counts_V = torch.zeros(len(target.get_output_embeddings().weight), dtype=torch.int64)
-        head = open_head(config, target, tokenizer, counts_V, config.seed)
-    states = cast.states(target, head.taps)
-    cast.objective = entry.make_objective(config, head, target, tokenizer, states)
+        head = open_head(config.head, target, tokenizer, counts_V, config.seed)
+    given = (head, target, tokenizer, cast.states(target, head.taps))
+    cast.objective = EagleObjective.of(config.unroll, *given, loss=config.loss)
     cast.also(head, target.dtype)
 
 
@@ -244,12 +252,12 @@ def _online(cast: Staged, entry: Any) -> None:
     config, (target, tokenizer) = cast.config, cast.open_target()
     draft: Any
     if config.target.shrink:
-        draft = tiny_draft(config, target, tokenizer)
+        draft = tiny_draft(config.kind, target, tokenizer)
     elif config.kind == "lm":
         draft = cast.given("drafter")
     else:
         draft = Eagle.from_json(_json("drafter", config.drafter))
-    cast.objective = make_objective(config, draft, target, tokenizer)
+    cast.objective = make_objective(config.lessons, draft, target, tokenizer)
     taps = None
     if config.kind == "lm":
         cast.draft = cast.layered = cast.masked(draft)
@@ -258,21 +266,23 @@ def _online(cast: Staged, entry: Any) -> None:
     cast.batch = lambda: cast.served(taps)
     # The version that serves, to compare with; of a replay, all that are compared, and one decodes.
     cast.also(draft, torch.float32)
-    if config.stream:
-        cast.also(draft, torch.float32, *[torch.float32] * bool(config.ceiling), target.dtype)
+    if config.replay.stream:
+        cast.also(
+            draft, torch.float32, *[torch.float32] * bool(config.replay.ceiling), target.dtype
+        )
 
 
 def _scorers(cast: Staged, entry: Any) -> None:
     config = cast.config
     entry.check(config)
-    if config.kind == "judge":
+    if config.reading.kind == "judge":
         target, _ = cast.open_target()
         hidden, cast.target = target.config.get_text_config().hidden_size, None
     elif config.target.shrink:
-        hidden = TINY["hidden"]
+        hidden = TINY.hidden
     else:
-        hidden = _json("drafter", config.drafter)["hidden_size"]
-    rows, numbers = config.batch_size, len(config.scalars)
+        hidden = _json("reading.drafter", config.reading.drafter)["hidden_size"]
+    rows, numbers = config.batch_size, len(config.reading.scalars)
     with unset_fake_temporarily():
         two_N, two_NS = torch.arange(2), torch.zeros(2, numbers)
         fitted = ScorerRows(torch.zeros(2, hidden), two_N, two_NS, two_N.float(), two_N > 0, two_N)
@@ -294,8 +304,10 @@ def sized_tokenizer(size: int) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
 
 
-def model_of(config: PretrainedConfig, dtype: torch.dtype, lora: Any = None) -> PreTrainedModel:
-    """A causal LM of a config, on fake tensors; lora: a recipe that may ask for adapters."""
+def model_of(
+    config: PretrainedConfig, dtype: torch.dtype, lora: Lora | None = None
+) -> PreTrainedModel:
+    """A causal LM of a config, on fake tensors; lora: what adapters it gets."""
     # peft moves its layers, which fake tensors don't allow: so first on none at all.
     with unset_fake_temporarily(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")

@@ -32,6 +32,7 @@ from draftsmith.train.plan.memory import (
 )
 from draftsmith.train.plan.models import Staged, staged
 from draftsmith.train.run.frozen_target import check_shards
+from draftsmith.train.run.settings import setting
 from draftsmith.train.run.sharding import check_mode
 
 SPARE = 0.08  # of a GPU's memory: CUDA's context, kernels' workspaces, what the allocator wastes
@@ -121,7 +122,7 @@ def plan(argv: list[str]) -> Outline:
             seconds = _seconds(cast, sizes, step, asked, way)
             choices.append(Choice(way, checkpointing, found, seconds, found.total <= room))
     rows = config.batch_size * config.accumulation * asked.gpus
-    return Outline(asked, cast, sizes, rows * getattr(config, "max_length", 1), choices)
+    return Outline(asked, cast, sizes, rows * (cast.length or 1), choices)
 
 
 def _can(way: Sharding, cast: Staged) -> bool:
@@ -145,8 +146,8 @@ def _seconds(
     mine = asked.gpus if way.zero or way.cuts_weights else 1
     updated = (12 * sizes.learned + 2 * sizes.optimizer) / mine
     # Each token that the draft writes reads its weights.
-    written = getattr(config, "on_policy", 0) * config.accumulation
-    read = written * config.max_new_tokens * sizes.weights // 2 if written else 0
+    written = (setting(config, "on_policy.share") or 0) * config.accumulation
+    read = written * config.on_policy.max_new_tokens * sizes.weights // 2 if written else 0
     return passes + (updated + read) / (gpu.bandwidth * 1e9)
 
 
@@ -178,7 +179,7 @@ def show(outline: Outline, rest: list[str], console: Console) -> None:
     total = outline.tokens * config.steps
     console.print(f"{learned}; at most {outline.tokens:,} tokens a step, {total:,} in all")
     if best is None:
-        remedy = "lower batch_size or max_length, or take more or larger GPUs"
+        remedy = "lower batch_size or text.max_length, or take more or larger GPUs"
         if asked.gpus > 1 and not getattr(config, "shard_target", True):
             remedy += ", or share the target's layers out (shard_target=true)"
         console.print(f"nothing fits: {remedy}")

@@ -22,8 +22,8 @@ from draftsmith.models.disk.atomic import settle, write_atomically
 from draftsmith.models.disk.store import hold, what_differs
 
 KEPT_CHECKPOINTS = 2
-# Where the run lies and who watches it don't change what it computes.
-FREE_KEYS = {"out", "track"}
+# Where the run lies, what it prints and who watches it don't change what it computes.
+FREE_KEYS = {"out", "track", "show"}
 # How a step is divided may change on the way; checkpoint.load says when that is exact.
 DIVISION_KEYS = {"batch_size", "accumulation", "processes", "allow_resize"}
 

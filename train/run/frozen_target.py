@@ -10,7 +10,6 @@ to the next (decoding, filling a cache) happens inside `in_company`.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,27 +21,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.fingerprint import remember_body
 from draftsmith.models.taps import decoder_layers
-from draftsmith.models.target import TargetSpec, load_target, output_head
-
-
-@dataclass(kw_only=True)
-class FrozenTarget:
-    """The part of a recipe that says which target, and where its weights lie."""
-
-    target: TargetSpec
-    shard_target: bool = False  # each process keeps a share of its decoder layers
-
-    @property
-    def whole_target_for(self) -> str:
-        """What of this recipe goes with a whole target alone, and why; empty: nothing."""
-        return ""
+from draftsmith.models.target import load_target, output_head
+from draftsmith.train.run.settings import setting
 
 
 def open_target(
-    config: FrozenTarget, accelerator: Accelerator
+    config: Any, accelerator: Accelerator
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The recipe's target and its tokenizer, where this process computes. All call it together.
-    ValueError for what `load_target`, `check_shards` and `share_out` refuse.
+    """The target of a recipe that has `shard_target`, and its tokenizer, where this process
+    computes. All call it together. ValueError for what `load_target`, `check_shards` and
+    `share_out` refuse.
     """
     check_shards(config, accelerator.num_processes)
     if not config.shard_target:
@@ -55,7 +43,7 @@ def open_target(
 
 def check_shards(config: Any, processes: int) -> None:
     """ValueError for a recipe whose run can't do with a shared target."""
-    if not (isinstance(config, FrozenTarget) and config.shard_target):
+    if not setting(config, "shard_target"):
         return
     if processes == 1:
         raise ValueError(

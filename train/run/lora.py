@@ -19,12 +19,12 @@ from draftsmith.models.disk.atomic import whole_folder
 
 @dataclass(kw_only=True)
 class Lora:
-    """The part of a recipe that is about adapters."""
+    """The group `lora` of a recipe."""
 
-    lora_rank: int = 0  # 0: off, all weights are trained
-    lora_alpha: int = 16
-    lora_dropout: float = 0.0
-    lora_targets: list[str] = field(default_factory=list)  # [q_proj,v_proj]; empty: all linear maps
+    rank: int = 0  # 0: off, all weights are trained
+    alpha: int = 16
+    dropout: float = 0.0
+    targets: list[str] = field(default_factory=list)  # [q_proj,v_proj]; empty: all linear maps
 
 
 def with_lora(model: PreTrainedModel, lora: Lora, *, given: bool, seed: int) -> PreTrainedModel:
@@ -36,27 +36,27 @@ def with_lora(model: PreTrainedModel, lora: Lora, *, given: bool, seed: int) -> 
     ValueError where peft isn't installed, for a rank below 0, a fresh model, or names that match
     nothing, or something that is no linear map in the body.
     """
-    if not lora.lora_rank or hasattr(model, "merge_and_unload"):
+    if not lora.rank or hasattr(model, "merge_and_unload"):
         return model
-    if lora.lora_rank < 0 or not 0 <= lora.lora_dropout < 1:
+    if lora.rank < 0 or not 0 <= lora.dropout < 1:
         raise ValueError(
-            f"got lora_rank={lora.lora_rank}, lora_dropout={lora.lora_dropout}, expected a rank of "
-            "0 (off) or more, and a share below 1"
+            f"got lora.rank={lora.rank}, lora.dropout={lora.dropout}, expected a rank of 0 (off) "
+            "or more, and a share below 1"
         )
     if not given:
         raise ValueError(
-            f"lora_rank: got {lora.lora_rank} for a fresh model, which has nothing to adapt; "
-            "name a trained one, or say lora_rank=0 to train all weights"
+            f"lora.rank: got {lora.rank} for a fresh model, which has nothing to adapt; name a "
+            "trained one, or say lora.rank=0 to train all weights"
         )
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ValueError("lora_rank needs peft: pip install 'draftsmith[lora]'") from error
+        raise ValueError("lora.rank needs peft: pip install 'draftsmith[lora]'") from error
     config = LoraConfig(
-        r=lora.lora_rank,
-        lora_alpha=lora.lora_alpha,
-        lora_dropout=lora.lora_dropout,
-        target_modules=_targets(model, lora.lora_targets),
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=_targets(model, lora.targets),
     )
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # peft moves them to their layers
         torch.default_generator.manual_seed(seed)
@@ -98,7 +98,7 @@ def _targets(model: PreTrainedModel, names: list[str]) -> str | list[str]:
     if wrong:
         kinds = sorted({path.rpartition(".")[2] for path in linear})
         raise ValueError(
-            f"lora_targets: got {names}, of which {', '.join(wrong)} names no linear map in this "
+            f"lora.targets: got {names}, of which {', '.join(wrong)} names no linear map in this "
             f"model's body; expected some of {', '.join(kinds)}, or none to adapt them all"
         )
     return names

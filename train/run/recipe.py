@@ -2,30 +2,34 @@
 
     config = load(DistillConfig, sys.argv[1:])      # recipe=quickstart/distill lr=1e-4
 
-`recipe=` names a file of the recipes folder, or is the path of a YAML of your own (which may build
-on ours: `defaults: [/quickstart/distill, _self_]`). hydra composes it under the entry's dataclass;
-hydra's own `main` is not used, since it makes one output folder a process.
+A configuration is an entry's dataclass: what is typed daily at its top, the rest in groups
+(`text.max_length=512`), two levels at most. A plain value for a group is that of its first field:
+`draft=my/model` says `draft.path=my/model`. `recipe=` names a file of the recipes folder, or is the
+path of a YAML of your own; either may build on others (`defaults: [/quickstart/distill]`), as hydra
+orders them. hydra's own `main` is not used, since it makes one output folder a process.
 """
 
-import re
 from collections.abc import Collection
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 import draftsmith.recipes
-from draftsmith.command import given, kinds, unknown
+from draftsmith.command import given, kinds, place, unknown
 from draftsmith.train.run.folder import Run
 
 RECIPES = Path(draftsmith.recipes.__file__).resolve().parent
 T = TypeVar("T")
+Tree = dict[str, Any]
 
 
 def names() -> list[str]:
@@ -48,16 +52,17 @@ def load(schema: type[T], argv: list[str]) -> T:
     overrides = given(schema, [arg for arg in argv if not arg.startswith("recipe=")])
     if len(chosen) > 1:
         raise ValueError(f"got {len(chosen)} recipes ({', '.join(chosen)}), expected one")
-    structure = _structure(schema)
-    folder, parts = RECIPES, ["_schema"]
-    if chosen:
-        folder, recipe = _locate(chosen[0])
-        entry, ours = entry_of(chosen[0]), structure.get("entry")
-        if entry != ours:
-            raise ValueError(f"recipe {chosen[0]!r} is for train/{entry}.py, this is {ours}.py")
-        parts.append(recipe)
-    ConfigStore.instance().store(name="_schema", node=structure)
-    config = _compose(folder, parts, known=kinds(schema))
+    config: Any = _structure(schema)
+    known = kinds(schema)
+    if chosen and (entry := entry_of(chosen[0])) != (ours := config.get("entry")):
+        raise ValueError(f"recipe {chosen[0]!r} is for train/{entry}.py, this is {ours}.py")
+    try:
+        for name in chosen:
+            config = OmegaConf.merge(config, *(_opened(part, known) for part in _parts(name)))
+    except ConfigKeyError as error:
+        raise ValueError(unknown("key", str(error.full_key), known)) from error
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error}") from error
     for key, value in overrides.items():
         OmegaConf.update(config, key, value)
     missing = sorted(OmegaConf.missing_keys(config))
@@ -70,14 +75,14 @@ def load(schema: type[T], argv: list[str]) -> T:
 
 def entry_of(name: str) -> str | None:
     """The entry that a recipe says it is for; ValueError where there is no such recipe."""
-    folder, found = _locate(name)
-    entry: str | None = _compose(folder, [found]).get("entry")
-    return entry
+    said: list[str | None] = [part["entry"] for part in _parts(name) if "entry" in part]
+    return said[-1] if said else None
 
 
-def show(config: Any) -> str:
-    """The resolved recipe as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+def show(config: Any, what: str = "all") -> str:
+    """The resolved recipe as YAML; what: all of it, or the `changes` to the entry's defaults."""
+    tree, usual = _plain(OmegaConf.structured(config)), _plain(_structure(type(config)))
+    return OmegaConf.to_yaml(tree if what == "all" else _changes(tree, usual))
 
 
 def run_of(config: Any, *, main: bool) -> Run:
@@ -86,13 +91,36 @@ def run_of(config: Any, *, main: bool) -> Run:
     return Run(config.out, show(config), main=main, defaults=defaults)
 
 
+def _changes(tree: Tree, usual: Tree) -> Tree:
+    nested = {
+        name: _changes(value, usual[name])
+        for name, value in tree.items()
+        if isinstance(value, dict) and isinstance(usual[name], dict) and usual[name]
+    }
+    return {name: nested.get(name, value) for name, value in tree.items() if value != usual[name]}
+
+
 def _structure(schema: type) -> DictConfig:
-    """The schema with nested dataclasses opened, so that `target.path=...` finds its place."""
+    """The schema with required groups opened, so that `target.path=...` finds its place."""
     structure = OmegaConf.structured(schema)
     for name, kind in get_type_hints(schema).items():
         if is_dataclass(kind) and OmegaConf.is_missing(structure, name):
             structure[name] = OmegaConf.structured(kind)
     return structure
+
+
+def _plain(tree: Any) -> Tree:
+    plain: Any = OmegaConf.to_container(tree)
+    return plain
+
+
+def _opened(part: Tree, known: Collection[str]) -> Tree:
+    """The same with what is said of a group as a whole said of its first field."""
+    found = {}
+    for name, value in part.items():
+        _, _, field = place(name, known).partition(".")
+        found[name] = {field: value} if field and not isinstance(value, dict) else value
+    return found
 
 
 def _locate(name: str) -> tuple[Path, str]:
@@ -106,14 +134,22 @@ def _locate(name: str) -> tuple[Path, str]:
     raise ValueError(unknown("recipe", name, names()) + " (or a YAML's path)")
 
 
-def _compose(folder: Path, parts: list[str], known: Collection[str] = ()) -> DictConfig:
-    primary = {"defaults": [*parts, "_self_"], "hydra": {"searchpath": [f"file://{RECIPES}"]}}
+def _parts(name: str) -> list[Tree]:
+    """A recipe's own part, after those of the recipes that it builds on."""
+    folder, recipe = _locate(name)
+    primary = {"defaults": [recipe, "_self_"], "hydra": {"searchpath": [f"file://{RECIPES}"]}}
     ConfigStore.instance().store(name="_primary", node=primary)
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
-            return compose("_primary")
+            loader = GlobalHydra.instance().config_loader()
+            order = loader.compute_defaults_list("_primary", [], RunMode.RUN).defaults
+        built_of = [f"{one.config_path}.yaml" for one in order if not one.primary]
+        places = [[folder / path, RECIPES / path] for path in built_of]
+        # What hydra says of itself is in neither folder.
+        files = [next(filter(Path.is_file, either), None) for either in places]
+        parts = [OmegaConf.load(file) for file in files if file]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        found = re.search(r"full_key: (\S+)", f"{error}")
-        if found and "ConfigKeyError" in f"{error}":
-            raise ValueError(unknown("key", found[1], known)) from error
-        raise ValueError(f"{error}\n{error.__cause__ or ''}".strip()) from error
+        raise ValueError(f"recipe {name!r}: {error} {error.__cause__ or ''}".strip()) from error
+    if not all(isinstance(part, DictConfig) for part in parts):
+        raise ValueError(f"recipe {name!r}: got a list, expected keys with values")
+    return [{k: v for k, v in _plain(part).items() if k != "defaults"} for part in parts]

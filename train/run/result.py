@@ -49,9 +49,9 @@ def save_draft(
     draft: PreTrainedModel,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    *,
     target_path: str,
     made: dict[str, Any],
+    *,
     K: int = 4,
 ) -> None:
     """A drafter folder for `target`; prints the line that serves it."""

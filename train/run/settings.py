@@ -1,11 +1,14 @@
 """The settings that all training recipes share."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(kw_only=True)
 class Settings:
-    """What every training recipe can say; each entry's own dataclass adds to it."""
+    """What every training recipe can say, without a group before it. An entry's dataclass inherits
+    from this one alone, and adds its own fields and groups.
+    """
 
     out: str  # the run folder
     steps: int
@@ -34,11 +37,17 @@ class Settings:
     allow_resize: bool = False  # resume on other batches or processes where that isn't exact
     save_dtype: str = "bfloat16"  # of the result: bfloat16 | float32
     track: str = "none"  # none | wandb
+    show: str = "changes"  # printed at the start: changes (what isn't as by default) | all
 
     @property
     def dtype(self) -> str:
         """Of frozen models, and of copies to decode with."""
         return "bfloat16" if self.precision == "bf16" else "float32"
+
+    @property
+    def whole_target_for(self) -> str:
+        """What of this recipe goes with a whole target alone, and why; empty: nothing."""
+        return ""
 
 
 def check(settings: Settings) -> None:
@@ -56,9 +65,17 @@ def check(settings: Settings) -> None:
         )
 
 
+def setting(config: object, key: str) -> Any:
+    """The value of a key such as `text.max_length`; None where this entry has no such key."""
+    for name in key.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
 CHOICES = {
     "precision": ("bf16", "fp32"),
     "best_mode": ("min", "max"),
     "save_dtype": ("bfloat16", "float32"),
     "track": ("none", "wandb"),
+    "show": ("changes", "all"),
 }

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.train.run.optim import optimizers
-from draftsmith.train.run.settings import Settings
+from draftsmith.train.run.settings import Settings, setting
 
 # launch.py sets it in place of accelerate's own switch, which turns into DDP on a CPU and has
 # transformers load empty weights on all processes but the first.
@@ -50,10 +50,10 @@ def mode(accelerator: Accelerator) -> str:
 
 def check_mode(found: str, settings: Settings) -> None:
     """Raises ValueError for what the recipe asks and the mode `found` can't do."""
-    on_policy: float = getattr(settings, "on_policy", 0.0)
+    on_policy = setting(settings, "on_policy.share")
     if found in SHARDED and on_policy:
         raise ValueError(
-            f"got on_policy={on_policy} under {found}, expected 0: each process would "
+            f"got on_policy.share={on_policy} under {found}, expected 0: each process would "
             "write answers of its own lengths with weights that are whole only while all run the "
             "same layer, and wait forever; use ZeRO-2 or DDP, or answers of train/prepare.py"
         )
@@ -62,10 +62,10 @@ def check_mode(found: str, settings: Settings) -> None:
             f"got optimizer=muon under {found}: it needs two optimizers and whole matrices, "
             "DeepSpeed takes one optimizer and cuts them; use adamw or sgd, or DDP or FSDP2"
         )
-    lora: int = getattr(settings, "lora_rank", 0) if getattr(settings, "joint", True) else 0
+    lora = setting(settings, "joint.enabled") is not False and setting(settings, "lora.rank")
     if found in SHARDED and lora:
         raise ValueError(
-            f"got lora_rank={lora} under {found}, which would cut and save the frozen weights too: "
+            f"got lora.rank={lora} under {found}, which would cut and save the frozen weights too: "
             "use DDP or ZeRO-2, adapters and their moments are small"
         )
     if found == "zero3" and settings.compile:

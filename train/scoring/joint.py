@@ -1,11 +1,11 @@
 """An acceptance head (SpecDec++, arXiv 2405.19715) trained together with its draft.
 
-    loss + head_weight * mean_t [-(1 - a_t) log P0_t - a_t log P1_t]
+    loss + head.weight * mean_t [-(1 - a_t) log P0_t - a_t log P1_t]
     Y_t ~ q_t,   a_t = min(1, p_t(Y_t) / q_t(Y_t)),   P1_t = 1 - P0_t = sigmoid(head(h_t, Y_t))
 
 At each trained position the draft draws a token from its law as it is now, and the head learns how
 it would fare, from the state h that q was made of and numbers of Y. Draws and chances carry no
-gradient; the state carries the head's into the draft only with `head_through`.
+gradient; the state carries the head's into the draft only with `head.through`.
 
 Where this differs from the paper:
 1. The paper's head learns on a draft that stays as it is; here both learn, in one loss.
@@ -18,7 +18,6 @@ Shapes: N positions, K trained ones, R rows of a tile, V vocabulary, H hidden, S
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,28 +33,14 @@ NUMBERS = ("log_q", "entropy", "lead")  # of a drawn token
 
 @dataclass(kw_only=True)
 class JointHead:
-    """The part of a recipe that asks for an acceptance head beside the draft."""
+    """The group `head` of a distillation: an acceptance head beside the draft."""
 
-    head_weight: float = 0.0  # of its loss; 0: no head
-    head_through: bool = False  # its gradient also reaches the draft
-    head_scalars: list[str] = field(default_factory=lambda: list(NUMBERS))
-    head_blocks: int = 2
-    head_width: int = 64
-    head_prompts: int = 100  # held-out ones, decoded at the end to calibrate and check it
-
-
-class JointFields(Protocol):
-    """What `open_head` reads of a recipe."""
-
-    head_weight: float
-    head_through: bool
-    head_scalars: list[str]
-    head_blocks: int
-    head_width: int
-    seed: int
-
-    @property
-    def warp(self) -> SamplingParams: ...
+    weight: float = 0.0  # of its loss; 0: no head
+    through: bool = False  # its gradient also reaches the draft
+    scalars: list[str] = field(default_factory=lambda: list(NUMBERS))
+    blocks: int = 2
+    width: int = 64
+    prompts: int = 100  # held-out ones, decoded at the end to calibrate and check it
 
 
 class DrawnTokens:
@@ -111,32 +96,34 @@ class AcceptanceLoss(nn.Module):
         return state_KH, scalars_KS, label_N[mask_N]
 
 
-def open_head(asked: JointFields, hidden: int, teacher: Teacher) -> AcceptanceLoss | None:
+def open_head(
+    asked: JointHead, hidden: int, teacher: Teacher, warp: SamplingParams, seed: int
+) -> AcceptanceLoss | None:
     """A fresh head for a draft of this width, in fp32; None where the recipe wants none. ValueError
     for what doesn't go together.
     """
-    if not asked.head_weight:
+    if not asked.weight:
         return None
-    scalars, temperature = tuple(asked.head_scalars), asked.warp.temperature
-    if asked.head_weight < 0 or asked.warp.greedy:
+    scalars = tuple(asked.scalars)
+    if asked.weight < 0 or warp.greedy:
         raise ValueError(
-            f"head_weight: got {asked.head_weight} at temperature {temperature}, expected above 0, "
+            f"head.weight: got {asked.weight} at temperature {warp.temperature}, expected above 0, "
             "both: the head learns the chance of a drawn token"
         )
     if isinstance(teacher, TopKTeacher):
         raise ValueError(
-            "head_weight: got a target of which only the likeliest tokens are kept, expected its "
-            "states: a drawn token may be any one; leave cache_top_k out, or train the head on the "
+            "head.weight: got a target of which only the likeliest tokens are kept, expected its "
+            "states: a drawn token may be any one; leave cache.top_k out, or train the head on the "
             "finished draft (train/scorers.py)"
         )
     if "depth" in scalars:
         raise ValueError(
-            f"head_scalars: got {list(scalars)}, expected some of {', '.join(NUMBERS)}; a text has "
+            f"head.scalars: got {list(scalars)}, expected some of {', '.join(NUMBERS)}; a text has "
             "no levels: a head that reads them is trained on the finished draft (train/scorers.py)"
         )
-    sizes = {"blocks": asked.head_blocks, "width": asked.head_width}
+    sizes = {"blocks": asked.blocks, "width": asked.width}
     config = ScorerConfig("acceptance", hidden, **sizes, scalars=scalars, state="parent")
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(asked.seed)
+        torch.default_generator.manual_seed(seed)
         scorer = Scorer(config)
-    return AcceptanceLoss(scorer, weight=asked.head_weight, through=asked.head_through)
+    return AcceptanceLoss(scorer, weight=asked.weight, through=asked.through)

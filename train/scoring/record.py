@@ -3,10 +3,10 @@ does it): for a joint head's last part, and in the place of traces under target.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,8 +21,7 @@ from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.scorers import FOLDER, Scorer, save_scorer, weights_mark
 from draftsmith.models.target import TargetSpec, load_target
-from draftsmith.train.answers.development import prompts_for_development
-from draftsmith.train.drafts.draft_start import TINY, DraftSizes, fresh_draft
+from draftsmith.train.drafts.draft_start import TINY, fresh_draft
 from draftsmith.train.run.folder import Run
 from draftsmith.train.scoring.result import THRESHOLDS, calibrate, describe, next_command, show
 from draftsmith.train.scoring.rows import (
@@ -71,47 +70,28 @@ def record(
     writer.close()
 
 
-class Finishing(Protocol):
-    """What `finish_head` reads of a recipe."""
-
-    target: TargetSpec
-    data: str
-    heldout_data: str
-    head_prompts: int
-    prompt_tokens: int
-
-    @property
-    def warp(self) -> SamplingParams: ...
-
-
 def finish_head(
-    config: Finishing,
-    run: Run,
-    result: Path,
     scorer: Scorer,
+    prompts: list[list[int]],
+    run: Run,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    warp: SamplingParams,
+    target_path: str,
     made: dict[str, Any],
 ) -> None:
-    """Calibrate a trained head on rounds of the saved drafter `result`, check it on others, and
-    save it there; by one process alone. The prompts are held out, of the part that choices are made
+    """Calibrate a trained head on rounds of the drafter that the run has saved, check it on others,
+    and save it there; by one process alone. prompts: held out, of the part that choices are made
     on; half of them calibrate. ValueError for rounds that kept all, or nothing.
     """
-    asks = prompts_for_development(
-        config.heldout_data or config.data,
-        tokenizer,
-        count=config.head_prompts,
-        length=config.prompt_tokens,
-    )
-    numbers = islice((n for n in count() if part(n) in KEPT_APART), len(asks))
-    trace = run.cache / "rounds"
-    record(trace, result, target, tokenizer, dict(zip(numbers, asks, strict=True)), config.warp)
+    numbers = islice((n for n in count() if part(n) in KEPT_APART), len(prompts))
+    result, trace = run.folder / "drafter", run.cache / "rounds"
+    record(trace, result, target, tokenizer, dict(zip(numbers, prompts, strict=True)), warp)
     reading = Reading(
         kind="acceptance",
-        target=config.target,
         drafter=str(result),
         traces=[str(trace)],
-        reads="parent",
+        state="parent",
         scalars=list(scorer.config.scalars),
     )
     made_for, mark = expected_marks(reading)
@@ -123,40 +103,32 @@ def finish_head(
     with whole_folder(result / FOLDER) as half:
         save_scorer(half, scorer, about)
     show(run.folder, before, after)
-    print(next_command("acceptance", config.target.path, result, about["threshold"]))
+    print(next_command("acceptance", target_path, result, about["threshold"]))
 
 
-class Trial(Protocol):
-    """The part of a recipe that is tried; drafter and traces are set to what was made."""
-
-    kind: str
-    target: TargetSpec
-    drafter: str
-    traces: list[str]
+PROMPTS = 40  # enough that each part of them has some
 
 
-def write_trial(folder: Path, trial: Trial, accelerator: Accelerator) -> None:
-    """A drafter folder and traces of it, by the main process alone."""
-    drafter, traces = folder / "drafter", folder / "traces"
-    trial.drafter = "" if trial.kind == "judge" else str(drafter)
-    trial.traces = [str(traces)]
+def write_trial(
+    folder: Path, reading: Reading, spec: TargetSpec, accelerator: Accelerator
+) -> Reading:
+    """The same reading, of a drafter folder and traces of it that the main process makes here."""
+    drafter, traces, judged = folder / "drafter", folder / "traces", reading.kind == "judge"
     if accelerator.is_main_process:
-        decode(drafter, traces, trial)
+        decode(drafter, traces, spec, "judge" if judged else "decoder")
     accelerator.wait_for_everyone()
+    return replace(reading, drafter="" if judged else str(drafter), traces=[str(traces)])
 
 
-def decode(drafter: Path, traces: Path, trial: Trial) -> None:
-    """Decode a few prompts with a random draft. A judge's rows are labelled by the rule, which is
-    no judge: they only show that a recipe runs.
+def decode(drafter: Path, traces: Path, spec: TargetSpec, kind: str) -> None:
+    """Decode a few prompts with a random draft; kind: of the traces. A judge's rows are labelled by
+    the rule, which is no judge: they only show that a recipe runs.
     """
-    target, tokenizer = load_target(trial.target, "cpu")
-    sizes = DraftSizes(
-        **{name: TINY[name] for name in DraftSizes.__dataclass_fields__ if name in TINY}
-    )
+    target, tokenizer = load_target(spec, "cpu")
     save_drafter(
         drafter,
         kind="lm",
-        model=fresh_draft(sizes, target, tokenizer, seed=0),
+        model=fresh_draft(TINY, target, tokenizer, seed=0),
         tokenizer=tokenizer,
         target_fingerprint=fingerprint(target, tokenizer),
         provenance={},
@@ -165,5 +137,4 @@ def decode(drafter: Path, traces: Path, trial: Trial) -> None:
     # Random models say almost the same of every token: cold, they disagree.
     params = SamplingParams(temperature=0.1, max_new_tokens=12)
     prompts = {i: f"{i} and" for i in range(PROMPTS)}
-    kind = "judge" if trial.kind == "judge" else "decoder"
     record(traces, drafter, target, tokenizer, prompts, params, kind=kind)

@@ -36,15 +36,14 @@ CHUNK = 1 << 14  # rows turned to fp32 at a time
 
 @dataclass(kw_only=True)
 class Reading:
-    """The part of a recipe that says what a scorer reads, and learns to foretell."""
+    """The group `reading` of a recipe: what a scorer reads, and learns to foretell."""
 
     kind: str  # acceptance | judge
-    target: TargetSpec
     drafter: str = ""  # acceptance: the folder whose tokens are scored
     traces: list[str] = field(default_factory=list)  # folders, of one target and draft
     labels: str = "hard"  # what the rule did | soft: min(1, p / q)
     off_path: bool = False  # also rows after a rejected one, which no decoder would have come to
-    reads: str = "token"  # the state after the token | parent: the one that it was drawn from
+    state: str = "token"  # the one after it | parent: the one that it was drawn from
     scalars: list[str] = field(default_factory=list)  # of log_q, entropy, lead, depth
 
 
@@ -135,7 +134,9 @@ class RowBatches:
         return self.rows.take(torch.tensor(self._order.take(first, self.batch_size)))
 
 
-def expected_marks(reading: Reading) -> tuple[dict[str, Any], str | None]:
+def expected_marks(
+    reading: Reading, spec: TargetSpec | None = None
+) -> tuple[dict[str, Any], str | None]:
     """(fingerprint of the target, mark of the draft's weights) that traces must bear. An acceptance
     head's target is the one that its drafter was made for, {} where that isn't known; a judge's has
     to be loaded, and any draft will do (None).
@@ -143,8 +144,9 @@ def expected_marks(reading: Reading) -> tuple[dict[str, Any], str | None]:
     if reading.kind == "acceptance":
         meta = open_drafter(reading.drafter, None).meta
         return meta["target"] or {}, weights_mark(reading.drafter)
-    target, tokenizer = load_target(reading.target, "cpu")
-    return fingerprint(target, tokenizer, reading.target.path), None
+    assert spec is not None, "a judge's target has to be loaded"
+    target, tokenizer = load_target(spec, "cpu")
+    return fingerprint(target, tokenizer, spec.path), None
 
 
 def read_rows(
@@ -161,7 +163,9 @@ def read_rows(
     classes.
     """
     if not reading.traces:
-        raise ValueError("traces: got none, expected folders of `python -m draftsmith trace`")
+        raise ValueError(
+            "reading.traces: got none, expected folders of `python -m draftsmith trace`"
+        )
     found, counts = [], {"rows": 0}
     for folder in reading.traces:
         about = read_traces(folder, ["prompt"]).about
@@ -173,7 +177,8 @@ def read_rows(
     widths = {f: one.hidden for f, one in zip(reading.traces, found, strict=True)}
     if len(set(widths.values())) > 1:
         raise ValueError(
-            f"traces: got states of widths {widths}, expected one width; give traces of one model"
+            f"reading.traces: got states of widths {widths}, expected one width; give "
+            "traces of one model"
         )
     rows = joined(found)
     counts["used"] = len(rows)
@@ -194,7 +199,7 @@ def open_trace(folder: str, reading: Reading, *, mixed: bool) -> tuple[ScorerRow
     """
     judged = reading.kind == "judge"
     state = "target_state" if judged else "draft_state"
-    linked = not judged and reading.reads == "token"
+    linked = not judged and reading.state == "token"
     if linked and mixed:
         state, linked = "token_state", False
     columns = {"prompt", "kept", state, *reading.scalars}
@@ -241,8 +246,8 @@ def traced_settings(folders: Sequence[str]) -> dict[str, Any]:
         for name in (name for name in TRACED if name in settings):
             if found.setdefault(name, settings[name]) != settings[name]:
                 raise ValueError(
-                    f"traces: got {name}={settings[name]} in {folder} and {found[name]} before, "
-                    "expected one way to decode; train one head for each"
+                    f"reading.traces: got {name}={settings[name]} in {folder} and {found[name]} "
+                    "before, expected one way to decode; train one head for each"
                 )
     return found
 
@@ -255,7 +260,7 @@ def check_about(
     if about["kind"] not in kinds:
         raise ValueError(
             f"{folder}: got a trace of kind {about['kind']!r}, expected {' or '.join(kinds)} for "
-            f"kind={reading.kind}; give the folder of such a trace"
+            f"reading.kind={reading.kind}; give the folder of such a trace"
         )
     differ = differences(made_for, about["target"] or {})
     if differ:
@@ -271,15 +276,15 @@ def check_about(
         )
     if reading.labels == "soft" and settings.get("temperature") == 0:
         raise ValueError(
-            f"{folder}: got labels=soft with a trace at temperature 0, where a token is kept or "
-            "not, expected labels=hard"
+            f"{folder}: got reading.labels=soft with a trace at temperature 0, where a token is "
+            "kept or not, expected hard ones"
         )
     traced = about["drafter"] or {}
     if mark not in (None, traced.get("mark")):
         raise ValueError(
             f"{folder}: got a trace of another drafter ({traced.get('path')}, of mark "
             f"{traced.get('mark')}), expected the weights of mark {mark}; trace this drafter, or "
-            "give the one that was traced as drafter="
+            "give the one that was traced as reading.drafter="
         )
 
 
@@ -292,7 +297,7 @@ def check_finite(folder: str, rows: ScorerRows, scalars: Sequence[str]) -> None:
         if bad:
             raise ValueError(
                 f"{folder}: got {bad} of {len(rows)} rows where {name} isn't a number, expected "
-                "numbers; look at the drafter's logits there, or leave it out of scalars="
+                "numbers; look at the drafter's logits there, or leave it out of reading.scalars="
             )
 
 

@@ -65,7 +65,7 @@ class TapCache(TokenShards):
     Raises ValueError for taps that the target hasn't, or an unknown `stored`.
     """
 
-    stem, what, remedy = "states", "the target's states", "set cache_int8=true"
+    stem, what, remedy = "states", "the target's states", "set cache.int8=true"
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class TopKCache(TokenShards):
     Raises ValueError for a k that the vocabulary hasn't.
     """
 
-    stem, what, remedy = "top-k", "the target's likeliest tokens", "lower cache_top_k"
+    stem, what, remedy = "top-k", "the target's likeliest tokens", "lower cache.top_k"
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class TopKCache(TokenShards):
         self.k, self.warp, self.vocab_size = k, warp, vocab_size(tokenizer)
         if not 0 < k <= self.vocab_size:
             raise ValueError(
-                f"cache_top_k: got {k}, expected 1 to {self.vocab_size}, the tokens of the "
+                f"cache.top_k: got {k}, expected 1 to {self.vocab_size}, the tokens of the "
                 "vocabulary; 0 keeps the target's last states, which are exact"
             )
         self.ids_type = torch.uint16 if self.vocab_size <= 1 << 16 else torch.int32

@@ -21,11 +21,11 @@ States = Callable[[Batch], TargetStates]
 
 @dataclass(kw_only=True)
 class Cache:
-    """The part of a recipe that says where the target's states are kept."""
+    """The group `cache` of a recipe: where the target's states are kept."""
 
-    cache: str = ""  # a folder; empty: they are made anew at each step
-    cache_int8: bool = False  # at half the size
-    cache_top_k: int = 0  # instead of states, so many of the likeliest tokens; 0: states, exact
+    path: str = ""  # a folder; empty: they are made anew at each step
+    int8: bool = False  # at half the size
+    top_k: int = 0  # instead of states, so many of the likeliest tokens; 0: states, exact
 
 
 class OnlineTaps:
@@ -73,29 +73,29 @@ class CachedTaps:
 
 
 def open_states(
-    config: Cache,
+    keep: Cache,
     accelerator: Accelerator,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     taps: Sequence[Tap],
     batches: Batches,
 ) -> States:
-    """The states that training reads: computed, or from the folder `cache`, which all processes
+    """The states that training reads: computed, or from the folder `keep.path`, which all processes
     first fill together. Runs on the same text, target and taps can share one.
 
     Raises ValueError for wrong taps, or what `TapCache` refuses.
     """
-    if config.cache_top_k:
+    if keep.top_k:
         raise ValueError(
-            f"cache_top_k: got {config.cache_top_k}, expected 0: a head reads the target's states, "
-            "of which the likeliest tokens tell nothing; cache them as they are, or with cache_int8"
+            f"cache.top_k: got {keep.top_k}, expected 0: a head reads the target's states, of "
+            "which the likeliest tokens tell nothing; cache them as they are, or with cache.int8"
         )
-    if not config.cache:
-        if config.cache_int8:
-            raise ValueError("got cache_int8=true without a cache, expected cache=<a folder> too")
+    if not keep.path:
+        if keep.int8:
+            raise ValueError("got cache.int8=true without a cache, expected cache=<a folder> too")
         return OnlineTaps(target, taps)
-    stored = "int8" if config.cache_int8 else "bfloat16"
+    stored = "int8" if keep.int8 else "bfloat16"
     with accelerator.autocast():
-        cache = TapCache(Path(config.cache), target, tokenizer, taps, batches, stored=stored)
+        cache = TapCache(Path(keep.path), target, tokenizer, taps, batches, stored=stored)
         cache.fill(accelerator)
     return CachedTaps(cache, taps)

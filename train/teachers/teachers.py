@@ -112,20 +112,10 @@ class TopKTeacher:
         return self.kept(places_N, batch.input_ids.device)
 
 
-class TeacherSettings(Protocol):
-    """The part of a recipe that `open_teacher` reads."""
-
-    data: str
-    cache: str
-    cache_int8: bool
-    cache_top_k: int
-
-    @property
-    def warp(self) -> SamplingParams: ...
-
-
 def open_teacher(
-    config: TeacherSettings,
+    keep: Cache,
+    data: str,
+    warp: SamplingParams,
     accelerator: Accelerator,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -133,38 +123,38 @@ def open_teacher(
     draft: PreTrainedModel | None = None,
 ) -> Teacher:
     """What training compares with: the target itself; its states or likeliest tokens from the
-    folder `cache`, which is filled first; or, without one, the log-probabilities that a server told
-    with the answers in `data`.
+    folder `keep.path`, which is filled first; or, without one, the log-probabilities that a server
+    told with the answers in `data`.
 
-    draft: what the likeliest tokens lose is shown for it.
+    Args:
+        warp: how both sides are compared.
+        draft: what the likeliest tokens lose is shown for it.
 
     Raises ValueError for what `StateTeacher`, the caches and `open_top_logprobs` refuse.
     """
     itself = StateTeacher(target, vocab_size(tokenizer))
-    told = None if config.cache else open_top_logprobs(config.data, tokenizer, config.warp)
+    told = None if keep.path else open_top_logprobs(data, tokenizer, warp)
     if told is not None:
         accelerator.print(
-            f"{config.data}: training compares with the log-probabilities there, from a server; "
+            f"{data}: training compares with the log-probabilities there, from a server; "
             "held-out figures and text of the draft's own with target.path"
         )
         return TopKTeacher(told, itself)
-    if not config.cache_top_k:
-        keep = Cache(cache=config.cache, cache_int8=config.cache_int8)
+    if not keep.top_k:
         states = open_states(keep, accelerator, target, tokenizer, (), batches)
         return StateTeacher(target, vocab_size(tokenizer), states)
-    if not config.cache or config.cache_int8:
+    if not keep.path or keep.int8:
         raise ValueError(
-            f"got cache_top_k={config.cache_top_k}, cache={config.cache!r}, cache_int8="
-            f"{config.cache_int8}, expected cache=<a folder>, and int8 of states alone"
+            f"got cache.top_k={keep.top_k}, cache.path={keep.path!r}, cache.int8={keep.int8}, "
+            "expected cache=<a folder>, and int8 of states alone"
         )
     with accelerator.autocast():
-        folder, k = Path(config.cache), config.cache_top_k
-        cache = TopKCache(folder, target, tokenizer, k, config.warp, batches)
+        cache = TopKCache(Path(keep.path), target, tokenizer, keep.top_k, warp, batches)
         cache.fill(accelerator)
         teacher = TopKTeacher(cache.rows, itself)
         if draft is not None:
             first = batches.batch(0, 0, 0, accumulation=1, world=1)
-            table = lost(teacher, draft, first, config.warp)  # all run it, if the target is sharded
+            table = lost(teacher, draft, first, warp)  # all run it, if the target is sharded
             if accelerator.is_main_process:
                 show(table)
     return teacher

@@ -19,6 +19,7 @@ from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_lm import recast
 from draftsmith.train.run.loop import step_seed
+from draftsmith.train.run.settings import Settings
 from draftsmith.train.run.sharding import whole_state
 from draftsmith.train.text.batches import Batch, Batches, Examples
 from draftsmith.train.text.prepared import is_prepared
@@ -29,21 +30,20 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(kw_only=True)
 class Text:
-    """The part of a recipe that names the text."""
+    """The group `text` of a recipe."""
 
-    data: str = "stdlib"  # see rows.read_source, or a folder that train/prepare.py wrote
-    max_length: int = 256
-    packing: bool = True
+    max_length: int = 256  # tokens of a sequence
+    packing: bool = True  # several documents a sequence, which don't see one another
 
 
 @dataclass(kw_only=True)
-class OnPolicyText(Text):
-    """The same, for text that the draft may write itself; then nothing is packed."""
+class OnPolicyText:
+    """The group `on_policy` of a recipe: text that the draft writes itself, which isn't packed."""
 
-    on_policy: float = 0.0  # lambda: the share of steps whose answers the draft writes
+    share: float = 0.0  # lambda: of the steps
+    temperature: float = 1.0  # the papers' value, whatever temperature is distilled for
     prompt_tokens: int = 32  # of a document, where an answer to it is wanted
     max_new_tokens: int = 128
-    sample_temperature: float = 1.0  # the papers' value, whatever temperature is distilled for
 
 
 class Snapshot(Generic[Module]):
@@ -72,7 +72,7 @@ class OnPolicy:
     document, its first `prompt_tokens`.
     """
 
-    text: OnPolicyText
+    asked: OnPolicyText
     batches: Batches
     draft: Snapshot[PreTrainedModel]
     tokenizer: PreTrainedTokenizerBase
@@ -80,33 +80,33 @@ class OnPolicy:
     chooses = "on_policy"
 
     def __post_init__(self) -> None:
-        text = self.text
-        if not 0 < text.on_policy <= 1:
-            raise ValueError(f"on_policy: got {text.on_policy}, expected a share in [0, 1]")
-        if text.prompt_tokens >= text.max_length:
+        asked, batches = self.asked, self.batches
+        if not 0 < asked.share <= 1:
+            raise ValueError(f"on_policy.share: got {asked.share}, expected a share in [0, 1]")
+        if asked.prompt_tokens >= batches.max_length:
             raise ValueError(
-                f"prompt_tokens: got {text.prompt_tokens}, expected fewer than max_length="
-                f"{text.max_length}, so that there is room for an answer"
+                f"on_policy.prompt_tokens: got {asked.prompt_tokens}, expected fewer than "
+                f"text.max_length={batches.max_length}, so that there is room for an answer"
             )
-        assert not self.batches.packing, "a packed row has several prompts"
+        assert not batches.packing, "a packed row has several prompts"
         self._decoder: Decoder | None = None
 
     def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
         """As `Batches.batch`."""
         written = self.batches.batch(step, micro, rank, accumulation=accumulation, world=world)
-        if np.random.default_rng((self.batches.seed, step)).random() >= self.text.on_policy:
+        if np.random.default_rng((self.batches.seed, step)).random() >= self.asked.share:
             return written
         return self._rewrite(written, step_seed(self.batches.seed, step, micro, rank))
 
     def _rewrite(self, written: Batch, seed: int) -> Batch:
         prompts = [
-            prompt_of(ids_T, mask_T, self.text.prompt_tokens)
+            prompt_of(ids_T, mask_T, self.asked.prompt_tokens)
             for ids_T, mask_T in zip(written.input_ids, written.loss_mask, strict=True)
         ]
-        room = self.text.max_length - max(map(len, prompts))
+        room = self.batches.max_length - max(map(len, prompts))
         params = SamplingParams(
-            temperature=self.text.sample_temperature,
-            max_new_tokens=min(self.text.max_new_tokens, room),
+            temperature=self.asked.temperature,
+            max_new_tokens=min(self.asked.max_new_tokens, room),
             seed=seed,
         )
         draft = self.draft.take()
@@ -159,19 +159,18 @@ def training_examples(
 
 def make_batches(
     text: Text,
+    settings: Settings,
     examples: Examples,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    batch_size: int,
-    seed: int,
     packing: bool | None = None,
 ) -> Batches:
     """Batches of the text as it is; packing as in the recipe, unless it is given."""
     return Batches(
         examples,
-        batch_size=batch_size,
+        batch_size=settings.batch_size,
         max_length=text.max_length,
-        seed=seed,
+        seed=settings.seed,
         packing=text.packing if packing is None else packing,
         pad_id=tokenizer.pad_token_id or 0,
     )

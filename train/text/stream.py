@@ -27,7 +27,7 @@ from draftsmith.train.run.loop import step_seed
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.text.batches import Batch, Batches, Examples
 from draftsmith.train.text.on_policy import Text
-from draftsmith.train.text.shards import Shard, ShardReader, shards_of
+from draftsmith.train.text.shards import ShardReader, shards_of
 from draftsmith.train.text.tokenise import tokenise
 
 # A window is read in about so many pieces, each from the corpus that is furthest behind its share.
@@ -37,12 +37,12 @@ Numbered = tuple[int, Any, Any]  # a document's number, and arrays: its ids, whi
 
 
 @dataclass(kw_only=True)
-class Corpus(Settings, Text):
-    """A recipe's settings, with the part that names text to stream."""
+class Corpus:
+    """The group `corpus` of a recipe: text to stream."""
 
     # Each a path, a glob, a folder, `stdlib` or a hub's name; empty: `data` is trained on, from
     # memory. With it, `data` gives the held-out text alone.
-    corpus: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)  # of their tokens; empty: all alike
     shuffle: int = 1024  # sequences of a window
     skip_corrupt: bool = False  # leave a broken shard's rest out, and say so
@@ -90,21 +90,19 @@ class WindowReader:
     twice before all have come once.
     """
 
-    config: Corpus
-    tokenizer: PreTrainedTokenizerBase
-    shards: list[list[Shard]]  # of each corpus
+    stream: "CorpusStream"
     rank: int
     world: int
-    left_out: frozenset[str]
 
     def __post_init__(self) -> None:
-        config = self.config
-        self.weights = config.weights or [1.0] * len(config.corpus)
-        how: dict[str, Any] = {"rank": self.rank, "world": self.world, "left_out": self.left_out}
-        how["skip_corrupt"] = config.skip_corrupt
+        stream, corpus = self.stream, self.stream.corpus
+        self.weights = corpus.weights or [1.0] * len(corpus.sources)
+        how: dict[str, Any] = {"rank": self.rank, "world": self.world}
+        how |= {"left_out": stream.left_out, "skip_corrupt": corpus.skip_corrupt}
+        named = zip(corpus.sources, stream.shards, strict=True)
         self.readers = [
-            ShardReader(source, shards, seed=step_seed(config.seed, number), **how)
-            for number, (source, shards) in enumerate(zip(config.corpus, self.shards, strict=True))
+            ShardReader(source, shards, seed=step_seed(stream.seed, number), **how)
+            for number, (source, shards) in enumerate(named)
         ]
         self.rows = [reader.rows() for reader in self.readers]
         self.tokens = [0] * len(self.readers)
@@ -132,21 +130,21 @@ class WindowReader:
         """The next window: at least one full batch. ValueError: what the readers and `tokenise`
         refuse, or text of which nothing is trained.
         """
-        config, before = self.config, self.state()
-        found, goal = self.rest, config.shuffle * config.max_length
+        stream, before = self.stream, self.state()
+        found, goal = self.rest, stream.corpus.shuffle * stream.max_length
         batches: Batches | None = None
-        while batches is None or len(batches) < config.batch_size:
+        while batches is None or len(batches) < stream.batch_size:
             documents, ended = self._piece(goal)
             found = [*found, *documents]
             full = sum(len(ids) for _, ids, _ in found) >= goal
             if found and (full or (ended and len(self.readers) == 1)):
                 batches = Batches(
                     Examples.collect((ids, trained) for _, ids, trained in found),
-                    batch_size=config.batch_size,
-                    max_length=config.max_length,
-                    seed=step_seed(config.seed, self.rank, self.windows),
+                    batch_size=stream.batch_size,
+                    max_length=stream.max_length,
+                    seed=step_seed(stream.seed, self.rank, self.windows),
                     packing=True,
-                    pad_id=self.tokenizer.pad_token_id or 0,
+                    pad_id=stream.tokenizer.pad_token_id or 0,
                 )
         notes = [note for reader in self.readers for note in reader.notes]
         for reader in self.readers:
@@ -171,7 +169,7 @@ class WindowReader:
             letters += len(row.text)
         if not rows:
             return [], True
-        examples = tokenise(rows, self.tokenizer)
+        examples = tokenise(rows, self.stream.tokenizer)
         self.tokens[chosen] += len(examples.ids)
         first, self.documents = self.documents, self.documents + len(rows)
         pairs = map(examples.example, range(len(rows)))
@@ -188,12 +186,17 @@ class CorpusStream:
     chooses = "corpus"
 
     def __init__(
-        self, config: Corpus, tokenizer: PreTrainedTokenizerBase, left_out: Iterable[str] = ()
+        self,
+        corpus: Corpus,
+        text: Text,
+        settings: Settings,
+        tokenizer: PreTrainedTokenizerBase,
+        left_out: Iterable[str] = (),
     ) -> None:
-        check(config)
-        self.config = config
-        self.tokenizer = tokenizer
-        self.shards = [shards_of(source) for source in config.corpus]
+        check(corpus, settings.batch_size)
+        self.corpus, self.tokenizer, self.max_length = corpus, tokenizer, text.max_length
+        self.batch_size, self.seed = settings.batch_size, settings.seed
+        self.shards = [shards_of(source) for source in corpus.sources]
         self.left_out = frozenset(left_out)
         self._ahead: Future[Window] | None = None
         self._window: Window | None = None
@@ -239,7 +242,7 @@ class CorpusStream:
 
     def fingerprint(self) -> str:
         """sha256 over the shards' names and, of files, their sizes."""
-        digest = hashlib.sha256(repr((self.config.corpus, self.config.weights)).encode())
+        digest = hashlib.sha256(repr((self.corpus.sources, self.corpus.weights)).encode())
         for shard in chain.from_iterable(self.shards):
             digest.update(repr((shard.name, shard.path and shard.path.stat().st_size)).encode())
         return digest.hexdigest()
@@ -250,12 +253,10 @@ class CorpusStream:
         return {**self._place, "window": self._window.before, "taken": self._taken}
 
     def _open(self, rank: int, world: int) -> None:
-        self._reader = WindowReader(
-            self.config, self.tokenizer, self.shards, rank=rank, world=world, left_out=self.left_out
-        )
+        self._reader = WindowReader(self, rank=rank, world=world)
         self._pool = ThreadPoolExecutor(1, "corpus")
         self._place: State = {"rank": rank, "world": world, "corpus": self.fingerprint()[:12]}
-        self._place["batch_size"] = self.config.batch_size
+        self._place["batch_size"] = self.batch_size
         if self._start:
             changed = [name for name, value in self._place.items() if self._start[name] != value]
             if changed:
@@ -281,16 +282,17 @@ class CorpusStream:
             warnings.warn(f"corpus: {note}", stacklevel=3)
 
 
-def check(config: Corpus) -> None:
+def check(corpus: Corpus, batch_size: int) -> None:
     """Raises ValueError for what no type can rule out."""
-    many, weights = len(config.corpus), config.weights
+    many, weights = len(corpus.sources), corpus.weights
     if weights and (len(weights) != many or min(weights) <= 0):
         raise ValueError(
-            f"weights: got {weights} for {many} corpora, expected one above 0 for each, or none"
+            f"corpus.weights: got {weights} for {many} corpora, expected one above 0 for each, "
+            "or none"
         )
-    if config.shuffle < config.batch_size:
+    if corpus.shuffle < batch_size:
         raise ValueError(
-            f"shuffle: got {config.shuffle}, expected at least batch_size={config.batch_size}"
+            f"corpus.shuffle: got {corpus.shuffle}, expected at least batch_size={batch_size}"
         )
 
 

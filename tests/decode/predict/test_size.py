@@ -151,7 +151,7 @@ def test_the_command_reads_a_config_alone(
     for target in (tmp_path, tmp_path / "config.json"):
         sizing.main([f"target={target}", "device=a100", "bandwidth=100", "K=3"])
     said = capsys.readouterr().out
-    assert "recipe: layers=" in said and "modelled" in said and "assumed" in said
+    assert "recipe: draft.layers=" in said and "modelled" in said and "assumed" in said
     assert "100 GB/s" in said and "FastDraft" in said
     wrong = {
         "device=tpu": "expected one of h100, h200",

@@ -104,9 +104,14 @@ def test_a_server_and_its_learner_may_be_killed_anywhere(
     serve = [f"target={target}", f"drafter={draft}", f"online={online}", f"port={port}"]
     serve += ["max_len=64", "rows=4", "keep_top_k=8", "threads=1"]
     learn = [f"target.path={target}", f"drafter={draft}", f"folder={online}", "loss=fkl"]
-    learn += [f"out={tmp_path / 'run'}", "precision=fp32", "requests_per_step=1", "batch_size=2"]
+    learn += [
+        f"out={tmp_path / 'run'}",
+        "precision=fp32",
+        "mix.requests_per_step=1",
+        "batch_size=2",
+    ]
     learn += ["steps=100000", "eval_every=2", "save_every=3", "idle_priority=false"]
-    learn += ["heldout_least=2", "margin=-1", "rollback_requests=100000"]  # publish every time
+    learn += ["publish={heldout_least: 2, margin: -1, rollback_requests: 100000}"]  # every time
     server = Mortal("serve", serve, server_spots, told)
     learner = Mortal("online", learn, learner_spots, told)
     try:

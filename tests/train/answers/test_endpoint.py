@@ -26,7 +26,12 @@ def test_prepare_keeps_what_a_server_answered(
     out = tmp_path / "out"
     argv = [f"target.path={tmp_path / 'target'}", f"data={tmp_path / 'rows.jsonl'}", f"out={out}"]
     with running(tiny_tokenizer, ids=False, apis="text", extra_tokens=1) as server:
-        argv += [f"endpoint={server.url}", "concurrency=2", "retries=1", "split=all"]
+        argv += [
+            f"endpoint={server.url}",
+            "endpoint.concurrency=2",
+            "endpoint.retries=1",
+            "split=all",
+        ]
         argv += ["max_new_tokens=8", "temperature=0", "device=cpu"]
         server.faults = [OK] * 8 + [(503, {})] * 1000
         with pytest.raises(SystemExit, match=r"given up .*503(.|\n)*the same command goes on"):

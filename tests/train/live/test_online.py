@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from served_requests import folder_of, fresh_head, serve_by_head, serve_by_lm
+from served_requests import folder_of, fresh_head, lessons, serve_by_head, serve_by_lm
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.decode.engine.decoder import Decoder
@@ -26,9 +26,9 @@ from draftsmith.train import online
 from draftsmith.train.live import idle_time
 from draftsmith.train.live.batches import Alpha
 from draftsmith.train.live.idle_time import Duty, yield_the_processor
-from draftsmith.train.live.learner import Lessons, open_learner
+from draftsmith.train.live.learner import open_learner
 from draftsmith.train.live.publishing import Publisher, Publishing
-from draftsmith.train.live.replay import StreamConfig, read_stream
+from draftsmith.train.live.replay import Replay, read_stream
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ def test_streams(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Non
 
     def of(words: str) -> Any:
         return read_stream(
-            StreamConfig(stream=words, sources=sources, part="train"), tiny_tokenizer
+            Replay(stream=words, sources=sources, part="train"), tiny_tokenizer, seed=0
         )
 
     asked = of("a:5,b:3+mix:6")
@@ -246,7 +246,12 @@ def test_a_learner_waits_for_its_server_and_goes_on_after_a_signal(
     folder = folder_of(tmp_path / "draft", kind, draft, tiny_target, tiny_tokenizer)
     arguments = [f"target.path={target}", f"drafter={folder}", f"out={out}", "tag=sums"]
     arguments += [f"folder={tmp_path / 'online'}", f"kind={kind}", "loss=fkl", "steps=100"]
-    arguments += ["precision=fp32", "requests_per_step=2", "batch_size=2", "idle_priority=false"]
+    arguments += [
+        "precision=fp32",
+        "mix.requests_per_step=2",
+        "batch_size=2",
+        "idle_priority=false",
+    ]
     buffer, done = ReplayBuffer(place / "buffer"), 0
 
     def steps() -> list[int]:
@@ -297,10 +302,10 @@ def test_a_draft_of_another_kind_is_refused(
     folder = folder_of(tmp_path / "draft", "lm", tiny_draft, tiny_target, tiny_tokenizer)
     mark = fingerprint(tiny_target, tiny_tokenizer)
     with pytest.raises(ValueError, match="of kind lm and kind=eagle3"):
-        open_learner(folder, Lessons(steps=1, kind="eagle3"), tiny_target, tiny_tokenizer, mark)
+        open_learner(folder, lessons("eagle3"), tiny_target, tiny_tokenizer, mark)
 
 
-@pytest.mark.parametrize("settings", [{"second_loss": "tv"}, {"beta": 0.25}])
+@pytest.mark.parametrize("settings", [{"second": "tv"}, {"beta": 0.25}])
 def test_what_a_head_cannot_heed_is_refused(
     tmp_path: Path,
     head: Eagle,
@@ -309,10 +314,10 @@ def test_what_a_head_cannot_heed_is_refused(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     folder = folder_of(tmp_path / "draft", "eagle3", head, tiny_target, tiny_tokenizer)
-    lessons = Lessons(steps=1, kind="eagle3", loss="fkl", **settings)
+    wrong = lessons("eagle3", **settings)
     mark = fingerprint(tiny_target, tiny_tokenizer)
-    with pytest.raises(ValueError, match=r"second_loss=.* expected neither"):
-        open_learner(folder, lessons, tiny_target, tiny_tokenizer, mark)
+    with pytest.raises(ValueError, match=r"Losses\(.* expected loss.name alone"):
+        open_learner(folder, wrong, tiny_target, tiny_tokenizer, mark)
 
 
 def test_a_draft_learns_a_topic_while_it_serves(
@@ -330,9 +335,14 @@ def test_a_draft_learns_a_topic_while_it_serves(
     (tmp_path / "asked.jsonl").write_text("\n".join(asked))
     out = tmp_path / "run"
     arguments = [f"target.path={target}", f"drafter={folder}", f"out={out}", "seed=1"]
-    arguments += [f"stream={tmp_path / 'asked.jsonl'}", "steps=1", "precision=fp32", "duty=1"]
-    arguments += ["max_new_tokens=24", "requests_per_step=4", "eval_every=4", "lr=0.01"]
-    arguments += ["heldout_least=3", "idle_priority=false", "save_every=0", f"ceiling={folder}"]
+    arguments += [f"replay={tmp_path / 'asked.jsonl'}", "steps=1", "precision=fp32", "duty=1"]
+    arguments += ["replay.max_new_tokens=24", "mix.requests_per_step=4", "eval_every=4", "lr=0.01"]
+    arguments += [
+        "publish.heldout_least=3",
+        "idle_priority=false",
+        "save_every=0",
+        f"replay.ceiling={folder}",
+    ]
     before = os.sched_getscheduler(0)
     online.main(arguments)
     assert os.sched_getscheduler(0) == before

@@ -10,6 +10,7 @@ from served_requests import (
     PROMPTS,
     folder_of,
     fresh_head,
+    lessons,
     serve,
     serve_by_head,
     serve_by_lm,
@@ -24,7 +25,7 @@ from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.target import vocab_size
 from draftsmith.train.live.batches import Buffered, Mix, kept_states
 from draftsmith.train.live.idle_time import Duty
-from draftsmith.train.live.learner import Lessons, open_learner
+from draftsmith.train.live.learner import open_learner
 from draftsmith.train.objectives.distillation import Distillation
 from draftsmith.train.objectives.eagle import Eagle3Objective
 from draftsmith.train.teachers.states import OnlineTaps
@@ -82,7 +83,7 @@ def test_the_loss_is_that_of_a_pass_of_the_target(
     """
     folder = folder_of(tmp_path / "draft", "lm", tiny_draft, tiny_target, tiny_tokenizer)
     mark = fingerprint(tiny_target, tiny_tokenizer)
-    learner = open_learner(folder, Lessons(steps=1), tiny_target, tiny_tokenizer, mark)
+    learner = open_learner(folder, lessons(), tiny_target, tiny_tokenizer, mark)
     every = serve(Decoder(tiny_target, tiny_tokenizer, batch_size=4), PROMPTS[:3], k=320)
     batch = whole([every[i] for i in range(3)])
     exact = StateTeacher(tiny_target, vocab_size(tiny_tokenizer))
@@ -144,7 +145,7 @@ def drawn(mix: Mix, buffer: ReplayBuffer, steps: int) -> list[int]:
         taken.extend(numbers)
         return whole(requests)
 
-    batches = Buffered(mix, buffer, noted, NoMore(), Duty(1.0), print)
+    batches = Buffered(mix, buffer, noted, NoMore(), Duty(1.0), print, batch_size=16, seed=0)
     for step in range(steps):
         batches.batch(step, 0, 0, accumulation=1, world=1)
     return taken
@@ -154,7 +155,7 @@ def test_what_a_step_draws(tmp_path: Path, by_lm: dict[int, Served]) -> None:
     requests = [by_lm[i] for i in range(24)]
     requests[5] = replace(requests[5], corrected_A=torch.zeros(12, dtype=torch.bool))
     buffer = filled(tmp_path, requests)
-    one = {"recent": 0.0, "reservoir": 0.0, "disagreement": 0.0, "window": 4, "batch_size": 16}
+    one = {"recent": 0.0, "reservoir": 0.0, "disagreement": 0.0, "window": 4}
     recent = drawn(Mix(**one | {"recent": 1.0}), buffer, 6)
     assert set(recent) == {20, 21, 22, 23}
     anything = drawn(Mix(**one | {"reservoir": 1.0}), buffer, 20)
@@ -187,8 +188,8 @@ def test_a_step_waits_for_its_requests(tmp_path: Path, by_lm: dict[int, Served])
             return bool(self.left)
 
     feed = Slowly([by_lm[i] for i in range(9)])
-    mix = Mix(requests_per_step=3, batch_size=1)
-    batches = Buffered(mix, buffer, lambda r, n: whole(r), feed, Duty(1.0), said.append)
+    mix, one = Mix(requests_per_step=3), {"batch_size": 1, "seed": 0}
+    batches = Buffered(mix, buffer, lambda r, n: whole(r), feed, Duty(1.0), said.append, **one)
     counts = []
     for step in range(3):
         batches.batch(step, 0, 0, accumulation=1, world=1)
@@ -202,20 +203,20 @@ def test_a_step_waits_for_its_requests(tmp_path: Path, by_lm: dict[int, Served])
     assert not stopped.loss_mask.any() and feed.looks == 9, "a signal ends the waiting"
     assert batches.to_go_on == "ask again"
     empty = Buffered(
-        mix, ReplayBuffer(tmp_path / "no"), lambda r, n: whole(r), NoMore(), Duty(1.0), print
+        mix, ReplayBuffer(tmp_path / "no"), lambda r, n: whole(r), NoMore(), Duty(1.0), **one
     )
     with pytest.raises(ValueError, match="got 0 requests to train on"):
         empty.batch(0, 0, 0, accumulation=1, world=1)
     # A learner that comes back after 1,000 steps, while the server began its buffer anew, or after
     # more requests than are still there: what is there counts once.
     for first in (0, -5000):
-        back = Buffered(mix, buffer, lambda r, n: whole(r), NoMore(), Duty(1.0))
+        back = Buffered(mix, buffer, lambda r, n: whole(r), NoMore(), Duty(1.0), **one)
         back.restore({"first": first})
         for step in range(1000, 1003):
             back.batch(step, 0, 0, accumulation=1, world=1)
             assert back.state(step) == {"first": 9 - 9 - 3000}
     mix = Mix(requests_per_step=1, max_length=3)  # all prompts are longer
-    short = Buffered(mix, buffer, lambda r, n: whole(r), NoMore(), Duty(1.0), said.append)
+    short = Buffered(mix, buffer, lambda r, n: whole(r), NoMore(), Duty(1.0), said.append, **one)
     with pytest.raises(ValueError, match="none of them with a trained token"):
         short.batch(0, 0, 0, accumulation=1, world=1)
     assert "9 of 1, none with a token to train at positions=all and max_length=3" in said[-1]

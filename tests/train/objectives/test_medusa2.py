@@ -18,18 +18,20 @@ from tiny_heads import (
 )
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from draftsmith.train.objectives.medusa2 import JointMedusa, JointRun
+from draftsmith.train.objectives.medusa2 import JointMedusa, JointTraining
+from draftsmith.train.run.lora import Lora
 from draftsmith.train.run.optim import optimizers
 from draftsmith.train.run.settings import Settings
 
 
 def joint(target: PreTrainedModel, **options: object) -> JointMedusa:
     pytest.importorskip("peft")
-    fields = {"head_weight": 0.5, "lora_dropout": 0.0, "lora_rank": 4, "lora_alpha": 8}
-    run = JointRun(out="", steps=10, target=None, joint=True, **(fields | options))  # type: ignore[arg-type]
+    lora = Lora(**{"dropout": 0.0, "rank": 4, "alpha": 8} | options)  # type: ignore[arg-type]
+    together = JointTraining(enabled=True, head_weight=0.5, head_lr_scale=4.0)
+    how = (together, lora, Settings(out="", steps=10))
     torch.manual_seed(2)
     tokenizer = words(TOKENS)
-    return JointMedusa(fresh("medusa", target), target, tokenizer, run, loss="ce", decay=DECAY)  # type: ignore[arg-type]
+    return JointMedusa(fresh("medusa", target), target, tokenizer, *how, loss="ce", decay=DECAY)  # type: ignore[arg-type]
 
 
 def perturb(objective: JointMedusa) -> None:
@@ -119,7 +121,7 @@ def test_a_joint_state_is_heads_and_adapters_and_comes_back() -> None:
 
 
 def test_dropout_of_the_adapters_follows_the_mode() -> None:
-    objective, batch = joint(llama(), lora_dropout=0.5), one_batch(True)
+    objective, batch = joint(llama(), dropout=0.5), one_batch(True)
     perturb(objective)
     trained = [objective.train()(batch).loss.item() for _ in range(2)]
     kept = [objective.eval()(batch).loss.item() for _ in range(2)]
@@ -127,7 +129,7 @@ def test_dropout_of_the_adapters_follows_the_mode() -> None:
 
 
 def test_heads_learn_faster_than_adapters(tmp_path: Path) -> None:
-    objective = joint(llama(), head_lr_scale=4.0)
+    objective = joint(llama())
     settings = Settings(out=str(tmp_path), steps=1, lr=1e-3)
     [adamw] = optimizers(objective, settings)
     scale = {id(p): g["lr_scale"] for g in adamw.param_groups for p in g["params"]}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from four_steps import FourSteps, some_batch
+from four_steps import four_steps, some_batch
 from torch import Tensor
 from transformers import PhiConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -46,7 +46,7 @@ def distillation(
     return Distillation(
         draft,
         StateTeacher(target, vocabulary),
-        FourSteps(**losses),
+        four_steps(**losses),
         vocab_size=vocabulary,
         warp=warp or SamplingParams(1.0),
     )
@@ -63,7 +63,7 @@ def test_distillation_is_the_plain_formula(
 ) -> None:
     """Logits of both models in full, one transform, one pure loss, a masked sum."""
     batch, vocabulary = some_batch(), len(tiny_tokenizer)
-    objective = distillation(padded_draft, tiny_target, vocabulary, warp, loss=loss, beta=0.3)
+    objective = distillation(padded_draft, tiny_target, vocabulary, warp, name=loss, beta=0.3)
     objective.observe({"alpha": 0.4})
     output = objective(batch)
     output.loss.backward()
@@ -98,7 +98,7 @@ def phi(layers: int, seed: int) -> PreTrainedModel:
 
 def test_a_bias_of_the_output_head_is_compared_and_trained() -> None:
     draft, target, batch = phi(1, 0), phi(2, 1).requires_grad_(False), some_batch()
-    output = distillation(draft, target, 300, loss="0.5*ce+0.5*rkl")(batch)
+    output = distillation(draft, target, 300, name="0.5*ce+0.5*rkl")(batch)
     output.loss.backward()
     got = {name: parameter.grad.clone() for name, parameter in draft.named_parameters()}
     draft.zero_grad()
@@ -155,18 +155,18 @@ def test_unknown_loss_and_beta(tiny_target: PreTrainedModel, tiny_draft: PreTrai
         ("fkl+fkl", "each once"),
     ):
         with pytest.raises(ValueError, match=message):
-            distillation(tiny_draft, tiny_target, 300, loss=loss)
+            distillation(tiny_draft, tiny_target, 300, name=loss)
     with pytest.raises(ValueError, match=r"beta: got 1\.0, expected a number strictly between"):
-        distillation(tiny_draft, tiny_target, 300, loss="jsd", beta=1.0)
+        distillation(tiny_draft, tiny_target, 300, name="jsd", beta=1.0)
     with pytest.raises(ValueError, match="leaves 4 and 0 of 4 steps"):
-        distillation(tiny_draft, tiny_target, 300, second_loss="tv", second_from=1.0)
+        distillation(tiny_draft, tiny_target, 300, second="tv", second_from=1.0)
 
 
 def test_mixes_with_the_text_and_stages(
     tiny_target: PreTrainedModel, tiny_draft: PreTrainedModel
 ) -> None:
     """OmniDraft's hybrid first, total variation after half of the steps."""
-    batch, stages = some_batch(), {"loss": "rkl+0.2*ce", "second_loss": "tv"}
+    batch, stages = some_batch(), {"name": "rkl+0.2*ce", "second": "tv"}
     objective = distillation(tiny_draft, tiny_target, 300, **stages)
     p, q = (m(batch.input_ids).logits[..., :300] for m in (tiny_target, tiny_draft))
     next_BT = batch.input_ids.roll(-1, 1)
@@ -181,7 +181,7 @@ def test_mixes_with_the_text_and_stages(
 def test_cross_entropy_alone_runs_no_target(
     tiny_target: PreTrainedModel, tiny_draft: PreTrainedModel
 ) -> None:
-    batch, objective = some_batch(), distillation(tiny_draft, tiny_target, 300, loss="ce")
+    batch, objective = some_batch(), distillation(tiny_draft, tiny_target, 300, name="ce")
     usual = objective.measure(batch)
     objective._teacher = None  # type: ignore[assignment]
     output = objective(batch)
@@ -203,7 +203,7 @@ def chats_and_documents() -> Examples:
 def on_policy(
     draft: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, **changes: float
 ) -> tuple[OnPolicy, Batches]:
-    text = OnPolicyText(max_length=32, prompt_tokens=6, max_new_tokens=9, **changes)
+    text = OnPolicyText(prompt_tokens=6, max_new_tokens=9, **changes)
     batches = Batches(
         chats_and_documents(), batch_size=4, max_length=32, seed=1, packing=False, pad_id=1
     )
@@ -214,7 +214,7 @@ def test_the_draft_writes_the_answers(
     tiny_draft: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Prompts stay, answers are the draft's: under greedy sampling each is its own argmax."""
-    writing, batches = on_policy(tiny_draft, tiny_tokenizer, on_policy=1.0, sample_temperature=0.0)
+    writing, batches = on_policy(tiny_draft, tiny_tokenizer, share=1.0, temperature=0.0)
     place = {"accumulation": 1, "world": 1}
     for step in range(3):
         batch, plain = writing.batch(step, 0, 0, **place), batches.batch(step, 0, 0, **place)
@@ -234,8 +234,8 @@ def test_the_draft_writes_the_answers(
 def test_on_policy_is_a_function_of_seed_step_micro_and_rank(
     tiny_draft: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    first, _ = on_policy(tiny_draft, tiny_tokenizer, on_policy=1.0)
-    second, _ = on_policy(tiny_draft, tiny_tokenizer, on_policy=1.0)
+    first, _ = on_policy(tiny_draft, tiny_tokenizer, share=1.0)
+    second, _ = on_policy(tiny_draft, tiny_tokenizer, share=1.0)
     place = {"accumulation": 2, "world": 2}
     second.batch(0, 0, 0, **place)
     a, b = first.batch(5, 1, 1, **place), second.batch(5, 1, 1, **place)
@@ -249,7 +249,7 @@ def test_processes_and_micro_batches_draw_answers_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To the same prompts."""
-    writing, batches = on_policy(tiny_draft, tiny_tokenizer, on_policy=1.0)
+    writing, batches = on_policy(tiny_draft, tiny_tokenizer, share=1.0)
     place = {"accumulation": 2, "world": 2}
     same = batches.batch(5, 0, 0, **place)
     monkeypatch.setattr(batches, "batch", lambda *_, **__: same)
@@ -262,11 +262,11 @@ def test_answers_are_those_of_the_weights_of_now(
     tiny_draft: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype
 ) -> None:
     draft = copy.deepcopy(tiny_draft)
-    plain, batches = on_policy(draft, tiny_tokenizer, on_policy=1.0)
+    plain, batches = on_policy(draft, tiny_tokenizer, share=1.0)
     place = {"accumulation": 1, "world": 1}
 
     def writing() -> OnPolicy:
-        return OnPolicy(plain.text, batches, Snapshot(draft, dtype), tiny_tokenizer)
+        return OnPolicy(plain.asked, batches, Snapshot(draft, dtype), tiny_tokenizer)
 
     kept = writing()
     before = kept.batch(5, 0, 0, **place).input_ids
@@ -281,7 +281,7 @@ def test_answers_are_those_of_the_weights_of_now(
 def test_one_draw_a_step_for_all(
     tiny_draft: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    writing, batches = on_policy(tiny_draft, tiny_tokenizer, on_policy=0.4)
+    writing, batches = on_policy(tiny_draft, tiny_tokenizer, share=0.4)
     place = {"accumulation": 2, "world": 2}
     rewritten = []
     for step in range(60):
@@ -298,10 +298,10 @@ def test_one_draw_a_step_for_all(
 def test_on_policy_settings(
     tiny_draft: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with pytest.raises(ValueError, match=r"on_policy: got 1\.5"):
-        on_policy(tiny_draft, tiny_tokenizer, on_policy=1.5)
-    with pytest.raises(ValueError, match="prompt_tokens: got 6, expected fewer than max_length"):
-        text = OnPolicyText(max_length=6, prompt_tokens=6, on_policy=1.0)
+    with pytest.raises(ValueError, match=r"on_policy.share: got 1\.5"):
+        on_policy(tiny_draft, tiny_tokenizer, share=1.5)
+    with pytest.raises(ValueError, match=r"prompt_tokens: got 6, expected fewer than text\.max"):
+        text = OnPolicyText(prompt_tokens=6, share=1.0)
         batches = Batches(
             chats_and_documents(), batch_size=4, max_length=6, seed=1, packing=False, pad_id=1
         )

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from draftsmith.command import guarded
 from draftsmith.models.tokenizer import stand_in_tokenizer
 from draftsmith.train.drafts.draft_start import fresh_model
-from draftsmith.train.objectives.distillation import Distillation
+from draftsmith.train.objectives.distillation import Distillation, stages
 from draftsmith.train.plan.fake_step import measured_peak
 from draftsmith.train.plan.memory import Held, Sharding, held, rehearsed
 from draftsmith.train.plan.table import Outline, main, plan
@@ -19,12 +19,12 @@ from draftsmith.train.text.batches import Batch
 from draftsmith.train.text.on_policy import Snapshot
 
 MIB = 1 << 20
-SHAPE = ("heads=4", "kv_heads=2", "steps=10", "prompt_tokens=4")
+SHAPE = ("draft.heads=4", "draft.kv_heads=2", "steps=10", "heldout.prompt_tokens=4")
 # Prompts are short, so that training is what needs most.
-WIDE = ("layers=1", "hidden=64", "intermediate=128", "max_length=64", "max_new_tokens=60")
-WIDE += ("batch_size=4",)
-DEEP = ("layers=4", "hidden=128", "intermediate=344", "max_length=256", "max_new_tokens=252")
-DEEP += ("batch_size=2",)
+WIDE = ("draft.layers=1", "draft.hidden=64", "draft.intermediate=128", "text.max_length=64")
+WIDE += ("heldout.max_new_tokens=60", "batch_size=4")
+DEEP = ("draft.layers=4", "draft.hidden=128", "draft.intermediate=344", "text.max_length=256")
+DEEP += ("heldout.max_new_tokens=252", "batch_size=2")
 
 
 def target_at(folder: Path, vocab: int, layers: int) -> str:
@@ -56,14 +56,14 @@ def two_steps(outline: Outline) -> None:
         family, dtype=torch.bfloat16, attn_implementation="sdpa"
     )
     target.requires_grad_(False).eval()
-    draft = fresh_model(config, family, stand_in_tokenizer(), rows=vocab, seed=0)
+    draft = fresh_model(config.draft, family, stand_in_tokenizer(), rows=vocab, seed=0)
     snapshot = Snapshot(draft, torch.bfloat16)
     if config.gradient_checkpointing:
         draft.gradient_checkpointing_enable({"use_reentrant": False})
-    teacher = StateTeacher(target, vocab)
-    objective = Distillation(draft, teacher, config, vocab_size=vocab, warp=config.warp).train()
+    teacher, loss = StateTeacher(target, vocab), stages(config.loss, config.steps)
+    objective = Distillation(draft, teacher, loss, vocab_size=vocab, warp=config.warp).train()
     learners = optimizers(objective, config)
-    rows, length = config.batch_size, config.max_length
+    rows, length = config.batch_size, config.text.max_length
     ids_BT = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(rows, 1, length, length, dtype=torch.bool).tril()
     mask[:, :, length // 2 :, : length // 2] = False
@@ -162,13 +162,13 @@ def test_an_acceptance_head_is_counted(tmp_path: Path) -> None:
     """Its weights among the learned ones, and its pass over all positions in the step."""
     shrunk = ("target.shrink=true", "gpu=cpu")
     alone, joint = (
-        plan(["recipe=specdecpp/joint", *shrunk, f"head_weight={weight}"]) for weight in (0, 0.1)
+        plan(["recipe=specdecpp/joint", *shrunk, f"head.weight={weight}"]) for weight in (0, 0.1)
     )
     blocks, inputs = 2 * (64 * 64 + 64), 32 + 3
     head = (inputs * 64 + 64) + blocks + (64 + 1)
     assert joint.sizes.learned == alone.sizes.learned + head
     config = joint.staged.config
-    rows = config.batch_size * config.max_length
+    rows = config.batch_size * config.text.max_length
     assert joint.choices[0].held.step > alone.choices[0].held.step + 4 * 64 * rows
 
 
@@ -190,7 +190,7 @@ def test_drafts_that_learn_online_are_planned(tmp_path: Path) -> None:
 
 def test_scorers_are_planned_without_their_rows(tmp_path: Path) -> None:
     target_at(tmp_path, 1024, layers=1)
-    outline = plan(["recipe=specdecpp/gsm8k", f"drafter={tmp_path}", "gpu=cpu"])
+    outline = plan(["recipe=specdecpp/gsm8k", f"reading.drafter={tmp_path}", "gpu=cpu"])
     assert outline.sizes.target == 0 and outline.tokens == 1024
     assert outline.sizes.learned == (96 + 4) * 64 + 64 + 2 * (64 * 64 + 64) + 65
 

@@ -130,9 +130,10 @@ def test_distillation_in_two_processes(
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     command += [str(LAUNCHERS / f"{launcher}.yaml"), str(ROOT / "train/distill.py")]
     command += [f"target.path={tmp_path}/target", f"data={tmp_path}/text.jsonl", "loss=lk"]
-    command += ["hidden=16", "heads=2", "kv_heads=1", "intermediate=32", "max_length=48"]
+    command += ["draft={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}", "text.max_length=48"]
     share = 0.5 if launcher in ("cpu_ddp2", "zero2") else 0.0
-    command += [f"on_policy={share}", "max_new_tokens=8", "prompt_tokens=8", "heldout_prompts=4"]
+    command += [f"on_policy={{share: {share}, prompt_tokens: 8, max_new_tokens: 8}}"]
+    command += ["heldout={prompts: 4, prompt_tokens: 8, max_new_tokens: 8}"]
     command += ["steps=6", "batch_size=2", "accumulation=2", "processes=2", f"out={tmp_path}/run"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)

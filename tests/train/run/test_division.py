@@ -90,7 +90,7 @@ def train(
     plain = {"optimizer": "sgd", "momentum": 0.0, "schedule": "constant", "clip_norm": 0.0}
     division = dict(zip(("batch_size", "accumulation"), shape, strict=True))
     config: Settings = settings(folder, **{**plain, **division, "steps": 2, **changes})
-    vars(config).update(noise=0.2, head_weight=0.01)  # which these objectives don't read
+    vars(config).update(noise=0.2)  # which these objectives don't read
     run = Run(folder, "{}", main=True)
     try:
         fit(start(config), objective, batches(batch_size=shape[0]), config, run)

@@ -58,16 +58,23 @@ def pair(
 
 def distilling(pair: Path, *others: str) -> Argv:
     """Arguments of a short run; others: those to put in place of, or beside, the usual ones."""
-    short = ["steps=4", "eval_every=2", "save_every=2", "batch_size=4", "max_length=40", "lr=0.02"]
-    heldout = ["heldout_prompts=2", "max_new_tokens=6", "prompt_tokens=8"]
-    kind = ["precision=fp32", "save_dtype=float32", "lora_rank=4", "lora_dropout=0.1"]
-    kind += ["lora_targets=[q_proj,down_proj]"]
+    short = [
+        "steps=4",
+        "eval_every=2",
+        "save_every=2",
+        "batch_size=4",
+        "text.max_length=40",
+        "lr=0.02",
+    ]
+    heldout = ["heldout.prompts=2", "heldout.max_new_tokens=6", "heldout.prompt_tokens=8"]
+    kind = ["precision=fp32", "save_dtype=float32", "lora.rank=4", "lora.dropout=0.1"]
+    kind += ["lora.targets=[q_proj,down_proj]"]
     paths = [f"target.path={pair}/target", f"draft={pair}/draft", f"data={pair}/task.jsonl"]
     return replaced([*short, *heldout, *kind, *paths, f"out={pair}/run"], others)
 
 
 def tuning(pair: Path, *others: str) -> Argv:
-    short = ["steps=3", "eval_every=3", "batch_size=8", "max_length=40", "heldout_sequences=8"]
+    short = ["steps=3", "eval_every=3", "batch_size=8", "text.max_length=40", "heldout_sequences=8"]
     kind = ["precision=fp32", "lr=0.02", "save_dtype=float32"]
     paths = [f"model={pair}/target", f"data={pair}/task.jsonl"]
     return replaced([*short, *kind, *paths], others)
@@ -84,7 +91,7 @@ def small() -> PreTrainedModel:
 
 def adapted() -> PreTrainedModel:
     """`small` with adapters that do something."""
-    model = with_lora(small(), Lora(lora_rank=4), given=True, seed=0)
+    model = with_lora(small(), Lora(rank=4), given=True, seed=0)
     torch.manual_seed(4)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -107,7 +114,7 @@ def test_new_adapters_change_nothing_and_only_they_train() -> None:
     ids_BT, before = a_batch().input_ids, copy.deepcopy(plain.state_dict())
     wanted = plain(ids_BT).logits
     state = torch.get_rng_state()
-    model = with_lora(plain, Lora(lora_rank=4), given=True, seed=7)
+    model = with_lora(plain, Lora(rank=4), given=True, seed=7)
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(model(ids_BT).logits, wanted)
     check_split(model)
@@ -142,7 +149,7 @@ def test_the_state_of_a_model_is_its_adapters_and_comes_back() -> None:
     snapshot = Snapshot(model, torch.float32)
     state = {f"model.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
     assert all(".lora_" in name for name in state)
-    other = NextToken(with_lora(small(), Lora(lora_rank=4), given=True, seed=1))
+    other = NextToken(with_lora(small(), Lora(rank=4), given=True, seed=1))
     other.load_state_dict(state)
     assert torch.equal(other.model(ids_BT).logits, model(ids_BT).logits)
     with pytest.raises(RuntimeError, match=r"lora_A"):
@@ -225,33 +232,33 @@ def test_a_target_tuned_by_adapters_is_distilled(pair: Path, tmp_path: Path) -> 
     """They leave the head and the norm alone, by which a target is known: a draft for the untuned
     one is taken, with a warning.
     """
-    pretrain.main(tuning(pair, "lora_rank=4", f"out={tmp_path}"))
+    pretrain.main(tuning(pair, "lora.rank=4", f"out={tmp_path}"))
     assert check_tuned(tmp_path / "model", pair / "target") == []
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
     tuned = [f"target.path={tmp_path}/model", f"draft={pair}/run/drafter", f"out={tmp_path}/run"]
     with pytest.warns(UserWarning, match="with other weights in its layers"):
-        distill.main(distilling(pair, *tuned, "lora_rank=0", "steps=1"))
+        distill.main(distilling(pair, *tuned, "lora.rank=0", "steps=1"))
     assert (tmp_path / "run/drafter/model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lora_targets": ["query_key"]}, "query_key names no .*expected some of down_proj, gate"),
-        ({"lora_targets": ["q_proj", "lm_head"]}, "of which lm_head names no"),
-        ({"lora_targets": ["embed_tokens"]}, "of which embed_tokens names no"),
-        ({"lora_rank": -1}, "lora_rank=-1"),
-        ({"lora_dropout": 1.0}, r"lora_dropout=1\.0"),
+        ({"targets": ["query_key"]}, "query_key names no .*expected some of down_proj, gate"),
+        ({"targets": ["q_proj", "lm_head"]}, "of which lm_head names no"),
+        ({"targets": ["embed_tokens"]}, "of which embed_tokens names no"),
+        ({"rank": -1}, "lora.rank=-1"),
+        ({"dropout": 1.0}, r"lora.dropout=1\.0"),
     ],
 )
 def test_what_cannot_be_adapted(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        with_lora(small(), Lora(**{"lora_rank": 2} | options), given=True, seed=0)
+        with_lora(small(), Lora(**{"rank": 2} | options), given=True, seed=0)
 
 
 def test_a_fresh_draft_has_nothing_to_adapt(pair: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing to adapt"):
-        distill.main(distilling(pair, "draft=", "lora_targets=[]", f"out={tmp_path}"))
+        distill.main(distilling(pair, "draft=", "lora.targets=[]", f"out={tmp_path}"))
 
 
 def test_a_fresh_model_or_no_peft(
@@ -259,7 +266,7 @@ def test_a_fresh_model_or_no_peft(
 ) -> None:
     out = f"out={tmp_path}"
     with pytest.raises(ValueError, match="nothing to adapt"):
-        pretrain.main(tuning(pair, "model=", f"tokenizer={pair}/draft", "lora_rank=4", out))
+        pretrain.main(tuning(pair, "model=", f"tokenizer={pair}/draft", "lora.rank=4", out))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"needs peft: pip install 'draftsmith\[lora\]'"):
-        pretrain.main(tuning(pair, "lora_rank=4", out))
+        pretrain.main(tuning(pair, "lora.rank=4", out))

@@ -68,13 +68,19 @@ def test_pretraining_survives_ctrl_c_and_kill_9(tmp_path: Path, corpus: Path) ->
     arguments = [
         f"data={corpus}",
         f"corpus=[{corpus}]",
-        "shuffle=24",
+        "corpus.shuffle=24",
         "tokenizer_size=280",
-        "layers=2",
-        "hidden=32",
-        "heads=2",
+        "model.layers=2",
+        "model.hidden=32",
+        "model.heads=2",
     ]
-    arguments += ["kv_heads=1", "intermediate=64", "max_length=64", "batch_size=2", "steps=150"]
+    arguments += [
+        "model.kv_heads=1",
+        "model.intermediate=64",
+        "text.max_length=64",
+        "batch_size=2",
+        "steps=150",
+    ]
     arguments += ["accumulation=2", "optimizer=muon", "save_every=5", "eval_every=50", "warmup=9"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     code, output = run_entry("pretrain", [*arguments, f"out={straight}"])
@@ -120,8 +126,12 @@ def test_distillation_survives_kill_9(
     tiny_target.save_pretrained(tmp_path / "target")
     tiny_tokenizer.save_pretrained(tmp_path / "target")
     arguments = [f"target.path={tmp_path / 'target'}", f"data={corpus}", "loss=lk", "on_policy=0.5"]
-    arguments += ["hidden=16", "heads=2", "kv_heads=1", "intermediate=32", "max_length=48"]
-    arguments += ["max_new_tokens=8", "prompt_tokens=8", "heldout_prompts=4", "batch_size=2"]
+    arguments += [
+        "draft={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}",
+        "text.max_length=48",
+    ]
+    arguments += ["heldout={prompts: 4, prompt_tokens: 8, max_new_tokens: 8}", "batch_size=2"]
+    arguments += ["on_policy.prompt_tokens=8", "on_policy.max_new_tokens=8"]
     arguments += ["steps=40", "save_every=4", "eval_every=20", "lr=0.02"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     code, output = run_entry("distill", [*arguments, f"out={straight}"])
@@ -138,8 +148,8 @@ def test_distillation_survives_kill_9(
 
 
 HEADS = {
-    "eagle": ["draft_vocab=300", "unroll=3", "optimizer=muon", "cache={folder}/states"],
-    "heads": ["kind=hydra", "prefix=true", "layers=2", "dropout=0.2", "noise=1"],
+    "eagle": ["head.draft_vocab=300", "unroll=3", "optimizer=muon", "cache={folder}/states"],
+    "heads": ["head={kind: hydra, prefix: true, layers: 2, dropout: 0.2}", "noise=1"],
 }
 
 
@@ -157,9 +167,9 @@ def test_heads_survive_kill_9(
     tiny_target.save_pretrained(tmp_path / "target")
     tiny_tokenizer.save_pretrained(tmp_path / "target")
     arguments = [f"target.path={tmp_path / 'target'}", f"data={corpus}", "loss=lk"]
-    arguments += ["max_length=48", "max_new_tokens=8", "prompt_tokens=8", "heldout_prompts=4"]
+    arguments += ["text.max_length=48", "heldout={prompts: 4, prompt_tokens: 8, max_new_tokens: 8}"]
     arguments += ["batch_size=2", "steps=40", "save_every=4", "eval_every=20", "lr=0.01"]
-    arguments += [option.format(folder=tmp_path) for option in HEADS[entry]]
+    arguments += [option.replace("{folder}", str(tmp_path)) for option in HEADS[entry]]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     code, output = run_entry(entry, [*arguments, f"out={straight}"])
     assert code == 0, output

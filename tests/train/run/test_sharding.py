@@ -21,11 +21,14 @@ from tiny_heads import llama
 
 from draftsmith.models.target import TargetSpec
 from draftsmith.train.distill import DistillConfig
-from draftsmith.train.heads import HeadsConfig
+from draftsmith.train.heads import HeadsConfig, HeadSizes
+from draftsmith.train.objectives.medusa2 import JointTraining
 from draftsmith.train.run import launch
 from draftsmith.train.run.checkpoint import Position, resized
 from draftsmith.train.run.frozen_target import check_shards
 from draftsmith.train.run.sharding import FSDP2_ASKED, check_mode, decoder_layers, mode, whole_state
+from draftsmith.train.scoring.joint import JointHead
+from draftsmith.train.text.on_policy import OnPolicyText
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = {"steps": 4, "eval_every": 2, "save_every": 2, "schedule": "constant", "clip_norm": 0.5}
@@ -113,15 +116,25 @@ def test_ddp_with_a_target_in_parts(tmp_path: Path, one_process: Path) -> None:
     ("kind", "changes", "processes", "message"),
     [
         (HeadsConfig, {}, 1, "shard_target=true and one process"),
-        (HeadsConfig, {"joint": True}, 2, "joint=true, which trains the target too"),
-        (DistillConfig, {"head_weight": 0.5}, 2, "head_weight=0.5, whose head is calibrated by"),
+        (
+            HeadsConfig,
+            {"joint": JointTraining(enabled=True)},
+            2,
+            "joint=true, which trains the target too",
+        ),
+        (
+            DistillConfig,
+            {"head": JointHead(weight=0.5)},
+            2,
+            "head.weight=0.5, whose head is calibrated by",
+        ),
     ],
 )
 def test_what_a_target_in_parts_cannot_do(
     kind: type, changes: dict, processes: int, message: str
 ) -> None:
     plain = {"out": "run", "steps": 1, "target": TargetSpec(path="target"), "shard_target": True}
-    plain |= {"kind": "medusa"} if kind is HeadsConfig else {}
+    plain |= {"head": HeadSizes(kind="medusa")} if kind is HeadsConfig else {}
     with pytest.raises(ValueError, match=message):
         check_shards(kind(**plain | changes), processes)
     check_shards(kind(**plain | changes | {"shard_target": False}), processes)
@@ -167,8 +180,11 @@ def test_another_division_is_exact_or_asked_for() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"on_policy": 0.5}, "on_policy=0.5 under fsdp2, expected 0"),
-        ({"zero": 3, "on_policy": 0.5}, "on_policy=0.5 under zero3, expected 0"),
+        ({"on_policy": OnPolicyText(share=0.5)}, "on_policy.share=0.5 under fsdp2, expected 0"),
+        (
+            {"zero": 3, "on_policy": OnPolicyText(share=0.5)},
+            "on_policy.share=0.5 under zero3, expected 0",
+        ),
         ({"zero": 1, "optimizer": "muon"}, "optimizer=muon under zero1"),
         ({"zero": 3, "compile": True}, "compile=true under zero3"),
     ],
@@ -184,7 +200,7 @@ def test_what_a_mode_cannot_do(
     )
     if not zero:
         monkeypatch.setenv(FSDP2_ASKED, "1")
-    asked = {"on_policy": 0.0, "optimizer": "adamw", "compile": False} | changes
+    asked = {"optimizer": "adamw", "compile": False} | changes
     with pytest.raises(ValueError, match=message):
         check_mode(mode(accelerator), SimpleNamespace(**asked))  # type: ignore[arg-type]
 

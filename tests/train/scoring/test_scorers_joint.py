@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from four_steps import FourSteps, some_batch
+from four_steps import four_steps, some_batch
 from head_folders import made
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -40,10 +40,14 @@ def joint(
     lines = [f"row {row} " + " ".join(str(row * i) for i in range(40)) for row in range(200)]
     rows = "".join(json.dumps({"text": line}) + "\n" for line in lines)
     (tmp_path / "text.jsonl").write_text(rows)
-    argv = ["hidden=32", "heads=2", "kv_heads=1", "intermediate=64", "precision=fp32", "lr=0.01"]
-    argv += ["max_length=40", "prompt_tokens=8", "max_new_tokens=8", "heldout_prompts=2"]
+    argv = [
+        "draft={hidden: 32, heads: 2, kv_heads: 1, intermediate: 64}",
+        "precision=fp32",
+        "lr=0.01",
+    ]
+    argv += ["text.max_length=40", "heldout={prompts: 2, prompt_tokens: 8, max_new_tokens: 8}"]
     argv += [f"target.path={tmp_path / 'target'}", f"data={tmp_path / 'text.jsonl'}"]
-    return [*argv, f"out={tmp_path / 'run'}", "batch_size=8", "head_weight=1", "head_prompts=40"]
+    return [*argv, f"out={tmp_path / 'run'}", "batch_size=8", "head.weight=1", "head.prompts=40"]
 
 
 def records(folder: Path) -> list[dict[str, float]]:
@@ -62,7 +66,7 @@ def objective(
     vocabulary = target.config.vocab_size
     options: dict[str, Any] = {"vocab_size": vocabulary, "warp": WARP, "head": head}
     teacher = StateTeacher(target, vocabulary)
-    return Distillation(draft, teacher, FourSteps(loss=loss), **options).train()
+    return Distillation(draft, teacher, four_steps(name=loss), **options).train()
 
 
 def random_batch(seed: int, rows: int = 8, width: int = 24) -> Batch:
@@ -235,10 +239,10 @@ def test_a_stop_changes_nothing(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("head_weight=-1", "head_weight: got -1.0 at temperature 1.0"),
-        ("temperature=0", "head_weight: got 1.0 at temperature 0.0"),
-        ("head_scalars=[depth]", r"head_scalars: got \['depth'\]"),
-        ("head_scalars=[speed]", "names of"),
+        ("head.weight=-1", r"head\.weight: got -1.0 at temperature 1.0"),
+        ("temperature=0", r"head\.weight: got 1.0 at temperature 0.0"),
+        ("head.scalars=[depth]", r"head\.scalars: got \['depth'\]"),
+        ("head.scalars=[speed]", "names of"),
         ("data=nothing.jsonl", "does not exist"),
         ("draft={eagle}", "a head of kind eagle1, expected a draft LM"),
     ],

@@ -21,7 +21,7 @@ from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.train.teachers import cache as tap_cache
 from draftsmith.train.teachers import store as token_shards
 from draftsmith.train.teachers.cache import TapCache, quantised
-from draftsmith.train.teachers.states import CachedTaps, OnlineTaps, open_states
+from draftsmith.train.teachers.states import Cache, CachedTaps, OnlineTaps, open_states
 from draftsmith.train.text.batches import Batches, Examples
 
 TAPS = (3, NORM, 1)
@@ -203,7 +203,7 @@ def test_a_disk_without_room_is_refused(make, monkeypatch) -> None:
     cache = make()
     room = shutil_usage(free=int(cache.offsets[-1]) * cache.token_bytes - 1)
     monkeypatch.setattr(token_shards.shutil, "disk_usage", lambda path: room)
-    with pytest.raises(ValueError, match=r"got 0\.0 GB free.*cache_int8=true"):
+    with pytest.raises(ValueError, match=r"got 0\.0 GB free.*cache\.int8=true"):
         cache.claim()
 
 
@@ -308,30 +308,23 @@ def test_states_of_another_autocast_are_refused(written: TapCache, make) -> None
         make("low").claim()
 
 
-@dataclass
-class Settings:
-    cache: str = ""
-    cache_int8: bool = False
-    cache_top_k: int = 0
-
-
 def test_open_states(tmp_path: Path, tiny_target, tiny_tokenizer) -> None:
     def opened(name: str = "", int8: bool = False):
         given = (tiny_target, tiny_tokenizer, TAPS, batches())
-        settings = Settings(str(tmp_path / name) if name else "", int8)
+        settings = Cache(path=str(tmp_path / name) if name else "", int8=int8)
         return open_states(settings, Accelerator(cpu=True), *given)
 
     assert isinstance(opened(), OnlineTaps)
     cached, small = opened("bf16"), opened("int8", int8=True)
     assert isinstance(cached, CachedTaps) and isinstance(small, CachedTaps)
     assert (cached.cache.stored, small.cache.stored) == ("bfloat16", "int8")
-    with pytest.raises(ValueError, match="cache_int8=true without a cache"):
+    with pytest.raises(ValueError, match=r"cache\.int8=true without a cache"):
         opened(int8=True)
     with pytest.raises(
-        ValueError, match="cache_top_k: got 8, expected 0: a head reads the target's"
+        ValueError, match=r"cache\.top_k: got 8, expected 0: a head reads the target's"
     ):
         given = (tiny_target, tiny_tokenizer, TAPS, batches())
-        open_states(Settings("x", cache_top_k=8), Accelerator(cpu=True), *given)
+        open_states(Cache(path="x", top_k=8), Accelerator(cpu=True), *given)
     with pytest.raises(ValueError, match="stored: bfloat16 there, int8 now"):
         opened("bf16", int8=True)
     with pytest.raises(ValueError, match="taps: got"):

@@ -28,6 +28,7 @@ from draftsmith.train.losses.top_k import TopKRows
 from draftsmith.train.prepare import main as prepare
 from draftsmith.train.teachers import store as token_shards
 from draftsmith.train.teachers.cache import TopKCache
+from draftsmith.train.teachers.states import Cache
 from draftsmith.train.teachers.teachers import StateTeacher, TopKTeacher, lost, open_teacher
 from draftsmith.train.teachers.told_logprobs import open_top_logprobs
 from draftsmith.train.text.batches import Batches
@@ -159,14 +160,14 @@ def test_another_cache_is_refused(make, tiny_draft) -> None:
             make(**changed).claim()
     make(warp=SamplingParams(0.0)).claim()  # compared as it is, too
     for k in (0, 321):
-        with pytest.raises(ValueError, match=rf"cache_top_k: got {k}, expected 1 to 320"):
+        with pytest.raises(ValueError, match=rf"cache\.top_k: got {k}, expected 1 to 320"):
             make(k=k)
 
 
 def test_a_full_disk_is_refused(make, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = dataclass(type("Usage", (), {"__annotations__": {"free": int}, "free": 100}))
     monkeypatch.setattr(token_shards.shutil, "disk_usage", lambda path: usage())
-    with pytest.raises(ValueError, match=r"0\.0 GB free.*likeliest tokens; .*lower cache_top_k"):
+    with pytest.raises(ValueError, match=r"0\.0 GB free.*likeliest tokens; .*lower cache\.top_k"):
         make().claim()
 
 
@@ -194,18 +195,10 @@ def test_the_teacher_with_all_tokens_is_the_exact_one(
     assert not isinstance(unknown, TopKRows)
 
 
-@dataclass
-class Settings:
-    data: str = "stdlib"
-    cache: str = ""
-    cache_int8: bool = False
-    cache_top_k: int = 0
-    warp: SamplingParams = AS_IT_IS
-
-
 def test_open_teacher(tmp_path: Path, tiny_target, tiny_tokenizer, tiny_draft, capsys) -> None:
-    given = (Accelerator(cpu=True), tiny_target, tiny_tokenizer, batches(), tiny_draft)
-    teacher = open_teacher(Settings(cache=str(tmp_path / "top"), cache_top_k=32), *given)
+    models = (Accelerator(cpu=True), tiny_target, tiny_tokenizer, batches(), tiny_draft)
+    given = ("stdlib", AS_IT_IS, *models)
+    teacher = open_teacher(Cache(path=str(tmp_path / "top"), top_k=32), *given)
     assert isinstance(teacher, TopKTeacher)
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split("│") for line in lines if "│" in line]
@@ -214,10 +207,12 @@ def test_open_teacher(tmp_path: Path, tiny_target, tiny_tokenizer, tiny_draft, c
     assert fkl == sorted(fkl) and alpha == sorted(alpha, reverse=True) and fkl[0] < fkl[-1]
     outside = [float(found[k][0].rstrip("%")) for k in ("2", "8", "32")]
     assert outside == sorted(outside, reverse=True) and 0 < outside[-1] < outside[0] < 100
-    for wrong in ({"cache_top_k": 8}, {"cache_top_k": 8, "cache": "x", "cache_int8": True}):
-        with pytest.raises(ValueError, match=r"cache_top_k=8, cache='x?', .*expected cache=<"):
-            open_teacher(Settings(**wrong), *given)
-    assert isinstance(open_teacher(Settings(), *given), StateTeacher)
+    for wrong in ({"top_k": 8}, {"top_k": 8, "path": "x", "int8": True}):
+        with pytest.raises(
+            ValueError, match=r"cache\.top_k=8, cache\.path='x?', .*expected cache=<"
+        ):
+            open_teacher(Cache(**wrong), *given)
+    assert isinstance(open_teacher(Cache(), *given), StateTeacher)
 
 
 def test_the_table_is_the_full_loss_when_nothing_is_cut(make, tiny_target, tiny_draft) -> None:
@@ -250,7 +245,11 @@ def served(tmp_path: Path, tiny_tokenizer, tiny_target, monkeypatch: pytest.Monk
     with running(tiny_tokenizer, likely=likely) as server:
         argv = [f"target.path={tmp_path / 'target'}", f"data={tmp_path / 'rows.jsonl'}"]
         argv += [f"out={tmp_path / 'out'}", f"endpoint={server.url}", "split=all", "device=cpu"]
-        yield [*argv, "max_new_tokens=20", "endpoint_top_logprobs=3", "retries=0"], likely, server
+        yield (
+            [*argv, "max_new_tokens=20", "endpoint.top_logprobs=3", "endpoint.retries=0"],
+            likely,
+            server,
+        )
 
 
 def test_what_a_server_told_is_trained_on(
@@ -264,9 +263,8 @@ def test_what_a_server_told_is_trained_on(
     kept = open_top_logprobs(out, tiny_tokenizer, AS_IT_IS)
     examples = load_prepared(out)
     text = batches(examples=examples)
-    teacher = open_teacher(
-        Settings(out), Accelerator(cpu=True), tiny_target, tiny_tokenizer, text, tiny_draft
-    )
+    models = (Accelerator(cpu=True), tiny_target, tiny_tokenizer, text, tiny_draft)
+    teacher = open_teacher(Cache(), out, AS_IT_IS, *models)
     assert kept is not None and isinstance(teacher, TopKTeacher)
     batch = text.batch(0, 0, 0, accumulation=1, world=1)
     rows, q = teacher(batch), StateTeacher(tiny_draft, 320)(batch)
@@ -287,14 +285,16 @@ def test_distill_trains_on_what_a_server_told(served, tmp_path: Path, capsys) ->
     argv, _, _ = served
     prepare(argv)
     AcceleratorState._reset_state(reset_partial_state=True)
-    sizes = ["hidden=16", "heads=2", "kv_heads=1", "intermediate=32", "precision=fp32", "steps=2"]
-    text = ["max_length=40", "prompt_tokens=8", "max_new_tokens=8", "heldout_prompts=2"]
+    sizes = ["draft.hidden=16", "draft.heads=2", "draft.kv_heads=1", "draft.intermediate=32"]
+    sizes += ["precision=fp32", "steps=2"]
+    text = ["text.max_length=40", "heldout.prompt_tokens=8", "heldout.max_new_tokens=8"]
+    text += ["heldout.prompts=2", "heldout=stdlib"]
     told = [f"target.path={tmp_path / 'target'}", f"data={tmp_path / 'out'}", "batch_size=2"]
-    distill.main([*sizes, *text, *told, "heldout_data=stdlib", f"out={tmp_path / 'run'}"])
+    distill.main([*sizes, *text, *told, f"out={tmp_path / 'run'}"])
     assert "compares with the log-probabilities there" in " ".join(capsys.readouterr().out.split())
     AcceleratorState._reset_state(reset_partial_state=True)
-    cache = [f"cache={tmp_path / 'top'}", "cache_top_k=8", f"out={tmp_path / 'cached'}"]
-    distill.main([*sizes, *text, *told, *cache, "heldout_data=stdlib", "temperature=0.5"])
+    cache = [f"cache={tmp_path / 'top'}", "cache.top_k=8", f"out={tmp_path / 'cached'}"]
+    distill.main([*sizes, *text, *told, *cache, "temperature=0.5"])
     assert "top-k against full logits: this draft" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "top").glob("top-k*")] == ["top-k-00000.safetensors"]
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -307,8 +307,8 @@ def test_what_could_not_be_sure_is_refused(served, tmp_path: Path, tiny_tokenize
     for wrong in ("temperature=0.7", "top_k=5", "temperature=0"):
         with pytest.raises(ValueError, match=r"servers differ in whether"):
             prepare([*argv, wrong])
-    for wrong in (["endpoint_api=chat"], ["endpoint="], ["endpoint_top_logprobs=-1"]):
-        with pytest.raises(ValueError, match=r"endpoint_top_logprobs: got -?\d.*expected 0"):
+    for wrong in (["endpoint.api=chat"], ["endpoint="], ["endpoint.top_logprobs=-1"]):
+        with pytest.raises(ValueError, match=r"endpoint.top_logprobs: got -?\d.*expected 0"):
             prepare([*argv, *wrong])
     server.habits["ids"] = False
     with pytest.raises(ValueError, match=r"got \d+ for 0 tokens, expected for each token"):

@@ -16,7 +16,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.decode.prompts.rows import parse
+from draftsmith.train.run.settings import Settings
 from draftsmith.train.text.batches import Batch, Batches, Examples
+from draftsmith.train.text.on_policy import Text
 from draftsmith.train.text.stream import Corpus, CorpusStream
 from draftsmith.train.text.tokenise import tokenise
 
@@ -60,9 +62,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(corpus: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Make:
     def make(*, left_out: tuple[str, ...] = (), **settings: Any) -> CorpusStream:
-        given = {"corpus": [str(corpus)], "max_length": 32, "batch_size": 3, "shuffle": 16}
-        config = Corpus(out="", steps=STEPS, **(given | settings))
-        return CorpusStream(config, tiny_tokenizer, left_out)
+        given = {"max_length": 32, "batch_size": 3, "seed": 0}
+        of_run = {name: settings.pop(name, value) for name, value in given.items()}
+        text = Text(max_length=of_run.pop("max_length"))
+        run = Settings(out="", steps=STEPS, **of_run)
+        asked = Corpus(**{"sources": [str(corpus)], "shuffle": 16} | settings)
+        return CorpusStream(asked, text, run, tiny_tokenizer, left_out)
 
     return make
 
@@ -226,7 +231,7 @@ def test_a_mix_keeps_its_shares(
         lines = [json.dumps({"text": letter * 30}) for _ in range(50 if name == "text" else 900)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     sources = [str(tmp_path / "code*.jsonl"), str(tmp_path / "text.jsonl")]
-    mixed = make(corpus=sources, weights=[5, 2.5], shuffle=48)
+    mixed = make(sources=sources, weights=[5, 2.5], shuffle=48)
     with pytest.warns(UserWarning, match=r"text.jsonl is used up and begins again: epoch 2"):
         batches = take(mixed, range(40))
     found = documents(batches, tiny_tokenizer) or Counter()
@@ -235,7 +240,7 @@ def test_a_mix_keeps_its_shares(
     assert not +found
     assert code / (code + text) == pytest.approx(2 / 3, abs=0.05)
     with pytest.raises(ValueError, match=r"weights: got \[1.0\] for 2 corpora"):
-        make(corpus=sources, weights=[1.0])
+        make(sources=sources, weights=[1.0])
 
 
 def test_held_out_rows_are_left_out(make: Make, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -283,15 +288,15 @@ def test_a_corrupt_shard_is_named_and_skipped_only_if_told(
     message = spoil(tmp_path)
     source = [str(tmp_path)]
     with pytest.raises(ValueError, match=message):
-        take(make(corpus=source), range(STEPS))
-    told = make(corpus=source, skip_corrupt=True)
+        take(make(sources=source), range(STEPS))
+    told = make(sources=source, skip_corrupt=True)
     with pytest.warns(UserWarning, match=message + ".*the rest of it is skipped"):
         straight = take(told, range(STEPS))
     assert [Path(name).name.split(".")[0] for name in told.skipped] == ["bad"]
-    second = make(corpus=source, skip_corrupt=True)
+    second = make(sources=source, skip_corrupt=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        first = make(corpus=source, skip_corrupt=True)
+        first = make(sources=source, skip_corrupt=True)
         take(first, range(STEPS - 2))
         second.restore(first.state(STEPS - 2))
         again = take(second, range(STEPS - 2, STEPS))
@@ -314,7 +319,7 @@ def test_bad_input(tmp_path: Path, make: Make) -> None:
         "odd.jsonl": r"odd.jsonl, row 2: got the fields \['title'\]",
     }.items():
         with pytest.raises(ValueError, match=message):
-            take(make(corpus=[str(tmp_path / source)], batch_size=1), range(1))
+            take(make(sources=[str(tmp_path / source)], batch_size=1), range(1))
     with pytest.raises(ValueError, match="shuffle: got 2, expected at least batch_size=3"):
         make(shuffle=2)
     stream = make()
@@ -323,7 +328,7 @@ def test_bad_input(tmp_path: Path, make: Make) -> None:
     other.restore(stream.state(1))
     with pytest.raises(ValueError, match=r"of world=2, this process has 3; .*launch it as before"):
         take(other, range(1, 2), rank=1, world=3)
-    first, again = (make(corpus=[str(tmp_path / "a.jsonl")]) for _ in range(2))
+    first, again = (make(sources=[str(tmp_path / "a.jsonl")]) for _ in range(2))
     take(first, range(1))
     again.restore(first.state(1))
     write(tmp_path, "a.jsonl", range(10))
