@@ -12,10 +12,8 @@ def prompts_for_development(
 ) -> list[list[int]]:
     """At most `count` prompts, of the held-out part to tune on: the other is for final figures.
 
-    length: in tokens, of a prompt that is the window of a document.
-
-    Raises:
-        ValueError: prepared answers, which have no held-out side; no rows; too few windows.
+    length: in tokens, of a prompt that is the window of a document. ValueError: prepared answers,
+    which have no held-out side; no rows; too few windows.
     """
     if is_prepared(data):
         raise ValueError(

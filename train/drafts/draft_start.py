@@ -72,10 +72,8 @@ def fresh_draft(
     sizes: ModelStart, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
     """A draft of the target's family with as many logits, in fp32 on the CPU: random, or as `init`
-    says a part of the target, which then also decides whether its tables are one.
-
-    Raises:
-        ValueError: another `init`, and what `start_from_target` refuses.
+    says a part of the target, which then also decides whether its tables are one. ValueError:
+    another `init`, and what `start_from_target` refuses.
     """
     if sizes.init not in ("random", "target"):
         raise ValueError(f"got init={sizes.init!r}, expected random or target")
@@ -97,11 +95,8 @@ def open_draft(
 ) -> PreTrainedModel:
     """The draft of `source` for `target`, in fp32 and where that is, with adapters if asked for.
 
-    mismatch: go on from a draft that was made for another target.
-
-    Raises:
-        ValueError: a folder that isn't whole, is made for another target, or has other tokens; what
-            `with_lora` refuses.
+    mismatch: go on from a draft that was made for another target. ValueError: a folder that isn't
+    whole, is made for another target, or has other tokens; what `with_lora` refuses.
     """
     if not source.path:
         draft = fresh_draft(source, target, tokenizer, seed)
@@ -123,10 +118,8 @@ def given_draft(
     allow_target_mismatch: bool = False,
 ) -> PreTrainedModel:
     """The draft LM in a drafter folder or at a hub name, in fp32, checked against its target.
-
-    Raises:
-        ValueError: a folder that isn't whole, is made for another target, has other tokens, or
-            holds no LM.
+    ValueError: a folder that isn't whole, is made for another target, has other tokens, or holds
+    no LM.
     """
     if not Path(path).is_dir():
         check_same_tokenizer(tokenizer, load_tokenizer(path))

@@ -56,11 +56,8 @@ def open_head(
     counts_V: Tensor,
     seed: int,
 ) -> Eagle:
-    """The head of `source` in fp32, bound to `target` and on its device.
-
-    Raises:
-        ValueError: sizes, taps or flags that a head can't have, or an earlier head that is of
-            another kind or was made for another target.
+    """The head of `source` in fp32, bound to `target` and on its device. ValueError: sizes, taps or
+    flags that a head can't have, or an earlier head of another kind or target.
     """
     of_3 = {"draft_vocab": 0, "init_head": "target", "freeze_head": False}
     set_too = [name for name, unset in of_3.items() if getattr(source, name) != unset]

@@ -226,11 +226,7 @@ class Distillation(Objective):
 
 
 def stages(loss: Losses, steps: int) -> Stages:
-    """The stages of a run of so many steps.
-
-    Raises:
-        ValueError: an unknown loss, or a second stage that has no steps.
-    """
+    """The stages of a run of so many steps. ValueError: an unknown loss, or a stage without any."""
     found = {0: parse_loss(loss.name)}
     if loss.second:
         first = round(loss.second_from * steps)

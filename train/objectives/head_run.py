@@ -57,9 +57,8 @@ def evaluate_head(
     acceptance at each depth were independent: 1 + sum_k prod_{d < k} alpha_d (top1_d if greedy).
     alpha_d is always that of temperature 1, which heads are trained at; tau is as held out.
 
-    Args:
-        measure: the objective's; gives the sums alpha_d, top1_d and count_d.
-        drafter: around a copy of the head as it is now.
+    measure: the objective's, gives the sums alpha_d, top1_d and count_d; drafter: around a copy of
+    the head as it is now.
     """
     means = heldout.means(measure)
     estimate = along = 1.0
@@ -208,14 +207,10 @@ def compare(
 ) -> str | None:
     """A warning where a run accepts under 60% of what runs of its kind on no more samples did.
 
-    None where it does better, or where none on so few samples is known.
-
-    Args:
-        kind: of the head.
-        samples: different examples that it was trained on.
-        tau: held-out, by chains of K tokens; of a tree it is more, so less is noticed.
-        first: held-out acceptance of the first drafted token.
-        coverage: share of the text that the draft vocabulary has.
+    None where it does better, or where none on so few samples is known. samples: different examples
+    that it was trained on; tau: held-out, by chains of K tokens (of a tree it is more, so less is
+    noticed); first: held-out acceptance of the first drafted token; coverage: share of the text
+    that the draft vocabulary has.
     """
     smaller = [known for known in KNOWN if known.kind == kind and known.samples <= samples]
     if not smaller:

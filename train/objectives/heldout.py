@@ -77,11 +77,8 @@ def shrunk(config: Any) -> Any:
 def draft_figures(
     heldout: "HeldOut", objective: Distillation, snapshot: Snapshot[PreTrainedModel], K: int
 ) -> Evaluate:
-    """Loss, alpha and agreement on the target's answers, tau and MBSU, of a draft LM in training.
-
-    Args:
-        snapshot: copies of the draft, to decode with.
-        K: drafted tokens a round.
+    """Loss, alpha and agreement on the target's answers, tau and MBSU, of a draft LM in training;
+    decoded, by K tokens a round, with copies of it.
     """
     target, size = heldout.target, vocab_size(heldout.tokenizer)
     itself = StateTeacher(target, size)
@@ -108,10 +105,7 @@ def open_heldout(
     batch_size: int,
 ) -> "HeldOut":
     """The held-out prompts with the target's answers; errors of `prompts_for_development` pass.
-
-    Args:
-        cache: the folder to keep the answers in.
-        data: the run's.
+    cache: the folder to keep the answers in; data: the run's.
     """
     count, length = asked.prompts, asked.prompt_tokens
     prompts = prompts_for_development(asked.data or data, tokenizer, count=count, length=length)
@@ -121,11 +115,8 @@ def open_heldout(
 
 
 class HeldOut:
-    """Prompts that nobody trains on, and the target's own answers to them.
-
-    Args:
-        params: how the target answers, and how tau is decoded.
-        batch_size: rows of the teacher-forced passes.
+    """Prompts that nobody trains on, and the target's own answers to them. params: how it answers,
+    and how tau is decoded; batch_size: rows of the teacher-forced passes.
     """
 
     def __init__(

@@ -40,11 +40,8 @@ class JointTraining:
 
 
 class JointMedusa(MedusaObjective):
-    """The loss of heads and adapters. Metrics have the sum `base_kl` too.
-
-    Args:
-        head: trained, and bound to the target.
-        target: gets the adapters, which alone of it are part of this module's state.
+    """The loss of heads and adapters. Metrics have the sum `base_kl` too. head: bound to
+    the target, which gets the adapters; they alone of it are part of this module's state.
     """
 
     steps_done: Tensor

@@ -66,10 +66,8 @@ def compares(weighting: Weighting) -> bool:
 
 
 def kept(weighting: Weighting, batch: Batch) -> int:
-    """How many tokens of a micro-batch count: what its loss is divided by.
-
-    Raises:
-        ValueError: `keep` leaves none of them.
+    """How many tokens of a micro-batch count: what its loss is divided by. ValueError where `keep`
+    leaves none of them.
     """
     tokens = int(batch.loss_mask.sum())
     if not weighting.select:

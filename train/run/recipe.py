@@ -39,14 +39,9 @@ def names() -> list[str]:
 
 
 def load(schema: type[T], argv: list[str]) -> T:
-    """Compose `recipe=` and the other `key=value` arguments under `schema`.
-
-    Args:
-        schema: the entry's dataclass; its field `entry` has the entry's name as default.
-        argv: the arguments after the script's name.
-
-    Raises:
-        ValueError: unknown recipe or key, wrong type, missing field, or another entry's recipe.
+    """Compose `recipe=` and the other `key=value` arguments under `schema`: the entry's dataclass,
+    whose field `entry` has the entry's name as default. ValueError: unknown recipe or key, wrong
+    type, missing field, or another entry's recipe.
     """
     chosen = [arg.removeprefix("recipe=") for arg in argv if arg.startswith("recipe=")]
     overrides = given(schema, [arg for arg in argv if not arg.startswith("recipe=")])
