@@ -70,14 +70,22 @@ def main() -> int:
         print(f"draftsmith {draftsmith.__version__}")
     elif name and asks_manual(rest):
         print(manual_of(name))
+    elif begun(argv[0]) and asks_manual(argv[1:]):
+        print(listing(f"{argv[0]} "))
     else:
         return guarded(partial(command, name), rest)
     return 0
 
 
-def listing() -> str:
-    """What there is."""
-    lines = [f"  {name:<16}{what}" for name, (_, _, what) in COMMANDS.items()]
+def begun(word: str) -> bool:
+    """Whether commands of two words begin so."""
+    return any(name.startswith(f"{word} ") for name in COMMANDS)
+
+
+def listing(word: str = "") -> str:
+    """What there is, or what begins so."""
+    found = {name: what for name, (_, _, what) in COMMANDS.items() if name.startswith(word)}
+    lines = [f"  {name:<16}{what}" for name, what in found.items()]
     return "\n".join(["draftsmith COMMAND key=value ...", "", *lines, "", ENDS])
 
 
@@ -92,8 +100,7 @@ def manual_of(name: str) -> str:
 def command(name: str, argv: list[str]) -> int | None:
     """Run a command. Raises ValueError for one that there isn't, and what the command raises."""
     if not name:
-        begun = any(one.startswith(f"{argv[0]} ") for one in COMMANDS)
-        raise ValueError(unknown("command", " ".join(argv[: 1 + begun]), COMMANDS))
+        raise ValueError(unknown("command", " ".join(argv[: 1 + begun(argv[0])]), COMMANDS))
     place = f"draftsmith.{COMMANDS[name][0]}"
     if name.startswith(LAUNCHED):
         return launch(place, argv)

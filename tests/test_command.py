@@ -15,7 +15,7 @@ import pytest
 from house_rules import ROOT
 
 import draftsmith
-from draftsmith.__main__ import COMMANDS
+from draftsmith.__main__ import COMMANDS, listing
 from draftsmith.command import given, guarded, kinds, parse, spelled
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
@@ -140,7 +140,8 @@ def test_a_manual_says_what_the_source_says() -> None:
 MANUALS = """
 import sys
 from draftsmith.__main__ import COMMANDS, main
-for argv in (["--version"], [], ["help"], *([*name.split(), "--help"] for name in COMMANDS)):
+named = ([*name.split(), "--help"] for name in COMMANDS)
+for argv in (["--version"], [], ["help"], ["train", "--help"], *named):
     sys.argv[1:] = argv
     assert main() == 0
 import draftsmith
@@ -153,6 +154,7 @@ def test_manuals_import_no_library() -> None:
     assert (run.returncode, run.stderr) == (0, "set()\n")
     for words in ("draftsmith 0.", "train distill ", "target.path=...", "Exit codes: 0 done"):
         assert words in run.stdout
+    assert "train eagle" in listing("train ") and "evaluate" not in listing("train ")
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class PretrainConfig(Settings):
     lora: Lora = field(default_factory=Lora)
     tokenizer: str = "train"  # or whose to take, where neither target nor model brings one
     tokenizer_size: int = 4096
-    data: str = "stdlib"  # see corpus.read_source, or a folder that train/prepare.py wrote
+    data: str = "stdlib"  # see prompts.rows.read_source, or a folder that train/prepare.py wrote
     text: Text = field(default_factory=Text)
     corpus: Corpus = field(default_factory=Corpus)
     heldout_sequences: int = 64  # at each evaluation
