@@ -4,6 +4,7 @@
 write the same files. Each is an error here. recipes/accelerate holds configurations that work.
 """
 
+import atexit
 import json
 import logging
 import os
@@ -56,6 +57,7 @@ def start(settings: Settings) -> Accelerator:
         deepspeed_plugin=_deepspeed_plugin(settings) if deepspeed else None,
         kwargs_handlers=handlers,
     )
+    atexit.register(_leave_group)
     _check_launch(accelerator, settings, deepspeed)
     check_mode(mode(accelerator), settings)
     load_whole()
@@ -66,6 +68,12 @@ def start(settings: Settings) -> Accelerator:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(settings.seed)
     return accelerator
+
+
+def _leave_group() -> None:
+    """A process that ends with gloo's threads still running is aborted now and then."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _deepspeed_plugin(settings: Settings) -> DeepSpeedPlugin:
