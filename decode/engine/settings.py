@@ -23,7 +23,7 @@ class DecodeSettings:
     K: draft calls a round, by default 4 or what the drafter can; a tree is cut to that depth.
     tree: `chain`, a published tree (`medusa-63`, `eagle-25`), `dynamic:levels,width,nodes`, or a
     JSON file of rank paths. policy: when to stop drafting, see `policy.POLICIES`. rule: a key of
-    `verify.RULES`; at temperature 0 every rule is the coupled one. lossy: extra acceptance, see
+    `rules.RULES`; at temperature 0 every rule is the coupled one. lossy: extra acceptance, see
     `lossy.parse`; it changes the target's law, so it needs allow_lossy. same_shape: draft, but
     accept nothing: plain decoding through rounds of the same batch and tree, the baseline that
     rounding (bf16) parts least from. attention: a backend of `decode/forward/attention.py`. fast:

@@ -15,7 +15,7 @@ round's tree, its root left out):
     lead f32                     the token's score less the best other token's: how it won its race
     kept, on_path bool           the rule keeps it if its parent is kept; all before it are kept
     draft_state bf16 [n, H]      what the draft's LM head made that q of
-    token_state bf16 [n, H]      the draft's state once it has read the token (`mixing.py` alone)
+    token_state bf16 [n, H]      the draft's state once it has read the token (`mixed.py` alone)
     target_state bf16 [n, Ht]    the target's at the token, after the final norm
 """
 

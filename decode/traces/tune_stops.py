@@ -75,7 +75,7 @@ def by_head(state: str, K: int) -> dict[str, Stop]:
 
 
 def by_costs(state: str, K: int, c: float, v: float) -> dict[str, Stop]:
-    """The same at the one threshold that the costs give (see `replay.optimal_threshold`)."""
+    """The same at the one threshold that the costs give: `simulate_stops.optimal_threshold`."""
     h = replay.optimal_threshold(c, v)
     return {f"h {h:.3g}, K {K}": replay.chance(h, newest=state == "parent")}
 

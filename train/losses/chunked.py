@@ -9,7 +9,7 @@ Several drafts may share the target's rows: step s of EAGLE-3's training-time te
 compared with the target's distribution at t + 1 + s, whose logits are made once for all steps.
 
 Two sizes: a chunk of C rows is one matrix product a model, large enough to be efficient; inside it
-the loss runs on tiles of R rows (`gradients.py`), small enough that their buffers stay in cache.
+the loss runs on tiles of R rows (`closed_form.py`), small enough that their buffers stay in cache.
 `bench/speed/losses.py` measures what this buys.
 
 Shapes: S steps, N rows (tokens), K rows with a weight, C rows of a chunk, M = S * C, R rows of a

@@ -59,7 +59,7 @@ class EagleObjective(OnStates):
 
     Args beyond `OnStates`:
         steps: S, how many `measure` runs.
-        loss: a key of `losses.DIVERGENCES`, or weights of several. `lk` weighs its KL at each step
+        loss: a key of `pure.DIVERGENCES`, or weights of several. `lk` weighs its KL at each step
             by the mean alpha of that step in the optimizer step before (the first by 1).
 
     Raises ValueError for an unknown loss, or less than a step, too.

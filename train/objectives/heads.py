@@ -90,7 +90,7 @@ class HeadObjective(OnStates):
     trained tokens of the step.
 
     Args beyond `OnStates` (the head gives `head_VH(depth)`, the LM head of each depth):
-        loss: "ce", cross-entropy with the text's token, or a key of `losses.DIVERGENCES` with the
+        loss: "ce", cross-entropy with the text's token, or a key of `pure.DIVERGENCES` with the
             target's distribution. `lk` weighs its KL at each depth by the mean alpha of that depth
             in the step before (the first step by 1).
         decay: of the weights over depth.

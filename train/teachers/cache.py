@@ -1,6 +1,6 @@
 """The target's states of a whole training text on disk: it runs once, not once an epoch.
 
-A shard (`token_shards.py`) holds states [N, S, G]; of int8 also scales [N, S], fp32. Each state is
+A shard (`store.py`) holds states [N, S, G]; of int8 also scales [N, S], fp32. Each state is
 stored once: the final one, then the taps.
 
 int8 is symmetric with one scale a token and state, max |x| / 127. On the taps of a small model, a
@@ -11,7 +11,7 @@ Shapes: N tokens, S states a token, G hidden size of the target.
 
 The target's likeliest tokens at every position of a training text on disk.
 
-A shard (`token_shards.py`) holds for each token what the target says of the next one, after the one
+A shard (`store.py`) holds for each token what the target says of the next one, after the one
 transform (temperature, top-k, top-p, min-p):
 
     ids    [N, J]  its J likeliest tokens, likeliest first; uint16 where they fit, else int32

@@ -2,7 +2,7 @@
 
 A teacher turns a batch into rows, which compare a draft's with the target's. Rows from states are
 exact: the target's last states, made by a pass or read from a cache, times its LM head. Rows of the
-likeliest tokens (`sparse.py`) come from a cache, or with the answers of a server.
+likeliest tokens (`losses/top_k.py`) come from a cache, or with the answers of a server.
 
 Legend: N rows (positions of a batch, flat), V vocabulary, H / G hidden size of draft / target.
 """
