@@ -71,7 +71,7 @@ def test_cpu_mode_runs_every_part(tmp_path: Path) -> None:
 def test_a_short_limit_skips_and_names(tmp_path: Path) -> None:
     command = [sys.executable, "bench/speed/steps.py", "device=cpu", f"out={tmp_path}", "limit_s=0"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=1800)
-    assert "tau 4.5, batch 16, context 64" in (tmp_path / "steps.txt").read_text().splitlines()
+    assert "tau 4.5, batch 4, context 64" in (tmp_path / "steps.txt").read_text().splitlines()
 
 
 def test_cost_says_how_it_grows(tmp_path: Path) -> None:
