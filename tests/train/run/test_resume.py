@@ -79,9 +79,9 @@ def test_pretraining_survives_ctrl_c_and_kill_9(tmp_path: Path, corpus: Path) ->
         "model.intermediate=64",
         "text.max_length=64",
         "batch_size=2",
-        "steps=150",
+        "steps=90",
     ]
-    arguments += ["accumulation=2", "optimizer=muon", "save_every=5", "eval_every=50", "warmup=9"]
+    arguments += ["accumulation=2", "optimizer=muon", "save_every=5", "eval_every=45", "warmup=9"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     code, output = run_entry("pretrain", [*arguments, f"out={straight}"])
     assert code == 0, output
