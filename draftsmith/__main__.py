@@ -12,46 +12,26 @@ from draftsmith.manual import file_of, manual, of_module
 # Command: its module, the class of its settings, what it does.
 COMMANDS = {
     "prepare": ("train.prepare", "Prepare", "answers of the target, to train on"),
-    "train pretrain": (
-        "train.pretrain",
-        "PretrainConfig",
-        "a causal LM, or a draft to begin with",
-    ),
+    "train pretrain": ("train.pretrain", "PretrainConfig", "a causal LM, or a draft to begin with"),
     "train distill": ("train.distill", "DistillConfig", "a draft LM, from its target"),
     "train heads": ("train.heads", "HeadsConfig", "Medusa and Hydra heads on a frozen target"),
     "train eagle": ("train.eagle", "EagleRun", "EAGLE-1 and EAGLE-3 heads on a frozen target"),
     "train scorers": ("train.scorers", "ScorersConfig", "acceptance heads and judges, from traces"),
     "train online": ("train.online", "OnlineRun", "a draft, from what its server decodes"),
-    "evaluate": (
-        "decode.__main__",
-        "Evaluation",
-        "decode with a drafter: speed, proof",
-    ),
-    "serve": (
-        "decode.serve.server",
-        "ServerConfig",
-        "an OpenAI-compatible server",
-    ),
+    "evaluate": ("decode.__main__", "Evaluation", "decode with a drafter: speed, proof"),
+    "serve": ("decode.serve.server", "ServerConfig", "an OpenAI-compatible server"),
     "export": ("export", "Export", "write a drafter as SGLang, vLLM, TGI ... read it"),
     "doctor": ("doctor", "Doctor", "what is wrong with a drafter folder, for each server"),
     "trim": ("train.trim", "Trim", "draft only the tokens that the target writes"),
     "calibrate": ("decode.predict.best_tree", "Calibration", "the best static tree for a pair"),
     "trace": ("decode.traces.record", "Tracing", "record drafts and what is kept, for scorers"),
-    "stopping": (
-        "decode.traces.tune_stops",
-        "Stopping",
-        "which rule should stop drafting",
-    ),
+    "stopping": ("decode.traces.tune_stops", "Stopping", "which rule should stop drafting"),
     "judge-labels": ("decode.traces.judge_labels", "Labels", "tokens that a judge may let pass"),
     "plan": ("train.plan.table", "PlanRequest", "memory and time of a training run, beforehand"),
     "size": ("decode.predict.draft_sizes", "Sizing", "depth and width of a draft by its speed-up"),
     "scaling": ("decode.predict.scaling_laws", "Scaling", "acceptance against size and text: fits"),
     "data show": ("train.show", "Show", "one training example, its trained tokens coloured"),
-    "quickstart": (
-        "train.quickstart",
-        "Quickstart",
-        "the main job on this machine's text",
-    ),
+    "quickstart": ("train.quickstart", "Quickstart", "the main job on this machine's text"),
 }
 LAUNCHED = ("prepare", "train ")
 EXTRAS = {"fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve"}
@@ -69,7 +49,10 @@ def main() -> int:
     elif argv == ["--version"]:
         print(f"draftsmith {draftsmith.__version__}")
     elif name and asks_manual(rest):
-        print(manual_of(name))
+        place, schema, _ = COMMANDS[name]
+        launched = of_module("draftsmith.launch").keys("Launch")
+        before = launched if name.startswith(LAUNCHED) else []
+        print(manual(file_of(f"draftsmith.{place}"), schema, before=before))
     elif begun(argv[0]) and asks_manual(argv[1:]):
         print(listing(f"{argv[0]} "))
     else:
@@ -87,14 +70,6 @@ def listing(word: str = "") -> str:
     found = {name: what for name, (_, _, what) in COMMANDS.items() if name.startswith(word)}
     lines = [f"  {name:<16}{what}" for name, what in found.items()]
     return "\n".join(["draftsmith COMMAND key=value ...", "", *lines, "", ENDS])
-
-
-def manual_of(name: str) -> str:
-    """The manual of a command, which isn't imported."""
-    place, schema, _ = COMMANDS[name]
-    launched = of_module("draftsmith.launch").keys("Launch")
-    before = launched if name.startswith(LAUNCHED) else []
-    return manual(file_of(f"draftsmith.{place}"), schema, before=before)
 
 
 def command(name: str, argv: list[str]) -> int | None:

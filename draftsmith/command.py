@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import NoneType
@@ -38,9 +39,7 @@ def run_command(main: Main, schema: type) -> NoReturn:
 
 
 def guarded(main: Main, argv: list[str]) -> int:
-    """`main` with the arguments, each as `key=value`; its exit code. Only what isn't the user's
-    error has a traceback.
-    """
+    """The exit code of `main`. Only what isn't the user's error has a traceback."""
     try:
         return main(spelled(argv)) or 0
     except (ValueError, FileNotFoundError) as error:
@@ -57,17 +56,13 @@ def asks_manual(argv: list[str]) -> bool:
 
 
 def tell(error: Exception) -> None:
-    """The error on one line of stderr, by the first process that has it; and where it is from, if
-    that isn't code of ours.
-    """
+    """One line on stderr, by the first process that has the error; its place, if not in ours."""
     if int(os.environ.get("RANK", "0")):
         time.sleep(OTHERS_WAIT_S)
-    trace = error.__traceback__
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    module = trace.tb_frame.f_globals["__name__"] if trace else "__main__"
-    ours = module.startswith(("draftsmith.", "__main__"))
-    where = "" if ours or not trace else f" ({module}:{trace.tb_lineno})"
+    trace = traceback.walk_tb(error.__traceback__)
+    places = [("__main__", 0), *((frame.f_globals["__name__"], line) for frame, line in trace)]
+    module, line = places[-1]
+    where = "" if module.startswith(("draftsmith.", "__main__")) else f" ({module}:{line})"
     print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
 
 
@@ -87,18 +82,21 @@ def spelled(argv: list[str]) -> list[str]:
 
 def parse(schema: type[T], argv: list[str], first: str = "") -> T:
     """An instance of the dataclass `schema`. first: the key of a value that begins `argv` alone.
-
-    Raises:
-        ValueError: an unknown key, a value of another type, a missing key, or what `schema` raises.
+    ValueError: an unknown or missing key, a value of another type, or what `schema` raises.
     """
     if first and argv and argv[0].partition("=")[0] not in kinds(schema):
         argv = [f"{first}={argv[0]}", *argv[1:]]
-    values = given(schema, argv)
     missing: list[str] = []
-    made = _made(schema, values, "", missing)
+    made = _made(schema, given(schema, argv), "", missing)
     if made is None:
         raise ValueError(f"missing: {' '.join(f'{key}=...' for key in missing)}")
     return made
+
+
+def parted(schema: type[T], argv: list[str]) -> tuple[T, list[str]]:
+    """An instance of `schema`, and the arguments whose keys aren't its own."""
+    mine = [word for word in argv if word.partition("=")[0] in kinds(schema)]
+    return parse(schema, mine), [word for word in argv if word not in mine]
 
 
 def given(schema: type, argv: list[str]) -> dict[str, Any]:
@@ -109,7 +107,8 @@ def given(schema: type, argv: list[str]) -> dict[str, Any]:
         group, equals, text = argument.partition("=")
         key = place(group, known)
         if key != group and text.startswith("{"):
-            found |= given(schema, [f"{group}.{k}={v}" for k, v in _table(group, text).items()])
+            table = _read(group, text, dict)
+            found |= given(schema, [f"{group}.{k}={v}" for k, v in table.items()])
             continue
         if key not in known:
             raise ValueError(unknown("key", key, known))
@@ -135,16 +134,12 @@ def place(key: str, known: Collection[str]) -> str:
 
 
 def unknown(what: str, word: str, known: Collection[str]) -> str:
-    """The sentence that answers a word that isn't known: where its last part is, what it begins, or
-    the nearest that is.
-    """
+    """What to answer: words with the same last part, those that it begins, or the nearest one."""
     begun = [one for one in known if one.startswith(f"{word} ")]
     near = [one for one in known if one.rpartition(".")[2] == word.rpartition(".")[2]]
-    near = near or ([] if begun else difflib.get_close_matches(word, known, n=1))
-    hint = (
-        f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(begun or known)}"
-    )
-    return f"unknown {what} {word!r}: {hint}"
+    if near := near or ([] if begun else difflib.get_close_matches(word, known, n=1)):
+        return f"unknown {what} {word!r}: did you mean {' or '.join(near)}?"
+    return f"unknown {what} {word!r}: there are {', '.join(begun or known)}"
 
 
 def _made(schema: Any, values: dict[str, Any], group: str, missing: list[str]) -> Any:
@@ -173,7 +168,8 @@ def _typed(key: str, text: str, kind: Any) -> Any:
         items = _read(key, text, list) if text.startswith("[") else [text] if text else []
         return origin(_typed(key, item, inner[0]) for item in items)
     if origin is dict:
-        return {name: _typed(key, item, inner[1]) for name, item in _table(key, text).items()}
+        table = _read(key, text, dict)
+        return {name: _typed(key, item, inner[1]) for name, item in table.items()}
     if kind is bool:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{key}: got {text!r}, expected true or false")
@@ -184,17 +180,13 @@ def _typed(key: str, text: str, kind: Any) -> Any:
         raise ValueError(f"{key}: got {text!r}, expected {kind.__name__}") from None
 
 
-def _table(key: str, text: str) -> dict[str, Any]:
-    table: dict[str, Any] = _read(key, re.sub(r":(?! )", ": ", text), dict)
-    return table
-
-
 def _read(key: str, text: str, kind: type) -> Any:
     """A list or table of texts, as YAML writes them."""
     import yaml
 
+    spaced = re.sub(r":(?! )", ": ", text) if kind is dict else text
     try:
-        found = yaml.load(text, yaml.BaseLoader)  # every value is left a text
+        found = yaml.load(spaced, yaml.BaseLoader)  # every value is left a text
     except yaml.YAMLError:
         found = None
     if not isinstance(found, kind):

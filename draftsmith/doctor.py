@@ -6,10 +6,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from draftsmith.command import parse
 from draftsmith.models.servers.doctor import examine, outlook
-from draftsmith.models.servers.findings import Finding
 from draftsmith.models.servers.serve_lines import about
 
 COLOURS = {"ok": "green", "warning": "yellow", "fault": "bold red"}
@@ -30,26 +30,15 @@ def main(argv: list[str]) -> int:
     console = Console()
     # In one piece, however long: a path that is broken over lines can't be copied.
     console.print(f"{settings.folder}: {about(layout).title}", markup=False, soft_wrap=True)
-    console.print(checks(findings))
-    console.print(servers(outlook(layout, findings)))
-    return 1 if any(finding.verdict == "fault" for finding in findings) else 0
-
-
-def checks(findings: list[Finding]) -> Table:
-    """One row a finding: what was checked, how it stands, how to mend it."""
-    table = Table(box=SIMPLE_HEAD)
+    checks = Table(box=SIMPLE_HEAD)
     for name in ("check", "verdict", "found", "how to mend it"):
-        table.add_column(name, overflow="fold")
+        checks.add_column(name, overflow="fold")
     for one in findings:
-        colour = COLOURS[one.verdict]
-        verdict = f"[{colour}]{one.verdict}[/{colour}]"
-        table.add_row(one.check, verdict, escape(one.says), escape(one.mend))
-    return table
-
-
-def servers(said: dict[str, str]) -> Table:
-    """What each server does with the folder as it is."""
-    table = Table("server", "with this folder", box=SIMPLE_HEAD)
-    for server, what in said.items():
-        table.add_row(server, escape(what))
-    return table
+        verdict = Text(one.verdict, COLOURS[one.verdict])
+        checks.add_row(one.check, verdict, escape(one.says), escape(one.mend))
+    servers = Table("server", "with this folder", box=SIMPLE_HEAD)
+    for server, what in outlook(layout, findings).items():
+        servers.add_row(server, escape(what))
+    console.print(checks)
+    console.print(servers)
+    return 1 if any(finding.verdict == "fault" for finding in findings) else 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from subprocess import CalledProcessError
 
 import draftsmith.recipes
-from draftsmith.command import INTERRUPTED, parse, unknown
+from draftsmith.command import INTERRUPTED, parted, unknown
 
 CONFIGS = Path(draftsmith.recipes.__file__).parent / "accelerate"
 
@@ -32,13 +32,9 @@ class Launch:
 
 def launch(module: str, argv: list[str]) -> int:
     """Run `main` of the entry `module`; the exit code of the process that ended first with one.
-
-    Raises:
-        ValueError: a configuration that there isn't; of one process also what the entry raises.
+    ValueError: a configuration that there isn't; of one process also what the entry raises.
     """
-    mine = [word for word in argv if word.partition("=")[0] in Launch.__annotations__]
-    rest = [word for word in argv if word not in mine]
-    asked = parse(Launch, mine)
+    asked, rest = parted(Launch, argv)
     config, many = asked.config, asked.processes
     if not config and many != 1:
         from accelerate.commands.config.config_args import default_config_file
@@ -49,42 +45,35 @@ def launch(module: str, argv: list[str]) -> int:
         config = "" if own_config else "gpu_ddp" if cuda.is_available() else "cpu_ddp2"
     if many == 1 and not asked.config:
         return importlib.import_module(module).main(rest) or 0
-    flags = ["--config_file", str(config_file(config))] if config else []
-    flags += ["--num_processes", str(many)] if many else []
+    flags = ["--num_processes", str(many)] if many else []
+    if config:
+        ours = {path.stem: path for path in CONFIGS.glob("*.yaml")}
+        file = ours.get(config, Path(config))
+        if not file.is_file():
+            raise ValueError(unknown("config", config, sorted(ours)) + " (or a YAML's path)")
+        flags += ["--config_file", str(file)]
     return launched([*flags, "--module", module, *rest])
 
 
-def config_file(name: str) -> Path:
-    """The file of a configuration of ours, or of a user's own."""
-    ours = {path.stem: path for path in CONFIGS.glob("*.yaml")}
-    found = ours.get(name, Path(name))
-    if not found.is_file():
-        raise ValueError(unknown("config", name, sorted(ours)) + " (or a YAML's path)")
-    return found
-
-
 def launched(flags: list[str]) -> int:
-    """`accelerate launch` with these arguments, told by its exit code alone."""
+    """`accelerate launch` with these arguments, told by its exit code alone: 1 of a process that
+    was killed, which couldn't tell.
+    """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.disable(logging.ERROR)  # the processes speak for themselves
     signal.signal(signal.SIGINT, lambda *_: None)  # they get it, too, and save
+    code = 0
     try:
         launch_command(launch_command_parser().parse_args(flags))
     except CalledProcessError as failed:
-        return ended(failed.returncode)
+        code = failed.returncode
     except ChildFailedError as failed:
-        return ended(failed.get_first_failure()[1].exitcode)
+        code = failed.get_first_failure()[1].exitcode
     except SignalException:
-        return INTERRUPTED
-    return 0
-
-
-def ended(code: int) -> int:
-    """The exit code; of a process that was killed, which couldn't tell, 1."""
-    if code >= 0:
-        return code
-    print(f"a process was ended by {signal.Signals(-code).name}", file=sys.stderr)
-    return 1
+        code = INTERRUPTED
+    if code < 0:
+        print(f"a process was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    return code if code >= 0 else 1

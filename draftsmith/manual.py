@@ -9,10 +9,10 @@ import io
 import shutil
 import textwrap
 import tokenize
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 ROOM = 28  # of a key and its default
 SPELLING = "Keys, as key=value or --key value, with their defaults; one with ... must be given:"
@@ -41,8 +41,7 @@ COMMON = {
 EMPTY = {"list": "[]", "dict": "{}", "()": "[]", "True": "true", "False": "false", "None": "none"}
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """One setting; default: as the command line spells it, None where it must be given."""
 
     name: str
@@ -95,24 +94,14 @@ class SourceFile:
     def keys(self, schema: str) -> list[Key]:
         """The fields of a dataclass in their order, those of its bases first."""
         found: dict[str, Key] = {}
-        for source, node in self.lineage(schema, set()):
-            for item in node.body:
-                if isinstance(item, ast.AnnAssign):
-                    for key in source.described(item):
-                        says = key.says or (found[key.name].says if key.name in found else "")
-                        found[key.name] = replace(key, says=says)
+        if place := self.find(schema):
+            source, node = place
+            for base in reversed(node.bases):
+                found |= {key.name: key for key in source.keys(ast.unparse(base))}
+            fields = (item for item in node.body if isinstance(item, ast.AnnAssign))
+            for key in (key for field in fields for key in source.described(field)):
+                found[key.name] = key._replace(says=key.says or found.get(key.name, key).says)
         return list(found.values())
-
-    def lineage(self, name: str, seen: set[str]) -> "Iterator[tuple[SourceFile, ast.ClassDef]]":
-        """A class and before it its bases, in the order that dataclasses take their fields."""
-        place = self.find(name)
-        if place is None or name in seen:
-            return
-        seen.add(name)
-        for base in reversed(place[1].bases):
-            if isinstance(base, ast.Name):
-                yield from place[0].lineage(base.id, seen)
-        yield place
 
     def described(self, item: ast.AnnAssign) -> list[Key]:
         """The key of one field, or the keys of the group that it is."""
@@ -123,10 +112,9 @@ class SourceFile:
             value = value.body if isinstance(value, ast.Lambda) else value
         if self.find(kind):
             own = {k.arg: spelled(k.value) for k in getattr(value, "keywords", ())}
-            inner = self.keys(kind)
             return [
-                replace(k, name=f"{name}.{k.name}", default=own.get(k.name, k.default))
-                for k in inner
+                k._replace(name=f"{name}.{k.name}", default=own.get(k.name, k.default))
+                for k in self.keys(kind)
             ]
         above = item.lineno
         while above - 1 in self.alone:

@@ -47,7 +47,7 @@ from draftsmith.train.run.lora import Lora, to_save
 from draftsmith.train.run.result import made_by, save_draft
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.scoring.joint import JointHead, open_head
-from draftsmith.train.scoring.record import finish_head
+from draftsmith.train.scoring.result import finish_head
 from draftsmith.train.teachers.states import Cache
 from draftsmith.train.teachers.teachers import Teacher, open_teacher
 from draftsmith.train.text.on_policy import (

@@ -38,23 +38,14 @@ from draftsmith.train.run.loop import fit
 from draftsmith.train.run.result import made_by
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.scoring.objective import ScorerObjective
-from draftsmith.train.scoring.record import write_trial
 from draftsmith.train.scoring.result import (
-    THRESHOLDS,
     calibrate,
-    describe,
     next_command,
     save_result,
     show,
+    write_trial,
 )
-from draftsmith.train.scoring.rows import (
-    LABELS,
-    Reading,
-    RowBatches,
-    expected_marks,
-    read_rows,
-    traced_settings,
-)
+from draftsmith.train.scoring.rows import LABELS, Reading, RowBatches, expected_marks, read_rows
 
 
 @dataclass(kw_only=True)
@@ -91,12 +82,12 @@ def main(argv: list[str]) -> None:
     if config.target.shrink:
         config.reading = write_trial(run.cache, config.reading, config.target, accelerator)
     reading = config.reading
-    made_for, mark = expected_marks(reading, config.target)
-    parts, counts = read_rows(reading, made_for, mark)
+    marks = expected_marks(reading, config.target)
+    parts, counts = read_rows(reading, *marks)
     accelerator.print(f"rows: {counts}")
 
     # ---- scorer and objective ----------------------------------------------------------------
-    scorer = make_scorer(config, parts["fit"].hidden)
+    scorer = make_scorer(config, parts["fit"].states_RH.shape[1])
     objective = ScorerObjective(scorer, parts["fit"], config.reject_weight).to(accelerator.device)
     batches = RowBatches(parts["fit"], batch_size=config.batch_size, seed=config.seed)
 
@@ -110,16 +101,13 @@ def main(argv: list[str]) -> None:
     # ---- calibrate, check, save --------------------------------------------------------------
     if accelerator.is_main_process:
         scorer = objective.folded(getattr(torch, config.save_dtype))
-        before, after = calibrate(scorer, parts["calibrate"], parts["check"])
-        threshold = config.threshold or THRESHOLDS[reading.kind]
         made = made_by(argv, config.seed, parts["fit"], ended) | {"rows": counts}
-        about = describe(mark or made_for, before, after, threshold, made)
-        about |= {"traced": traced_settings(reading.traces), "target": made_for}
+        about = calibrate(scorer, reading, marks, parts, made, config.threshold)
         save_result(result, scorer, about, reading.drafter)
-        show(run.folder, before, after)
+        show(run.folder, about)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
-        print(next_command(reading.kind, config.target.path, result, threshold))
+        print(next_command(reading.kind, config.target.path, result, about["threshold"]))
 
 
 def shrunk(config: ScorersConfig) -> ScorersConfig:

@@ -1,9 +1,8 @@
 """The doctor's checks of EAGLE-1 and EAGLE-3 heads, flat or in speculators' format.
 
-Each is a function of a case that yields the problems it finds. What servers do is read from their
-loaders.
+Each yields the problems it finds. What servers do is read from their loaders.
 
-Shapes: V rows of the target's LM head, D draft vocabulary, H hidden.
+Shapes: V rows of the target's LM head, D draft vocabulary.
 """
 
 import re
@@ -11,16 +10,20 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from draftsmith.models.folder.foreign import rope_parameters
-from draftsmith.models.folder.imports import READERS
+from draftsmith.models.folder.imports import READERS, holds_ids
 from draftsmith.models.heads.eagle import EAGLE3_NAMES
 from draftsmith.models.heads.eagle_layouts import unread_by_sglang
 from draftsmith.models.server_facts import EAGLE1_OF_SGLANG, USUAL_TAPS
-from draftsmith.models.servers.doctor_vocab import vocabulary
-from draftsmith.models.servers.findings import RANDOM, REFUSES, Case, Check, Finding, fault, warning
+from draftsmith.models.servers.findings import IDS, Case, Check, Finding, fault, warning
 from draftsmith.models.servers.serve_lines import about
 
-IDS = "eagle_aux_hidden_state_layer_ids"
+RANDOM = "leaves the layer random, without a word"
+WRONG_MAP = "loads a wrong map, without a word"
+OFFSETS = "write offsets, id - position: `python -m draftsmith export` does"
+TWO_HEADS = "config.json and weights are of two heads: restore them"
 # Tensors that have a check of their own.
 OWN = re.compile(r"(fc|lm_head|input_norm)\.|fc_norm|d2t|t2d|.*_proj\.bias")
 
@@ -37,118 +40,143 @@ def tensors(case: Case) -> Iterator[Finding]:
         [name for name in names if not OWN.match(name)] for names in faults.values()
     )
     if missing:
-        yield fault(
-            f"{len(missing)} missing: {', '.join(missing[:3])}",
-            "take the folder from where it was whole; train again",
-            vllm_sglang_speculators=RANDOM,
-            draftsmith=REFUSES,
-        )
+        says = f"{len(missing)} missing: {', '.join(missing[:3])}"
+        mend = "take the folder from where it was whole; train again"
+        yield fault(says, mend, f"vllm, sglang, speculators: {RANDOM}; draftsmith: refuses it")
     if unknown:
         yield fault(
             f"{len(unknown)} without a place: {', '.join(unknown[:3])}",
             "rename them as the others are, or drop them",
-            vllm_draftsmith=REFUSES,
-            sglang="skips them, and leaves random what they were for, without a word",
-            speculators="skips them with a warning",
+            "vllm, draftsmith: refuses it; speculators: skips them with a warning; "
+            "sglang: skips them, and leaves random what they were for, without a word",
         )
     if odd:
-        yield fault(
-            f"{len(odd)} of another shape: {', '.join(odd[:3])}",
-            "config.json and weights are of two heads: restore them",
-            vllm_sglang_speculators_draftsmith=REFUSES,
-        )
+        says = f"{len(odd)} of another shape: {', '.join(odd[:3])}"
+        yield fault(says, TWO_HEADS, "vllm, sglang, speculators, draftsmith: refuses it")
     if case.layout == "speculators" and any("midlayer." in t for t in case.checkpoint.file_of):
-        yield fault(
-            "tensors called midlayer.* in speculators' format, whose name is layers.0.*",
-            "python -m draftsmith export to=speculators writes the names it reads",
-            speculators=RANDOM + " but a load report",
-        )
+        says = "tensors called midlayer.* in speculators' format, whose name is layers.0.*"
+        mend = "python -m draftsmith export to=speculators writes the names it reads"
+        yield fault(says, mend, f"speculators: {RANDOM} but a load report")
 
 
 def layer_ids(case: Case) -> Iterator[Finding]:
     """Which layers of the target are tapped, in vLLM's and in SGLang's convention."""
-    top = case.config.get(IDS)
-    nested = (case.config.get("eagle_config") or {}).get(IDS)
-    layers, flat = case.target_layers, case.layout == "eagle3"
+    (top, nested), layers = case.ids, case.target_layers
+    ids = top or nested or []
     mend = f"write {IDS} at the top level (layers already run) and in eagle_config (that - 1)"
-    if not top and not nested:
-        yield warning(
-            f"no layers named: every server takes {USUAL_TAPS}",
-            f"right if it was trained on them; {mend}",
-        )
+    if not ids:
+        says = f"no layers named: every server takes {USUAL_TAPS}"
+        yield warning(says, f"right if it was trained on them; {mend}")
         return
-    by_nested = [i + 1 for i in nested] if nested else None
-    takes = f"doesn't read them: taps {USUAL_TAPS}"
-    for name, found, reader in (("nested", nested, "vllm"), ("top-level", top, "sglang")):
-        alone = flat and bool(found) and not (top and nested)
-        count = _usual_for(top or by_nested or [])
-        if (alone and count is None) or (alone and layers not in (None, count)):
-            does = {reader: f"{takes}, and accepts next to nothing"}
-            yield fault(f"only the {name} ids, {found}", mend, **does)
-        elif alone and layers is None:
-            says = f"only the {name} ids, {found}: right for a target of {count} layers"
-            yield warning(says, mend, **{reader: takes})
-    if top and by_nested and by_nested != top:
-        yield fault(
-            f"top level {top}, nested {nested}: the second + 1 should be the first",
-            f"find out which the head was trained on, then {mend}",
-            vllm=f"taps {top}",
-            sglang=f"taps {by_nested}",
-            draftsmith=f"taps {top}",
-        )
-    ids = top or by_nested or []
+    written = [i - 1 for i in nested or ()]
+    if case.layout == "eagle3" and not (top and nested):
+        says = f"only the nested ids, {written}" if nested else f"only the top-level ids, {top}"
+        does = f"{'vllm' if nested else 'sglang'}: doesn't read them: taps {USUAL_TAPS}"
+        count = ids[-1] + 3  # layers of a target that EAGLE-3 usually taps so
+        if ids != [2, count // 2, count - 3] or layers not in (None, count):
+            yield fault(says, mend, f"{does}, and accepts next to nothing")
+        elif layers is None:
+            yield warning(f"{says}: right for a target of {count} layers", mend, does)
+    if top and nested and nested != top:
+        says = f"top level {top}, nested {written}: the second + 1 should be the first"
+        does = f"vllm, draftsmith: taps {top}; sglang: taps {nested}"
+        yield fault(says, f"find out which the head was trained on, then {mend}", does)
     if ids != sorted(set(ids)):
-        yield fault(
-            f"ids {ids} repeat, or don't ascend",
-            "sort them, and the columns of fc.weight with them",
-            vllm_sglang="takes them in the order of the layers",
-        )
-    outside = [i for i in ids if i < 0 or (layers is not None and i > layers)]
-    if outside:
+        mend = "sort them, and the columns of fc.weight with them"
+        does = "vllm, sglang: takes them in the order of the layers"
+        yield fault(f"ids {ids} repeat, or don't ascend", mend, does)
+    if outside := [i for i in ids if i < 0 or (layers is not None and i > layers)]:
         yield fault(
             f"ids {outside} of a target of {layers} layers",
             "take the ids that the head was trained with, or the target it was made for",
-            vllm_sglang="sees fewer taps than fc reads",
-            speculators_draftsmith=REFUSES,
+            "vllm, sglang: sees fewer taps than fc reads; speculators, draftsmith: refuses it",
         )
-
-
-def _usual_for(ids: list[int]) -> int | None:
-    """The number of layers of a target that EAGLE-3 usually taps at `ids`, None where there is
-    none.
-    """
-    layers = ids[-1] + 3 if ids else 0
-    return layers if ids == [2, layers // 2, layers - 3] else None
 
 
 def fc(case: Case) -> Iterator[Finding]:
     """The matrix that fuses what the head reads."""
-    weight, hidden = case.meta("fc.weight"), int(case.config["hidden_size"])
-    if weight is None:
-        yield fault("no fc.weight", "restore it", vllm_sglang_speculators=RANDOM)
-        return
+    shape, hidden = case.shape("fc.weight"), int(case.config["hidden_size"])
     apart = case.config.get("target_hidden_size") or hidden
-    if case.layout == "eagle1":
-        if tuple(weight.shape) != (hidden, 2 * hidden):
-            yield fault(
-                f"fc.weight is {list(weight.shape)}, expected {[hidden, 2 * hidden]}",
-                "config.json and weights are of two heads: restore them",
-            )
+    taps = len(case.ids[0] or case.ids[1] or [0, 0, 0])
+    if shape is None:
+        yield fault("no fc.weight", "restore it", f"vllm, sglang, speculators: {RANDOM}")
         return
-    ids = case.config.get(IDS) or (case.config.get("eagle_config") or {}).get(IDS) or [0, 0, 0]
-    if weight.shape[1] != len(ids) * apart:
-        yield fault(
-            f"fc.weight reads {weight.shape[1]} numbers, {len(ids)} taps of {apart} are "
-            f"{len(ids) * apart}",
-            "name as many layers as the head was trained on, or check target_hidden_size",
-            vllm_sglang_draftsmith=REFUSES,
-        )
+    if case.layout == "eagle1":
+        if shape != [hidden, 2 * hidden]:
+            yield fault(f"fc.weight is {shape}, expected {[hidden, 2 * hidden]}", TWO_HEADS)
+        return
+    if shape[1] != taps * apart:
+        says = f"fc.weight reads {shape[1]} numbers, {taps} taps of {apart} are {taps * apart}"
+        mend = "name as many layers as the head was trained on, or check target_hidden_size"
+        yield fault(says, mend, "vllm, sglang, draftsmith: refuses it")
     if apart != hidden:
-        yield warning(
-            f"a head of width {hidden} for a target of width {apart}",
-            "serve it with vLLM or SGLang",
-            draftsmith="has no heads narrower than their target",
+        says = f"a head of width {hidden} for a target of width {apart}"
+        does = "draftsmith: has no heads narrower than their target"
+        yield warning(says, "serve it with vLLM or SGLang", does)
+
+
+def vocabulary(case: Case) -> Iterator[Finding]:
+    """The draft vocabulary: its size, its LM head, and the maps to the target's tokens."""
+    said, whole = case.config.get("draft_vocab_size"), case.config.get("vocab_size")
+    shape = case.shape("lm_head.weight")
+    if shape is None:
+        does = f"sglang: {RANDOM}; speculators: takes the target's rows, without a word"
+        yield fault("no lm_head.weight", "restore it", does)
+        return
+    rows = shape[0]
+    if said is None:
+        does = "sglang: fails on the missing field; vllm: takes vocab_size"
+        yield fault("no draft_vocab_size", f"write {rows}", does)
+    elif said != rows:
+        says, mend = (
+            f"is {said}, lm_head.weight has {rows} rows",
+            f"write {rows}, if d2t has as many",
         )
+        yield fault(f"draft_vocab_size {says}", mend, "vllm, sglang, speculators: refuses it")
+    if whole is None:
+        yield warning("no vocab_size", "write the target's into config.json")
+    elif "d2t" in case.names:
+        yield from _maps(case, rows, int(whole))
+    elif rows < whole:
+        says = f"no d2t, though it drafts {rows} of {whole} tokens"
+        does = "vllm, sglang: takes draft ids for the target's; speculators: fails"
+        yield fault(says, OFFSETS if "t2d" in case.names else "restore it", does)
+
+
+def _maps(case: Case, rows: int, whole: int) -> Iterator[Finding]:
+    d2t_D = case.value("d2t").long()
+    ids_D = d2t_D + torch.arange(len(d2t_D))
+    t2d_V = case.value("t2d").bool() if "t2d" in case.names else None
+    outside = int(((ids_D < 0) | (ids_D >= whole)).sum())
+    if len(d2t_D) != rows:
+        says = f"d2t has {len(d2t_D)} entries for {rows} rows"
+        yield fault(says, "restore it", "vllm, sglang, speculators, draftsmith: refuses it")
+    elif holds_ids(d2t_D, t2d_V, whole):
+        says = f"d2t holds ids, not offsets: the last would lead to {int(ids_D[-1])} of {whole}"
+        does = f"vllm, sglang: proposes other tokens, or fails; speculators: {WRONG_MAP}"
+        yield fault(says, OFFSETS, f"{does}; draftsmith: refuses it")
+    elif outside:
+        says = f"d2t leads {outside} times outside the {whole} tokens"
+        does = f"vllm, sglang: fails; speculators: {WRONG_MAP}; draftsmith: refuses it"
+        yield fault(says, "it is another target's, or damaged: restore it", does)
+    elif len(ids_D.unique()) < rows:
+        does = f"speculators: {WRONG_MAP}; draftsmith: refuses it"
+        yield fault("d2t leads twice to one token", "restore it", does)
+    elif rows == whole and bool(d2t_D.any()):
+        says = "a d2t that moves tokens, for a whole vocabulary"
+        does = "vllm, draftsmith: refuses it; sglang: proposes other tokens"
+        yield fault(says, "drop d2t and t2d", does)
+    elif rows == whole:
+        yield fault("a d2t for a whole vocabulary", "drop d2t and t2d", "vllm: refuses it")
+    elif t2d_V is None:
+        say, needs = fault, "fails to load it"
+        if case.layout != "speculators":
+            say, needs = warning, "needs it"
+        yield say("no t2d", "`python -m draftsmith export` adds it", f"speculators: {needs}")
+    elif t2d_V.nonzero().flatten().tolist() != ids_D.sort().values.tolist():
+        mend = "make t2d anew, True at the ids of d2t: `python -m draftsmith export` does"
+        does = "speculators: trains on with the wrong rows; draftsmith: goes by d2t"
+        yield fault("t2d and d2t name different tokens", mend, does)
 
 
 def norms(case: Case) -> Iterator[Finding]:
@@ -157,41 +185,37 @@ def norms(case: Case) -> Iterator[Finding]:
     for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
         has = any(name.startswith(prefix) for name in case.names)
         if has and not config.get(flag):
-            yield fault(
-                f"{prefix}* in the file, and {flag} isn't set",
-                f"write {flag}: true",
-                vllm=REFUSES,
-                sglang="skips the norm, without a word",
-                speculators="skips the norm with a warning",
-            )
+            says, mend = f"{prefix}* in the file, and {flag} isn't set", f"write {flag}: true"
+            does = "vllm: refuses it; sglang: skips the norm, without a word"
+            yield fault(says, mend, f"{does}; speculators: skips the norm with a warning")
         if config.get(flag) and not has:
-            yield fault(
-                f"{flag} is set, and there is no {prefix}* in the file",
-                f"write {flag}: false, or restore the tensors",
-                vllm_sglang_speculators="runs it with norms as they are born",
-            )
+            says = f"{flag} is set, and there is no {prefix}* in the file"
+            does = "vllm, sglang, speculators: runs it with norms as they are born"
+            yield fault(says, f"write {flag}: false, or restore the tensors", does)
     if case.layout == "speculators" and "norm_before_residual" not in case.raw:
-        yield fault(
-            "norm_before_residual isn't written",
-            "write what it was trained with",
-            vllm="takes it for true",
-            speculators_draftsmith="takes it for false",
-        )
+        does = "vllm: takes it for true; speculators, draftsmith: takes it for false"
+        mend = "write what it was trained with"
+        yield fault("norm_before_residual isn't written", mend, does)
 
 
 def readers(case: Case) -> Iterator[Finding]:
-    """What one server's loader lacks or calls otherwise: norms on queries and keys, further layers,
-    and what SGLang ignores.
-    """
+    """What one server's loader lacks, ignores or calls otherwise."""
     if "sliding_attention" in (case.config.get("layer_types") or []):
-        yield warning(
-            f"its layer sees {case.config.get('sliding_window')} tokens back",
-            "serve it with vLLM",
-            sglang="sees all, unless --speculative-draft-window-size says so",
-            draftsmith="sees all: beyond that acceptance may fall",
-        )
+        says = f"its layer sees {case.config.get('sliding_window')} tokens back"
+        does = "sglang: sees all, unless --speculative-draft-window-size says so"
+        does += "; draftsmith: sees all: beyond that acceptance may fall"
+        yield warning(says, "serve it with vLLM", does)
     if case.layout == "speculators":
-        yield from _speculators(case)
+        verifier = (case.raw.get("speculators_config") or {}).get("verifier") or {}
+        if not verifier.get("name_or_path"):
+            mend = "write the target's, or `python -m draftsmith export to=speculators`"
+            does = "speculators: fails; vllm: doesn't know the target"
+            yield fault("verifier.name_or_path isn't written", mend, does)
+        kind = (case.raw.get("transformer_layer_config") or {}).get("model_type")
+        if kind not in EAGLE3_NAMES:
+            says = f"transformer_layer_config has model_type {kind!r}"
+            mend = f"write {' or '.join(EAGLE3_NAMES)}, whichever it is"
+            yield fault(says, mend, "vllm, draftsmith: refuses it")
     if case.layout != "eagle3":
         return
     named = (case.raw.get("architectures"), case.raw.get("model_type"))
@@ -199,53 +223,28 @@ def readers(case: Case) -> Iterator[Finding]:
         yield fault(
             f"norms on queries and keys, under the name {named[0]} ({named[1]})",
             f"write {EAGLE3_NAMES['qwen3']} and qwen3; `python -m draftsmith export to=vllm` does",
-            vllm=REFUSES,
-            sglang="skips the norms, without a word",
+            "vllm: refuses it; sglang: skips the norms, without a word",
         )
-    kept = case.config | {"num_hidden_layers": 1}
-    nested = (case.config.get("eagle_config") or {}).get(IDS)
-    kept |= {IDS: kept.get(IDS) or [i + 1 for i in nested or ()]}
-    reason = unread_by_sglang(kept, case.target_layers)
-    if reason:
-        wrong = "drafts wrongly, without a word"
-        yield warning(f"not for SGLang: {reason}", "serve it with vLLM", sglang=wrong)
+    kept = case.config | {"num_hidden_layers": 1, IDS: case.ids[0] or case.ids[1]}
+    if reason := unread_by_sglang(kept, case.target_layers):
+        does = "sglang: drafts wrongly, without a word"
+        yield warning(f"not for SGLang: {reason}", "serve it with vLLM", does)
     if int(case.config.get("num_hidden_layers", 1)) < 2:
         return
     to, born = "`python -m draftsmith export to=", "runs with a norm as it is born"
     if any(re.search(r"layers\.[1-9]\d*\.hidden_norm", t) for t in case.checkpoint.file_of):
-        yield warning("layers.1.hidden_norm, SGLang's name", f"{to}vllm`", vllm=born)
+        yield warning("layers.1.hidden_norm, SGLang's name", f"{to}vllm`", f"vllm: {born}")
     else:
-        says = "layers.1.input_layernorm, vLLM's name"
-        yield warning(says, f"{to}sglang`", sglang=f"{born}, without a word")
-
-
-def _speculators(case: Case) -> Iterator[Finding]:
-    verifier = (case.raw.get("speculators_config") or {}).get("verifier") or {}
-    if not verifier.get("name_or_path"):
-        yield fault(
-            "verifier.name_or_path isn't written",
-            "write the target's, or `python -m draftsmith export to=speculators`",
-            speculators="fails",
-            vllm="doesn't know the target",
-        )
-    kind = (case.raw.get("transformer_layer_config") or {}).get("model_type")
-    if kind not in EAGLE3_NAMES:
-        yield fault(
-            f"transformer_layer_config has model_type {kind!r}",
-            f"write {' or '.join(EAGLE3_NAMES)}, whichever it is",
-            vllm_draftsmith=REFUSES,
-        )
+        does = f"sglang: {born}, without a word"
+        yield warning("layers.1.input_layernorm, vLLM's name", f"{to}sglang`", does)
 
 
 def tied(case: Case) -> Iterator[Finding]:
     """An LM head of its own."""
     if case.config.get("tie_word_embeddings"):
-        yield fault(
-            "tie_word_embeddings is true",
-            "write false: the head's LM head, or the target's, isn't the embedding",
-            sglang="takes the embeddings for the LM head",
-            vllm="may do the same",
-        )
+        mend = "write false: the head's LM head, or the target's, isn't the embedding"
+        does = "sglang: takes the embeddings for the LM head; vllm: may do the same"
+        yield fault("tie_word_embeddings is true", mend, does)
 
 
 def rotary(case: Case) -> Iterator[Finding]:
@@ -254,69 +253,50 @@ def rotary(case: Case) -> Iterator[Finding]:
     if now and case.layout == "speculators":
         return  # its readers have transformers 5
     theta = rope_parameters(config)["rope_theta"]
-    if now and "rope_theta" in config:
-        scaling = config.get("rope_scaling") or {}
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if config["rope_theta"] != theta or kind != now.get("rope_type", "default"):
-            yield fault(
-                f"rope_theta {config['rope_theta']} and rope_scaling {kind} beside "
-                f"rope_parameters {now}",
-                "write what it was trained with into both",
-                vllm="reads one or the other, by its version",
-                sglang="reads rope_parameters",
-            )
-    elif now:
-        yield warning(
-            "only rope_parameters",
-            f"write rope_theta: {theta} beside it",
-            vllm_sglang="before transformers 5, turns by 10,000",
-        )
+    if not now:
+        says = "only the rotary fields of before transformers 5"
+        says = says if "rope_theta" in config else "no rotary fields: 10,000"
+        mend = "write rope_parameters beside rope_theta; `python -m draftsmith export` does"
+        yield warning(says, mend)
+    elif "rope_theta" not in config:
+        does = "vllm, sglang: before transformers 5, turns by 10,000"
+        yield warning("only rope_parameters", f"write rope_theta: {theta} beside it", does)
     else:
-        yield warning(
-            "only the rotary fields of before transformers 5"
-            if "rope_theta" in config
-            else "no rotary fields: 10,000",
-            "write rope_parameters beside rope_theta; `python -m draftsmith export` does",
-        )
+        scaling, given = config.get("rope_scaling") or {}, config["rope_theta"]
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if given != theta or kind != now.get("rope_type", "default"):
+            says = f"rope_theta {given} and rope_scaling {kind} beside rope_parameters {now}"
+            does = "vllm: reads one or the other, by its version; sglang: reads rope_parameters"
+            yield fault(says, "write what it was trained with into both", does)
 
 
 def biases(case: Case) -> Iterator[Finding]:
     """Biases that a server has no place for, or makes up."""
-    config, bias = case.config, "fc.bias" in case.names
+    config, bias, first = case.config, "fc.bias" in case.names, case.layout == "eagle1"
     invented = "gives the attention biases that nothing fills"
     if config.get("bias"):
-        say = warning if case.layout == "eagle1" else fault
         mend = "write false: `python -m draftsmith export` does"
-        yield say("bias is true", mend, vllm_sglang=invented)
-    flag = bool(config.get("attention_bias"))
+        yield (warning if first else fault)("bias is true", mend, f"vllm, sglang: {invented}")
     has = any(re.search(r"self_attn\..*_proj\.bias", name) for name in case.names)
-    if has != flag:
-        yield fault(
-            "biases of the attention, and attention_bias isn't set"
-            if has
-            else "attention_bias is set, and there are no such biases in the file",
-            f"write attention_bias: {str(has).lower()}, or restore the tensors",
-            vllm=REFUSES if has else invented,
-            sglang="has none: it skips them, without a word",
-            draftsmith=REFUSES,
-        )
-    if case.layout != "eagle1":
+    if has != bool(config.get("attention_bias")):
+        says = "attention_bias is set, and there are no such biases in the file"
+        says = "biases of the attention, and attention_bias isn't set" if has else says
+        mend = f"write attention_bias: {str(has).lower()}, or restore the tensors"
+        does = f"vllm: {'refuses it' if has else invented}; draftsmith: refuses it"
+        yield fault(says, mend, f"{does}; sglang: has none: it skips them, without a word")
+    if not first:
         if bias:
-            mend = "drop it, if zero"
-            yield fault("fc.bias", mend, vllm_draftsmith=REFUSES, sglang="skips it, unless bias")
+            does = "vllm, draftsmith: refuses it; sglang: skips it, unless bias"
+            yield fault("fc.bias", "drop it, if zero", does)
         return
-    if bias and bool(case.value("fc.bias").any()):
-        yield warning("fc.bias isn't zero", "serve it with SGLang", vllm="doesn't add it")
     if not bias:
-        yield warning(
-            "no fc.bias", "`export to=sglang` writes a zero one", sglang="adds a random one"
-        )
-    if case.raw.get("architectures") != [EAGLE1_OF_SGLANG]:
-        yield warning(
-            f"architectures {case.raw.get('architectures')}",
-            "`python -m draftsmith export to=sglang`",
-            sglang=f"wants {EAGLE1_OF_SGLANG}",
-        )
+        mend = "`export to=sglang` writes a zero one"
+        yield warning("no fc.bias", mend, "sglang: adds a random one")
+    elif bool(case.value("fc.bias").any()):
+        yield warning("fc.bias isn't zero", "serve it with SGLang", "vllm: doesn't add it")
+    if (named := case.raw.get("architectures")) != [EAGLE1_OF_SGLANG]:
+        mend = "`python -m draftsmith export to=sglang`"
+        yield warning(f"architectures {named}", mend, f"sglang: wants {EAGLE1_OF_SGLANG}")
 
 
 def path_name(case: Case) -> Iterator[Finding]:
@@ -326,11 +306,9 @@ def path_name(case: Case) -> Iterator[Finding]:
     method = about(case.layout).stacks["vllm"].method
     part = "eagle-" if method == "eagle" else method
     if part not in str(case.folder.resolve()).lower():
-        yield warning(
-            f"the path has no {part!r} in it",
-            f'pass "method": "{method}" in --speculative-config',
-            vllm="takes it for a draft LM, unless the method is given",
-        )
+        mend = f'pass "method": "{method}" in --speculative-config'
+        does = "vllm: takes it for a draft LM, unless the method is given"
+        yield warning(f"the path has no {part!r} in it", mend, does)
 
 
 EAGLE3: dict[str, Check] = {
@@ -345,10 +323,5 @@ EAGLE3: dict[str, Check] = {
     "biases": biases,
     "path name": path_name,
 }
-EAGLE1: dict[str, Check] = {
-    name: EAGLE3[name]
-    for name in (
-        *("tensors", "fc", "one server alone", "own LM head", "rotary fields", "biases"),
-        "path name",
-    )
-}
+OF_3 = ("layer ids", "draft vocabulary", "norm flags")
+EAGLE1 = {name: check for name, check in EAGLE3.items() if name not in OF_3}

@@ -10,13 +10,13 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from draftsmith.models.disk.read_lm import load_config, write_json
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import META, DrafterFolder, open_drafter
+from draftsmith.models.folder.drafter_folder import META, open_drafter
 from draftsmith.models.folder.tensors import outline
 from draftsmith.models.servers.serve_lines import about, launch
 from draftsmith.models.tokenizer import load_tokenizer
@@ -31,10 +31,8 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
 
     Of the target its config, tokenizer, embeddings, LM head and final norm are read, whatever files
     they stand in. The drafter may be another toolkit's, see `imports`.
-
-    Raises:
-        ValueError: an unknown stack, one that doesn't load such drafters or would draft wrongly
-            with this one, a drafter made for another target, an `out` that holds something.
+    ValueError: an unknown stack, one that doesn't load such drafters or would draft wrongly with
+    this one, a drafter made for another target, an `out` that holds something.
     """
     if to not in LAYOUTS:
         raise ValueError(f"to: got {to!r}, expected one of {', '.join(LAYOUTS)}")
@@ -44,12 +42,8 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
     if Path(target).is_dir():
         target = os.path.abspath(target)  # some layouts name it
     model, tokenizer = outline(target), load_tokenizer(target)
-    opened = open_drafter(
-        drafter,
-        fingerprint(model, tokenizer, target),
-        target_tokenizer=tokenizer,
-        target_config=model.config,
-    )
+    given: Any = {"target_tokenizer": tokenizer, "target_config": model.config}
+    opened = open_drafter(drafter, fingerprint(model, tokenizer, target), **given)
     kind, K = opened.kind, opened.meta["defaults"]["K"]
     stacks = about(kind).stacks
     if to not in stacks:
@@ -59,7 +53,17 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
             f"to={to}: got a drafter of kind {kind}, which {to} doesn't load; {others}"
         )
     if kind == "lm":
-        _copy(opened, model, folder)
+        rows = load_config(opened.path).get_text_config().vocab_size
+        wanted = model.config.get_text_config().vocab_size
+        if rows != wanted:
+            warnings.warn(
+                f"the draft has {rows} logits and the target {wanted}: servers want as many; train "
+                f"it with vocab_size={wanted}",
+                stacklevel=2,
+            )
+        # A plain transformers folder already: all but our own files. Servers draft all its tokens.
+        ours = shutil.ignore_patterns(META, FILE)
+        shutil.copytree(opened.path, folder, ignore=ours, dirs_exist_ok=True)
     else:
         made = opened.head().bind(model).exported(to, model, K)
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,17 +71,3 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
         tensors = {name: tensor.detach().contiguous() for name, tensor in made.tensors.items()}
         save_file(tensors, folder / made.file, metadata={"format": "pt"})
     return launch(to, kind, folder, target, K)
-
-
-def _copy(opened: DrafterFolder, target: PreTrainedModel, folder: Path) -> None:
-    """A plain transformers folder already: all but our own files. Servers draft all its tokens."""
-    rows = load_config(opened.path).get_text_config().vocab_size
-    wanted = target.config.get_text_config().vocab_size
-    if rows != wanted:
-        warnings.warn(
-            f"the draft has {rows} logits and the target {wanted}: servers want as many; train it "
-            f"with vocab_size={wanted}",
-            stacklevel=3,
-        )
-    ours = shutil.ignore_patterns(META, FILE)
-    shutil.copytree(opened.path, folder, ignore=ours, dirs_exist_ok=True)

@@ -1,26 +1,22 @@
-"""What the doctor looks at, and how it says what it found.
-
-Shapes: V rows of the target's LM head, H hidden.
-"""
+"""What the doctor looks at, and how it says what it found."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.foreign import plain_names
 from draftsmith.models.folder.tensors import Checkpoint
 from draftsmith.models.server_facts import STACKS
 
 SERVERS = tuple(stack.name for stack in STACKS.values())
-VLLM, SGLANG, SPECULATORS, TGI, TRANSFORMERS, DRAFTSMITH = SERVERS
-RANDOM = "leaves the layer random, without a word"
-REFUSES = "refuses it"
 EAGLES = ("eagle1", "eagle3", "speculators")
+IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
@@ -58,17 +54,30 @@ class Case:
         return layer | {k: v for k, v in self.raw.items() if k != "transformer_layer_config"}
 
     @cached_property
+    def ids(self) -> tuple[list[int] | None, list[int] | None]:
+        """Layers tapped, counted as run before: as the top level names them, and eagle_config."""
+        nested = (self.config.get("eagle_config") or {}).get(IDS)
+        return self.config.get(IDS) or None, [i + 1 for i in nested] if nested else None
+
+    @cached_property
     def names(self) -> dict[str, str]:
         """Our name of an EAGLE tensor -> the file's."""
         return plain_names(self.checkpoint)
 
-    def meta(self, name: str) -> Tensor | None:
-        """Shape and type of a tensor by our name; None where there is none."""
-        return self.checkpoint.meta[self.names[name]] if name in self.names else None
+    def shape(self, name: str) -> list[int] | None:
+        """Shape of a tensor by our name; None where there is none."""
+        return list(self.checkpoint.meta[self.names[name]].shape) if name in self.names else None
 
     def value(self, name: str) -> Tensor:
         """A tensor by our name."""
         return self.checkpoint.read([self.names[name]])[self.names[name]]
+
+    @cached_property
+    def mark(self) -> dict[str, Any] | None:
+        """The target's fingerprint."""
+        if self.target is None or self.tokenizer is None:
+            return None
+        return fingerprint(self.target, self.tokenizer, self.target_path)
 
     @property
     def target_config(self) -> Any:
@@ -77,23 +86,18 @@ class Case:
 
     @property
     def target_layers(self) -> int | None:
-        return self.target_config.num_hidden_layers if self.target is not None else None
+        return getattr(self.target_config, "num_hidden_layers", None)
 
 
 Check = Callable[[Case], Iterator[Finding]]  # without the name of the check
 
 
-def fault(says: str, mend: str, **servers: str) -> Finding:
-    """servers: what vllm, sglang, speculators, tgi, transformers, draftsmith do; names joined by _
-    where they do the same.
-    """
-    return Finding("", "fault", says, _named(servers), mend)
+def _found(verdict: str, says: str, mend: str, does: str = "") -> Finding:
+    """does: what servers do, as "vllm, sglang: refuses it; tgi: fails", by the names of STACKS."""
+    servers: dict[str, str] = {}
+    for names, _, what in (part.partition(": ") for part in does.split("; ") if part):
+        servers |= {STACKS[name].name: what for name in names.split(", ")}
+    return Finding("", verdict, says, servers, mend)
 
 
-def warning(says: str, mend: str, **servers: str) -> Finding:
-    """As `fault`."""
-    return Finding("", "warning", says, _named(servers), mend)
-
-
-def _named(servers: dict[str, str]) -> dict[str, str]:
-    return {STACKS[key].name: what for keys, what in servers.items() for key in keys.split("_")}
+fault, warning = partial(_found, "fault"), partial(_found, "warning")

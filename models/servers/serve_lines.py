@@ -1,6 +1,4 @@
-"""The commands that serve a target with a drafter, ready to copy. K is the folder's default number
-of drafted tokens.
-"""
+"""The commands that serve a target with a drafter, ready to copy; K: drafted tokens by default."""
 
 import json
 import shlex
@@ -12,23 +10,13 @@ from draftsmith.models.folder.drafter_folder import read_meta
 from draftsmith.models.heads.head import Kind, Reads, heads
 from draftsmith.models.server_facts import STACKS
 
+LM = {"vllm": "draft_model", "sglang": "STANDALONE", "transformers": ""}
 # Layouts that are no kind of head of ours.
 OTHERS = {
-    "lm": Kind(
-        "a draft LM",
-        {
-            "vllm": Reads("draft_model", ours=True),
-            "sglang": Reads("STANDALONE", ours=True),
-            "transformers": Reads(ours=True),
-        },
-    ),
+    "lm": Kind("a draft LM", {stack: Reads(name, ours=True) for stack, name in LM.items()}),
     "speculators": Kind(
         "EAGLE-3 in speculators' format",
-        {
-            "vllm": Reads(),
-            "sglang": Reads(says="after export to=sglang"),
-            "speculators": Reads(),
-        },
+        {"vllm": Reads(), "sglang": Reads(says="after export to=sglang"), "speculators": Reads()},
     ),
     "unknown": Kind("a folder that can't be read"),
 }
@@ -59,7 +47,8 @@ def serve_line(folder_path: str | Path, kind: str, target: str) -> str:
     export = f"python -m draftsmith export drafter={shlex.quote(str(folder))} target={quoted}"
     as_it_is = [stack for stack, reads in known.stacks.items() if reads.ours]
     for stack in as_it_is:
-        reason = _misread(folder, kind, stack)
+        config = {} if kind == "lm" else read_json(folder / "config.json")
+        reason = heads()[kind].misread(stack, config) if config else None
         server = STACKS[stack].name.split()[0]
         told = f"# {server} would draft wrongly with it: {reason}" if reason else ""
         lines.append(told or launch(stack, kind, folder, target, K))
@@ -73,9 +62,7 @@ def serve_line(folder_path: str | Path, kind: str, target: str) -> str:
 
 
 def launch(stack: str, kind: str, folder: Path, target: str, K: int) -> str:
-    """The command for a folder that the stack reads. vLLM's names the method, which it would guess
-    from the path.
-    """
+    """The command for a folder that the stack reads; vLLM would guess the method from the path."""
     method = about(kind).stacks[stack].method
     options = {"method": method, "model": str(folder), "num_speculative_tokens": K}
     return STACKS[stack].serve.format(
@@ -87,12 +74,6 @@ def launch(stack: str, kind: str, folder: Path, target: str, K: int) -> str:
         K=K,
         nodes=K + 1,
     )
-
-
-def _misread(folder: Path, kind: str, stack: str) -> str | None:
-    if kind == "lm":
-        return None
-    return heads()[kind].misread(stack, read_json(folder / "config.json"))
 
 
 def _notes(folder: Path, meta: dict[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ The traces are made up (made_up_traces.py), so that the best figures are known. 
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.scorers import Scorer, ScorerConfig, load_acceptance, weights_mark
 from draftsmith.train import scorers
 from draftsmith.train.scoring.calibration import auc, brier
-from draftsmith.train.scoring.objective import ScorerObjective, balance, logits, weighted_entropy
+from draftsmith.train.scoring.objective import ScorerObjective, logits, weighted_entropy
 from draftsmith.train.scoring.rows import (
     PARTS,
     Reading,
@@ -132,11 +133,10 @@ def test_parts_hold_whole_prompts_and_stay_the_same(
         of_part = torch.tensor([part(p) == name for p in found["prompt"].tolist()])
         chosen = of_part & found["on_path"]
         batch = rows.take(torch.arange(len(rows)))
-        assert torch.equal(batch.state_XH, found["draft_state"][chosen].float())
-        assert batch.scalars_XS is not None
-        assert torch.equal(batch.scalars_XS[:, 0], found["lead"][chosen])
+        assert torch.equal(batch.x_XI[:, :HIDDEN], found["draft_state"][chosen].float())
+        assert torch.equal(batch.x_XI[:, HIDDEN], found["lead"][chosen])
         # The decoder counts levels before the token.
-        assert torch.equal(batch.scalars_XS[:, 1], found["depth"][chosen].float() - 1)
+        assert torch.equal(batch.x_XI[:, HIDDEN + 1], found["depth"][chosen].float() - 1)
         assert torch.equal(batch.label_X, found["kept"][chosen].float())
     reading.labels, reading.off_path = "soft", True
     soft, _ = read_rows(reading, about["target"], weights_mark(drafter))
@@ -154,7 +154,7 @@ def test_parts_hold_whole_prompts_and_stay_the_same(
     in_check = torch.tensor([part(p) == "check" for p in found["prompt"].tolist()])
     places = (inner & in_check).nonzero().flatten() + 1
     states = found["draft_state"][places].float()
-    read = rows.take(torch.arange(len(rows))).state_XH
+    read = rows.take(torch.arange(len(rows))).x_XI
     assert torch.equal(read, torch.cat([states, states]))
 
 
@@ -169,7 +169,7 @@ def test_batches_are_a_function_of_the_step_alone_however_it_is_divided() -> Non
             many.batch(step, m, r, accumulation=2, world=2) for m in range(2) for r in range(2)
         ]
         assert whole.rows == tuple(row for batch in split for row in batch.rows)
-        assert torch.equal(whole.state_XH, torch.cat([batch.state_XH for batch in split]))
+        assert torch.equal(whole.x_XI, torch.cat([batch.x_XI for batch in split]))
         seen += whole.rows
     assert sorted(seen[:50]) == sorted(seen[50:100]) == list(range(50))
     assert seen[:50] != seen[50:100]
@@ -199,7 +199,8 @@ def test_the_loss_is_the_papers_over_all_rows_in_value_and_gradient() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     # Balanced: as much weight on both sides.
     label_N = torch.tensor([1.0, 1.0, 1.0, 0.5])
-    w = balance(label_N)
+    four = replace(rows.where(torch.arange(64) < 4), label_N=label_N)
+    w = ScorerObjective(Scorer(config), four, reject_weight=0.0).reject_weight
     assert w * float((1 - label_N).sum()) == pytest.approx(float(label_N.sum()))
     assert weighted_entropy(torch.zeros(1), torch.zeros(1), w).item() == pytest.approx(
         w * math.log(2)
@@ -216,7 +217,8 @@ def test_inputs_of_mean_0_while_it_trains_are_folded_into_the_scorer(width: int)
     config = ScorerConfig("acceptance", HIDDEN, 2, width, names, "parent")
     objective = ScorerObjective(Scorer(config), rows, 1.0)
     batch = rows.take(torch.arange(64))
-    x_NI = torch.cat([batch.state_XH, rows.scalars_NS], 1)
+    x_NI = torch.cat([rows.states_RH[rows.at_N].float(), rows.scalars_NS], 1)
+    assert torch.equal(batch.x_XI, x_NI)
     if width:
         torch.testing.assert_close(objective.mean_I, x_NI.mean(0))
         deviation_I = x_NI.std(0, correction=0)

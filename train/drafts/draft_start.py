@@ -44,28 +44,15 @@ def fresh_model(
     seed: int,
     tied: bool = True,
 ) -> PreTrainedModel:
-    """A random model in fp32 of a config's family.
-
-    rows: of its tables. A draft has as many as its target, padding included: vLLM wants it so.
-    tied: its embedding and output head are one table.
+    """A random model in fp32 of a config's family. rows: of its tables, a draft's as many as its
+    target's, padding included: vLLM wants it so; tied: embedding and output head are one table.
     """
-    fields: dict[str, Any] = {"head_dim": sizes.head_dim} if sizes.head_dim else {}
-    return draft_from_config(
-        family,
-        layers=sizes.layers,
-        hidden=sizes.hidden,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        intermediate=sizes.intermediate,
-        seed=seed,
-        vocab_size=rows,
-        tie_word_embeddings=tied,
-        max_position_embeddings=sizes.context,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **fields,
-    )
+    names = ["layers", "hidden", "heads", "kv_heads", "intermediate"]
+    names += ["head_dim"] if sizes.head_dim else []
+    fields: dict[str, Any] = {name: getattr(sizes, name) for name in names}
+    fields |= {name: getattr(tokenizer, name) for name in SPECIAL}
+    fields |= {"tie_word_embeddings": tied, "max_position_embeddings": sizes.context}
+    return draft_from_config(family, seed=seed, vocab_size=rows, **fields)
 
 
 def fresh_draft(
@@ -78,7 +65,7 @@ def fresh_draft(
     if sizes.init not in ("random", "target"):
         raise ValueError(f"got init={sizes.init!r}, expected random or target")
     rows, copied = target.get_output_embeddings().weight.shape[0], sizes.init == "target"
-    tied = target.config.tie_word_embeddings if copied else True
+    tied = not copied or target.config.tie_word_embeddings
     draft = fresh_model(sizes, target.config, tokenizer, rows=rows, seed=seed, tied=tied)
     if copied:
         start_from_target(draft, target, sizes.init_layers)
@@ -93,19 +80,18 @@ def open_draft(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
 ) -> PreTrainedModel:
-    """The draft of `source` for `target`, in fp32 and where that is, with adapters if asked for.
-
-    mismatch: go on from a draft that was made for another target. ValueError: a folder that isn't
-    whole, is made for another target, or has other tokens; what `with_lora` refuses.
+    """The draft of `source` for `target`, in fp32 and where that is, with adapters if asked for;
+    mismatch: also one that was made for another target. ValueError: a folder that isn't whole, is
+    made for another target, or has other tokens; what `with_lora` refuses.
     """
-    if not source.path:
-        draft = fresh_draft(source, target, tokenizer, seed)
-    elif source.init == "target":
+    if source.path and source.init == "target":
         raise ValueError(
             f"got draft.init=target and draft.path={source.path}, expected one of them"
         )
-    else:
+    if source.path:
         draft = given_draft(source.path, target, tokenizer, allow_target_mismatch=mismatch)
+    else:
+        draft = fresh_draft(source, target, tokenizer, seed)
     draft = with_lora(draft, lora, given=bool(source.path), seed=seed)
     return place(draft, target.device)
 
@@ -118,8 +104,7 @@ def given_draft(
     allow_target_mismatch: bool = False,
 ) -> PreTrainedModel:
     """The draft LM in a drafter folder or at a hub name, in fp32, checked against its target.
-    ValueError: a folder that isn't whole, is made for another target, has other tokens, or holds
-    no LM.
+    ValueError as for `open_draft`, and for a folder of no LM.
     """
     if not Path(path).is_dir():
         check_same_tokenizer(tokenizer, load_tokenizer(path))
@@ -163,5 +148,6 @@ def place(model: Module, device: torch.device) -> Module:
     return model
 
 
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What target.shrink=true makes of any recipe's sizes.
 TINY = ModelStart(layers=1, hidden=32, heads=2, kv_heads=1, intermediate=64)

@@ -1,25 +1,29 @@
-"""The EAGLE head that a run starts from: a fresh one like its target's layers, or an earlier one.
+"""The EAGLE head that a run starts from: a fresh one like its target's layers, or an earlier one;
+and tiny drafts of every kind, to try a recipe without weights.
 
 Shapes: V rows of the target's LM head.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import open_drafter
+from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.eagle_layouts import FLAGS
 from draftsmith.models.heads.layer import LAYER_CONFIGS, LAYER_FIELDS
 from draftsmith.models.taps import default_taps
+from draftsmith.models.target import split_head
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.train.drafts.draft_start import place
-from draftsmith.train.drafts.layer_like import layer_like
+from draftsmith.train.drafts.draft_start import TINY, fresh_draft, place
 from draftsmith.train.text.batches import Examples
+
+LLAMA_ROTARY = ("llama", "mistral", "qwen2", "qwen3")  # the whole head, by one rope_parameters
 
 
 @dataclass(kw_only=True)
@@ -84,12 +88,8 @@ def open_head(
 def _earlier(
     source: EagleSource, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Eagle:
-    folder = open_drafter(
-        source.path,
-        fingerprint(target, tokenizer),
-        target_tokenizer=tokenizer,
-        target_config=target.config.get_text_config(),
-    )
+    given: Any = {"target_tokenizer": tokenizer, "target_config": target.config.get_text_config()}
+    folder = open_drafter(source.path, fingerprint(target, tokenizer), **given)
     if folder.kind != f"eagle{source.version}":
         raise ValueError(
             f"head.path: got {source.path} of kind {folder.kind}, expected eagle{source.version}; "
@@ -114,14 +114,6 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle:
         three |= {"draft_vocab": source.draft_vocab or rows}
     elif source.taps:
         three |= {"taps": tuple(source.taps)}  # refused there
-    config = EagleConfig(_layer(source, target), source.version, **three)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed)
-        return Eagle(config)
-
-
-def _layer(source: EagleSource, target: PreTrainedModel) -> PretrainedConfig:
-    """The target's layer with the recipe's sizes in place of its own."""
     named = {
         "num_attention_heads": source.heads,
         "num_key_value_heads": source.kv_heads,
@@ -130,4 +122,51 @@ def _layer(source: EagleSource, target: PreTrainedModel) -> PretrainedConfig:
     }
     sizes = layer_like(target, source.layers).to_dict() | {k: v for k, v in named.items() if v}
     kept = {k: sizes[k] for k in (*LAYER_FIELDS, "rope_parameters") if sizes.get(k) is not None}
-    return LAYER_CONFIGS[source.layer](**kept)
+    config = EagleConfig(LAYER_CONFIGS[source.layer](**kept), source.version, **three)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        return Eagle(config)
+
+
+def layer_like(target: PreTrainedModel, layers: int = 1) -> PretrainedConfig:
+    """Sizes of a head's own decoder layers: those of its target's, in Llama's form or Qwen3's.
+
+    Positions are turned as the target's are, where its family turns them as Llama's does. Whatever
+    the target's activation, theirs is silu: servers know no other in such layers.
+    """
+    config = target.config.get_text_config()
+    names = (*LAYER_FIELDS, *(("rope_parameters",) if config.model_type in LLAMA_ROTARY else ()))
+    sizes = {name: getattr(config, name, None) for name in names} | {"hidden_act": "silu"}
+    sizes |= {"num_hidden_layers": layers, "vocab_size": split_head(target)[1].shape[0]}
+    sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * config.hidden_size
+    kind = LAYER_CONFIGS.get(config.model_type, LlamaConfig)
+    return kind(**{name: value for name, value in sizes.items() if value is not None})
+
+
+def tiny_draft(
+    kind: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel | Eagle:
+    """A random draft for a random target: tries a recipe without its weights."""
+    if kind == "lm":
+        return fresh_draft(TINY, target, tokenizer, seed=0)
+    counts_V = torch.ones(target.get_output_embeddings().weight.shape[0])
+    return open_head(EagleSource(version=int(kind[-1])), target, tokenizer, counts_V, seed=0)
+
+
+def tiny_drafter(
+    path: str | Path,
+    kind: str,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    mark: dict[str, Any],
+) -> None:
+    """Save `tiny_draft` as a drafter folder; mark: the target's fingerprint."""
+    save_drafter(
+        path,
+        kind=kind,
+        model=tiny_draft(kind, target, tokenizer),
+        tokenizer=tokenizer,
+        target_fingerprint=mark,
+        provenance={},
+        defaults={},
+    )

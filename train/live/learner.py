@@ -28,8 +28,7 @@ from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter,
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import Head, family
 from draftsmith.models.target import vocab_size
-from draftsmith.train.drafts.draft_start import TINY, fresh_draft, place
-from draftsmith.train.drafts.eagle_start import EagleSource, open_head
+from draftsmith.train.drafts.draft_start import place
 from draftsmith.train.live.batches import Alpha, as_batch, kept_states, listed_rows
 from draftsmith.train.objectives.distillation import Distillation, Losses, stages
 from draftsmith.train.objectives.eagle import EagleObjective, Unroll
@@ -148,36 +147,6 @@ def make_objective(
     given = (lessons.unroll, draft, target, tokenizer, kept_states)
     made: EagleObjective = objective_of(*given, loss=lessons.loss.name)
     return made
-
-
-def tiny_draft(
-    kind: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedModel | Eagle:
-    """A random draft for a random target: tries a recipe without its weights."""
-    if kind == "lm":
-        return fresh_draft(TINY, target, tokenizer, seed=0)
-    source = EagleSource(version=int(kind[-1]))
-    counts_V = torch.ones(target.get_output_embeddings().weight.shape[0])
-    return open_head(source, target, tokenizer, counts_V, seed=0)
-
-
-def tiny_drafter(
-    path: str | Path,
-    kind: str,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    mark: dict[str, Any],
-) -> None:
-    """Save `tiny_draft` as a drafter folder."""
-    save_drafter(
-        path,
-        kind=kind,
-        model=tiny_draft(kind, target, tokenizer),
-        tokenizer=tokenizer,
-        target_fingerprint=mark,
-        provenance={},
-        defaults={},
-    )
 
 
 class OnlineDrafts:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.layer import causal
 from draftsmith.models.target import split_head
-from draftsmith.train.drafts.layer_like import layer_like
+from draftsmith.train.drafts.eagle_start import layer_like
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.text.batches import Batch
 

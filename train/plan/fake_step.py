@@ -7,9 +7,9 @@ gradient checkpointing. What depends on data is answered as for the fullest batc
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +23,13 @@ from torch.utils.flop_counter import flop_registry
 from draftsmith.train.losses.chunked import CHUNK_LOGITS, TILE_LOGITS
 
 aten = torch.ops.aten
+MOST_TILES = 256  # larger ones than on a CPU: by 2% of the logits in fp32
+# torch's own table lacks the CPU's attention, which is what runs here: its products of length by
+# length, and which argument is the queries.
+CPU_ATTENTION: dict[Any, tuple[int, int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (2, 0),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (5, 1),
+}
 
 
 class WithoutData(TorchDispatchMode):
@@ -33,9 +40,7 @@ class WithoutData(TorchDispatchMode):
     measured number is 0, and what is cut out by a mask is all that there is.
     """
 
-    def __init__(self, *, yes: bool) -> None:
-        super().__init__()
-        self.yes = yes
+    yes = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -60,15 +65,18 @@ def _places(index: Tensor | None) -> Sequence[Tensor | None]:
     return index.new_zeros(index.ndim, index.numel(), dtype=torch.int64).unbind()
 
 
-class Live(WithoutData):
-    """Also: bytes of the new tensors that are alive, and FLOPs of matrix products.
+class Step(WithoutData):
+    """What an optimizer step's passes hold and cost, counted while they run.
 
-    `at` lists what was alive after each new tensor, as (all but gradients, gradients of weights).
+    at: bytes of new tensors alive after each one, as (all but gradients of weights, these);
+    gradients: all of these; flops: of a micro-batch's matrix products, 2 a multiply-add, attention
+    counted in full.
     """
 
-    def __init__(self, trained: Iterable[nn.Parameter] = ()) -> None:
-        super().__init__(yes=True)
-        self.trained = list(trained)
+    yes = True
+
+    def __init__(self) -> None:
+        super().__init__()
         self.sizes: dict[int, int] = {}
         self.total = self.gradients = self.flops = 0
         self.at: list[tuple[int, int]] = [(0, 0)]
@@ -77,46 +85,22 @@ class Live(WithoutData):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         made = super().__torch_dispatch__(func, types, args, kwargs)
-        self.flops += flops_of(func, args, kwargs or {}, made)
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
+        if func in CPU_ATTENTION:
+            products, first = CPU_ATTENTION[func]
+            self.flops += 2 * products * args[first].numel() * args[first + 1].shape[2]
+        elif known := flop_registry.get(func._overloadpacket):
+            self.flops += int(known(*args, **(kwargs or {}), out_val=made))
+        for storage in (x.untyped_storage() for x in tree_leaves(made) if isinstance(x, Tensor)):
+            key = storage._cdata
+            if key not in self.sizes:
+                self.sizes[key] = storage.nbytes()
+                self.total += storage.nbytes()
+                self.at.append((self.total - self.gradients, self.gradients))
+                weakref.finalize(storage, self._drop, key).atexit = False
         return made
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.sizes:
-            self.sizes[key] = storage.nbytes()
-            self.total += storage.nbytes()
-            self.at.append((self.total - self.gradients, self.gradients))
-            weakref.finalize(storage, self._drop, key).atexit = False
 
     def _drop(self, key: int) -> None:
         self.total -= self.sizes.pop(key)
-
-    def watch(self) -> list[Any]:
-        """Tell the gradients of `trained` from the rest as they come; returns hooks to remove."""
-        seen: set[int] = set()
-
-        def arrived(parameter: Tensor) -> None:
-            if id(parameter) not in seen and parameter.grad is not None:
-                seen.add(id(parameter))
-                self.gradients += parameter.grad.nbytes
-
-        return [p.register_post_accumulate_grad_hook(arrived) for p in self.trained]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one optimizer step's passes hold and cost.
-
-    at: bytes alive at each moment, apart from all weights and what else outlives a step, as (all
-    but gradients, gradients); gradients: all of them; flops: of a micro-batch.
-    """
-
-    at: list[tuple[int, int]] = field(repr=False)
-    gradients: int
-    flops: int
 
     def peak(self, share: float) -> tuple[int, int]:
         """The fullest moment as (all but gradients, gradients), `share` of these being kept."""
@@ -127,23 +111,28 @@ class Step:
 def rehearse(
     story: Callable[[], Tensor], trained: Sequence[nn.Parameter], *, autocast: bool, micros: int
 ) -> Step:
-    """Run forward and backward of `story`, which gives a loss, on fake tensors.
-
-    micros: micro-batches of the step; what more than two would hold is what two hold.
+    """Run forward and backward of `story`, which gives a loss, on fake tensors; micros: how often,
+    but what more than two micro-batches would hold is what two hold.
     """
-    live = Live(trained)
-    hooks = live.watch()
-    with live:
-        for _ in range(min(micros, 2)):
+    step, awaited, micros = Step(), {id(p) for p in trained}, min(micros, 2)
+
+    def arrived(parameter: Tensor) -> None:
+        if id(parameter) in awaited and parameter.grad is not None:
+            awaited.remove(id(parameter))
+            step.gradients += parameter.grad.nbytes
+
+    hooks = [p.register_post_accumulate_grad_hook(arrived) for p in trained]
+    with step:
+        for _ in range(micros):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = story()
             loss.backward()
             del loss
-    for hook in hooks:
+    for hook, parameter in zip(hooks, trained, strict=True):
         hook.remove()
-    for parameter in trained:
         parameter.grad = None
-    return Step(live.at, live.gradients, live.flops // min(micros, 2))
+    step.flops //= micros
+    return step
 
 
 @contextmanager
@@ -152,38 +141,13 @@ def sweeping_as_on(device: str, logits: int) -> Iterator[None]:
     `device`, and in its tiles, or in `MOST_TILES` where these would be more and take minutes.
     """
     tile = max(TILE_LOGITS[device], logits // MOST_TILES)
-    with (
-        patch.dict(CHUNK_LOGITS, cpu=CHUNK_LOGITS[device]),
-        patch.dict(TILE_LOGITS, cpu=tile),
-    ):
+    with patch.dict(CHUNK_LOGITS, cpu=CHUNK_LOGITS[device]), patch.dict(TILE_LOGITS, cpu=tile):
         yield
 
 
-MOST_TILES = 256  # larger ones than on a CPU: by 2% of the logits in fp32
-
-
-def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> int:
-    """FLOPs of one operator: 2 a multiply-add of a matrix product, attention counted in full."""
-    if func in CPU_ATTENTION:
-        products, first = CPU_ATTENTION[func]
-        (rows, heads, length, width), keys = args[first].shape, args[first + 1].shape[2]
-        return int(2 * products * rows * heads * length * keys * width)
-    known = flop_registry.get(func._overloadpacket)
-    return int(known(*args, **kwargs, out_val=made)) if known else 0
-
-
-# torch's own table lacks the CPU's attention, which is what runs here: its products of length by
-# length, and which argument is the queries.
-CPU_ATTENTION: dict[Any, tuple[int, int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (2, 0),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (5, 1),
-}
-
-
 def measured_peak(work: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """Bytes that `work` really holds at its fullest, beyond what is allocated before it.
-
-    On CUDA the allocator's own counter; on the CPU every allocation, as torch's profiler sees it.
+    """Bytes that `work` really holds at its fullest, beyond what is allocated before it, by CUDA's
+    allocator, or on the CPU by every allocation that torch's profiler sees.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -197,8 +161,5 @@ def measured_peak(work: Callable[[], Any], device: torch.device | str = "cpu") -
         work()
     assert seen.profiler is not None
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    total = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
-    return peak
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate((event.nbytes() for event in events), initial=0))

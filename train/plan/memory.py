@@ -10,16 +10,13 @@
 Where it isn't exact: rows count as full and all their tokens as trained; kernels' own workspaces
 and the allocator's waste aren't counted (`plan.SPARE` is for these). Of DeepSpeed, buckets are
 counted as it makes them by default.
-
-Legend: W ranks.
 """
 
 import warnings
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from draftsmith.decode.engine import memory
 from draftsmith.decode.sampling import SamplingParams
@@ -37,40 +34,30 @@ BUCKET, GATHERED = 500_000_000, 1_000_000_000
 STATES = {"AdamW": 2, "Muon": 1, "SGD": 1}  # fp32 numbers a weight
 
 
-@dataclass(frozen=True)
-class Sharding:
+class Sharding(NamedTuple):
     """A way to share out. zero: DeepSpeed's stage, 0 for none."""
 
     name: str
     zero: int = 0
 
-    @property
-    def cuts_weights(self) -> bool:
-        return self.name in ("zero3", "fsdp2")
-
 
 SHARDINGS = [Sharding("ddp"), *(Sharding(f"zero{n}", n) for n in (1, 2, 3)), Sharding("fsdp2")]
 
 
-@dataclass(frozen=True)
-class ModuleSizes:
+class ModuleSizes(NamedTuple):
     """Bytes of what a recipe's modules are, whole; edge, layer: fp32 weights outside the decoder
-    layers, and of the largest of these; target_layers: the target's, where they are shared out.
+    layers, and of the largest of these.
     """
 
     weights: int
     learned: int  # elements
     optimizer: int
     target: int
-    target_layers: list[int]
-    spare: int
     edge: int
     layer: int
-    low: int  # bytes an element of the type that products run in
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Bytes of a rank, at its fullest moment."""
 
     weights: int
@@ -81,33 +68,24 @@ class Held:
 
     @property
     def total(self) -> int:
-        return self.weights + self.optimizer + self.gradients + self.target + self.step
+        return sum(self)
 
 
 def sizes_of(staged: Staged) -> ModuleSizes:
     """The modules' sizes."""
-    config, trained = staged.config, staged.objective
+    trained, state = staged.objective, 0
     weights = sum(p.nbytes for p in trained.parameters())
     with staged.fake:
-        state = sum(
-            4 * STATES[type(optimizer).__name__] * parameter.numel()
-            for optimizer in optimizers(trained, config)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if STATES[type(optimizer).__name__] > 1 or group["momentum"]
-        )
+        for optimizer in optimizers(trained, staged.config):
+            numbers = STATES[type(optimizer).__name__]
+            for group in optimizer.param_groups:
+                if numbers > 1 or group["momentum"]:
+                    state += 4 * numbers * sum(p.numel() for p in group["params"])
     layers = [sum(p.nbytes for p in layer.parameters()) for layer in decoder_layers(trained)]
-    return ModuleSizes(
-        weights=weights,
-        learned=sum(p.numel() for p in trained.parameters() if p.requires_grad),
-        optimizer=state,
-        target=_frozen(staged.target),
-        target_layers=_shared_layers(staged),
-        spare=staged.spare,
-        edge=weights - sum(layers),
-        layer=max(layers, default=0),
-        low=2 if config.precision == "bf16" else 4,
-    )
+    learned = sum(p.numel() for p in trained.parameters() if p.requires_grad)
+    target = _frozen(staged.target) if staged.target else 0
+    edge, largest = weights - sum(layers), max(layers, default=0)
+    return ModuleSizes(weights, learned, state, target, edge, largest)
 
 
 def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
@@ -115,120 +93,96 @@ def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
     autocast, as DeepSpeed has it. The weights stay so, since there is no way back.
     """
     config, objective = staged.config, staged.objective
+    bf16 = config.precision == "bf16"
+    autocast = bf16 and not low
+
+    def loss() -> Tensor:
+        found: Tensor = objective(staged.batch()).loss
+        return found
+
     logits = config.batch_size * staged.length * staged.vocab
-    with staged.fake, sweeping_as_on(staged.device, logits):
-        if low and config.precision == "bf16":
+    # transformers' new names of checkpointing, of which it warns, aren't in its older versions.
+    quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
+    with quiet, staged.fake, sweeping_as_on(staged.device, logits):
+        if low and bf16:
             remade(objective, torch.bfloat16)
-        if staged.layered is not None:
-            _checkpoint(staged.layered, checkpointing)
+        if staged.layered is not None and checkpointing:
+            staged.layered.gradient_checkpointing_enable({"use_reentrant": False})
+        elif staged.layered is not None and staged.layered.is_gradient_checkpointing:
+            staged.layered.gradient_checkpointing_disable()
         objective.train()
         learned = [p for p in objective.parameters() if p.requires_grad]
-        autocast = config.precision == "bf16" and not low
         steps = []
         for first in getattr(objective, "stages", [0]):
             if isinstance(objective, Distillation):
                 objective.steps_done = torch.tensor(first)  # one that can be read
-            steps.append(
-                rehearse(
-                    lambda: objective(staged.batch()).loss,
-                    learned,
-                    autocast=autocast,
-                    micros=config.accumulation,
-                )
-            )
+            steps.append(rehearse(loss, learned, autocast=autocast, micros=config.accumulation))
     return max(steps, key=lambda step: sum(step.peak(1.0)))
 
 
-def _checkpoint(model: PreTrainedModel, on: bool) -> None:
-    with warnings.catch_warnings():  # of new names, which older versions don't know
-        warnings.simplefilter("ignore", FutureWarning)
-        if on:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        elif model.is_gradient_checkpointing:
-            model.gradient_checkpointing_disable()
-
-
 def held(staged: Staged, sizes: ModuleSizes, step: Step, way: Sharding, *, world: int) -> Held:
-    """What a rank of `world` holds. step: rehearsed with weights in the low type where `way` is of
-    ZeRO.
-    """
-    learned, low = sizes.learned, sizes.low
+    """What a rank of `world` holds. step: rehearsed with low weights where `way` is of ZeRO."""
+    learned, low = sizes.learned, 2 if staged.config.precision == "bf16" else 4
     # ---- what lasts: weights, optimizer state, frozen models, buffers -------------------------
-    weights, cut = sizes.weights, world if way.cuts_weights or way.zero else 1
-    around = 0
+    weights, around, cut = sizes.weights, 0, 1 if way.name == "ddp" else world
     share = 1 / world if way.zero >= 2 or way.name == "fsdp2" else 1.0
     if way.name == "ddp" and world > 1:
         around = 4 * learned  # its buckets stay
     if way.zero:
-        computed = sizes.weights // 4 * low
-        weights = computed // (world if way.zero == 3 else 1) + 4 * learned // world
+        weights = weights // 4 * low // (world if way.zero == 3 else 1) + 4 * learned // world
         around = BUCKET * low * (2 if way.zero == 3 else 1)
-    elif way.cuts_weights:
-        weights = sizes.weights // world
+    elif way.name == "fsdp2":
+        weights //= world
         around = sizes.edge + 2 * sizes.layer  # the next layer's are fetched meanwhile
     if way.zero == 3:
         around += min(sizes.weights // 4, GATHERED) * low
-    target, shared = sizes.target + sizes.spare, sum(sizes.target_layers)
-    if shared:
-        target -= shared - shared // world - 2 * max(sizes.target_layers)
-    lasting = Held(weights, sizes.optimizer // cut, 0, target, 0)
+    target = sizes.target + staged.spare
+    shared = staged.target if setting(staged.config, "shard_target") else None
+    layers = [_frozen(layer) for layer in decoder_layers(shared)] if shared else []
+    if layers:
+        target -= sum(layers) - sum(layers) // world - 2 * max(layers)
     # ---- what comes and goes: the passes, the optimizer's step, an evaluation -----------------
     other, gradients = step.peak(share)
-    updated = int(share * step.gradients)
     fresh = 4 * learned // cut  # fp32 copies of gradients, or the roots that AdamW takes of all
-    on_cpu = staged.device == "cpu"
     moments = [
         (around + other, gradients),
-        (around + (fresh if way.zero or not on_cpu else 0), updated),
+        (
+            around + (fresh if way.zero or staged.device != "cpu" else 0),
+            int(share * step.gradients),
+        ),
         (around + _decoding(staged), 0),
     ]
-    fullest = max(moments, key=sum)
-    return Held(lasting.weights, lasting.optimizer, fullest[1], lasting.target, fullest[0])
+    working, gradients = max(moments, key=sum)
+    return Held(weights, sizes.optimizer // cut, gradients, target, working)
 
 
 def _decoding(staged: Staged) -> int:
-    """Of the larger of an evaluation's decoding and the draft's answers on policy: keys, values and
-    what a round works with.
-    """
+    """Keys, values and a round's work: of an evaluation, or the draft's answers on policy."""
     config = staged.config
     replay = getattr(config, "replay", None)
     if staged.target is None or (replay and not replay.stream):  # a server decodes
         return 0
     asked, how = replay or config.heldout, replay or config
-    new = asked.max_new_tokens
+    new, vocab = asked.max_new_tokens, staged.vocab
+    rows, prompt = (
+        getattr(asked, "rows", DECODER_ROWS),
+        max(asked.prompt_tokens, staged.length - new),
+    )
     params = SamplingParams(how.temperature, max_new_tokens=new)
     tree = parse_tree(getattr(config, "tree", "chain"), how.K)
-    work = memory.Work(
-        rows=getattr(asked, "rows", DECODER_ROWS),
-        prompt=max(asked.prompt_tokens, staged.length - new),
-        new=new,
-        vocab=staged.vocab,
-        params=params,
-        tree=tree,
-    )
-    target = memory.ModelSize(staged.target.config.get_text_config(), _type(staged.target))
-    draft = None
-    if staged.draft is not None:
-        draft = memory.ModelSize(staged.draft.config, target.dtype)
+    work = memory.Work(rows, prompt, new, vocab, params, tree)
+    dtype = next(staged.target.parameters()).dtype
+    target = memory.ModelSize(staged.target.config.get_text_config(), dtype)
+    if staged.draft is None:
+        return memory.plan(work, target, None).total
+    draft = memory.ModelSize(staged.draft.config, dtype)
     found = memory.plan(work, target, draft).total
-    if draft is not None and setting(config, "on_policy.share"):
+    if setting(config, "on_policy.share"):
         new = config.on_policy.max_new_tokens
-        prompt = staged.length - new
-        own = memory.Work(config.batch_size, prompt, new, staged.vocab, params)
+        own = memory.Work(config.batch_size, staged.length - new, new, vocab, params)
         found = max(found, memory.plan(own, draft, None).total)
     return found
 
 
-def _type(model: nn.Module) -> torch.dtype:
-    return next(model.parameters()).dtype
-
-
-def _shared_layers(staged: Staged) -> list[int]:
-    if staged.target is None or not getattr(staged.config, "shard_target", False):
-        return []
-    return [_frozen(layer) for layer in decoder_layers(staged.target)]
-
-
-def _frozen(model: nn.Module | None) -> int:
-    parameters = () if model is None else model.parameters()
-    return sum(p.nbytes for p in parameters if not p.requires_grad)
+def _frozen(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters() if not p.requires_grad)

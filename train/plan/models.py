@@ -31,9 +31,9 @@ from draftsmith.models.taps import Tap, TargetStates
 from draftsmith.models.target import load_target
 from draftsmith.models.tokenizer import load_tokenizer, vocab_size
 from draftsmith.train.drafts.draft_start import TINY, open_draft
-from draftsmith.train.drafts.eagle_start import open_head
+from draftsmith.train.drafts.eagle_start import open_head, tiny_draft
 from draftsmith.train.live.batches import ServedBatch
-from draftsmith.train.live.learner import make_objective, tiny_draft
+from draftsmith.train.live.learner import make_objective
 from draftsmith.train.losses.top_k import TopKRows
 from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.plan.fake_step import WithoutData
@@ -75,9 +75,7 @@ class Staged:
         self.length: int = next(filter(None, lengths), 0)  # tokens of a row
 
     def open_target(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The target and its tokenizer; without one on this machine, one of as many tokens as the
-        target has rows.
-        """
+        """The target, and its tokenizer or, without one at hand, one of as many tokens."""
         spec = self.config.target
         if spec.shrink:
             with unset_fake_temporarily():
@@ -89,11 +87,9 @@ class Staged:
             with contextlib.suppress(ValueError):
                 tokenizer = load_tokenizer(spec.path, local_files_only=True)
         self.vocab = vocab_size(tokenizer)
-        dtype = getattr(torch, spec.dtype)
-        if setting(self.config, "joint.enabled"):
-            self.target = self.masked(model_of(family, dtype, self.config.lora))
-        else:
-            self.target = self.masked(model_of(family, dtype).requires_grad_(False).eval())
+        joint = setting(self.config, "joint.enabled")
+        target = model_of(family, getattr(torch, spec.dtype), self.config.lora if joint else None)
+        self.target = self.masked(target if joint else target.requires_grad_(False).eval())
         return self.target, tokenizer
 
     def masked(self, model: Any) -> Any:
@@ -103,9 +99,7 @@ class Staged:
             model.set_attn_implementation(UNMASKED)
         return model
 
-    def given(
-        self, field: str, dtype: torch.dtype = torch.float32, lora: Lora | None = None
-    ) -> Any:
+    def given(self, field: str, dtype: torch.dtype = torch.float32, lora: Any = None) -> Any:
         """The causal LM that a field of the recipe names."""
         return self.masked(model_of(read_config(field, setting(self.config, field)), dtype, lora))
 
@@ -124,21 +118,11 @@ class Staged:
         kept = setting(self.config, "cache.path") and not self.written
         return Batch(ids_BT, positions_BT, ids_BT == 0, mask, (), ids_BT if kept else None)
 
-    def served(self, taps: tuple[Tap, ...] | None) -> ServedBatch:
-        """Requests of a server, with states for a head, else with likeliest tokens."""
-        text = self.text()
-        if taps is not None:
-            return ServedBatch(**vars(text), states=self.kept_states(text, taps))
-        return ServedBatch(
-            **vars(text), listed=listed(text.input_ids, self.config.replay.keep_top_k)
-        )
-
     def kept_states(self, batch: Batch, taps: tuple[Tap, ...]) -> TargetStates:
         assert self.target is not None
         hidden = self.target.config.get_text_config().hidden_size
-        states_BTU = torch.empty(
-            *batch.input_ids.shape, (1 + len(taps)) * hidden, dtype=self.target.dtype
-        )
+        shape = (*batch.input_ids.shape, (1 + len(taps)) * hidden)
+        states_BTU = torch.empty(shape, dtype=self.target.dtype)
         return TargetStates(states_BTU[..., :hidden], states_BTU[..., hidden:])
 
     def states(self, target: PreTrainedModel, taps: tuple[Tap, ...]) -> States:
@@ -146,12 +130,6 @@ class Staged:
         if not self.config.cache.path:
             return OnlineTaps(target, taps)
         return lambda batch: self.kept_states(batch, taps)
-
-    def teacher(self, target: PreTrainedModel) -> Teacher:
-        count, itself = self.config.cache.top_k, StateTeacher(target, self.vocab)
-        if count:
-            return TopKTeacher(lambda places_N, _: listed(places_N, count), itself)
-        return StateTeacher(target, self.vocab, self.states(target, ()))
 
 
 def listed(like: Tensor, count: int) -> TopKRows:
@@ -162,12 +140,16 @@ def listed(like: Tensor, count: int) -> TopKRows:
 
 def staged(argv: list[str], device: str) -> Staged:
     """The cast of the recipe in `argv`, for chunks of the size that `device` (cuda, cpu) takes.
-
-    Raises:
-        ValueError: what `recipe.load` and the entry refuse, an entry that trains nothing, no
-            config.json where the recipe says that a model is, or sizes that don't fit together.
+    ValueError: what `recipe.load` and the entry refuse, an entry that trains nothing, no
+    config.json where the recipe says that a model is, or sizes that don't fit together.
     """
-    name = _entry(argv)
+    said = dict(argument.split("=", 1) for argument in argv if "=" in argument)
+    name = recipe.entry_of(said["recipe"]) if "recipe" in said else said.get("entry", "")
+    if name not in ENTRIES:
+        raise ValueError(
+            f"plan: got {' '.join(argv)!r} of the entry {name!r}, expected recipe=... of one that "
+            f"trains: {', '.join(ENTRIES)}"
+        )
     entry = importlib.import_module(f"draftsmith.train.{name}")
     schema, complete = ENTRIES[name]
     config = recipe.load(getattr(entry, schema), argv)
@@ -175,22 +157,9 @@ def staged(argv: list[str], device: str) -> Staged:
         config = entry.shrunk(config)
     config.target = config.target.resolved(config.dtype)
     cast = Staged(config, device)
-    with cast.fake, WithoutData(yes=False):
+    with cast.fake, WithoutData():
         complete(cast, entry)
     return cast
-
-
-def _entry(argv: list[str]) -> str:
-    """The entry of the recipe that is named, or of `entry=`."""
-    chosen = [arg.removeprefix("recipe=") for arg in argv if arg.startswith("recipe=")]
-    given = [arg.removeprefix("entry=") for arg in argv if arg.startswith("entry=")]
-    found = recipe.entry_of(chosen[0]) if chosen else (given or [""])[0]
-    if found not in ENTRIES:
-        raise ValueError(
-            f"plan: got {' '.join(argv)!r} of the entry {found!r}, expected recipe=... of one that "
-            f"trains: {', '.join(ENTRIES)}"
-        )
-    return found
 
 
 def _distill(cast: Staged, entry: Any) -> None:
@@ -198,15 +167,18 @@ def _distill(cast: Staged, entry: Any) -> None:
     if config.draft.path:
         draft = cast.given("draft.path", lora=config.lora)
     else:
-        begins = (config.draft, config.lora, config.allow_target_mismatch)
-        draft = cast.masked(open_draft(*begins, target, tokenizer, config.seed))
+        begins = (config.draft, config.lora, False, target, tokenizer, config.seed)
+        draft = cast.masked(open_draft(*begins))
     cast.also(draft, target.dtype)
     reference = None
     if config.tokens.reference:
         reference = cast.given("tokens.reference", target.dtype).requires_grad_(False)
         cast.also(reference, target.dtype)
     cast.draft = cast.layered = draft
-    teacher = cast.teacher(target)
+    teacher: Teacher = StateTeacher(target, cast.vocab, cast.states(target, ()))
+    if count := config.cache.top_k:
+        itself = StateTeacher(target, cast.vocab)
+        teacher = TopKTeacher(lambda places_N, _: listed(places_N, count), itself)
     cast.objective = entry.make_objective(config, draft, teacher, tokenizer, reference)
 
 
@@ -239,7 +211,7 @@ def _heads(cast: Staged, entry: Any) -> None:
 def _eagle(cast: Staged, entry: Any) -> None:
     config, (target, tokenizer) = cast.config, cast.open_target()
     if config.head.path:
-        head = Eagle.from_json(_json("head.path", config.head.path)).bind(target)
+        head = Eagle.from_json(read_config("head.path", config.head.path, head=True)).bind(target)
     else:
         counts_V = torch.zeros(len(target.get_output_embeddings().weight), dtype=torch.int64)
         head = open_head(config.head, target, tokenizer, counts_V, config.seed)
@@ -256,20 +228,21 @@ def _online(cast: Staged, entry: Any) -> None:
     elif config.kind == "lm":
         draft = cast.given("drafter")
     else:
-        draft = Eagle.from_json(_json("drafter", config.drafter))
+        draft = Eagle.from_json(read_config("drafter", config.drafter, head=True))
     cast.objective = make_objective(config.lessons, draft, target, tokenizer)
-    taps = None
     if config.kind == "lm":
         cast.draft = cast.layered = cast.masked(draft)
-    else:
-        taps = draft.taps
-    cast.batch = lambda: cast.served(taps)
+
+    def batch() -> ServedBatch:
+        text = cast.text()
+        if config.kind != "lm":
+            return ServedBatch(**vars(text), states=cast.kept_states(text, draft.taps))
+        return ServedBatch(**vars(text), listed=listed(text.input_ids, config.replay.keep_top_k))
+
+    cast.batch = batch
     # The version that serves, to compare with; of a replay, all that are compared, and one decodes.
-    cast.also(draft, torch.float32)
-    if config.replay.stream:
-        cast.also(
-            draft, torch.float32, *[torch.float32] * bool(config.replay.ceiling), target.dtype
-        )
+    compared = 2 + bool(config.replay.ceiling) if config.replay.stream else 1
+    cast.also(draft, *[torch.float32] * compared, *[target.dtype] * bool(config.replay.stream))
 
 
 def _scorers(cast: Staged, entry: Any) -> None:
@@ -281,7 +254,7 @@ def _scorers(cast: Staged, entry: Any) -> None:
     elif config.target.shrink:
         hidden = TINY.hidden
     else:
-        hidden = _json("reading.drafter", config.reading.drafter)["hidden_size"]
+        hidden = read_config("reading.drafter", config.reading.drafter, head=True)["hidden_size"]
     rows, numbers = config.batch_size, len(config.reading.scalars)
     with unset_fake_temporarily():
         two_N, two_NS = torch.arange(2), torch.zeros(2, numbers)
@@ -290,23 +263,16 @@ def _scorers(cast: Staged, entry: Any) -> None:
             scorer = entry.make_scorer(config, hidden)
         cast.objective = ScorerObjective(scorer, fitted, config.reject_weight)
     remade(cast.objective, None)
-
-    def batch() -> RowBatch:
-        scalars_XS = torch.empty(rows, numbers) if numbers else None
-        return RowBatch(torch.empty(rows, hidden), scalars_XS, torch.empty(rows), ())
-
-    cast.batch = batch
+    cast.batch = lambda: RowBatch(torch.empty(rows, hidden + numbers), torch.empty(rows), ())
 
 
 def sized_tokenizer(size: int) -> PreTrainedTokenizerBase:
-    """A tokenizer of so many tokens, and no more than that."""
+    """A tokenizer of so many tokens."""
     words = WordLevel({str(token): token for token in range(size)}, unk_token="0")
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
 
 
-def model_of(
-    config: PretrainedConfig, dtype: torch.dtype, lora: Lora | None = None
-) -> PreTrainedModel:
+def model_of(config: PretrainedConfig, dtype: torch.dtype, lora: Lora | None) -> PreTrainedModel:
     """A causal LM of a config, on fake tensors; lora: what adapters it gets."""
     # peft moves its layers, which fake tensors don't allow: so first on none at all.
     with unset_fake_temporarily(), torch.device("meta"):
@@ -319,8 +285,7 @@ def model_of(
 
 def remade(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Put new fake tensors in the place of a module's; its parameters in `dtype`, if one is given.
-
-    Converting those that are there isn't safe: `.data` of a fake tensor can't be set.
+    (`.data` of a fake tensor can't be set.)
     """
     made: dict[int, Tensor] = {}  # ties stay ties
     for part in module.modules():
@@ -337,25 +302,20 @@ def remade(module: nn.Module, dtype: torch.dtype | None) -> None:
                 tensors[name] = made[id(tensor)]
 
 
-def read_config(field: str, path: str) -> PretrainedConfig:
-    """The config of the model at `path`; ValueError, saying which file is needed, without one."""
-    try:
-        return load_config(path, local_files_only=True)
-    except ValueError as error:
-        raise _needed(field, path) from error
-
-
-def _json(field: str, path: str) -> dict[str, Any]:
-    if not (Path(path) / "config.json").is_file():
-        raise _needed(field, path)
-    return read_json(Path(path) / "config.json")
-
-
-def _needed(field: str, path: str) -> ValueError:
+def read_config(field: str, path: str, *, head: bool = False) -> Any:
+    """The config of the model at `path`, or of a head the object in its config.json; ValueError,
+    saying which file is needed, without one.
+    """
+    file = Path(path) / "config.json"
+    if head and file.is_file():
+        return read_json(file)
+    with contextlib.suppress(ValueError):
+        if not head:
+            return load_config(path, local_files_only=True)
     other = "try target.shrink=true" if field == "target.path" else "leave it out for sizes"
-    return ValueError(
-        f"{field}: got {path}, expected {Path(path) / 'config.json'} on this machine (weights "
-        f"aren't needed to plan); put that one file there, correct the path, or {other}"
+    raise ValueError(
+        f"{field}: got {path}, expected {file} on this machine (weights aren't needed to plan); "
+        f"put that one file there, correct the path, or {other}"
     )
 
 

@@ -27,7 +27,7 @@ def platt(logit_N: Tensor, label_N: Tensor) -> tuple[float, float]:
     labels (Platt, 1999), by Newton's method; the problem is convex. label_N: in [0, 1], soft ones
     too. ValueError for logits that aren't finite.
     """
-    _finite(logit_N, "logits")
+    _finite(logit_N)
     logit_N, label_N = logit_N.double(), label_N.double()
     # In units of the logits' own spread, so that the two directions are of one size.
     middle, spread = float(logit_N.mean()), float(logit_N.std(correction=0)) or 1.0
@@ -61,12 +61,6 @@ def brier(p_N: Tensor, kept_N: Tensor) -> float:
     return float((p_N.double() - kept_N.double()).square().mean())
 
 
-def constant_brier(kept_N: Tensor) -> float:
-    """Brier score of the best constant on these very rows: r (1 - r), r the share that happened."""
-    rate = float(kept_N.double().mean())
-    return rate * (1 - rate)
-
-
 def auc(score_N: Tensor, kept_N: Tensor) -> float:
     """Chance that a row that happened scores above one that didn't, ties counted half. ValueError
     unless both are there.
@@ -83,9 +77,7 @@ def auc(score_N: Tensor, kept_N: Tensor) -> float:
 
 
 def reliability(p_N: Tensor, kept_N: Tensor, bins: int = BINS) -> list[Bin]:
-    """Rows in the order of their foretold probability, in bins of equal counts; empty ones left
-    out.
-    """
+    """Rows by their foretold probability, in bins of equal counts; empty ones left out."""
     order_N = p_N.argsort(stable=True)
     p_N, kept_N = p_N[order_N].double(), kept_N[order_N].double()
     edges = [len(p_N) * i // bins for i in range(bins + 1)]
@@ -93,34 +85,30 @@ def reliability(p_N: Tensor, kept_N: Tensor, bins: int = BINS) -> list[Bin]:
     return [(float(p_N[a:b].mean()), float(kept_N[a:b].mean()), b - a) for a, b in spans]
 
 
-def calibration_error(table: Sequence[Bin]) -> float:
-    """Expected calibration error: mean over rows of |foretold - happened| of their bin."""
-    return sum(n * abs(p - share) for p, share, n in table) / sum(n for _, _, n in table)
-
-
 def figures(logit_N: Tensor, kept_N: Tensor) -> dict[str, Any]:
-    """`rows`, `rate`, `brier`, `brier_constant`, `auc`, `ece` and the `reliability` table of
-    log-odds on rows that they weren't fitted to. Errors as in `auc`; logits must be finite.
+    """What is told of log-odds on rows that they weren't fitted to; errors as in `auc`, and for
+    logits that aren't finite. `brier_constant`: of the best constant on these very rows; `ece`:
+    expected calibration error, the mean over rows of |foretold - happened| of their bin.
     """
-    _finite(logit_N, "logits")
-    p_N = logit_N.double().sigmoid()
+    _finite(logit_N)
+    p_N, rate = logit_N.double().sigmoid(), float(kept_N.double().mean())
     table = reliability(p_N, kept_N)
     return {
         "rows": len(p_N),
-        "rate": float(kept_N.double().mean()),
+        "rate": rate,
         "brier": brier(p_N, kept_N),
-        "brier_constant": constant_brier(kept_N),
+        "brier_constant": rate * (1 - rate),
         # By the logits: probabilities near 1 may be equal where these aren't.
         "auc": auc(logit_N, kept_N),
-        "ece": calibration_error(table),
+        "ece": sum(n * abs(p - share) for p, share, n in table) / len(p_N),
         "reliability": [list(one) for one in table],
     }
 
 
-def _finite(x_N: Tensor, what: str) -> None:
-    bad = int((~torch.isfinite(x_N)).sum())
-    if bad or not len(x_N):
-        raise ValueError(f"{what}: got {bad} of {len(x_N)} that aren't finite, expected numbers")
+def _finite(logit_N: Tensor) -> None:
+    bad, rows = int((~logit_N.isfinite()).sum()), len(logit_N)
+    if bad or not rows:
+        raise ValueError(f"logits: got {bad} of {rows} that aren't finite, expected numbers")
 
 
 def picture(table: Sequence[Bin], title: str) -> str:
@@ -130,8 +118,6 @@ def picture(table: Sequence[Bin], title: str) -> str:
         Series(name, css, values, [f"{value:.2f}" for value in values])
         for name, css, values in (("foretold", "b", told), ("happened", "a", happened))
     ]
-    places = [str(i + 1) for i in range(len(table))]
-    chart = columns(
-        title, places, series, x_label="tenth of the rows", y_label="share kept", top=1.0
-    )
+    places, axes = [str(i + 1) for i in range(len(table))], ("tenth of the rows", "share kept")
+    chart = columns(title, places, series, x_label=axes[0], y_label=axes[1], top=1.0)
     return drawing([chart], [(one.css, one.name) for one in series])

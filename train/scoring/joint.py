@@ -43,25 +43,6 @@ class JointHead:
     prompts: int = 100  # held-out ones, decoded at the end to calibrate and check it
 
 
-class DrawnTokens:
-    """A `Loss` by its form: draws a token a row, gives its chance, and keeps the numbers of it. The
-    draw comes from torch's generator, which the loop seeds for each step and process.
-    """
-
-    def __init__(self) -> None:
-        self.numbers: list[Tensor] = []
-
-    def __call__(self, p_logits_RV: Tensor, q_logits_RV: Tensor) -> Tensor:
-        """min(1, p(Y) / q(Y)): [R]."""
-        score_RV = q_logits_RV - torch.empty_like(q_logits_RV).exponential_().log()
-        best_R2, token_R2 = score_RV.topk(2)
-        log_q_RV, log_p_RV = q_logits_RV.log_softmax(-1), p_logits_RV.log_softmax(-1)
-        log_q_R, log_p_R = (log_RV.gather(1, token_R2)[:, 0] for log_RV in (log_q_RV, log_p_RV))
-        entropy_R = torch.special.entr(log_q_RV.exp()).sum(-1)
-        self.numbers.append(torch.stack([log_q_R, entropy_R, best_R2[:, 0] - best_R2[:, 1]], 1))
-        return (log_p_R - log_q_R).clamp(max=0.0).exp()
-
-
 class AcceptanceLoss(nn.Module):
     """The head's part of the loss."""
 
@@ -72,8 +53,8 @@ class AcceptanceLoss(nn.Module):
     def forward(
         self, rows: TargetRows, q: tuple[Tensor, Tensor], mask_N: Tensor, transform: Transform
     ) -> Tensor:
-        """Mean cross-entropy over the trained positions; 0 where there is none. q: the draft's
-        states [N, H] and output head [V, H]; mask_N: which positions are trained.
+        """Mean cross-entropy over the trained positions (mask_N); 0 where there is none. q: the
+        draft's states [N, H] and output head [V, H].
         """
         state_KH, scalars_KS, label_K = self.examples(rows, q, mask_N, transform)
         logit_K = self.scorer(state_KH if self.through else state_KH.detach(), scalars_KS)
@@ -83,14 +64,27 @@ class AcceptanceLoss(nn.Module):
         self, rows: TargetRows, q: tuple[Tensor, Tensor], mask_N: Tensor, transform: Transform
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """What the head reads at each trained position (states, numbers), and the chances."""
-        drawn = DrawnTokens()
+        numbers: list[Tensor] = []
+
+        def drawn(p_logits_RV: Tensor, q_logits_RV: Tensor) -> Tensor:
+            """A `Loss` by its form: min(1, p(Y) / q(Y)) [R], Y drawn from torch's generator, which
+            the loop seeds for each step and process.
+            """
+            score_RV = q_logits_RV - torch.empty_like(q_logits_RV).exponential_().log()
+            best_R2, token_R2 = score_RV.topk(2)
+            log_q_RV, log_p_RV = q_logits_RV.log_softmax(-1), p_logits_RV.log_softmax(-1)
+            log_q_R, log_p_R = (one.gather(1, token_R2)[:, 0] for one in (log_q_RV, log_p_RV))
+            entropy_R = torch.special.entr(log_q_RV.exp()).sum(-1)
+            numbers.append(torch.stack([log_q_R, entropy_R, best_R2[:, 0] - best_R2[:, 1]], 1))
+            return (log_p_R - log_q_R).clamp(max=0.0).exp()
+
         with torch.no_grad():
             label_N = rows.divergence(drawn, q, mask_N.float(), transform).loss_N
         # With a bias the states have a column more, which no decoder shows to a head.
         state_KH = q[0][mask_N][:, : self.scorer.config.hidden].float()
         names, scalars_KS = self.scorer.config.scalars, None
         if names:
-            found_K3 = torch.cat([label_N.new_empty(0, len(NUMBERS)), *drawn.numbers])
+            found_K3 = torch.cat([label_N.new_empty(0, len(NUMBERS)), *numbers])
             of = dict(zip(NUMBERS, found_K3.T, strict=True))
             scalars_KS = torch.stack([read_scalar(name, of[name]) for name in names], 1)
         return state_KH, scalars_KS, label_N[mask_N]
@@ -99,9 +93,7 @@ class AcceptanceLoss(nn.Module):
 def open_head(
     asked: JointHead, hidden: int, teacher: Teacher, warp: SamplingParams, seed: int
 ) -> AcceptanceLoss | None:
-    """A fresh head for a draft of this width, in fp32; None where the recipe wants none. ValueError
-    for what doesn't go together.
-    """
+    """A fresh head for a draft of this width, if any; ValueError for what doesn't go together."""
     if not asked.weight:
         return None
     scalars = tuple(asked.scalars)

@@ -19,18 +19,6 @@ def weighted_entropy(logit_X: Tensor, label_X: Tensor, weight: float) -> Tensor:
     return -(weight * (1 - label_X) * rejected_X + label_X * kept_X)
 
 
-def row_weight(label_N: Tensor, weight: float) -> float:
-    """Mean over rows of w (1 - a) + a, the weight that a row of label a has."""
-    label = float(label_N.double().mean())
-    return weight * (1 - label) + label
-
-
-def balance(label_N: Tensor) -> float:
-    """The weight of a rejection at which both classes weigh the same."""
-    label = float(label_N.double().mean())
-    return label / (1 - label)
-
-
 class ScorerObjective(Objective):
     """The weighted cross-entropy of a scorer, divided by the mean weight of `rows`, the part it is
     fitted to. reject_weight: w; 0: such that both classes weigh the same.
@@ -44,12 +32,12 @@ class ScorerObjective(Objective):
 
     def __init__(self, scorer: Scorer, rows: ScorerRows, reject_weight: float) -> None:
         super().__init__()
+        label, config = float(rows.label_N.double().mean()), scorer.config
         self.scorer = scorer
-        self.reject_weight = reject_weight or balance(rows.label_N)
-        self.mean_weight = row_weight(rows.label_N, self.reject_weight)
-        config = scorer.config
-        mean_I, deviation_I = torch.zeros(config.inputs), torch.ones(config.inputs)
+        self.reject_weight = reject_weight or label / (1 - label)
+        self.mean_weight = self.reject_weight * (1 - label) + label
         self.folds = config.enters or not config.blocks
+        mean_I, deviation_I = torch.zeros(config.inputs), torch.ones(config.inputs)
         if self.folds:
             mean_I, deviation_I = rows.moments()
         # Functions of the data, so no part of the weights.
@@ -66,12 +54,7 @@ class ScorerObjective(Objective):
 
     def measure(self, batch: RowBatch) -> Tensor:
         """Logits [X]."""
-        hidden = self.scorer.config.hidden
-        state_XH = (batch.state_XH - self.mean_I[:hidden]) / self.deviation_I[:hidden]
-        scalars_XS = batch.scalars_XS
-        if scalars_XS is not None:
-            scalars_XS = (scalars_XS - self.mean_I[hidden:]) / self.deviation_I[hidden:]
-        logit_X: Tensor = self.scorer(state_XH, scalars_XS)
+        logit_X: Tensor = self.scorer((batch.x_XI - self.mean_I) / self.deviation_I)
         return logit_X
 
     def heldout(self, rows: ScorerRows) -> dict[str, float]:
@@ -89,9 +72,7 @@ class ScorerObjective(Objective):
 
     @torch.no_grad()
     def folded(self, dtype: torch.dtype) -> Scorer:
-        """The scorer for raw inputs, on the CPU, its weights rounded to `dtype` and back to fp32.
-        Once, after training.
-        """
+        """The scorer for raw inputs, on the CPU, rounded to `dtype`; once, after training."""
         scorer = self.scorer.cpu().float().eval()
         if self.folds:
             scorer.standardise(self.mean_I.cpu(), self.deviation_I.cpu())
@@ -101,4 +82,4 @@ class ScorerObjective(Objective):
 @torch.no_grad()
 def logits(scorer: Scorer, rows: ScorerRows) -> Tensor:
     """Logits [N] of a folded scorer, fp32."""
-    return torch.cat([scorer(batch.state_XH, batch.scalars_XS) for batch in rows.chunks()])
+    return torch.cat([scorer(batch.x_XI) for batch in rows.chunks()])

@@ -13,9 +13,9 @@ beside a state, I = H + S.
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,14 +51,12 @@ class Reading:
 class RowBatch:
     """Some rows, with their numbers for messages."""
 
-    state_XH: Tensor  # fp32
-    scalars_XS: Tensor | None  # None: the scorer reads none
+    x_XI: Tensor  # fp32, states and scalars side by side
     label_X: Tensor
     rows: tuple[int, ...]
 
     def to(self, device: torch.device | str) -> "RowBatch":
-        scalars = None if self.scalars_XS is None else self.scalars_XS.to(device)
-        return RowBatch(self.state_XH.to(device), scalars, self.label_X.to(device), self.rows)
+        return RowBatch(self.x_XI.to(device), self.label_X.to(device), self.rows)
 
 
 @dataclass(frozen=True)
@@ -75,16 +73,11 @@ class ScorerRows:
     def __len__(self) -> int:
         return len(self.at_N)
 
-    @property
-    def hidden(self) -> int:
-        """H."""
-        return self.states_RH.shape[1]
-
     def take(self, index_X: Tensor) -> RowBatch:
         """The rows of these numbers."""
-        scalars_XS = self.scalars_NS[index_X] if self.scalars_NS.shape[1] else None
-        state_XH = self.states_RH[self.at_N[index_X]].float()
-        return RowBatch(state_XH, scalars_XS, self.label_N[index_X], tuple(index_X.tolist()))
+        states_XH, scalars_XS = self.states_RH[self.at_N[index_X]], self.scalars_NS[index_X]
+        x_XI = torch.cat([states_XH.float(), scalars_XS], 1)
+        return RowBatch(x_XI, self.label_N[index_X], tuple(index_X.tolist()))
 
     def chunks(self) -> Iterator[RowBatch]:
         """All rows, in order."""
@@ -92,19 +85,12 @@ class ScorerRows:
 
     def where(self, chosen_N: Tensor) -> "ScorerRows":
         """The rows that are chosen (bool)."""
-        own = ("at_N", "scalars_NS", "label_N", "kept_N", "prompt_N")
-        return replace(self, **{name: getattr(self, name)[chosen_N] for name in own})
+        return replace(self, **{name: getattr(self, name)[chosen_N] for name in BY_ROW})
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation [I] of what is read, state and numbers side by side; 1 for
-        what is always the same.
-        """
-        width = self.hidden + self.scalars_NS.shape[1]
-        sums_2I = torch.zeros(2, width, dtype=torch.float64)
-        for batch in self.chunks():
-            beside = [] if batch.scalars_XS is None else [batch.scalars_XS]
-            x_XI = torch.cat([batch.state_XH, *beside], 1).double()
-            sums_2I += torch.stack([x_XI.sum(0), x_XI.square().sum(0)])
+        """Mean and standard deviation [I] of what is read; 1 for what is always the same."""
+        whole = (batch.x_XI.double() for batch in self.chunks())
+        sums_2I: Any = sum(torch.stack([x_XI.sum(0), x_XI.square().sum(0)]) for x_XI in whole)
         mean_I, square_I = sums_2I / len(self)
         deviation_I = (square_I - mean_I.square()).clamp(min=0).sqrt()
         same_I = deviation_I <= 1e-6 * mean_I.abs().clamp(min=1.0)
@@ -113,16 +99,18 @@ class ScorerRows:
     def fingerprint(self) -> str:
         """sha256 over everything in the rows."""
         digest = hashlib.sha256()
-        for column in (self.at_N, self.scalars_NS, self.label_N, self.kept_N, self.prompt_N):
-            digest.update(column.contiguous().numpy().data)
-        digest.update(self.states_RH.contiguous().view(torch.int16).numpy().data)
+        for name in (*BY_ROW, "states_RH"):
+            column = getattr(self, name).contiguous()
+            bits = column.view(torch.int16) if column.dtype == torch.bfloat16 else column
+            digest.update(bits.numpy().data)
         return digest.hexdigest()
 
 
+BY_ROW = ("at_N", "scalars_NS", "label_N", "kept_N", "prompt_N")
+
+
 class RowBatches:
-    """Which rows train at which step, a function of (step, micro, rank) alone: the next
-    batch_size * world * accumulation of the `EpochOrder`.
-    """
+    """Which rows train when: each step takes the next batch_size * world * accumulation."""
 
     def __init__(self, rows: ScorerRows, *, batch_size: int, seed: int) -> None:
         self.rows, self.batch_size = rows, batch_size
@@ -157,8 +145,7 @@ def read_rows(
 ) -> tuple[dict[str, ScorerRows], dict[str, int]]:
     """The rows of parts of PARTS, and counts of what there was and what was left out.
 
-    made_for: the target's fingerprint, {} for that of the first trace; mark: of the draft's
-    weights, None for a judge, which may learn from any draft's tokens. ValueError for traces of
+    made_for, mark: see `expected_marks`; {}: that of the first trace. ValueError for traces of
     another kind, target, draft or width, numbers that aren't finite, or a part without rows of both
     classes.
     """
@@ -171,10 +158,10 @@ def read_rows(
         about = read_traces(folder, ["prompt"]).about
         made_for = made_for or about["target"] or {}
         check_about(folder, about, reading, made_for, mark)
-        one, total = open_trace(folder, reading, mixed=about["kind"] == "mixed")
-        found.append(one)
+        rows, total = open_trace(folder, reading, mixed=about["kind"] == "mixed")
+        found.append(rows)
         counts["rows"] += total
-    widths = {f: one.hidden for f, one in zip(reading.traces, found, strict=True)}
+    widths = {f: rows.states_RH.shape[1] for f, rows in zip(reading.traces, found, strict=True)}
     if len(set(widths.values())) > 1:
         raise ValueError(
             f"reading.traces: got states of widths {widths}, expected one width; give "
@@ -182,14 +169,19 @@ def read_rows(
         )
     rows = joined(found)
     counts["used"] = len(rows)
-    part_of = {prompt: part(prompt) for prompt in rows.prompt_N.unique().tolist()}
-    parts = {}
+    parts, known = {}, rows.prompt_N.unique().tolist()
     for name in names:
-        prompts = [prompt for prompt, own in part_of.items() if own == name]
-        chosen_N = torch.isin(rows.prompt_N, torch.tensor(prompts, dtype=torch.int64))
-        parts[name] = rows.where(chosen_N)
-        counts[name] = len(parts[name])
-        check_classes(name, parts[name], len(prompts))
+        prompts = [prompt for prompt in known if part(prompt) == name]
+        mine = rows.where(torch.isin(rows.prompt_N, torch.tensor(prompts, dtype=torch.int64)))
+        parts[name], counts[name] = mine, len(mine)
+        kept, soft = int(mine.kept_N.sum()), float(mine.label_N.sum())
+        if not 0 < kept < len(mine) or not 0 < soft < len(mine):
+            raise ValueError(
+                f"the {name} part has {len(mine)} rows of {len(prompts)} prompts, {kept} kept and "
+                f"{len(mine) - kept} rejected (labels sum to {soft:.1f}); expected some of both: "
+                "trace more prompts (80, 10 and 10 % of them fit, calibrate and check), or another "
+                "drafter"
+            )
     return parts, counts
 
 
@@ -220,7 +212,13 @@ def open_trace(folder: str, reading: Reading, *, mixed: bool) -> tuple[ScorerRow
         label_N = (found["log_p"] - found["log_q"]).clamp(max=0.0).exp()
     rows = ScorerRows(found[state], at_N, scalars_NS, label_N, found["kept"], found["prompt"])
     rows = rows.where(there_N)
-    check_finite(folder, rows, reading.scalars)
+    names = ("its labels", *reading.scalars)
+    for name, column_N in zip(names, (rows.label_N, *rows.scalars_NS.T), strict=True):
+        if bad := int((~column_N.isfinite()).sum()):
+            raise ValueError(
+                f"{folder}: got {bad} of {len(rows)} rows where {name} isn't a number, expected "
+                "numbers; look at the drafter's logits there, or leave it out of reading.scalars="
+            )
     return rows, total
 
 
@@ -228,10 +226,11 @@ def state_after(trace: Trace) -> tuple[Tensor, Tensor]:
     """(row [N] whose state is the draft's after it read row n's token, whether there is one [N]). A
     node's own state is what its children were drawn from; leaves were never read by the draft.
     """
-    found = {name: trace.columns[name].long() for name in ("prompt", "round", "node", "parent")}
-    rounds, nodes = (int(found[name].max()) + 1 for name in ("round", "node"))
-    tree_N = (found["prompt"] * rounds + found["round"]) * nodes
-    node_N, parent_N = tree_N + found["node"], tree_N + found["parent"]
+    prompt_N, round_N, node_N, parent_N = (
+        trace.columns[name].long() for name in ("prompt", "round", "node", "parent")
+    )
+    tree_N = (prompt_N * (round_N.max() + 1) + round_N) * (node_N.max() + 1)
+    node_N, parent_N = tree_N + node_N, tree_N + parent_N
     order_N = parent_N.argsort(stable=True)
     sorted_N = parent_N[order_N]
     place_N = torch.searchsorted(sorted_N, node_N).clamp(max=len(sorted_N) - 1)
@@ -288,41 +287,15 @@ def check_about(
         )
 
 
-def check_finite(folder: str, rows: ScorerRows, scalars: Sequence[str]) -> None:
-    """ValueError for numbers that can't be learned from."""
-    columns = {"its labels": rows.label_N}
-    columns |= {name: rows.scalars_NS[:, i] for i, name in enumerate(scalars)}
-    for name, column_N in columns.items():
-        bad = int((~column_N.isfinite()).sum())
-        if bad:
-            raise ValueError(
-                f"{folder}: got {bad} of {len(rows)} rows where {name} isn't a number, expected "
-                "numbers; look at the drafter's logits there, or leave it out of reading.scalars="
-            )
-
-
-def check_classes(name: str, rows: ScorerRows, prompts: int) -> None:
-    """ValueError for a part that can't be learned from, or can't be measured on."""
-    kept = int(rows.kept_N.sum())
-    soft = float(rows.label_N.sum())
-    if not 0 < kept < len(rows) or not 0 < soft < len(rows):
-        raise ValueError(
-            f"the {name} part has {len(rows)} rows of {prompts} prompts, {kept} kept and "
-            f"{len(rows) - kept} rejected (labels sum to {soft:.1f}); expected some of both: trace "
-            "more prompts (80, 10 and 10 % of them fit, calibrate and check), or another drafter"
-        )
-
-
 def joined(parts: Sequence[ScorerRows]) -> ScorerRows:
     """The rows of several traces; of one, without a copy."""
     if len(parts) == 1:
         return parts[0]
-    starts = np.cumsum([0, *(len(one.states_RH) for one in parts)])
-    shifted = [
-        replace(one, at_N=one.at_N + int(start)) for one, start in zip(parts, starts, strict=False)
-    ]
-    names = ScorerRows.__dataclass_fields__
-    return ScorerRows(**{n: torch.cat([getattr(one, n) for one in shifted]) for n in names})
+    starts = accumulate((len(one.states_RH) for one in parts), initial=0)
+    at_N = torch.cat([one.at_N + start for one, start in zip(parts, starts, strict=False)])
+    names = ("states_RH", *BY_ROW)
+    whole = {name: torch.cat([getattr(one, name) for one in parts]) for name in names}
+    return ScorerRows(**whole | {"at_N": at_N})
 
 
 def part(prompt: int) -> str:

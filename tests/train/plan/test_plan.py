@@ -100,7 +100,7 @@ def test_weights_and_states_are_counted_one_by_one(tmp_path: Path) -> None:
     attention = 64 * 64 * 2 + 64 * 32 * 2
     matrices, rest = attention + 3 * 64 * 128, 1024 * 64 + 3 * 64
     assert sizes.learned == matrices + rest
-    assert (sizes.weights, sizes.spare) == (4 * sizes.learned, 2 * sizes.learned)
+    assert (sizes.weights, outline.staged.spare) == (4 * sizes.learned, 2 * sizes.learned)
     assert sizes.optimizer == 4 * matrices + 8 * rest
     layer = 96 * 96 * 2 + 96 * 48 * 2 + 3 * 96 * 192 + 2 * 96
     assert sizes.target == 2 * (2 * layer + 2 * 1024 * 96 + 96)
@@ -179,10 +179,11 @@ def test_drafts_that_learn_online_are_planned(tmp_path: Path) -> None:
     target = target_at(tmp_path / "target", 1024, layers=2)
     target_at(tmp_path / "drafter", 1024, layers=1)
     argv = ["recipe=online/gsm8k", target, f"drafter={tmp_path / 'drafter'}", "gpu=cpu"]
-    sizes = plan(argv).sizes
+    outline = plan(argv)
+    sizes = outline.sizes
     layer = 96 * 96 * 2 + 96 * 48 * 2 + 3 * 96 * 192 + 2 * 96
     assert sizes.learned == layer + 2 * 1024 * 96 + 96
-    assert sizes.weights == sizes.spare == 4 * sizes.learned
+    assert sizes.weights == outline.staged.spare == 4 * sizes.learned
     assert sizes.target == 2 * (sizes.learned + layer)
     with pytest.raises(ValueError, match="one learner"):
         plan([*argv[:-1], "gpu=h100", "gpus=2"])

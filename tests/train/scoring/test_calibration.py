@@ -11,8 +11,6 @@ from torch import Tensor
 from draftsmith.train.scoring.calibration import (
     auc,
     brier,
-    calibration_error,
-    constant_brier,
     figures,
     picture,
     platt,
@@ -47,7 +45,7 @@ def test_auc_counts_all_pairs() -> None:
 def test_brier_and_the_constant_by_hand() -> None:
     p_N, kept_N = torch.tensor([0.9, 0.5, 0.2]), torch.tensor([1, 0, 0])
     assert brier(p_N, kept_N) == pytest.approx((0.01 + 0.25 + 0.04) / 3, abs=1e-7)
-    assert constant_brier(kept_N) == pytest.approx(2 / 9)
+    assert figures(p_N, kept_N)["brier_constant"] == pytest.approx(2 / 9)
     constants = [brier(torch.full((3,), c / 100), kept_N) for c in range(101)]
     assert min(constants) == pytest.approx(2 / 9, abs=1e-4)
 
@@ -64,7 +62,7 @@ def test_the_reliability_table_against_a_loop() -> None:
         assert mean == pytest.approx(sum(p for p, _ in here) / count)
         assert share == pytest.approx(sum(k for _, k in here) / count)
         gaps += count * abs(mean - share)
-    assert calibration_error(table) == pytest.approx(gaps / 103)
+    assert figures(odds_N, kept_N)["ece"] == pytest.approx(gaps / 103)
     assert len(reliability(odds_N[:4].sigmoid(), kept_N[:4])) == 4  # fewer rows than bins
 
 
