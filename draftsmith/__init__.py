@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from draftsmith.decode.sampling import SamplingParams
 
 __all__ = ["Decoder", "SamplingParams", "load_drafter"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 HOMES = {
     "Decoder": "draftsmith.decode.engine.decoder",
