@@ -32,7 +32,7 @@ from draftsmith.command import run_command
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.scorers import Scorer
 from draftsmith.models.target import TargetSpec, vocab_size
-from draftsmith.train.answers.development import prompts_for_development
+from draftsmith.train.answers.asks import prompts_for_development
 from draftsmith.train.drafts.draft_start import TINY, ModelStart, open_draft, open_reference
 from draftsmith.train.objectives.distillation import Distillation, Losses, stages
 from draftsmith.train.objectives.heldout import HeldOutPrompts, draft_figures, open_heldout

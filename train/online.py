@@ -37,7 +37,7 @@ from draftsmith.decode.serve.versions import Versions
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.train.drafts.eagle_start import tiny_drafter
-from draftsmith.train.live.batches import Arrivals, Buffered, Feed, Mix
+from draftsmith.train.live.batches import Buffered, Feed, Mix
 from draftsmith.train.live.idle_time import Duty, yield_the_processor
 from draftsmith.train.live.learner import Lessons, OnlineDrafts
 from draftsmith.train.live.publishing import Publisher, Publishing
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> None:
 
     # ---- requests: those of a server, or of a stream that is served here ---------------------
     record = run.folder / "stream.jsonl"
-    feed: Feed = Arrivals()
+    feed = Feed()
     if replay.stream:
         drafts.compare_with(replay.ceiling)
         first = drafts.drafter(path)

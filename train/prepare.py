@@ -32,9 +32,8 @@ from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.target import TargetSpec
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.answers.asks import Ask, fitting, from_rows, prompts_hash
-from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused
+from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused, write_answers
 from draftsmith.train.answers.top_logprobs import check_asked
-from draftsmith.train.answers.writers import write_answers
 from draftsmith.train.run.recipe import load, show
 from draftsmith.train.text.prepared import answer_file, claim, read_answers, summary, watched
 from draftsmith.train.text.tokenise import load_rows

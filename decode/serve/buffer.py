@@ -16,6 +16,7 @@ import bisect
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,8 @@ ROWS = 128  # whose logits are there at a time: 80 MB at a vocabulary of 152k
 
 @dataclass
 class Served:
-    """One finished request, and what the target said at each position that a draft can be at.
-
-    Row n of what has N rows belongs to answer token n + 1: the first one is never drafted.
+    """One finished request, and what the target said at each position that a draft can be at. Row n
+    of what has N rows belongs to answer token n + 1: the first one is never drafted.
     """
 
     tokens_T: Tensor  # int32
@@ -61,42 +61,30 @@ class Served:
             got["norm"] = len(self.norm_NH) + 1
         if self.taps_TU is not None:
             got["taps"] = len(self.taps_TU) + 1 - self.prompt
-        wrong = {name: many for name, many in got.items() if many != answer}
-        if wrong or self.log_p_NB.shape != (rows, listed + 1):
+        if {*got.values()} != {answer} or self.log_p_NB.shape != (rows, listed + 1):
             raise ValueError(
-                f"a served request: got {answer} answer tokens, and {wrong} of them in its other "
+                f"a served request: got {answer} answer tokens, and {got} of them in its other "
                 f"parts; ids {tuple(self.ids_NJ.shape)}, log_p {tuple(self.log_p_NB.shape)}"
             )
 
 
 def as_served(
-    request: Request,
-    harvested: Harvested,
-    runner: Runner,
-    *,
-    k: int,
-    version: int,
-    states: bool,
+    request: Request, harvested: Harvested, runner: Runner, *, k: int, version: int, states: bool
 ) -> Served | None:
     """What is kept of a finished request; None for an answer of one token, which teaches nothing.
-
-    Args:
-        runner: the target's; only its LM head runs.
-        k: how many of the likeliest tokens are listed.
-        states: keep the target's states too, for heads.
+    runner: the target's, of which only its LM head runs; k: how many of the likeliest tokens are
+    listed; states: keep the target's states too, for heads.
     """
-    made = request.completion
+    made, counters, taps_TU = request.completion, request.completion.counters, harvested.taps_TU
     if len(made.tokens) < 2:
         return None
     with torch.inference_mode():
         chunks = harvested.norm_AH.to(runner.device).split(ROWS)
         found = [likeliest(runner.logits(chunk_CH), k) for chunk_CH in chunks]
         ids_NJ, log_p_NB = (torch.cat(parts) for parts in zip(*found, strict=True))
-    counters = made.counters
     about = {"index": made.index, "finish_reason": made.finish_reason}
     about |= {"temperature": request.params.temperature, "rounds": counters.rounds}
     about |= {"drafted": counters.drafted, "emitted": counters.emitted}
-    taps_TU = harvested.taps_TU
     return Served(
         tokens_T=torch.tensor(made.prompt_tokens + made.tokens, dtype=torch.int32),
         prompt=len(made.prompt_tokens),
@@ -111,35 +99,20 @@ def as_served(
     )
 
 
+@dataclass(eq=False)
 class ReplayBuffer:
-    """The finished requests in a folder.
+    """The finished requests in a folder. All who read must say the writer's `heldout_every`."""
 
-    Args:
-        recent: how many of the newest that may be trained on stay.
-        reservoir: how many of the older ones stay.
-        heldout_every: requests whose number it divides are held out, never trained on.
-        heldout: how many of the newest of these stay.
+    folder: Path
+    recent: int = 2048  # of the newest that may be trained on stay so many,
+    reservoir: int = 2048  # and of the older ones
+    heldout_every: int = 8  # requests whose number it divides are held out, never trained on;
+    heldout: int = 128  # so many of the newest of these stay
 
-    Who writes decides what stays; all who read must say the same `heldout_every`.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        recent: int = 2048,
-        reservoir: int = 2048,
-        heldout_every: int = 8,
-        heldout: int = 128,
-    ) -> None:
-        for name, got in {"recent": recent, "heldout": heldout, "reservoir": reservoir}.items():
-            if got < (name != "reservoir"):
-                raise ValueError(f"{name}: got {got}, expected at least {int(name != 'reservoir')}")
-        if heldout_every < 2:
-            raise ValueError(f"heldout_every: got {heldout_every}, expected at least 2")
-        self.folder = Path(folder)
-        self.recent, self.reservoir = recent, reservoir
-        self.heldout_every, self.heldout = heldout_every, heldout
+    def __post_init__(self) -> None:
+        for name, least in {"recent": 1, "reservoir": 0, "heldout_every": 2, "heldout": 1}.items():
+            if (got := getattr(self, name)) < least:
+                raise ValueError(f"{name}: got {got}, expected at least {least}")
         self._lock: BaseFileLock | None = None
         self._next = 0
         self._recent: list[int] = []
@@ -147,10 +120,7 @@ class ReplayBuffer:
         self._older: list[tuple[bytes, int]] = []  # by hash
 
     def open_for_writing(self) -> None:
-        """Become the one who adds: removes what a kill left half written, and what is too much.
-
-        Raises ValueError where another writer has the folder.
-        """
+        """Become the one who adds, and clean up after a kill; ValueError where there is one."""
         if self._lock:
             return
         advice = "expected one server a folder: stop that one, or choose another folder or tag"
@@ -171,17 +141,17 @@ class ReplayBuffer:
 
     def add(self, served: Served) -> int:
         """Write a request; once its number is returned it is on the disk. Then drops what no longer
-        belongs in the folder.
-
-        Raises:
-            OSError: the disk is full; nothing was added.
-            ValueError: another process writes to the folder.
+        belongs in the folder. OSError where the disk is full: nothing was added. ValueError where
+        another process writes to the folder.
         """
         self.open_for_writing()
         number = self._next
         self._next += 1
         tensors = {name: value for name, value in vars(served).items() if torch.is_tensor(value)}
-        save_shard(self._path(number), tensors, about=json.dumps(_summary(served)))
+        about = served.about | {"prompt": served.prompt, "version": served.version}
+        about |= {"answer": len(served.accepted_A), "accepted": int(served.accepted_A.sum())}
+        about |= {"corrected": int(served.corrected_A.sum())}
+        save_shard(self._path(number), tensors, about=json.dumps(about))
         self._keep(number)
         return number
 
@@ -195,29 +165,22 @@ class ReplayBuffer:
 
     def all_numbers(self) -> list[int]:
         """The requests of both kinds, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        names = (entry.name for entry in os.scandir(self.folder))
-        return sorted(int(name[: -len(SUFFIX)]) for name in names if _is_request(name))
+        names = os.listdir(self.folder) if self.folder.is_dir() else []
+        found = map(re.compile(rf"(\d+){re.escape(SUFFIX)}").fullmatch, names)
+        return sorted(int(one[1]) for one in found if one)
 
     def is_heldout(self, number: int) -> bool:
         return number % self.heldout_every == 0
 
     def read(self, number: int) -> Served:
-        """A request.
-
-        Raises:
-            FileNotFoundError: it has been dropped.
-            ValueError: its file is broken, which no kill can do.
-        """
+        """A request; FileNotFoundError for a dropped one, ValueError for a broken file."""
         with open_shard(self._path(number), REMEDY) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             about = json.loads(file.metadata()["about"])
             more = {name: about.pop(name) for name in ("prompt", "version")}
-            for optional in ("norm_NH", "taps_TU"):
-                tensors.setdefault(optional, None)
-            about = {name: value for name, value in about.items() if name not in COUNTS}
-            return Served(**tensors, **more, about=about)
+            for name in ("answer", "accepted", "corrected"):
+                del about[name]
+        return Served(**{"norm_NH": None, "taps_TU": None} | tensors, **more, about=about)
 
     def about(self, number: int) -> dict[str, Any]:
         """`Served.about`, with prompt, version, and how many tokens were answer, accepted and
@@ -240,25 +203,7 @@ class ReplayBuffer:
         self._recent.append(number)
         if len(self._recent) > self.recent:
             leaving = self._recent.pop(0)
-            bisect.insort(self._older, (_hash(leaving), leaving))
+            hashed = hashlib.blake2b(str(leaving).encode(), digest_size=8).digest()
+            bisect.insort(self._older, (hashed, leaving))
         if len(self._older) > self.reservoir:
             self._path(self._older.pop()[1]).unlink(missing_ok=True)
-
-
-COUNTS = ("answer", "accepted", "corrected")
-
-
-def _summary(served: Served) -> dict[str, Any]:
-    """What the head of a request's file says."""
-    about = served.about | {"prompt": served.prompt, "version": served.version}
-    about |= {"answer": len(served.accepted_A), "accepted": int(served.accepted_A.sum())}
-    about["corrected"] = int(served.corrected_A.sum())
-    return about
-
-
-def _is_request(name: str) -> bool:
-    return name.endswith(SUFFIX) and name[: -len(SUFFIX)].isdecimal()
-
-
-def _hash(number: int) -> bytes:
-    return hashlib.blake2b(str(number).encode(), digest_size=8).digest()

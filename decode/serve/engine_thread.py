@@ -11,31 +11,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.harvest import Harvested
-from draftsmith.decode.engine.request import Completion, Request
+from draftsmith.decode.engine.request import Event, Request
 from draftsmith.decode.engine.session import Session
 from draftsmith.decode.serve.prometheus import Metrics
-from draftsmith.decode.serve.replies import RETRY_S, ApiError
-
-
-class News(NamedTuple):
-    """What a step added to one answer; at the end its completion, or why there is none. stopped:
-    because the server ends, whatever became of the decoding.
-    """
-
-    tokens: list[int]
-    text: str
-    completion: Completion | None = None
-    error: str = ""
-    stopped: bool = False
-
-
-Listener = Callable[[News], None]
-Harvest = Callable[["Lane", int, Request, Harvested], None]
+from draftsmith.decode.serve.replies import ApiError
 
 
 @dataclass
@@ -55,19 +38,28 @@ class Lane:
     def running(self) -> int:
         return min(self.on_way, self.session.running)
 
+    @property
+    def waiting(self) -> int:
+        return self.on_way - self.running
+
 
 @dataclass(eq=False)
 class Job:
-    """One answer on its way. stream: whether the listener hears of every step, or of the end alone.
-    arrived: time.perf_counter() when the server got the request.
+    """One answer on its way, the index-th of its HTTP request. listener: hears of every step where
+    it is streamed, of the end alone where not, or why there is none. arrived: time.perf_counter()
+    when the server got the request.
     """
 
     lane: Lane
     request: Request
-    listener: Listener
+    index: int
+    listener: Callable[[Event | ApiError], None]
     stream: bool
     arrived: float = field(default_factory=time.perf_counter)
     version: int | None = None  # of the draft that was in use at its first token
+
+
+Harvest = Callable[[Lane, int, Request, Harvested], None]
 
 
 class Service:
@@ -76,12 +68,12 @@ class Service:
     """
 
     def __init__(self, metrics: Metrics, *, rows: int, max_queue: int) -> None:
-        self.metrics, self.rows, self.max_queue = metrics, rows, max_queue
+        self.metrics, self.rows = metrics, rows
+        self.most = rows + max_queue  # answers of one lane that may be on their way
         self.lanes: dict[str, Lane] = {}
         self.error = ""
-        self.draining = False
+        self.draining = self._stopped = False
         self.on_death: Callable[[], None] = lambda: None
-        self._stopped = False
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._jobs: dict[int, Job] = {}  # by the identity of their requests
@@ -89,7 +81,7 @@ class Service:
 
     def add_lane(
         self, tag: str, model: str, decoder: Decoder, max_len: int, harvest: Harvest | None = None
-    ) -> Lane:
+    ) -> None:
         """A lane for this decoder, before `start`; errors of `open_session` pass. harvest: called
         on the engine thread with what is to be learned from a finished request, and the version of
         the draft that it began with.
@@ -98,29 +90,17 @@ class Service:
 
         def finished(request: Request, found: Harvested | None) -> None:
             if harvest is not None and found is not None:
-                job = self._jobs[id(request)]
-                version = lane.version if job.version is None else job.version
-                harvest(lane, version, request, found)
+                version = self._jobs[id(request)].version
+                harvest(lane, lane.version if version is None else version, request, found)
 
         session = decoder.open_session(
             rows=self.rows, max_len=max_len, finished=finished, harvest=harvest is not None
         )
         lane = self.lanes[tag] = Lane(tag, model, decoder, session)
-        self.metrics.watch(
-            model,
-            running=lambda: lane.running,
-            waiting=lambda: lane.on_way - lane.running,
-            version=lambda: lane.version,
-        )
-        return lane
+        self.metrics.watch(model, lane)
 
     def start(self) -> None:
         self._thread.start()
-
-    @property
-    def most(self) -> int:
-        """Answers of one lane that may be on their way."""
-        return self.rows + self.max_queue
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Take in all answers of one request, or none: ApiError 429 where the queue is full, 503
@@ -130,12 +110,11 @@ class Service:
         with self._changed:
             if self.error:
                 raise ApiError(500, self.error, code="engine_died")
-            if self.draining or self._stopped:
-                why = "the server is shutting down"
-                raise ApiError(503, why, code="draining", retry_s=RETRY_S)
+            if self.draining:
+                raise ApiError(503, "the server is shutting down", code="draining")
             if lane.on_way + len(jobs) > self.most:
                 why = f"{lane.on_way} of at most {self.most} answers are on their way; come back"
-                raise ApiError(429, why, code="queue_full", retry_s=RETRY_S)
+                raise ApiError(429, why, code="queue_full")
             lane.on_way += len(jobs)
             self._jobs |= {id(job.request): job for job in jobs}
             self._inbox += [partial(lane.session.submit, job.request) for job in jobs]
@@ -143,11 +122,28 @@ class Service:
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """End answers that nobody waits for any more; those that have ended stay as they are."""
-        self._ask(lambda: self._cancel(jobs))
+
+        def end() -> None:
+            for job in jobs:
+                if id(job.request) in self._jobs:
+                    job.lane.session.cancel(job.request)
+                    self._leave(job)
+
+        self._ask(end)
 
     def swap(self, lane: Lane, drafter: Drafter, version: int) -> None:
         """Decode with another version of the lane's draft from the next step on."""
-        self._ask(lambda: self._swap(lane, drafter, version))
+
+        def take() -> None:
+            try:
+                lane.session.swap_drafter(drafter)
+            except ValueError as error:
+                self.metrics.refused(lane.model, version, str(error))
+            else:
+                lane.version = version
+                self.metrics.swapped(lane.model, version)
+
+        self._ask(take)
 
     def drain(self, seconds: float) -> bool:
         """Take nothing new, and wait for what is on its way; whether all of it ended in time."""
@@ -184,20 +180,21 @@ class Service:
             with self._changed:
                 what = type(error).__name__
                 self.error = f"the engine has stopped by an error ({what}); see the log"
-            self._lose_all(self.error)
+            self._lose_all(500, self.error, "decoding_failed")
             self.on_death()
             raise
-        self._lose_all("the server was stopped", stopped=True)
+        # Because the server ends, whatever became of the decoding.
+        self._lose_all(503, "the server was stopped", "draining")
 
     def _work(self) -> bool:
         """Do what the inbox says, once there is any or a lane has work; False at the end."""
+
+        def due() -> bool:
+            busy = any(lane.session.busy for lane in self.lanes.values())
+            return bool(self._inbox) or self._stopped or busy
+
         with self._changed:
-            while not (
-                self._inbox
-                or self._stopped
-                or any(lane.session.busy for lane in self.lanes.values())
-            ):
-                self._changed.wait()
+            self._changed.wait_for(due)
             inbox, self._inbox = self._inbox, deque()
             stopped = self._stopped
         for what in inbox:
@@ -205,25 +202,19 @@ class Service:
         return not stopped
 
     def _tell(self, request: Request, tokens: list[int], *, ended: bool) -> None:
-        job = self._jobs[id(request)]
+        job, made = self._jobs[id(request)], request.completion
         if tokens and job.version is None:
             job.version = job.lane.version
-            prompt = len(request.completion.prompt_tokens)
-            self.metrics.began(job.lane.model, prompt, time.perf_counter() - job.arrived)
-        self.metrics.emitted(job.lane.model, len(tokens))
+            self.metrics.prompt.labels(job.lane.model).inc(len(made.prompt_tokens))
+            self.metrics.first.labels(job.lane.model).observe(time.perf_counter() - job.arrived)
+        self.metrics.generated.labels(job.lane.model).inc(len(tokens))
+        text = request.next_text(finished=ended) if job.stream else ""
         if ended:
-            made = request.completion
-            text = request.next_text(finished=True) if job.stream else ""
             self._leave(job)
-            job.listener(News(tokens, text, None if made.error else made, made.error))
-        elif job.stream:
-            job.listener(News(tokens, request.next_text(finished=False)))
-
-    def _cancel(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            if id(job.request) in self._jobs:
-                job.lane.session.cancel(job.request)
-                self._leave(job)
+        if made.error:
+            job.listener(ApiError(500, made.error, code="decoding_failed"))
+        elif ended or job.stream:
+            job.listener(Event(job.index, tokens, text, made if ended else None))
 
     def _leave(self, job: Job) -> None:
         del self._jobs[id(job.request)]
@@ -233,18 +224,9 @@ class Service:
             job.lane.on_way -= 1
             self._changed.notify_all()
 
-    def _swap(self, lane: Lane, drafter: Drafter, version: int) -> None:
-        try:
-            lane.session.swap_drafter(drafter)
-        except ValueError as error:
-            self.metrics.refused(lane.model, version, str(error))
-            return
-        lane.version = version
-        self.metrics.swapped(lane.model, version)
-
-    def _lose_all(self, why: str, *, stopped: bool = False) -> None:
+    def _lose_all(self, status: int, why: str, code: str) -> None:
         """The end of everything on its way. Nothing can be submitted any more."""
         for job in list(self._jobs.values()):
             job.request.finish(aborted=True)
             self._leave(job)
-            job.listener(News([], "", error=why, stopped=stopped))
+            job.listener(ApiError(status, why, code=code))

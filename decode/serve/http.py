@@ -1,6 +1,4 @@
-"""The server's HTTP side: OpenAI's endpoints, and errors in OpenAI's shape whoever finds them: the
-endpoints, FastAPI, or the gate before it.
-"""
+"""The server's HTTP side: OpenAI's endpoints, and errors in OpenAI's shape whoever finds them."""
 
 import asyncio
 import hmac
@@ -9,19 +7,19 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith import __version__
-from draftsmith.decode.serve.answers import Answers, Limits
+from draftsmith.decode.serve.answers import Answers
 from draftsmith.decode.serve.engine_thread import Lane, Service
-from draftsmith.decode.serve.replies import ApiError
-from draftsmith.decode.serve.schemas import ChatAsked, CompletionAsked, Encoder
+from draftsmith.decode.serve.replies import STATUSES, ApiError
+from draftsmith.decode.serve.schemas import ChatAsked, CompletionAsked, Limits
 
-NEEDS_NO_KEY = ("/health",)
 # What values a field may have, where the schema's own message would list every way to be wrong.
 EXPECTED = {
     "prompt": "expected text, token ids, or a list of either, none of them empty",
@@ -47,20 +45,8 @@ class ErrorBody(BaseModel):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": about}
-    for status, about in {
-        400: "malformed, out of range, unknown, not offered, or over the context",
-        401: "wrong key",
-        404: "unknown model",
-        408: "the body didn't arrive in time",
-        413: "the body is too large",
-        429: "the queue is full",
-        500: "decoding failed",
-        503: "the server is about to end",
-        504: "the answer took too long",
-    }.items()
+    status: {"model": ErrorBody, "description": about} for status, (_, about) in STATUSES.items()
 }
-
 ANSWERS = ERRORS | {
     200: {"description": "the answer, or a stream of it", "content": {"text/event-stream": {}}}
 }
@@ -78,15 +64,15 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        request = Request(scope, receive)
         try:
-            headers = dict(scope["headers"])
-            self.check_key(scope["path"], headers.get(b"authorization", b""))
-            body = await self.read(receive, headers)
+            self.check_key(request)
+            body = await self.read(request)
+        except ClientDisconnect:
+            return
         except ApiError as error:
             await refusal(error)(scope, receive, send)
             return
-        if body is None:
-            return  # the client has left
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -94,44 +80,35 @@ class Gate:
 
         await self.app(scope, replay, send)
 
-    def check_key(self, path: str, given: bytes) -> None:
-        if not self.key or path in NEEDS_NO_KEY:
+    def check_key(self, request: Request) -> None:
+        if not self.key or request.scope["path"] == "/health":
             return
+        given = request.headers.get("authorization", "").encode("latin-1")
         scheme, _, key = given.partition(b" ")
         # Both are compared in the same time wherever they differ.
         if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
-            raise ApiError(
-                401,
-                "no key or a wrong one; expected Authorization: Bearer KEY",
-                code="invalid_api_key",
-            )
+            why = "no key or a wrong one; expected Authorization: Bearer KEY"
+            raise ApiError(401, why, code="invalid_api_key")
 
-    async def read(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes | None:
-        """The body; None where the client leaves in the middle of it."""
-        most = self.limits.max_body
-        declared = headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared[:20]) > most:
-            raise ApiError(413, f"got a body of {declared[:20].decode()} bytes, expected {most}")
-        body = bytearray()
+    async def read(self, request: Request) -> bytes:
+        most, body = self.limits.max_body, bytearray()
         try:
             async with asyncio.timeout(self.limits.timeout_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    body += message.get("body", b"")
+                async for chunk in request.stream():
+                    body += chunk
                     if len(body) > most:
                         raise ApiError(413, f"got a body over {most} bytes; shorten it")
-                    if not message.get("more_body", False):
-                        return bytes(body)
         except TimeoutError as error:
             raise ApiError(408, "the request's body didn't arrive in time") from error
+        return bytes(body)
 
 
-def make_app(service: Service, encoder: Encoder, limits: Limits, key: str = "") -> FastAPI:
+def make_app(
+    service: Service, tokenizer: PreTrainedTokenizerBase, limits: Limits, key: str = ""
+) -> FastAPI:
     """The application for a service that has its lanes. key: that clients must show, if any."""
     app = FastAPI(title="Draftsmith", version=__version__, docs_url=None, redoc_url=None)
-    answers = Answers(service, encoder, limits)
+    answers = Answers(service, tokenizer, limits)
     created = int(time.time())
 
     @app.post("/v1/completions", responses=ANSWERS)
@@ -153,7 +130,7 @@ def make_app(service: Service, encoder: Encoder, limits: Limits, key: str = "") 
     @app.get("/v1/models/{model:path}", responses={401: ERRORS[401], 404: ERRORS[404]})
     async def model(model: str) -> Response:
         """One of them."""
-        return JSONResponse(about(answers.lane_of(model), created))
+        return JSONResponse(about(answers.lane(model), created))
 
     @app.get("/health", responses={503: {"description": "draining, or the engine has stopped"}})
     async def health() -> Response:
@@ -201,21 +178,18 @@ def shape_errors(app: FastAPI) -> None:
                 shaped = refusal(ApiError(error.status_code, str(error.detail)))
                 shaped.headers.update(error.headers or {})
                 return shaped
-            case _:
-                return refusal(ApiError(500, "an error of the server's own; see its log"))
+        return refusal(ApiError(500, "an error of the server's own; see its log"))
 
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
 
     def page() -> dict[str, Any]:
         """FastAPI's page without its 422s, which are 400s here."""
-        if app.openapi_schema is None:
-            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            for path in made["paths"].values():
-                for operation in path.values():
-                    operation["responses"].pop("422", None)
-            app.openapi_schema = made
-        return app.openapi_schema
+        made = FastAPI.openapi(app)
+        for path in made["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        return made
 
     app.openapi = page  # type: ignore[method-assign]
 
@@ -225,15 +199,15 @@ def first_fault(error: RequestValidationError) -> ApiError:
     faults = error.errors()
     fault = next((fault for fault in faults if fault["type"] == "value_error"), faults[0])
     place = [str(part) for part in fault["loc"][1:]]
+    name = where = place[0] if place else ""
     if fault["type"] == "json_invalid":
         return ApiError(400, f"the body isn't JSON: {fault['ctx']['error']}", code="invalid_json")
     if fault["type"] == "value_error":  # our own words
         message = str(fault["ctx"]["error"])
-        name = message.partition(":")[0].strip("'\"")
-        return ApiError(400, message, param=place[0] if place else name)
+        return ApiError(400, message, param=name or message.partition(":")[0].strip("'\""))
     if not place:
         return ApiError(400, "expected a JSON object, sent as application/json")
-    name = place[0]
-    words = EXPECTED.get(name) or f"{fault['msg'][:1].lower()}{fault['msg'][1:]}"
-    where = name if name in EXPECTED else ".".join(place)
+    words = EXPECTED.get(name)
+    if words is None:
+        words, where = fault["msg"][:1].lower() + fault["msg"][1:], ".".join(place)
     return ApiError(400, f"{where}: {words}", param=name)

@@ -5,7 +5,8 @@ Counts of drafting are taken when a request ends, cancelled ones included. Every
 """
 
 import logging
-from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -16,86 +17,58 @@ log = logging.getLogger("draftsmith")
 FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 WHOLE_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 300)
 
+Metric = TypeVar("Metric", Counter, Gauge, Histogram)
+
 
 class Metrics:
-    """The counters of one server, in a registry of their own. Methods may be called by any thread;
-    `model` is a lane's name.
-    """
+    """The counters of one server, for any of its threads; `model` is a lane's name."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
 
-        def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(name, about, ["model_name", *labels], registry=registry)
+        def made(kind: type[Metric], name: str, about: str, *labels: str, **how: Any) -> Metric:
+            return kind(name, about, ["model_name", *labels], registry=self.registry, **how)
 
-        def gauge(name: str, about: str) -> Gauge:
-            return Gauge(name, about, ["model_name"], registry=registry)
-
-        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, about, ["model_name"], registry=registry, buckets=buckets)
-
-        spec = "vllm:spec_decode_num"
-        self.drafts = counter(f"{spec}_drafts", "Rounds that drafted.")
-        self.drafted = counter(f"{spec}_draft_tokens", "Tokens drafted, all nodes of trees.")
-        self.accepted = counter(f"{spec}_accepted_tokens", "Drafted tokens that were kept.")
-        self.accepted_at = counter(
-            f"{spec}_accepted_tokens_per_pos",
-            "Drafted tokens that were kept, by their level, 0 the first.",
-            "position",
-        )
-        self.running = gauge("vllm:num_requests_running", "Answers in rows of the batch.")
-        self.waiting = gauge("vllm:num_requests_waiting", "Answers that wait for a row.")
-        self.prompt = counter("vllm:prompt_tokens", "Prompt tokens read.")
-        self.generated = counter("vllm:generation_tokens", "Tokens written.")
-        self.success = counter("vllm:request_success", "Answers that ended.", "finished_reason")
-        self.first = histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST_S
-        )
-        self.whole = histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the end.", WHOLE_S
-        )
-        self.version = gauge("draftsmith:draft_version", "Version of the draft; 0: the first.")
-        self.swaps = counter("draftsmith:draft_swaps", "Versions that were taken into use.")
-        self.refusals = counter(
-            "draftsmith:draft_swaps_refused", "Versions that didn't load or fit."
-        )
-        self.kept_examples = counter(
-            "draftsmith:buffer_examples", "Finished requests that the buffer acknowledged."
-        )
-        self.dropped_examples = counter(
-            "draftsmith:buffer_examples_dropped", "Finished requests that it couldn't take."
-        )
-
+        spec, ours = "vllm:spec_decode_num", "draftsmith"
+        self.drafts = made(Counter, f"{spec}_drafts", "Rounds that drafted.")
+        self.drafted = made(Counter, f"{spec}_draft_tokens", "Tokens drafted, all nodes of trees.")
+        kept = "Drafted tokens that were kept"
+        self.accepted = made(Counter, f"{spec}_accepted_tokens", f"{kept}.")
+        kept += ", by their level, 0 the first."
+        self.accepted_at = made(Counter, f"{spec}_accepted_tokens_per_pos", kept, "position")
+        self.running = made(Gauge, "vllm:num_requests_running", "Answers in rows of the batch.")
+        self.waiting = made(Gauge, "vllm:num_requests_waiting", "Answers that wait for a row.")
+        self.prompt = made(Counter, "vllm:prompt_tokens", "Prompt tokens read.")
+        self.generated = made(Counter, "vllm:generation_tokens", "Tokens written.")
+        ended = "Answers that ended."
+        self.success = made(Counter, "vllm:request_success", ended, "finished_reason")
+        name, about = "vllm:time_to_first_token_seconds", "From arrival to the first token."
+        self.first = made(Histogram, name, about, buckets=FIRST_S)
+        name, about = "vllm:e2e_request_latency_seconds", "From arrival to the end."
+        self.whole = made(Histogram, name, about, buckets=WHOLE_S)
+        about = "Version of the draft; 0: the first."
+        self.version = made(Gauge, f"{ours}:draft_version", about)
+        about = "Versions that were taken into use."
+        self.swaps = made(Counter, f"{ours}:draft_swaps", about)
+        about = "Versions that didn't load or fit."
+        self.refusals = made(Counter, f"{ours}:draft_swaps_refused", about)
+        about = "Finished requests that the buffer acknowledged."
+        self.kept = made(Counter, f"{ours}:buffer_examples", about)
+        about = "Finished requests that it couldn't take."
+        self.drops = made(Counter, f"{ours}:buffer_examples_dropped", about)
         self._told: set[tuple[str, type, int | None]] = set()
 
     def page(self) -> bytes:
         """Everything, as Prometheus reads it."""
         return generate_latest(self.registry)
 
-    def watch(
-        self,
-        model: str,
-        *,
-        running: Callable[[], int],
-        waiting: Callable[[], int],
-        version: Callable[[], int],
-    ) -> None:
-        """Read these as the page is made; and let every counter of the lane begin at 0."""
-        self.running.labels(model).set_function(running)
-        self.waiting.labels(model).set_function(waiting)
-        self.version.labels(model).set_function(version)
+    def watch(self, model: str, lane: object) -> None:
+        """Read the lane's gauges as the page is made; and let its counters begin at 0."""
+        for name in ("running", "waiting", "version"):
+            getattr(self, name).labels(model).set_function(partial(getattr, lane, name))
         from_zero = (self.drafts, self.drafted, self.accepted, self.prompt, self.generated)
-        of_learning = (self.swaps, self.refusals, self.kept_examples, self.dropped_examples)
-        for counter in (*from_zero, *of_learning):
+        for counter in (*from_zero, self.swaps, self.refusals, self.kept, self.drops):
             counter.labels(model)
-
-    def began(self, model: str, prompt_tokens: int, seconds: float) -> None:
-        """A request's prompt is read and its first token there, so long after it arrived."""
-        self.prompt.labels(model).inc(prompt_tokens)
-        self.first.labels(model).observe(seconds)
-
-    def emitted(self, model: str, tokens: int) -> None:
-        self.generated.labels(model).inc(tokens)
 
     def ended(self, model: str, made: Completion, seconds: float) -> None:
         """A request has ended, for whatever reason, so long after it arrived."""
@@ -119,11 +92,8 @@ class Metrics:
         self.refusals.labels(model).inc()
         log.warning("%s: draft version %d refused, the old one stays: %s", model, version, why)
 
-    def kept(self, model: str) -> None:
-        self.kept_examples.labels(model).inc()
-
     def dropped(self, model: str, why: Exception) -> None:
-        self.dropped_examples.labels(model).inc()
+        self.drops.labels(model).inc()
         kind = (model, type(why), getattr(why, "errno", None))
         if kind not in self._told:  # once: a full disk drops every request
             self._told.add(kind)

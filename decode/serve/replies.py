@@ -3,60 +3,42 @@
 import json
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.engine.request import Completion, Event
+from draftsmith.decode.serve.schemas import ChatAsked, CompletionBody
 
+Json = dict[str, Any]
 DONE = "data: [DONE]\n\n"
-RETRY_S = 1  # when to come back after 429 and 503
 
-# What OpenAI calls the kinds of errors, by their status; any other is as 400.
-KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
+# By status: what OpenAI calls the kind of error, and when it comes. Any other is as 400.
+STATUSES = {
+    400: ("invalid_request_error", "malformed, unknown, out of range, not offered, or too long"),
+    401: ("authentication_error", "wrong key"),
+    404: ("not_found_error", "unknown model"),
+    408: ("timeout_error", "the body didn't arrive in time"),
+    413: ("invalid_request_error", "the body is too large"),
+    429: ("rate_limit_error", "the queue is full"),
+    500: ("server_error", "decoding failed"),
+    503: ("service_unavailable_error", "the server is about to end"),
+    504: ("timeout_error", "the answer took too long"),
 }
 
 
 class ApiError(Exception):
-    """What a client gets in place of an answer. param: the field that is wrong; code: for programs;
-    retry_s: when to come back.
+    """What a client gets in place of an answer; with 429 and 503 also when to come back. param: the
+    field that is wrong; code: for programs.
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_s: int | None = None,
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message = status, message
-        self.param, self.code, self.retry_s = param, code, retry_s
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": printable(self.message),
-                "type": KINDS.get(self.status, KINDS[400]),
-                "param": None if self.param is None else printable(self.param),
-                "code": self.code,
-            }
-        }
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
+        self.status = status
+        self.headers = {"Retry-After": "1"} if status in (429, 503) else {}
+        told = {"message": printable(message), "type": STATUSES.get(status, STATUSES[400])[0]}
+        self.body = {"error": {**told, "param": param and printable(param), "code": code}}
 
 
 def printable(text: str) -> str:
@@ -64,81 +46,71 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def event(what: dict[str, Any]) -> str:
+def event(what: Json) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(what, ensure_ascii=False)}\n\n"
 
 
-@dataclass
 class ApiReply:
-    """One request's answer, whole or in pieces: its head, and how its choices are written.
-    prompt_tokens: of its prompts, each counted once; done: its finished completions.
-    """
+    """One request's answer, whole or in chunks. prompt_tokens: of each prompt, counted once."""
 
-    model: str
-    chat: bool
-    with_ids: bool
-    with_usage: bool
-    prompt_tokens: int
-    done: list[Completion] = field(default_factory=list)
-    created: int = field(default_factory=lambda: int(time.time()))
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    def head(self, *, chunk: bool = False) -> dict[str, Any]:
-        kind = "text_completion"
+    def __init__(self, asked: CompletionBody, prompt_tokens: int) -> None:
+        self.chat, self.with_ids = isinstance(asked, ChatAsked), bool(asked.return_token_ids)
+        options = asked.stream_options
+        self.with_usage = options is not None and bool(options.include_usage)
+        self.prompt_tokens = prompt_tokens
+        self.done: dict[int, Completion] = {}  # by choices
+        self._opened: set[int] = set()  # a chat's choices of which was said who speaks
+        name, kind = "cmpl", "text_completion"
         if self.chat:
-            kind = "chat.completion.chunk" if chunk else "chat.completion"
-        name = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}"
-        return {"id": name, "object": kind, "created": self.created, "model": self.model}
+            name, kind = "chatcmpl", "chat.completion" + (".chunk" if asked.stream else "")
+        self.head: Json = {"id": f"{name}-{uuid.uuid4().hex}", "object": kind}
+        self.head |= {"created": int(time.time()), "model": asked.model}
 
     @property
     def usage(self) -> dict[str, int]:
         """Tokens read and written; a stop token is one of them."""
-        written = sum(len(made.tokens) for made in self.done)
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": written,
-            "total_tokens": self.prompt_tokens + written,
-        }
+        read, written = self.prompt_tokens, sum(len(made.tokens) for made in self.done.values())
+        counts = {"prompt_tokens": read, "completion_tokens": written}
+        return counts | {"total_tokens": read + written}
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def whole(self) -> Json:
         """All choices at once."""
-        self.done = list(completions)
         choices = []
-        for index, made in enumerate(completions):
-            said: dict[str, Any] = {"text": made.text}
+        for index, made in sorted(self.done.items()):
+            said: Json = {"text": made.text}
             if self.chat:
                 said = {"message": {"role": "assistant", "content": made.text, "refusal": None}}
             choices.append(self._choice(index, said, made.tokens, made.finish_reason))
-        return self.head() | {"choices": choices, "usage": self.usage}
+        return self.head | {"choices": choices, "usage": self.usage}
 
-    def first(self, index: int) -> str:
-        """The chunk that opens a chat's choice: who speaks."""
-        return self._chunk([self._choice(index, {"delta": {"role": "assistant", "content": ""}})])
-
-    def piece(self, index: int, text: str, tokens: list[int], reason: str | None) -> str:
-        """A chunk of one choice; the last one has a reason."""
-        said: dict[str, Any] = {"text": text}
-        if self.chat:
-            said = {"delta": {"content": text} if text else {}}
-        return self._chunk([self._choice(index, said, tokens, reason)])
+    def chunks(self, news: Event) -> Iterator[str]:
+        """What is told of one choice's news; its last chunk has a reason."""
+        index, made = news.index, news.completion
+        if self.chat and index not in self._opened:
+            self._opened.add(index)
+            yield self._chunk(self._choice(index, {"delta": {"role": "assistant", "content": ""}}))
+        if news.text or made is not None or self.with_ids:
+            said: Json = {"text": news.text}
+            if self.chat:
+                said = {"delta": {"content": news.text} if news.text else {}}
+            reason = None if made is None else made.finish_reason
+            yield self._chunk(self._choice(index, said, news.tokens, reason))
+        if made is not None:
+            self.done[index] = made
 
     def last(self) -> str:
         """The chunk that counts the tokens, where it was asked for, and the end."""
         if not self.with_usage:
             return DONE
-        return event(self.head(chunk=True) | {"choices": [], "usage": self.usage}) + DONE
+        return event(self.head | {"choices": [], "usage": self.usage}) + DONE
 
     def _choice(
-        self,
-        index: int,
-        said: dict[str, Any],
-        tokens: Sequence[int] = (),
-        reason: str | None = None,
-    ) -> dict[str, Any]:
+        self, index: int, said: Json, tokens: Sequence[int] = (), reason: str | None = None
+    ) -> Json:
         choice = {"index": index, **said, "logprobs": None, "finish_reason": reason}
         return choice | {"token_ids": list(tokens)} if self.with_ids else choice
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> str:
+    def _chunk(self, choice: Json) -> str:
         usage = {"usage": None} if self.with_usage else {}
-        return event(self.head(chunk=True) | {"choices": choices} | usage)
+        return event(self.head | {"choices": [choice]} | usage)

@@ -5,41 +5,32 @@ does; a misspelt limit must not pass for none. Options that would change the ans
 are refused unless they say what happens anyway; those that change nothing are taken and forgotten.
 """
 
-import threading
+import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from transformers import PreTrainedTokenizerBase
 
-from draftsmith.decode.prompts.chat import chat_prompt
 from draftsmith.decode.sampling import SamplingParams
 
 SEEDS = 2**63  # seeds are signed 64-bit integers
-UNSAID = 16  # tokens of a completion that doesn't say, as OpenAI's
+Prompt = str | list[int] | list[dict[str, str]]  # the last: a chat
 
 # Of OpenAI's options, those that aren't built, with the values that ask for nothing. None is one.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
+    **dict.fromkeys(("logprobs", "echo"), (False,)),
+    **dict.fromkeys(("top_logprobs", "presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
     "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "best_of": (1,),
+    "logit_bias": ({},),
     "suffix": ("",),
-    "echo": (False,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
     "reasoning_effort": ("none",),
-    "web_search_options": (),
 }
 # They say who asks and where it is billed, and have no part in the answer.
 FORGOTTEN = {
@@ -59,11 +50,22 @@ def whole_characters(text: str) -> str:
     return text
 
 
-Seed = Annotated[int, Field(ge=-SEEDS, lt=SEEDS)]
 Whole = Annotated[str, AfterValidator(whole_characters)]
 Stop = Annotated[Whole, Field(min_length=1)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Text = Annotated[Whole, Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for. max_tokens: of an answer; timeout_s: from its arrival to its
+    end, and for its body; max_body: bytes of it; seed: of requests that have none.
+    """
+
+    max_tokens: int = 1024
+    timeout_s: float = 300.0
+    max_body: int = 1 << 20
+    seed: int = 0
 
 
 class Strict(BaseModel):
@@ -89,7 +91,7 @@ class CompletionBody(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
-    seed: Seed | None = None
+    seed: Annotated[int, Field(ge=-SEEDS, lt=SEEDS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -98,6 +100,7 @@ class CompletionBody(Strict):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     draft: str | None = None  # the tag of the draft to decode with, in place of model's `name:tag`
+    unsaid: ClassVar[int] = 16  # tokens of an answer to who doesn't say, as OpenAI's
 
     @model_validator(mode="before")
     @classmethod
@@ -118,41 +121,26 @@ class CompletionBody(Strict):
                 raise ValueError(f"{name!r:.80}: unknown option; correct its name or leave it out")
         return kept
 
-    @property
-    def limit(self) -> int | None:
-        """The most tokens of an answer, where the request says."""
-        return self.max_tokens
-
-    @property
-    def samples(self) -> int:
-        return 1 if self.n is None else self.n
-
-    @property
-    def with_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    def params(self, *, seed: int, unsaid: int, most: int) -> SamplingParams:
-        """Sampling parameters. seed: of a request without one; unsaid, most: its tokens where it
-        doesn't say, and the most that it may ask for. ValueError for values out of range. Filters
-        at temperature 0 are dropped: the best token is always kept by them.
+    def params(self, limits: Limits) -> SamplingParams:
+        """Sampling parameters. Filters at temperature 0 are dropped: the best token is always kept
+        by them. ValueError for values out of range.
         """
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: got it without stream=true; leave it out, or stream")
-        limit = unsaid if self.limit is None else self.limit
+        limit, most = self.max_tokens or min(self.unsaid, limits.max_tokens), limits.max_tokens
         if limit > most:
             raise ValueError(f"max_tokens: got {limit}, expected at most {most} on this server")
         temperature = 1.0 if self.temperature is None else self.temperature
         drawn = temperature > 0
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             temperature=temperature,
             top_k=max(0, self.top_k or 0) if drawn else 0,
-            top_p=1.0 if self.top_p is None or not drawn else self.top_p,
+            top_p=self.top_p or 1.0 if drawn else 1.0,
             min_p=self.min_p or 0.0 if drawn else 0.0,
             max_new_tokens=limit,
             ignore_eos=bool(self.ignore_eos),
-            seed=seed if self.seed is None else self.seed,
-            stop=stop,
+            seed=limits.seed if self.seed is None else self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
         )
 
 
@@ -166,19 +154,10 @@ class CompletionAsked(CompletionBody):
         | Annotated[list[Tokens], Field(min_length=1)]
     )
 
-    @property
-    def count(self) -> int:
-        """How many prompts there are."""
+    def given(self) -> Sequence[Prompt]:
+        """The prompts, as they came."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return 1 if one else len(self.prompt)
-
-    def prompts(self, encoder: "Encoder") -> list[list[int]]:
-        """Each prompt's tokens."""
-        if isinstance(self.prompt, str):
-            return [encoder.text(self.prompt)]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return [encoder.text(one) if isinstance(one, str) else one for one in self.prompt]
+        return [self.prompt] if one else self.prompt  # type: ignore[list-item,return-value]
 
 
 class Part(Strict):
@@ -206,7 +185,6 @@ class Message(Strict):
             if not (name in EMPTY_OF_MESSAGES and (name == "name" or value in (None, [], "")))
         }
 
-    @property
     def plain(self) -> dict[str, str]:
         """As chat templates read it; few of them know the developer."""
         content = self.content
@@ -219,48 +197,27 @@ class ChatAsked(CompletionBody):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    unsaid: ClassVar[int] = sys.maxsize
 
-    @property
-    def limit(self) -> int | None:
-        both = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(both) > 1:
+    @model_validator(mode="after")
+    def with_one_limit(self) -> Self:
+        """The limit under its old name."""
+        old, new = self.max_tokens, self.max_completion_tokens
+        if None not in (old, new) and old != new:
             raise ValueError(
-                f"max_completion_tokens: got {self.max_completion_tokens} and max_tokens="
-                f"{self.max_tokens}; expected one of them"
+                f"max_completion_tokens: got {new} and max_tokens={old}; expected one of them"
             )
-        return both.pop() if both else None
+        self.max_tokens = old or new
+        return self
 
-    @property
-    def count(self) -> int:
-        """How many prompts there are."""
-        return 1
-
-    def prompts(self, encoder: "Encoder") -> list[list[int]]:
-        """The chat's tokens up to the answer."""
+    def given(self) -> Sequence[Prompt]:
+        """The one prompt: the chat up to the answer."""
         if self.messages[-1].role == "assistant":
             raise ValueError(
                 "messages: got the assistant's as the last one, which leaves nothing to answer; "
                 "end with the user's"
             )
-        return [encoder.chat([message.plain for message in self.messages])]
-
-
-class Encoder:
-    """Prompts into tokens, by a tokenizer of its own: one that another thread decodes with must not
-    be changed meanwhile, as some calls do.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self._lock = threading.Lock()
-
-    def text(self, text: str) -> list[int]:
-        with self._lock:
-            return list(self.tokenizer(text, verbose=False).input_ids)
-
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        with self._lock:
-            return chat_prompt(messages, self.tokenizer)
+        return [[message.plain() for message in self.messages]]
 
 
 def _same(value: Any, off: Any) -> bool:

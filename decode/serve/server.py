@@ -10,14 +10,12 @@ served and what is learned meanwhile change how fast it comes. See docs/serving.
 A server from its settings: target and lanes loaded, threads started, and ended in order.
 """
 
-import copy
-import ipaddress
 import logging
 import os
 import re
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -28,22 +26,21 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import parse
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.arms import default_K
-from draftsmith.decode.serve.answers import Limits
 from draftsmith.decode.serve.engine_thread import Service
 from draftsmith.decode.serve.http import make_app
-from draftsmith.decode.serve.learning import BufferWriter, DraftWatcher
+from draftsmith.decode.serve.learning import Learning
 from draftsmith.decode.serve.prometheus import Metrics
-from draftsmith.decode.serve.schemas import Encoder
+from draftsmith.decode.serve.schemas import Limits
 from draftsmith.decode.serve.versions import learning_kinds
 from draftsmith.models.target import TargetSpec
 
-KEY_VARIABLE = "DRAFTSMITH_API_KEY"
-
 DEFAULT = "default"  # the tag of the first lane
+LEAST = {"max_len": 2, "keep_requests": 2, "max_queue": 0, "drain_s": 0, "threads": 0}
+LEAST |= dict.fromkeys(("rows", "max_tokens", "max_body", "keep_top_k"), 1)
+FLUSH_S = 5  # that answers have to reach their clients once they are whole
 
 
 @dataclass
@@ -76,115 +73,79 @@ class ServerConfig:
     threads: int = 0  # of the CPU; 0: as torch chooses
 
     def __post_init__(self) -> None:
-        for field in ("rows", "max_tokens", "max_body", "keep_top_k", "timeout_s"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field}: got {getattr(self, field)}, expected more than 0")
-        for field in ("max_len", "keep_requests"):
-            if getattr(self, field) < 2:
-                raise ValueError(f"{field}: got {getattr(self, field)}, expected at least 2")
-        for field in ("max_queue", "drain_s", "threads"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"{field}: got {getattr(self, field)}, expected at least 0")
+        for field, least in LEAST.items():
+            if not getattr(self, field) >= least:
+                got = getattr(self, field)
+                raise ValueError(f"{field}: got {got}, expected at least {least}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s: got {self.timeout_s}, expected more than 0")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"port: got {self.port}, expected 0 to 65535")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed: got {self.seed}, expected a signed 64-bit integer")
-        self.lanes = _lanes(self.drafter, self.drafts)
         self.name = self.name or Path(self.target).resolve().name
-        self.api_key = self.api_key or os.environ.get(KEY_VARIABLE, "")
-
-
-def _lanes(first: str, more: Sequence[str]) -> dict[str, str]:
-    """Tag -> drafter, the default one first; ValueError for tags that can't be told apart."""
-    lanes = {DEFAULT: first}
-    for draft in more:
-        tag, _, path = draft.partition("=")
-        if not re.fullmatch(r"[\w.-]+", tag) or tag in lanes or not path or tag[0] == ".":
-            raise ValueError(
-                f"drafts: got {draft!r}, expected TAG=FOLDER with a tag of its own of letters, "
-                "digits, - and _"
-            )
-        lanes[tag] = path
-    return lanes
-
-
-def main(argv: list[str]) -> int:
-    """Serve until told to end: 0 then, 1 after a failure."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    return serve(parse(ServerConfig, argv), Console())
-
-
-FLUSH_S = 5  # that answers have to reach their clients once they are whole
+        self.api_key = self.api_key or os.environ.get("DRAFTSMITH_API_KEY", "")
+        self.lanes = {DEFAULT: self.drafter}  # by tag, the default one first
+        for draft in self.drafts:
+            tag, _, path = draft.partition("=")
+            if not re.fullmatch(r"[\w-][\w.-]*", tag) or tag in self.lanes or not path:
+                raise ValueError(
+                    f"drafts: got {draft!r}, expected TAG=FOLDER with a tag of its own of letters, "
+                    "digits, - and _"
+                )
+            self.lanes[tag] = path
 
 
 class Backend:
-    """Everything behind the endpoints, and the application over it. Errors of `load_drafter` and
-    `open_session` pass, as ValueErrors of the settings.
-    """
+    """Everything behind the endpoints. Errors of `load_drafter` and `open_session` pass."""
 
     def __init__(
         self, settings: ServerConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        self.settings, self.target, self.tokenizer = settings, target, tokenizer
-        self.metrics = Metrics()
-        self.service = Service(self.metrics, rows=settings.rows, max_queue=settings.max_queue)
-        online = Path(settings.online) if settings.online else None
-        self.writer: BufferWriter | None = None
-        if online is not None:
-            kept = {"keep_top_k": settings.keep_top_k, "requests": settings.keep_requests}
-            self.writer = BufferWriter(online, self.metrics, **kept)
-        learning: dict[str, str] = {}
+        self.settings, self.tokenizer = settings, tokenizer
+        self.load = partial(load_drafter, target=target, tokenizer=tokenizer)
+        self.service = Service(Metrics(), rows=settings.rows, max_queue=settings.max_queue)
+        self.learning: Learning | None = None
+        if settings.online:
+            kept = (settings.keep_top_k, settings.keep_requests)
+            self.learning = Learning(self.service, Path(settings.online), self.load, *kept)
         for tag, path in settings.lanes.items():
-            decoder, harvest = self.decoder(path), None
-            can_learn = decoder.drafter is not None and decoder.drafter.kind in learning_kinds()
-            if self.writer is not None and can_learn:
-                self.writer.add_lane(tag)
-                learning[tag], harvest = path, self.writer.offer
+            drafter, harvest = self.load(path), None
+            decoder = Decoder(
+                target,
+                tokenizer,
+                drafter,
+                batch_size=settings.rows,
+                K=settings.K or default_K(path, settings.tree),
+                tree=settings.tree,
+                policy=settings.policy,
+            )
+            if self.learning and drafter is not None and drafter.kind in learning_kinds():
+                self.learning.add_lane(tag, path)
+                harvest = self.learning.offer
             model = settings.name if tag == DEFAULT else f"{settings.name}:{tag}"
             self.service.add_lane(tag, model, decoder, settings.max_len, harvest)
-        self.watcher: DraftWatcher | None = None
-        if online is not None:
-            if not learning:
-                raise ValueError(
-                    f"online: got {settings.online} and no draft that can learn, expected one of "
-                    f"kind {', '.join(learning_kinds())}; leave online out, or give such a drafter"
-                )
-            self.watcher = DraftWatcher(self.service, online, learning, self.load)
-
-    def load(self, path: str) -> Drafter | None:
-        return load_drafter(path, self.target, self.tokenizer)
-
-    def decoder(self, path: str) -> Decoder:
-        how = self.settings
-        return Decoder(
-            self.target,
-            self.tokenizer,
-            self.load(path),
-            batch_size=how.rows,
-            K=how.K or default_K(path, how.tree),
-            tree=how.tree,
-            policy=how.policy,
-        )
+        if self.learning and not self.learning.first:
+            raise ValueError(
+                f"online: got {settings.online} and no draft that can learn, expected one of "
+                f"kind {', '.join(learning_kinds())}; leave online out, or give such a drafter"
+            )
 
     def app(self) -> FastAPI:
         how = self.settings
         limits = Limits(how.max_tokens, how.timeout_s, how.max_body, how.seed)
-        return make_app(self.service, Encoder(copy.deepcopy(self.tokenizer)), limits, how.api_key)
+        return make_app(self.service, self.tokenizer, limits, how.api_key)
 
     def start(self) -> None:
-        if self.writer is not None:
-            self.writer.start()
-        if self.watcher is not None:
-            self.watcher.start()
+        if self.learning is not None:
+            self.learning.start()
         self.service.start()
 
     def stop(self) -> None:
         """End all threads; what was finished is written."""
-        if self.watcher is not None:
-            self.watcher.stop()
         self.service.stop()
-        if self.writer is not None:
-            self.writer.stop()
+        if self.learning is not None:
+            self.learning.stop()
 
 
 class Server(uvicorn.Server):
@@ -210,7 +171,7 @@ class Server(uvicorn.Server):
         )
         self.backend = backend
         self.ending = False
-        backend.service.on_death = self.end_now
+        backend.service.on_death = partial(setattr, self, "should_exit", True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.ending:
@@ -225,14 +186,11 @@ class Server(uvicorn.Server):
             service.stop()
         self.should_exit = True
 
-    def end_now(self) -> None:
-        self.should_exit = True
 
-
-def serve(settings: ServerConfig, console: Console) -> int:
-    """Load, serve, and end in order: 0, or 1 where decoding failed. ValueError for what can't be
-    loaded or doesn't fit.
-    """
+def main(argv: list[str]) -> int:
+    """Serve until told to end: 0, or 1 where decoding failed. ValueError for what doesn't load."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    settings, console = parse(ServerConfig, argv), Console()
     if settings.threads:
         torch.set_num_threads(settings.threads)
     spec = TargetSpec(settings.target, dtype=settings.dtype)
@@ -244,7 +202,8 @@ def serve(settings: ServerConfig, console: Console) -> int:
         kind = "plain decoding" if drafter is None else f"a draft of kind {drafter.kind}"
         console.print(f"{lane.model}: {kind}, {settings.rows} rows of {lane.session.context}")
     console.print(f"http://{settings.host}:{settings.port}/v1", markup=False)
-    if not settings.api_key and not loopback(settings.host):
+    loopback = settings.host.startswith("127.") or settings.host in ("localhost", "::1")
+    if not settings.api_key and not loopback:
         console.print("[yellow]open to the network without a key; set DRAFTSMITH_API_KEY[/yellow]")
     backend.start()
     try:
@@ -252,12 +211,3 @@ def serve(settings: ServerConfig, console: Console) -> int:
     finally:
         backend.stop()
     return 1 if backend.service.error else 0
-
-
-def loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -18,6 +18,10 @@ from draftsmith.models.disk.store import hold
 from draftsmith.models.heads.head import heads
 
 KEPT = 4
+ONE_LEARNER = (
+    "expected one learner a tag: stop that one, or give tag= and drafter= of another of the "
+    "server's drafts"
+)
 
 
 def learning_kinds() -> tuple[str, ...]:
@@ -34,10 +38,18 @@ class Versions:
         self.file = self.folder / "current.json"
 
     def current(self) -> tuple[int, Path | None]:
-        """The version to serve and its drafter folder, None for version 0. ValueError for a file or
-        folder that was changed by hand.
-        """
-        version = self._pointed()
+        """What to serve, and its folder (None for 0); ValueError for what was changed by hand."""
+        version = 0
+        if self.file.exists():
+            try:
+                version = json.loads(self.file.read_text("utf-8"))["version"]
+                if not isinstance(version, int) or version < 0:
+                    raise KeyError(f"version {version!r}")
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f'{self.file}: got {error!r}, expected {{"version": 1, "why": ...}} as '
+                    "training wrote it; remove the file to serve the first drafter"
+                ) from error
         path = self.path(version)
         if path is not None and not path.is_dir():
             raise ValueError(
@@ -56,14 +68,8 @@ class Versions:
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[None]:
-        """The time in which this process is the one that publishes. ValueError where another one
-        is.
-        """
-        advice = (
-            "expected one learner a tag: stop that one, or give tag= and drafter= of another of "
-            "the server's drafts"
-        )
-        lock = hold(self.folder, advice, name=".learner")
+        """While this process is the one that publishes; ValueError where another one is."""
+        lock = hold(self.folder, ONE_LEARNER, name=".learner")
         try:
             yield
         finally:
@@ -73,7 +79,7 @@ class Versions:
         """Have `write` make a new version's folder, and serve it. Its errors pass: the version
         before then stays. spare: one that isn't dropped, however old.
         """
-        version = max([*self.kept(), self._pointed()]) + 1
+        version = max([*self.kept(), self.current()[0]]) + 1
         final = self.path(version)
         assert final is not None
         half = self.versions / f".{version:06d}.half"
@@ -101,17 +107,3 @@ class Versions:
         content = json.dumps({"version": version, "why": why}).encode()
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.file, content)
-
-    def _pointed(self) -> int:
-        if not self.file.exists():
-            return 0
-        try:
-            version = json.loads(self.file.read_text("utf-8"))["version"]
-            if isinstance(version, int) and version >= 0:
-                return version
-            raise KeyError(f"version {version!r}")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f'{self.file}: got {error!r}, expected {{"version": 1, "why": ...}} as training '
-                "wrote it; remove the file to serve the first drafter"
-            ) from error

@@ -9,7 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.prompts.chat import before_answer
 from draftsmith.decode.prompts.prompts import as_chat, prompt_ids
 from draftsmith.decode.prompts.rows import Message, Row
+from draftsmith.decode.prompts.splits import load_rows, part_of
 from draftsmith.decode.sampling import request_seeds
+from draftsmith.train.text.prepared import is_prepared
 from draftsmith.train.text.tokenise import text_prompts
 
 
@@ -36,15 +38,10 @@ def from_rows(
     top_logprobs: int = 0,
 ) -> list[Ask]:
     """`samples` requests for each prompt: one prompt a row, or `limit` windows of documents.
+    ValueError for documents without a limit, or what `prompt_ids` and `text_prompts` raise.
 
-    Args:
-        limit: prompts at most; 0: all rows. Documents need it.
-        window: tokens of a document's window.
-        seed: the run's; it places the windows, and makes each request's seed.
-        top_logprobs: of each request.
-
-    Raises:
-        ValueError: documents without a limit, or what `prompt_ids` and `text_prompts` raise.
+    limit: prompts at most, 0 for all rows; window: tokens of a document's; seed: the run's, which
+    places the windows and makes each request's seed; top_logprobs: of each request.
     """
     prompts: list[tuple[list[int], tuple[Message, ...]]] = []
     if rows[0].kind == "text":
@@ -66,11 +63,7 @@ def from_rows(
 
 
 def fitting(asks: list[Ask], *, longest: int, leave_out: bool) -> list[Ask]:
-    """Requests of at most `longest` prompt tokens; without `leave_out`, a longer one is an error.
-
-    Raises:
-        ValueError: a prompt that is too long, or nothing is left.
-    """
+    """Those of at most `longest` prompt tokens; ValueError for others without `leave_out`."""
     kept = [ask for ask in asks if len(ask.ids) <= longest]
     long = [ask for ask in asks if len(ask.ids) > longest]
     if long and not (leave_out and kept):
@@ -86,3 +79,20 @@ def fitting(asks: list[Ask], *, longest: int, leave_out: bool) -> list[Ask]:
 def prompts_hash(asks: list[Ask]) -> str:
     """sha256 over the indices and prompts."""
     return hashlib.sha256(json.dumps([(ask.index, ask.ids) for ask in asks]).encode()).hexdigest()
+
+
+def prompts_for_development(
+    data: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int
+) -> list[list[int]]:
+    """At most `count` prompts that choices are made on while training, of the held-out part to tune
+    on: never those of final figures. length: in tokens, of a prompt that is a document's window.
+    ValueError: prepared answers, which have no held-out side; no rows; too few windows.
+    """
+    if is_prepared(data):
+        raise ValueError(
+            f"{data} holds answers to training prompts only: say heldout.data=<what the prompts "
+            "came from>"
+        )
+    rows = part_of(load_rows(data, "heldout"), "tune")
+    asks = from_rows(rows, tokenizer, limit=count, window=length, samples=1, seed=0)
+    return [ask.ids for ask in asks]

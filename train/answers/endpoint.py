@@ -13,18 +13,20 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.answers.asks import Ask
-from draftsmith.train.answers.top_logprobs import TopLogprobs, asked, read_top_logprobs
+from draftsmith.train.answers.top_logprobs import TopLogprobs, read_top_logprobs
+from draftsmith.train.text.prepared import Answer
 
 APIS = ("auto", "tokens", "chat", "text")
-API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"
 # What servers say to a request that they don't understand, and what the client tries again.
 NOT_UNDERSTOOD = frozenset({400, 404, 405, 415, 422, 501})
 TRANSIENT = frozenset({408, 409, 429, *range(500, 600)}) - NOT_UNDERSTOOD
@@ -51,56 +53,59 @@ class EndpointAnswer:
     top_logprobs: TopLogprobs
 
 
+@dataclass(eq=False)
 class Endpoint:
     """Requests by the openai client (its retries, waits and connections), some at a time.
 
-    Args:
-        url: the server, `http://host:port` or with its `/v1`. A key in the environment variable
-            DRAFTSMITH_API_KEY is sent along.
-        model: as the server names it; empty: the one that it serves.
-        api: one of `APIS`.
-        timeout_s: the longest silence of a connection.
-        retries: how often a request is sent again after 429, 5xx or a lost connection. Waits double
-            from half a second to eight; ten take a minute. Where the server says how long, that.
-
-    Raises:
-        ValueError: an unknown api, a model that is not named while the server has several, or no
-            openai client.
-        GivenUp: the server can't be reached.
+    ValueError: an unknown api, a model that is not named while the server has several, no openai
+    client; `GivenUp`: the server can't be reached.
     """
 
-    def __init__(
-        self,
-        url: str,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        model: str = "",
-        api: str = "auto",
-        concurrency: int = 16,
-        timeout_s: float = 600.0,
-        retries: int = 10,
-    ) -> None:
-        if api not in APIS:
-            raise ValueError(f"api: got {api!r}, expected one of {', '.join(APIS)}")
-        parts = urlsplit(url.rstrip("/"))
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-            raise ValueError(f"endpoint: got {url!r}, expected http://host:port or https://...")
-        if concurrency < 1:
-            raise ValueError(f"concurrency: got {concurrency}, expected at least 1")
-        self.url = parts.geturl() if parts.path else f"{parts.geturl()}/v1"
-        self.tokenizer = tokenizer
-        self.api = api
-        self.concurrency = concurrency
-        self._openai = _openai()
-        key = os.environ.get(API_KEY_VARIABLE)
+    # `http://host:port` or with its `/v1`; a key in DRAFTSMITH_API_KEY is sent along.
+    url: str
+    tokenizer: PreTrainedTokenizerBase
+    model: str = ""  # as the server names it; empty: the one that it serves
+    api: str = "auto"  # one of `APIS`
+    concurrency: int = 16
+    timeout_s: float = 600.0  # the longest silence of a connection
+    # How often a request is sent again after 429, 5xx or a lost connection. Waits double from half
+    # a second to eight; ten take a minute. Where the server says how long, that.
+    retries: int = 10
+
+    def __post_init__(self) -> None:
+        if self.api not in APIS:
+            raise ValueError(f"api: got {self.api!r}, expected one of {', '.join(APIS)}")
+        url = urlsplit(self.url.rstrip("/"))
+        if url.scheme not in ("http", "https") or not url.hostname or url.query:
+            raise ValueError(
+                f"endpoint: got {self.url!r}, expected http://host:port or https://..."
+            )
+        if self.concurrency < 1:
+            raise ValueError(f"concurrency: got {self.concurrency}, expected at least 1")
+        self.url = url.geturl() if url.path else f"{url.geturl()}/v1"
+        try:
+            import openai
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"endpoint: got no package {error.name}, expected the extra `endpoint`: "
+                "pip install 'draftsmith[endpoint]'"
+            ) from error
+        self._openai: Any = openai
+        key = os.environ.get("DRAFTSMITH_API_KEY")
         # OPENAI_API_KEY, OPENAI_ORG_ID and OPENAI_PROJECT_ID are none of this server's business.
         none = self._openai.Omit()
         self._headers = {"Authorization": f"Bearer {key}" if key else none}
         self._headers |= {"OpenAI-Organization": none, "OpenAI-Project": none}
         self._client = self._openai.OpenAI(
-            base_url=self.url, api_key="-", timeout=timeout_s, max_retries=retries
+            base_url=self.url, api_key="-", timeout=self.timeout_s, max_retries=self.retries
         )
-        self.model = model or self._served_model()
+        if not self.model:
+            names = [entry["id"] for entry in self._send("/models").get("data", [])]
+            if len(names) != 1:
+                raise ValueError(
+                    f"{self.url} serves {names}; say which one to ask with endpoint.model=..."
+                )
+            self.model = str(names[0])
 
     def answers(
         self, asks: Iterable[Ask], params: SamplingParams
@@ -108,11 +113,7 @@ class Endpoint:
         """Each request with its reply as it finishes, at most `concurrency` requests under way.
 
         When a request fails for good, no other is begun, those under way are finished and given
-        out, and only then is the error raised.
-
-        Raises:
-            ValueError: the server refuses a request.
-            GivenUp: the retries are used up.
+        out, and only then is the error raised: `Refused` by the server, or `GivenUp`.
         """
         waiting = iter(asks)
         under_way: dict[Future[EndpointAnswer], Ask] = {}
@@ -121,15 +122,11 @@ class Endpoint:
             while True:
                 # One request alone finds out which api the server has.
                 room = 1 if self.api == "auto" else self.concurrency
-                while failure is None and len(under_way) < room:
-                    ask = next(waiting, None)
-                    if ask is None:
-                        break
+                for ask in islice(waiting, 0 if failure else max(0, room - len(under_way))):
                     under_way[pool.submit(self._answer, ask, params)] = ask
                 if not under_way:
                     break
-                done, _ = wait(under_way, return_when=FIRST_COMPLETED)
-                for future in done:
+                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                     ask = under_way.pop(future)
                     try:
                         reply = future.result()
@@ -143,19 +140,19 @@ class Endpoint:
     def _answer(self, ask: Ask, params: SamplingParams) -> EndpointAnswer:
         if self.api != "auto":
             return self._ask_by(self.api, ask, params)
-        fallback = "chat" if ask.messages else "text"
+        api = "tokens"
         try:
-            reply = self._ask_by("tokens", ask, params)
-            self.api = "tokens"
+            reply = self._ask_by(api, ask, params)
         except Refused as refusal:
             if refusal.code not in NOT_UNDERSTOOD or ask.top_logprobs:
                 raise
+            api = "chat" if ask.messages else "text"
             try:
-                reply = self._ask_by(fallback, ask, params)
+                reply = self._ask_by(api, ask, params)
             except Refused as error:
-                message = f"{refusal}; then, by api={fallback}: {error}"
+                message = f"{refusal}; then, by api={api}: {error}"
                 raise Refused(message, error.code) from error
-            self.api = fallback
+        self.api = api
         return reply
 
     def _ask_by(self, api: str, ask: Ask, params: SamplingParams) -> EndpointAnswer:
@@ -171,13 +168,13 @@ class Endpoint:
         if api == "chat":
             if not ask.messages:
                 raise ValueError(f"request {ask.index} is plain text, expected a chat for api=chat")
-            body |= {"messages": list(ask.messages)}
-            return self._read(self._send("/chat/completions", body), ask)
-        prompt = (
-            {"prompt": ask.ids, "return_token_ids": True, **asked(ask.top_logprobs)}
-            if api == "tokens"
-            else {"prompt": ask.text}
-        )
+            answer = self._send("/chat/completions", body | {"messages": list(ask.messages)})
+            return self._read(answer, ask)
+        prompt: dict[str, Any] = {"prompt": ask.text}
+        if api == "tokens":
+            prompt = {"prompt": ask.ids, "return_token_ids": True}
+            if ask.top_logprobs:
+                prompt |= {"logprobs": ask.top_logprobs, "return_tokens_as_token_ids": True}
         return self._read(self._send("/completions", body | prompt), ask)
 
     def _read(self, answer: dict[str, Any], ask: Ask) -> EndpointAnswer:
@@ -212,14 +209,6 @@ class Endpoint:
             prompt_mismatch=None if read is None else read != len(ask.ids),
             top_logprobs=top_logprobs,
         )
-
-    def _served_model(self) -> str:
-        names = [entry["id"] for entry in self._send("/models").get("data", [])]
-        if len(names) != 1:
-            raise ValueError(
-                f"{self.url} serves {names}; say which one to ask with endpoint.model=..."
-            )
-        return str(names[0])
 
     def _send(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """What a server says to a request, or to a GET. By the client's way around its models of
@@ -260,13 +249,22 @@ class GivenUp(ValueError):
     """The retries of a request are used up."""
 
 
-def _openai() -> Any:
-    """The client's package; ValueError where it isn't installed."""
-    try:
-        import openai
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"endpoint: got no package {error.name}, expected the extra `endpoint`: "
-            "pip install 'draftsmith[endpoint]'"
-        ) from error
-    return openai
+def write_answers(
+    writer: Decoder | Endpoint, asks: list[Ask], params: SamplingParams
+) -> Iterator[Answer]:
+    """Answers as they finish; a row that is free, here or there, takes the next prompt at once."""
+
+    def made(ask: Ask, tokens: list[int], text: str, finish_reason: str) -> Answer:
+        answer = {"index": ask.index, "seed": ask.seed, "prompt_ids": ask.ids}
+        return answer | {"token_ids": tokens, "text": text, "finish_reason": finish_reason}
+
+    if isinstance(writer, Endpoint):
+        for ask, reply in writer.answers(asks, params):
+            answer = made(ask, reply.token_ids, reply.text, reply.finish_reason)
+            answer |= {"retokenised": reply.retokenised, "mismatch": reply.mismatch}
+            answer |= {"prompt_mismatch": reply.prompt_mismatch}
+            yield answer | ({"top_logprobs": reply.top_logprobs} if reply.top_logprobs else {})
+        return
+    for event in writer.stream([ask.ids for ask in asks], params, [ask.index for ask in asks]):
+        if done := event.completion:
+            yield made(asks[event.index], done.tokens, done.text, done.finish_reason)

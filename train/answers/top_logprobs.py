@@ -30,17 +30,9 @@ def check_asked(k: int, endpoint: str, api: str, params: list[SamplingParams]) -
         )
 
 
-def asked(k: int) -> dict[str, Any]:
-    """What a request says to have `k` of them."""
-    return {"logprobs": k, "return_tokens_as_token_ids": True} if k else {}
-
-
 def read_top_logprobs(choice: dict[str, Any], tokens: int, size: int) -> TopLogprobs:
-    """The log-probabilities {token: value} of each of an answer's `tokens`, likeliest first.
-
-    size: of the vocabulary.
-
-    Raises ValueError where they aren't there, aren't told by ids, or can't be log-probabilities.
+    """The log-probabilities {token: value} of each of an answer's `tokens`, likeliest first, below
+    `size`. ValueError where they aren't there, aren't told by ids, or can't be log-probabilities.
     """
     told = (choice.get("logprobs") or {}).get("top_logprobs") or []
     what, found = "", []

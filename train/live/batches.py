@@ -10,7 +10,7 @@ Legend: B rows, T positions, N = B * T, J listed tokens of a row, G hidden size 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from draftsmith.train.run.interrupt import GO_ON
 from draftsmith.train.text.batches import Batch
 
 Read = TypeVar("Read")
+POLL_SECONDS = 0.2
+SILENT_S = 30.0
 Alpha = tuple[float, float]  # the sum of sum_v min(p, q) of some positions, and how many they are
 
 
@@ -37,6 +39,19 @@ class Mix:
     window: int = 128
     requests_per_step: int = 4  # finished requests that a step waits for
     max_length: int = 1024  # tokens of a request that are read
+
+    def __post_init__(self) -> None:
+        shares = (self.recent, self.reservoir, self.disagreement)
+        if min(shares) < 0 or sum(shares) <= 0:
+            raise ValueError(
+                f"mix.recent, reservoir, disagreement: got {shares}, expected shares of at least "
+                "0, one of them above"
+            )
+        if self.positions not in ("all", "rejected"):
+            raise ValueError(f"mix.positions: got {self.positions!r}, expected all or rejected")
+        for name, least in {"window": 1, "requests_per_step": 1, "max_length": 3}.items():
+            if (got := getattr(self, name)) < least:
+                raise ValueError(f"mix.{name}: got {got}, expected at least {least}")
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,11 @@ def as_batch(
     top_BTJ = torch.zeros(*shape, listed, dtype=torch.int64)
     log_p_BTB = torch.full((*shape, listed + 1), -torch.inf)
     log_p_BTB[..., 0] = 0.0  # a law also where nothing is trained
+    states = None
+    if requests[0].norm_NH is not None:  # requests of one lane are kept alike
+        kept = (requests[0].norm_NH, requests[0].taps_TU)
+        wide = (0 if part is None else part.shape[1] for part in kept)
+        states = TargetStates(*(torch.zeros(*shape, size, dtype=dtype) for size in wide))
     for row, (served, tokens_T) in enumerate(zip(requests, cut, strict=True)):
         end = len(tokens_T)
         ids_BT[row, :end], places_BT[row, :end] = tokens_T.long(), torch.arange(end)
@@ -100,37 +120,22 @@ def as_batch(
         top_BTJ[row, here, :few] = served.ids_NJ[:rows].long()
         log_p_BTB[row, here, :few] = served.log_p_NB[:rows, :-1].float()
         log_p_BTB[row, here, -1] = served.log_p_NB[:rows, -1].float()
+        if states is not None and served.norm_NH is not None:
+            answer_TG = states.norm_BTG[row, served.prompt :]
+            answer_TG[: len(served.norm_NH)] = served.norm_NH[: len(answer_TG)].to(dtype)
+        if states is not None and served.taps_TU is not None:
+            taps_TU = served.taps_TU[: shape[1]]
+            states.taps_BTF[row, : len(taps_TU)] = taps_TU.to(dtype)
     positions_BT = torch.arange(shape[1]).expand(shape)
     return ServedBatch(
         *(ids_BT, positions_BT, mask_BT, None, tuple(numbers), places_BT),
         listed=TopKRows(top_BTJ.flatten(0, 1), log_p_BTB.flatten(0, 1)),
-        states=_states(requests, shape, dtype),
+        states=states,
     )
 
 
-def _states(
-    requests: Sequence[Served], shape: tuple[int, int], dtype: torch.dtype
-) -> TargetStates | None:
-    """The states of all requests, None where these have none."""
-    first = requests[0].norm_NH
-    if first is None:
-        return None
-    norm_BTG = torch.zeros(*shape, first.shape[1], dtype=dtype)
-    wide = 0 if requests[0].taps_TU is None else requests[0].taps_TU.shape[1]
-    taps_BTU = torch.zeros(*shape, wide, dtype=dtype)
-    for row, served in enumerate(requests):
-        assert served.norm_NH is not None, "requests of one lane are kept alike"
-        place_T = norm_BTG[row, served.prompt :]
-        place_T[: len(served.norm_NH)] = served.norm_NH[: len(place_T)].to(dtype)
-        if served.taps_TU is not None:
-            taps_BTU[row, : len(served.taps_TU)] = served.taps_TU[: shape[1]].to(dtype)
-    return TargetStates(norm_BTG, taps_BTU)
-
-
 def still_there(read: Callable[[int], Read], numbers: Iterable[int]) -> Iterator[tuple[int, Read]]:
-    """What is read of each request, by its number, but of those that a server has dropped since
-    they were listed.
-    """
+    """What is read of each request, by number, but of those dropped since they were listed."""
     for number in numbers:
         try:
             found = read(number)
@@ -139,13 +144,15 @@ def still_there(read: Callable[[int], Read], numbers: Iterable[int]) -> Iterator
         yield number, found
 
 
-class Feed(Protocol):
-    """Where requests come from while there are too few. to_go_on: see `loop.Patient`."""
+class Feed:
+    """Where requests come from while there are too few: a server. to_go_on: see `loop.Patient`."""
 
-    to_go_on: str
+    to_go_on = GO_ON
 
     def more(self) -> bool:
         """Wait a moment, or do something that brings requests; False: none will come."""
+        time.sleep(POLL_SECONDS)
+        return True
 
 
 @dataclass(eq=False)
@@ -155,7 +162,6 @@ class Buffered:
     micro) from what is in the buffer then.
 
     batch_of: (requests, numbers) -> micro-batch; tell: prints a line that says what is waited for.
-    ValueError for a mix that can't be drawn.
     """
 
     mix: Mix
@@ -170,7 +176,6 @@ class Buffered:
     chooses = "requests from a buffer"
 
     def __post_init__(self) -> None:
-        _check(self.mix)
         self.to_go_on = self.feed.to_go_on
         self.silent_s = 0.0  # that a step waits before it says so; the first says it at once
         self.first = -1  # the number from which requests are counted
@@ -278,31 +283,5 @@ class Buffered:
         return int(rng.choice(numbers, p=weights / weights.sum()))
 
 
-def _check(mix: Mix) -> None:
-    shares = (mix.recent, mix.reservoir, mix.disagreement)
-    if min(shares) < 0 or sum(shares) <= 0:
-        raise ValueError(
-            f"mix.recent, reservoir, disagreement: got {shares}, expected shares of at least 0, "
-            "one of them above"
-        )
-    if mix.positions not in ("all", "rejected"):
-        raise ValueError(f"mix.positions: got {mix.positions!r}, expected all or rejected")
-    for name, least in {"window": 1, "requests_per_step": 1, "max_length": 3}.items():
-        if getattr(mix, name) < least:
-            raise ValueError(f"mix.{name}: got {getattr(mix, name)}, expected at least {least}")
-
-
-class Arrivals:
-    """Requests come from a server: look again after a moment."""
-
-    to_go_on = GO_ON
-
-    def more(self) -> bool:
-        time.sleep(POLL_SECONDS)
-        return True
-
-
-POLL_SECONDS = 0.2
-SILENT_S = 30.0
 NOTHING_11 = torch.zeros(1, 1, dtype=torch.int64)
 EMPTY = ServedBatch(NOTHING_11, NOTHING_11, NOTHING_11.bool(), None, ())

@@ -8,9 +8,7 @@ POLL_SECONDS = 0.05
 
 
 class Duty:
-    """Rests between steps, so that work takes `share` of the time. ValueError for a share that
-    isn't above 0 and at most 1.
-    """
+    """Rests between steps, so that work takes `share` of the time: above 0 and at most 1."""
 
     def __init__(self, share: float) -> None:
         if not 0 < share <= 1:
@@ -19,9 +17,7 @@ class Duty:
         self._since = time.monotonic()
 
     def rest(self, stop: list[int]) -> None:
-        """Called before each step: pause for what it took since the last pause, unless there is
-        something in `stop`.
-        """
+        """Before each step: pause for what it took since the last pause, or until a `stop`."""
         busy = time.monotonic() - self._since
         until = time.monotonic() + busy * (1 / self.share - 1)
         while not stop and time.monotonic() < until:

@@ -1,9 +1,6 @@
 """Drafts that learn from what was served, draft LMs or EAGLE heads: the one in training, the one
-that serves, and in a replay those that they are measured beside.
-
-The same objectives as offline; the target's side comes with the requests (`batches.py`).
-
-Legend: B rows, T positions.
+that serves, and in a replay those that they are measured beside. The objectives are those of
+offline training; the target's side comes with the requests (`batches.py`).
 """
 
 import copy
@@ -53,53 +50,26 @@ class Lessons:
 
 @dataclass(frozen=True)
 class Learner:
-    """A draft in fp32, and what it is trained for."""
+    """A draft in fp32, the folder that it began as, and what it is trained for."""
 
-    folder: DrafterFolder  # where it began
+    folder: DrafterFolder
     module: PreTrainedModel | Head
     objective: Distillation | EagleObjective
 
-    @property
-    def kind(self) -> str:
-        return self.folder.kind
-
     def alpha(self, batch: Batch, teacher: Teacher | None = None) -> Alpha:
-        """Of a batch; of heads over all depths. teacher: of a
-        draft LM, exact rows in place of the likeliest tokens, against which alpha is an upper
-        bound.
+        """Of a batch; of heads over all depths. teacher: of a draft LM, exact rows in place of the
+        likeliest tokens, against which alpha is an upper bound.
         """
         self.objective.eval()
         if isinstance(self.objective, Distillation):
             output = self.objective.measure(batch, teacher)
             return output.metrics["alpha"].item(), output.tokens.item()
         sums = self.objective.measure(batch, kept_states).metrics
-        depths = range(self.objective.steps)
-        alpha = sum(sums[f"alpha_{depth}"].item() for depth in depths)
-        return alpha, sum(sums[f"count_{depth}"].item() for depth in depths)
-
-    def save(
-        self,
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        mark: dict[str, Any],
-        made: dict[str, Any],
-        dtype: str,
-    ) -> None:
-        """A drafter folder with the weights as they are now; the module stays as it is. mark: the
-        target's fingerprint; made: the provenance.
-        """
-        model = copy.deepcopy(self.module).cpu()
-        recast(model, getattr(torch, dtype))
-        save_drafter(
-            folder,
-            kind=self.kind,
-            model=model,
-            tokenizer=tokenizer,
-            target_fingerprint=mark,
-            provenance=made,
-            defaults=self.folder.meta["defaults"],
-            vocab=self.folder.vocab,
+        alpha, count = (
+            sum(sums[f"{name}_{depth}"].item() for depth in range(self.objective.steps))
+            for name in ("alpha", "count")
         )
+        return alpha, count
 
 
 def open_learner(
@@ -109,8 +79,8 @@ def open_learner(
     tokenizer: PreTrainedTokenizerBase,
     mark: dict[str, Any],
 ) -> Learner:
-    """The drafter in a folder, ready to learn, on the target's device; mark: the target's
-    fingerprint. ValueError for what `open_drafter` and the objectives refuse, or another kind.
+    """The drafter in a folder, ready to learn, on the target's device. ValueError for what
+    `open_drafter` and the objectives refuse, or another kind.
     """
     folder = open_drafter(
         path, mark, target_tokenizer=tokenizer, target_config=target.config.get_text_config()
@@ -149,34 +119,29 @@ def make_objective(
     return made
 
 
+@dataclass(eq=False)
 class OnlineDrafts:
-    """The draft in training, and the one that serves.
+    """The draft in training, and the one that serves. Errors of `open_learner` pass."""
 
-    mark: the target's fingerprint; path: what the first begins as, None for the first drafter;
-    argv: of the run, for the provenance. Errors of `open_learner` pass.
-    """
+    lessons: Lessons
+    settings: Settings
+    accelerator: Accelerator
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    mark: dict[str, Any]  # the target's fingerprint
+    path: Path | None  # what the first begins as, None for the first drafter
+    argv: list[str]  # of the run, for the provenance
 
-    def __init__(
-        self,
-        lessons: Lessons,
-        settings: Settings,
-        accelerator: Accelerator,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        mark: dict[str, Any],
-        path: Path | None,
-        argv: list[str],
-    ) -> None:
-        self.lessons, self.settings, self.accelerator = lessons, settings, accelerator
-        self.target, self.tokenizer, self.mark, self.argv = target, tokenizer, mark, argv
+    def __post_init__(self) -> None:
+        lessons = self.lessons
         self.batch_of = partial(
             as_batch,
-            pad_id=tokenizer.pad_token_id or 0,
+            pad_id=self.tokenizer.pad_token_id or 0,
             max_length=lessons.max_length,
-            dtype=target.dtype,
+            dtype=self.target.dtype,
         )
-        self.learner = self.open(path)
-        if settings.gradient_checkpointing:
+        self.learner = self.open(self.path)
+        if self.settings.gradient_checkpointing:
             if lessons.kind != "lm":
                 raise ValueError(
                     f"got gradient_checkpointing=true with kind={lessons.kind}, expected false: a "
@@ -214,16 +179,28 @@ class OnlineDrafts:
             self.swapped(self.drafter(path), int(path.name) if path else 0)
 
     def save(self, folder: Path, alpha: float) -> None:
-        """Write the draft in training as a drafter folder; alpha: held-out."""
+        """Write the draft in training as a drafter folder; it stays as it is. alpha: held-out."""
+        learner, settings = self.learner, self.settings
+        model = copy.deepcopy(learner.module).cpu()
+        recast(model, getattr(torch, settings.save_dtype))
         made = provenance(
             recipe=dict(arg.split("=", 1) for arg in self.argv).get("recipe"),
             argv=self.argv,
-            seeds={"run": self.settings.seed},
+            seeds={"run": settings.seed},
             data_hash=None,  # of a stream that nobody keeps
             steps=self.steps,
             acceptance=alpha,
         )
-        self.learner.save(folder, self.tokenizer, self.mark, made, self.settings.save_dtype)
+        save_drafter(
+            folder,
+            kind=learner.folder.kind,
+            model=model,
+            tokenizer=self.tokenizer,
+            target_fingerprint=self.mark,
+            provenance=made,
+            defaults=learner.folder.meta["defaults"],
+            vocab=learner.folder.vocab,
+        )
 
     def go_back(self) -> None:
         """Give the draft in training the weights of the one that serves."""

@@ -5,11 +5,10 @@ version that serves, on the same rows, by more than `margin` at the lower end of
 (bootstrap over requests, paired, with a fixed seed). Served answers are the target's either way;
 what is at stake is speed.
 
-What the held-out slice can't see (weights that were saved wrongly, a server that drafts otherwise
-than it is measured) the traffic does: once new versions have served enough requests, what they
-accepted is compared with what was accepted before them, and where it is less, the last version that
-passed is served again. Unless the text explains it: what the serving version's own alpha loses from
-the ones to the others (a new topic) doesn't count. Publishing goes on meanwhile.
+What that slice can't see (weights saved wrongly, a server that drafts otherwise) the traffic does:
+once new versions have served enough requests, what they accepted is compared with what was accepted
+before them, and where it is less, the last version that passed is served again. What the serving
+version's own alpha loses from the ones to the others (a new topic) doesn't count.
 """
 
 from collections.abc import Callable
@@ -77,19 +76,19 @@ class Publisher:
     def _compare(self) -> dict[str, float]:
         config = self.config
         numbers = self.buffer.heldout_numbers()[-config.heldout_requests :]
-        rows = {}
+        rows: dict[int, tuple[float, ...]] = {}
         for number, served in still_there(self.buffer.read, numbers):
             ours = self.drafts.candidate(served)
             if number not in self._known:
                 self._known[number] = self.drafts.serving(served)
             if ours[1]:
-                rows[number] = (ours, self._known[number])
+                rows[number] = (*ours, *self._known[number])
         if len(rows) < config.heldout_least:
             return {}
-        self._known = {number: row[1] for number, row in rows.items()}
-        after, before = ([row[side] for row in rows.values()] for side in (0, 1))
-        gain, (low, high) = paired_difference(_columns(after), _columns(before))
-        alpha = _ratio(after)
+        self._known = {number: (top, bottom) for number, (_, _, top, bottom) in rows.items()}
+        a, b, c, d = zip(*rows.values(), strict=True)
+        gain, (low, high) = paired_difference((a, b), (c, d))
+        alpha, serving = sum(a) / sum(b), sum(c) / sum(d)
         if low > config.margin:
             why = f"alpha +{gain:.4f} [{low:.4f}, {high:.4f}] on {len(rows)} held-out requests"
             version = self.versions.publish(
@@ -98,12 +97,10 @@ class Publisher:
             self.tell(f"version {version} serves: {why}")
             self.unjudged.add(version)
             self._serve()
-        return {"alpha": alpha, "alpha_serving": _ratio(before), "gain": gain, "gain_low": low}
+        return {"alpha": alpha, "alpha_serving": serving, "gain": gain, "gain_low": low}
 
     def _roll_back(self) -> None:
-        """Judge the new versions, once they have served enough; take them back if they accept less
-        in use than what was before them.
-        """
+        """Judge versions that have served enough; take them back if less is accepted now."""
         many = self.config.rollback_requests
         before, after = self._in_use(many) if self.unjudged else ([], [])
         if len(after) < many:
@@ -130,9 +127,7 @@ class Publisher:
         self.drafts.go_back()
 
     def _in_use(self, many: int) -> tuple[list[Told], list[Told]]:
-        """The newest requests that judged versions served, at most so many, and all that unjudged
-        ones did.
-        """
+        """The newest requests that judged versions served, and all that unjudged ones did."""
         before: list[Told] = []
         after: list[Told] = []
         newest = reversed(self.buffer.all_numbers())
@@ -149,18 +144,9 @@ class Publisher:
         """Of the version that serves, on these requests."""
         kept = still_there(self.buffer.read, [number for number, _ in served])
         rows = [self.drafts.serving(request) for _, request in kept]
-        return _ratio(rows) if rows else 0.0
+        return sum(top for top, _ in rows) / sum(bottom for _, bottom in rows) if rows else 0.0
 
 
 def _accepted(served: list[Told]) -> float:
     drafted = sum(about["drafted"] for _, about in served)
     return sum(about["accepted"] for _, about in served) / max(1, drafted)
-
-
-def _columns(rows: list[Alpha]) -> tuple[list[float], list[float]]:
-    return [row[0] for row in rows], [row[1] for row in rows]
-
-
-def _ratio(rows: list[Alpha]) -> float:
-    top, bottom = _columns(rows)
-    return sum(top) / sum(bottom)

@@ -13,7 +13,6 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from draftsmith.decode.prompts.prompts import beginning, load_prompts
 from draftsmith.decode.report.charts import Trend, drawing, scatter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.buffer import ReplayBuffer, Served, as_served
+from draftsmith.train.live.batches import Feed
 
 MIX = "mix"
 ARMS = {"frozen": "d", "online": "a", "ceiling": "c"}  # with their colours
@@ -114,40 +114,35 @@ def _read_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[StreamPro
     return asked
 
 
-class ReplayFeed:
-    """Serves a stream a step at a time (`batches.Feed`). alphas: the arms' alpha of a finished
-    request, by their names; record: the file that gets a line a request. ValueError where that is
-    there: a replay can't go on from the middle.
-    """
+@dataclass(eq=False)
+class ReplayFeed(Feed):
+    """Serves a stream from its beginning, in steps: ValueError where its record is there."""
 
-    def __init__(
-        self,
-        replay: Replay,
-        asked: Sequence[StreamPrompt],
-        decoder: Decoder,
-        buffer: ReplayBuffer,
-        alphas: Callable[[Served], dict[str, tuple[float, float]]],
-        record: Path,
-    ) -> None:
-        if record.exists():
+    replay: Replay
+    asked: Sequence[StreamPrompt]
+    decoder: Decoder
+    buffer: ReplayBuffer
+    alphas: Callable[[Served], dict[str, tuple[float, float]]]  # of a finished request, by arms
+    record: Path  # the file that gets a line a request
+
+    def __post_init__(self) -> None:
+        if self.record.exists():
             raise ValueError(
-                f"{record} is of a replay that was cut off, which can't go on: remove its folder, "
-                "or give another with out=..."
+                f"{self.record} is of a replay that was cut off, which can't go on: remove its "
+                "folder, or give another with out=..."
             )
-        self.asked, self.decoder, self.buffer = asked, decoder, buffer
-        self.alphas, self.record, self.version = alphas, record, 0
-        self.added = 0
+        replay, decoder, asked = self.replay, self.decoder, self.asked
+        self.version = self.added = 0
         self.begun: dict[int, int] = {}  # by request on its way, the version it began with
-        self.to_go_on = f"a replay starts over; remove {record.parent} first"
-        self.listed = replay.keep_top_k
+        self.to_go_on = f"a replay starts over; remove {self.record.parent} first"
         self.started = time.monotonic()
         longest = max(len(one.tokens) for one in asked) + replay.max_new_tokens
+        how: dict[str, Any] = {"tokenizer": decoder.tokenizer, "context": decoder.context}
+        how |= {"end_ids": decoder.eos_ids}
+        how |= {"params": SamplingParams(replay.temperature, max_new_tokens=replay.max_new_tokens)}
         self.session = decoder.open_session(
             replay.rows, longest, finished=self._finished, harvest=True
         )
-        params = SamplingParams(replay.temperature, max_new_tokens=replay.max_new_tokens)
-        how: dict[str, Any] = {"tokenizer": decoder.tokenizer, "params": params}
-        how |= {"context": decoder.context, "end_ids": decoder.eos_ids}
         for index, one in enumerate(asked):
             self.session.submit(open_request(one.tokens, index, index, **how))
 
@@ -165,16 +160,14 @@ class ReplayFeed:
 
     def _finished(self, request: Request, harvested: Harvested | None) -> None:
         assert harvested is not None
-        runner = self.decoder.runner
-        version = self.begun.pop(request.completion.index, self.version)
-        how: dict[str, Any] = {"k": self.listed, "version": version, "states": True}
-        served = as_served(request, harvested, runner, **how)
+        runner, k = self.decoder.runner, self.replay.keep_top_k
+        version, states = self.begun.pop(request.completion.index, self.version), bool(runner.taps)
+        served = as_served(request, harvested, runner, k=k, version=version, states=states)
         if served is None:
             return
-        exact = replace(served, norm_NH=harvested.norm_AH, taps_TU=harvested.taps_TU)
-        alphas = self.alphas(exact)
-        if not runner.taps:
-            served = replace(served, norm_NH=None)
+        alphas = self.alphas(
+            replace(served, norm_NH=harvested.norm_AH, taps_TU=harvested.taps_TU)  # exact
+        )
         number = self.buffer.add(served)
         self.added += 1
         about = served.about
@@ -195,29 +188,21 @@ class ReplayFeed:
 
 
 def draw(record: Path, picture: Path) -> None:
-    """Acceptance over the requests of a replay: the moving mean of each arm, and where the topic
-    changed.
-    """
+    """The moving mean of each arm's alpha over a replay, and where the topic changed."""
     lines = [json.loads(line) for line in record.read_text().splitlines()]
+    weights = np.array([line["positions"] for line in lines])
     trends = []
     for arm, css in ARMS.items():
         if arm in lines[0]["alpha"]:
-            mean = [_mean(lines[max(0, i + 1 - AVERAGED) : i + 1], arm) for i in range(len(lines))]
+            alphas = np.array([line["alpha"][arm] for line in lines])
+            lately = [slice(max(0, i - AVERAGED), i) for i in range(1, len(lines) + 1)]
+            mean = [float(np.average(alphas[i], weights=weights[i])) for i in lately]
             trends.append(Trend(arm, css, (), (), list(enumerate(mean, 1))))
-    topics = [(i, line["topic"]) for i, line in enumerate(lines, 1)]
-    changed = [topics[0], *(b for a, b in pairwise(topics) if a[1] != b[1])]
     seen: dict[str, float] = {}
-    for at, topic in changed:  # at the border requests of both topics end in turn
-        seen.setdefault(topic, at)
+    for at, line in enumerate(lines, 1):  # at the border requests of both topics end in turn
+        seen.setdefault(line["topic"], at)
     title = f"alpha, mean of the last {AVERAGED} requests"
     marks = [(at, topic) for topic, at in seen.items()]
     chart = scatter(title, trends, x_label="requests", y_label="alpha", log=False, marks=marks)
     legend = [(trend.css, trend.name) for trend in trends]
     picture.write_text(drawing([chart], legend))
-
-
-def _mean(lines: Sequence[dict[str, Any]], arm: str) -> float:
-    weights = [line["positions"] for line in lines]
-    return sum(w * line["alpha"][arm] for w, line in zip(weights, lines, strict=True)) / sum(
-        weights
-    )

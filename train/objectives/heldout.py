@@ -15,7 +15,7 @@ from draftsmith.decode.drafters.lm import LMDrafter, weights_read
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import vocab_size
-from draftsmith.train.answers.development import prompts_for_development
+from draftsmith.train.answers.asks import prompts_for_development
 from draftsmith.train.objectives.distillation import Distillation
 from draftsmith.train.run.frozen_target import in_company
 from draftsmith.train.run.loop import Evaluate, StepOutput

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.decode.prompts.prompts import prompt_ids
 from draftsmith.decode.prompts.rows import Row, parse, stdlib_rows
 from draftsmith.decode.prompts.splits import HELD_OUT_SHARE, SHARED_LINE_LEAST, load_rows
-from draftsmith.train.answers.development import prompts_for_development
+from draftsmith.train.answers.asks import prompts_for_development
 from draftsmith.train.show import Show, show
 from draftsmith.train.text.tokenise import text_prompts, tokenise
 
