@@ -1,1 +1,0 @@
-"""One file a kind of drafter; the protocol is in base.py."""

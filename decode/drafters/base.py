@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.kv import kv_shape
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.sampling import BatchParams
@@ -21,11 +22,6 @@ from draftsmith.models.heads.head import ANY_DEPTH
 from draftsmith.models.scorers import Scored
 from draftsmith.models.taps import Tap
 
-__all__ = [
-    *("ANY_DEPTH", "Admitted", "Call", "Chance", "Drafter", "Enough", "Fed", "Feed", "Frontier"),
-    *("Kept", "Round", "shape_of"),
-]
-
 
 class Fed(NamedTuple):
     """What a draft call gives: raw logits_BFV, and states_BFH, what the LM head made them of."""
@@ -34,17 +30,14 @@ class Fed(NamedTuple):
     states_BFH: Tensor
 
 
-LOWEST = -1e30  # in the place of a logit of -inf
-
-
 @dataclass
 class Call:
     """One draft call and the children drawn in it, as policies and recorders see them.
 
-    depth: of the nodes fed; active_B: rows that still decode; q_logits_BFV transformed; states_BFH
-    as in `Fed`; race_B1V: the shared noise that children are ranked with, None without; of_BC:
-    which of the nodes fed each child is of; path_BC: log chance of the children's whole paths, by
-    the round's `chance` (of a dynamic tree without one, by what orders it), None if nobody asks.
+    depth: of the nodes fed; active_B: rows that still decode; q_logits_BFV: transformed;
+    states_BFH: as in `Fed`; race_B1V: the shared noise that children are ranked with; of_BC: which
+    of the nodes fed each child is of; path_BC: log chance of the children's whole paths, by the
+    round's `chance` (of a dynamic tree without one, by what orders it), None if nobody asks.
     """
 
     depth: int
@@ -91,8 +84,8 @@ class Call:
         weight_BFV = (self.q_logits_BFV - peak_BF1).exp_()
         sum_BF = weight_BFV.sum(-1)
         log_sum_BF = sum_BF.log() + peak_BF1[..., 0]
-        # A token that isn't drafted weighs 0 and has no logit.
-        mean_BF = weight_BFV.mul_(self.q_logits_BFV.clamp(min=LOWEST)).sum(-1) / sum_BF
+        # A token that isn't drafted weighs 0 and has a logit of -inf.
+        mean_BF = weight_BFV.mul_(self.q_logits_BFV.clamp(min=-1e30)).sum(-1) / sum_BF
         return log_sum_BF, (log_sum_BF - mean_BF).clamp(min=0)
 
     def _of_children(self, x_BFV: Tensor) -> Tensor:
@@ -112,11 +105,9 @@ class Round:
     pending_B: the token sampled but not yet in the target's KV; active_B: rows that still decode;
     top: at least the largest of lens_B, a plain int; law: how to draw; race_BDV: log E for the
     token of each level, shared with the target, None when greedy or the law isn't coupled; seeds_B:
-    of the noise that laws of independent draws use, fresh each round, None for other laws; want_q:
-    whether the tree must carry the draft's logits; enough: asked after each call, None for trees
-    always drafted whole; chance: what paths are judged by, None where nothing asks; orders: whether
-    a dynamic tree's nodes are chosen by it too; calls: a list that every call is put into, None to
-    keep none.
+    of the noise that laws of independent draws use, fresh each round; want_q: whether the tree must
+    carry the draft's logits; enough: asked after each call; chance: what paths are judged by;
+    orders: whether a dynamic tree's nodes are chosen by it too; calls: takes in every call.
     """
 
     plan: Plan
@@ -126,8 +117,8 @@ class Round:
     top: int
     params: BatchParams
     law: str
-    race_BDV: Tensor | None
-    seeds_B: Tensor | None
+    race_BDV: Tensor | None = None
+    seeds_B: Tensor | None = None
     want_q: bool = False
     enough: Enough | None = None
     chance: Chance | None = None
@@ -135,8 +126,7 @@ class Round:
     calls: list[Call] | None = None
 
 
-@dataclass(frozen=True)
-class Frontier:
+class Frontier(NamedTuple):
     """Nodes to feed at once, all at `depth`. of_BF: the place of each one's parent among the nodes
     fed before (None at the root); slot_F: where it goes, beyond the committed slots; block: [F, M]
     or [B, F, M], which slots of the block it sees, itself included (None: all before it); depth_M:
@@ -150,12 +140,18 @@ class Frontier:
     block: Tensor | None = None
     depth_M: Tensor | None = None
 
+    def placed(self, root_B1: Tensor, width: int) -> tuple[Tensor, Tensor, Seen]:
+        """Positions and slots [B, F], and what they see, where the root's are `root_B1`."""
+        slots_BF = root_B1 + self.slot_F
+        at_BF = (root_B1 + self.depth).expand_as(slots_BF)
+        first_B1 = slots_BF if self.block is None else root_B1
+        return at_BF, slots_BF, Seen(first_B1[:, 0], width, self.block, self.depth_M)
+
 
 Feed = Callable[[Frontier], Fed]
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """What a round came to: tokens_BL, of which the first n_new_B were emitted (accepted ones, then
     the new pending one; 0: nothing changed); path_BL: the tree's node at each depth of the kept
     path, None for chains; lens_B: committed tokens before the round; taps_BLU: the target's states
@@ -172,11 +168,9 @@ class Kept:
     top: int = ANY_DEPTH
 
 
-@dataclass(frozen=True)
-class Admitted:
+class Admitted(NamedTuple):
     """Prompts that begin: the rows they take, their tokens right-padded, their lengths, the first
-    token sampled after each; taps_RNU: the target's states at the prompts' tokens, None for
-    drafters without taps.
+    token sampled after each; taps_RNU: the target's states at their tokens, where it has taps.
     """
 
     rows_R: Tensor
@@ -187,30 +181,36 @@ class Admitted:
 
 
 class Drafter(Protocol):
-    """A source of proposals. It owns its state, which it changes in place only (a captured round
-    is replayed on the same tensors); rows are addressed as the engine's rows are.
+    """A source of proposals, by default one without a model. It owns its state, which it changes in
+    place only (a captured round is replayed on the same tensors), with the engine's rows.
     """
 
     kind: str
-    context: int  # tokens that it can follow; beyond, decoding with it ends
-    trees: bool  # whether it can draft anything but chains
-    samples: bool  # whether it can draw from a q of its own, as rules by rejection need
-    taps: tuple[Tap, ...]  # states of the target that it reads; () for none
-    levels: int  # of the deepest tree that it can draft
-    acceptance: Scored | None  # foretells what is kept, where its folder holds such a head
+    context: int = ANY_DEPTH  # tokens that it can follow; beyond, decoding with it ends
+    trees: bool = True  # whether it can draft anything but chains
+    samples: bool = True  # whether it can draw from a q of its own, as rules by rejection need
+    taps: tuple[Tap, ...] = ()  # states of the target that it reads
+    levels: int = ANY_DEPTH  # of the deepest tree that it can draft
+    acceptance: Scored | None = None  # foretells what is kept, where its folder holds such a head
     held: tuple[str, ...]  # the attributes that are its state of the rows
 
     @property
     def size(self) -> ModelSize | None:
         """Of its model, for the memory planner; None where there is no model."""
+        return None
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes read by one draft call; 0 where there is no model."""
+        return 0
 
     def reset(self, rows: int, slots: int) -> None:
-        """Make room for `rows` rows of at most `slots` tokens, the slots of the largest plan
-        included; forget everything.
-        """
+        """Forget everything; make room for rows of so many slots, the largest plan's included."""
 
     def release(self) -> None:
         """Let go of the state: another `reset` follows before anything else."""
+        for name in self.held:
+            self.__dict__.pop(name, None)
 
     def prefill(self, admitted: Admitted) -> None:
         """Take in prompts, and the first token sampled after each."""
@@ -220,6 +220,7 @@ class Drafter(Protocol):
 
     def feed(self, request: Round) -> Feed | None:
         """The draft calls of one round, as `grow` makes them; None where there is no model."""
+        return None
 
     def extend(self, kept: Kept) -> None:
         """Take in the tokens just emitted."""
@@ -228,10 +229,7 @@ class Drafter(Protocol):
         """Raw logits [B, T, V] of what it drafts first after each token of a text, from the states
         of the target at all tokens before; None where it has no q.
         """
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes read by one draft call; 0 where there is no model."""
+        return None
 
 
 def shape_of(drafter: Drafter | None) -> str:
@@ -242,5 +240,10 @@ def shape_of(drafter: Drafter | None) -> str:
     if size is not None:
         state = f", {size.config.hidden_size} wide, keys and values {kv_shape(size.config, 1, 1)}"
         state += f" in {str(size.dtype).removeprefix('torch.')}"
-    about = f"kind {drafter.kind} (context {drafter.context}, {drafter.levels} levels"
-    return f"{about}, taps {list(drafter.taps)}{state})"
+    about = f"context {drafter.context}, {drafter.levels} levels, taps {list(drafter.taps)}"
+    return f"kind {drafter.kind} ({about}{state})"
+
+
+def picked(states_BNX: Tensor, of_BF: Tensor) -> Tensor:
+    """The states [B, F, X] at places `of_BF` of each row."""
+    return states_BNX.gather(1, of_BF[..., None].expand(-1, -1, states_BNX.shape[2]))

@@ -13,10 +13,8 @@ vocabulary, V the tokenizer's.
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round
-from draftsmith.decode.drafters.head_drafter import HeadDrafter
-from draftsmith.decode.drafters.head_kv import Where, bytes_of, picked
-from draftsmith.decode.forward.attention import Seen
+from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round, picked
+from draftsmith.decode.drafters.head_drafter import HeadDrafter, Where
 from draftsmith.decode.forward.lean_eagle import LeanEagle, lean_eagle
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
@@ -54,17 +52,10 @@ class EagleDrafter(HeadDrafter):
             nonlocal outputs_BFH
             if frontier.depth == 0:
                 return self.first(outputs_BFH)
-            hidden_BFH = outputs_BFH
             if frontier.of_BF is not None:
-                hidden_BFH = picked(hidden_BFH, frontier.of_BF)
-            slots_BF = last_B1 + frontier.slot_F
-            at_BF = (last_B1 + frontier.depth).expand_as(slots_BF)
-            if frontier.block is None:
-                seen = Seen(slots_BF[:, 0], width)
-            else:
-                seen = Seen(last_B1[:, 0], width, frontier.block, frontier.depth_M)
-            hidden_BFH = self.body.fed_back(hidden_BFH)
-            where = self.pool.fed(at_BF, slots_BF, seen)
+                outputs_BFH = picked(outputs_BFH, frontier.of_BF)
+            where = self.pool.fed(*frontier.placed(last_B1, width))
+            hidden_BFH = self.body.fed_back(outputs_BFH)
             outputs_BFH = self.body.step(hidden_BFH, frontier.tokens_BF, *where)
             return self.first(outputs_BFH)
 
@@ -77,9 +68,7 @@ class EagleDrafter(HeadDrafter):
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of the weights one draft call reads: the layers, the LM head's rows, and of EAGLE-1
-        the fc, which EAGLE-3 needs for the target's states alone.
-        """
+        """EAGLE-3 needs its fc for the target's states alone."""
         read = [*self.head.layers.parameters(), self.lm_head.weight]
         read += self.head.fc.parameters() if self.head.config.version == 1 else []
-        return bytes_of(read)
+        return sum(tensor.nbytes for tensor in read)

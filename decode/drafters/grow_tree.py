@@ -11,7 +11,7 @@ V vocabulary.
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Call, Fed, Feed, Frontier, Round
+from draftsmith.decode.drafters.base import Call, Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.sampling import log_race, position_keys, top_k_values
 from draftsmith.decode.token_tree import (
     DETERMINISTIC,
@@ -48,8 +48,7 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
     path_BN = torch.zeros_like(tokens_BN, dtype=torch.float32)
     q_logits, drafted = [], 0
     for depth, level in enumerate(static_levels(plan, device)):
-        frontier = _static_frontier(plan, depth, level, tokens_BN)
-        q_logits_BFV, states_BFH = feed(frontier)
+        q_logits_BFV, states_BFH = feed(_static_frontier(plan, depth, level, tokens_BN))
         q_logits_BFV = request.params.transform(q_logits_BFV)
         children_BC = _draw(request, q_logits_BFV, depth, level)
         if request.want_q:
@@ -87,20 +86,20 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
     score_BC = path_BC = torch.zeros(batch, 1, device=device)
     depth_C = torch.zeros(1, dtype=torch.int64, device=device)
     frontier = Frontier(0, tokens_BC, None, zeros_B1[0])
-    fed_BF, drafted = zeros_B1, 0
-    while True:
+    fed_BF = zeros_B1
+    for drafted in range(1, plan.levels + 1):
         logits_BFV, states_BFH = feed(frontier)
         logits_BFV = request.params.transform(logits_BFV)
-        log_q_BFV = (_scores(request, logits_BFV, drafted) * plan.sharpness).log_softmax(-1)
+        log_q_BFV = (_scores(request, logits_BFV, drafted - 1) * plan.sharpness).log_softmax(-1)
         log_q_BFK, children_BFK = _top(log_q_BFV, width)
         del log_q_BFV  # of all tokens of all nodes: what follows needs the room
+        children_BK, own_BK = children_BFK.flatten(1), log_q_BFK.flatten(1)
         place_F = torch.arange(fed_BF.shape[1], device=device)
         of_BK = place_F.repeat_interleave(width).expand(batch, -1)
         call = None
         if request.chance is not None or request.enough is not None:
             made = Fed(logits_BFV, states_BFH)
-            call = _call(request, drafted, made, of_BK, children_BFK.flatten(1))
-        own_BK = log_q_BFK.flatten(1)
+            call = _call(request, drafted - 1, made, of_BK, children_BK)
         if call is not None and request.chance is not None:
             chance_BK = request.chance(call)
             call.path_BC = path_BC.gather(1, fed_BF).gather(1, of_BK) + chance_BK
@@ -110,35 +109,32 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
         # A draft's NaN must not break the tree: it scores least, and so does all below it.
         new_BK = new_BK.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         first = tokens_BC.shape[1]
-        tokens_BC = torch.cat([tokens_BC, children_BFK.flatten(1)], 1)
+        tokens_BC = torch.cat([tokens_BC, children_BK], 1)
         parent_BC = torch.cat([parent_BC, fed_BF.repeat_interleave(width, 1)], 1)
         score_BC = torch.cat([score_BC, new_BK], 1)
-        slot_BC = torch.cat([slot_BC, torch.zeros_like(children_BFK).flatten(1)], 1)
-        drafted += 1
+        slot_BC = torch.cat([slot_BC, torch.zeros_like(children_BK)], 1)
         depth_C = torch.cat([depth_C, torch.full((new_BK.shape[1],), drafted, device=device)])
-        if drafted == plan.levels:
+        if call is not None and call.path_BC is None:
+            call.path_BC = new_BK
+        if drafted == plan.levels or (call is not None and _enough(request, call)):
             break
-        if call is not None:
-            call.path_BC = new_BK if call.path_BC is None else call.path_BC
-            if _enough(request, call):
-                break
         best_BF = new_BK.sort(dim=1, descending=True, stable=True).indices[:, :width]
         slot_F = 1 + (drafted - 1) * width + torch.arange(width, device=device)
-        frontier = _dynamic_frontier(frontier, children_BFK, best_BF, drafted, slot_F)
+        frontier = _dynamic_frontier(frontier, children_BK, best_BF, drafted, slot_F)
         fed_BF = first + best_BF
         slot_BC = slot_BC.scatter(1, fed_BF, slot_F.expand_as(fed_BF))
-    return _rerank(request, plan.cut(drafted), (tokens_BC, parent_BC, slot_BC, score_BC), depth_C)
-
-
-def _rerank(
-    request: Round, plan: DynamicTree, found: tuple[Tensor, Tensor, Tensor, Tensor], depth_C: Tensor
-) -> tuple[TokenTree, Tensor]:
-    """Of all candidates the best, in order of creation: parents come before their children, since
-    no node scores above its parent, and ties, those of -inf too, go to the earlier one.
-    """
-    tokens_BC, parent_BC, slot_BC, score_BC = found
+    plan = plan.cut(drafted)
+    # The best of all, in order of creation: parents come before their children, since no node
+    # scores above its parent, and ties, those of -inf too, go to the earlier one.
     order_BC = score_BC.sort(dim=1, descending=True, stable=True).indices
     chosen_BN = order_BC[:, : plan.nodes].sort(1).values
+    topology = _topology(plan, parent_BC, depth_C, chosen_BN)
+    tree = TokenTree(tokens_BC.gather(1, chosen_BN), topology, request.law)
+    return tree, slot_BC.gather(1, chosen_BN)
+
+
+def _topology(plan: DynamicTree, parent_BC: Tensor, depth_C: Tensor, chosen_BN: Tensor) -> Topology:
+    """How the chosen candidates hang together."""
     # The root scores best (log 1) and was created first: it is always node 0.
     parent_BN = torch.searchsorted(chosen_BN, parent_BC.gather(1, chosen_BN))
     parent_BN[:, 0] = -1
@@ -147,44 +143,32 @@ def _rerank(
     up_BNN = parent_BN.clamp(min=0)[..., None].expand_as(ancestors_BNN)
     for _ in range(plan.levels):
         ancestors_BNN = eye_NN | ancestors_BNN.gather(1, up_BNN)
-    topology = Topology(parent_BN, depth_C[chosen_BN], ancestors_BNN, plan.levels)
-    tree = TokenTree(tokens_BC.gather(1, chosen_BN), topology, request.law)
-    return tree, slot_BC.gather(1, chosen_BN)
+    return Topology(parent_BN, depth_C[chosen_BN], ancestors_BNN, plan.levels)
 
 
 def _static_frontier(plan: StaticTree, depth: int, level: Level, tokens_BN: Tensor) -> Frontier:
     if plan.is_chain or depth == 0:
         return Frontier(depth, tokens_BN[:, -1:], None, level.fed_F)
-    topology = static_topology(plan, tokens_BN.device)
+    topology, fed_F = static_topology(plan, tokens_BN.device), level.fed_F
     before = static_levels(plan, tokens_BN.device)[depth - 1]
-    of_F = torch.searchsorted(before.fed_F, topology.parent[level.fed_F])
-    return Frontier(
-        depth,
-        tokens_BN[:, level.fed_F],
-        of_F.expand(tokens_BN.shape[0], -1),
-        level.fed_F,
-        topology.ancestors[level.fed_F, : level.first],
-        topology.depth[: level.first],
-    )
+    of_BF = torch.searchsorted(before.fed_F, topology.parent[fed_F]).expand(len(tokens_BN), -1)
+    block, depth_M = topology.ancestors[fed_F, : level.first], topology.depth[: level.first]
+    return Frontier(depth, tokens_BN[:, fed_F], of_BF, fed_F, block, depth_M)
 
 
 def _dynamic_frontier(
-    before: Frontier, children_BFK: Tensor, best_BF: Tensor, depth: int, slot_F: Tensor
+    before: Frontier, children_BK: Tensor, best_BF: Tensor, depth: int, slot_F: Tensor
 ) -> Frontier:
     """The best of the children just drawn; they see what their parents saw, and themselves."""
     batch, width = best_BF.shape
-    of_BF = best_BF // children_BFK.shape[2]
+    of_BF = best_BF // width
     eye_FF = torch.eye(width, dtype=torch.bool, device=of_BF.device).expand(batch, -1, -1)
-    if before.block is None or before.depth_M is None:  # the root's children see the root
-        seen_BFM = torch.ones(batch, width, 1, dtype=torch.bool, device=of_BF.device)
-        depth_M = torch.zeros(1, dtype=torch.int64, device=of_BF.device)
-    else:
-        slots = before.block.shape[2]
-        seen_BFM = before.block.gather(1, of_BF[..., None].expand(-1, -1, slots))
-        depth_M = before.depth_M
+    block, depth_M = before.block, before.depth_M
+    if block is None or depth_M is None:  # the root sees itself
+        block, depth_M = eye_FF[:, :1, :1], torch.zeros_like(slot_F[:1])
     depth_M = torch.cat([depth_M, torch.full_like(slot_F, depth)])
-    block_BFM = torch.cat([seen_BFM, eye_FF], 2)
-    tokens_BF = children_BFK.flatten(1).gather(1, best_BF)
+    block_BFM = torch.cat([picked(block, of_BF), eye_FF], 2)
+    tokens_BF = children_BK.gather(1, best_BF)
     return Frontier(depth, tokens_BF, of_BF, slot_F, block_BFM, depth_M)
 
 
@@ -200,18 +184,17 @@ def _draw(request: Round, q_logits_BFV: Tensor, depth: int, level: Level) -> Ten
 
 
 def _best(scores_BFV: Tensor, breadth: int, of_C: Tensor, rank_C: Tensor) -> Tensor:
-    if breadth == 1:
-        best_BF = scores_BFV.argmax(-1)
-        return best_BF if best_BF.shape[1] == 1 else best_BF[:, of_C]
-    return _top(scores_BFV, breadth)[1][:, of_C, rank_C]
+    if breadth > 1:
+        return _top(scores_BFV, breadth)[1][:, of_C, rank_C]
+    best_BF = scores_BFV.argmax(-1)
+    return best_BF if best_BF.shape[1] == 1 else best_BF[:, of_C]
 
 
 def _top(scores_BFV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The best k, by two stages where the vocabulary is large (measured: see `top_k_values`)."""
-    if scores_BFV.shape[-1] < TWO_STAGES_FROM:
-        values, ids = scores_BFV.topk(k, dim=-1)
-        return values, ids
-    return top_k_values(scores_BFV, k)
+    one_stage = scores_BFV.shape[-1] < TWO_STAGES_FROM
+    values, ids = scores_BFV.topk(k, dim=-1) if one_stage else top_k_values(scores_BFV, k)
+    return values, ids
 
 
 def _scores(request: Round, q_logits_BFV: Tensor, depth: int) -> Tensor:
@@ -243,9 +226,7 @@ def _call(request: Round, depth: int, made: Fed, of_BC: Tensor, tokens_BC: Tenso
 
 
 def _enough(request: Round, call: Call) -> bool:
-    """Whether no row wants another call. One reading of the device for each call: policies that
-    look at every call pay it.
-    """
+    """Whether no row wants another call: one reading of the device, if a policy asks."""
     if request.enough is None:
         return False
     return bool((request.enough(call) | ~request.active_B).all())

@@ -8,40 +8,36 @@ Shapes: B rows, R of them just admitted, N prompt tokens, L tokens of a kept pat
 text, U width of the taps side by side, H hidden, V vocabulary.
 """
 
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from draftsmith.decode.drafters.base import Admitted, Fed, Feed, Kept, Round
+from draftsmith.decode.drafters.base import Admitted, Drafter, Fed, Kept, Round, picked
 from draftsmith.decode.drafters.grow_tree import grow
-from draftsmith.decode.drafters.head_kv import (
-    HeadKV,
-    Where,
-    bytes_of,
-    from_second,
-    keep_last,
-    state_at,
-)
-from draftsmith.decode.forward.attention import Seen
+from draftsmith.decode.forward.attention import Attend, Seen
+from draftsmith.decode.forward.kv import KVPool, SlotCache
+from draftsmith.decode.forward.lean import attend
+from draftsmith.decode.forward.runner import round_up
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.head import Head
-from draftsmith.models.heads.layer import causal
-from draftsmith.models.scorers import Scored
+from draftsmith.models.heads.layer import Attention, causal
+
+Where = tuple[Tensor, Attention]  # positions [B, N], and how they attend
 
 
-class HeadDrafter:
-    """Trees and chains from a head, in its own type and on its device.
+class HeadDrafter(Drafter):
+    """Trees and chains from a head, in its own type and on its device. ValueError for a head made
+    for another target (see `Head.bind`).
 
     layer: sizes of the layers whose keys and values it keeps, position i in slot i; None for none.
     They are of committed tokens and of this round's nodes: nothing is ever rolled back.
-
-    Raises ValueError for a head made for another target (see `Head.bind`).
     """
 
     head: Head
-    trees = samples = True
-    acceptance: Scored | None = None
     held: tuple[str, ...] = ("pool", "state_BH")
 
     def __init__(
@@ -55,14 +51,8 @@ class HeadDrafter:
         self.layer = layer
 
     def read(self, taps_BNU: Tensor, next_BN: Tensor, where: Where | None) -> Tensor:
-        """States [B, N, H] from the target's, in the head's type, and the tokens after them. where:
-        the positions and how they attend, of a head with layers.
-        """
+        """States [B, N, H] from the target's, in the head's type, and the tokens after them."""
         return taps_BNU
-
-    def feed(self, request: Round) -> Feed:
-        """As `Drafter.feed`, from `state_BH`."""
-        raise NotImplementedError
 
     def first(self, states_BTH: Tensor, next_BT: Tensor) -> Fed:
         """What is drafted after the tokens `next`, from what `read` gave for them."""
@@ -73,24 +63,14 @@ class HeadDrafter:
         """Without a layer: no keys, no values, states of one block at a time."""
         hidden = self.head.hidden
         flat = LlamaConfig(
-            hidden_size=hidden,
-            intermediate_size=hidden,
-            num_hidden_layers=0,
-            num_attention_heads=1,
-            num_key_value_heads=1,
+            hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=0, num_attention_heads=1
         )
         return ModelSize(self.layer or flat, self.dtype)
 
     def reset(self, rows: int, slots: int) -> None:
         self.state_BH = torch.zeros(rows, self.head.hidden, dtype=self.dtype, device=self.device)
         if self.layer is not None:
-            self.pool = HeadKV(
-                self.layer, rows=rows, slots=slots, context=self.context, like=self.state_BH
-            )
-
-    def release(self) -> None:
-        for name in self.held:
-            self.__dict__.pop(name, None)
+            self.pool = HeadKV(self.layer, rows, slots, self.context, self.state_BH)
 
     def prefill(self, admitted: Admitted) -> None:
         assert admitted.taps_RNU is not None, "the engine gives what `taps` asks for"
@@ -99,15 +79,15 @@ class HeadDrafter:
         next_RN = tokens_RN.roll(-1, 1).scatter(1, last_R1, admitted.pending_R[:, None])
         where = None if self.layer is None else self.pool.prefill(rows_R, tokens_RN.shape[1])
         states_RNH = self.read(admitted.taps_RNU.to(self.dtype), next_RN, where)
-        self.state_BH[rows_R] = state_at(states_RNH, admitted.lens_R - 1)
+        self.state_BH[rows_R] = picked(states_RNH, last_R1)[:, 0]
 
     def propose(self, request: Round) -> TokenTree:
-        return grow(request, self.feed(request))[0]
+        feed = self.feed(request)
+        assert feed is not None, "a head is asked by draft calls"
+        return grow(request, feed)[0]
 
     def extend(self, kept: Kept) -> None:
-        """Take in the tokens just emitted. What layers make beyond them is garbage, which is
-        overwritten before anything sees it.
-        """
+        """What layers make beyond the kept tokens is overwritten before anything sees it."""
         assert kept.taps_BLU is not None, "the engine gives what `taps` asks for"
         where = None
         if self.layer is not None:
@@ -123,9 +103,48 @@ class HeadDrafter:
         next_BT = ids_BT[:, 1:]
         at_BT = torch.arange(next_BT.shape[1], device=self.device).expand(len(ids_BT), -1)
         states_BTH = self.read(taps_BTU[:, :-1].to(self.dtype), next_BT, (at_BT, causal()))
-        return from_second(self.first(states_BTH, next_BT).logits_BFV)
+        return F.pad(self.first(states_BTH, next_BT).logits_BFV, (0, 0, 1, 0))
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of the weights read in a round of all levels, shared out among as many calls."""
-        return bytes_of(self.head.parameters()) // self.levels
+        return sum(p.nbytes for p in self.head.parameters()) // self.levels
+
+
+class HeadKV(KVPool):
+    """Keys and values of a head's layers. `context`: positions that they know."""
+
+    def __init__(
+        self, layer: PretrainedConfig, rows: int, slots: int, context: int, like: Tensor
+    ) -> None:
+        super().__init__(
+            layer, rows=rows, slots=round_up(slots), dtype=like.dtype, device=like.device
+        )
+        self.groups = layer.num_attention_heads // layer.num_key_value_heads
+        self.context = context
+
+    def prefill(self, rows_R: Tensor, length: int) -> Where:
+        """Of prompts that begin in rows R; position i is kept in slot i."""
+        self.clear(rows_R)
+        at_RN = torch.arange(length, device=rows_R.device).expand(len(rows_R), -1)
+        flat = (rows_R[:, None] * self.slots + at_RN).flatten()
+        return at_RN, partial(attend, SlotCache(self, flat, prefix=0), None)
+
+    def fed(self, at_BN: Tensor, slots_BN: Tensor, seen: Seen) -> Where:
+        """Of new tokens of rows 0..B-1, which are kept in these slots."""
+        # What lies past the context's end is never kept; it only must not overrun the tables.
+        at_BN = at_BN.clamp(max=self.context - 1)
+        dtype = self.kv_2LBSHE.dtype
+        attended = Attend(seen, at_BN, groups=self.groups, dtype=dtype, backend="masked")
+        cache = SlotCache(self, self.flat(slots_BN), seen.width, attended)
+        return at_BN, partial(attend, cache, None)
+
+    def width(self, slots: int) -> int:
+        """Slots to attend over where `slots` are in use."""
+        return min(round_up(slots), self.slots)
+
+
+def keep_last(old_BH: Tensor, states_BLH: Tensor, n_new_B: Tensor) -> None:
+    """Put the state before the new pending token in the old one's place, where anything is new."""
+    last_BH = picked(states_BLH, (n_new_B - 1).clamp(min=0)[:, None])[:, 0].to(old_BH.dtype)
+    old_BH.copy_(torch.where(n_new_B[:, None] > 0, last_BH, old_BH))

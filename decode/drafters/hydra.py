@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round
-from draftsmith.decode.drafters.head_drafter import HeadDrafter
-from draftsmith.decode.drafters.head_kv import Where, picked
+from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round, picked
+from draftsmith.decode.drafters.head_drafter import HeadDrafter, Where
 from draftsmith.decode.drafters.medusa import output_product, through
 from draftsmith.decode.forward.product import Product, head_logits
 from draftsmith.models.heads.hydra import Hydra
@@ -19,9 +18,7 @@ from draftsmith.models.heads.medusa import ResidualBlock
 
 
 class HydraDrafter(HeadDrafter):
-    """Heads that read the embeddings of a node's whole path. Hydra++'s prefix layer runs over kept
-    tokens only.
-    """
+    """Heads that read a node's whole path. Hydra++'s prefix layer runs over kept tokens only."""
 
     head: Hydra
 
@@ -35,9 +32,9 @@ class HydraDrafter(HeadDrafter):
         self.outputs = [output_product(o.weight, o.bias, vocab_size) for o in outputs]
 
     def read(self, taps_BNU: Tensor, next_BN: Tensor, where: Where | None) -> Tensor:
-        return (
-            taps_BNU if self.layer is None or where is None else self.head.prefix(taps_BNU, *where)
-        )
+        if self.layer is None or where is None:
+            return taps_BNU
+        return self.head.prefix(taps_BNU, *where)
 
     def feed(self, request: Round) -> Feed:
         fed_BFI = self.state_BH[:, None]  # what the nodes fed last have read

@@ -21,9 +21,7 @@ from draftsmith.models.tokenizer import vocab_size
 def load_decoded(
     spec: TargetSpec, device: str | torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """`load_target` of a target that is only decoded: its split checked, its weights laid as the
-    decoder multiplies them. Errors of both pass.
-    """
+    """`load_target`, its split checked, its weights laid as the decoder multiplies them."""
     model, tokenizer = load_target(spec, device)
     check_split(model)
     lay_side_by_side(model)
@@ -38,8 +36,7 @@ def load_drafter(
     allow_target_mismatch: bool = False,
 ) -> Drafter | None:
     """None for None or "none"; prompt lookup for "ngram"; else the folder's drafter, on the
-    target's device and in its dtype. Raises what `open_drafter` raises for a folder that doesn't
-    fit.
+    target's device and in its dtype. Raises as `open_drafter` for a folder that doesn't fit.
     """
     if name is None or name == "none":
         return None
@@ -54,8 +51,8 @@ def load_drafter(
         target_config=target.config,
     )
     drafter = drafter_in(folder, target, tokenizer)
-    size = drafter.size
-    hidden = None if size is None else size.config.hidden_size
+    assert drafter.size is not None, "what is in a folder has a model"
+    hidden = drafter.size.config.hidden_size
     drafter.acceptance = load_acceptance(folder.path, hidden, mark)
     return drafter
 
@@ -77,7 +74,5 @@ def drafter_in(
 
 
 def drafter_of(head: Head, target: PreTrainedModel, vocab_size: int) -> Any:
-    """The drafter around a head, which is bound to the target: the class of the head's name in its
-    family's file in this folder.
-    """
+    """The drafter around a head, which is bound to the target: a class in its family's file."""
     return family(head.kind, "decode.drafters", "Drafter")(head, target, vocab_size)

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round
 from draftsmith.decode.drafters.head_drafter import HeadDrafter
-from draftsmith.decode.drafters.head_kv import bytes_of
 from draftsmith.decode.forward.product import Product, head_logits
 from draftsmith.models.heads.medusa import Medusa
 
@@ -55,18 +54,15 @@ class MedusaDrafter(HeadDrafter):
 
     @property
     def parameter_bytes(self) -> int:
-        shared = [] if self.head.config.own_heads else [self.head.target_head_VH]
-        return super().parameter_bytes + bytes_of(shared) // self.levels
+        shared = 0 if self.head.config.own_heads else self.head.target_head_VH.nbytes
+        return super().parameter_bytes + shared // self.levels
 
     def _states(self, hidden_BH: Tensor, levels: int) -> Tensor:
         """What the LM heads of the first `levels` heads multiply, [B, K, H]."""
         inner_BKH = self.blocks(hidden_BH).unflatten(-1, (self.levels, -1))
         state_BKH = (hidden_BH[:, None] + F.silu(inner_BKH))[:, :levels]
-        states = [
-            through(products, state_BH)
-            for products, state_BH in zip(self.more[:levels], state_BKH.unbind(1), strict=True)
-        ]
-        return torch.stack(states, 1)
+        each = zip(self.more[:levels], state_BKH.unbind(1), strict=True)
+        return torch.stack([through(products, state_BH) for products, state_BH in each], 1)
 
 
 def output_product(head_VH: Tensor, bias_V: Tensor | None, vocab_size: int) -> Product:

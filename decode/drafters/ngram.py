@@ -8,15 +8,14 @@ Shapes: B rows, S known tokens, L emitted window, N prompt tokens.
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Kept, Round
+from draftsmith.decode.drafters.base import Admitted, Drafter, Kept, Round
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, chain
-from draftsmith.models.scorers import Scored
-from draftsmith.models.taps import Tap
+
+LONGEST = 3
 
 
-class NgramDrafter:
-    """Matches the longest ending of at most `longest` tokens; among equal lengths, the latest
-    match.
+class NgramDrafter(Drafter):
+    """Matches the longest ending of at most LONGEST tokens; among equal lengths, the latest match.
 
     When no row of the batch has a match, the round on a CPU is plain decoding: reading the flag
     costs nothing there, idle products do. A row without a match beside one with a match proposes
@@ -25,25 +24,15 @@ class NgramDrafter:
 
     kind = "ngram"
     trees = samples = False
-    taps: tuple[Tap, ...] = ()
-    context = levels = ANY_DEPTH
-    parameter_bytes = 0
-    size = None
-    acceptance: Scored | None = None
     held: tuple[str, ...] = ("text_BS", "lens_B")
 
-    def __init__(self, longest: int = 3, device: torch.device | str = "cpu") -> None:
-        if longest < 1:
-            raise ValueError(f"ngram: got longest={longest}, expected at least 1")
-        self.longest, self.device = longest, torch.device(device)
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
 
     def reset(self, rows: int, slots: int) -> None:
         # -1 never equals a token, so what lies beyond a row's length never matches.
         self.text_BS = torch.full((rows, slots), -1, dtype=torch.int64, device=self.device)
         self.lens_B = torch.zeros(rows, dtype=torch.int64, device=self.device)
-
-    def release(self) -> None:
-        """Some integers a row: they may stay."""
 
     def prefill(self, admitted: Admitted) -> None:
         rows_R, tokens_RN, lens_R = admitted.rows_R, admitted.tokens_RN, admitted.lens_R
@@ -71,12 +60,6 @@ class NgramDrafter:
         tokens_BN = torch.cat([request.pending_B[:, None], drafted_BD], 1)
         return TokenTree(tokens_BN, chain(levels, self.device), DETERMINISTIC)
 
-    def feed(self, request: Round) -> None:
-        """No model, no draft calls."""
-
-    def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor) -> None:
-        """No law of its own."""
-
     def extend(self, kept: Kept) -> None:
         tokens_BL, n_new_B = kept.tokens_BL, kept.n_new_B
         step_L = torch.arange(tokens_BL.shape[1], device=self.device)
@@ -92,7 +75,7 @@ class NgramDrafter:
         # matched[s]: how many tokens before slot s equal the text's ending.
         matched_BS = torch.zeros_like(text_BS)
         alive_BS = torch.ones_like(text_BS, dtype=torch.bool)
-        for back in range(1, self.longest + 1):
+        for back in range(1, LONGEST + 1):
             # Rows that have finished may be longer than the text looked at: any index will do.
             ending_at_B = (self.lens_B - back).clamp(0, text_BS.shape[1] - 1)
             ending_B1 = text_BS.gather(1, ending_at_B[:, None])

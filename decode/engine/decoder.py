@@ -44,8 +44,8 @@ from draftsmith.decode.engine.settings import (
 )
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.forward.size import available
-from draftsmith.decode.policies.costs import measured_costs
 from draftsmith.decode.policies.policy import Acceptance, Cost, make_policy
+from draftsmith.decode.policies.timing import measured_costs
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.verify.rules import RULES
 from draftsmith.models.target import TargetSpec

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode import sampling
-from draftsmith.decode.drafters.base import Call, Drafter, Kept, Round
-from draftsmith.decode.drafters.head_kv import picked
+from draftsmith.decode.drafters.base import Call, Drafter, Kept, Round, picked
 from draftsmith.decode.engine.harvest import Harvest
 from draftsmith.decode.engine.recorder import Recorder
 from draftsmith.decode.engine.rows import Rows, first_rows

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Call
+from draftsmith.decode.drafters.base import Call, picked
 from draftsmith.models.scorers import Scorer, within
 
 
@@ -29,10 +29,8 @@ class AcceptanceHead:
             made.out.bias.copy_(made.calibrated(made.out.bias))
         made.to(device)
         self.config = made.config
-        linears = [made.enter, *made.blocks, made.out]
-        self.enter, *self.blocks, self.out = (
-            None if linear is None else (linear.weight, linear.bias) for linear in linears
-        )
+        self.enter = None if made.enter is None else tuple(made.enter.parameters())
+        *self.blocks, self.out = (tuple(linear.parameters()) for linear in (*made.blocks, made.out))
 
     def __call__(self, call: Call) -> Tensor:
         states_BFH = call.states_BFH.float()
@@ -41,8 +39,7 @@ class AcceptanceHead:
                 return torch.zeros_like(call.of_BC, dtype=torch.float32)
             return self._log_chance(states_BFH).gather(1, call.of_BC)
         if call.of_BC.shape[1] > 1:
-            of_BC1 = call.of_BC[..., None]
-            states_BFH = states_BFH.gather(1, of_BC1.expand(-1, -1, states_BFH.shape[2]))
+            states_BFH = picked(states_BFH, call.of_BC)
         if self.config.scalars:
             numbers = [READ[name](call)[..., None] for name in self.config.scalars]
             states_BFH = torch.cat([states_BFH, *numbers], -1)
@@ -52,9 +49,7 @@ class AcceptanceHead:
         """Log probability [...] of inputs [..., I]."""
         x = x if self.enter is None else F.linear(x, *self.enter)
         for block in self.blocks:
-            assert block is not None
             x = x + F.silu(F.linear(x, *block))
-        assert self.out is not None
         return F.logsigmoid(F.linear(x, *self.out)[..., 0])
 
 

@@ -20,7 +20,7 @@ Shapes: B rows, F nodes fed, C children.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +32,7 @@ from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_p
 from draftsmith.models.scorers import Scored, check_threshold
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a finished round's rows came to. levels: draft calls made; paths: of each row that
     decoded, the rank path that was kept (of a dynamic tree: zeros in its place).
     """
@@ -45,8 +44,7 @@ class Outcome:
 
 class Policy:
     """Always the same tree, and what other policies begin with. plans: every tree it may ask for,
-    the largest last; enough: asked after each draft call; chance: what it judges paths by, if it
-    does; orders: whether dynamic trees grow by that, too.
+    the largest last; enough, chance, orders: as in `Round`.
     """
 
     enough: Enough | None = None
@@ -69,21 +67,20 @@ class Confidence(Policy):
 
     def __init__(self, plan: Plan, threshold: float = 0.4) -> None:
         super().__init__(plan)
-        _share("confidence", threshold)
+        check_threshold(threshold, "policy confidence")
         self.enough = lambda call: call.log_q_BC.amax(1).exp() < threshold
 
 
 class Depth(Policy):
     """Dynamic depth decoding (Brown et al., arXiv 2409.00142): the probability of the whole beam
-    that would be fed next (of a static tree: of all that a call drafted). Of a chain that is the
-    probability of all drafted so far.
+    that would be fed next; of a static tree, of all that a call drafted.
     """
 
     def __init__(self, plan: Plan, threshold: float = 0.3) -> None:
         super().__init__(plan)
-        _share("depth", threshold)
+        check_threshold(threshold, "policy depth")
         width = plan.width if isinstance(plan, DynamicTree) else len(plan.paths)
-        if not isinstance(plan, DynamicTree):  # which judges by what orders it
+        if isinstance(plan, StaticTree):  # a dynamic one is judged by what orders it
             self.chance = lambda call: call.log_q_BC
 
         def enough(call: Call) -> Tensor:
@@ -96,12 +93,9 @@ class Depth(Policy):
 
 class Acceptance(Policy):
     """SpecDec++ (Huang et al., arXiv 2405.19715): go on while the best path is wholly kept with a
-    chance of at least 1 - threshold, by an acceptance head. A dynamic tree is ordered and pruned by
-    that chance too, if the head has learned from trees and tells siblings apart (by the state that
-    they were drawn from).
-
-    A draft call serves all rows of a batch, so the mean chance of the rows that decode decides. Of
-    one row that is the paper's rule.
+    chance of at least 1 - threshold, by an acceptance head; of a batch, the mean chance of the rows
+    that decode. A dynamic tree is ordered and pruned by that chance too, if the head has learned
+    from trees and tells siblings apart (by the state that they were drawn from).
 
     threshold: None for the head's own. least: draft calls before it may stop.
     """
@@ -146,15 +140,11 @@ class Entropy(Policy):
 
     def __init__(self, plan: Plan, gamma: float = 0.2, limit: float = 0.6) -> None:
         super().__init__(plan)
-        _share("entropy", limit)
+        check_threshold(limit, "policy entropy")
         if not gamma > 0:
             raise ValueError(f"policy entropy: got a factor of {gamma}, expected a number above 0")
         self.limit, self.rate = limit, self.GOAL
-
-        def enough(call: Call) -> Tensor:
-            return 1 - (gamma * call.entropy_BF.amin(1)).sqrt() < self.limit
-
-        self.enough = enough
+        self.enough = lambda call: 1 - (gamma * call.entropy_BF.amin(1)).sqrt() < self.limit
 
     def observe(self, outcome: Outcome) -> None:
         if not outcome.paths or not outcome.levels:
@@ -165,8 +155,7 @@ class Entropy(Policy):
         self.limit = min(max(self.INERTIA * self.limit + (1 - self.INERTIA) * wanted, 0.0), 1.0)
 
 
-@dataclass(frozen=True)
-class Costs:
+class Costs(NamedTuple):
     """Measured seconds: verify[i] of a pass over nodes[i] tokens a row, draft[i] of a draft call
     that feeds as many; between them, straight lines. A head's first call feeds nothing, but it
     takes in what was kept, which is charged in its place, as one pass.
@@ -194,11 +183,10 @@ class Cost(Policy):
     def __init__(self, plan: Plan) -> None:
         self.costs: Costs | None = None
         self.plans = parts(plan)
-        largest = self.plans[-1]
-        self.paths = getattr(largest, "paths", chain_plan(largest.levels).paths)
-        depth, rank = largest.levels, 1 + max(r for path in self.paths for r in path)
-        self.hits, self.trials = np.zeros((depth, rank)), np.zeros((depth, rank))
-        self.choice, self.rounds = largest, 0
+        self.paths = counted(plan)
+        shape = plan.levels, 1 + max(max(path) for path in self.paths)
+        self.hits, self.trials = np.zeros(shape), np.zeros(shape)
+        self.choice, self.rounds = self.plans[-1], 0
 
     def next_plan(self) -> Plan:
         if self.costs is not None and self.rounds and self.rounds % self.PERIOD == 0:
@@ -210,8 +198,7 @@ class Cost(Policy):
     def rate(self, plan: Plan, chances: dict[tuple[int, ...], float]) -> float:
         """Expected tokens a second of a row."""
         assert self.costs is not None
-        kept = getattr(plan, "paths", chain_plan(plan.levels).paths)
-        return (1 + sum(chances[path] for path in kept)) / self.costs.of(plan)
+        return (1 + sum(chances[path] for path in counted(plan))) / self.costs.of(plan)
 
     def chances(self) -> dict[tuple[int, ...], float]:
         """Rank path -> the chance that it is kept."""
@@ -225,7 +212,7 @@ class Cost(Policy):
     def observe(self, outcome: Outcome) -> None:
         self.hits *= self.MEMORY
         self.trials *= self.MEMORY
-        drafted = set(getattr(outcome.plan, "paths", chain_plan(outcome.plan.levels).paths))
+        drafted = set(counted(outcome.plan))
         for kept in outcome.paths:
             for depth in range(min(len(kept) + 1, outcome.levels)):
                 for rank in range(self.hits.shape[1]):
@@ -234,21 +221,21 @@ class Cost(Policy):
                     self.hits[depth, kept[depth]] += 1
 
 
+def counted(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The rank paths that `Cost` counts: of a dynamic tree, whose ranks aren't known, a chain's."""
+    return plan.paths if isinstance(plan, StaticTree) else chain_plan(plan.levels).paths
+
+
 def parts(plan: Plan) -> tuple[Plan, ...]:
-    """What the cost policy chooses from: every depth and, of a tree that branches, its narrower
-    forms: ranks below 1, 2, 4 and all. From the smallest to the whole.
-    """
+    """From the smallest to the whole: every depth, and of static trees ranks below 1, 2, 4, all."""
     found: list[Plan] = []
-    for levels in range(1, plan.levels + 1):
-        cut = plan.cut(levels)
-        if isinstance(cut, StaticTree):
-            for limit in (1, 2, 4, 1 << 30):
-                narrow = tuple(path for path in cut.paths if max(path) < limit)
-                if StaticTree(narrow) not in found:
-                    found.append(StaticTree(narrow))
-        else:
+    for cut in (plan.cut(levels) for levels in range(1, plan.levels + 1)):
+        if isinstance(cut, DynamicTree):
             found.append(cut)
-    return tuple(found)
+            continue
+        for limit in (1, 2, 4, 1 << 30):
+            found.append(StaticTree(tuple(path for path in cut.paths if max(path) < limit)))
+    return tuple(dict.fromkeys(found))
 
 
 POLICIES: dict[str, Callable[..., Policy]] = {
@@ -262,9 +249,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 
 
 def make_policy(text: str, plan: Plan) -> Policy:
-    """The policy that `text` describes (`name` or `name:number,...`), for this tree; ValueError for
-    an unknown name or numbers that it doesn't take.
-    """
+    """What `name` or `name:number,...` describes; ValueError for what no policy takes."""
     name, _, numbers = text.partition(":")
     if name not in POLICIES:
         raise ValueError(f"policy: got {text!r}, expected one of {', '.join(POLICIES)}")
@@ -276,8 +261,3 @@ def make_policy(text: str, plan: Plan) -> Policy:
     if len(values) > most:
         raise ValueError(f"policy: got {text!r}, expected at most {most} numbers for {name}")
     return POLICIES[name](plan, *values)
-
-
-def _share(name: str, value: float) -> None:
-    if not 0 < value < 1:
-        raise ValueError(f"policy {name}: got {value}, expected a probability between 0 and 1")

@@ -1,7 +1,7 @@
-"""What is measured apart from the decoding loop: isolated forwards, and teacher-forced acceptance.
+"""What the forwards of a round cost on this machine, measured apart from the decoding loop.
 
-Shapes: B rows, N tokens, F nodes fed, T positions, L = D + 1 tokens that one round can emit, U
-width of the taps' states side by side, V vocabulary.
+Shapes: B rows, N tokens, F nodes fed, L = D + 1 tokens that one round can emit, U width of the
+taps' states side by side.
 """
 
 import copy
@@ -16,11 +16,13 @@ from draftsmith.decode.drafters.base import Admitted, Drafter, Frontier, Kept, R
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.recording import WARM_UP, CudaRecorder
 from draftsmith.decode.forward.runner import Runner, Seen, round_up
+from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import COUPLED
 from draftsmith.decode.tree_shapes import Plan, chain_plan
 
 REPEATS = 50
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # tokens a row, of `measured_costs`
 
 Call = Callable[[], object]
 
@@ -35,10 +37,9 @@ def isolated_times(
     prompt: int,
     nodes: int,
 ) -> dict[str, Any]:
-    """Median seconds of the forwards a round is made of; the report's `times`.
-
-    draft: the mean of a round's draft calls; extend: the pass by which heads take the round's
-    states in, None for drafters without taps.
+    """Median seconds of the forwards a round is made of; the report's `times`. draft: the mean of a
+    round's draft calls; extend: the pass by which heads take the round's states in, None for
+    drafters without taps.
 
     plan: the tree that is drafted; batch, context, prompt, nodes: the run's mean rows, tokens in
     the KV, tokens of a prompt, and tokens of a round's verification, the root included.
@@ -60,6 +61,33 @@ def isolated_times(
     times: dict[str, Any] = {"extend": None} | median_times(calls, target.device)
     times["draft"] /= plan.levels
     return times
+
+
+def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, context: int) -> Costs:
+    """Median seconds of forwards of 1, 2, 4, ... tokens a row, up to the plan's nodes, after half
+    of `context` tokens, or as many as leave the largest size room in the models' own contexts. A
+    drafter without a model of its own costs nothing.
+
+    A draft call of so many nodes is the second one of a round less the first: heads know the root's
+    law before any is fed; what a round spends on that is spent in `extend`.
+    """
+    sizes = tuple(size for size in SIZES if size < 2 * plan.nodes)
+    room = min(target.context, drafter.context) - sizes[-1] - 1
+    half = max(1, min(context // 2, room))
+    slots = half + 1 + sizes[-1]
+    pool = target.pool(rows, slots)
+    at: dict[str, Any] = {"batch": rows, "context": half}
+    calls: dict[Any, Call] = {n: forward_call(target, length=n, pool=pool, **at) for n in sizes}
+    if drafter.size is not None:
+        twin = with_room(drafter, rows, slots)
+        for n in (0, *sizes):
+            fed = (1, n) if n and drafter.levels > 1 else (1,)
+            calls["draft", n] = draft_call(twin, fed, device=target.device, **at)
+    calls = {name: graphed(call, target.device) for name, call in calls.items()}
+    times = median_times(calls, target.device, repeats=5)
+    first = times.get(("draft", 0), 0.0) if drafter.levels > 1 else 0.0
+    drafts = tuple(max(times.get(("draft", n), 0.0) - first, 0.0) for n in sizes)
+    return Costs(sizes, tuple(times[n] for n in sizes), drafts)
 
 
 @torch.inference_mode()
@@ -88,21 +116,18 @@ def forward_call(
     pool: KVPool | None = None,
 ) -> Call:
     """One forward, LM head included, of `length` tokens a row after `context` tokens: a chain, or a
-    tree whose tokens see the first one and themselves (its form doesn't change the work). pool: to
-    use, of `batch` rows and at least `context + length` slots; else one of its own.
+    tree whose tokens see the first one and themselves (its form doesn't change the work). pool: one
+    with room for them, else one of its own.
     """
     pool = runner.pool(batch, context + length) if pool is None else pool
-    device = runner.device
-    tokens_BN = torch.ones(batch, length, dtype=torch.int64, device=device)
-    lens_B = torch.full((batch,), context, device=device)
-    step_N = torch.arange(length, device=device)
-    slots_BN = lens_B[:, None] + step_N
-    width = min(round_up(context + length), pool.slots)
-    seen, positions_BN = Seen(lens_B, width), slots_BN
+    tokens_BN = torch.ones(batch, length, dtype=torch.int64, device=runner.device)
+    lens_B = torch.full((batch,), context, device=runner.device)
+    step_N = depth_N = torch.arange(length, device=runner.device)
+    block = None
     if tree:
-        depth_N = step_N.clamp(max=1)
-        seen = Seen(lens_B, width, torch.eye(length, device=device).bool() | (step_N == 0), depth_N)
-        positions_BN = lens_B[:, None] + depth_N
+        depth_N, block = step_N.clamp(max=1), (step_N == 0) | (step_N == step_N[:, None])
+    seen = Seen(lens_B, min(round_up(context + length), pool.slots), block, depth_N)
+    positions_BN, slots_BN = lens_B[:, None] + depth_N, lens_B[:, None] + step_N
 
     def call() -> None:
         states = runner.verify(pool, tokens_BN, positions_BN, slots_BN, seen)
@@ -124,19 +149,17 @@ def draft_call(
     """The draft calls of one round after `context` tokens; they feed so many nodes a row at each
     level, children of the root that see it and themselves (their form doesn't change the work).
     """
-    request = round_of(chain_plan(len(fed)), batch, context, device)
-    request = replace(request, top=context + sum(fed))
-    frontiers, before = [], 0
+    plan = chain_plan(len(fed))
+    request = replace(round_of(plan, batch, context, device), top=context + sum(fed))
+    frontiers = []
     for depth, nodes in enumerate(fed):
+        slot_M = torch.arange(sum(fed[: depth + 1]), device=device)
         tokens_BF = torch.ones(batch, nodes, dtype=torch.int64, device=device)
-        slot_F = before + torch.arange(nodes, device=device)
-        before += nodes
-        frontier = Frontier(depth, tokens_BF, None, slot_F)
+        frontier = Frontier(depth, tokens_BF, None, slot_M[-nodes:])
         if depth and max(fed) > 1:
-            slot_M = torch.arange(before, device=device)
-            block_FM = (slot_M == 0) | (slot_M == slot_F[:, None])
+            block_FM = (slot_M == 0) | (slot_M == frontier.slot_F[:, None])
             of_BF, depth_M = torch.zeros_like(tokens_BF), slot_M.clamp(max=1)
-            frontier = Frontier(depth, tokens_BF, of_BF, slot_F, block_FM, depth_M)
+            frontier = frontier._replace(of_BF=of_BF, block=block_FM, depth_M=depth_M)
         frontiers.append(frontier)
 
     def call() -> None:
@@ -173,17 +196,8 @@ def propose_call(
 def round_of(plan: Plan, batch: int, context: int, device: torch.device) -> Round:
     """A greedy round of rows of `context` tokens."""
     lens_B = torch.full((batch,), context, device=device)
-    return Round(
-        plan=plan,
-        lens_B=lens_B,
-        pending_B=torch.ones_like(lens_B),
-        active_B=torch.ones_like(lens_B, dtype=torch.bool),
-        top=context,
-        params=SamplingParams(),
-        law=COUPLED,
-        race_BDV=None,
-        seeds_B=None,
-    )
+    ones_B = torch.ones_like(lens_B)
+    return Round(plan, lens_B, ones_B, ones_B.bool(), context, SamplingParams(), COUPLED)
 
 
 def prefill_call(runner: Runner, *, batch: int, length: int) -> Call:
@@ -197,12 +211,12 @@ def prefill_call(runner: Runner, *, batch: int, length: int) -> Call:
 
 @torch.inference_mode()
 def median_times(
-    calls: dict[str, Call], device: torch.device, repeats: int = REPEATS
-) -> dict[str, float]:
+    calls: dict[Any, Call], device: torch.device, repeats: int = REPEATS
+) -> dict[Any, float]:
     """Median seconds of each call, in turns of six in a row so that a machine's drift falls on all
     alike; the first of each turn finds the caches as another call left them and is not counted.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[Any, list[float]] = {name: [] for name in calls}
     while min(map(len, seconds.values())) < repeats:
         for name, call in calls.items():
             for repeat in range(6):

@@ -19,12 +19,12 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 
 from draftsmith.command import parse
 from draftsmith.decode.drafters.lm import LMDrafter
@@ -64,11 +64,8 @@ class Calibration:
     dtype: str = "bfloat16"
 
 
-@dataclass(frozen=True)
-class Calibrated:
-    """A tree, the value of each of its nodes in the order of its paths, over how many rounds of the
-    trace they were counted, and the sharpness for dynamic trees.
-    """
+class Calibrated(NamedTuple):
+    """A tree, the value of each of its paths, over how many rounds; sharpness: of dynamic ones."""
 
     tree: StaticTree
     values: tuple[float, ...]
@@ -124,10 +121,9 @@ def walk(row: Sequence[int], tree: StaticTree) -> list[int]:
     starts, at = [], 0
     while at < len(row):
         starts.append(at)
-        kept = 0
-        while tuple(row[at : at + kept + 1]) in paths and at + kept < len(row):
-            kept += 1
-        at += kept + 1
+        while tuple(row[starts[-1] : at + 1]) in paths and at < len(row):
+            at += 1
+        at += 1
     return starts
 
 
@@ -164,25 +160,17 @@ def answer_ranks(
 def main(argv: list[str]) -> None:
     """Decode plainly, count, write the tree."""
     settings = parse(Calibration, argv)
-    made = run(settings)
-    out = Path(settings.out)
+    made, out = run(settings), Path(settings.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    about = {
-        "paths": [list(path) for path in made.tree.paths],
-        "values": made.values,
-        "expected_tau": made.tau,
-        "rounds": made.rounds,
-        "sharpness": made.sharpness,
-        "commit": git_commit(),
-        "command": command_line(),
-    }
+    about: dict[str, Any] = {"paths": made.tree.paths, "values": made.values}
+    about |= {"expected_tau": made.tau, "rounds": made.rounds, "sharpness": made.sharpness}
+    about |= {"commit": git_commit(), "command": command_line()}
     out.write_text(json.dumps(about, indent=1))
     dynamic = f"dynamic:{settings.levels},4,{settings.nodes + 1},{made.sharpness:.2g}"
-    Console().print(
+    print(
         f"{made.tree}, {made.tree.levels} levels: expected tau {made.tau:.3f} over {made.rounds} "
         f"rounds\nwritten: {out}; decode with it: tree={out}\n"
-        f"the draft's scores foretell the answers best times {made.sharpness:.2g}: tree={dynamic}",
-        markup=False,
+        f"the draft's scores foretell the answers best times {made.sharpness:.2g}: tree={dynamic}"
     )
 
 
@@ -197,8 +185,6 @@ def run(settings: Calibration) -> Calibrated:
         dtype=settings.dtype,
         batch_size=settings.batch,
     )
-    drafter = decoder.drafter
-    assert isinstance(drafter, LMDrafter)
     prompts = load_prompts(
         settings.prompts,
         decoder.tokenizer,
@@ -206,27 +192,22 @@ def run(settings: Calibration) -> Calibrated:
         prompt_tokens=settings.prompt_tokens,
         part="tune",
     )
-    answers = []
-    with Progress(transient=True) as progress:
-        # The answers are plain decoding's, whatever drafts: so they may be drafted.
-        bar = progress.add_task("decoding", total=len(prompts))
-        for event in decoder.stream([prompt.tokens for prompt in prompts], params):
-            if event.completion is not None:
-                answers.append(event.completion)
-                progress.advance(bar)
-    ranks, sharpness = answer_ranks(drafter, answers, params)
-    return replace(calibrate(ranks, settings.nodes, settings.levels), sharpness=sharpness)
+    # The answers are plain decoding's, whatever drafts: so they may be drafted.
+    events = decoder.stream([prompt.tokens for prompt in prompts], params)
+    done = (event.completion for event in events if event.completion is not None)
+    answers = list(track(done, "decoding", total=len(prompts), transient=True))
+    assert isinstance(decoder.drafter, LMDrafter)
+    ranks, sharpness = answer_ranks(decoder.drafter, answers, params)
+    return calibrate(ranks, settings.nodes, settings.levels)._replace(sharpness=sharpness)
 
 
 def _refuse_heads(settings: Calibration) -> None:
     """ValueError for anything but a draft LM, by the folder's kind: no model is loaded yet."""
     kind = settings.drafter
     if kind not in ("ngram", "none"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said when it is loaded
-            kind = open_drafter(
-                settings.drafter, None, target_config=load_config(settings.target)
-            ).kind
+        config = load_config(settings.target)
+        with warnings.catch_warnings(action="ignore"):  # said when it is loaded
+            kind = open_drafter(kind, None, target_config=config).kind
     if kind != "lm":
         raise ValueError(
             f"drafter: got {settings.drafter!r}, expected the folder of a draft LM, whose guesses "

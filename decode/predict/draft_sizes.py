@@ -13,14 +13,11 @@ them is a best shape, a shallow and wide one (FastDraft, arXiv 2411.11055).
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from draftsmith.command import parse
@@ -31,11 +28,12 @@ from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.timing import Call, forward_call, graphed, median_times
 from draftsmith.decode.predict.machines import MACHINES, Machine
 from draftsmith.decode.predict.scaling_laws import fit_line, read_rows
-from draftsmith.decode.report.printed import duration, short_count, times_as
+from draftsmith.decode.report.printed import duration, print_table, short_count, times_as
 from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.draft_lm import draft_config
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+RECIPE = ("layers", "hidden", "heads", "kv_heads", "intermediate")
 LONGEST = 12  # drafted tokens a round, where K is to be chosen
 CONTEXT = 256  # tokens before a measured forward
 
@@ -82,7 +80,7 @@ class Sizing:
 
 @dataclass(frozen=True)
 class Draft:
-    """A shape and what is predicted of it; the first five are recipe fields."""
+    """A shape (RECIPE's fields) and what is predicted of it."""
 
     layers: int
     hidden: int
@@ -99,29 +97,20 @@ class Draft:
     speedup: float = math.nan
     mbsu: float = math.nan
 
-    @property
-    def recipe(self) -> str:
-        """What a command line of train/distill.py says; of train/pretrain.py, with `model.`."""
-        names = ("layers", "hidden", "heads", "kv_heads", "intermediate")
-        return " ".join(f"draft.{name}={getattr(self, name)}" for name in names)
-
 
 def main(argv: list[str]) -> None:
     """Print what is proposed."""
     settings = parse(Sizing, argv)
     law, machine = law_of(settings.fit), machine_of(settings)
-    config = target_config(settings.target)
+    file = Path(settings.target)
+    folder = file.parent if file.name == "config.json" else settings.target
+    config = load_config(folder).get_text_config()
     target, drafts = propose(config, settings, law, machine)
-    console = Console()
-    console.width = console.width if console.is_terminal else 150
-    console.print(table(drafts, target.seconds))
-    print("\n".join([*notes(settings, law, machine, target), "", "recipe: " + drafts[0].recipe]))
-
-
-def target_config(path: str) -> PretrainedConfig:
-    """The text model's configuration in a folder, a config.json or at a hub name."""
-    file = Path(path)
-    return load_config(file.parent if file.name == "config.json" else path).get_text_config()
+    rows = [cells(draft, target.seconds) for draft in drafts]
+    print_table(rows[0], [list(row.values()) for row in rows])
+    # What a command line of train/distill.py says; of train/pretrain.py, with `model.`.
+    recipe = " ".join(f"draft.{name}={getattr(drafts[0], name)}" for name in RECIPE)
+    print("\n".join([*notes(settings, law, machine, target), "", f"recipe: {recipe}"]))
 
 
 def machine_of(settings: Sizing) -> Machine:
@@ -164,22 +153,19 @@ def propose(
     config: PretrainedConfig, settings: Sizing, law: Law, machine: Machine
 ) -> tuple[Draft, list[Draft]]:
     """The target as a shape, and for each depth the width that promises most, best first.
-
-    Raises:
-        ValueError: nothing within the budget, a family that `draft_config` refuses, or with
-            `measure` more weights than memory.
+    ValueError for nothing within the budget, a family that `draft_config` refuses, or with
+    `measure` more weights than memory.
     """
     target = _shape(config)
-    t_plain = machine.seconds(target.layers, target.weights)
-    target = replace(target, seconds=t_plain)
+    target = replace(target, seconds=machine.seconds(target.layers, target.weights))
+    most = settings.budget or math.inf
     found: dict[int, Draft] = {}
     for draft in shapes(config, target):
-        if draft.layers < settings.min_layers or draft.parameters > (settings.budget or math.inf):
-            continue
-        draft = replace(draft, seconds=machine.seconds(draft.layers, draft.weights))
-        draft = predicted(draft, target, law, settings.K)
-        if draft.layers not in found or draft.speedup > found[draft.layers].speedup:
-            found[draft.layers] = draft
+        if draft.layers >= settings.min_layers and draft.parameters <= most:
+            draft = replace(draft, seconds=machine.seconds(draft.layers, draft.weights))
+            draft = predicted(draft, target, law, settings.K)
+            rival = found.setdefault(draft.layers, draft)
+            found[draft.layers] = draft if draft.speedup > rival.speedup else rival
     if not found:
         raise ValueError(
             f"got budget={settings.budget:g} and min_layers={settings.min_layers}, which no draft "
@@ -188,7 +174,7 @@ def propose(
         )
     drafts = list(found.values())
     if settings.measure:
-        target, drafts = measured(config, target, drafts, law, settings.K)
+        target, drafts = measured(config, target, drafts, law)
     return target, sorted(drafts, key=lambda draft: -draft.speedup)
 
 
@@ -196,8 +182,7 @@ def shapes(config: PretrainedConfig, target: Draft) -> list[Draft]:
     """Shapes below the target's: depths of DEPTHS, widths in whole heads of the target's size if
     that is 64 or 128 (else 64), its heads a key-value head and its feed-forward ratio, rounded.
     """
-    head = target.hidden // target.heads
-    head = getattr(config, "head_dim", None) or head
+    head = getattr(config, "head_dim", None) or target.hidden // target.heads
     head = head if head in (64, 128) else 64
     group = target.heads // target.kv_heads
     found = []
@@ -206,13 +191,8 @@ def shapes(config: PretrainedConfig, target: Draft) -> list[Draft]:
         if heads % kv_heads:
             continue
         grain = 128 if hidden >= 1024 else 64
-        inner = hidden * target.intermediate / target.hidden
-        width = {
-            "hidden": hidden,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "intermediate": max(grain, grain * round(inner / grain)),
-        }
+        inner = max(grain, grain * round(hidden * target.intermediate / target.hidden / grain))
+        width = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "intermediate": inner}
         # Every further layer is as large as the second.
         one, two = (_shape(_config(config, {"layers": n, **width})) for n in (1, 2))
         for layers in (n for n in DEPTHS if n < target.layers):
@@ -225,10 +205,8 @@ def shapes(config: PretrainedConfig, target: Draft) -> list[Draft]:
 
 
 def predicted(draft: Draft, target: Draft, law: Law, K: int, t_verify: float = 0.0) -> Draft:
-    """The draft with its alpha, tau, speed-up and MBSU; K: 0 for the best one.
-
-    t_verify: the target's pass over K + 1 tokens; by default as long as over one, whose weights it
-    reads.
+    """The draft with its alpha, tau, speed-up and MBSU; K: 0 for the best one; t_verify: the
+    target's pass over K + 1 tokens, by default as long as over one, whose weights it reads.
     """
     alpha = law.alpha(draft.parameters if law.with_tables else draft.non_embedding)
     share = draft.weights / target.weights
@@ -244,12 +222,10 @@ def predicted(draft: Draft, target: Draft, law: Law, K: int, t_verify: float = 0
 
 
 def measured(
-    config: PretrainedConfig, target: Draft, drafts: Sequence[Draft], law: Law, K: int
+    config: PretrainedConfig, target: Draft, drafts: Sequence[Draft], law: Law
 ) -> tuple[Draft, list[Draft]]:
-    """The same with medians of forwards of random bf16 models of these shapes on this machine,
-    after CONTEXT tokens; the target's also over as many tokens as are verified.
-
-    K: 0 for the K that the model thought best.
+    """The same, each with its K, with medians of forwards of random bf16 models of these shapes on
+    this machine, after CONTEXT tokens; the target's also over as many tokens as are verified.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     needed = 2 * sum(draft.parameters for draft in (target, *drafts))
@@ -259,29 +235,23 @@ def measured(
             f"measure: the target and {len(drafts)} drafts need {size(needed)}, got {size(free)}; "
             "say measure=false, or measure on a larger machine"
         )
-    lengths = {draft.K + 1 for draft in drafts}
-    runner = _runner(config, device)
     at: dict[str, Any] = {"batch": 1, "context": CONTEXT}
-    calls: dict[str, Call] = {
-        f"target {n}": forward_call(runner, length=n, **at) for n in {1, *lengths}
-    }
+    runner = _runner(config, device)
+    lengths = {1, *(draft.K + 1 for draft in drafts)}
+    calls: dict[Any, Call] = {n: forward_call(runner, length=n, **at) for n in lengths}
     for draft in drafts:
-        asked = {name: value for name, value in asdict(draft).items() if name in RECIPE}
-        runner = _runner(_config(config, asked), device)
-        calls[f"draft {draft.layers}"] = forward_call(runner, length=1, **at)
+        runner = _runner(_config(config, {name: getattr(draft, name) for name in RECIPE}), device)
+        calls[draft] = forward_call(runner, length=1, **at)
     calls = {name: graphed(call, device) for name, call in calls.items()}
     times = median_times(calls, device, repeats=20)
-    target = replace(target, seconds=times["target 1"])
-    timed = [replace(draft, seconds=times[f"draft {draft.layers}"]) for draft in drafts]
-    return target, [
-        predicted(draft, target, law, draft.K, times[f"target {draft.K + 1}"]) for draft in timed
-    ]
+    target = replace(target, seconds=times[1])
+    timed = (replace(draft, seconds=times[draft]) for draft in drafts)
+    return target, [predicted(draft, target, law, draft.K, times[draft.K + 1]) for draft in timed]
 
 
 def _config(config: PretrainedConfig, sizes: dict[str, int]) -> PretrainedConfig:
     """A draft's, its tables one as a fresh draft's are."""
-    fixed: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": True}
-    return draft_config(config, **sizes, **fixed)
+    return draft_config(config, vocab_size=config.vocab_size, tie_word_embeddings=True, **sizes)
 
 
 def _shape(config: PretrainedConfig) -> Draft:
@@ -311,19 +281,19 @@ def _runner(config: PretrainedConfig, device: torch.device) -> Runner:
     return Runner(model.eval(), config.vocab_size)
 
 
-def table(drafts: Sequence[Draft], t_plain: float) -> Table:
-    """The best width of each depth."""
-    shown = Table(box=SIMPLE_HEAD)
-    for name in HEAD:
-        shown.add_column(name, justify="right", no_wrap=True)
-    for draft in drafts:
-        whole = (draft.layers, draft.hidden, draft.heads, draft.kv_heads, draft.intermediate)
-        counts = short_count(draft.parameters), short_count(draft.non_embedding)
-        speed = duration(draft.seconds), f"{draft.seconds / t_plain:.3f}", str(draft.K)
-        quality = f"{draft.alpha:.3f}", f"{draft.tau:.2f}"
-        gains = times_as(draft.speedup), times_as(draft.mbsu)
-        shown.add_row(*map(str, whole), *counts, *speed, *quality, *gains)
-    return shown
+def cells(draft: Draft, t_plain: float) -> dict[str, str]:
+    """A draft's row, by the names of the columns."""
+    return {name.replace("_", " "): str(getattr(draft, name)) for name in RECIPE} | {
+        "parameters": short_count(draft.parameters),
+        "without tables": short_count(draft.non_embedding),
+        "t_draft": duration(draft.seconds),
+        "c": f"{draft.seconds / t_plain:.3f}",
+        "K": str(draft.K),
+        "alpha": f"{draft.alpha:.3f}",
+        "tau": f"{draft.tau:.2f}",
+        "speed-up": times_as(draft.speedup),
+        "MBSU": times_as(draft.mbsu),
+    }
 
 
 def notes(settings: Sizing, law: Law, machine: Machine, target: Draft) -> list[str]:
@@ -344,10 +314,3 @@ def notes(settings: Sizing, law: Law, machine: Machine, target: Draft) -> list[s
         f"depth, and the same at each drafted token ({law.source})",
         "The best width of each depth is shown, best first; MBSU counts bytes alone.",
     ]
-
-
-RECIPE = ("layers", "hidden", "heads", "kv_heads", "intermediate")
-HEAD = (
-    *("layers", "hidden", "heads", "kv heads", "intermediate", "parameters", "without tables"),
-    *("t_draft", "c", "K", "alpha", "tau", "speed-up", "MBSU"),
-)

@@ -15,17 +15,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from draftsmith.command import parse
 from draftsmith.decode.evaluate.metrics import bootstrap
 from draftsmith.decode.report.charts import Trend, drawing, scatter
-from draftsmith.decode.report.printed import bracket, short_count
+from draftsmith.decode.report.printed import bracket, print_table, short_count
 
 Row = dict[str, Any]
 
@@ -43,13 +40,12 @@ class Scaling:
     out: str = "docs/results"  # the folder of scaling.json, .md and .svg
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """value = slope log10(axis) + intercept, along one line of measurements.
 
     what, other: the arm, and the size or the tokens that all of the line have. r2: of the fitted
     points, each seed one. interval: of the slope, 95%, bootstrap over seeds; None with one seed.
-    points, held_out: (place, mean over seeds); predicted: the line at the place held out.
+    points, held_out: (place, mean over seeds).
     """
 
     value: str
@@ -78,14 +74,7 @@ def main(argv: list[str]) -> None:
     settings = parse(Scaling, argv)
     rows = read_rows(settings.rows)
     fits = all_fits(rows)
-    console = Console()
-    table = Table(box=SIMPLE_HEAD)
-    for name in HEAD:
-        table.add_column(name, no_wrap=True)
-    for fit in fits:
-        table.add_row(*cells(fit))
-    console.width = console.width if console.is_terminal else 150
-    console.print(table)
+    print_table(HEAD, map(cells, fits), "left")
     publish(rows, fits, Path(settings.out))
     print(f"written: {settings.out}/scaling.json, .md, .svg")
 
@@ -124,56 +113,42 @@ def all_fits(rows: Sequence[Row]) -> list[Fit]:
     places = {key: len({row[key[0]] for row in line}) for key, line in lines.items()}
     whole = {key: line for key, line in lines.items() if places[key] > FEWEST}
     if not whole:
-        most = {axis: max([n for k, n in places.items() if k[0] == axis] or [0]) for axis in AXES}
+        most = [max([n for k, n in places.items() if k[0] == axis], default=0) for axis in AXES]
         raise ValueError(
-            f"rows: got at most {most['tokens']} token counts of one size and "
-            f"{most['parameters']} sizes at one token count, expected {FEWEST} points to draw a "
-            "line through and one more to hold out; measure more"
+            f"rows: got at most {most[0]} token counts of one size and {most[1]} sizes at one "
+            f"token count, expected {FEWEST} points to draw a line through and one more to hold "
+            "out; measure more"
         )
     return [fit_line(line, value, *key) for value in VALUES for key, line in whole.items()]
 
 
 def fit_line(rows: Sequence[Row], value: str, axis: str, what: str, other: float) -> Fit:
     """The line of some rows without those of the largest place."""
-    last = max(row[axis] for row in rows)
-    fitted = [row for row in rows if row[axis] < last]
-    x, y = (np.array([float(row[name]) for row in fitted]) for name in (axis, value))
-    x, seed = np.log10(x), np.array([row["seed"] for row in fitted])
-    slope, intercept = _least_squares(x, y)
-    residual = y - slope * x - intercept
-    spread = ((y - y.mean()) ** 2).sum()
-    seeds = np.unique(seed)
-
-    def slope_of(draw: np.ndarray) -> float:
-        chosen = np.concatenate([np.flatnonzero(seed == one) for one in seeds[draw]])
-        return _least_squares(x[chosen], y[chosen])[0]
-
-    many = len(seeds) > 1
-    means = [
+    *means, held_out = (
         (float(place), float(np.mean([row[value] for row in rows if row[axis] == place])))
         for place in sorted({row[axis] for row in rows})
-    ]
-    return Fit(
-        value=value,
-        axis=axis,
-        what=what,
-        other=other,
-        slope=slope,
-        intercept=intercept,
-        r2=float(1 - (residual**2).sum() / spread) if spread else float("nan"),
-        interval=bootstrap(slope_of, len(seeds), draws=300) if many else None,
-        points=means[:-1],
-        held_out=means[-1],
     )
+    fitted = [row for row in rows if row[axis] < held_out[0]]
+    x, y = (np.array([float(row[name]) for row in fitted]) for name in (axis, value))
+    x = np.log10(x)
+    slope, intercept = _line(x, y)
+    left = y - slope * x - intercept
+    seeds = np.array([row["seed"] for row in fitted])
+    places = [np.flatnonzero(seeds == seed) for seed in np.unique(seeds)]
+
+    def slope_of(draw: np.ndarray) -> float:
+        chosen = np.concatenate([places[seed] for seed in draw])
+        return _line(x[chosen], y[chosen])[0]
+
+    r2 = float(1 - left.var() / y.var()) if y.var() else math.nan
+    interval = bootstrap(slope_of, len(places), draws=300) if len(places) > 1 else None
+    return Fit(value, axis, what, other, slope, intercept, r2, interval, means, held_out)
 
 
-def _least_squares(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """(slope, intercept); nan where all x are one, as in a draw of seeds that weren't all run."""
-    centred = x - x.mean()
-    if not centred.any():
-        return math.nan, math.nan
-    slope = float((centred * y).sum() / (centred**2).sum())
-    return slope, float(y.mean() - slope * x.mean())
+    slope, intercept = np.polyfit(x, y, 1) if np.ptp(x) else (math.nan, math.nan)
+    return float(slope), float(intercept)
 
 
 HEAD = (
@@ -185,32 +160,21 @@ HEAD = (
 def cells(fit: Fit) -> list[str]:
     """A fit in words, in the order of HEAD."""
     place, measured = fit.held_out
-    other = AXES[AXES[0] == fit.axis]
-    return [
-        fit.value,
-        fit.what,
-        f"{short_count(fit.other)} {other}",
-        fit.axis,
-        f"{fit.slope:.3f}",
-        bracket(fit.interval, 3) or "one seed",
-        f"{fit.intercept:.3f}",
-        f"{fit.r2:.3f}",
-        str(len(fit.points)),
-        short_count(place),
-        f"{measured:.3f}",
-        f"{fit.at(place):.3f}",
-        f"{fit.error:+.3f}",
-    ]
+    interval = bracket(fit.interval, 3) or "one seed"
+    of = f"{short_count(fit.other)} {AXES[AXES[0] == fit.axis]}"
+    line = [f"{fit.slope:.3f}", interval, f"{fit.intercept:.3f}", f"{fit.r2:.3f}"]
+    points = [str(len(fit.points)), short_count(place)]
+    found = [f"{measured:.3f}", f"{fit.at(place):.3f}", f"{fit.error:+.3f}"]
+    return [fit.value, fit.what, of, fit.axis, *line, *points, *found]
 
 
 def publish(rows: Sequence[Row], fits: Sequence[Fit], folder: Path) -> None:
     """Write scaling.json (the rows, then a row for each fit), scaling.md and scaling.svg."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("value", "axis", "what", "other", "slope", "intercept", "r2", "interval")
     made = {name: rows[0][name] for name in ("commit", "command", "machine") if name in rows[0]}
     found: list[Row] = []
     for fit in fits:
-        row = {name: getattr(fit, name) for name in names}
+        row = {name: value for name, value in fit._asdict().items() if name != "points"}
         row |= {"held_out": fit.held_out[0], "measured": fit.held_out[1], "error": fit.error}
         found.append(row | made)
     (folder / "scaling.json").write_text(json.dumps([*rows, *found], indent=1) + "\n")
@@ -221,17 +185,16 @@ def publish(rows: Sequence[Row], fits: Sequence[Fit], folder: Path) -> None:
 def page(rows: Sequence[Row], fits: Sequence[Fit]) -> str:
     """Markdown, from the rows and their fits alone."""
     first, seeds = rows[0], len({row["seed"] for row in rows})
-    run = (
-        " `{command}` at commit {commit} on {machine}.".format(**first) if "commit" in first else ""
-    )
     target = f" Target {first['target']}, text {first['data']}." if "target" in first else ""
+    if "commit" in first:
+        target += " `{command}` at commit {commit} on {machine}.".format(**first)
     sizes, counts = (sorted({row[axis] for row in rows}) for axis in reversed(AXES))
     lines = [
         "# Acceptance against size and text",
         "",
         f"{len(sizes)} sizes of {short_count(sizes[0])} to {short_count(sizes[-1])} parameters, "
         f"measured after {', '.join(map(short_count, counts))} trained tokens, {seeds} seed(s)."
-        f"{target}{run}",
+        f"{target}",
         "",
         "A line is value = a log10(place) + b, by least squares over all seeds without its largest "
         "place, which is held out. 95%: of a, bootstrap over seeds. R² is that of the fitted "
@@ -246,23 +209,17 @@ def page(rows: Sequence[Row], fits: Sequence[Fit]) -> str:
 
 def picture(fits: Sequence[Fit]) -> str:
     """A panel for each value and axis; hollow: held out."""
-    charts = []
-    for value, axis in ((value, axis) for value in VALUES for axis in AXES):
-        lines = [fit for fit in fits if (fit.value, fit.axis) == (value, axis)]
-        if lines:
-            title = f"{value} against {axis}"
-            charts.append(scatter(title, _trends(lines), x_label=axis, y_label=value))
-    return drawing(
-        charts, [("a", "a line is fitted to the full points"), ("d", "hollow: held out")]
-    )
-
-
-def _trends(fits: Sequence[Fit]) -> list[Trend]:
     several = len({fit.what for fit in fits}) > 1
-    trends = []
-    for number, fit in enumerate(fits):
-        first, last = fit.points[0][0], fit.held_out[0]
+    panels: dict[tuple[str, str], list[Trend]] = {}
+    for fit in fits:
+        trends = panels.setdefault((fit.value, fit.axis), [])
+        ends = fit.points[0][0], fit.held_out[0]
         name = f"{fit.what} {short_count(fit.other)}" if several else short_count(fit.other)
-        line = ((first, fit.at(first)), (last, fit.at(last)))
-        trends.append(Trend(name, "abcd"[number % 4], fit.points, [fit.held_out], line))
-    return trends
+        line = [(end, fit.at(end)) for end in ends]
+        trends.append(Trend(name, "abcd"[len(trends) % 4], fit.points, [fit.held_out], line))
+    charts = [
+        scatter(f"{value} against {axis}", trends, x_label=axis, y_label=value)
+        for (value, axis), trends in panels.items()
+    ]
+    legend = [("a", "a line is fitted to the full points"), ("d", "hollow: held out")]
+    return drawing(charts, legend)

@@ -1,6 +1,11 @@
 """Numbers as the terminal, the page and the results pages print them; None is an em dash."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Column, Table
 
 TIMES = "\u00d7"
 ABSENT = "\u2014"
@@ -52,3 +57,18 @@ def bracket(interval: Sequence[float] | None, digits: int = 2) -> str:
 def sequence(values: Sequence[float]) -> str:
     """Numbers in a row."""
     return "  ".join(map(number, values)) or ABSENT
+
+
+def print_table(
+    head: Iterable[str], rows: Iterable[Sequence[str]], justify: Any = "right", **about: Any
+) -> None:
+    """A table on the terminal, its lines never folded; about: `title` or `caption`. Where there is
+    no terminal, 150 columns wide.
+    """
+    columns = (Column(name, justify=justify, no_wrap=True) for name in head)
+    table = Table(*columns, box=SIMPLE_HEAD, **about)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.width = console.width if console.is_terminal else 200
+    console.print(table)

@@ -18,8 +18,7 @@ The rows go into a trace folder of kind "judge" (`decode/traces/store.py`): prom
 kept, and the target's state after its final norm at the token. An interrupted run goes on; one with
 a larger limit adds to what is there.
 
-Shapes: B answers, T positions, X label rows, H width of the target's states, U of the taps', V
-vocabulary.
+Shapes: B answers, T positions, H width of the target's states, U of the taps', V vocabulary.
 """
 
 import random
@@ -29,9 +28,9 @@ from decimal import Decimal
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import parse
@@ -43,35 +42,27 @@ from draftsmith.decode.prompts.prompts import prompt_ids
 from draftsmith.decode.prompts.rows import Row
 from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.traces.store import TraceWriter, read_traces
+from draftsmith.decode.traces.store import TraceWriter, made_by, read_traces
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.scorers import weights_mark
 from draftsmith.models.taps import target_states
 from draftsmith.models.target import TargetSpec
 
 Columns = dict[str, Tensor]
-
-NOTHING = {"token": torch.empty(0)}  # of a prompt that gave no rows
+LabelRow = tuple[int, int, bool, Tensor]  # position, token, kept, state
+SHARD_ROWS = 4096  # of a shard: what an interrupted run loses
+DECIDE = ("data", "marked", "seed", "max_new_tokens", "dtype")  # what rows are made of
 
 
 @dataclass
 class Answer:
-    """An answer under change. checked: its tokens that were looked at; right: the number to end
-    in; rows: (position, token, kept, state) of what was put in.
-    """
+    """An answer under change. right: the number to end in; checked: its tokens looked at."""
 
     index: int
     prompt: list[int]
     right: Decimal
     tokens: list[int]
     checked: int = 0
-    rows: list[tuple[int, int, bool, Tensor]] = field(default_factory=list)
-
-    @property
-    def columns(self) -> Columns:
-        """The label rows."""
-        positions, tokens, kept, states = zip(*self.rows, strict=True)
-        return as_columns(positions, tokens, kept, torch.stack(states))
+    rows: list[LabelRow] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -98,23 +89,22 @@ class Miner:
         for start in range(0, len(rows), self.batch):
             group = rows[start : start + self.batch]
             prompts = [prompt_ids(row, self.tokenizer) for _, row in group]
-            answers = []
             written = self.decoder.generate(prompts, self.params)
+            answers = []
             for (index, row), prompt, made in zip(group, prompts, written, strict=True):
                 right = final_number(row.completion)
                 if right is not None and self.ends_in(made.tokens, right):
                     answers.append(Answer(index, prompt, right, made.tokens))
             while busy := self.next_choices(answers):
                 self.try_out(busy)
-            found = {answer.index: answer.columns for answer in answers if answer.rows}
+            found = {answer.index: answer.rows for answer in answers}
             for index, _ in group:
-                yield index, found.get(index, NOTHING)
+                yield index, as_columns(found.get(index, []))
 
     def next_choices(self, answers: Sequence[Answer]) -> list[tuple[Answer, int]]:
-        """Each answer that has a next token where the draft would write another one, with that
-        one; `checked` is the token's place.
-        """
-        left = [a for a in answers if a.checked < min(len(a.tokens), self.max_new_tokens)]
+        """The answers with a token left, at `checked`, where the draft would write this one."""
+        most = self.max_new_tokens
+        left = [a for a in answers if a.checked < min(len(a.tokens), most)]
         if not left:
             return []
         with torch.inference_mode():
@@ -126,11 +116,11 @@ class Miner:
         busy = []
         for answer, choice in zip(left, choices, strict=True):
             own = choice[len(answer.prompt) - 1 :]
-            places = range(answer.checked, min(len(answer.tokens), self.max_new_tokens))
-            at = next((i for i in places if own[i] != answer.tokens[i]), None)
-            answer.checked = len(answer.tokens) if at is None else at
-            if at is not None:
-                busy.append((answer, own[at]))
+            end = min(len(answer.tokens), most)
+            places = range(answer.checked, end)
+            answer.checked = next((i for i in places if own[i] != answer.tokens[i]), end)
+            if answer.checked < end:
+                busy.append((answer, own[answer.checked]))
         return busy
 
     def try_out(self, busy: Sequence[tuple[Answer, int]]) -> None:
@@ -167,26 +157,20 @@ def states(target: PreTrainedModel, texts: Sequence[Sequence[int]]) -> Tensor:
 
 def padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Texts as [B, T], padded on the right, where nothing before sees it."""
-    width = max(map(len, texts))
-    return torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], device=device)
+    return pad_sequence([torch.tensor(text, device=device) for text in texts], batch_first=True)
 
 
-def as_columns(
-    positions: Sequence[int], tokens: Sequence[int], kept: Sequence[bool], state_XH: Tensor
-) -> Columns:
-    """Label rows as a trace's columns."""
+def as_columns(rows: Sequence[LabelRow]) -> Columns:
+    """Label rows as a trace's columns; none of none."""
+    if not rows:
+        return {}
+    positions, tokens, kept, states = zip(*rows, strict=True)
     return {
         "position": torch.tensor(positions, dtype=torch.int32),
         "token": torch.tensor(tokens, dtype=torch.int32),
         "kept": torch.tensor(kept),
-        "target_state": state_XH.to("cpu", torch.bfloat16),
+        "target_state": torch.stack(states).to("cpu", torch.bfloat16),
     }
-
-
-# A shard so often, in rows: what an interrupted run loses.
-SHARD_ROWS = 4096
-
-DECIDE = ("data", "marked", "seed", "max_new_tokens", "dtype")  # what rows are made of
 
 
 @dataclass
@@ -216,7 +200,7 @@ class Labels:
 
 def main(argv: list[str]) -> None:
     """Mine or read labels."""
-    Console(soft_wrap=True).print(label(parse(Labels, argv)), markup=False)
+    print(label(parse(Labels, argv)))
 
 
 def label(settings: Labels) -> str:
@@ -224,12 +208,12 @@ def label(settings: Labels) -> str:
     spec = TargetSpec(settings.target, dtype=settings.dtype)
     target, tokenizer = load_decoded(spec, settings.device)
     drafter = load_drafter(settings.drafter or None, target, tokenizer)
-    source = {name: getattr(settings, name) for name in DECIDE}
-    about: dict[str, Any] = {"kind": "judge", "target": fingerprint(target, tokenizer)}
-    about |= {"drafter": None, "settings": source}
-    if drafter is not None:
-        mark = weights_mark(settings.drafter)
-        about["drafter"] = {"path": settings.drafter, "kind": drafter.kind, "mark": mark}
+    about: dict[str, Any] = {
+        "kind": "judge",
+        "target": fingerprint(target, tokenizer),
+        "drafter": drafter and made_by(settings.drafter, drafter),
+        "settings": {name: getattr(settings, name) for name in DECIDE},
+    }
     room = int(settings.max_gb * 1e9)
     writer = TraceWriter(settings.out, about, max_bytes=room, shard_rows=SHARD_ROWS)
     rows = load_rows(settings.marked, "all") if drafter is None else questions(settings)
@@ -237,16 +221,13 @@ def label(settings: Labels) -> str:
     if drafter is None:
         found = labelled(target, tokenizer, todo)
     else:
-        how = {"batch": settings.batch, "max_new_tokens": settings.max_new_tokens}
-        found = Miner(target, tokenizer, drafter, **how).mine(todo)
+        miner = Miner(target, tokenizer, drafter, settings.batch, settings.max_new_tokens)
+        found = miner.mine(todo)
     try:
-        with Progress(transient=True) as progress:
-            bar = progress.add_task("labels", total=len(todo))
-            for index, columns in found:
-                writer.add(index, columns)
-                progress.advance(bar)
-                if writer.full:
-                    break
+        for index, columns in track(found, "labels", total=len(todo), transient=True):
+            writer.add(index, columns)
+            if writer.full:
+                break
     finally:
         writer.close()
     kept = read_traces(settings.out, ["kept"]).columns["kept"]
@@ -272,9 +253,7 @@ def questions(settings: Labels) -> list[Row]:
 def labelled(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[int, Row]]
 ) -> Iterator[tuple[int, Columns]]:
-    """(index, label rows) of each marked answer: its tokens before the error are kept, those that
-    touch it aren't, and the rest is left out.
-    """
+    """(index, label rows) of each marked answer, without what follows the error."""
     for index, row in rows:
         if not row.completion:
             raise ValueError(
@@ -286,7 +265,6 @@ def labelled(
         first, end = row.error or (len(row.completion), len(row.completion))
         spans = [span for span in made["offset_mapping"] if span[0] < end]
         tokens = made["input_ids"][: len(spans)]
-        kept = [span[1] <= first for span in spans]
-        places = range(len(prompt), len(prompt) + len(tokens))
         state_TH = states(target, [prompt + tokens])[0, len(prompt) :]
-        yield index, as_columns(places, tokens, kept, state_TH)
+        rows_of = zip(tokens, (span[1] <= first for span in spans), state_TH, strict=True)
+        yield index, as_columns([(len(prompt) + i, *own) for i, own in enumerate(rows_of)])

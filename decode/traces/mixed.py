@@ -68,21 +68,19 @@ def mixed_rows(
     # The answer came of the coupled noise; these streams are independent of it.
     position_1n = torch.arange(first, ids_1T.shape[1], device=x_n.device)[None]
     seed_1 = torch.tensor([sampling.request_seeds(params.seed, number)], device=x_n.device)
-    keys = {
-        stream: position_keys(seed_1, position_1n, stream)
+    draws, takes, keeps = (
+        position_keys(seed_1, position_1n, stream)
         for stream in (sampling.DRAFT, sampling.ACCEPT, sampling.RESIDUAL)
-    }
-    score_nV = q_logits_nV - sampling.log_race(keys[sampling.DRAFT], q_logits_nV.shape[-1])[0]
+    )
+    score_nV = q_logits_nV - sampling.log_race(draws, q_logits_nV.shape[-1])[0]
     y_n = score_nV.argmax(-1)
-    takes_x_n = sampling.uniform(keys[sampling.ACCEPT])[0] < share
+    takes_x_n = sampling.uniform(takes)[0] < share
     z_1T = ids_1T.clone()
     z_1T[0, first:] = torch.where(takes_x_n, x_n, y_n)
     z_states_TH = _states(draft.runner, z_1T)
 
-    log_q_n, log_p_n = (
-        logits_nV.log_softmax(-1).gather(1, y_n[:, None])[:, 0]
-        for logits_nV in (q_logits_nV, p_logits_nV)
-    )
+    both = (q_logits_nV, p_logits_nV)
+    log_q_n, log_p_n = (x_nV.log_softmax(-1).gather(1, y_n[:, None])[:, 0] for x_nV in both)
     best_n2 = score_nV.topk(2).values
     columns = {
         "position": position_1n[0].int(),
@@ -91,7 +89,7 @@ def mixed_rows(
         "log_p": log_p_n,
         "entropy": torch.special.entr(q_logits_nV.softmax(-1)).sum(-1),
         "lead": best_n2[:, 0] - best_n2[:, 1],
-        "kept": sampling.uniform(keys[sampling.RESIDUAL])[0] < (log_p_n - log_q_n).exp(),
+        "kept": sampling.uniform(keeps)[0] < (log_p_n - log_q_n).exp(),
         "on_path": torch.ones_like(takes_x_n),
         "draft_state": z_states_TH[first - 1 : -1].bfloat16(),
         "token_state": z_states_TH[first:].bfloat16(),

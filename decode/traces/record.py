@@ -18,23 +18,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from draftsmith.command import INTERRUPTED, parse
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.command import parse
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Recorder
-from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.prompts.prompts import load_prompts
+from draftsmith.decode.report.printed import print_table
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.traces.mixed import check_mixing, mixed_rows
-from draftsmith.decode.traces.store import TraceWriter, read_traces
+from draftsmith.decode.traces.store import TraceWriter, made_by, read_traces
 from draftsmith.models.disk.provenance import git_commit
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.scorers import weights_mark
 
 SOURCES = ("decoder", "mixed")
 NUMBERS = 46  # bytes of a row beside its states
@@ -71,25 +66,20 @@ class Tracing:
     device: str = "cpu"
     dtype: str = "float32"
 
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams.of(self)
 
-
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     """Trace, print what was recorded."""
-    console, started = Console(), time.perf_counter()
-    writer, whole = trace(parse(Tracing, argv), console)
-    console.print(table(writer, time.perf_counter() - started))
-    return 0 if whole else INTERRUPTED
+    started = time.perf_counter()
+    writer = trace(parse(Tracing, argv))
+    show(writer, time.perf_counter() - started)
 
 
-def trace(settings: Tracing, console: Console) -> tuple[TraceWriter, bool]:
-    """Decode and record until all prompts are done or the folder is full; with the writer, closed,
-    False after Ctrl-C. ValueError for what doesn't load or fit, or `TraceWriter` refuses.
-    """
-    recorder = Recorder(lambda place, columns: writer.add(left[place].index, columns))
-    decoder = open_decoder(settings, recorder)
+def trace(settings: Tracing) -> TraceWriter:
+    """Decode and record until all prompts are done or the folder is full; the writer, closed."""
+    recorder = Recorder(lambda place, columns: writer.add(numbers[place], columns))
+    decoder, params = open_decoder(settings, recorder), SamplingParams.of(settings)
+    mixed = settings.source == "mixed"
+    draft = check_mixing(decoder.drafter, params, settings.mixing) if mixed else None
     prompts = load_prompts(
         settings.prompts,
         decoder.tokenizer,
@@ -101,29 +91,35 @@ def trace(settings: Tracing, console: Console) -> tuple[TraceWriter, bool]:
     fitting = [p for p in prompts if len(p.tokens) + settings.max_new_tokens <= decoder.context]
     most = int(settings.max_gb * 1e9)
     writer = TraceWriter(settings.out, about(settings, decoder), max_bytes=most)
-    left = [prompt for prompt in fitting if prompt.index not in writer.done]
-    console.print(
-        f"{len(left)} prompts to trace, {len(writer.done)} done, {len(prompts) - len(fitting)} "
-        f"too long for the context; {estimate(settings, decoder, len(left))}",
-        markup=False,
+    asked = {p.index: p.tokens for p in fitting if p.index not in writer.done}
+    print(
+        f"{len(asked)} prompts to trace, {len(writer.done)} done, {len(prompts) - len(fitting)} "
+        f"too long for the context; {estimate(settings, decoder, len(asked))}"
     )
-    asked, numbers = [prompt.tokens for prompt in left], [prompt.index for prompt in left]
+    numbers = list(asked)
     try:
-        with Progress(transient=True, console=console) as progress:
-            bar = progress.add_task("decoding", total=len(left))
-            for event in decoder.stream(asked, settings.params, numbers):
-                if event.completion is not None:
-                    take(settings, decoder, writer, event.completion, numbers[event.index])
+        with Progress(transient=True) as progress:
+            bar = progress.add_task("decoding", total=len(asked))
+            for event in decoder.stream(list(asked.values()), params, numbers):
+                if (answer := event.completion) is not None:
+                    at = numbers[event.index]
+                    if answer.error:
+                        warnings.warn(answer.error, stacklevel=2)
+                    elif draft is not None:
+                        mix = settings.mixing
+                        rows = mixed_rows(decoder.runner, draft, answer, at, params, mix)
+                        writer.add(at, rows)
+                    elif not answer.counters.rounds:  # else the recorder has added them
+                        writer.add(at, {})
                     progress.advance(bar)
                 if writer.full:
-                    console.print(f"full: no further prompt within max_gb={settings.max_gb:g}")
+                    print(f"full: no further prompt within max_gb={settings.max_gb:g}")
                     break
     except KeyboardInterrupt:
-        console.print("interrupted: what is whole is kept; repeat the command to go on")
-        return writer, False
+        raise KeyboardInterrupt("what is whole is kept; repeat the command to go on") from None
     finally:
         writer.close()
-    return writer, True
+    return writer
 
 
 def open_decoder(settings: Tracing, recorder: Recorder) -> Decoder:
@@ -133,7 +129,7 @@ def open_decoder(settings: Tracing, recorder: Recorder) -> Decoder:
     mixed = settings.source == "mixed"
     if mixed and settings.every:
         raise ValueError("every: got true with source=mixed, which has no rounds; leave one out")
-    decoder = Decoder.from_pretrained(
+    return Decoder.from_pretrained(
         settings.target,
         settings.drafter,
         device=settings.device,
@@ -145,24 +141,6 @@ def open_decoder(settings: Tracing, recorder: Recorder) -> Decoder:
         same_shape=settings.every,
         recorder=None if mixed else recorder,
     )
-    if mixed:
-        check_mixing(decoder.drafter, settings.params, settings.mixing)
-    return decoder
-
-
-def take(
-    settings: Tracing, decoder: Decoder, writer: TraceWriter, answer: Completion, number: int
-) -> None:
-    """An answer is whole: its mixed rows, or that it has none; a recorder's have been added."""
-    if answer.error:
-        warnings.warn(answer.error, stacklevel=2)
-    elif settings.source == "mixed":
-        draft, params = decoder.drafter, settings.params
-        assert isinstance(draft, LMDrafter)
-        rows = mixed_rows(decoder.runner, draft, answer, number, params, settings.mixing)
-        writer.add(number, rows)
-    elif not answer.counters.rounds:
-        writer.add(number, {})
 
 
 def about(settings: Tracing, decoder: Decoder) -> dict[str, Any]:
@@ -171,11 +149,7 @@ def about(settings: Tracing, decoder: Decoder) -> dict[str, Any]:
     return {
         "kind": settings.source,
         "target": fingerprint(decoder.runner.model, decoder.tokenizer),
-        "drafter": {
-            "path": settings.drafter,
-            "kind": decoder.drafter.kind,
-            "mark": weights_mark(settings.drafter),
-        },
+        "drafter": made_by(settings.drafter, decoder.drafter),
         "settings": {k: v for k, v in asdict(settings).items() if k not in FREE},
         "commit": git_commit(),
     }
@@ -184,29 +158,27 @@ def about(settings: Tracing, decoder: Decoder) -> dict[str, Any]:
 def estimate(settings: Tracing, decoder: Decoder, prompts: int) -> str:
     """How much there is to write at most, in words."""
     assert decoder.drafter is not None
-    size = decoder.drafter.size
-    own = decoder.runner.config.hidden_size
-    width = 2 * (own + (own if size is None else size.config.hidden_size))
+    target, draft = decoder.runner.config, decoder.drafter.size
+    width = target.hidden_size + (target if draft is None else draft.config).hidden_size
     nodes = 1 if settings.source == "mixed" else decoder.settings.plan.nodes - 1
-    rows = prompts * settings.max_new_tokens * nodes
+    rows, bytes_each = prompts * settings.max_new_tokens * nodes, NUMBERS + 2 * width
     return (
-        f"at most {rows:,} rows of about {NUMBERS + width} bytes, "
-        f"{rows * (NUMBERS + width) / 1e9:.2f} GB; written are max_gb={settings.max_gb:g} at most"
+        f"at most {rows:,} rows of about {bytes_each} bytes, {rows * bytes_each / 1e9:.2f} GB; "
+        f"written are max_gb={settings.max_gb:g} at most"
     )
 
 
-def table(writer: TraceWriter, seconds: float) -> Table:
-    """What the folder holds, by depth where there is one; ValueError where it holds nothing."""
-    made = Table(box=SIMPLE_HEAD, title=str(writer.folder))
-    for name in ("depth", "rows", "kept, where all before are"):
-        made.add_column(name, justify="right")
+def show(writer: TraceWriter, seconds: float) -> None:
+    """Print what the folder holds, by depth where there is one; ValueError for an empty one."""
     names = {"kept", "on_path", "depth"} & writer.manifest["columns"].keys()
     columns = read_traces(writer.folder, sorted(names)).columns
     kept, on_path = columns["kept"], columns["on_path"]
     depth = columns.get("depth", torch.ones(len(kept)))
+    rows = []
     for level in depth.unique().tolist():
         at = depth == level
         share = kept[at & on_path].float().mean()
-        made.add_row(f"{level:g}", f"{int(at.sum()):,}", f"{share:.3f}")
-    made.caption = f"{len(kept):,} rows, {writer.bytes / 1e6:.1f} MB, {seconds:.0f} s"
-    return made
+        rows.append((f"{level:g}", f"{int(at.sum()):,}", f"{share:.3f}"))
+    caption = f"{len(kept):,} rows, {writer.bytes / 1e6:.1f} MB, {seconds:.0f} s"
+    head = ("depth", "rows", "kept, where all before are")
+    print_table(head, rows, title=str(writer.folder), caption=caption)

@@ -35,6 +35,7 @@ from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.scorers import Scorer, read_scalar
 
 COLUMNS = ("prompt", "round", "position", "parent", "depth", "log_q", "entropy", "kept", "on_path")
+ORDER = ("depth", "round", "prompt")  # of rows, the last first
 BLOCK = 1 << 14  # rows that a head scores at once
 
 
@@ -42,10 +43,9 @@ BLOCK = 1 << 14  # rows that a head scores at once
 class Rounds:
     """A prompt's rounds, one at each position of its answer but the first, which comes with the
     prefill. kept_TK: whether the token and all before it in the chain are kept; score_TK: the
-    estimated log chance that a token is kept, None where nothing was given.
+    estimated log chance that a token is kept.
     """
 
-    prompt: int
     log_q_TK: np.ndarray
     entropy_TK: np.ndarray
     kept_TK: np.ndarray
@@ -60,34 +60,39 @@ class Rounds:
 Stop = Callable[[Sequence[Rounds]], list[np.ndarray]]  # tokens to draft [T] of each prompt
 
 
+def each(rule: Callable[[Rounds], np.ndarray]) -> Stop:
+    """A rule that knows nothing of other prompts."""
+    return lambda prompts: [rule(rounds) for rounds in prompts]
+
+
 def rounds_of(trace: Trace, score_n: Tensor | None = None) -> list[Rounds]:
-    """The rounds of each prompt, in the order of their numbers. score_n: of each row, log chance
-    that its token is kept if its parent is (see `log_chances`). ValueError for a trace that lacks
-    rounds, or holds more than chains.
+    """The rounds of each prompt, in the order of their numbers. score_n: what `log_chances` gives.
+    ValueError for a trace that lacks rounds, or holds more than chains.
     """
     settings = trace.about.get("settings", {})
     if settings.get("rule", "coupled") != "coupled" and settings.get("temperature"):
         raise _not_every(f"rule {settings['rule']}, whose draws are the round's")
     column = {name: trace.columns[name].numpy() for name in COLUMNS}
-    order = _order(trace)
+    if score_n is not None:
+        column["score"] = score_n.float().numpy()
+    order = np.lexsort([column[name] for name in ORDER])
     K = int(column["depth"].max())
     if len(order) % K:
         raise _not_every(f"{len(order)} rows, which are no whole chains of {K}")
     table = {name: values[order].reshape(-1, K) for name, values in column.items()}
-    if score_n is not None:
-        table["score"] = score_n.float().numpy()[order].reshape(-1, K)
     depth_K = np.arange(1, K + 1)
     if (table["depth"] != depth_K).any() or (table["parent"] != depth_K - 1).any():
         raise _not_every("trees, or chains of several lengths")
     found = []
-    begun_T = table["position"][:, 0] - 1 - table["round"][:, 0]
     for prompt in np.unique(table["prompt"]):
-        at_T = (table["prompt"][:, 0] == prompt).nonzero()[0]
-        if (table["round"][at_T, 0] != np.arange(len(at_T))).any() or np.ptp(begun_T[at_T]):
+        own = {k: values[table["prompt"][:, 0] == prompt] for k, values in table.items()}
+        round_T = own["round"][:, 0]
+        if (np.diff(own["position"][:, 0]) != 1).any() or (
+            round_T != np.arange(len(round_T))
+        ).any():
             raise _not_every(f"prompt {prompt} with rounds that skip positions")
-        own = {name: values[at_T] for name, values in table.items()}
         kept_TK = own["kept"] & own["on_path"]
-        found.append(Rounds(int(prompt), own["log_q"], own["entropy"], kept_TK, own.get("score")))
+        found.append(Rounds(own["log_q"], own["entropy"], kept_TK, own.get("score")))
     return found
 
 
@@ -98,13 +103,12 @@ def log_chances(scorer: Scorer, trace: Trace) -> Tensor:
     gets 0, which no rule reads.
     """
     columns, config = trace.columns, scorer.config
-    order_n = torch.from_numpy(_order(trace))
+    order_n = torch.from_numpy(np.lexsort([columns[name].numpy() for name in ORDER]))
     state_n = order_n.roll(-1) if config.state == "token" else order_n
     found_n = torch.empty(len(order_n))
     for at, state_at in zip(order_n.split(BLOCK), state_n.split(BLOCK), strict=True):
-        numbers = [read_scalar(name, columns[name][at]) for name in config.scalars]
-        scalars = torch.stack(numbers, 1) if numbers else None
-        logits = scorer(columns["draft_state"][state_at].float(), scalars)
+        read = [read_scalar(name, columns[name][at])[:, None] for name in config.scalars]
+        logits = scorer(torch.cat([columns["draft_state"][state_at].float(), *read], 1))
         found_n[at] = F.logsigmoid(scorer.calibrated(logits))
     if config.state == "token":
         found_n[columns["depth"] == columns["depth"].max()] = 0
@@ -114,29 +118,27 @@ def log_chances(scorer: Scorer, trace: Trace) -> Tensor:
 def fixed(count: int) -> Stop:
     """Always so many tokens, 0 for plain decoding."""
 
-    def stop(prompts: Sequence[Rounds]) -> list[np.ndarray]:
-        longest = min((rounds.kept_TK.shape[1] for rounds in prompts), default=count)
+    def drafted(rounds: Rounds) -> np.ndarray:
+        length, longest = rounds.kept_TK.shape
         if not 0 <= count <= longest:
             raise ValueError(f"fixed: got {count} tokens, expected 0 to the trace's {longest}")
-        return [np.full(len(rounds.kept_TK), count) for rounds in prompts]
+        return np.full(length, count)
 
-    return stop
+    return each(drafted)
 
 
 def confidence(threshold: float) -> Stop:
     """Policy `confidence`: stop once a token's probability is below."""
-    return lambda prompts: [_first(np.exp(r.log_q_TK) < threshold) for r in prompts]
+    return each(lambda rounds: _first(np.exp(rounds.log_q_TK) < threshold))
 
 
 def entropy(limit: float, gamma: float = 0.2) -> Stop:
     """Stop once AdaEDL's bound on acceptance is below a limit that stays as it is."""
-    return lambda prompts: [_first(_bound(r, gamma) < limit) for r in prompts]
+    return each(lambda rounds: _first(_bound(rounds, gamma) < limit))
 
 
 def adaedl(gamma: float = 0.2, limit: float = 0.6) -> Stop:
-    """Policy `entropy`: the same with a limit that follows the acceptance of the rounds before, of
-    earlier prompts too.
-    """
+    """Policy `entropy`: the limit follows the rounds before, of earlier prompts too."""
 
     def stop(prompts: Sequence[Rounds]) -> list[np.ndarray]:
         plan = chain_plan(prompts[0].kept_TK.shape[1])
@@ -167,29 +169,25 @@ def chance(threshold: float, *, least: int = 1, newest: bool = True, by: str = "
     by: `score`, or `log_q`: policy `depth` at 1 - threshold.
     """
 
-    def stop(prompts: Sequence[Rounds]) -> list[np.ndarray]:
-        found = []
-        for rounds in prompts:
-            score_TK: np.ndarray = getattr(rounds, f"{by}_TK")
-            path_TK = score_TK.cumsum(1, dtype=np.float32)
-            if not newest:
-                path_TK = np.pad(path_TK[:, :-1], ((0, 0), (1, 0)))
-            enough_TK = np.exp(path_TK) < 1 - threshold
-            enough_TK[:, : least - 1] = False
-            found.append(_first(enough_TK))
-        return found
+    def drafted(rounds: Rounds) -> np.ndarray:
+        path_TK = getattr(rounds, f"{by}_TK").cumsum(1, dtype=np.float32)
+        if not newest:
+            path_TK = np.pad(path_TK[:, :-1], ((0, 0), (1, 0)))
+        enough_TK = np.exp(path_TK) < 1 - threshold
+        enough_TK[:, : least - 1] = False
+        return _first(enough_TK)
 
-    return stop
+    return each(drafted)
 
 
 def oracle() -> Stop:
     """Draft what will be kept, as far as the answer goes, and nothing else."""
-    return lambda prompts: [np.minimum(r.run_T, np.arange(len(r.run_T))[::-1]) for r in prompts]
+    return each(lambda rounds: np.minimum(rounds.run_T, np.arange(len(rounds.run_T))[::-1]))
 
 
 def oracle_after() -> Stop:
     """Stop once a token that will be rejected has been drafted."""
-    return lambda prompts: [_first(~rounds.kept_TK) for rounds in prompts]
+    return each(lambda rounds: _first(~rounds.kept_TK))
 
 
 def starts(rounds: Rounds, drafted_T: np.ndarray) -> Iterator[int]:
@@ -230,7 +228,7 @@ def figures(counters: Sequence[Counters], c: float, v: float = 1.0) -> dict[str,
     """
     one = metrics.total(counters)
     kept = sum(count * kept for kept, count in enumerate(one.histogram))
-    emitted = [each.emitted for each in counters]
+    emitted = [own.emitted for own in counters]
     return {
         "tau": one.emitted / one.rounds,
         "K": one.drafted / one.rounds,
@@ -244,11 +242,9 @@ def figures(counters: Sequence[Counters], c: float, v: float = 1.0) -> dict[str,
 def gain(
     after: Sequence[Counters], before: Sequence[Counters], c: float, v: float = 1.0
 ) -> tuple[float, list[float]]:
-    """How many times faster one rule is than another on the same prompts, and the interval over
-    prompts, the same ones on both sides.
-    """
-    emitted = [[each.emitted for each in side] for side in (after, before)]
-    assert emitted[0] == emitted[1], "two rules gave different answers"
+    """How many times faster one rule is than another on the same prompts, with its interval."""
+    same = all(a.emitted == b.emitted for a, b in zip(after, before, strict=True))
+    assert same, "two rules gave different answers"
     slow, fast = costs(before, c, v), costs(after, c, v)
     return sum(slow) / sum(fast), metrics.ratio_interval(slow, fast)
 
@@ -264,9 +260,8 @@ def tune(
 
 def optimal_threshold(t_draft: float, t_verify: float, delta: float = 0.0) -> float:
     """Where SpecDec++'s decision process stops (arXiv 2405.19715): once the chance of a rejection
-    among the drafted tokens reaches (c2 + delta) / (c1 + c2 + delta), with c1 = t_draft what a
-    token thrown away costs, and c2 = t_verify - t_draft what a further round does. delta: what
-    going on is worth beyond that, in the same unit; unknown, so tune from there.
+    reaches (c2 + delta) / (c1 + c2 + delta), with c1 = t_draft what a token thrown away costs, and
+    c2 = t_verify - t_draft what a further round does. delta: what going on is worth beyond that.
     """
     if not 0 < t_draft < t_verify < math.inf or not delta >= 0:
         raise ValueError(
@@ -275,11 +270,6 @@ def optimal_threshold(t_draft: float, t_verify: float, delta: float = 0.0) -> fl
             "gains nothing"
         )
     return (t_verify - t_draft + delta) / (t_verify + delta)
-
-
-def _order(trace: Trace) -> np.ndarray:
-    """The rows' numbers by prompt, round and depth."""
-    return np.lexsort([trace.columns[name].numpy() for name in ("depth", "round", "prompt")])
 
 
 def _first(enough_TK: np.ndarray) -> np.ndarray:

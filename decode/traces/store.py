@@ -4,19 +4,11 @@
              trace-00000.safetensors   columns whose first axis is rows
 
 A prompt's rows lie whole in one shard, and the manifest is renamed into place after each, so a kill
-costs the prompts since the last shard. Drafted tokens give these columns (n rows, each a node of a
-round's tree, its root left out):
+costs the prompts since the last shard. Each row is a drafted node of a round's tree; its columns
+are those of `engine/recorder.py` (numbers as i16, i32 or f32, states as bf16) and
 
-    prompt i64, round i32        whose, and which of its rounds
-    node, parent, depth i16      in the round's tree; parent 0 is the root, depth counts from 1
-    position, token i32          where the token stands in the text, and which it is
-    log_q, log_p f32             of the token where it was drawn, after the one transform
-    entropy f32                  of q there, nats
-    lead f32                     the token's score less the best other token's: how it won its race
-    kept, on_path bool           the rule keeps it if its parent is kept; all before it are kept
-    draft_state bf16 [n, H]      what the draft's LM head made that q of
+    prompt i64                   whose
     token_state bf16 [n, H]      the draft's state once it has read the token (`mixed.py` alone)
-    target_state bf16 [n, Ht]    the target's at the token, after the final norm
 """
 
 import hashlib
@@ -29,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftsmith.decode.drafters.base import Drafter
 from draftsmith.models.disk.store import Manifest, hold, open_shard, save_shard
-
-__all__ = ["KINDS", "Trace", "TraceWriter", "read_traces"]
+from draftsmith.models.scorers import weights_mark
 
 KINDS = ("decoder", "mixed", "judge")
 SHARD_ROWS = 1 << 14
@@ -49,13 +41,9 @@ class Trace(NamedTuple):
 
 
 class TraceWriter:
-    """Writes a folder, or goes on with one that was begun.
-
-    Args:
-        about: `kind` (of KINDS), `target` (a fingerprint), `drafter` and `settings`: all that
-            decides the rows, in JSON.
-        max_bytes: of the rows; a prompt that would exceed it is not taken.
-        shard_rows: a shard is written once it holds as many.
+    """Writes a folder, or goes on with one that was begun. about: `kind` (of KINDS), `target` (a
+    fingerprint), `drafter` and `settings`: all that decides the rows, in JSON; max_bytes: of the
+    rows; shard_rows: a shard is written once it holds as many.
 
     Raises ValueError for an unknown kind, a folder of other rows (naming what differs) or that
     another process writes to, and a shard that is missing, cut or foreign.
@@ -75,15 +63,11 @@ class TraceWriter:
         self._lock = hold(self.folder, "wait for it, or give this run a folder of its own")
         begun = {"about": about, "columns": {}, "shards": [], "empty": []}
         self.manifest = MANIFEST.claim(self.folder, begun)
+        self.done, self.bytes, self.full = set(self.manifest["empty"]), 0, False
         for shard in self.manifest["shards"]:
             with _opened(self.folder, self.manifest, shard):
-                pass
-        shards = self.manifest["shards"]
-        self.done = {prompt for shard in shards for prompt in shard["prompts"]}
-        self.done |= set(self.manifest["empty"])
-        self.bytes = sum(shard["bytes"] for shard in shards)
-        self.rows = sum(shard["rows"] for shard in shards)
-        self.full = False
+                self.done.update(shard["prompts"])
+                self.bytes += shard["bytes"]
         self._largest = 0  # bytes of a prompt of this run
         self._waiting: dict[int, dict[str, Tensor]] = {}
 
@@ -98,7 +82,10 @@ class TraceWriter:
             self.done.add(prompt)
             return
         columns = columns | {"prompt": torch.full((count,), prompt)}
-        shapes = {name: [_dtype(c), *c.shape[1:]] for name, c in sorted(columns.items())}
+        shapes = {
+            name: [str(column.dtype).removeprefix("torch."), *column.shape[1:]]
+            for name, column in sorted(columns.items())
+        }
         known = self.manifest["columns"] = self.manifest["columns"] or shapes
         assert shapes == known, f"prompt {prompt}: got columns {shapes}, expected {known}"
         size = sum(column.nbytes for column in columns.values())
@@ -107,7 +94,7 @@ class TraceWriter:
             self.full = True
             return
         self.done.add(prompt)
-        self.bytes, self.rows = self.bytes + size, self.rows + count
+        self.bytes += size
         self.full = self.bytes + self._largest > self.max_bytes
         self._waiting[prompt] = columns
         if sum(len(waiting["prompt"]) for waiting in self._waiting.values()) >= self.shard_rows:
@@ -119,17 +106,15 @@ class TraceWriter:
         self._lock.release(force=True)
 
     def _write(self) -> None:
-        shards = self.manifest["shards"]
-        if self._waiting:
-            parts = self._waiting.values()
-            tensors = {
-                name: torch.cat([part[name] for part in parts]) for name in self.manifest["columns"]
-            }
+        shards, parts = self.manifest["shards"], self._waiting
+        if parts:
+            names = self.manifest["columns"]
+            tensors = {name: torch.cat([part[name] for part in parts.values()]) for name in names}
             shard: dict[str, Any] = {
                 "file": f"trace-{len(shards):05d}.safetensors",
                 "rows": len(tensors["prompt"]),
                 "bytes": sum(column.nbytes for column in tensors.values()),
-                "prompts": list(self._waiting),
+                "prompts": list(parts),
             }
             save_shard(self.folder / shard["file"], tensors, of=_mark(self.manifest, shard))
             shards.append(shard)
@@ -175,6 +160,11 @@ def read_traces(
     return Trace(manifest["about"], found)
 
 
+def made_by(folder: str, drafter: Drafter) -> dict[str, str]:
+    """What a manifest says of the drafter in a folder."""
+    return {"path": folder, "kind": drafter.kind, "mark": weights_mark(folder)}
+
+
 def _opened(
     folder: Path, manifest: dict[str, Any], shard: dict[str, Any]
 ) -> AbstractContextManager[Any]:
@@ -187,7 +177,3 @@ def _mark(manifest: dict[str, Any], shard: dict[str, Any]) -> str:
     """What a shard says of itself: which rows of which prompts it holds."""
     says = [manifest["about"], shard["file"], shard["rows"], shard["prompts"]]
     return hashlib.sha256(json.dumps(says, sort_keys=True).encode()).hexdigest()
-
-
-def _dtype(column: Tensor) -> str:
-    return str(column.dtype).removeprefix("torch.")

@@ -17,14 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from draftsmith.command import parse
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Counters
-from draftsmith.decode.policies.costs import measured_costs
+from draftsmith.decode.policies.timing import measured_costs
+from draftsmith.decode.report.printed import print_table
 from draftsmith.decode.traces import simulate_stops as replay
 from draftsmith.decode.traces.simulate_stops import Rounds, Stop
 from draftsmith.decode.traces.store import read_traces
@@ -39,7 +36,6 @@ GRID = (
 CAPS = (2, 3, 4, 6, 8)  # of tokens, beside the longest draft
 CONTEXT = 256  # tokens of a row, whose middle the costs are measured at
 DECIDE = ("temperature", "top_k", "top_p", "min_p", "K")  # what two traces must share
-WIDTH = 120  # of the table where there is no terminal
 Arms = Mapping[str, tuple[Mapping[str, Stop], Sequence[Rounds], Sequence[Rounds]]]
 
 
@@ -117,14 +113,18 @@ def compared(
 
 def main(argv: list[str]) -> None:
     """Compare, print the table, save the threshold if asked to."""
-    console = Console()
-    console.width = console.width if console.is_terminal else WIDTH
     settings = parse(Stopping, argv)
     c, v = costs(settings)
     rows = compare(settings, c, v)
-    console.print(table(rows, c, v))
+    print_table(
+        HEAD,
+        map(cells, rows),
+        "left",
+        title=f"stopping rules at c = {c:.3g}, v = {v:.3g}",
+        caption="speed-up, modelled: tokens emitted / (rounds v + tokens drafted c)",
+    )
     if not settings.report:
-        console.print("settings were chosen on the prompts they are reported on: give report=")
+        print("settings were chosen on the prompts they are reported on: give report=")
     if settings.save:
         found = [row["setting"] for row in rows if row["what"] == "head"]
         if not found:
@@ -132,24 +132,23 @@ def main(argv: list[str]) -> None:
         threshold, _, most = found[0].removeprefix("h ").partition(", K ")
         folder = f"{settings.drafter}/{FOLDER}"
         set_threshold(folder, float(threshold), {"c": c, "v": v, "trace": settings.tune})
-        console.print(f"{folder}: threshold {threshold}; policy=acceptance K={most} uses it")
+        print(f"{folder}: threshold {threshold}; policy=acceptance K={most} uses it")
 
 
 def compare(settings: Stopping, c: float, v: float) -> list[dict[str, Any]]:
-    """`compared` for what the settings name; ValueError for traces of another drafter, or without a
-    round at every position.
-    """
+    """`compared` for what the settings name; ValueError for traces that don't fit."""
     head = load_acceptance(settings.drafter) if settings.drafter else None
     parts = [settings.tune, settings.report or settings.tune]
     check_alike(*parts)
     tuned_on, reported = (rounds(settings, part, head) for part in parts)
     longest = min(one.kept_TK.shape[1] for one in tuned_on)
-    arms = {name: (own, tuned_on, reported) for name, own in rules(longest).items()}
+    options = rules(longest)
     if head is not None:
         state = head.scorer.config.state
-        arms["head"] = (by_head(state, longest), tuned_on, reported)
+        options["head"] = by_head(state, longest)
         if c < v:
-            arms["head-costs"] = (by_costs(state, longest, c, v), tuned_on, reported)
+            options["head-costs"] = by_costs(state, longest, c, v)
+    arms = {name: (own, tuned_on, reported) for name, own in options.items()}
     return compared(arms, c, v)[0]
 
 
@@ -188,11 +187,8 @@ def costs(settings: Stopping) -> tuple[float, float]:
         return settings.c, settings.v
     if not settings.target or not settings.drafter:
         raise ValueError("c: got none, expected c=..., or target= and drafter= to measure it")
-    decoder = Decoder.from_pretrained(
-        settings.target, settings.drafter, device=settings.device, dtype=settings.dtype
-    )
-    assert decoder.drafter is not None
-    return measured(decoder)
+    at: dict[str, Any] = {"device": settings.device, "dtype": settings.dtype}
+    return measured(Decoder.from_pretrained(settings.target, settings.drafter, **at))
 
 
 def measured(decoder: Decoder, K: int = 4) -> tuple[float, float]:
@@ -203,18 +199,16 @@ def measured(decoder: Decoder, K: int = 4) -> tuple[float, float]:
     return draft / plain, (found.of(chain_plan(K)) - K * draft) / plain
 
 
-def table(rows: Sequence[Mapping[str, Any]], c: float, v: float) -> Table:
-    """The rows in words."""
-    made = Table(box=SIMPLE_HEAD, title=f"stopping rules at c = {c:.3g}, v = {v:.3g}")
-    made.caption = "speed-up, modelled: tokens emitted / (rounds v + tokens drafted c)"
-    for name in ("rule", "setting", "speed-up", "95%", "over fixed K", "95%"):
-        made.add_column(name, no_wrap=True)
-    for name in ("tau", "drafted a round", "discarded a token"):
-        made.add_column(name, justify="right")
-    for row in rows:
-        numbers = (f"{row['tau']:.2f}", f"{row['K']:.2f}", f"{row['discard_rate']:.2f}")
-        ends = [row["speedup_interval"], row["over_fixed_interval"]]
-        own, ratio = (f"{low:.3f} to {high:.3f}" for low, high in ends)
-        ratios = (f"{row['speedup']:.3f}", own, f"{row['over_fixed']:.3f}", ratio)
-        made.add_row(row["what"], row["setting"], *ratios, *numbers)
-    return made
+HEAD = (
+    *("rule", "setting", "speed-up", "95%", "over fixed K", "95%", "tau", "drafted a round"),
+    "discarded a token",
+)
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A row in words, in the order of HEAD."""
+    found = [row["what"], row["setting"]]
+    for name in ("speedup", "over_fixed"):
+        low, high = row[f"{name}_interval"]
+        found += [f"{row[name]:.3f}", f"{low:.3f} to {high:.3f}"]
+    return found + [f"{row[name]:.2f}" for name in ("tau", "K", "discard_rate")]

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.base import Round
-from draftsmith.decode.drafters.head_kv import keep_last
+from draftsmith.decode.drafters.head_drafter import keep_last
 from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter

@@ -32,8 +32,7 @@ from draftsmith.decode.evaluate.exactness import FirstDifference, divergences, v
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import Runner
-from draftsmith.decode.policies.costs import measured_costs
-from draftsmith.decode.policies.timing import propose_call
+from draftsmith.decode.policies.timing import measured_costs, propose_call
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, next_turn
 from draftsmith.decode.report.schema import schema_problems
 from draftsmith.decode.sampling import SamplingParams

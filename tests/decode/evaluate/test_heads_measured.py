@@ -19,8 +19,13 @@ from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.runner import Runner
-from draftsmith.decode.policies.costs import measured_costs
-from draftsmith.decode.policies.timing import draft_call, extend_call, isolated_times, with_room
+from draftsmith.decode.policies.timing import (
+    draft_call,
+    extend_call,
+    isolated_times,
+    measured_costs,
+    with_room,
+)
 from draftsmith.decode.predict.best_tree import Calibration
 from draftsmith.decode.predict.best_tree import run as calibrate
 from draftsmith.decode.report.schema import schema_problems

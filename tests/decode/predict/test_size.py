@@ -173,10 +173,10 @@ def test_measured_times_are_of_these_shapes(monkeypatch: pytest.MonkeyPatch) -> 
     at = options(device="cpu", K=2, min_layers=1)
     target, drafts = propose(small, at, FASTDRAFT, machine_of(at))
     modelled = {draft.layers: draft.seconds for draft in drafts}
-    target, timed = measured(small, target, drafts, FASTDRAFT, 2)
+    target, timed = measured(small, target, drafts, FASTDRAFT)
     assert {draft.layers for draft in timed} == modelled.keys() == {1, 2, 3}
     for draft in timed:
         assert 0 < draft.seconds != modelled[draft.layers] and draft.speedup > 0
     monkeypatch.setattr(sizing, "available", lambda device: 1000)
     with pytest.raises(ValueError, match=r"measure: the target and 3 drafts need .* say measure="):
-        measured(small, target, drafts, FASTDRAFT, 2)
+        measured(small, target, drafts, FASTDRAFT)

@@ -151,11 +151,11 @@ def test_later_rounds_repeat_earlier_ones(traces: dict[str, Trace]) -> None:
         assert (token_TK[:-1, 1:] == token_TK[1:, :-1])[follows_T].all() and follows_T.sum() > 20
 
 
-def made(kept: list[list[int]], prompt: int = 0) -> Rounds:
+def made(kept: list[list[int]]) -> Rounds:
     """Rounds that keep what is said; q is 0.9 for kept tokens and 0.2 for others."""
     kept_TK = np.array(kept, bool)
     log_q_TK = np.where(kept_TK, math.log(0.9), math.log(0.2)).astype(np.float32)
-    return Rounds(prompt, log_q_TK, -log_q_TK, kept_TK.cumprod(1).astype(bool), log_q_TK)
+    return Rounds(log_q_TK, -log_q_TK, kept_TK.cumprod(1).astype(bool), log_q_TK)
 
 
 def test_a_walk_by_hand() -> None:

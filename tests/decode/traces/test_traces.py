@@ -233,7 +233,7 @@ def test_the_command_goes_on_where_it_was_interrupted(
     monkeypatch.setattr(TraceWriter, "add", interrupted)
     two = [*folders, *every, f"out={tmp_path / 'two'}", "batch=1"]
     assert guarded(tracing.main, two) == 130
-    assert "what is whole is kept" in capsys.readouterr().out
+    assert "what is whole is kept" in capsys.readouterr().err
     monkeypatch.undo()
     assert len(by_prompt(tmp_path / "two")) == 2
     assert guarded(tracing.main, two) == 0
