@@ -101,7 +101,7 @@ def main(argv: list[str]) -> None:
     # ---- objective, on states made as they are needed or read from a cache -------------------
     states = open_states(config.cache, accelerator, target, tokenizer, head.taps, batches)
     trained = (config.unroll, head, target, tokenizer, states)
-    objective = EagleObjective.of(*trained, loss=config.loss).to(accelerator.device)
+    objective = EagleObjective(*trained, loss=config.loss).to(accelerator.device)
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
     params = config.heldout.params(config.temperature)
@@ -119,10 +119,8 @@ def main(argv: list[str]) -> None:
 
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
-        made = made_by(argv, config.seed, examples, ended) | kept_figures(run, ended)
-        made["coverage"] = coverage
-        processes = accelerator.num_processes
-        made["samples"] = head_run.samples_seen(config, examples, batches, ended, processes)
+        made = made_by(argv, config.seed, examples, ended) | {"coverage": coverage}
+        made |= kept_figures(run, ended, config, batches, accelerator.num_processes)
         how: dict[str, Any] = {"dtype": config.save_dtype, "K": config.K}
         how["target_path"] = config.target.path
         save_head(result, head, target, tokenizer, **how, made=made)

@@ -124,9 +124,8 @@ def main(argv: list[str]) -> None:
 
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
-        made = made_by(argv, config.seed, examples, ended) | head_run.kept_figures(run, ended)
-        processes = accelerator.num_processes
-        made["samples"] = head_run.samples_seen(config, examples, batches, ended, processes)
+        made = made_by(argv, config.seed, examples, ended)
+        made |= head_run.kept_figures(run, ended, config, batches, accelerator.num_processes)
         path = config.target.path
         if isinstance(objective, JointMedusa):
             target, path = objective.merged(), str(run.folder / "target")

@@ -46,7 +46,7 @@ class EndpointSpec:
     url: str = ""  # empty: the target answers here
     model: str = ""  # as the server names it; empty: the only one it serves
     api: str = "auto"  # auto | tokens | chat | text
-    top_logprobs: int = 0  # of each token, kept to train on; see train/teachers/told_logprobs.py
+    top_logprobs: int = 0  # of each token, kept to train on; see train/teachers/likeliest.py
     concurrency: int = 16  # requests under way
     retries: int = 10  # of a request that failed
     timeout_s: float = 600.0  # of one request

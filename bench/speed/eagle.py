@@ -33,7 +33,7 @@ from draftsmith.command import parse, run_command
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.taps import TargetStates
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.train.objectives.eagle import Eagle3Objective
+from draftsmith.train.objectives.eagle import EagleObjective, Unroll
 from draftsmith.train.text.batches import Batch
 
 OURS, PEER = "draftsmith", "speculators, eager"
@@ -117,9 +117,8 @@ class Inputs:
 
 def our_loss(x: Inputs, args: EagleStep) -> Callable[[], Tensor]:
     seen = TargetStates(x.last_1TG, x.taps_1TU)
-    objective = Eagle3Objective(
-        x.head, x.target, Words(args.vocabulary), lambda _: seen, steps=args.steps, loss="fkl"
-    ).to(args.device)
+    given = (x.head, x.target, Words(args.vocabulary), lambda _: seen)
+    objective = EagleObjective(Unroll(steps=args.steps), *given).to(args.device)
 
     def loss() -> Tensor:
         output = objective(x.batch)

@@ -34,8 +34,8 @@ from draftsmith.train.run.launch import start
 from draftsmith.train.run.loop import fit
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.run.sharding import mode
-from draftsmith.train.teachers.cache import TapCache
-from draftsmith.train.teachers.states import CachedTaps
+from draftsmith.train.teachers import store
+from draftsmith.train.teachers.states import TapCache
 from draftsmith.train.teachers.teachers import StateTeacher
 from draftsmith.train.text.batches import Batch, Batches, Examples
 from draftsmith.train.text.on_policy import Snapshot
@@ -158,13 +158,12 @@ def figures_of(
     params = SamplingParams(1.0, max_new_tokens=12)
     heldout = HeldOut(accelerator, target, words(TOKENS), PROMPTS, params, batch_size=2)
     heldout.write_answers(run.cache / "heldout.safetensors")
-    folder, size = run.cache / "states", 4 * target.config.hidden_size
-    cache = TapCache(
-        folder, target, words(TOKENS), (), batches, stored="float32", shard_bytes=160 * size
-    )
+    store.SHARD_BYTES = 160 * 4 * target.config.hidden_size
+    given = (run.cache / "states", target, words(TOKENS), (), batches)
+    cache = TapCache(*given, stored="float32")
     cache.fill(accelerator)
     assert len(cache) == 3
-    teacher = StateTeacher(target, TOKENS, CachedTaps(cache, ()))
+    teacher = StateTeacher(target, TOKENS, cache)
 
     def figures() -> dict[str, float]:
         told = mean_output(accelerator, partial(objective.measure, teacher=teacher), batches, 8)

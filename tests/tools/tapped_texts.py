@@ -2,7 +2,7 @@
 
 import torch
 
-from draftsmith.train.teachers.cache import TapCache
+from draftsmith.train.teachers.store import TokenShards
 from draftsmith.train.text.batches import Batch, Batches, Examples
 
 LENGTH = 40
@@ -27,7 +27,7 @@ def batches(packing: bool = False, **changed) -> Batches:
     return Batches(**options, batch_size=3, seed=0, packing=packing, pad_id=1)
 
 
-def contents(cache: TapCache) -> dict[str, bytes]:
+def contents(cache: TokenShards) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(cache.folder.iterdir())}
 
 

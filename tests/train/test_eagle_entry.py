@@ -16,9 +16,8 @@ from draftsmith.models.taps import NORM
 from draftsmith.train import eagle
 from draftsmith.train.drafts.eagle_start import EagleSource, counted, open_head
 from draftsmith.train.objectives import head_run as expectations
-from draftsmith.train.objectives.eagle import Eagle1Objective, Eagle3Objective
-from draftsmith.train.teachers.cache import TapCache
-from draftsmith.train.teachers.states import CachedTaps, OnlineTaps
+from draftsmith.train.objectives.eagle import EagleObjective, Unroll
+from draftsmith.train.teachers.states import OnlineTaps, TapCache
 from draftsmith.train.text.batches import Batches, Examples
 
 ROWS = 320
@@ -109,11 +108,10 @@ def test_cached_training_has_the_loss_of_online_training(
     head = open_head(
         EagleSource(version=version), tiny_target, tiny_tokenizer, counted(examples, ROWS), 0
     )
-    given = {"noise": 0.0} if version == 1 else {}
-    kind = Eagle1Objective if version == 1 else Eagle3Objective
+    unroll = Unroll(steps=3, noise=0.0)
 
     def trained(states) -> tuple[torch.Tensor, torch.Tensor]:
-        objective = kind(head, tiny_target, tiny_tokenizer, states, steps=3, loss="fkl", **given)
+        objective = EagleObjective(unroll, head, tiny_target, tiny_tokenizer, states)
         batch = batches.batch(0, 0, 0, accumulation=1, world=1)
         loss = objective(batch).loss
         (gradient,) = torch.autograd.grad(loss, [head.fc.weight])
@@ -125,7 +123,7 @@ def test_cached_training_has_the_loss_of_online_training(
         cache = TapCache(folder, tiny_target, tiny_tokenizer, head.taps, batches, stored=stored)
         cache.claim()
         cache.write()
-        cached_loss, cached_gradient = trained(CachedTaps(cache, head.taps))
+        cached_loss, cached_gradient = trained(cache)
         assert cached_loss.item() == pytest.approx(loss.item(), rel=error)
         assert (cached_gradient - gradient).norm() <= error * gradient.norm()
     assert cached_loss != loss
@@ -234,8 +232,8 @@ def test_poor_coverage_is_warned_of(tmp_path: Path, arguments) -> None:
 
 
 def test_a_run_far_below_the_known_is_told(tmp_path: Path, arguments, monkeypatch, capsys) -> None:
-    known = expectations.Known("eagle3", 1, "a good run", "a source", first=1.0, tau=5.0, K=4)
-    monkeypatch.setattr(expectations, "KNOWN", (known,))
+    known = expectations.Known("eagle3", 1, first=1.0, tau=5.0, K=4)
+    monkeypatch.setattr(expectations, "KNOWN", {known: "a good run"})
     run(tmp_path / "run", arguments)
     assert "warning: acceptance is far below" in capsys.readouterr().out
 

@@ -113,7 +113,7 @@ def make_objective(
             "the rest is for draft models; leave it out"
         )
     draft.bind(target)
-    objective_of = family(lessons.kind, "train.objectives", "Objective").of
+    objective_of = family(lessons.kind, "train.objectives", "Objective")
     given = (lessons.unroll, draft, target, tokenizer, kept_states)
     made: EagleObjective = objective_of(*given, loss=lessons.loss.name)
     return made

@@ -17,8 +17,8 @@ tile, V vocabulary (D: the draft's own, where it drafts some tokens only), U a b
 hidden size of the draft / the target, X numbers of a row (the loss first).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,6 @@ TILE_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 24}
 HEAD_BLOCK = 1 << 13
 
 Side = tuple[Tensor, Tensor]  # hidden [N, H], head [V, H]
-Gradients = tuple[list[Tensor], Tensor | None]  # of S hidden and a head; [], None: not wanted
 
 
 class Divergence(NamedTuple):
@@ -53,24 +52,6 @@ class Divergence(NamedTuple):
     total: Tensor
     loss_N: Tensor
     alpha_N: Tensor
-
-
-class StepDivergence(NamedTuple):
-    """As `Divergence`, of S steps."""
-
-    total: Tensor
-    loss_SN: Tensor
-    alpha_SN: Tensor
-
-
-class StepScores(NamedTuple):
-    """loss_SN on the draft vocabulary; alpha_SN with p and top1_SN (both argmaxes agree) over the
-    whole one. 0 where the weight is 0.
-    """
-
-    loss_SN: Tensor
-    alpha_SN: Tensor
-    top1_SN: Tensor
 
 
 def chunked_divergence(
@@ -87,11 +68,11 @@ def chunked_divergence(
     """sum_n weight_n * loss(p_n, q_n), p and q being logits = hidden @ head.T, in bounded memory.
 
     Args:
-        loss: (p_logits [R, V], q_logits [R, V]) -> [R], as in `losses.py`; rows are independent.
+        loss: (p_logits [R, V], q_logits [R, V]) -> [R], as in `pure.py`; rows are independent.
         q_hidden_NH, q_head_VH: the draft's states after its last norm, and its head (no bias).
-        p_hidden_NG, p_head_VG: the same of the target. They get no gradient. The heads may differ
-            in V if `transform` cuts both sides to one size.
-        weight_N: weight of each row, a constant. Rows of weight 0 are never computed.
+        p_hidden_NG, p_head_VG: the target's, without gradient. The heads may differ in V if
+            `transform` cuts both sides to one size.
+        weight_N: constants. Rows of weight 0 are never computed.
         transform: logits [R, V] in fp32 -> logits [R, V'], applied to both sides. A number added to
             all logits of a row must make no difference to what it gives: it gets them with one.
         chunk: rows a matrix product; default: as many as make 2^24 logits (CPU).
@@ -101,15 +82,13 @@ def chunked_divergence(
     is added up in fp32. Nothing is spent on a gradient that isn't needed (no_grad, a frozen head,
     constant states). A retained graph may be run backward again, at the price of a second pass.
 
-    Returns Divergence(total, loss_N, alpha_N); both per-row results are 0 where the weight is 0,
-    and alpha is sum_v min(p, q) after the transform. Raises ValueError for shapes or types that
-    don't fit, and for float16, whose range the gradients of 128k probabilities leave.
+    Both per-row results are 0 where the weight is 0; alpha is sum_v min(p, q) after the transform.
+    Raises ValueError for shapes or types that don't fit, and for float16, whose range the gradients
+    of 128k probabilities leave.
     """
     score, p = divergence_score([loss], transform), (p_hidden_NG, p_head_VG)
-    total, scores_X1N = bounded(
-        score, 2, [q_hidden_NH], q_head_VH, p, weight_N.unsqueeze(0), chunk=chunk
-    )
-    return Divergence(total, *scores_X1N.squeeze(1))
+    total, scores_21N = bounded(score, 2, [q_hidden_NH], q_head_VH, p, weight_N[None], chunk=chunk)
+    return Divergence(total, *scores_21N[:, 0])
 
 
 def chunked_steps(
@@ -121,24 +100,19 @@ def chunked_steps(
     weight_SN: Tensor,
     *,
     chunk: int | None = None,
-) -> StepDivergence:
-    """sum_s sum_n weight_sn * losses_s(p_n, q_s of state n - 1 - s), logits = hidden @ head.T.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """sum_s sum_n weight_sn * losses_s(p_n, q_s of state n - 1 - s), logits = hidden @ head.T:
+    (total, loss_SN, alpha_SN) as in `Divergence`.
 
     Rows are named by the target's position. Near a document's start a draft's state n - 1 - s is
     one of another document, or wraps round; such rows have the weight 0.
 
-    Args:
-        losses: one a step.
-        q_hidden_SNH, q_head_DH: the draft's states of each step, and its head.
-        p_hidden_NG, p_head_DG: the target's, its head's rows in the draft's order.
-        weight_SN: constants. Target rows without any weight are never computed.
-        chunk: target rows of a matrix product; default: as many as make 2^24 logits (CPU).
-
-    Types, precision, results and errors as in `chunked_divergence`.
+    losses: one a step; p_head_DG: the rows of the target's head in the draft's order. Target rows
+    without any weight are never computed. The rest as in `chunked_divergence`.
     """
     score, p = divergence_score(losses), (p_hidden_NG, p_head_DG)
-    total, scores_XSN = bounded(score, 2, q_hidden_SNH, q_head_DH, p, weight_SN, lag=1, chunk=chunk)
-    return StepDivergence(total, *scores_XSN)
+    total, scores_2SN = bounded(score, 2, q_hidden_SNH, q_head_DH, p, weight_SN, lag=1, chunk=chunk)
+    return total, *scores_2SN
 
 
 @torch.no_grad()
@@ -150,9 +124,10 @@ def measure_steps(
     p_head_VG: Tensor,
     ids_D: Tensor,
     weight_SN: Tensor,
-) -> StepScores:
-    """What acceptance the drafts get from the target as it is, its tokens outside the draft
-    vocabulary included. ids_D: the draft's tokens, rows of p_head_VG. Else as `chunked_steps`.
+) -> tuple[Tensor, ...]:
+    """What acceptance the drafts get from the target's whole vocabulary: (loss_SN on the draft
+    vocabulary, alpha_SN and top1_SN, both argmaxes agree, on the whole one). ids_D: the draft's
+    tokens, rows of p_head_VG. Else as `chunked_steps`.
     """
 
     def score(p_logits_RV: Tensor, logits_SRD: Tensor, _: bool, __: Workspace) -> Iterator[Scored]:
@@ -165,7 +140,7 @@ def measure_steps(
             yield [loss(p_logits_RD, q_logits_RD), alpha_R, top1_R], None
 
     p = (p_hidden_NG, p_head_VG)
-    return StepScores(*bounded(score, 3, q_hidden_SNH, q_head_DH, p, weight_SN, lag=1)[1])
+    return bounded(score, 3, q_hidden_SNH, q_head_DH, p, weight_SN, lag=1)[1].unbind()
 
 
 def chunked_cross_entropy(
@@ -176,18 +151,18 @@ def chunked_cross_entropy(
     *,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """sum_n -weight_n * log q_n(tokens_n) in bounded memory, and the loss of each row.
+    """sum_n -weight_n * log q_n(tokens_n) in bounded memory, and the loss of each row, detached.
 
     Arguments, types and errors as in `chunked_divergence`; tokens_N is int64, and what it holds in
-    rows of weight 0 is never read. Returns (total, loss_N), the latter detached.
+    rows of weight 0 is never read.
     """
     if tokens_N.shape != q_hidden_NH.shape[:1]:
         raise ValueError(
             f"tokens: got shape {tuple(tokens_N.shape)}, expected one for each of the "
             f"{len(q_hidden_NH)} rows of q_hidden"
         )
-    score, weight_1N = cross_entropy_score(tokens_N), weight_N.unsqueeze(0)
-    total, loss_11N = bounded(score, 1, [q_hidden_NH], q_head_VH, None, weight_1N, chunk=chunk)
+    score = cross_entropy_score(tokens_N)
+    total, loss_11N = bounded(score, 1, [q_hidden_NH], q_head_VH, None, weight_N[None], chunk=chunk)
     return total, loss_11N[0, 0]
 
 
@@ -204,44 +179,10 @@ def bounded(
 ) -> tuple[Tensor, Tensor]:
     """The one sweep: (sum of weight * loss, the numbers of all rows [X, S, N], detached).
 
-    Args:
-        score: compares tiles of the drafts' logits with the target's; without p, with the rows'
-            numbers [R].
-        numbers: how many it gives a row, X.
-        p: the target's states and head; None: `score` knows what to compare with.
-        lag: row n of step s is the draft's state n - lag - s.
-
-    The rest, types and errors as in `chunked_divergence` and `chunked_steps`.
+    score: gives each row X = `numbers` from tiles of the drafts' logits and of the target's, or,
+    without p, the rows' numbers [R]; p: the target's states and head; lag: row n of step s is the
+    draft's state n - lag - s. The rest, types and errors as in `chunked_divergence`.
     """
-    _check_rows(q_hidden_SNH, p, weight_SN)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk: got {chunk}, expected at least 1 row (or None for the default)")
-    types = [matmul_type("q", q_hidden_SNH[0], q_head_VH)]
-    width = len(q_hidden_SNH) * len(q_head_VH)  # logits that a row makes
-    if p is not None:
-        types.append(matmul_type("p", *p))
-        p, width = (p[0].detach(), p[1].detach()), max(width, len(p[1]))
-    learning, device = torch.is_grad_enabled(), q_head_VH.device
-    plan = _Plan(
-        score=score,
-        numbers=numbers,
-        p=p,
-        types=types,
-        lag=lag,
-        chunk=chunk or rows_of(CHUNK_LOGITS, device, width),
-        tile=rows_of(TILE_LOGITS, device, len(q_head_VH)),
-        hidden_grad=learning and any(hidden.requires_grad for hidden in q_hidden_SNH),
-        head_grad=learning and q_head_VH.requires_grad,
-    )
-    return _Swept.apply(plan, weight_SN.detach(), q_head_VH, *q_hidden_SNH)
-
-
-def rows_of(logits: dict[str, int], device: torch.device, width: int) -> int:
-    """How many rows of this width hold so many logits (by device type); at least 1."""
-    return max(1, logits.get(device.type, logits["cuda"]) // width)
-
-
-def _check_rows(q_hidden_SNH: Sequence[Tensor], p: Side | None, weight_SN: Tensor) -> None:
     rows = [len(hidden_NH) for hidden_NH in q_hidden_SNH]
     if p is not None and len(p[0]) != rows[0]:
         raise ValueError(
@@ -253,33 +194,36 @@ def _check_rows(q_hidden_SNH: Sequence[Tensor], p: Side | None, weight_SN: Tenso
             f"weight: got shape {tuple(weight_SN.shape)} with q_hidden of {rows} rows, expected a "
             "weight for each row of each step"
         )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk: got {chunk}, expected at least 1 row (or None for the default)")
+    types = [matmul_type("q", q_hidden_SNH[0], q_head_VH)]
+    width = len(rows) * len(q_head_VH)  # logits that a row makes
+    if p is not None:
+        types.append(matmul_type("p", *p))
+        p, width = (p[0].detach(), p[1].detach()), max(width, len(p[1]))
+    learning, device = torch.is_grad_enabled(), q_head_VH.device
+    chunk = chunk or rows_of(CHUNK_LOGITS, device, width)
+    sizes = chunk, rows_of(TILE_LOGITS, device, len(q_head_VH))
+    hidden_grad = learning and any(hidden.requires_grad for hidden in q_hidden_SNH)
+    wanted = hidden_grad, learning and q_head_VH.requires_grad
+    sweep = partial(_sweep, score, numbers, p, types, lag, sizes, wanted)
+    return _Swept.apply(sweep, weight_SN.detach(), q_head_VH, *q_hidden_SNH)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What one sweep does: against what, and which gradients it has to form."""
-
-    score: Score
-    numbers: int
-    p: Side | None
-    types: list[torch.dtype]  # of q's matrix products, and p's
-    lag: int
-    chunk: int
-    tile: int
-    hidden_grad: bool
-    head_grad: bool
+def rows_of(logits: dict[str, int], device: torch.device, width: int) -> int:
+    """How many rows of this width hold so many logits (by device type); at least 1."""
+    return max(1, logits.get(device.type, logits["cuda"]) // width)
 
 
 def matmul_type(side: str, hidden_NH: Tensor, head_VH: Tensor) -> torch.dtype:
-    """The type that a plain `hidden @ head.T` would run in here; ValueError if it couldn't run."""
+    """The type that a plain `hidden @ head.T` would run in; ValueError if it couldn't run."""
     if hidden_NH.ndim != 2 or head_VH.ndim != 2 or hidden_NH.shape[1] != head_VH.shape[1]:
         raise ValueError(
             f"{side}_hidden and {side}_head: got shapes {tuple(hidden_NH.shape)} and "
             f"{tuple(head_VH.shape)}, expected [rows, width] and [vocabulary, width]; flatten "
             "batch and position, and pass the head's weight as the module stores it"
         )
-    device = hidden_NH.device.type
-    found = hidden_NH.dtype
+    device, found = hidden_NH.device.type, hidden_NH.dtype
     if torch.is_autocast_enabled(device) and found != torch.float64:
         found = torch.get_autocast_dtype(device)
     elif found != head_VH.dtype:
@@ -304,79 +248,79 @@ def chunk_logits(hidden_NH: Tensor, head_VH: Tensor, keep_K: Tensor, rows: int) 
 
 
 def _sweep(
-    plan: _Plan, weight_SN: Tensor, q_head_VH: Tensor, q_hidden_SNH: Sequence[Tensor]
-) -> tuple[Tensor, Gradients]:
-    """One pass over all rows that have a weight: scores, and the gradients the plan asks for."""
+    score: Score,
+    numbers: int,
+    p: Side | None,
+    types: list[torch.dtype],
+    lag: int,
+    sizes: tuple[int, int],
+    wanted: tuple[bool, bool],
+    *tensors: Tensor,
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """One pass over all rows that have a weight: scores, and the wanted gradients, of the states
+    and of the head. types: of q's matrix products, and p's; sizes: rows of a chunk and of a tile;
+    tensors: weight_SN, q_head_VH, *q_hidden_SNH. The rest as in `bounded`.
+    """
+    (weight_SN, q_head_VH, *q_hidden_SNH), (chunk, tile) = tensors, sizes
     steps, rows = weight_SN.shape
-    wide = torch.promote_types(plan.types[0], torch.float32)
-    scores_XSN = q_head_VH.new_zeros(plan.numbers, steps, rows, dtype=wide)
-    d_hidden_SNH = [torch.zeros_like(each_NH) for each_NH in q_hidden_SNH if plan.hidden_grad]
-    d_head_VH = torch.zeros_like(q_head_VH, dtype=wide) if plan.head_grad else None
-    learn, work = plan.hidden_grad or plan.head_grad, Workspace()
-    keep_K = (weight_SN != 0).any(0).nonzero().squeeze(1)
-    chunks: Iterable[Tensor] = keep_K.split(plan.chunk)
+    wide = torch.promote_types(types[0], torch.float32)
+    scores_XSN = q_head_VH.new_zeros(numbers, steps, rows, dtype=wide)
+    d_hidden_SNH = [torch.zeros_like(each_NH) for each_NH in q_hidden_SNH if wanted[0]]
+    d_head_VH = torch.zeros_like(q_head_VH, dtype=wide) if wanted[1] else None
+    keep_K, work = (weight_SN != 0).any(0).nonzero().squeeze(1), Workspace()
+    chunks: Iterable[Tensor] = keep_K.split(chunk)
     references = chunks
-    if plan.p is not None:
-        references = chunk_logits(plan.p[0], plan.p[1].to(plan.types[1]), keep_K, plan.chunk)
-    head_VH = q_head_VH.to(plan.types[0])
-    buffer_MV = head_VH.new_empty(steps * min(plan.chunk, len(keep_K)), len(head_VH))
+    if p is not None:
+        references = chunk_logits(p[0], p[1].to(types[1]), keep_K, chunk)
+    head_VH = q_head_VH.to(types[0])
+    buffer_MV = head_VH.new_empty(steps * min(chunk, len(keep_K)), len(head_VH))
     for rows_C, reference_C in zip(chunks, references, strict=True):
         # A rotation: no row of a step comes twice.
-        rows_SC = [(rows_C - plan.lag - step) % max(rows, 1) for step in range(steps)]
+        rows_SC = [(rows_C - lag - step) % max(rows, 1) for step in range(steps)]
         of_step = zip(q_hidden_SNH, rows_SC, strict=True)
         hidden_MH = torch.cat([each_NH[at_C] for each_NH, at_C in of_step]).to(head_VH.dtype)
         logits_MV = torch.mm(hidden_MH, head_VH.t(), out=buffer_MV[: len(hidden_MH)])
         logits_SCV = logits_MV.view(steps, len(rows_C), len(head_VH))
-        for first in range(0, len(rows_C), plan.tile):
-            at = slice(first, first + plan.tile)
+        for first in range(0, len(rows_C), tile):
+            at = slice(first, first + tile)
             weight_SR = weight_SN[:, rows_C[at]].to(wide)
-            scored = plan.score(reference_C[at], logits_SCV[:, at], learn, work)
-            scores_XSN[:, :, rows_C[at]] = _weighted(scored, weight_SR, logits_SCV[:, at])
+            scored = score(reference_C[at], logits_SCV[:, at], any(wanted), work)
+            found = []
+            for step, (scores, gradient_RV) in enumerate(scored):
+                found.append(torch.stack(scores))
+                if gradient_RV is not None:  # weighted, in the place of its logits
+                    torch.mul(gradient_RV, weight_SR[step, :, None], out=logits_SCV[step, at])
+            scores_XSN[:, :, rows_C[at]] = torch.stack(found, 1).masked_fill_(weight_SR == 0, 0.0)
         if d_hidden_SNH:
-            _scatter(torch.mm(logits_MV, head_VH), rows_SC, d_hidden_SNH)
+            d_SCH = torch.mm(logits_MV, head_VH).unflatten(0, (steps, -1))
+            for d_NH, at_C, d_CH in zip(d_hidden_SNH, rows_SC, d_SCH, strict=True):
+                d_NH[at_C] = d_CH.to(d_NH.dtype)
+            del d_SCH, d_CH
         if d_head_VH is not None:
-            add_head_gradient(d_head_VH, logits_MV, hidden_MH)
+            _add_head_gradient(d_head_VH, logits_MV, hidden_MH)
         del hidden_MH  # before the next chunk's are made
-    return scores_XSN, (d_hidden_SNH, d_head_VH)
+    return scores_XSN, d_hidden_SNH, d_head_VH
 
 
-def _weighted(scored: Iterable[Scored], weight_SR: Tensor, logits_SRV: Tensor) -> Tensor:
-    """The numbers [X, S, R] of a tile, 0 where the weight is; its gradient, weighted, takes the
-    place of its logits.
-    """
-    found = []
-    for step, (numbers, gradient_RV) in enumerate(scored):
-        found.append(torch.stack(numbers))
-        if gradient_RV is not None:
-            torch.mul(gradient_RV, weight_SR[step].unsqueeze(1), out=logits_SRV[step])
-    return torch.stack(found, 1).masked_fill_(weight_SR == 0, 0.0)
-
-
-def _scatter(d_MH: Tensor, rows_SC: list[Tensor], d_hidden_SNH: list[Tensor]) -> None:
-    d_SCH = d_MH.unflatten(0, (len(rows_SC), len(rows_SC[0])))
-    for d_NH, at_C, d_CH in zip(d_hidden_SNH, rows_SC, d_SCH, strict=True):
-        d_NH[at_C] = d_CH.to(d_NH.dtype)
-
-
-def add_head_gradient(d_head_VH: Tensor, d_logits_CV: Tensor, hidden_CH: Tensor) -> None:
-    if d_head_VH.dtype == hidden_CH.dtype:
-        d_head_VH.addmm_(d_logits_CV.t(), hidden_CH)
+def _add_head_gradient(d_head_VH: Tensor, d_logits_MV: Tensor, hidden_MH: Tensor) -> None:
+    if d_head_VH.dtype == hidden_MH.dtype:
+        d_head_VH.addmm_(d_logits_MV.t(), hidden_MH)
         return
     # fp32 can't add a bf16 product in place: it is made by blocks, or it would be a second head.
-    blocks = zip(d_head_VH.split(HEAD_BLOCK), d_logits_CV.split(HEAD_BLOCK, dim=1), strict=True)
-    for d_head_block_UH, d_logits_CU in blocks:
-        d_head_block_UH += torch.mm(d_logits_CU.t(), hidden_CH)
+    blocks = zip(d_head_VH.split(HEAD_BLOCK), d_logits_MV.split(HEAD_BLOCK, dim=1), strict=True)
+    for d_head_block_UH, d_logits_MU in blocks:
+        d_head_block_UH += torch.mm(d_logits_MU.t(), hidden_MH)
 
 
 class _Swept(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, weight_SN: Tensor, q_head_VH: Tensor, *q_hidden_SNH: Tensor
+        ctx: Any, sweep: Callable[..., Any], weight_SN: Tensor, *q: Tensor
     ) -> tuple[Tensor, Tensor]:
-        with torch.autocast(q_head_VH.device.type, enabled=False):
-            scores_XSN, ctx.gradients = _sweep(plan, weight_SN, q_head_VH, q_hidden_SNH)
-        ctx.save_for_backward(weight_SN, q_head_VH, *q_hidden_SNH)
-        ctx.plan = plan  # but no result: it leads back here, a cycle that outlives its use
+        with torch.autocast(weight_SN.device.type, enabled=False):
+            scores_XSN, *ctx.gradients = sweep(weight_SN, *q)
+        ctx.save_for_backward(weight_SN, *q)
+        ctx.sweep = sweep  # but no result: it leads back here, a cycle that outlives its use
         ctx.mark_non_differentiable(scores_XSN)
         return (scores_XSN[0] * weight_SN.to(scores_XSN.dtype)).sum(), scores_XSN
 
@@ -385,11 +329,8 @@ class _Swept(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # Scaled in place and given away without a copy, since the head's gradient is the largest
         # tensor left. Only a graph that was retained comes here twice, and pays with a new pass.
-        inputs, gradients, ctx.gradients = ctx.saved_tensors, ctx.gradients, None
-        weight_SN, q_head_VH, *q_hidden_SNH = inputs
-        if gradients is None:
-            _, gradients = _sweep(ctx.plan, weight_SN, q_head_VH, q_hidden_SNH)
-        hidden, head = gradients
-        d_head = None if head is None else head.mul_(grad_total).to(q_head_VH.dtype)
-        d_hidden = [each.mul_(grad_total) for each in hidden] or [None] * len(q_hidden_SNH)
+        (_, head_VH, *hidden_SNH), gradients, ctx.gradients = ctx.saved_tensors, ctx.gradients, None
+        hidden, head = gradients or ctx.sweep(*ctx.saved_tensors)[1:]
+        d_head = None if head is None else head.mul_(grad_total).to(head_VH.dtype)
+        d_hidden = [each.mul_(grad_total) for each in hidden] or [None] * len(hidden_SNH)
         return None, None, d_head, *d_hidden

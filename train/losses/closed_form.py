@@ -1,4 +1,4 @@
-"""The divergences of `losses.py` with their gradients in closed form, on buffers used again.
+"""The divergences of `pure.py` with their gradients in closed form, on buffers used again.
 
 Autograd on a tile of logits spends most of its time on fresh memory and on masks. Every loss here
 is a sum over the vocabulary of some f(p, q), so its gradient in the draft's logits needs no graph:
@@ -29,8 +29,7 @@ Transform = Callable[[Tensor], Tensor]
 class Workspace:
     """The buffers of a tile, made for the first and used again for every tile of that shape."""
 
-    def __init__(self) -> None:
-        self._buffers: Tensor | None = None
+    _buffers: Tensor | None = None
 
     def take(self, like_RV: Tensor, count: int = BUFFERS) -> Tensor:
         """[count, R, V] of undefined content, in fp32 (float64 for float64)."""
@@ -44,9 +43,8 @@ class Workspace:
 class Pair:
     """Both distributions of a tile. The closed forms overwrite any of its tensors but p and q.
 
-    Args:
-        buffers: of `Workspace.take`. One more than BUFFERS keeps p's logs from draft to draft.
-        finite: no logit is -inf. Otherwise such logits count as in `losses.py`.
+    buffers: of `Workspace.take`; one more than BUFFERS keeps p's logs from draft to draft. finite:
+    no logit is -inf, which else counts as in `pure.py`.
     """
 
     def __init__(self, p_logits_RV: Tensor, buffers: Tensor, *, finite: bool) -> None:
@@ -54,26 +52,20 @@ class Pair:
         self._kept, self._finite = kept, finite
         normalise(p_logits_RV, self.p_RV, kept[0] if kept else self.log_p_RV)
 
-    def beside(self, q_logits_RV: Tensor) -> "Pair":
-        """This pair with a draft's distribution, in the place of the draft before."""
+    def beside(self, q_logits_RV: Tensor) -> None:
+        """Put a draft's distribution in the place of the draft before."""
         if self._kept:
             self.log_p_RV.copy_(self._kept[0])
         normalise(q_logits_RV, self.q_RV, self.log_q_RV)
-        # p where q's logit is not -inf, and its sum. None: no logit is -inf.
+        # p where q's logit is not -inf, where there is such a logit.
         self.reachable_RV: Tensor | None = None
-        self.mass_R1: Tensor | None = None
         logs = (self.log_p_RV, self.log_q_RV)
         # Masks cost a CPU as much as exponentials do, so they are made only where one is needed.
         if not self._finite and any(log_RV.amin() == -math.inf for log_RV in logs):
             self.reachable_RV = torch.where(self.log_q_RV == -math.inf, 0.0, self.p_RV)
-            self.mass_R1 = self.reachable_RV.sum(-1, keepdim=True)
             for log_RV in logs:
                 log_RV.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=LOG_ZERO)
-        return self
-
-    def acceptance(self) -> Tensor:
-        """sum_v min(p, q): [R]."""
-        return torch.minimum(self.p_RV, self.q_RV, out=self.spare_RV).sum(-1)
+        self.alpha_R = torch.minimum(self.p_RV, self.q_RV, out=self.spare_RV).sum(-1)
 
 
 Closed = Callable[[Pair], tuple[Tensor, Tensor]]
@@ -96,9 +88,8 @@ def normalise(logits_RV: Tensor, probs_RV: Tensor, log_RV: Tensor) -> None:
 
 
 def closed_form(loss: Loss) -> Closed | None:
-    """Pair -> (loss [R], its gradient in q's logits [R, V]) for a loss that `divergence` returned.
-
-    The gradient may lie in one of the pair's tensors. None for a loss that has no closed form here.
+    """Pair -> (loss [R], its gradient in q's logits [R, V], maybe in one of the pair's tensors) for
+    a loss that `divergence` returned; None for one that has no closed form here.
     """
     base, options = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
     form = CLOSED_FORMS.get(base)
@@ -107,25 +98,29 @@ def closed_form(loss: Loss) -> Closed | None:
 
 def _forward_kl(s: Pair) -> tuple[Tensor, Tensor]:
     loss_R = s.log_p_RV.sub_(s.log_q_RV).mul_(s.p_RV).sum(-1)
-    if s.reachable_RV is None or s.mass_R1 is None:
+    if s.reachable_RV is None:
         return loss_R, torch.sub(s.q_RV, s.p_RV, out=s.log_p_RV)
-    return loss_R, torch.mul(s.q_RV, s.mass_R1, out=s.log_p_RV).sub_(s.reachable_RV)
+    mass_R1 = s.reachable_RV.sum(-1, keepdim=True)
+    return loss_R, torch.mul(s.q_RV, mass_R1, out=s.log_p_RV).sub_(s.reachable_RV)
+
+
+def _softmax_backward(s: Pair, slope_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum_v q h [R], the gradient q (h - sum_v q h) in the place of the slope h)."""
+    mean_R1 = torch.mul(slope_RV, s.q_RV, out=s.spare_RV).sum(-1, keepdim=True)
+    return mean_R1.squeeze(-1), slope_RV.sub_(mean_R1).mul_(s.q_RV)
 
 
 def _reverse_kl(s: Pair) -> tuple[Tensor, Tensor]:
-    slope_RV = s.log_q_RV.sub_(s.log_p_RV)
-    loss_R1 = torch.mul(slope_RV, s.q_RV, out=s.spare_RV).sum(-1, keepdim=True)
-    return loss_R1.squeeze(-1), slope_RV.sub_(loss_R1).mul_(s.q_RV)
+    return _softmax_backward(s, s.log_q_RV.sub_(s.log_p_RV))
 
 
 def _jsd(s: Pair, beta: float = 0.5) -> tuple[Tensor, Tensor]:
     mixture_RV = torch.lerp(s.q_RV, s.p_RV, beta, out=s.spare_RV)
     log_m_RV = mixture_RV.clamp_(min=torch.finfo(mixture_RV.dtype).tiny).log_()
-    slope_RV = s.log_q_RV.sub_(log_m_RV)
+    s.log_q_RV.sub_(log_m_RV)
     from_p_R = s.log_p_RV.sub_(log_m_RV).mul_(s.p_RV).sum(-1)
-    from_q_R1 = torch.mul(slope_RV, s.q_RV, out=s.spare_RV).sum(-1, keepdim=True)
-    loss_R = beta * from_p_R + (1.0 - beta) * from_q_R1.squeeze(-1)
-    return loss_R, slope_RV.sub_(from_q_R1).mul_(s.q_RV).mul_(1.0 - beta)
+    from_q_R, gradient_RV = _softmax_backward(s, s.log_q_RV)
+    return beta * from_p_R + (1.0 - beta) * from_q_R, gradient_RV.mul_(1.0 - beta)
 
 
 def _tv(s: Pair) -> tuple[Tensor, Tensor]:
@@ -133,9 +128,7 @@ def _tv(s: Pair) -> tuple[Tensor, Tensor]:
     loss_R = 0.5 * torch.abs(difference_RV, out=s.spare_RV).sum(-1)
     # 0 where q > p and -1 where q < p rather than +-1/2: the same up to a constant, which the
     # softmax cancels, and exact to the last digit when nearly all mass lies on one side.
-    slope_RV = difference_RV.sign_().sub_(1.0).mul_(0.5)
-    mean_R1 = torch.mul(slope_RV, s.q_RV, out=s.spare_RV).sum(-1, keepdim=True)
-    return loss_R, slope_RV.sub_(mean_R1).mul_(s.q_RV)
+    return loss_R, _softmax_backward(s, difference_RV.sign_().sub_(1.0).mul_(0.5))[1]
 
 
 def _tvpp(s: Pair) -> tuple[Tensor, Tensor]:
@@ -147,11 +140,10 @@ def _tvpp(s: Pair) -> tuple[Tensor, Tensor]:
 
 
 def _nla(s: Pair) -> tuple[Tensor, Tensor]:
-    alpha_R = s.acceptance()
-    tiny = torch.finfo(alpha_R.dtype).tiny
-    _, gradient_RV = _tv(s)
-    factor_R = torch.where(alpha_R < tiny, 0.0, 1.0 / alpha_R.clamp(min=tiny))
-    return -alpha_R.clamp(min=tiny).log(), gradient_RV.mul_(factor_R.unsqueeze(-1))
+    tiny = torch.finfo(s.alpha_R.dtype).tiny
+    alpha_R, (_, gradient_RV) = s.alpha_R.clamp(min=tiny), _tv(s)
+    factor_R = torch.where(s.alpha_R < tiny, 0.0, 1.0 / alpha_R)
+    return -alpha_R.log(), gradient_RV.mul_(factor_R.unsqueeze(-1))
 
 
 def _lk(s: Pair, kl_weight: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
@@ -177,45 +169,45 @@ def _mixture(s: Pair, parts: tuple[tuple[Loss, float], ...]) -> tuple[Tensor, Te
 def divergence_score(
     by_step: Sequence[Loss], transform: Transform | None = None, *, finite: bool | None = None
 ) -> Score:
-    """Scores tiles of target and draft logits: loss and alpha, and the loss's gradient.
+    """Scores tiles of target and draft logits: loss and alpha, and the loss's gradient. by_step:
+    the loss of each step; finite: no logit is -inf, by default if there is no transform.
 
     A loss without a closed form runs by autograd, and so does the transform's own backward; both
     see logits whose largest is 0.
-
-    by_step: the loss of each step. finite: no logit is -inf; by default if there is no transform.
     """
     forms = [closed_form(loss) for loss in by_step]
     closed, finite = None not in forms, transform is None if finite is None else finite
     plain, many = closed and transform is None, BUFFERS + (len(forms) > 1)
+    change = transform or (lambda logits_RV: logits_RV)
 
     def score(
         p_logits_RV: Tensor, logits_SRV: Tensor, learn: bool, work: Workspace
     ) -> Iterator[Scored]:
         if not plain:
-            p_logits_RV = _changed(transform, centred(p_logits_RV))
+            p_logits_RV = change(centred(p_logits_RV))
         both = Pair(p_logits_RV, work.take(p_logits_RV, many), finite=finite) if closed else None
         for loss, form, logits_RV in zip(by_step, forms, logits_SRV, strict=True):
             leaf_RV = logits_RV if plain else centred(logits_RV).requires_grad_(learn)
             with torch.set_grad_enabled(learn):
-                q_logits_RV = _changed(transform, leaf_RV)
-                _check_vocabulary(p_logits_RV, q_logits_RV)
+                q_logits_RV = change(leaf_RV)
+                if p_logits_RV.shape != q_logits_RV.shape:
+                    raise ValueError(
+                        f"logits: got {p_logits_RV.shape[-1]} of the target and "
+                        f"{q_logits_RV.shape[-1]} of the draft, expected one vocabulary; let "
+                        "transform cut both to the tokenizer's size"
+                    )
                 output = q_logits_RV if closed else loss(p_logits_RV, q_logits_RV)
             if both is None or form is None:
                 alpha_R = acceptance(p_logits_RV, q_logits_RV.detach())
                 loss_R, gradient_RV = output.detach(), torch.ones_like(output)
             else:
-                pair = both.beside(q_logits_RV.detach())
-                alpha_R = pair.acceptance()
-                loss_R, gradient_RV = form(pair)
+                both.beside(q_logits_RV.detach())
+                alpha_R, (loss_R, gradient_RV) = both.alpha_R, form(both)
             if learn and output is not leaf_RV:
                 (gradient_RV,) = torch.autograd.grad(output, leaf_RV, gradient_RV)
             yield [loss_R, alpha_R], gradient_RV if learn else None
 
     return score
-
-
-def _changed(transform: Transform | None, logits_RV: Tensor) -> Tensor:
-    return logits_RV if transform is None else transform(logits_RV)
 
 
 def cross_entropy_score(tokens_N: Tensor) -> Score:
@@ -234,14 +226,6 @@ def cross_entropy_score(tokens_N: Tensor) -> Score:
         yield [loss_R], q_RV if learn else None
 
     return score
-
-
-def _check_vocabulary(p_logits_RV: Tensor, q_logits_RV: Tensor) -> None:
-    if p_logits_RV.shape != q_logits_RV.shape:
-        raise ValueError(
-            f"logits: got {p_logits_RV.shape[-1]} of the target and {q_logits_RV.shape[-1]} of "
-            "the draft, expected one vocabulary; let transform cut both to the tokenizer's size"
-        )
 
 
 CLOSED_FORMS: dict[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]] = {

@@ -44,12 +44,12 @@ def centred(logits_XV: Tensor) -> Tensor:
 
 
 def _log_probs(logits_XV: Tensor) -> Tensor:
-    log_XV = torch.log_softmax(full_precision(logits_XV), dim=-1)
+    log_XV = full_precision(logits_XV).log_softmax(-1)
     return log_XV.masked_fill(log_XV == -math.inf, LOG_ZERO)
 
 
 def _probs(logits_XV: Tensor) -> Tensor:
-    return torch.softmax(full_precision(logits_XV), dim=-1)
+    return full_precision(logits_XV).softmax(-1)
 
 
 def forward_kl(p_logits_XV: Tensor, q_logits_XV: Tensor) -> Tensor:
@@ -76,13 +76,10 @@ def jsd(p_logits_XV: Tensor, q_logits_XV: Tensor, beta: float = 0.5) -> Tensor:
     """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q: [..., V] twice -> [...].
 
     The generalised Jensen-Shannon divergence of GKD (2306.13649), in nats and finite whatever the
-    supports. beta lies strictly in (0, 1): at both ends this form is identically 0. Divided by
-    beta it tends to the forward KL for beta -> 0; divided by 1 - beta, to the reverse KL for
-    beta -> 1. So a small beta wants a larger learning rate.
-
-    Raises ValueError for a beta outside (0, 1).
+    supports. beta lies strictly in (0, 1), at whose ends it is identically 0: divided by beta it
+    tends to the forward KL for beta -> 0, by 1 - beta to the reverse KL for beta -> 1. So a small
+    beta wants a larger learning rate.
     """
-    _check_beta(beta)
     p_logits_XV = p_logits_XV.detach()
     log_p_XV, log_q_XV = _log_probs(p_logits_XV), _log_probs(q_logits_XV)
     log_m_XV = torch.logaddexp(log_p_XV + math.log(beta), log_q_XV + math.log1p(-beta))
@@ -123,7 +120,7 @@ def tvpp(p_logits_XV: Tensor, q_logits_XV: Tensor) -> Tensor:
 
 
 def nla(p_logits_XV: Tensor, q_logits_XV: Tensor) -> Tensor:
-    """-log alpha with alpha = sum_v min(p, q), in nats: [..., V] twice -> [...].
+    """-log alpha, in nats: [..., V] twice -> [...].
 
     Total variation's direction divided by alpha, so that it does not vanish where the draft is far
     off (the likelihood form in LK losses, 2602.23881). A position with alpha = 0 has no direction
@@ -137,22 +134,17 @@ def lk(p_logits_XV: Tensor, q_logits_XV: Tensor, kl_weight: float | Tensor = 1.0
     """w KL(p || q) + (1 - w) (1 - alpha), w = kl_weight: [..., V] twice -> [...].
 
     The hybrid of LK losses (2602.23881): it starts as the KL and becomes direct acceptance as w
-    falls; `lk_weight` gives the schedule. kl_weight is a number in [0, 1] or a tensor that
-    broadcasts to [...].
+    falls; `lk_weight` gives the schedule. A tensor w broadcasts to [...].
     """
     distance_X = tv(p_logits_XV, q_logits_XV)
     return kl_weight * forward_kl(p_logits_XV, q_logits_XV) + (1.0 - kl_weight) * distance_X
 
 
-def lk_weight(mean_alpha: float | Tensor, decay: float = 3.0, scale: float = 1.0) -> float | Tensor:
-    """The KL weight of `lk`: scale * exp(-decay * mean_alpha), without gradient.
-
-    mean_alpha is the mean acceptance over trained tokens (of this step, or of the last one: say
-    which where it is used). decay is 3 in NeMo Automodel and 1 in SpecForge.
+def lk_weight(mean_alpha: Tensor) -> Tensor:
+    """The KL weight of `lk`: exp(-3 a), a being the mean acceptance over trained tokens, without
+    gradient. 3 is NeMo Automodel's; SpecForge has 1.
     """
-    if isinstance(mean_alpha, Tensor):
-        return scale * torch.exp(-decay * mean_alpha.detach())
-    return scale * math.exp(-decay * mean_alpha)
+    return torch.exp(-3.0 * mean_alpha.detach())
 
 
 def mixture(
@@ -178,27 +170,28 @@ def agreement(p_logits_XV: Tensor, q_logits_XV: Tensor) -> Tensor:
 
 def cross_entropy(q_logits_XV: Tensor, tokens_X: Tensor) -> Tensor:
     """-log q(token), in nats: logits [..., V] and int64 tokens [...] -> [...]."""
-    log_q_XV = torch.log_softmax(full_precision(q_logits_XV), dim=-1)
-    log_q_X = log_q_XV.gather(-1, tokens_X.unsqueeze(-1)).squeeze(-1)
-    return -log_q_X.masked_fill(log_q_X == -math.inf, LOG_ZERO)
+    return -_log_probs(q_logits_XV).gather(-1, tokens_X.unsqueeze(-1)).squeeze(-1)
 
 
 def divergence(name: str, beta: float = 0.5, kl_weight: float | Tensor = 1.0) -> Loss:
-    """The loss called `name` as a function of (p_logits, q_logits) alone.
-
-    beta is read by `jsd`, kl_weight by `lk`. Raises ValueError for an unknown name, for a beta
-    outside (0, 1) and for a number kl_weight outside [0, 1].
+    """The loss called `name` as a function of (p_logits, q_logits) alone. beta is read by `jsd`,
+    kl_weight by `lk`. ValueError for an unknown name, a beta outside (0, 1) or a weight outside
+    [0, 1].
     """
     if name not in DIVERGENCES:
         raise ValueError(f"divergence: got {name!r}, expected one of {', '.join(DIVERGENCES)}")
     if name == "jsd":
-        _check_beta(beta)
+        if not 0.0 < beta < 1.0:
+            raise ValueError(
+                f"beta: got {beta}, expected a number strictly between 0 and 1; "
+                "for the limits use fkl (beta -> 0) or rkl (beta -> 1)"
+            )
         return partial(jsd, beta=beta)
     if name == "lk":
         if not isinstance(kl_weight, Tensor) and not 0.0 <= kl_weight <= 1.0:
             raise ValueError(
                 f"kl_weight: got {kl_weight}, expected a number in [0, 1]; "
-                "lk_weight(mean_alpha) with a scale of at most 1 gives one"
+                "lk_weight(mean_alpha) gives one"
             )
         return partial(lk, kl_weight=kl_weight)
     return DIVERGENCES[name]
@@ -206,50 +199,32 @@ def divergence(name: str, beta: float = 0.5, kl_weight: float | Tensor = 1.0) ->
 
 def parse_loss(text: str) -> dict[str, float]:
     """The weight of each part of a loss as recipes spell it: "fkl", "0.5*ce+0.5*tv", "rkl+0.2*ce".
-
-    Parts are keys of `DIVERGENCES`, or ce, cross-entropy with the text itself. Raises ValueError
-    for anything else, and for weights that aren't above 0.
+    Parts are keys of `DIVERGENCES`, or ce, cross-entropy with the text itself; ValueError for
+    anything else, and for weights that aren't above 0.
     """
     weights: dict[str, float] = {}
     for term in text.replace(" ", "").split("+"):
         weight, _, name = term.rpartition("*")
-        if name not in ("ce", *DIVERGENCES) or name in weights or not _positive(weight or "1"):
+        try:
+            number = float(weight or 1)
+        except ValueError:
+            number = 0.0
+        if name not in ("ce", *DIVERGENCES) or name in weights or not 0 < number < math.inf:
             raise ValueError(
                 f"loss: got {text!r}, expected one of ce, {', '.join(DIVERGENCES)}, or a sum of "
                 "them with weights above 0, each once, like 0.5*ce+0.5*fkl"
             )
-        weights[name] = float(weight or 1)
+        weights[name] = number
     return weights
 
 
-def _positive(number: str) -> bool:
-    try:
-        return 0 < float(number) < math.inf
-    except ValueError:
-        return False
-
-
 def mixed(weights: Mapping[str, float], kl_weight: float | Tensor = 1.0, beta: float = 0.5) -> Loss:
-    """The weighted sum of the named losses as a function of (p_logits, q_logits) alone.
-
-    Raises ValueError for an unknown name, and for weights that aren't positive.
+    """The weighted sum of the named losses as a function of (p_logits, q_logits) alone; errors as
+    in `divergence`.
     """
-    if not weights or min(weights.values()) <= 0:
-        raise ValueError(
-            f"loss: got the weights {dict(weights)}, expected a number above 0 for each of its "
-            "parts; leave out what isn't wanted"
-        )
     parts = tuple((divergence(name, beta, kl_weight), w) for name, w in weights.items())
     alone = len(parts) == 1 and parts[0][1] == 1.0
     return parts[0][0] if alone else partial(mixture, parts=parts)
-
-
-def _check_beta(beta: float) -> None:
-    if not 0.0 < beta < 1.0:
-        raise ValueError(
-            f"beta: got {beta}, expected a number strictly between 0 and 1; "
-            "for the limits use fkl (beta -> 0) or rkl (beta -> 1)"
-        )
 
 
 DIVERGENCES: dict[str, Callable[..., Tensor]] = {

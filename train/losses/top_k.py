@@ -1,7 +1,7 @@
 """The losses against a target of which only the likeliest tokens are known, in bounded memory.
 
 A row knows the log-probabilities of J tokens and, as one bucket, of all the rest. The draft is put
-into the same J + 1 buckets, and any loss of `losses.py` compares the two small distributions; one
+into the same J + 1 buckets, and any loss of `pure.py` compares the two small distributions; one
 whose slopes in the buckets are g has in the draft's logits the gradient
 
     dz_v = g_j                    where v is the listed token j
@@ -25,19 +25,13 @@ from torch import Tensor
 
 from draftsmith.decode.serve.top_k import bucketed
 from draftsmith.train.losses.chunked import Divergence, Side, bounded
-from draftsmith.train.losses.closed_form import (
-    Score,
-    Scored,
-    Transform,
-    Workspace,
-    divergence_score,
-)
+from draftsmith.train.losses.closed_form import Scored, Transform, Workspace, divergence_score
 from draftsmith.train.losses.pure import Loss, centred
 
 
 @dataclass(frozen=True)
 class TopKRows:
-    """The target's distributions at N positions as its likeliest tokens (`TargetRows`).
+    """The target's distributions at N positions as its likeliest tokens.
 
     Args:
         ids_NJ: int64, the listed tokens. A row with fewer than J repeats its first one: from the
@@ -60,9 +54,7 @@ class TopKRows:
         """sum_n weight_n * loss(p_n, q_n) over the buckets, q being the draft's states and head.
 
         transform: logits [R, V] in fp32 -> logits [R, V'], of the draft's; the target's have had
-            theirs. The rest, types, memory and what is returned as in `chunked_divergence`.
-
-        Raises ValueError for shapes that don't fit, and what `chunked_divergence` raises.
+            theirs. The rest, types, memory, result and errors as in `chunked_divergence`.
         """
         ids_NJ, log_p_NB, rows = self.ids_NJ, self.log_p_NB.detach(), len(q[0])
         if len(ids_NJ) != rows or log_p_NB.shape != (rows, ids_NJ.shape[1] + 1):
@@ -71,36 +63,31 @@ class TopKRows:
                 f"{tuple(log_p_NB.shape)}, expected [{rows}, J] and [{rows}, J + 1]; the last "
                 "column is the rest's"
             )
-        score = sparse_score(loss, ids_NJ, log_p_NB, transform)
+        compare = divergence_score([loss], finite=False)
+
+        def score(
+            rows_R: Tensor, logits_1RV: Tensor, learn: bool, work: Workspace
+        ) -> Iterator[Scored]:
+            ids_RJ, log_p_RB = ids_NJ[rows_R], log_p_NB[rows_R]
+            leaf_RV = centred(logits_1RV[0]).requires_grad_(learn)
+            with torch.set_grad_enabled(learn):
+                q_logits_RV = leaf_RV if transform is None else transform(leaf_RV)
+            q_RB, rest_RV = bucketed(q_logits_RV.detach(), ids_RJ)
+            ((scores, slope_RB),) = compare(log_p_RB.to(q_RB.dtype), q_RB[None], learn, work)
+            slope_RV = None
+            if slope_RB is not None:
+                q_rest_R1 = q_RB[:, -1:]
+                rest_RV.sub_(q_rest_R1.masked_fill(q_rest_R1 == -math.inf, 0.0)).exp_()
+                slope_RV = rest_RV.mul_(slope_RB[:, -1:])
+                slope_RV.scatter_add_(-1, ids_RJ, slope_RB[:, :-1])
+                if q_logits_RV is not leaf_RV:
+                    (slope_RV,) = torch.autograd.grad(q_logits_RV, leaf_RV, slope_RV)
+            yield scores, slope_RV
+
         total, scores_21N = bounded(score, 2, [q[0]], q[1], None, weight_N[None], chunk=chunk)
-        return Divergence(total, *scores_21N.squeeze(1))
+        return Divergence(total, *scores_21N[:, 0])
 
     def first(self, k: int) -> "TopKRows":
         """The same with the first k tokens listed alone."""
         rest_N1 = self.log_p_NB[:, k:].logsumexp(-1, keepdim=True)
         return TopKRows(self.ids_NJ[:, :k], torch.cat([self.log_p_NB[:, :k], rest_N1], -1))
-
-
-def sparse_score(
-    loss: Loss, ids_NJ: Tensor, log_p_NB: Tensor, transform: Transform | None
-) -> Score:
-    """Scores tiles of draft logits against the rows whose numbers it is given."""
-    compare = divergence_score([loss], finite=False)
-
-    def score(rows_R: Tensor, logits_1RV: Tensor, learn: bool, work: Workspace) -> Iterator[Scored]:
-        ids_RJ, log_p_RB = ids_NJ[rows_R], log_p_NB[rows_R]
-        leaf_RV = centred(logits_1RV[0]).requires_grad_(learn)
-        with torch.set_grad_enabled(learn):
-            q_logits_RV = leaf_RV if transform is None else transform(leaf_RV)
-        q_RB, rest_RV = bucketed(q_logits_RV.detach(), ids_RJ)
-        ((scores, slope_RB),) = compare(log_p_RB.to(q_RB.dtype), q_RB[None], learn, work)
-        if slope_RB is None:
-            yield scores, None
-            return
-        share_RV = rest_RV.sub_(q_RB[:, -1:].masked_fill(q_RB[:, -1:] == -math.inf, 0.0)).exp_()
-        slope_RV = share_RV.mul_(slope_RB[:, -1:]).scatter_add_(-1, ids_RJ, slope_RB[:, :-1])
-        if q_logits_RV is not leaf_RV:
-            (slope_RV,) = torch.autograd.grad(q_logits_RV, leaf_RV, slope_RV)
-        yield scores, slope_RV
-
-    return score

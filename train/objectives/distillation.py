@@ -6,7 +6,7 @@ Legend: B rows, T positions, N = B * T, H hidden size of the draft, V vocabulary
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,21 +15,19 @@ from transformers import PreTrainedModel
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import check_split, cut_rows, output_head, without_bias
 from draftsmith.train.losses.chunked import Divergence, Side, chunked_cross_entropy
-from draftsmith.train.losses.pure import agreement, forward_kl, lk_weight, mixed, parse_loss
-from draftsmith.train.objectives.token_selection import (
-    Weighting,
-    check,
-    compares,
-    depth_weights,
-    kept,
-    selected,
+from draftsmith.train.losses.pure import (
+    agreement,
+    divergence,
+    forward_kl,
+    lk_weight,
+    mixed,
+    parse_loss,
 )
+from draftsmith.train.objectives.token_selection import Weighting, check, depth_weights, selected
 from draftsmith.train.run.loop import Objective, StepOutput
 from draftsmith.train.scoring.joint import AcceptanceLoss
 from draftsmith.train.teachers.teachers import TargetRows, Teacher
 from draftsmith.train.text.batches import Batch
-
-FKL = {"fkl": 1.0}
 
 
 class NextToken(Objective):
@@ -40,11 +38,9 @@ class NextToken(Objective):
         self.model = model
 
     def forward(self, batch: Batch) -> StepOutput:
-        hidden_NH, head_VH = hidden_and_head(self.model, batch)
-        next_N = batch.input_ids.roll(-1, dims=1).flatten()
-        weight_N = batch.loss_mask.flatten().float()
-        total, _ = chunked_cross_entropy(hidden_NH, head_VH, next_N, weight_N)
-        return StepOutput(total, weight_N.sum(), {})
+        next_N, weight_N = batch.input_ids.roll(-1, 1).flatten(), batch.loss_mask.flatten().float()
+        q = hidden_and_head(self.model, batch)
+        return StepOutput(chunked_cross_entropy(*q, next_N, weight_N)[0], weight_N.sum(), {})
 
 
 @dataclass(kw_only=True)
@@ -57,29 +53,20 @@ class Losses:
     second_from: float = 0.5
 
 
-class Stages(NamedTuple):
-    """parts: the weights of a loss's parts by the step that each stage begins at; beta: of jsd."""
-
-    parts: dict[int, dict[str, float]]
-    beta: float
+# The weights of a loss's parts by the step that each stage begins at; beta of jsd.
+Stages = tuple[dict[int, dict[str, float]], float]
 
 
 class Distillation(Objective):
     """A divergence of the draft from the target, after the one transform on both sides.
 
-    Args:
-        draft: trained.
-        teacher: gives the target's distributions.
-        loss: by the stages of the run.
-        vocab_size: tokens of the tokenizer; logits beyond are padding.
-        warp: temperature, top-k and top-p of the comparison. At temperature 0 the distributions are
-            compared as they are, and alpha is the agreement of the argmaxes (in `measure`).
-        weighting: which tokens count; None: all alike.
-        reference: the frozen reference draft, where the weighting compares with one.
-        head: an acceptance head that is trained along, on all trained tokens.
+    vocab_size: tokens of the tokenizer; logits beyond are padding. warp: temperature, top-k and
+    top-p of the comparison; at temperature 0 the distributions are compared as they are, and alpha
+    is the agreement of the argmaxes (in `measure`). weighting: which tokens count; None: all alike.
+    reference: the frozen draft that the weighting compares with, where it does. head: an acceptance
+    head that is trained along, on all trained tokens.
 
-    Raises:
-        ValueError: an unknown loss, or a draft whose logits aren't one product of its last state.
+    ValueError for a wrong weighting, or a draft whose logits aren't one product of its last state.
 
     `lk` weighs its KL by the mean alpha of the step before, over all processes and micro-batches
     (the first step by 1); the paper's code takes the alpha of the same micro-batch. `by_depth`
@@ -104,17 +91,13 @@ class Distillation(Objective):
         head: AcceptanceLoss | None = None,
     ) -> None:
         super().__init__()
-        # What is wrong with them shows now, not at the first step.
-        self.stages, self.beta = loss
-        for parts in self.stages.values():
-            mixed({name: w for name, w in parts.items() if name != "ce"} or FKL, beta=self.beta)
         self.weighting = weighting or Weighting()
         check(self.weighting)
         check_split(draft)
+        self.stages, self.beta = loss
         self.draft, self.head = draft, head
         self._teacher, self._reference = teacher, (reference,)
-        self.vocab_size = vocab_size
-        self.warp = warp
+        self.vocab_size, self.warp = vocab_size, warp
         self.register_buffer("mean_alpha", torch.zeros(()))
         if self.weighting.by_depth:
             self.register_buffer("mean_worth", torch.ones(()))
@@ -125,26 +108,35 @@ class Distillation(Objective):
         return "tokens.select" if self.weighting.select else ""
 
     def tokens(self, batch: Batch) -> int:
-        return kept(self.weighting, batch)
+        """ValueError where `tokens.keep` leaves none."""
+        tokens, keep = super().tokens(batch), self.weighting.keep
+        count = int(keep * tokens) if self.weighting.select else tokens
+        if tokens and not count:
+            raise ValueError(
+                f"tokens.keep: got {keep} of the {tokens} trained tokens in examples "
+                f"{list(batch.rows)}, which leaves none; raise keep or batch_size"
+            )
+        return count
 
     def forward(self, batch: Batch) -> StepOutput:
-        parts = self._parts()
         counts = self.weighting.select or self.weighting.by_depth
-        asked = counts or self.head is not None or parts.keys() != {"ce"}
-        with torch.no_grad():
-            rows = self._teacher(batch) if asked else None
+        rows: Any = None
+        if counts or self.head is not None or self._parts().keys() != {"ce"}:
+            with torch.no_grad():
+                rows = self._teacher(batch)
         q = self._draft_side(self.draft, batch)
-        weight_N = self._weights(batch, rows, q) if counts else batch.loss_mask.flatten().float()
+        weight_N = batch.loss_mask.flatten().float()
+        if counts:
+            weight_N = self._weights(batch, rows, q)
         metrics = {}
         if self.weighting.by_depth:
             metrics["worth"] = weight_N.sum()
             weight_N = weight_N / self.mean_worth
-        loss, alpha_N = self._score(parts, batch, rows, q, weight_N)
+        loss, alpha_N = self._score(batch, rows, q, weight_N)
         if alpha_N is not None:
             metrics["alpha"] = (alpha_N * (weight_N > 0)).sum()
         tokens = self.tokens(batch)
         if self.head is not None:
-            assert rows is not None, "a head asks for the target"
             mean = self.head(rows, q, batch.loss_mask.flatten(), self.warp.transform)
             loss = loss + self.head.weight * tokens * mean
             metrics["head"] = tokens * mean.detach()
@@ -152,58 +144,44 @@ class Distillation(Objective):
 
     @torch.no_grad()
     def measure(self, batch: Batch, teacher: Teacher | None = None) -> StepOutput:
-        """The loss on all trained tokens, alpha, and the share where the argmaxes agree.
-
-        teacher: for text that the one of training doesn't know.
+        """The loss on all trained tokens, alpha, and where the argmaxes agree. teacher: for text
+        that the one of training doesn't know.
         """
-        parts, rows = self._parts(), (teacher or self._teacher)(batch)
-        q, weight_N = self._draft_side(self.draft, batch), batch.loss_mask.flatten().float()
-        loss, alpha_N = self._score(parts, batch, rows, q, weight_N)
-        if alpha_N is None:
-            alpha_N = rows.divergence(forward_kl, q, weight_N, self.warp.transform).alpha_N
-        agreeing = rows.divergence(agreement, q, weight_N, self.warp.transform).total
-        alpha = agreeing if self.warp.greedy else alpha_N.sum()
-        metrics = {"alpha": alpha, "agreement": agreeing}
-        return StepOutput(loss, batch.loss_mask.sum(), metrics)
+        rows, weight_N = (teacher or self._teacher)(batch), batch.loss_mask.flatten().float()
+        q = self._draft_side(self.draft, batch)
+        loss, _ = self._score(batch, rows, q, weight_N)
+        found = rows.divergence(agreement, q, weight_N, self.warp.transform)
+        alpha = found.total if self.warp.greedy else found.alpha_N.sum()
+        return StepOutput(loss, batch.loss_mask.sum(), {"alpha": alpha, "agreement": found.total})
 
     def observe(self, means: dict[str, float]) -> None:
         self.steps_done += 1
-        if "alpha" in means:
-            self.mean_alpha.fill_(means["alpha"])
-        if "worth" in means:
-            self.mean_worth.fill_(means["worth"])
+        for name in {"alpha", "worth"} & means.keys():
+            self.get_buffer(f"mean_{name}").fill_(means[name])
 
     def _parts(self) -> dict[str, float]:
         """The loss of the stage that the run is in."""
-        started = [first for first in self.stages if first <= int(self.steps_done)]
-        return self.stages[max(started)]
+        return self.stages[max(first for first in self.stages if first <= int(self.steps_done))]
 
     def _score(
-        self,
-        parts: dict[str, float],
-        batch: Batch,
-        rows: TargetRows | None,
-        q: Side,
-        weight_N: Tensor,
+        self, batch: Batch, rows: Any, q: Side, weight_N: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """The loss's sum, and alpha of each position where the loss has to do with the target."""
-        of_target = {name: weight for name, weight in parts.items() if name != "ce"}
-        total, alpha_N = weight_N.new_zeros(()), None
+        parts, total = self._parts(), weight_N.new_zeros(())
         if "ce" in parts:
-            next_N = batch.input_ids.roll(-1, dims=1).flatten()
+            next_N = batch.input_ids.roll(-1, 1).flatten()
             total = total + parts["ce"] * chunked_cross_entropy(*q, next_N, weight_N)[0]
-        if of_target:
-            assert rows is not None, parts
-            loss = mixed(of_target, lk_weight(self.mean_alpha), self.beta)
-            scored = rows.divergence(loss, q, weight_N, self.warp.transform)
-            total, alpha_N = total + scored.total, scored.alpha_N
-        return total, alpha_N
+        of_target = {name: weight for name, weight in parts.items() if name != "ce"}
+        if not of_target:
+            return total, None
+        loss = mixed(of_target, lk_weight(self.mean_alpha), self.beta)
+        scored = rows.divergence(loss, q, weight_N, self.warp.transform)
+        return total + scored.total, scored.alpha_N
 
     @torch.no_grad()
-    def _weights(self, batch: Batch, rows: TargetRows | None, q: Side) -> Tensor:
+    def _weights(self, batch: Batch, rows: TargetRows, q: Side) -> Tensor:
         """What each position counts."""
-        assert rows is not None, "a weighting asks for the target"
-        mask_N = batch.loss_mask.flatten()
+        mask_N, select = batch.loss_mask.flatten(), self.weighting.select
 
         def scored(side: Side) -> Divergence:
             return rows.divergence(forward_kl, side, mask_N.float(), self.warp.transform)
@@ -212,13 +190,12 @@ class Distillation(Objective):
             alpha_BT = scored(q).alpha_N.view_as(batch.loss_mask)
             return depth_weights(alpha_BT, batch.loss_mask, self.weighting.by_depth).flatten()
         loss_N = reference_N = torch.zeros(len(mask_N), device=mask_N.device)
-        if self.weighting.select in ("adaspec", "bottom"):
+        if select in ("adaspec", "bottom"):
             loss_N = scored(q).loss_N
-        if compares(self.weighting):
+        if select != "random":
             assert self._reference[0] is not None, "no reference draft"
             reference_N = scored(self._draft_side(self._reference[0], batch)).loss_N
-        count = self.tokens(batch)
-        return selected(self.weighting.select, count, mask_N, loss_N, reference_N)
+        return selected(select, self.tokens(batch), mask_N, loss_N, reference_N)
 
     def _draft_side(self, draft: PreTrainedModel, batch: Batch) -> Side:
         hidden_NH, head_VH = hidden_and_head(draft, batch)
@@ -226,7 +203,9 @@ class Distillation(Objective):
 
 
 def stages(loss: Losses, steps: int) -> Stages:
-    """The stages of a run of so many steps. ValueError: an unknown loss, or a stage without any."""
+    """The stages of a run of so many steps. ValueError: an unknown loss, a beta that jsd hasn't, or
+    a stage without any step.
+    """
     found = {0: parse_loss(loss.name)}
     if loss.second:
         first = round(loss.second_from * steps)
@@ -236,10 +215,12 @@ def stages(loss: Losses, steps: int) -> Stages:
                 f"{steps - first} of {steps} steps; expected some for each stage"
             )
         found[first] = parse_loss(loss.second)
-    return Stages(found, loss.beta)
+    if any("jsd" in parts for parts in found.values()):
+        divergence("jsd", loss.beta)  # what is wrong with it shows now
+    return found, loss.beta
 
 
-def hidden_and_head(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+def hidden_and_head(model: PreTrainedModel, batch: Batch) -> Side:
     """The states [N, H] that `model`'s head [V, H] turns into logits."""
     body, head_VH, bias_V = output_head(model)
     hidden_BTH = body(

@@ -2,25 +2,21 @@
 
 Depth d of a head is the token d + 2 after the one whose state it read: 0 is the first it drafts.
 
-What runs of a kind are known to reach, so that a broken one is noticed.
-
-Figures that others published, for chat models of 7 to 8 billion parameters on chat or mathematics.
-Runs differ in the number of drafted tokens, so a tau is turned into the acceptance a drafted token
-that a chain of K would need for it, were it the same at each: tau = 1 + a + ... + a^K.
+A result is held against what others published for chat models of 7 to 8 billion parameters on chat
+or mathematics, so that a broken run is noticed. Runs differ in the number of drafted tokens, so a
+tau is turned into the acceptance a drafted token that a chain of K would need for it, were it the
+same at each: tau = 1 + a + ... + a^K.
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.models.fingerprint import fingerprint
@@ -31,7 +27,7 @@ from draftsmith.train.objectives.heldout import HeldOut
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.loop import Result, StepOutput
 from draftsmith.train.run.settings import Settings
-from draftsmith.train.text.batches import Batch, Batches, Examples
+from draftsmith.train.text.batches import Batch, Batches
 from draftsmith.train.text.on_policy import Text
 
 
@@ -46,19 +42,14 @@ def check_context(text: Text, head: Head) -> None:
 
 
 def evaluate_head(
-    heldout: HeldOut,
-    measure: Callable[[Batch], StepOutput],
-    drafter: Drafter,
-    K: int,
-    tree: str,
+    heldout: HeldOut, measure: Callable[[Batch], StepOutput], drafter: Drafter, K: int, tree: str
 ) -> dict[str, float]:
     """Held-out figures of a head: `loss`, and `alpha_d` and `top1_d` of each depth, as means over
     the pairs at that depth; `tau`, decoded; and `tau_estimate`, what a chain would reach if
     acceptance at each depth were independent: 1 + sum_k prod_{d < k} alpha_d (top1_d if greedy).
     alpha_d is always that of temperature 1, which heads are trained at; tau is as held out.
 
-    measure: the objective's, gives the sums alpha_d, top1_d and count_d; drafter: around a copy of
-    the head as it is now.
+    measure: the objective's; drafter: around a copy of the head as it is now.
     """
     means = heldout.means(measure)
     estimate = along = 1.0
@@ -70,28 +61,23 @@ def evaluate_head(
         means |= {f"alpha_{depth}": alpha / pairs, f"top1_{depth}": top1 / pairs}
         along *= (alpha if heldout.params.temperature else top1) / pairs
         estimate += along if depth < K else 0.0
-    tau = heldout.tau(drafter, K, tree)
-    return means | {"tau_estimate": estimate, "tau": tau}
+    return means | {"tau_estimate": estimate, "tau": heldout.tau(drafter, K, tree)}
 
 
-def kept_figures(run: Run, ended: Result) -> dict[str, Any]:
-    """For the provenance: what `evaluate_head` found for the weights that were kept."""
-    lines = run.metrics.read_text("utf-8").splitlines()
+def kept_figures(
+    run: Run, ended: Result, settings: Settings, batches: Batches, processes: int
+) -> dict[str, Any]:
+    """For the provenance: figures of the weights that were kept, and how many examples it took."""
     found: dict[str, float] = {}
-    for record in map(json.loads, lines):
+    for record in map(json.loads, run.metrics.read_text("utf-8").splitlines()):
         found |= record if record["step"] == ended.best_step else {}
-    depths = takewhile(lambda depth: f"eval_alpha_{depth}" in found, count())
-    by_depth = [found[f"eval_alpha_{depth}"] for depth in depths]
+    depths = takewhile(found.__contains__, (f"eval_alpha_{depth}" for depth in count()))
+    by_depth = [found[depth] for depth in depths]
     assert by_depth, f"{run.metrics} lacks the evaluation after step {ended.best_step}"
-    return {"acceptance": by_depth[0], "acceptance_by_depth": by_depth, "tau": found["eval_tau"]}
-
-
-def samples_seen(
-    settings: Settings, examples: Examples, batches: Batches, ended: Result, processes: int
-) -> int:
-    """How many different examples a run was trained on."""
     sequences = ended.steps * settings.batch_size * settings.accumulation * processes
-    return int(min(1.0, sequences / len(batches)) * len(examples))
+    samples = int(min(1.0, sequences / len(batches)) * len(batches.examples))
+    figures = {"acceptance": by_depth[0], "acceptance_by_depth": by_depth}
+    return figures | {"tau": found["eval_tau"], "samples": samples}
 
 
 def save_head(
@@ -105,10 +91,9 @@ def save_head(
     target_path: str,
     made: dict[str, Any],
 ) -> None:
-    """A drafter folder for `target` in `dtype`; prints the line that serves it.
-
-    made: the provenance (`result.made_by`, with `acceptance`); where it has `samples`, a result far
-    below what others reached on as many is told. target_path: where the target is.
+    """A drafter folder for the target at `target_path`; prints the line that serves it, and whether
+    the result is far below what others reached on as many samples. made: the provenance
+    (`result.made_by`), with `acceptance`, `tau`, `samples`, and `coverage` of a draft vocabulary.
     """
     # Whole numbers, such as the maps of a draft vocabulary, keep their type.
     head.to("cpu", getattr(torch, dtype))
@@ -123,19 +108,16 @@ def save_head(
         defaults={"K": K},
     )
     print(serve_line(folder, head.kind, target_path))
-    if "samples" in made:
-        figures = {"tau": made["tau"], "K": K, "first": made["acceptance"]}
-        coverage = made.get("coverage", 1.0)
-        told = compare(head.kind, made["samples"], **figures, coverage=coverage)
-        if told:
-            print(f"warning: {told}")
+    figures = {"tau": made["tau"], "K": K, "first": made["acceptance"]}
+    told = compare(head.kind, made["samples"], **figures, coverage=made.get("coverage", 1.0))
+    if told:
+        print(f"warning: {told}")
 
 
 FAR_BELOW = 0.6  # of the known acceptance
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """samples: dialogues trained on; first: acceptance of the first drafted token, 0 where it isn't
     told; tau: by chains of K tokens, 0 where it isn't told. Where a source leaves out K it is 3,
     the tools' own default.
@@ -143,100 +125,33 @@ class Known:
 
     kind: str
     samples: int
-    what: str
-    source: str
     first: float = 0.0
     tau: float = 0.0
     K: int = 3
 
 
-KNOWN = (
-    Known(
-        "eagle3",
-        5_000,
-        "a tutorial's run on 5k samples (P-EAGLE)",
-        "vllm-project/speculators, docs/user_guide/tutorials/train.md",
-        first=0.40,
-        tau=1.53,
+# With what it was, and its source.
+KNOWN = {
+    Known("eagle3", 5_000, first=0.40, tau=1.53): (
+        "a tutorial's run on 5k samples (P-EAGLE) (vllm-project/speculators, "
+        "docs/user_guide/tutorials/train.md)"
     ),
-    Known(
-        "eagle3",
-        50_000,
-        "50k ShareGPT dialogues x 5 epochs, Qwen2.5-7B on GSM8K",
-        "sgl-project/SpecForge issue 128",
-        tau=1.9,
+    Known("eagle3", 50_000, tau=1.9): (
+        "50k ShareGPT dialogues x 5 epochs, Qwen2.5-7B on GSM8K (sgl-project/SpecForge issue 128)"
     ),
-    Known(
-        "eagle3",
-        532_000,
-        "the official head of Llama-3.1-8B (ShareGPT and UltraChat) on MT-bench",
-        "sgl-project/SpecForge, docs/spec_bundle",
-        tau=2.93,
+    Known("eagle3", 532_000, tau=2.93): (
+        "the official head of Llama-3.1-8B (ShareGPT and UltraChat) on MT-bench "
+        "(sgl-project/SpecForge, docs/spec_bundle)"
     ),
-    Known(
-        "eagle1",
-        68_000,
-        "ShareGPT x 20 epochs: Vicuna-7B's first token, LLaMA2-Chat-7B's greedy chain",
-        "arXiv 2401.15077",
-        first=0.79,
-        tau=3.0,
-        K=5,
+    Known("eagle1", 68_000, first=0.79, tau=3.0, K=5): (
+        "ShareGPT x 20 epochs: Vicuna-7B's first token, LLaMA2-Chat-7B's greedy chain "
+        "(arXiv 2401.15077)"
     ),
-    Known(
-        "medusa",
-        60_000,
-        "ShareGPT x 2 epochs, Vicuna-7B, top-1 of the first head (then .32, .20, .15)",
-        "FasterDecoding/Medusa, the log of its released run",
-        first=0.56,
+    Known("medusa", 60_000, first=0.56): (
+        "ShareGPT x 2 epochs, Vicuna-7B, top-1 of the first head (then .32, .20, .15) "
+        "(FasterDecoding/Medusa, the log of its released run)"
     ),
-)
-
-
-def acceptance(tau: float, K: int) -> float:
-    """a in [0, 1] with 1 + a + ... + a^K = tau, by halving."""
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        below = sum(middle**k for k in range(K + 1)) < tau
-        low, high = (middle, high) if below else (low, middle)
-    return low
-
-
-def compare(
-    kind: str, samples: int, *, tau: float, K: int, first: float, coverage: float = 1.0
-) -> str | None:
-    """A warning where a run accepts under 60% of what runs of its kind on no more samples did.
-
-    None where it does better, or where none on so few samples is known. samples: different examples
-    that it was trained on; tau: held-out, by chains of K tokens (of a tree it is more, so less is
-    noticed); first: held-out acceptance of the first drafted token; coverage: share of the text
-    that the draft vocabulary has.
-    """
-    smaller = [known for known in KNOWN if known.kind == kind and known.samples <= samples]
-    if not smaller:
-        return None
-    known = max(smaller, key=lambda known: known.samples)
-    pairs = {"of the first drafted token": (first, known.first)}
-    if known.tau:
-        mean = acceptance(tau, K), acceptance(known.tau, known.K)
-        pairs[f"a drafted token (tau {tau:.2f}, K={K})"] = mean
-    low = [
-        f"{got:.2f} {name}, expected about {want:.2f}"
-        for name, (got, want) in pairs.items()
-        if got < FAR_BELOW * want
-    ]
-    if not low:
-        return None
-    causes = list(CAUSES)
-    if coverage < 0.95:
-        causes.insert(0, f"a draft vocabulary that covers only {coverage:.1%} of the text")
-    return (
-        f"acceptance is far below what such runs reach: got {'; '.join(low)}, as {known.what} "
-        f"({known.source}). That is a chat model of 7 to 8 billion parameters; a smaller target or "
-        f"other text may differ. Likely causes: {'; '.join(causes)}"
-    )
-
-
+}
 CAUSES = (
     "taps in another counting of layers, or states before the final norm where those after it are "
     "meant (models/taps.py)",
@@ -246,3 +161,40 @@ CAUSES = (
     "a head made elsewhere that pairs states and tokens with another shift",
     "too few steps for the samples, or a learning rate that is too low for this size",
 )
+
+
+def acceptance(tau: float, K: int) -> float:
+    """a in [0, 1] with 1 + a + ... + a^K = tau, to 2^-40."""
+    one = 2**40
+    found = bisect_left(range(one), tau, key=lambda i: sum((i / one) ** k for k in range(K + 1)))
+    return found / one
+
+
+def compare(
+    kind: str, samples: int, *, tau: float, K: int, first: float, coverage: float = 1.0
+) -> str | None:
+    """A warning where a run accepts under 60% of what runs of its kind on no more samples did; None
+    where it does better, or where none on so few samples is known.
+
+    samples: different examples that it was trained on; tau: held-out, by chains of K tokens (of a
+    tree it is more, so less is noticed); first: held-out acceptance of the first drafted token;
+    coverage: share of the text that the draft vocabulary has.
+    """
+    smaller = [known for known in KNOWN if known.kind == kind and known.samples <= samples]
+    if not smaller:
+        return None
+    known = max(smaller)  # of one kind, so by samples
+    mean = acceptance(tau, K), acceptance(known.tau, known.K)  # 0 where it isn't told
+    pairs = {"of the first drafted token": (first, known.first)}
+    pairs[f"a drafted token (tau {tau:.2f}, K={K})"] = mean
+    short = {name: pair for name, pair in pairs.items() if pair[0] < FAR_BELOW * pair[1]}
+    low = [f"{got:.2f} {name}, expected about {want:.2f}" for name, (got, want) in short.items()]
+    if not low:
+        return None
+    few = f"a draft vocabulary that covers only {coverage:.1%} of the text"
+    causes = [few, *CAUSES] if coverage < 0.95 else CAUSES
+    return (
+        f"acceptance is far below what such runs reach: got {'; '.join(low)}, as {KNOWN[known]}. "
+        "That is a chat model of 7 to 8 billion parameters; a smaller target or other text may "
+        f"differ. Likely causes: {'; '.join(causes)}"
+    )

@@ -11,7 +11,7 @@ size, V vocabulary, D depths.
 """
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.models.heads.head import Head
 from draftsmith.models.target import check_split, cut_rows, split_head
 from draftsmith.models.tokenizer import vocab_size
-from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_divergence
-from draftsmith.train.losses.pure import Loss, agreement, divergence, lk_weight
+from draftsmith.train.losses.chunked import Side, chunked_cross_entropy, chunked_divergence
+from draftsmith.train.losses.pure import agreement, divergence, lk_weight
 from draftsmith.train.run.loop import Objective, StepOutput
 from draftsmith.train.teachers.states import OnlineTaps, States
 from draftsmith.train.text.batches import Batch
@@ -35,27 +35,11 @@ def trained_pairs(batch: Batch, depth: int) -> Tensor:
     return batch.loss_mask[:, at:] & same_BS
 
 
-class Compared(NamedTuple):
-    """One depth, flat: the head's states and rows, the target's, the tokens, which pairs count."""
-
-    q_hidden_NH: Tensor
-    q_head_VH: Tensor
-    p_hidden_NH: Tensor
-    p_head_VH: Tensor
-    tokens_N: Tensor
-    mask_N: Tensor
-
-
 class OnStates(Objective):
-    """What objectives of heads share. Only the head is a submodule: the target stays as it is.
+    """What objectives of heads share. Only the head, bound to the frozen target, is a submodule.
 
-    Args:
-        head: trained, and bound to the target.
-        target: frozen, on the same device.
-        states: the target's states of a training batch; held-out ones are always computed.
-        depths: how many have a mean alpha.
-
-    Raises ValueError for a target whose logits aren't one product.
+    states: the target's of a training batch; held-out ones are always computed. depths: how many
+    have a mean alpha. Raises ValueError for a target whose logits aren't one product.
     """
 
     mean_alpha_D: Tensor  # of the step before
@@ -79,8 +63,7 @@ class OnStates(Objective):
 
     def observe(self, means: dict[str, float]) -> None:
         for depth in range(len(self.mean_alpha_D)):
-            pairs = means.get(f"count_{depth}")
-            alpha = means.get(f"{self.alpha_name}_{depth}")
+            pairs, alpha = (means.get(f"{name}_{depth}") for name in ("count", self.alpha_name))
             if pairs and alpha is not None:
                 self.mean_alpha_D[depth] = alpha / pairs
 
@@ -89,13 +72,10 @@ class HeadObjective(OnStates):
     """sum_d decay^d sum_t loss(t, d) over the trained pairs; one normaliser for all depths, the
     trained tokens of the step.
 
-    Args beyond `OnStates` (the head gives `head_VH(depth)`, the LM head of each depth):
-        loss: "ce", cross-entropy with the text's token, or a key of `pure.DIVERGENCES` with the
-            target's distribution. `lk` weighs its KL at each depth by the mean alpha of that depth
-            in the step before (the first step by 1).
-        decay: of the weights over depth.
-
-    Raises ValueError for an unknown loss too.
+    loss, beyond the arguments of `OnStates`: "ce", cross-entropy with the text's token, or a key of
+    `pure.DIVERGENCES` with the target's distribution, ValueError for another. `lk` weighs its KL at
+    each depth by the mean alpha of that depth in the step before (the first step by 1). The head
+    gives `head_VH(depth)`, the LM head of each depth.
 
     Metrics are sums: count_d (trained pairs at depth d), alpha_d where the loss knows it, and in
     `measure` always alpha_d and top1_d (both argmaxes agree).
@@ -104,17 +84,8 @@ class HeadObjective(OnStates):
     head: Any
     options: ClassVar[tuple[str, ...]] = ()  # keys of a recipe that only this family reads
 
-    def __init__(
-        self,
-        head: Head,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        states: States,
-        *,
-        loss: str,
-        decay: float,
-    ) -> None:
-        super().__init__(head, target, tokenizer, states, depths=head.levels)
+    def __init__(self, head: Head, *given: Any, loss: str, decay: float) -> None:
+        super().__init__(head, *given, depths=head.levels)
         if loss != "ce":
             divergence(loss)  # what is wrong with it shows now
         self.loss, self.decay = loss, decay
@@ -145,38 +116,39 @@ class HeadObjective(OnStates):
         """The step's sums from the target's states; fully: with what costs another pass."""
         total = torch.zeros((), device=norm_BTH.device)
         metrics: dict[str, Tensor] = {}
-        for depth, at in enumerate(self._compared(batch, norm_BTH)):
-            mask_N = at.mask_N.float()
+        for depth, (q, p, tokens_N, mask_N) in enumerate(self._compared(batch, norm_BTH)):
             weight_N = mask_N * self.decay**depth
-            states = at[:4]
             if self.loss == "ce":
-                loss, _ = chunked_cross_entropy(*states[:2], at.tokens_N, weight_N)
+                loss, _ = chunked_cross_entropy(*q, tokens_N, weight_N)
             else:
-                scored = chunked_divergence(self._divergence(depth), *states, weight_N)
+                of_pair = divergence(self.loss, kl_weight=lk_weight(self.mean_alpha_D[depth]))
+                scored = chunked_divergence(of_pair, *q, *p, weight_N)
                 loss, metrics[f"alpha_{depth}"] = scored.total, scored.alpha_N.sum()
             total = total + loss
             if fully:
-                agreeing = chunked_divergence(agreement, *states, mask_N)
+                agreeing = chunked_divergence(agreement, *q, *p, mask_N)
                 metrics[f"alpha_{depth}"] = agreeing.alpha_N.sum()
                 metrics[f"top1_{depth}"] = agreeing.total
             metrics[f"count_{depth}"] = mask_N.sum()
         return StepOutput(total, batch.loss_mask.sum(), metrics)
 
-    def _compared(self, batch: Batch, norm_BTH: Tensor) -> Iterator[Compared]:
+    def _compared(
+        self, batch: Batch, norm_BTH: Tensor
+    ) -> Iterator[tuple[Side, Side, Tensor, Tensor]]:
+        """Of each depth, flat: the head's states and rows, the target's, the tokens, a float mask
+        of the pairs that count.
+        """
         p_head_VH = cut_rows(split_head(self._target[0])[1], self.vocab_size)
         own = next(self.head.parameters()).dtype
         for depth, q_hidden_BTH in enumerate(self.drafted(batch, norm_BTH.to(own))):
             mask_BS = trained_pairs(batch, depth)
+            q_hidden_NH = q_hidden_BTH[:, : mask_BS.shape[1]].flatten(0, 1)
+            p_hidden_NH = norm_BTH[:, 1 + depth :].flatten(0, 1).to(p_head_VH.dtype)
             # The last position of S has no token two further on, and is never trained.
             tokens_BT = batch.input_ids.roll(-2 - depth, dims=1)
-            yield Compared(
-                q_hidden_BTH[:, : mask_BS.shape[1]].flatten(0, 1),
-                cut_rows(self.head.head_VH(depth), self.vocab_size),
-                norm_BTH[:, 1 + depth :].flatten(0, 1).to(p_head_VH.dtype),
-                p_head_VH,
+            yield (
+                (q_hidden_NH, cut_rows(self.head.head_VH(depth), self.vocab_size)),
+                (p_hidden_NH, p_head_VH),
                 tokens_BT[:, : mask_BS.shape[1]].flatten(),
-                mask_BS.flatten(),
+                mask_BS.flatten().float(),
             )
-
-    def _divergence(self, depth: int) -> Loss:
-        return divergence(self.loss, kl_weight=lk_weight(self.mean_alpha_D[depth]))

@@ -25,6 +25,7 @@ from draftsmith.train.text.batches import Batch, Batches, Examples
 from draftsmith.train.text.on_policy import Snapshot, text_at_hand
 
 Score = Callable[[Batch], StepOutput]
+DECODER_ROWS = 16
 
 
 def mean_output(
@@ -80,14 +81,13 @@ def draft_figures(
     """Loss, alpha and agreement on the target's answers, tau and MBSU, of a draft LM in training;
     decoded, by K tokens a round, with copies of it.
     """
-    target, size = heldout.target, vocab_size(heldout.tokenizer)
-    itself = StateTeacher(target, size)
+    size = vocab_size(heldout.tokenizer)
+    measure = partial(objective.measure, teacher=StateTeacher(heldout.target, size))
 
     def evaluate() -> dict[str, float]:
         drafter = LMDrafter(snapshot.take(), size)
-        means = heldout.means(partial(objective.measure, teacher=itself))
-        tau = heldout.tau(drafter, K)
-        c_bytes = drafter.parameter_bytes / weights_read(target)
+        means, tau = heldout.means(measure), heldout.tau(drafter, K)
+        c_bytes = drafter.parameter_bytes / weights_read(heldout.target)
         return means | {"tau": tau, "mbsu": tau / (1 + K * c_bytes)}
 
     return evaluate
@@ -107,34 +107,23 @@ def open_heldout(
     """The held-out prompts with the target's answers; errors of `prompts_for_development` pass.
     cache: the folder to keep the answers in; data: the run's.
     """
-    count, length = asked.prompts, asked.prompt_tokens
-    prompts = prompts_for_development(asked.data or data, tokenizer, count=count, length=length)
-    heldout = HeldOut(accelerator, target, tokenizer, prompts, params, batch_size=batch_size)
+    size = {"count": asked.prompts, "length": asked.prompt_tokens}
+    prompts = prompts_for_development(asked.data or data, tokenizer, **size)
+    heldout = HeldOut(accelerator, target, tokenizer, prompts, params, batch_size)
     heldout.write_answers(cache / "heldout.safetensors")
     return heldout
 
 
+@dataclass
 class HeldOut:
-    """Prompts that nobody trains on, and the target's own answers to them. params: how it answers,
-    and how tau is decoded; batch_size: rows of the teacher-forced passes.
-    """
+    """Prompts that nobody trains on, and the target's own answers to them."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        *,
-        batch_size: int,
-    ) -> None:
-        self.accelerator = accelerator
-        self.target = target
-        self.tokenizer = tokenizer
-        self.prompts = prompts
-        self.params = params
-        self.batch_size = batch_size
+    accelerator: Accelerator
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[list[int]]
+    params: SamplingParams  # how it answers, and how tau is decoded
+    batch_size: int  # rows of the teacher-forced passes
 
     def write_answers(self, cache: Path) -> None:
         """Have the target answer, or read its answers from `cache`. Before `means`; all processes
@@ -142,7 +131,15 @@ class HeldOut:
         """
         with in_company(self.target):
             if self.accelerator.is_main_process and not cache.exists():
-                self._answer(cache)
+                decoder = Decoder(self.target, self.tokenizer, batch_size=DECODER_ROWS)
+                answers = decoder.generate(self.prompts, self.params)
+                pairs = zip(self.prompts, (made.tokens for made in answers), strict=True)
+                half = cache.with_name(f".{cache.name}.half")
+                Examples.collect(
+                    (prompt + answer, [False] * len(prompt) + [True] * len(answer))
+                    for prompt, answer in pairs
+                ).save(half)
+                half.replace(cache)
         self.accelerator.wait_for_everyone()
         examples = Examples.load(cache)
         self.answers = Batches(
@@ -154,18 +151,6 @@ class HeldOut:
             pad_id=self.tokenizer.pad_token_id or 0,
         )
 
-    def _answer(self, cache: Path) -> None:
-        decoder = Decoder(self.target, self.tokenizer, batch_size=DECODER_ROWS)
-        answers = [made.tokens for made in decoder.generate(self.prompts, self.params)]
-        pairs = zip(self.prompts, answers, strict=True)
-        examples = Examples.collect(
-            (prompt + answer, [False] * len(prompt) + [True] * len(answer))
-            for prompt, answer in pairs
-        )
-        half = cache.with_name(f".{cache.name}.half")
-        examples.save(half)
-        half.replace(cache)
-
     def means(self, score: Score) -> dict[str, float]:
         """Means over contexts that the target wrote: alpha's definition asks for just these."""
         return mean_output(self.accelerator, score, self.answers, len(self.answers))
@@ -174,15 +159,11 @@ class HeldOut:
         """Block efficiency: tokens emitted a target call. The processes share the prompts."""
         accelerator = self.accelerator
         mine = range(accelerator.process_index, len(self.prompts), accelerator.num_processes)
-        decoder = Decoder(
-            self.target, self.tokenizer, drafter, K=K, tree=tree, batch_size=DECODER_ROWS
-        )
+        how: dict[str, Any] = {"K": K, "tree": tree, "batch_size": DECODER_ROWS}
+        decoder = Decoder(self.target, self.tokenizer, drafter, **how)
         with in_company(self.target):
             made = decoder.generate([self.prompts[i] for i in mine], self.params, list(mine))
         counts = [sum(m.counters.emitted for m in made), sum(m.counters.rounds for m in made)]
-        total = accelerator.reduce(torch.tensor(counts, device=accelerator.device))
-        emitted, rounds = total.tolist()
+        counted = torch.tensor(counts, device=accelerator.device)
+        emitted, rounds = accelerator.reduce(counted).tolist()
         return emitted / max(1, rounds)
-
-
-DECODER_ROWS = 16

@@ -20,9 +20,8 @@ from draftsmith.train.text.batches import Batch
 
 
 class HydraObjective(HeadObjective):
-    """Args (beside those of `HeadObjective`):
-    noise: alpha of NEFTune's noise on the states read, alpha * U(-1, 1) / sqrt(L H) in a document
-        of L tokens.
+    """noise, beyond the arguments of `HeadObjective`: alpha of NEFTune's noise on the states read,
+    alpha * U(-1, 1) / sqrt(L H) in a document of L tokens.
     """
 
     head: Hydra
@@ -35,8 +34,7 @@ class HydraObjective(HeadObjective):
 
     @staticmethod
     def fresh(recipe: Any, target: PreTrainedModel) -> Hydra:
-        rows, hidden = split_head(target)[1].shape
-        asked = recipe.head
+        (rows, hidden), asked = split_head(target)[1].shape, recipe.head
         prefix = layer_like(target) if asked.prefix else None
         sizes = (hidden, rows, asked.heads, asked.layers)
         return Hydra(HydraConfig(*sizes, prefix, asked.dropout))
@@ -49,13 +47,11 @@ class HydraObjective(HeadObjective):
         if self.noise and self.training:
             reach_BT1 = self.noise / (batch.lengths * norm_BTH.shape[2]).unsqueeze(2).sqrt()
             norm_BTH = norm_BTH + reach_BT1 * (2 * torch.rand_like(norm_BTH) - 1)
-        mask = batch.attention_mask
-        base_BTH = self.head.prefix(norm_BTH, batch.position_ids, causal(mask))
+        base_BTH = self.head.prefix(norm_BTH, batch.position_ids, causal(batch.attention_mask))
         embedded_BTH = self.head.embed(batch.input_ids)
-        length = norm_BTH.shape[1]
         states = []
         for depth in range(self.head.levels):
-            many = max(0, length - 1 - depth)
+            many = max(0, norm_BTH.shape[1] - 1 - depth)
             path = [embedded_BTH[:, 1 + i : 1 + i + many] for i in range(1 + depth)]
             path_BSPH = torch.stack(path, 2)
             states.append(self.head.state(depth, base_BTH[:, :many], path_BSPH))

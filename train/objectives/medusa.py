@@ -22,8 +22,7 @@ class MedusaObjective(HeadObjective):
 
     @staticmethod
     def fresh(recipe: Any, target: PreTrainedModel) -> Medusa:
-        rows, hidden = split_head(target)[1].shape
-        asked = recipe.head
+        (rows, hidden), asked = split_head(target)[1].shape, recipe.head
         return Medusa(MedusaConfig(hidden, rows, asked.heads, asked.layers, asked.own_heads))
 
     def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:

@@ -40,8 +40,8 @@ class JointTraining:
 
 
 class JointMedusa(MedusaObjective):
-    """The loss of heads and adapters. Metrics have the sum `base_kl` too. head: bound to
-    the target, which gets the adapters; they alone of it are part of this module's state.
+    """The loss of heads and adapters, which alone of the target are part of this module's state.
+    Metrics have the sum `base_kl` too. how: loss and decay of the heads.
     """
 
     steps_done: Tensor
@@ -54,12 +54,10 @@ class JointMedusa(MedusaObjective):
         joint: JointTraining,
         lora: Lora,
         settings: Settings,
-        *,
-        loss: str,
-        decay: float,
+        **how: Any,
     ) -> None:
         states = OnlineTaps(target, head.taps)  # not used: those here carry a gradient
-        super().__init__(head, target, tokenizer, states, loss=loss, decay=decay)
+        super().__init__(head, target, tokenizer, states, **how)
         if lora.rank < 1:
             raise ValueError(f"lora.rank: got {lora.rank}, expected 1 or more with joint=true")
         if settings.gradient_checkpointing:
@@ -67,8 +65,9 @@ class JointMedusa(MedusaObjective):
         adapted: Any = with_lora(target, lora, given=True, seed=settings.seed)
         self.joint, self.steps, self._adapted = joint, settings.steps, (adapted,)
         layers = [module for module in adapted.modules() if hasattr(module, "lora_dropout")]
-        parts = [(layer.lora_A, layer.lora_B, layer.lora_dropout) for layer in layers]
-        self.adapters = nn.ModuleList(part for of_layer in parts for part in of_layer)
+        self.adapters = nn.ModuleList(
+            part for of in layers for part in (of.lora_A, of.lora_B, of.lora_dropout)
+        )
         held = sum(p.numel() for p in self.adapters.parameters())
         wanted = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
         assert held == wanted > 0, f"adapters of {held} weights found, the model trains {wanted}"
@@ -84,23 +83,7 @@ class JointMedusa(MedusaObjective):
         self._adapted[0].train(mode)
         return self
 
-    def forward(self, batch: Batch) -> StepOutput:
-        return self._together(batch, fully=False)
-
-    @torch.no_grad()
-    def measure(self, batch: Batch) -> StepOutput:
-        return self._together(batch, fully=True)
-
-    def observe(self, means: dict[str, float]) -> None:
-        super().observe(means)
-        self.steps_done += 1
-
-    def merged(self) -> PreTrainedModel:
-        """The target with the adapters added to its weights, which ends the training."""
-        made: PreTrainedModel = self._adapted[0].merge_and_unload()
-        return made
-
-    def _together(self, batch: Batch, *, fully: bool) -> StepOutput:
+    def forward(self, batch: Batch, *, fully: bool = False) -> StepOutput:
         adapted, target = self._adapted[0], self._target[0]
         adapted.eval()
         with torch.no_grad(), adapted.disable_adapter():
@@ -114,3 +97,16 @@ class JointMedusa(MedusaObjective):
         ramp = torch.sin(0.5 * math.pi * (self.steps_done / self.steps).clamp(max=1.0))
         total = base + self.joint.head_weight * ramp * heads.loss
         return StepOutput(total, heads.tokens, heads.metrics | {"base_kl": base.detach()})
+
+    @torch.no_grad()
+    def measure(self, batch: Batch) -> StepOutput:
+        return self.forward(batch, fully=True)
+
+    def observe(self, means: dict[str, float]) -> None:
+        super().observe(means)
+        self.steps_done += 1
+
+    def merged(self) -> PreTrainedModel:
+        """The target with the adapters added to its weights, which ends the training."""
+        made: PreTrainedModel = self._adapted[0].merge_and_unload()
+        return made

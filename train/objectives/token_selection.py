@@ -1,15 +1,12 @@
 """Which trained tokens of a micro-batch count in a draft's loss, and how much.
 
 AdaSPEC (Hu et al., arXiv 2510.19779) trains a draft on the tokens where it lags most behind a
-reference draft, which was distilled before from the same beginning: with
-
-    gap_t = KL(p_t || q_t) - KL(p_t || reference_t)
-
-the share `keep` of the micro-batch with the largest gaps counts, whatever their sign. Controls keep
-as many tokens by another order. Where the official code differs: it divides the loss by all trained
-tokens (here: by those kept, so that `lr` and clipping mean the same at any `keep`), and takes all
-tokens at or above a quantile (here: exactly as many as `keep` says, so that the divisor is known
-before the step; of equal gaps the earlier token is taken).
+reference draft, which was distilled before from the same beginning: the share `keep` of the
+micro-batch with the largest gaps KL(p_t || q_t) - KL(p_t || reference_t), whatever their sign.
+Controls keep as many tokens by another order. Where the official code differs: it divides the loss
+by all trained tokens (here: by those kept, so that `lr` and clipping mean the same at any `keep`),
+and takes all tokens at or above a quantile (here: exactly as many as `keep` says, so that the
+divisor is known before the step; of equal gaps the earlier token is taken).
 
 Weighting by depth follows a draft of K tokens along the text instead: a token that drafting seldom
 comes to, since one before it is mostly rejected, counts little.
@@ -22,8 +19,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from draftsmith.train.text.batches import Batch
 
 
 @dataclass(kw_only=True)
@@ -48,7 +43,7 @@ def check(weighting: Weighting) -> None:
             f"tokens.keep: got {weighting.keep}, expected the share of tokens to train on, in "
             "(0, 1]"
         )
-    if compares(weighting) != bool(weighting.reference):
+    if (weighting.select not in ("", "random")) != bool(weighting.reference):
         raise ValueError(
             f"tokens.reference: got {weighting.reference!r} with select={weighting.select!r}; "
             "adaspec, bottom and easy need one, a drafter folder; the rest has no use for one"
@@ -60,35 +55,9 @@ def check(weighting: Weighting) -> None:
         )
 
 
-def compares(weighting: Weighting) -> bool:
-    """Whether a reference draft is needed."""
-    return weighting.select in ("adaspec", "bottom", "easy")
-
-
-def kept(weighting: Weighting, batch: Batch) -> int:
-    """How many tokens of a micro-batch count: what its loss is divided by. ValueError where `keep`
-    leaves none of them.
-    """
-    tokens = int(batch.loss_mask.sum())
-    if not weighting.select:
-        return tokens
-    count = int(weighting.keep * tokens)
-    if tokens and not count:
-        raise ValueError(
-            f"tokens.keep: got {weighting.keep} of the {tokens} trained tokens in examples "
-            f"{list(batch.rows)}, which leaves none; raise keep or batch_size"
-        )
-    return count
-
-
 def selected(order: str, count: int, mask_N: Tensor, loss_N: Tensor, reference_N: Tensor) -> Tensor:
-    """1.0 for the `count` trained tokens that come first in an order, else 0.0: [N].
-
-    Args:
-        order: a key of `ORDERS`.
-        mask_N: which tokens are trained.
-        loss_N, reference_N: KL(p || q) of the draft and of the reference draft; read where the
-            order asks for them.
+    """1.0 for the first `count` trained tokens in an order of `ORDERS`, else 0.0: [N]. loss_N,
+    reference_N: KL(p || q) of the draft and of the reference draft, where the order reads them.
     """
     score_N = ORDERS[order](loss_N, reference_N).masked_fill(~mask_N, -torch.inf)
     first_C = score_N.sort(descending=True, stable=True).indices[:count]
@@ -111,12 +80,12 @@ def depth_weights(alpha_BT: Tensor, mask_BT: Tensor, K: int) -> Tensor:
     worth_BKT = torch.ones(rows, K, length + 1, device=alpha_BT.device, dtype=alpha_BT.dtype)
     for t in range(length - 2, -1, -1):
         worth_BKT[:, :-1, t] += alpha_BT[:, t + 1, None] * worth_BKT[:, 1:, t + 1]
+    fresh_K = torch.eye(K + 1, device=alpha_BT.device, dtype=alpha_BT.dtype)[0]
     reach_BK = alpha_BT.new_zeros(rows, K + 1)  # chance that t is i tokens into a round
     weights = []
     before_B = torch.zeros_like(mask_BT[:, 0])
     for t in range(length):
-        fresh_BK = torch.zeros_like(reach_BK).index_fill_(1, reach_BK.new_zeros(1).long(), 1.0)
-        reach_BK = torch.where((mask_BT[:, t] & ~before_B)[:, None], fresh_BK, reach_BK)
+        reach_BK = torch.where((mask_BT[:, t] & ~before_B)[:, None], fresh_K, reach_BK)
         weights.append((reach_BK[:, :K] * worth_BKT[:, :, t]).sum(1))
         alpha_B1 = alpha_BT[:, t, None]
         ended_B1 = (reach_BK[:, :K] * (1 - alpha_B1)).sum(1, keepdim=True) + reach_BK[:, K:]

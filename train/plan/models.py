@@ -216,7 +216,7 @@ def _eagle(cast: Staged, entry: Any) -> None:
         counts_V = torch.zeros(len(target.get_output_embeddings().weight), dtype=torch.int64)
         head = open_head(config.head, target, tokenizer, counts_V, config.seed)
     given = (head, target, tokenizer, cast.states(target, head.taps))
-    cast.objective = EagleObjective.of(config.unroll, *given, loss=config.loss)
+    cast.objective = EagleObjective(config.unroll, *given, loss=config.loss)
     cast.also(head, target.dtype)
 
 

@@ -29,11 +29,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.disk.store import Manifest, open_shard, save_shard
 from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.taps import Tap, target_states
 from draftsmith.train.run.frozen_target import in_company
 from draftsmith.train.text.batches import Batches
 
 FORMAT = 1
-SHARD_BYTES = 2**29
+SHARD_BYTES = 2**29  # a shard takes no further piece from this size on
 INDEX = Manifest("index.json", "training with cache=")
 REMEDY = "delete this file and repeat the command: it alone is written again"
 
@@ -43,15 +44,14 @@ class TokenShards:
 
     Made under the autocast that its rows are to be computed under.
 
-    Args:
-        holds: what a row is; with text and target it decides the folder's content.
-        token_bytes: of a row.
-        shard_bytes: a shard takes no further piece from this size on.
+    holds: what a row is; with text and target it decides the folder's content. token_bytes: of it.
     """
 
-    stem = ""  # of the shards' names
-    what = ""  # they hold, for messages
-    remedy = ""  # against a full disk
+    stem: str  # of the shards' names
+    what: str  # they hold, for messages
+    remedy: str  # against a full disk
+    about: str  # a row, in words
+    taps: tuple[Tap, ...] = ()  # that a row is made of, besides the final state
 
     def __init__(
         self,
@@ -62,15 +62,17 @@ class TokenShards:
         *,
         holds: dict[str, Any],
         token_bytes: int,
-        shard_bytes: int,
     ) -> None:
         self.folder, self.target, self.batches = folder, target, batches
         self.token_bytes = token_bytes
-        shard_tokens = max(1, shard_bytes // token_bytes)
+        shard_tokens = max(1, SHARD_BYTES // token_bytes)
         spans = batches.cut.spans
         # Token `place` of the text, in piece j, is row place - spans[j, 0] + offsets[j].
         self.offsets = np.concatenate([[0], np.diff(spans)[:, 0].cumsum()])
-        self.firsts = np.unique(self.offsets[:-1] // shard_tokens, return_index=True)[1]
+        # Shard i has the pieces firsts[i] to firsts[i + 1], and sizes[i] tokens.
+        firsts = np.unique(self.offsets[:-1] // shard_tokens, return_index=True)[1]
+        self.firsts = np.append(firsts, len(spans))
+        self.sizes = np.diff(self.offsets[self.firsts])
         self.identity = {
             "format": FORMAT,
             "examples": batches.examples.fingerprint(),
@@ -84,42 +86,27 @@ class TokenShards:
         self.hash = hashlib.sha256(json.dumps(self.identity).encode()).hexdigest()
         self._open: dict[int, dict[str, Tensor]] = {}
 
-    def about(self) -> str:
-        """A row, in words."""
-        raise NotImplementedError
-
-    def compute(self, shard: int) -> dict[str, Tensor]:
-        """A shard's tensors [N, ...], by `passes` of the target."""
+    def made(self, norm_TG: Tensor, taps_TF: Tensor) -> dict[str, Tensor]:
+        """A text's rows [T, ...] from its states."""
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """Shards."""
-        return len(self.firsts)
+        return len(self.sizes)  # shards
 
     def path(self, shard: int) -> Path:
         return self.folder / f"{self.stem}-{shard:05d}.safetensors"
 
-    def pieces(self, shard: int) -> range:
-        """The pieces in a shard."""
-        last = self.firsts[shard + 1] if shard + 1 < len(self) else len(self.offsets) - 1
-        return range(int(self.firsts[shard]), int(last))
-
-    def tokens(self, shard: int) -> int:
-        pieces = self.pieces(shard)
-        return int(self.offsets[pieces.stop] - self.offsets[pieces.start])
-
     def claim(self) -> None:
         """Make `folder` this cache's, or check that it already is; say what it will take. One
-        process comes first, alone.
-
-        Raises ValueError for a folder made from something else, or too little room on the disk.
+        process comes first, alone. ValueError for a folder made from something else, or too little
+        room on the disk.
         """
         INDEX.claim(self.folder, self.identity)
         left = [shard for shard in range(len(self)) if not self.path(shard).exists()]
-        needed = sum(map(self.tokens, left)) * self.token_bytes
+        needed = int(self.sizes[left].sum()) * self.token_bytes
         free = shutil.disk_usage(self.folder).free
         print(
-            f"{self.folder}: {self.offsets[-1]:,} tokens, {self.about()}: "
+            f"{self.folder}: {self.offsets[-1]:,} tokens, {self.about}: "
             f"{self.offsets[-1] * self.token_bytes / 1e9:.2f} GB; {needed / 1e9:.2f} GB of it to "
             f"write, {free / 1e9:.1f} GB free"
         )
@@ -139,45 +126,51 @@ class TokenShards:
         accelerator.wait_for_everyone()
 
     def write(self, rank: int = 0, world: int = 1) -> None:
-        """Write every `world`-th shard; those that are there are checked and kept.
-
-        Raises ValueError for a shard that is damaged or of another cache.
+        """Write every `world`-th shard; those that are there are checked and kept: ValueError for
+        one that is damaged or of another cache.
         """
         assert autocast_type(self.target.device.type) == self.identity["autocast"]
         mine = range(rank, len(self), world)
         for shard in track(mine, self.what, disable=rank > 0, transient=True):
             if self.path(shard).exists():
-                self._check_content(shard)
+                with open_shard(self.path(shard), REMEDY, of=self._mark(self._tensors(shard))):
+                    pass
             else:
                 tensors = self.compute(shard)
                 save_shard(self.path(shard), tensors, of=self._mark(tensors))
 
-    def passes(self, shard: int) -> Iterator[tuple[dict[str, Tensor], list[slice]]]:
-        """(what the target's body reads, the rows of the shard that each text in it is)."""
-        pieces, spans, ids = self.pieces(shard), self.batches.cut.spans, self.batches.examples.ids
-        begin = int(self.offsets[pieces.start])
+    def compute(self, shard: int) -> dict[str, Tensor]:
+        """A shard's tensors [N, ...], by passes of the target."""
+        spans, ids = self.batches.cut.spans, self.batches.examples.ids
+        pieces = range(*self.firsts[shard : shard + 2].tolist())
         by_length = sorted(pieces, key=lambda j: spans[j, 0] - spans[j, 1])  # little padding
+        whole: dict[str, Tensor] = {}
         for start in range(0, len(by_length), self.batches.batch_size):
             rows = by_length[start : start + self.batches.batch_size]
             texts = [ids[slice(*spans[j])].long() for j in rows]
             padded = pad_sequence(texts, batch_first=True, padding_value=self.batches.pad_id)
             inputs = {"input_ids": padded, "position_ids": torch.arange(padded.shape[1])[None]}
-            ends = [(int(self.offsets[j]) - begin, int(self.offsets[j + 1]) - begin) for j in rows]
-            yield (
-                {k: v.to(self.target.device) for k, v in inputs.items()},
-                [slice(*e) for e in ends],
-            )
+            inputs = {name: given.to(self.target.device) for name, given in inputs.items()}
+            states = target_states(self.target, self.taps, **inputs)
+            for j, text, norm_TG, taps_TF in zip(rows, texts, *states, strict=True):
+                first = int(self.offsets[j] - self.offsets[pieces.start])
+                for name, rows_T in self.made(norm_TG[: len(text)], taps_TF[: len(text)]).items():
+                    if name not in whole:
+                        shape = (int(self.sizes[shard]), *rows_T.shape[1:])
+                        whole[name] = torch.empty(shape, dtype=rows_T.dtype)
+                    whole[name][first : first + len(text)] = rows_T.cpu()
+        return whole
 
     def found(self, places_N: Tensor) -> Iterator[tuple[Tensor, dict[str, Tensor], Tensor]]:
-        """Where tokens lie, by their places in the text, all of them in some piece: for each shard
-        (which of them, its tensors, their rows in these).
+        """Where tokens lie, by their places in the text: for each shard (which of them, its
+        tensors, their rows in these). Places below 0 are in none.
         """
         spans, places = self.batches.cut.spans, places_N.cpu().numpy()
         piece = spans[:, 0].searchsorted(places, "right") - 1
         assert (places < spans[piece, 1]).all(), "a place that no piece holds"
         row = places - spans[piece, 0] + self.offsets[piece]
         of_shard = self.firsts.searchsorted(piece, "right") - 1
-        for shard in np.unique(of_shard).tolist():
+        for shard in np.unique(of_shard[places >= 0]).tolist():
             at_N = torch.from_numpy((of_shard == shard).nonzero()[0])
             local_N = torch.from_numpy(row - self.offsets[self.firsts[shard]])[at_N]
             yield at_N, self._tensors(shard), local_N
@@ -189,14 +182,9 @@ class TokenShards:
                 self._open[shard] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return self._open[shard]
 
-    def _check_content(self, shard: int) -> None:
-        with open_shard(self.path(shard), REMEDY, of=self._mark(self._tensors(shard))):
-            pass
-
     def _mark(self, tensors: dict[str, Tensor]) -> str:
-        """What a shard says of itself: the cache that it belongs to, the checksum of its tensors.
-
-        One string, since safetensors writes several in any order.
+        """What a shard says of itself: the cache that it belongs to, the checksum of its tensors;
+        in one string, since safetensors writes several in any order.
         """
         total = 0
         for name in sorted(tensors):
@@ -206,6 +194,5 @@ class TokenShards:
 
 def autocast_type(device: str) -> str | None:
     """What autocast computes products in on this kind of device, None where it is off."""
-    if not torch.is_autocast_enabled(device):
-        return None
-    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    on = torch.is_autocast_enabled(device)
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else None

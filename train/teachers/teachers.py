@@ -10,7 +10,7 @@ Legend: N rows (positions of a batch, flat), V vocabulary, H / G hidden size of 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -20,57 +20,38 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.models.target import (
-    check_split,
-    cut_rows,
-    output_head,
-    vocab_size,
-    without_bias,
-)
+from draftsmith.models.target import check_split, cut_rows, output_head, vocab_size, without_bias
 from draftsmith.train.losses.chunked import Divergence, Side, chunked_divergence
 from draftsmith.train.losses.closed_form import Transform
-from draftsmith.train.losses.pure import Loss
+from draftsmith.train.losses.pure import Loss, forward_kl
 from draftsmith.train.losses.top_k import TopKRows
-from draftsmith.train.teachers.cache import TopKCache, what_is_lost
+from draftsmith.train.teachers.likeliest import TopKCache, open_top_logprobs
 from draftsmith.train.teachers.states import Cache, OnlineTaps, States, open_states
-from draftsmith.train.teachers.told_logprobs import open_top_logprobs
 from draftsmith.train.text.batches import Batch, Batches
 
 
-class TargetRows(Protocol):
-    """The target's distributions p at the N positions of one batch."""
-
-    def divergence(self, loss: Loss, q: Side, weight_N: Tensor, transform: Transform) -> Divergence:
-        """sum_n weight_n loss(p_n, q_n), and both parts of each row; see `chunked_divergence`.
-
-        q: the draft's states and head.
-        """
-
-
-Teacher = Callable[[Batch], TargetRows]
-SHOWN_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class StateRows:
-    """Rows as the target's states and its LM head."""
+class StateRows(NamedTuple):
+    """The target's distributions p at the N positions of one batch, as its states and LM head."""
 
     hidden_NG: Tensor
     head_VG: Tensor
 
     def divergence(self, loss: Loss, q: Side, weight_N: Tensor, transform: Transform) -> Divergence:
-        p = (self.hidden_NG, self.head_VG)
-        return chunked_divergence(loss, *q, *p, weight_N, transform=transform)
+        """sum_n weight_n loss(p_n, q_n), and both parts of each row; see `chunked_divergence`. q:
+        the draft's states and head.
+        """
+        return chunked_divergence(loss, *q, *self, weight_N, transform=transform)
+
+
+TargetRows = StateRows | TopKRows
+Teacher = Callable[[Batch], TargetRows]
+SHOWN_TOKENS = 512
 
 
 class StateTeacher:
-    """Exact distributions from the target's last states.
-
-    Args:
-        states: where these come from; None: a pass of the target at each batch. Text that was
-            written on the fly is in no cache, so it has its pass anyway.
-
-    Raises ValueError for a target whose logits aren't one product of its last state.
+    """Exact distributions from the target's last states, from `states` or by a pass at each batch.
+    Text that was written on the fly is in no cache, so it has its pass anyway. ValueError for a
+    target whose logits aren't one product of its last state.
     """
 
     def __init__(
@@ -78,30 +59,24 @@ class StateTeacher:
     ) -> None:
         check_split(target)
         self.online = OnlineTaps(target, ())
-        self.states = states or self.online
+        self.states = self.online if states is None else states
         self.vocab_size = vocab_size
-        _, self.head_VG, self.bias_V = output_head(target)
+        self.head = output_head(target)[1:]
 
     def __call__(self, batch: Batch) -> StateRows:
         states = self.online if batch.places is None else self.states
-        hidden_NG = states(batch).norm_BTG.flatten(0, 1)
-        hidden_NG, head_VG = without_bias(hidden_NG, self.head_VG, self.bias_V)
+        hidden_NG, head_VG = without_bias(states(batch).norm_BTG.flatten(0, 1), *self.head)
         return StateRows(hidden_NG, cut_rows(head_VG, self.vocab_size))
 
 
+@dataclass(frozen=True)
 class TopKTeacher:
     """The target's likeliest tokens, from where they are kept; of text that was written on the fly,
     exact distributions by a pass.
-
-    Args:
-        kept: (places in the text [N], device) -> their rows.
-        itself: for the other text.
     """
 
-    def __init__(
-        self, kept: Callable[[Tensor, torch.device], TopKRows], itself: StateTeacher
-    ) -> None:
-        self.kept, self.itself = kept, itself
+    kept: Callable[[Tensor, torch.device], TopKRows]  # of places in the text [N]
+    itself: StateTeacher  # for the other text
 
     def __call__(self, batch: Batch) -> TargetRows:
         if batch.places is None:
@@ -126,11 +101,8 @@ def open_teacher(
     folder `keep.path`, which is filled first; or, without one, the log-probabilities that a server
     told with the answers in `data`.
 
-    Args:
-        warp: how both sides are compared.
-        draft: what the likeliest tokens lose is shown for it.
-
-    Raises ValueError for what `StateTeacher`, the caches and `open_top_logprobs` refuse.
+    warp: how both sides are compared; draft: what the likeliest tokens lose is shown for it.
+    ValueError for what `StateTeacher`, the caches and `open_top_logprobs` refuse.
     """
     itself = StateTeacher(target, vocab_size(tokenizer))
     told = None if keep.path else open_top_logprobs(data, tokenizer, warp)
@@ -162,14 +134,29 @@ def open_teacher(
 
 @torch.no_grad()
 def lost(teacher: TopKTeacher, draft: PreTrainedModel, batch: Batch, warp: SamplingParams) -> Table:
-    """`what_is_lost` of the exact distributions on the first trained positions of a batch."""
+    """The forward KL and alpha of a draft against the likeliest tokens, and fewer of them, beside
+    those against the full distributions: means over the first trained positions of a batch.
+    """
     batch = batch.to(draft.device)
     rows, exact = teacher(batch), teacher.itself(batch)
     assert isinstance(rows, TopKRows)
-    training = draft.training
+    training, k = draft.training, rows.ids_NJ.shape[1]
     mine = StateTeacher(draft.eval(), teacher.itself.vocab_size)(batch)
     draft.train(training)
     mask_N = batch.loss_mask.flatten()
     weight_N = (mask_N & (mask_N.cumsum(0) <= SHOWN_TOKENS)).float()
-    p, q = (exact.hidden_NG, exact.head_VG), (mine.hidden_NG, mine.head_VG)
-    return what_is_lost(rows, p, q, weight_N, warp.transform)
+    tokens = int(weight_N.sum())
+    table = Table(title=f"top-k against full logits: this draft, {tokens:,} tokens")
+    for name in ("k", "mass outside", "fkl", "alpha, at most"):
+        table.add_column(name, justify="right")
+    cuts: dict[str, TargetRows] = {
+        f"{few}": rows.first(few) for few in sorted({max(1, k // 16), max(1, k // 4), k})
+    }
+    for few, cut in (cuts | {"all": exact}).items():
+        found = cut.divergence(forward_kl, mine, weight_N, warp.transform)
+        outside = ""
+        if isinstance(cut, TopKRows):
+            outside = f"{(cut.log_p_NB[:, -1].exp() * weight_N).sum() / tokens:.2%}"
+        kl, alpha = found.total / tokens, found.alpha_N.sum() / tokens
+        table.add_row(few, outside, f"{kl:.4f}", f"{alpha:.4f}")
+    return table

@@ -27,7 +27,7 @@ from draftsmith.train.live.batches import Buffered, Mix, kept_states
 from draftsmith.train.live.idle_time import Duty
 from draftsmith.train.live.learner import open_learner
 from draftsmith.train.objectives.distillation import Distillation
-from draftsmith.train.objectives.eagle import Eagle3Objective
+from draftsmith.train.objectives.eagle import EagleObjective, Unroll
 from draftsmith.train.teachers.states import OnlineTaps
 from draftsmith.train.teachers.teachers import StateTeacher
 
@@ -112,7 +112,7 @@ def test_kept_states_are_those_of_a_pass(
     seen, made = kept_states(batch), OnlineTaps(tiny_target, head.taps)(batch)
     mask_BT = batch.loss_mask
     torch.testing.assert_close(seen.norm_BTG[mask_BT], made.norm_BTG[mask_BT], atol=2e-2, rtol=1e-2)
-    objective = Eagle3Objective(head, tiny_target, tiny_tokenizer, kept_states, steps=3, loss="fkl")
+    objective = EagleObjective(Unroll(steps=3), head, tiny_target, tiny_tokenizer, kept_states)
     kept, computed = objective.measure(batch, kept_states), objective.measure(batch)
     for depth in range(3):
         assert kept.metrics[f"count_{depth}"] == computed.metrics[f"count_{depth}"] > 0

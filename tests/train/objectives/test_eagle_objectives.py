@@ -17,8 +17,8 @@ from draftsmith.models.tokenizer import vocab_size
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.losses import pure as losses
 from draftsmith.train.losses.chunked import chunked_steps, measure_steps
-from draftsmith.train.losses.pure import acceptance, divergence, mixed
-from draftsmith.train.objectives.eagle import Eagle1Objective, Eagle3Objective
+from draftsmith.train.losses.pure import acceptance, divergence, mixed, parse_loss
+from draftsmith.train.objectives.eagle import EagleObjective, Unroll
 from draftsmith.train.teachers.states import OnlineTaps
 from draftsmith.train.text.batches import Batch
 
@@ -62,7 +62,7 @@ def test_bounded_losses_are_those_of_whole_logits(mix, chunk) -> None:
     for ours, theirs in zip(found, want, strict=True):
         assert torch.allclose(ours, theirs.detach(), atol=1e-12)
     upstream = torch.tensor(0.7, dtype=torch.float64)
-    gradients = [torch.autograd.grad(x, leaves, upstream) for x in (found.total, want[0])]
+    gradients = [torch.autograd.grad(x[0], leaves, upstream) for x in (found, want)]
     for ours, theirs in zip(*gradients, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-12)
 
@@ -71,25 +71,25 @@ def test_each_step_may_have_a_loss_of_its_own() -> None:
     """lk's weights differ by step."""
     own = [divergence("lk", kl_weight=weight) for weight in (0.1, 0.5, 1.0)]
     inputs = made()
-    found = chunked_steps(own, *inputs).loss_SN
+    _, loss_SN, _ = chunked_steps(own, *inputs)
     for step, loss in enumerate(own):
-        assert torch.allclose(found[step], whole(loss, *inputs)[1][step].detach(), atol=1e-12)
+        assert torch.allclose(loss_SN[step], whole(loss, *inputs)[1][step].detach(), atol=1e-12)
 
 
 def test_only_wanted_gradients_are_formed() -> None:
     states, q_head, *rest = made(torch.float32)
-    frozen = chunked_steps([losses.forward_kl] * S, states, q_head.detach(), *rest)
-    frozen.total.backward()
+    total, *_ = chunked_steps([losses.forward_kl] * S, states, q_head.detach(), *rest)
+    total.backward()
     assert q_head.grad is None
     assert all(state.grad is not None for state in states)
     with torch.no_grad():
-        assert not chunked_steps([losses.forward_kl] * S, states, q_head, *rest).total.requires_grad
+        assert not chunked_steps([losses.forward_kl] * S, states, q_head, *rest)[0].requires_grad
 
 
 def test_bf16_products_under_autocast() -> None:
     states, q_head, *rest = made(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        total = chunked_steps([losses.forward_kl] * S, states, q_head, *rest).total
+        total, *_ = chunked_steps([losses.forward_kl] * S, states, q_head, *rest)
     total.backward()
     exact, *_ = whole(losses.forward_kl, *made())
     assert total.dtype == torch.float32
@@ -99,9 +99,10 @@ def test_bf16_products_under_autocast() -> None:
 
 def test_a_batch_without_trained_rows_gives_zeros() -> None:
     states, q_head, p_hidden, p_head, weight_SN = made()
-    found = chunked_steps([losses.forward_kl] * S, states, q_head, p_hidden, p_head, weight_SN * 0)
-    found.total.backward()
-    assert found.total == 0
+    given = (states, q_head, p_hidden, p_head, weight_SN * 0)
+    total, *_ = chunked_steps([losses.forward_kl] * S, *given)
+    total.backward()
+    assert total == 0
     assert not states[0].grad.any()
 
 
@@ -112,8 +113,8 @@ def test_what_does_not_fit_is_refused() -> None:
         chunked_steps(loss, states[:2], q_head, p_hidden, p_head, weight_SN)
     with pytest.raises(ValueError, match="logits: got 9 of the target and 11 of the draft"):
         chunked_steps(loss, states, q_head, p_hidden, p_head[:9], weight_SN)
-    with pytest.raises(ValueError, match="weights"):
-        mixed({"fkl": 0.0})
+    with pytest.raises(ValueError, match="weights above 0"):
+        parse_loss("0*fkl")
     with pytest.raises(ValueError, match="divergence: got 'kl'"):
         mixed({"kl": 1.0})
 
@@ -124,16 +125,18 @@ def test_measured_acceptance_counts_what_is_outside() -> None:
     ids_D = torch.tensor([1, 4, 5, 9])
     q_head, p_head_VG = torch.randn(4, H).double(), torch.randn(D, G).double()
     loss = [losses.forward_kl] * S
-    found = measure_steps(loss, states, q_head, p_hidden, p_head_VG, ids_D, weight_SN)
+    _, alpha_SN, top1_SN = measure_steps(
+        loss, states, q_head, p_hidden, p_head_VG, ids_D, weight_SN
+    )
     p_NV = (p_hidden @ p_head_VG.T).softmax(-1)
     for step in range(S):
         q_NV = torch.zeros(N, D, dtype=torch.float64)
         q_NV[:, ids_D] = (states[step].roll(1 + step, 0) @ q_head.T).softmax(-1).detach()
         trained = weight_SN[step] > 0
         alpha = torch.minimum(p_NV, q_NV).sum(-1) * trained
-        assert torch.allclose(found.alpha_SN[step], alpha, atol=1e-12)
+        assert torch.allclose(alpha_SN[step], alpha, atol=1e-12)
         agree = (p_NV.argmax(-1) == q_NV.argmax(-1)) & trained
-        assert torch.equal(found.top1_SN[step].bool(), agree)
+        assert torch.equal(top1_SN[step].bool(), agree)
 
 
 # --- the objectives ------------------------------------------------------------------------------
@@ -175,9 +178,10 @@ def head_of(version: int, draft_vocab: int) -> Eagle:
     return head
 
 
-def build(kind: type, head: Eagle, **options):
+def build(head: Eagle, loss: str = "fkl", **options) -> EagleObjective:
     target = llama()
-    return kind(head, target, Words(), OnlineTaps(target, head.taps), **options)
+    states = OnlineTaps(target, head.taps)
+    return EagleObjective(Unroll(**options), head, target, Words(), states, loss=loss)
 
 
 class Pairs:
@@ -211,7 +215,7 @@ class Pairs:
 
 EAGLE3 = [
     *({"loss": name} for name in ("fkl", "nla", "lk")),
-    {"loss": {"fkl": 0.9, "nla": 0.1}},
+    {"loss": "0.9*fkl+0.1*nla"},
     {"loss": "fkl", "step_decay": 0.5},
 ]
 
@@ -221,10 +225,9 @@ EAGLE3 = [
 @pytest.mark.parametrize("steps", [1, 4])
 def test_eagle3_is_the_formula_pair_by_pair(options, draft_vocab, steps) -> None:
     head = head_of(3, draft_vocab)
-    objective = build(Eagle3Objective, head, steps=steps, **options)
+    objective = build(head, steps=steps, **options)
     output = objective(batch())
-    mix = {options["loss"]: 1.0} if isinstance(options["loss"], str) else options["loss"]
-    loss, decay = mixed(mix), options.get("step_decay", 0.8)
+    loss, decay = mixed(parse_loss(options["loss"])), options.get("step_decay", 0.8)
     pairs = Pairs(head, steps)
     total, counts, alphas = torch.zeros(()), [0] * steps, [0.0] * steps
     for step, _, p, q in pairs:
@@ -249,8 +252,7 @@ def test_eagle3_is_the_formula_pair_by_pair(options, draft_vocab, steps) -> None
 def test_measuring_is_over_the_whole_vocabulary(version, draft_vocab) -> None:
     """Without noise, on every pair; alpha is 1 - TV with nothing drafted outside."""
     head, steps = head_of(version, draft_vocab), 3
-    kind = Eagle1Objective if version == 1 else Eagle3Objective
-    objective = build(kind, head, steps=steps, loss="fkl")
+    objective = build(head, steps=steps)
     output = objective.measure(batch())
     pairs = Pairs(head, steps)
     want = {f"{name}_{s}": 0.0 for name in ("alpha", "top1", "count") for s in range(steps)}
@@ -268,8 +270,8 @@ def test_measuring_is_over_the_whole_vocabulary(version, draft_vocab) -> None:
 
 def test_a_measured_loss_is_the_trained_one() -> None:
     for objective in (
-        build(Eagle3Objective, head_of(3, 48), steps=3, loss="fkl"),
-        build(Eagle1Objective, head_of(1, 0), steps=3, noise=0.0),
+        build(head_of(3, 48), steps=3),
+        build(head_of(1, 0), steps=3, noise=0.0),
     ):
         assert torch.allclose(objective(batch()).loss, objective.measure(batch()).loss, rtol=1e-5)
 
@@ -277,7 +279,7 @@ def test_a_measured_loss_is_the_trained_one() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_eagle1_is_the_formula_pair_by_pair(noise) -> None:
     head = head_of(1, 0)
-    objective = build(Eagle1Objective, head, steps=5, noise=noise)
+    objective = build(head, steps=5, noise=noise)
     torch.manual_seed(7)
     output = objective(batch())
     torch.manual_seed(7)
@@ -299,7 +301,7 @@ def test_eagle1_is_the_formula_pair_by_pair(noise) -> None:
 
 
 def test_a_seed_makes_the_noise_again() -> None:
-    objective = build(Eagle1Objective, head_of(1, 0), steps=1)
+    objective = build(head_of(1, 0), steps=1)
     found = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -309,7 +311,7 @@ def test_a_seed_makes_the_noise_again() -> None:
 
 def test_lk_weighs_its_kl_by_the_last_steps_alpha() -> None:
     head = head_of(3, 48)
-    objective = build(Eagle3Objective, head, steps=2, loss="lk")
+    objective = build(head, steps=2, loss="lk")
     alphas = {"restricted_alpha_0": 0.5, "restricted_alpha_1": 0.125}
     objective.observe({"count_0": 0.5, "count_1": 0.25} | alphas)
     assert objective.mean_alpha_D.tolist() == [1.0, 0.5]
@@ -324,7 +326,7 @@ def test_lk_weighs_its_kl_by_the_last_steps_alpha() -> None:
 def test_a_frozen_lm_head_gets_no_gradient_and_the_target_none() -> None:
     head = head_of(3, 48)
     head.lm_head.requires_grad_(False)
-    objective = build(Eagle3Objective, head, steps=2, loss="fkl")
+    objective = build(head, steps=2)
     objective(batch()).loss.backward()
     assert head.lm_head.weight.grad is None
     assert all(p.grad is not None for name, p in head.named_parameters() if "lm_head" not in name)
@@ -333,7 +335,7 @@ def test_a_frozen_lm_head_gets_no_gradient_and_the_target_none() -> None:
 
 def test_training_raises_the_acceptance_at_every_depth() -> None:
     head = head_of(3, 97)
-    objective = build(Eagle3Objective, head, steps=3, loss="fkl")
+    objective = build(head, steps=3)
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
 
     def alphas() -> list[float]:
@@ -353,9 +355,10 @@ def test_wrong_settings_are_refused() -> None:
     head = head_of(3, 48)
     for options, words in (
         ({"steps": 0, "loss": "fkl"}, "steps: got 0"),
-        ({"steps": 1, "loss": "kl"}, "divergence: got 'kl'"),
+        ({"steps": 1, "loss": "kl"}, "loss: got 'kl'"),
+        ({"steps": 1, "loss": "ce"}, "divergence: got 'ce'"),
         ({"steps": 1, "loss": "fkl", "step_decay": 0.0}, "step_decay: got 0.0"),
     ):
         with pytest.raises(ValueError, match=words):
-            build(Eagle3Objective, head, **options)
+            build(head, **options)
     assert vocab_size(Words()) == TOKENS

@@ -21,7 +21,7 @@ def test_who_reaches_half_of_it_is(known) -> None:
     half = acceptance(known.tau or 2.0, known.K) / 2
     tau, first = sum(half**k for k in range(5)), known.first / 2
     told = compare(known.kind, known.samples, tau=tau, K=4, first=first)
-    assert told is not None and known.source in told and "counting of layers" in told
+    assert told is not None and KNOWN[known] in told and "counting of layers" in told
 
 
 def test_another_K_is_made_up_for() -> None:

@@ -90,7 +90,7 @@ def by_loops(
                     if loss == "ce":
                         cost = -q_V.log_softmax(-1)[ids_T[goal]]
                     else:
-                        cost = divergence(loss, kl_weight=lk_weight(ALPHA))(p_V, q_V)
+                        cost = divergence(loss, kl_weight=lk_weight(torch.tensor(ALPHA)))(p_V, q_V)
                     sums["loss"] = sums["loss"] + DECAY**depth * cost
                     sums[f"alpha_{depth}"] += torch.minimum(p_V.softmax(-1), q_V.softmax(-1)).sum()
                     sums[f"top1_{depth}"] += float(p_V.argmax() == q_V.argmax())
@@ -194,7 +194,7 @@ def off_by_one(objective: HeadObjective) -> None:
             (),
         )
         for right, at in zip(rightly(batch, norm_BTH), rightly(later, norm_BTH), strict=True):
-            yield right._replace(tokens_N=at.tokens_N, mask_N=at.mask_N)
+            yield *right[:2], *at[2:]
 
     objective._compared = wrongly  # type: ignore[method-assign]
 

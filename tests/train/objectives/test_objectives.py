@@ -74,7 +74,7 @@ def test_distillation_is_the_plain_formula(
         logits = model(batch.input_ids).logits[..., :vocabulary]
         return warp.transform(logits)[batch.loss_mask]
 
-    formula: Callable = divergence(loss, 0.3, kl_weight=lk_weight(0.4))
+    formula: Callable = divergence(loss, 0.3, kl_weight=lk_weight(torch.tensor(0.4)))
     with torch.no_grad():
         p = warped(tiny_target)
     q = warped(padded_draft)

@@ -17,7 +17,6 @@ from draftsmith.train.objectives.token_selection import (
     Weighting,
     check,
     depth_weights,
-    kept,
     selected,
 )
 from draftsmith.train.teachers.teachers import StateTeacher
@@ -196,12 +195,17 @@ def test_depth_weights_enter_the_loss(
     assert objective(batch).metrics == output.metrics, "the weights as they are"
 
 
-def test_kept_is_told_before_the_step(batch: Batch) -> None:
+def test_kept_is_told_before_the_step(
+    batch: Batch, tiny_target: PreTrainedModel, tiny_draft: PreTrainedModel
+) -> None:
+    def kept(weighting: Weighting) -> int:
+        return objective_of(tiny_draft, tiny_target, weighting).tokens(batch)
+
     tokens = int(batch.loss_mask.sum())
-    assert kept(Weighting(), batch) == tokens
-    assert kept(Weighting(select="random", keep=0.4), batch) == int(0.4 * tokens)
+    assert kept(Weighting()) == tokens
+    assert kept(Weighting(select="random", keep=0.4)) == int(0.4 * tokens)
     with pytest.raises(ValueError, match=rf"of the {tokens} trained tokens .* leaves none"):
-        kept(Weighting(select="random", keep=0.01), batch)
+        kept(Weighting(select="random", keep=0.01))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tiny_heads import TOKENS, fresh, llama, objective_of, text, words
 
 from draftsmith.models.heads.hydra import Hydra
 from draftsmith.train.live.batches import Buffered
-from draftsmith.train.objectives.eagle import Eagle1Objective, Eagle3Objective
+from draftsmith.train.objectives.eagle import EagleObjective, Unroll
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.launch import start
 from draftsmith.train.run.loop import Objective, StepBatches, fit
@@ -26,13 +26,11 @@ from draftsmith.train.text.on_policy import OnPolicy
 from draftsmith.train.text.stream import CorpusStream
 
 
-def of_eagle(version: int, **options: object) -> Objective:
+def of_eagle(version: int, **options: float) -> Objective:
     target = llama()
     head = eagle(target, version=version)
-    kind = {1: Eagle1Objective, 3: Eagle3Objective}[version]
-    return kind(
-        head, target, words(TOKENS), OnlineTaps(target, head.taps), steps=2, loss="fkl", **options
-    )
+    states = OnlineTaps(target, head.taps)
+    return EagleObjective(Unroll(steps=2, **options), head, target, words(TOKENS), states)
 
 
 def of_heads(kind: str, dropout: float = 0.0, **options: object) -> Objective:

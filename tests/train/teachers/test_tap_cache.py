@@ -18,21 +18,32 @@ from torch import Tensor
 from draftsmith.models.disk import store
 from draftsmith.models.taps import NORM
 from draftsmith.models.target import TargetSpec, load_target
-from draftsmith.train.teachers import cache as tap_cache
 from draftsmith.train.teachers import store as token_shards
-from draftsmith.train.teachers.cache import TapCache, quantised
-from draftsmith.train.teachers.states import Cache, CachedTaps, OnlineTaps, open_states
+from draftsmith.train.teachers.states import (
+    STORED,
+    Cache,
+    OnlineTaps,
+    TapCache,
+    open_states,
+    quantised,
+)
 from draftsmith.train.text.batches import Batches, Examples
 
 TAPS = (3, NORM, 1)
 
 
 @pytest.fixture
-def make(tmp_path: Path, tiny_target, tiny_tokenizer):
-    def cache(name: str = "cache", text: Batches | None = None, taps=TAPS, **options) -> TapCache:
-        options = {"stored": "float32", "shard_bytes": SHARD_BYTES} | options
-        text = text or batches()
-        return TapCache(tmp_path / name, tiny_target, tiny_tokenizer, taps, text, **options)
+def make(tmp_path: Path, tiny_target, tiny_tokenizer, monkeypatch):
+    def cache(
+        name: str = "cache",
+        text: Batches | None = None,
+        taps=TAPS,
+        stored: str = "float32",
+        shard_bytes: int = SHARD_BYTES,
+    ) -> TapCache:
+        monkeypatch.setattr(token_shards, "SHARD_BYTES", shard_bytes)
+        given = (tmp_path / name, tiny_target, tiny_tokenizer, taps, text or batches())
+        return TapCache(*given, stored=stored)
 
     return cache
 
@@ -53,10 +64,10 @@ def test_cached_states_are_the_online_ones(make, tiny_target, packing: bool, tap
     cache.claim()
     cache.write()
     assert len(cache) > 1
-    online, cached = OnlineTaps(tiny_target, taps), CachedTaps(cache, taps)
+    online = OnlineTaps(tiny_target, taps)
     for batch in some_batches(packing):
         real_BT = batch.places >= 0
-        for want, got in zip(online(batch), cached(batch), strict=True):
+        for want, got in zip(online(batch), cache(batch), strict=True):
             assert got.shape == want.shape and got.dtype == want.dtype
             error_BTF = (got - want)[real_BT].abs()
             assert error_BTF.max() <= 1e-6 * want.abs().max()
@@ -64,7 +75,7 @@ def test_cached_states_are_the_online_ones(make, tiny_target, packing: bool, tap
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_rows_are_exactly_those_in_the_files(written: TapCache, packing: bool) -> None:
+def test_rows_are_exactly_those_in_the_files(make, written: TapCache, packing: bool) -> None:
     """Every token's row, found the slow way: walk the pieces in their order through the shards."""
     paths = sorted(written.folder.glob("*.safetensors"))
     rows = iter(torch.cat([load_file(path)["states"] for path in paths]))
@@ -72,7 +83,7 @@ def test_rows_are_exactly_those_in_the_files(written: TapCache, packing: bool) -
         place: next(rows) for span in written.batches.cut.spans.tolist() for place in range(*span)
     }
     assert next(rows, None) is None
-    read = CachedTaps(written, (NORM, 3, 1))
+    read = make(taps=(NORM, 3, 1))  # the same states in another order
     for batch in some_batches(packing):
         norm_BTG, taps_BTF = read(batch)
         for place, norm, taps in zip(
@@ -123,7 +134,7 @@ def test_zeros_survive_int8() -> None:
 
 
 def test_int8_error_on_a_real_model(target_15m: Path, gsm8k_path: Path, tmp_path: Path) -> None:
-    """The figure in tap_cache's docstring: rms error over rms, for each of its four states."""
+    """The figure in the docstring of states.py: rms error over rms, for each of its four states."""
     target, tokenizer = load_target(TargetSpec(str(target_15m), "float32"), "cpu")
     rows = [json.loads(line) for line in gsm8k_path.read_text().splitlines()[-16:]]
     ids = [tokenizer(row["question"] + row["answer"])["input_ids"] for row in rows]
@@ -187,7 +198,7 @@ def test_another_run_reads_the_same_folder(make, written: TapCache) -> None:
 
 
 def test_size_is_told_before_it_starts(make, capsys) -> None:
-    for stored in tap_cache.STORED:
+    for stored in STORED:
         cache = make(stored, stored=stored, shard_bytes=10**6)
         cache.claim()
         told = int(cache.offsets[-1]) * cache.token_bytes
@@ -316,8 +327,8 @@ def test_open_states(tmp_path: Path, tiny_target, tiny_tokenizer) -> None:
 
     assert isinstance(opened(), OnlineTaps)
     cached, small = opened("bf16"), opened("int8", int8=True)
-    assert isinstance(cached, CachedTaps) and isinstance(small, CachedTaps)
-    assert (cached.cache.stored, small.cache.stored) == ("bfloat16", "int8")
+    assert isinstance(cached, TapCache) and isinstance(small, TapCache)
+    assert (cached.stored, small.stored) == ("bfloat16", "int8")
     with pytest.raises(ValueError, match=r"cache\.int8=true without a cache"):
         opened(int8=True)
     with pytest.raises(

@@ -27,10 +27,9 @@ from draftsmith.train.losses.pure import divergence
 from draftsmith.train.losses.top_k import TopKRows
 from draftsmith.train.prepare import main as prepare
 from draftsmith.train.teachers import store as token_shards
-from draftsmith.train.teachers.cache import TopKCache
+from draftsmith.train.teachers.likeliest import TopKCache, open_top_logprobs
 from draftsmith.train.teachers.states import Cache
 from draftsmith.train.teachers.teachers import StateTeacher, TopKTeacher, lost, open_teacher
-from draftsmith.train.teachers.told_logprobs import open_top_logprobs
 from draftsmith.train.text.batches import Batches
 from draftsmith.train.text.prepared import load_prepared
 
@@ -40,7 +39,7 @@ AS_IT_IS = SamplingParams(1.0)
 
 
 @pytest.fixture
-def make(tmp_path: Path, tiny_target, tiny_tokenizer):
+def make(tmp_path: Path, tiny_target, tiny_tokenizer, monkeypatch: pytest.MonkeyPatch):
     def cache(
         name: str = "cache",
         k: int = K,
@@ -48,8 +47,8 @@ def make(tmp_path: Path, tiny_target, tiny_tokenizer):
         text: Batches | None = None,
         target=tiny_target,
     ) -> TopKCache:
-        given = (tmp_path / name, target, tiny_tokenizer, k, warp, text or batches())
-        return TopKCache(*given, shard_bytes=SHARD_BYTES // 12)
+        monkeypatch.setattr(token_shards, "SHARD_BYTES", SHARD_BYTES // 12)
+        return TopKCache(tmp_path / name, target, tiny_tokenizer, k, warp, text or batches())
 
     return cache
 
