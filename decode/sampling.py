@@ -6,10 +6,6 @@ absolute position of the sampled token, token id), shared by target and draft, s
 on model, prompt and seed alone (specs: Daliri et al., arXiv 2408.07978; exponential race form).
 
 Shapes: B rows, D positions, V vocabulary.
-
-Sampling parameters of a batch whose rows don't all sample alike.
-
-Shapes: B rows, V vocabulary.
 """
 
 import math
@@ -25,11 +21,8 @@ COUPLED, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
 
 # splitmix64's constants (Steele, Lea, Flood 2014), as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-
 _STREAM_KEYS = [((i + 1) * _GOLDEN + (1 << 63)) % (1 << 64) - (1 << 63) for i in range(4)]
-
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 # Elements of a block of `top_k_values`: of 32, 64 and 128 the fastest. Measured against torch.topk
@@ -71,10 +64,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         # Much smaller ones overflow fp32 once logits are divided by them.
         if self.temperature != 0 and not 1e-5 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature: got {self.temperature}, expected 0 (greedy) or a number of at least "
-                "1e-5"
-            )
+            expected = "expected 0 (greedy) or a number of at least 1e-5"
+            raise ValueError(f"temperature: got {self.temperature}, {expected}")
         if self.top_k < 0:
             raise ValueError(f"top_k: got {self.top_k}, expected 0 (off) or a positive count")
         if not 0 < self.top_p <= 1:
@@ -220,8 +211,7 @@ def uniform(keys_BD: Tensor) -> Tensor:
 def choose(logits: Tensor, log_race: Tensor | None) -> Tensor:
     """Sampled token ids [...] from transformed logits [..., V]; without noise, the argmax.
 
-    argmin E / p = argmax (log p - log E), and the normaliser of p cancels. Ties go to the lowest
-    id.
+    argmin E / p = argmax (log p - log E): the normaliser of p cancels. Ties go to the lowest id.
     """
     return logits.argmax(-1) if log_race is None else (logits - log_race).argmax(-1)
 
@@ -240,10 +230,8 @@ def _uniform(bits: Tensor) -> Tensor:
 
 
 class RowParams:
-    """`SamplingParams`, row by row: what a round asks of them, for rows of several laws.
-
-    Each row's logits go through the very transform of its own parameters. A greedy row's noise is
-    0, which is the argmax.
+    """`SamplingParams`, row by row: what a round asks of them, for rows of several laws. A greedy
+    row's noise is 0, which is the argmax.
     """
 
     greedy = False  # not all rows: those would be of one law
@@ -253,16 +241,12 @@ class RowParams:
         for row, params in enumerate(of_B):
             rows.setdefault(params.law, []).append(row)
         self.law = tuple(number for params in of_B for number in params.law)
-        self.groups = [
-            (of_B[found[0]], torch.tensor(found, device=device)) for found in rows.values()
-        ]
+        self.groups = [(of_B[same[0]], torch.tensor(same, device=device)) for same in rows.values()]
         self.greedy_B = torch.tensor([params.greedy for params in of_B], device=device)
 
     def transform(self, logits: Tensor) -> Tensor:
         """`sampling.transform` of raw logits [B, ..., V] with each row's values."""
-        found = torch.empty_like(
-            logits, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32
-        )
+        found = torch.empty_like(logits, dtype=torch.promote_types(logits.dtype, torch.float32))
         for params, rows_G in self.groups:
             found[rows_G] = params.transform(logits[rows_G])
         return found

@@ -8,7 +8,7 @@ Shapes: B rows, N nodes, F of them fed to the draft in one call, C children draw
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path as File
 
@@ -92,9 +92,6 @@ class StaticTree:
         number = {path: i for i, path in enumerate(self.paths, 1)} | {(): 0}
         return (-1, *(number[path[:-1]] for path in self.paths))
 
-    def __str__(self) -> str:
-        return "chain" if self.is_chain else f"static, {self.nodes - 1} nodes"
-
 
 @dataclass(frozen=True)
 class DynamicTree:
@@ -115,11 +112,11 @@ class DynamicTree:
     is_chain = False
 
     def __post_init__(self) -> None:
-        most = 1 + self.width + (self.levels - 1) * self.width**2
-        if min(self.levels, self.width) < 1 or not 2 <= self.nodes <= min(most, MAX_NODES):
+        most = min(self.most(self.levels), MAX_NODES)
+        if min(self.levels, self.width) < 1 or not 2 <= self.nodes <= most:
             raise ValueError(
                 f"tree: got dynamic:{self.levels},{self.width},{self.nodes}, expected levels and "
-                f"width of at least 1, and 2 to {min(most, MAX_NODES)} nodes"
+                f"width of at least 1, and 2 to {most} nodes"
             )
         if not 0 < self.sharpness < 100:
             raise ValueError(f"tree: got sharpness {self.sharpness}, expected a number above 0")
@@ -133,13 +130,13 @@ class DynamicTree:
         """Nodes fed in each draft call."""
         return 1, *[self.width] * (self.levels - 1)
 
+    def most(self, levels: int) -> int:
+        """Nodes there can be in so many levels."""
+        return 1 + self.width + (levels - 1) * self.width**2
+
     def cut(self, levels: int) -> "DynamicTree":
         levels = min(levels, self.levels)
-        most = 1 + self.width + (levels - 1) * self.width**2
-        return DynamicTree(levels, self.width, min(self.nodes, most), self.sharpness)
-
-    def __str__(self) -> str:
-        return f"dynamic, {self.nodes - 1} nodes, width {self.width}"
+        return replace(self, levels=levels, nodes=min(self.nodes, self.most(levels)))
 
 
 Plan = StaticTree | DynamicTree
@@ -166,7 +163,8 @@ def parse_tree(text: str, K: int | None) -> Plan:
             form = "expected dynamic:levels,width,nodes, and a sharpness if you like"
             raise ValueError(f"tree: got {text!r} ({error}); {form}") from None
     elif text in PUBLISHED:
-        plan = StaticTree.from_paths(PUBLISHED[text])
+        # Ranks of the children along each path: "02" is (0, 2).
+        plan = StaticTree.from_paths(tuple(map(int, word)) for word in PUBLISHED[text].split())
     elif File(text).is_file():
         plan = read_tree(File(text))
     else:
@@ -223,19 +221,14 @@ def static_levels(tree: StaticTree, device: torch.device) -> tuple[Level, ...]:
     return tuple(found)
 
 
-def digits(text: str) -> tuple[RankPath, ...]:
-    """Rank paths written as words of digits: "02" is (0, 2)."""
-    return tuple(tuple(map(int, word)) for word in text.split())
-
-
 # The trees that the papers' own code ships, as ranks of the children along each path.
-PUBLISHED: dict[str, tuple[RankPath, ...]] = {
-    "medusa-63": digits(
+PUBLISHED = {
+    "medusa-63": (
         "0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 30 "
         "31 40 50 60 70 80 90 000 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 "
         "040 050 060 070 100 101 200 0000 0001"
     ),
-    "eagle-25": digits(
+    "eagle-25": (
         "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
     ),
 }

@@ -1,11 +1,13 @@
 """An evaluation's runs: what is asked, the pair in each dtype, and every arm taking its turn.
 
-An arm is plain decoding (None), a drafter (its name), or plain decoding through a drafter's shapes.
+An arm is plain decoding (None), a drafter (its name), or plain decoding through a drafter's shapes
+(name: baseline).
 """
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,7 @@ class Evaluation:
                 f"max_new_tokens: got {self.max_new_tokens}, expected at least 2; the first token "
                 "of an answer comes with the prefill, which is not measured"
             )
-        # Asks for the decoder's settings and the sampling's too, so that they are checked here.
+        # Makes the decoder's settings and the sampling's too, so that they are checked here.
         if not self.comparable and self.baseline == "same-shape":
             raise ValueError(
                 f"baseline: got same-shape with rule={self.rule} lossy={self.lossy!r}, whose "
@@ -93,16 +95,9 @@ class Evaluation:
     @property
     def decoding(self) -> DecodeSettings:
         """How a drafter's decoder decodes."""
-        return DecodeSettings(
-            K=self.K,
-            batch_size=self.batch,
-            rule=self.rule,
-            tree=self.tree,
-            policy=self.policy,
-            lossy=self.lossy,
-            allow_lossy=self.allow_lossy,
-            attention=self.backend,
-        )
+        every = {f.name: getattr(self, f.name, f.default) for f in fields(DecodeSettings)}
+        named: dict[str, Any] = every | {"batch_size": self.batch, "attention": self.backend}
+        return DecodeSettings(**named)
 
     @property
     def backend(self) -> str:
@@ -119,8 +114,8 @@ class Evaluation:
 
 @dataclass
 class Arm:
-    """One arm's answers, in the order of decoding, each with its prompt's number in the run; and of
-    each group of prompts that shared a batch the tokens emitted and the seconds of decoding.
+    """One arm's answers, in the order of decoding; and of each group of prompts that shared a batch
+    the tokens emitted and the seconds of decoding.
     """
 
     completions: list[Completion] = field(default_factory=list)
@@ -146,51 +141,51 @@ Arms = dict[str | None, Arm]
 
 @dataclass
 class Loaded:
-    """The pair in one dtype: the target, every drafter by name, and the K of each."""
+    """The pair in one dtype: the target, and by name every drafter and its K."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     drafters: dict[str, Drafter]
     K: dict[str, int | None]
 
+    def fits(self, tokens: Sequence[int], settings: Evaluation) -> bool:
+        """Whether every arm has room for a prompt and the longest answer to it."""
+        return len(tokens) + settings.max_new_tokens <= self.context
+
     @property
     def context(self) -> int:
         """Tokens of prompt and answer that every arm can hold."""
         return min(context_of(self.target), *(d.context for d in self.drafters.values()))
 
-    def asked(self, settings: Evaluation, name: str | None) -> DecodeSettings:
-        """How an arm decodes."""
-        if name is None:
-            return DecodeSettings(batch_size=settings.batch, attention=settings.backend)
-        K = self.K[name]
-        return replace(settings.decoding, K=K).reaching(self.drafters[name].levels)
+    def asked(self, settings: Evaluation, name: str) -> DecodeSettings:
+        """How a drafter decodes."""
+        return replace(settings.decoding, K=self.K[name]).reaching(self.drafters[name].levels)
 
     def decoder(self, settings: Evaluation, name: str | None, **changes: Any) -> Decoder:
         """A drafter's decoder, or for None that of plain decoding."""
+        plain = {"batch_size": settings.batch, "attention": settings.backend}
+        options = plain if name is None else asdict(self.asked(settings, name))
         drafter = None if name is None else self.drafters[name]
-        options = asdict(replace(self.asked(settings, name), **changes))
-        return Decoder(self.target, self.tokenizer, drafter, **options)
+        return Decoder(self.target, self.tokenizer, drafter, **options | changes)
 
     def decoders(self, settings: Evaluation, **changes: Any) -> dict[str | None, Decoder]:
         """Those of plain decoding and of every drafter."""
-        arms: list[str | None] = [None, *self.drafters]
-        return {arm: self.decoder(settings, arm, **changes) for arm in arms}
+        return {arm: self.decoder(settings, arm, **changes) for arm in (None, *self.drafters)}
 
 
 def load(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
     """Target and drafters in one dtype on the settings' device."""
     spec = TargetSpec(settings.target, dtype=dtype, adapter=settings.adapter or None)
     target, tokenizer = load_decoded(spec, settings.device)
-    loaded = {}
+    pair = Loaded(target, tokenizer, {}, {})
+    allow = {"allow_target_mismatch": settings.allow_target_mismatch}
     for name, path in drafters.items():
-        drafter = load_drafter(
-            path, target, tokenizer, allow_target_mismatch=settings.allow_target_mismatch
-        )
+        drafter = load_drafter(path, target, tokenizer, **allow)
         if drafter is None:
             raise ValueError(f"drafter: got {path!r}, expected a drafter folder or ngram")
-        loaded[name] = drafter
-    chosen = {name: settings.K or default_K(path, settings.tree) for name, path in drafters.items()}
-    return Loaded(target, tokenizer, loaded, chosen)
+        pair.drafters[name] = drafter
+        pair.K[name] = settings.K or default_K(path, settings.tree)
+    return pair
 
 
 def default_K(path: str, tree: str) -> int | None:
@@ -203,11 +198,6 @@ def default_K(path: str, tree: str) -> int | None:
     return int((DEFAULTS | read_json(meta).get("defaults", {}))["K"])
 
 
-def same_shape(name: str) -> str:
-    """The arm of plain decoding through a drafter's shapes."""
-    return f"{name}: same shape"
-
-
 def time_arms(
     settings: Evaluation, pair: Loaded, prompts: Sequence[Prompt], tick: Callable[[], None]
 ) -> Arms:
@@ -217,7 +207,8 @@ def time_arms(
         for name in pair.drafters:
             # A drafter works for one decoder at a time: the other arm's keeps its state.
             own = replace(pair, drafters={name: copy.copy(pair.drafters[name])})
-            decoders[same_shape(name)] = own.decoder(settings, name, same_shape=True)
+            shapes = own.decoder(settings, name, same_shape=True)
+            decoders[f"{name}: {settings.baseline}"] = shapes
     for decoder in decoders.values():
         for tokens in warm_ups(prompts, settings.device):
             decoder.generate([tokens] * settings.batch, settings.params)
@@ -232,10 +223,11 @@ def warm_ups(prompts: Sequence[Prompt], device: str) -> list[list[int]]:
     longest_first = sorted((prompt.tokens for prompt in prompts), key=len, reverse=True)
     if not device.startswith("cuda"):
         return longest_first[:1]
-    alike: dict[int, list[list[int]]] = {}
-    for tokens in longest_first:
-        alike.setdefault(max(SMALLEST, 1 << (len(tokens) - 1).bit_length()), []).append(tokens)
-    return [tokens for same in alike.values() for tokens in (*same[:1], *same[1:][-1:])]
+    found = []
+    for _, alike in groupby(longest_first, lambda t: max(SMALLEST, 1 << (len(t) - 1).bit_length())):
+        first, *others = alike
+        found += [first, *others[-1:]]
+    return found
 
 
 def prove(
@@ -244,11 +236,9 @@ def prove(
     """fp32 answers of plain decoding and, if identity is asked for, of every drafter; eight at a
     time, since neither batch nor drafter may change an answer.
     """
-    rows = max(8, settings.batch)
-    if settings.identity and settings.comparable:
-        decoders = pair.decoders(settings, batch_size=rows)
-    else:
-        decoders = {None: pair.decoder(settings, None, batch_size=rows)}
+    decoders = pair.decoders(settings, batch_size=max(8, settings.batch))
+    if not (settings.identity and settings.comparable):
+        decoders = {None: decoders[None]}
     return converse(settings, pair, prompts, decoders, len(prompts), tick)
 
 
@@ -286,7 +276,7 @@ def converse(
                 said[i].append(completion.text)
                 if len(said[i]) < len(prompts[i].turns):
                     later[i] = next_turn(prompts[i], said[i], pair.tokenizer)
-            asked = {i: ids for i, ids in later.items() if fits(ids, settings, pair)}
+            asked = {i: ids for i, ids in later.items() if pair.fits(ids, settings)}
         order = order[1:] + order[:1]
         tick()
     return found
@@ -302,8 +292,3 @@ def answers(
         if completion.finish_reason == "error":
             raise ValueError(f"prompt {index}: {completion.error}")
     return done
-
-
-def fits(tokens: Sequence[int], settings: Evaluation, pair: Loaded) -> bool:
-    """Whether every arm has room for a prompt and the longest answer to it."""
-    return len(tokens) + settings.max_new_tokens <= pair.context

@@ -21,28 +21,24 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate import metrics, speed
-from draftsmith.decode.evaluate.arms import (
-    Arm,
-    Arms,
-    Evaluation,
-    Loaded,
-    fits,
-    load,
-    prove,
-    same_shape,
-    time_arms,
-)
-from draftsmith.decode.evaluate.exactness import FirstDifference, divergences, verdict
+from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded, load, prove, time_arms
+from draftsmith.decode.evaluate.exactness import divergences, verdict
 from draftsmith.decode.evaluate.tasks import agreement, exact_match, known_answer
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
+from draftsmith.decode.report.schema import AnswerDifference
 from draftsmith.models.disk.provenance import command_line, git_commit, versions
 from draftsmith.models.tokenizer import vocab_size
 
-Report = dict[str, Any]
+Values = dict[str, Any]  # of a report, or a part of it
+# Settings that the report tells under the same name.
+TOLD = (
+    *("target", "rule", "device", "dtype", "batch", "temperature", "top_k", "top_p", "min_p"),
+    *("seed", "policy", "tree", "max_new_tokens"),
+)
 
 
-def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Report]:
+def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Values]:
     """The report of each drafter, by its name in `drafters` (name -> folder or "ngram"). ValueError
     for whatever does not load or fit; see `load_target`, `open_drafter`, `load_prompts`.
     """
@@ -64,12 +60,13 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Report
         skipped["turns"] = asked - len(timed[None].completions)  # no room in the context
         reports = {}
         for name, path in drafters.items():
-            report = settings_part(settings, name, path, pair, prompts)
+            report = settings_part(settings, len(prompts))
+            report["drafter"] = {"kind": pair.drafters[name].kind, "path": path}
             report |= speed.speed_part(settings, pair, name, timed)
             report |= answers_part(settings, prompts, timed[None], timed[name])
             report["rules"] = tau_by_rule(settings, pair, name, timed[None], report["tau"])
             report["skipped"] = skipped
-            report["example"] = example(pair.tokenizer, prompts, timed[name])
+            report["example"] = example(pair.tokenizer, timed[name].completions[0])
             reports[name] = report
         if settings.dtype != "float32":
             del pair  # before its like in fp32 is loaded: an 8B target in both would be 48 GB
@@ -80,7 +77,7 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Report
         bar = progress.add_task("the same in float32", total=1)
         proofs = prove(settings, pair, prompts, lambda: progress.advance(bar))
         for name, report in reports.items():
-            report |= acceptance_part(settings, pair, name, proofs[None].completions)
+            report |= acceptance_part(settings, pair, name, proofs[None])
             report |= exactness_part(settings, pair, name, proofs, timed)
             report["seconds"] = time.perf_counter() - started
     return reports
@@ -98,7 +95,7 @@ def choose_prompts(settings: Evaluation, pair: Loaded) -> tuple[list[Prompt], di
         split=settings.split,
         turns=settings.turns,
     )
-    kept = [prompt for prompt in every if fits(prompt.tokens, settings, pair)]
+    kept = [prompt for prompt in every if pair.fits(prompt.tokens, settings)]
     if not kept:
         shortest = min(len(prompt.tokens) for prompt in every)
         raise ValueError(
@@ -115,32 +112,15 @@ def choose_prompts(settings: Evaluation, pair: Loaded) -> tuple[list[Prompt], di
     return prompts, {"prompts": len(every) - len(kept), "of": len(every), "context": pair.context}
 
 
-def settings_part(
-    settings: Evaluation, name: str, path: str, pair: Loaded, prompts: Sequence[Prompt]
-) -> Report:
-    drafter = pair.drafters[name]
-    return {
+def settings_part(settings: Evaluation, prompts: int) -> Values:
+    return {name: getattr(settings, name) for name in TOLD} | {
         "schema": 1,
-        "target": settings.target,
-        "drafter": {"kind": drafter.kind, "path": path},
-        "rule": settings.rule,
         "lossless": not settings.lossy,  # every rule in RULES is, without a mask
         "lossy": str(settings.decoding.acceptance or ""),
-        "device": settings.device,
-        "dtype": settings.dtype,
         "threads": torch.get_num_threads(),
-        "batch": settings.batch,
-        "temperature": settings.temperature,
-        "top_k": settings.top_k,
-        "top_p": settings.top_p,
-        "min_p": settings.min_p,
         "stop": list(settings.stop),
-        "seed": settings.seed,
-        "policy": settings.policy,
-        "tree": settings.tree,
         "attention": settings.backend,
-        "max_new_tokens": settings.max_new_tokens,
-        "n_prompts": len(prompts),
+        "n_prompts": prompts,
         "prompts": f"{settings.prompts} ({settings.split})",
         "versions": versions(),
         "commit": git_commit(),
@@ -148,53 +128,47 @@ def settings_part(
     }
 
 
-def answers_part(settings: Evaluation, prompts: Sequence[Prompt], plain: Arm, spec: Arm) -> Report:
+def answers_part(settings: Evaluation, prompts: Sequence[Prompt], plain: Arm, spec: Arm) -> Values:
     """By category, and how good the answers are where that may differ from the target's own."""
     firsts = [[turns[0] for turns in arm.questions] for arm in (plain, spec)]
-    return {
-        "categories": speed.by_category(prompts, plain, spec, settings.batch),
-        "specbench": speed.specbench(prompts, plain, spec, settings.batch),
+    return speed.by_category(prompts, plain, spec, settings.batch) | {
         "task": exact_match(prompts, *firsts),
         "agreement": agreement(plain.questions, spec.questions) if settings.lossy else None,
     }
 
 
-def acceptance_part(
-    settings: Evaluation, pair: Loaded, name: str, plain: list[Completion]
-) -> dict[str, Any]:
+def acceptance_part(settings: Evaluation, pair: Loaded, name: str, plain: Arm) -> Values:
     """alpha and coupled acceptance, teacher-forced on the target's answers; None without a q. Of
     heads, which guess worse the further ahead, they are those of the first token drafted.
     """
     drafter = pair.drafters[name]
     if not drafter.samples:
-        return {"alpha": None, "alpha_interval": None, "coupled_acceptance": None}
+        return dict.fromkeys(("alpha", "alpha_interval", "coupled_acceptance"))
     runner = pair.decoder(settings, None).runner
-    rows = teacher_forced(runner, drafter, plain, settings.params)
-    prompts = 1 + max(answer.index for answer in plain)
-    overlap, positions = [0.0] * prompts, [0] * prompts
-    for answer, row in zip(plain, rows, strict=True):
-        overlap[answer.index] += row.alpha
-        positions[answer.index] += row.positions
+    rows = teacher_forced(runner, drafter, plain.completions, settings.params)
+    by_prompt = [[0.0, 0] for _ in plain.questions]
+    for answer, row in zip(plain.completions, rows, strict=True):
+        by_prompt[answer.index][0] += row.alpha
+        by_prompt[answer.index][1] += row.positions
+    overlap, positions = zip(*by_prompt, strict=True)
     return {
         "alpha": sum(overlap) / sum(positions),
         "alpha_interval": metrics.ratio_interval(overlap, positions),
         "coupled_acceptance": sum(row.coupled for row in rows) / sum(positions),
-        "alpha_by_prompt": [list(pair) for pair in zip(overlap, positions, strict=True)],
+        "alpha_by_prompt": by_prompt,
     }
 
 
 def exactness_part(
     settings: Evaluation, exact: Loaded, name: str, proofs: Arms, timed: Arms
-) -> Report:
+) -> Values:
     """The fp32 verdict, that of the same shapes where asked for, and where the answers in the speed
     dtype part ways with plain decoding.
     """
-    report: Report = {"identical": None, "identical_same_shape": None, "divergences": []}
-    if not settings.comparable:
-        return report
-    found: list[FirstDifference] = []
+    report: Values = {"identical": None, "identical_same_shape": None}
+    found: list[AnswerDifference] = []
 
-    def compare(plain: Arm, spec: Arm, dtype: str, baseline: str) -> dict[str, Any]:
+    def compare(plain: Arm, spec: Arm, dtype: str, baseline: str = "native") -> Values:
         want, got = plain.completions, spec.completions
         kind = {"dtype": dtype, "baseline": baseline}
         size = vocab_size(exact.tokenizer)
@@ -202,23 +176,20 @@ def exactness_part(
         found.extend(new)
         return verdict(new, len(want), **kind)
 
-    if settings.identity:
-        report["identical"] = compare(proofs[None], proofs[name], "float32", "native")
+    if settings.comparable and settings.identity:
+        report["identical"] = compare(proofs[None], proofs[name], "float32")
     if settings.baseline == "same-shape":
-        report["identical_same_shape"] = compare(
-            timed[same_shape(name)], timed[name], settings.dtype, "same-shape"
-        )
-    if settings.dtype != "float32":
-        compare(timed[None], timed[name], settings.dtype, "native")
+        shapes = timed[f"{name}: {settings.baseline}"]
+        report["identical_same_shape"] = compare(shapes, timed[name], settings.dtype, "same-shape")
+    if settings.comparable and settings.dtype != "float32":
+        compare(timed[None], timed[name], settings.dtype)
     return report | {"divergences": [asdict(difference) for difference in found]}
 
 
 def tau_by_rule(
     settings: Evaluation, pair: Loaded, name: str, plain: Arm, tau: float
 ) -> dict[str, float] | None:
-    """tau of the same chain under coupled and under block acceptance, which differ above
-    temperature 0.
-    """
+    """tau under coupled and under block acceptance, which differ above temperature 0: of chains."""
     unlike = settings.params.greedy or settings.lossy or settings.tree != "chain"
     if unlike or not pair.drafters[name].samples:
         return None
@@ -231,11 +202,8 @@ def tau_by_rule(
     return taus
 
 
-def example(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], spec: Arm
-) -> dict[str, Any]:
-    """The first answer, token by token: whether each came from the draft."""
-    first = spec.completions[0]
+def example(tokenizer: PreTrainedTokenizerBase, first: Completion) -> Values:
+    """An answer, token by token: whether each came from the draft."""
     drafted = zip(first.tokens, first.accepted, strict=True)
     pieces = [[tokenizer.decode([token]), from_draft] for token, from_draft in drafted]
-    return {"prompt": tokenizer.decode(prompts[0].tokens), "pieces": pieces}
+    return {"prompt": tokenizer.decode(first.prompt_tokens), "pieces": pieces}

@@ -2,31 +2,16 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.report.schema import AnswerDifference, Count
 from draftsmith.decode.sampling import SamplingParams, request_race
 
 NEAR_TIE = 1e-4  # fp32 logits closer than this may be swapped by the rounding of another shape
-
-
-@dataclass(frozen=True)
-class FirstDifference:
-    """The first token at which two answers to one prompt differ. margin: of the best score over the
-    second best there, in fp32; near_tie: it is below 1e-4, and in fp64 between the same two tokens;
-    baseline: the plain decoding it was compared with.
-    """
-
-    prompt: int
-    position: int
-    dtype: str
-    margin: float
-    near_tie: bool
-    baseline: str = "native"
 
 
 def divergences(
@@ -38,7 +23,7 @@ def divergences(
     vocab_size: int,
     dtype: str,
     baseline: str = "native",
-) -> list[FirstDifference]:
+) -> list[AnswerDifference]:
     """Every prompt whose two answers differ, with the margins of `exact_target` (fp32) there."""
     found = []
     double: PreTrainedModel | None = None
@@ -46,16 +31,16 @@ def divergences(
         if want.tokens == have.tokens:
             continue
         at = first_difference(want.tokens, have.tokens)
-        context = want.prompt_tokens + want.tokens[:at]
-        request = {"vocab_size": vocab_size, "index": want.index}
-        _, margin = top_two(exact_target, context, params, **request)
+        request = want.prompt_tokens + want.tokens[:at], params, vocab_size, want.index
+        _, margin = top_two(exact_target, *request)
         near = margin < NEAR_TIE
         if near:
             double = double or copy.deepcopy(exact_target).double()
-            best, margin_64 = top_two(double, context, params, **request)
+            best, margin_64 = top_two(double, *request)
             pair = {*want.tokens[at : at + 1], *have.tokens[at : at + 1]}
-            near = margin_64 < NEAR_TIE and pair == set(best)
-        found.append(FirstDifference(want.index, at, dtype, margin, near, baseline))
+            near = margin_64 < NEAR_TIE and pair == best
+        place = Count(want.index), Count(at)
+        found.append(AnswerDifference(*place, dtype, margin, near, baseline))
     return found
 
 
@@ -66,7 +51,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def verdict(
-    found: Sequence[FirstDifference], total: int, *, dtype: str, baseline: str
+    found: Sequence[AnswerDifference], total: int, *, dtype: str, baseline: str
 ) -> dict[str, Any]:
     """The report's `identical` entry. excused: differences at confirmed near-ties."""
     return {
@@ -81,22 +66,14 @@ def verdict(
 
 @torch.inference_mode()
 def top_two(
-    model: PreTrainedModel,
-    context: list[int],
-    params: SamplingParams,
-    *,
-    vocab_size: int,
-    index: int,
-) -> tuple[tuple[int, int], float]:
-    """The best and second best token after `context` (prompt and answer so far) with the request's
-    noise, and by how much the best one wins: log p - log E, greedy: the logits. In the model's
-    dtype.
+    model: PreTrainedModel, context: list[int], params: SamplingParams, vocab_size: int, index: int
+) -> tuple[set[int], float]:
+    """The two best tokens after `context` (prompt and answer so far) with the request's noise, and
+    by how much the best one wins: log p - log E, greedy: the logits. In the model's dtype.
     """
     logits_V = model(torch.tensor([context], device=model.device)).logits[0, -1, :vocab_size]
     score_V = params.transform(logits_V)
     position_1 = torch.tensor([len(context)], device=model.device)
     race_1V = request_race(params, index, position_1, vocab_size)
-    score_V = score_V if race_1V is None else score_V - race_1V[0]
-    best = score_V.topk(2)
-    first, second = best.indices.tolist()
-    return (first, second), float(best.values[0] - best.values[1])
+    best = (score_V if race_1V is None else score_V - race_1V[0]).topk(2)
+    return set(best.indices.tolist()), float(best.values[0] - best.values[1])

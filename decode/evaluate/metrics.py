@@ -3,7 +3,6 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from itertools import zip_longest
 
 import numpy as np
@@ -15,12 +14,11 @@ def total(counters: Sequence[Counters]) -> Counters:
     """What several requests counted, as one."""
     result = Counters()
     for c in counters:
-        for field in fields(Counters):
-            a, b = getattr(result, field.name), getattr(c, field.name)
-            both = a + b
-            if isinstance(a, list):
-                both = [x + y for x, y in zip_longest(a, b, fillvalue=0)]
-            setattr(result, field.name, both)
+        for name, a in vars(result).items():
+            b = getattr(c, name)
+            lists = isinstance(a, list)
+            both = [x + y for x, y in zip_longest(a, b, fillvalue=0)] if lists else a + b
+            setattr(result, name, both)
     return result
 
 
@@ -37,7 +35,11 @@ def acceptance_by_position(counters: Sequence[Counters]) -> tuple[list[float], l
     one = total(counters)
     # Rounds that kept more than i drafted tokens accepted position i.
     kept = [sum(one.histogram[i + 1 :]) for i in range(len(one.reached))]
-    return _shares(kept, one.reached), _shares(kept, one.tried)
+    by_reached, by_tried = (
+        [k / n if n else 0.0 for k, n in zip(kept, rounds, strict=True)]
+        for rounds in (one.reached, one.tried)
+    )
+    return by_reached, by_tried
 
 
 def draft_acceptance_rate(counters: Sequence[Counters]) -> float | None:
@@ -54,27 +56,23 @@ def token_efficiency(counters: Sequence[Counters]) -> float | None:
     return _accepted(counters) / nodes if nodes else None
 
 
-def loop_rate(completions: Sequence[Completion], n: int = 8) -> float:
-    """The share of n-grams that their own answer had before: 0 fresh, 1 all loops."""
-    seen_before = total = 0
-    for completion in completions:
-        seen: set[tuple[int, ...]] = set()
-        for start in range(len(completion.tokens) - n + 1):
-            gram = tuple(completion.tokens[start : start + n])
-            seen_before += gram in seen
-            seen.add(gram)
-            total += 1
-    return seen_before / total if total else 0.0
+def loop_rate(completions: Sequence[Completion]) -> float:
+    """The share of 8-grams that their own answer had before: 0 fresh, 1 all loops."""
+    fresh = total = 0
+    for tokens in (completion.tokens for completion in completions):
+        grams = [tuple(tokens[start : start + 8]) for start in range(len(tokens) - 7)]
+        fresh += len(set(grams))
+        total += len(grams)
+    return (total - fresh) / total if total else 0.0
 
 
 def bootstrap(
-    statistic: Callable[[np.ndarray], float], prompts: int, *, draws: int = 2000, seed: int = 0
+    statistic: Callable[[np.ndarray], float], prompts: int, *, draws: int = 2000
 ) -> list[float]:
     """The 95% interval [low, high] of a statistic of prompt indices, over resampled prompts."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     values = [statistic(rng.integers(0, prompts, prompts)) for _ in range(draws)]
-    low, high = np.nanpercentile(values, [2.5, 97.5])
-    return [float(low), float(high)]
+    return [float(end) for end in np.nanpercentile(values, [2.5, 97.5])]
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
@@ -99,7 +97,3 @@ def paired_difference(
 
 def _accepted(counters: Sequence[Counters]) -> int:
     return sum(i * n for c in counters for i, n in enumerate(c.histogram))
-
-
-def _shares(part: Sequence[int], whole: Sequence[int]) -> list[float]:
-    return [p / w if w else 0.0 for p, w in zip(part, whole, strict=True)]

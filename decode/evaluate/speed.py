@@ -3,7 +3,8 @@ Spec-Bench way (Xia et al., arXiv 2401.07851): the mean over questions of tokens
 included, with MT-bench's eight categories as one.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,20 +20,18 @@ MT_BENCH = (
 )
 SPEC_BENCH = (*MT_BENCH, "translation", "summarization", "qa", "math_reasoning", "rag")
 
-Table = dict[str, dict[str, Any]]
-
 
 def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> dict[str, Any]:
     """Counts and clocks of the arms, and the isolated forwards that say what would be ideal."""
     plain, spec = timed[None], timed[name]
     counters = spec.counters
-    rounds = max(1, sum(c.rounds for c in counters))
-    K = sum(c.drafted for c in counters) / rounds
-    nodes = sum(c.nodes for c in counters) / rounds
+    one = metrics.total(counters)
+    K, nodes = (count / max(1, one.rounds) for count in (one.drafted, one.nodes))
     tau = metrics.block_efficiency(counters)
     speeds = speedups(plain, spec, settings.batch)
-    lengths = [len(c.prompt_tokens) + len(c.tokens) / 2 for c in spec.completions]
-    context = int(sum(lengths) / len(lengths))
+    answers = spec.completions
+    asked = sum(len(c.prompt_tokens) for c in answers)
+    context = int((asked + sum(len(c.tokens) for c in answers) / 2) / len(answers))
     drafter = pair.drafters[name]
     times = isolated_times(
         pair.decoder(settings, None).runner,
@@ -40,26 +39,25 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> di
         pair.asked(settings, name).plan,
         batch=settings.batch,
         context=context,
-        prompt=sum(len(c.prompt_tokens) for c in spec.completions) // len(lengths),
+        prompt=asked // len(answers),
         nodes=1 + round(nodes),
     )
     drafting = K * times["draft"] + (times["extend"] or 0.0)
     ideal = tau * times["plain"] / (times["verify"] + drafting)
     c_bytes = drafter.parameter_bytes / weights_read(pair.target)
     by_position, conditional = metrics.acceptance_by_position(counters)
+    rounds = [c.rounds for c in counters]
     return {
         "K": K,
         "N": 1 + nodes,
         "context": context,
         "tau": tau,
-        "tau_interval": metrics.ratio_interval(
-            [c.emitted for c in counters], [c.rounds for c in counters]
-        ),
+        "tau_interval": metrics.ratio_interval([c.emitted for c in counters], rounds),
         "draft_acceptance_rate": metrics.draft_acceptance_rate(counters),
         "token_efficiency": metrics.token_efficiency(counters),
         "acceptance_by_position": by_position,
         "acceptance_conditional": conditional,
-        "accepted_histogram": metrics.total(counters).histogram,
+        "accepted_histogram": one.histogram,
         "tokens_per_s": {
             "plain": sum(plain.tokens) / sum(plain.seconds),
             "speculative": sum(spec.tokens) / sum(spec.seconds),
@@ -89,25 +87,26 @@ def speedups(plain: Arm, spec: Arm, batch: int) -> dict[str, Any]:
     """The report's `speedup`; its interval over prompts, or over batches of them, None where fewer
     than two were timed; and `speedup_specbench`, None where prompts shared a batch.
     """
-    every, interval, specbench = np.arange(len(spec.tokens)), None, None
+    every, interval = np.arange(len(spec.tokens)), None
     if sum(seconds > 0 for seconds in spec.seconds) > 1:
         interval = metrics.bootstrap(lambda i: speedup(plain, spec, i), len(every))
-    if batch == 1:
-        specbench = float(rates(spec).mean() / rates(plain).mean())
     return {
         "speedup": speedup(plain, spec, every),
         "speedup_interval": interval,
-        "speedup_specbench": specbench,
+        "speedup_specbench": rates_ratio(plain, spec, every) if batch == 1 else None,
     }
 
 
 def speedup(plain: Arm, spec: Arm, groups: np.ndarray) -> float:
     """Of some of the groups that shared a batch; nan where one side emitted nothing."""
-    a, b, c, d = (
-        np.asarray(x)[groups].sum()
-        for x in (spec.tokens, spec.seconds, plain.tokens, plain.seconds)
-    )
+    columns = (spec.tokens, spec.seconds, plain.tokens, plain.seconds)
+    a, b, c, d = (np.asarray(x)[groups].sum() for x in columns)
     return float((a / b) / (c / d)) if b and c else float("nan")
+
+
+def rates_ratio(plain: Arm, spec: Arm, questions: np.ndarray) -> float:
+    """The ratio of the two mean rates over some questions."""
+    return float(rates(spec)[questions].mean() / rates(plain)[questions].mean())
 
 
 def rates(arm: Arm) -> np.ndarray:
@@ -119,39 +118,32 @@ def rates(arm: Arm) -> np.ndarray:
     return np.array(each)
 
 
-def by_category(prompts: Sequence[Prompt], plain: Arm, spec: Arm, batch: int) -> Table:
-    """Each category's row, in the order in which they come."""
-    names = dict.fromkeys(prompt.category for prompt in prompts)
-    return {name: _row(prompts, (name,), plain, spec, batch) for name in names}
-
-
-def specbench(prompts: Sequence[Prompt], plain: Arm, spec: Arm, batch: int) -> Table:
-    """The rows of Spec-Bench's own table; empty for prompts of anything else."""
-    names = dict.fromkeys(prompt.category for prompt in prompts)
-    if not set(names) <= set(SPEC_BENCH):
-        return {}
-    groups: dict[str, tuple[str, ...]] = {"mt_bench": MT_BENCH}
-    groups |= {name: (name,) for name in names if name not in MT_BENCH}
-    groups["overall"] = SPEC_BENCH
-    rows = {name: _row(prompts, one, plain, spec, batch) for name, one in groups.items()}
-    return {name: row for name, row in rows.items() if row["n_prompts"]}
-
-
-def _row(
-    prompts: Sequence[Prompt], names: Sequence[str], plain: Arm, spec: Arm, batch: int
-) -> dict[str, Any]:
-    """tau, speed-ups and count of the prompts of some categories; speed only where prompts ran one
-    at a time, null where every answer ended with its first token.
+def by_category(
+    prompts: Sequence[Prompt], plain: Arm, spec: Arm, batch: int
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """The report's `categories`, in the order in which they come, and `specbench`, the rows of
+    Spec-Bench's own table; empty for prompts of anything else. Speed only where prompts ran one at
+    a time, null where every answer ended with its first token.
     """
-    members = np.array([i for i, prompt in enumerate(prompts) if prompt.category in names], int)
-    row: dict[str, Any] = dict.fromkeys(("tau", "speedup", "speedup_specbench"))
-    row["n_prompts"] = len(members)
-    counters = spec.counters
-    tau = metrics.block_efficiency([counters[i] for i in members])
-    if tau == tau:
-        row["tau"] = tau
-    ratio = speedup(plain, spec, members) if batch == 1 else float("nan")
-    if ratio == ratio:
-        row["speedup"] = ratio
-        row["speedup_specbench"] = float(rates(spec)[members].mean() / rates(plain)[members].mean())
-    return row
+
+    def row(names: Collection[str]) -> dict[str, Any]:
+        members = np.array([i for i, one in enumerate(prompts) if one.category in names], int)
+        tau = metrics.block_efficiency([counters[i] for i in members])
+        ratio = speedup(plain, spec, members) if batch == 1 else math.nan
+        return {
+            "tau": None if math.isnan(tau) else tau,
+            "speedup": None if math.isnan(ratio) else ratio,
+            "speedup_specbench": None if math.isnan(ratio) else rates_ratio(plain, spec, members),
+            "n_prompts": len(members),
+        }
+
+    counters, names = spec.counters, dict.fromkeys(prompt.category for prompt in prompts)
+    groups: dict[str, Collection[str]] = {}
+    if names.keys() <= set(SPEC_BENCH):
+        groups = {"mt_bench": MT_BENCH} if names.keys() & set(MT_BENCH) else {}
+        groups |= {name: (name,) for name in names if name not in MT_BENCH}
+        groups["overall"] = SPEC_BENCH
+    return {
+        "categories": {name: row((name,)) for name in names},
+        "specbench": {name: row(one) for name, one in groups.items()},
+    }

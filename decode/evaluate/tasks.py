@@ -26,12 +26,12 @@ def final_number(text: str) -> Decimal | None:
     """The number an answer ends in: after the first #### that has one, else the last of the text;
     None without any. Commas between thousands, currencies, and zeros after the point are nothing.
     """
-    for part in text.split(MARK)[1:]:
-        marked = NUMBER.match(part.lstrip())
-        if marked:
-            return _value(marked)
-    found = list(NUMBER.finditer(text))
-    return _value(found[-1]) if found else None
+    marked = [NUMBER.match(part.lstrip()) for part in text.split(MARK)[1:]]
+    found = next(filter(None, [*marked, *reversed(list(NUMBER.finditer(text)))]), None)
+    if found is None:
+        return None
+    value = Decimal(found["digits"].replace(",", ""))
+    return -value if found["sign"] in ("-", "\u2212") else value
 
 
 def known_answer(prompt: Prompt) -> Decimal | None:
@@ -45,21 +45,21 @@ def exact_match(
     """The report's `task` entry, over the prompts whose known answer has a #### line; None where no
     prompt has. plain, spec: the answers to each prompt's first turn.
     """
-    rows = []
-    for prompt, *answers in zip(prompts, plain, spec, strict=True):
-        known = known_answer(prompt)
-        if known is not None:
-            rows.append([float(final_number(answer.text) == known) for answer in answers])
+    rows = [
+        [float(final_number(answer.text) == known) for answer in answers]
+        for prompt, *answers in zip(prompts, plain, spec, strict=True)
+        if (known := known_answer(prompt)) is not None
+    ]
     if not rows:
         return None
     before, after = zip(*rows, strict=True)
-    ones = [1.0] * len(rows)
+    n, ones = len(rows), [1.0] * len(rows)
     difference, interval = paired_difference((after, ones), (before, ones))
     return {
         "name": "gsm8k",
-        "n": len(rows),
-        "plain": sum(before) / len(rows),
-        "speculative": sum(after) / len(rows),
+        "n": n,
+        "plain": sum(before) / n,
+        "speculative": sum(after) / n,
         "difference": difference,
         "difference_interval": interval,
     }
@@ -75,8 +75,3 @@ def agreement(
         same.append(float(sum(first_difference(*pair) for pair in pairs)))
         longer.append(float(sum(max(map(len, pair)) for pair in pairs)))
     return {"share": sum(same) / sum(longer), "interval": ratio_interval(same, longer)}
-
-
-def _value(found: re.Match[str]) -> Decimal:
-    value = Decimal(found["digits"].replace(",", ""))
-    return -value if found["sign"] in ("-", "\u2212") else value

@@ -1,9 +1,8 @@
 """Acceptance where the target's own text is the context: alpha and coupled agreement."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.engine.request import Completion
@@ -12,11 +11,8 @@ from draftsmith.decode.sampling import SamplingParams, choose, request_race
 from draftsmith.models.taps import target_states
 
 
-@dataclass(frozen=True)
-class TeacherForced:
-    """Of one prompt, over its answer's positions: the sum of alpha, of coupled agreement, their
-    count.
-    """
+class TeacherForced(NamedTuple):
+    """Over the positions of one prompt's answer: sums of alpha and coupled agreement, and count."""
 
     alpha: float
     coupled: float
@@ -41,19 +37,12 @@ def teacher_forced(
         assert q_logits_1TV is not None, f"a drafter of kind {drafter.kind} has no q"
         raw = target.logits(norm_1TH), q_logits_1TV
         p_TV, q_TV = (params.transform(logits)[0, first - 1 : -1] for logits in raw)
-        results.append(_one(p_TV, q_TV, first, completion.index, params))
+        length, vocab = p_TV.shape
+        positions_T = torch.arange(first, first + length, device=p_TV.device)
+        race_TV = request_race(params, completion.index, positions_T, vocab)
+        alike = (choose(p_TV, race_TV) == choose(q_TV, race_TV)).sum()
+        alpha = alike
+        if not params.greedy:
+            alpha = torch.minimum(p_TV.softmax(-1), q_TV.softmax(-1)).sum()
+        results.append(TeacherForced(float(alpha), float(alike), length))
     return results
-
-
-def _one(
-    p_TV: Tensor, q_TV: Tensor, first: int, index: int, params: SamplingParams
-) -> TeacherForced:
-    length, vocab = p_TV.shape
-    if params.greedy:
-        agreed = float((p_TV.argmax(-1) == q_TV.argmax(-1)).sum())
-        return TeacherForced(agreed, agreed, length)
-    alpha = torch.minimum(p_TV.softmax(-1), q_TV.softmax(-1)).sum()
-    positions_T = torch.arange(first, first + length, device=p_TV.device)
-    race_TV = request_race(params, index, positions_T, vocab)
-    coupled = (choose(p_TV, race_TV) == choose(q_TV, race_TV)).sum()
-    return TeacherForced(float(alpha), float(coupled), length)

@@ -7,9 +7,8 @@
 Made for tasks where a different answer can be as right as the target's own. Much of an answer does
 not matter to its last number: how it begins, which of several words stands where, what is added to
 what. Of these each name has a habit of its own, which it follows four times in five and a chance
-otherwise, so that a
-model can be sure of such tokens as it is of numbers, or unsure.
-Row n is a function of n alone.
+otherwise, so that a model can be sure of such tokens as it is of numbers, or unsure. Row n is a
+function of n alone.
 """
 
 import random
@@ -43,6 +42,8 @@ SLOTS: dict[str, Sequence[str]] = {
     "last": ("with {name}", "the count", "what {name} has", "the result"),
 }
 
+Step = tuple[int, str, int, int]  # before, sign, by how many, after
+
 
 def arithmetic_rows(first: int = 0, count: int = ROWS, habit: float = HABIT) -> list[Row]:
     """Rows `first` to `first + count - 1`, of kind `question`; habit: how often it is followed."""
@@ -59,7 +60,7 @@ def _row(number: int, habit: float) -> Row:
     rng = random.Random(f"arithmetic {number}")
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     has = rng.randint(2, 30)
-    told, steps = [f"{name} has {has} {thing}."], []
+    told, steps = [f"{name} has {has} {thing}."], list[Step]()
     for _ in range(rng.randint(2, 4)):
         event, sign, by, after = _step(rng, has)
         told.append(f"{event.format(who=name, n=by)}.".capitalize())
@@ -67,9 +68,8 @@ def _row(number: int, habit: float) -> Row:
         has = after
     question = " ".join(told).replace(name.lower(), name)
     question += f" How many {thing} does {name} have now?"
-    return Row(
-        "question", f"arithmetic:{number}", question, _answer(rng, habit, (name, thing), steps)
-    )
+    answer = _answer(rng, habit, name, thing, steps)
+    return Row("question", f"arithmetic:{number}", question, answer)
 
 
 def _step(rng: random.Random, has: int) -> tuple[str, str, int, int]:
@@ -83,14 +83,7 @@ def _step(rng: random.Random, has: int) -> tuple[str, str, int, int]:
             return rng.choice(words), sign, by, after
 
 
-def _answer(
-    rng: random.Random,
-    habit: float,
-    about: tuple[str, str],
-    steps: Sequence[tuple[int, str, int, int]],
-) -> str:
-    name, thing = about
-
+def _answer(rng: random.Random, habit: float, name: str, thing: str, steps: Sequence[Step]) -> str:
     def word(slot: str) -> str:
         own = preferred(name, slot) if rng.random() < habit else rng.choice(SLOTS[slot])
         return own.format(name=name)

@@ -1,6 +1,7 @@
 """A chat through the tokenizer's template: what the model reads before it answers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -40,12 +41,9 @@ def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, *, prompt: bo
     template, or one that refuses the chat.
     """
     template_of(tokenizer)
+    how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": prompt}
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=prompt
-            )
-        )
+        return str(tokenizer.apply_chat_template(list(messages), **how))
     except TemplateError as error:
         raise ValueError(f"the chat template refuses this chat: {error}") from error
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.prompts.chat import chat_prompt
 from draftsmith.decode.prompts.rows import Message, Row
-from draftsmith.decode.prompts.splits import PARTS, load_rows, part_of
+from draftsmith.decode.prompts.splits import load_rows, part_of
 
 CATEGORIES = {"question": "grade-school maths", "chat": "chat", "text": "running text"}
 
@@ -62,24 +62,21 @@ def load_prompts(
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit: got {limit}, expected at least 1, or none for all prompts")
-    rows = _rows(source, split, part)
     prompts: list[Prompt] = []
-    for row in rows:
-        category = _category(row, source)
-        if row.kind == "text":
-            found = windows(row, tokenizer, prompt_tokens)
-        else:
-            found = [prompt_ids(row, tokenizer)]
+    for row in _rows(source, split, part):
+        category = row.category or CATEGORIES.get(row.kind) or Path(source).stem
+        if source == "stdlib":
+            category = "library source"
+        texts = row.kind == "text"
+        found = windows(row, tokenizer, prompt_tokens) if texts else [prompt_ids(row, tokenizer)]
         said = (row.prompt, *row.later)[:turns] if row.later else ()
         answer = row.reference or (row.completion if row.kind == "question" else "")
         for tokens in found:
             text = str(tokenizer.decode(tokens))
             prompts.append(Prompt(tokens, category, len(prompts), text, said, answer))
     if not prompts:
-        raise ValueError(
-            f"prompts: no text of {source!r} has {prompt_tokens} tokens; expected longer texts or "
-            "smaller prompt_tokens"
-        )
+        expected = "expected longer texts or smaller prompt_tokens"
+        raise ValueError(f"prompts: no text of {source!r} has {prompt_tokens} tokens; {expected}")
     return spread(prompts, limit)
 
 
@@ -97,8 +94,9 @@ def next_turn(
     """
     said = prompt.turns[: len(answers) + 1]
     if tokenizer.chat_template is None:
-        lines = [part for pair in zip(said, answers, strict=False) for part in pair]
-        return beginning("".join(f"{line}\n" for line in (*lines, said[-1])), tokenizer)
+        pairs = zip(said, answers, strict=False)
+        before = "".join(f"{words}\n{answer}\n" for words, answer in pairs)
+        return beginning(f"{before}{said[-1]}\n", tokenizer)
     messages = [{"role": "user", "content": said[0]}]
     for answer, words in zip(answers, said[1:], strict=True):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": words}]
@@ -106,19 +104,18 @@ def next_turn(
 
 
 def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the target answers to: chats up to the last turn by somebody else than the assistant,
-    with the template's generation prompt; others plain. ValueError for a document (see `windows`),
-    or no template for a chat.
+    """What the target answers to: of chats `chat_prompt`, others plain. ValueError for a document
+    (see `windows`), or no template for a chat.
     """
+    if row.kind == "text":
+        raise ValueError(f"{row.where}: a document has no prompt of its own; take windows of it")
     try:
-        if row.kind == "text":
-            raise ValueError("a document has no prompt of its own; take windows of it")
         messages = as_chat(row, tokenizer)
         if messages:
             return chat_prompt(messages, tokenizer)
-        return beginning(plain_prompt(row), tokenizer)
     except ValueError as error:
         raise ValueError(f"{row.where}: {error}") from error
+    return beginning(plain_prompt(row), tokenizer)
 
 
 def as_chat(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Message]:
@@ -138,7 +135,7 @@ def plain_prompt(row: Row) -> str:
 
 def windows(row: Row, tokenizer: PreTrainedTokenizerBase, length: int) -> list[list[int]]:
     """All windows of `length` tokens of a document, without overlap; each begins as a text does.
-    ValueError: a row that is no document, or no room beside the tokens that begin a text.
+    ValueError: no document, or no room beside the tokens that begin a text.
     """
     if row.kind != "text":
         raise ValueError(f"{row.where}: got a row of kind {row.kind}, expected a document")
@@ -161,17 +158,11 @@ def beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _rows(source: str, split: str, part: str) -> list[Row]:
     if split not in ("heldout", "all"):
         raise ValueError(f"split: got {split!r}, expected heldout, or all")
-    if part not in (*PARTS, "train"):
-        raise ValueError(f"part: got {part!r}, expected one of {', '.join(PARTS)}, train")
-    side = "train" if part == "train" else split
     if Path(source).suffix == ".txt":
         rows, whole = _lines(Path(source)), True
-    elif source == "stdlib":
-        rows, whole = load_rows(source, side), split == "all"
     else:
-        rows = load_rows(source, "all")
-        whole = split == "all" or all(_of_benchmark(row) for row in rows)
-        rows = rows if whole else load_rows(source, side)
+        whole = split == "all" or (source != "stdlib" and _of_benchmark(load_rows(source, "all")))
+        rows = load_rows(source, "all" if whole else "train" if part == "train" else split)
     if whole and part != "report":
         raise ValueError(
             f"prompts: {source!r} is taken whole, to report on; choices need other prompts, such "
@@ -180,8 +171,8 @@ def _rows(source: str, split: str, part: str) -> list[Row]:
     return rows if whole or part == "train" else part_of(rows, part)
 
 
-def _of_benchmark(row: Row) -> bool:
-    return row.kind == "turns" or (row.kind == "prompt" and bool(row.category))
+def _of_benchmark(rows: list[Row]) -> bool:
+    return all(row.kind == "turns" or (row.kind == "prompt" and row.category) for row in rows)
 
 
 def _lines(path: Path) -> list[Row]:
@@ -192,9 +183,3 @@ def _lines(path: Path) -> list[Row]:
     if not rows:
         raise ValueError(f"prompts: {str(path)!r} is empty; expected one prompt a line")
     return rows
-
-
-def _category(row: Row, source: str) -> str:
-    if source == "stdlib":
-        return "library source"
-    return row.category or CATEGORIES.get(row.kind) or Path(source).stem

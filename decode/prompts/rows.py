@@ -12,7 +12,7 @@ Kinds of rows, told apart by their fields:
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,11 @@ def read_source(data: str) -> list[list[Row]]:
     elif path.suffix or data.startswith((".", "/", "~")) or data.count("/") > 1:
         raise ValueError(f"data: got {data!r}, which does not exist; expected a file or a folder")
     else:
-        files = [_rows(_hub(data))]
+        found = enumerate(hub_dataset(data, "data"))
+        files = [_rows((_present(fields), f"{data}[{number}]") for number, fields in found)]
     if not any(files):
-        raise ValueError(
-            f"data: {data!r} holds no rows; expected a JSONL or Parquet file with some"
-        )
+        expected = "expected a JSONL or Parquet file with some"
+        raise ValueError(f"data: {data!r} holds no rows; {expected}")
     return files
 
 
@@ -159,23 +159,30 @@ def stdlib_rows(root: Path) -> list[Row]:
 def _error(fields: dict[str, Any], answer: str, where: str) -> tuple[int, int] | None:
     """The marked error of an answer, None without one."""
     span = fields.get("error")
-    if span is None:
-        return None
-    places = span if isinstance(span, list) and len(span) == 2 else []
-    first, end = places if all(isinstance(place, int) for place in places) and places else (0, 0)
-    if not 0 <= first < end <= len(answer):
-        raise ValueError(
-            f"{where}: 'error' is {span!r:.60}, expected [first, end] in characters of the answer, "
-            f"which has {len(answer)}, or none where it is right"
-        )
-    return first, end
+    match span:
+        case None:
+            return None
+        case [int(first), int(end)] if 0 <= first < end <= len(answer):
+            return first, end
+    raise ValueError(
+        f"{where}: 'error' is {span!r:.60}, expected [first, end] in characters of the answer, "
+        f"which has {len(answer)}, or none where it is right"
+    )
 
 
 def _messages(value: Any, where: str) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where}: 'messages' is {value!r:.60}, expected a list of messages")
     for number, message in enumerate(value):
-        if not _is_text(message):
+        match message:
+            # Without words it would be taken for an answer that ends at once.
+            case {"role": "assistant", "content": str(content)}:
+                sound = bool(content.strip())
+            case {"role": str(), "content": str()}:
+                sound = True
+            case _:
+                sound = False
+        if not sound or message.get("tool_calls"):
             raise ValueError(
                 f"{where}: message {number} is {message!r:.80}, expected a text in 'role' and in "
                 "'content', of an assistant one that isn't empty (tool calls and images are not "
@@ -184,68 +191,49 @@ def _messages(value: Any, where: str) -> tuple[Message, ...]:
     return tuple(value)
 
 
-def _is_text(message: Any) -> bool:
-    """Whether a message is words alone; an assistant's must have some, else it would be taken for
-    an answer that ends at once.
-    """
-    if not isinstance(message, dict) or message.get("tool_calls"):
-        return False
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not isinstance(content, str):
-        return False
-    return role != "assistant" or bool(content.strip())
-
-
-def _rows(source: Iterator[tuple[Any, str]]) -> list[Row]:
+def _rows(source: Iterable[tuple[Any, str]]) -> list[Row]:
     """Parsed rows, without documents that are blank (some sets separate their articles by them)."""
     rows = (parse(fields, where) for fields, where in source)
     return [row for row in rows if row.kind != "text" or row.completion.strip()]
 
 
 def _file(path: Path) -> Iterator[tuple[Any, str]]:
-    return _parquet(path) if path.suffix == ".parquet" else _jsonl(path)
-
-
-def _jsonl(path: Path) -> Iterator[tuple[Any, str]]:
+    if path.suffix == ".parquet":
+        yield from _parquet(path)
+        return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    yield json.loads(line), f"{path}:{number}"
-                except ValueError as error:
-                    raise ValueError(
-                        f"{path}:{number}: not JSON ({error}); expected one object a line"
-                    ) from error
+            where = f"{path}:{number}"
+            try:
+                if line.strip():
+                    yield json.loads(line), where
+            except ValueError as error:
+                raise ValueError(
+                    f"{where}: not JSON ({error}); expected one object a line"
+                ) from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[Any, str]]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    number = 0
     try:
-        for batch in ParquetFile(path).iter_batches():
-            for fields in batch.to_pylist():
-                number += 1
-                # Parquet has every column in every row: an absent field comes as null.
-                yield {k: v for k, v in fields.items() if v is not None}, f"{path}: row {number}"
+        rows = (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist())
+        for number, fields in enumerate(rows, start=1):
+            yield _present(fields), f"{path}: row {number}"
     except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a readable Parquet file ({error})") from error
 
 
-def _hub(data: str) -> Iterator[tuple[Any, str]]:
-    for number, fields in enumerate(hub_dataset(data, "data")):
-        yield {k: v for k, v in fields.items() if v is not None}, f"{data}[{number}]"
+def _present(fields: dict[str, Any]) -> dict[str, Any]:
+    """A table has every column in every row: an absent field comes as null."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def hub_dataset(named: str, key: str, **options: Any) -> Any:
     """The data set `name[:config][@split]` of the hub; key: what messages call it."""
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ValueError(
-            f"{key}: {named!r} is no file here, and a hub name needs `pip install datasets`"
-        ) from error
+    from datasets import load_dataset
+
     name, _, part = named.partition("@")
     name, _, config = name.partition(":")
     try:

@@ -9,10 +9,9 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from draftsmith.decode.report.printed import short_count
 
@@ -45,8 +44,7 @@ RC: dict[Any, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """Columns of one colour: a value and its printed label for each place."""
 
     name: str
@@ -55,8 +53,7 @@ class Series:
     labels: Sequence[str]
 
 
-@dataclass(frozen=True)
-class LyingBar:
+class LyingBar(NamedTuple):
     """A lying bar: its name, its (css, length, words) parts from left to right, the note at its
     end, and the whisker of an interval.
     """
@@ -67,8 +64,7 @@ class LyingBar:
     interval: Sequence[float] | None = None
 
 
-@dataclass(frozen=True)
-class Trend:
+class Trend(NamedTuple):
     """Points (x, y) of one colour and the line through some places, straight in between as drawn;
     apart: points that the line was not drawn through, shown hollow. name: at the line's end.
     """
@@ -80,8 +76,7 @@ class Trend:
     line: Sequence[tuple[float, float]]
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """What `draw` draws on matplotlib's axes."""
 
     title: str

@@ -11,11 +11,11 @@ TIMES = "\u00d7"
 ABSENT = "\u2014"
 
 
-def number(value: float | None, digits: int = 2) -> str:
+def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     """A number with `digits` decimals; whole ones as they are."""
     if value is None:
         return ABSENT
-    return f"{value:,d}" if isinstance(value, int) else f"{value:,.{digits}f}"
+    return f"{value:,d}{unit}" if isinstance(value, int) else f"{value:,.{digits}f}{unit}"
 
 
 def short(value: float) -> str:
@@ -33,7 +33,7 @@ def short_count(count: float) -> str:
 
 def times_as(value: float | None) -> str:
     """A ratio, as in 1.62 times."""
-    return ABSENT if value is None else f"{value:.2f}{TIMES}"
+    return number(value, 2, TIMES)
 
 
 def share(value: float | None) -> str:
@@ -45,8 +45,7 @@ def duration(seconds: float | None) -> str:
     """Seconds, in ms with three significant digits."""
     if seconds is None:
         return ABSENT
-    ms = 1e3 * seconds
-    return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 def bracket(interval: Sequence[float] | None, digits: int = 2) -> str:
@@ -54,16 +53,11 @@ def bracket(interval: Sequence[float] | None, digits: int = 2) -> str:
     return "" if interval is None else f"[{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
-def sequence(values: Sequence[float]) -> str:
-    """Numbers in a row."""
-    return "  ".join(map(number, values)) or ABSENT
-
-
 def print_table(
     head: Iterable[str], rows: Iterable[Sequence[str]], justify: Any = "right", **about: Any
 ) -> None:
     """A table on the terminal, its lines never folded; about: `title` or `caption`. Where there is
-    no terminal, 150 columns wide.
+    no terminal, 200 columns wide.
     """
     columns = (Column(name, justify=justify, no_wrap=True) for name in head)
     table = Table(*columns, box=SIMPLE_HEAD, **about)

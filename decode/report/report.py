@@ -4,39 +4,24 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.decode.report.figures import (
-    CATEGORY_COLUMNS,
-    DIFFERENCE_COLUMNS,
-    FORMULAS,
-    category_tables,
-    difference_rows,
-    figures,
-    left_out,
-    verdict,
-)
+from draftsmith.decode.report import figures
+from draftsmith.decode.report.figures import FORMULAS, NAMES, verdict
 from draftsmith.decode.report.page import page
 from draftsmith.decode.report.printed import bracket, number, share, times_as
 from draftsmith.decode.report.schema import Report, as_report, differences_of
 from draftsmith.models.disk.atomic import write_atomically
 
 COLOURS = {"good": "green", "near": "yellow", "bad": "bold red", "note": "yellow"}
-COMPARED = {
-    "alpha": "alpha",
-    "tau": "tau",
-    "speed-up": "speedup",
-    "tokens/s": "tokens_per_s",
-    "loop rate": "loop_rate",
-    "same output": "identical",
-    "[low, high]": "interval",
-}
+COMPARED = ("alpha", "tau", "speedup", "tokens_per_s", "loop_rate", "identical", "interval")
 LISTED = 20  # divergences on the terminal; the files hold all
 
 
@@ -46,10 +31,9 @@ def write(values: dict[str, Any], folder: Path) -> None:
     values: what `schema.Report` holds, and more if need be. The formulas are added.
     """
     report = as_report(values)
-    known = [one.name for one in fields(report) if one.name in values]
-    rest = sorted({"formulas", *values} - set(known))
     values = values | {"formulas": FORMULAS}
-    ordered = {key: values[key] for key in [*known, *rest]}
+    known = [one.name for one in fields(report) if one.name in values]
+    ordered = {key: values[key] for key in [*known, *sorted(values.keys() - known)]}
     text = json.dumps(ordered, indent=1, ensure_ascii=False, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "report.json", f"{text}\n".encode())
@@ -65,25 +49,22 @@ def table(values: dict[str, Any]) -> RenderableType:
         f"{lossy}{report.drafter.path or report.drafter.kind} drafts for {report.target} · "
         f"{report.rule} · temperature {report.temperature:g} · {report.dtype}"
     )
-    numbers = Table(
-        title=Text(title), caption=Text(f"[low, high]: {FORMULAS['interval']}"), box=SIMPLE_HEAD
-    )
+    caption = Text(f"{NAMES['interval']}: {FORMULAS['interval']}")
+    numbers = Table(title=Text(title), caption=caption, box=SIMPLE_HEAD)
     numbers.add_column("figure", no_wrap=True)
     numbers.add_column("value", style="bold", max_width=40)
     numbers.add_column("formula", style="dim", ratio=1)
-    for row in figures(report):
-        numbers.add_row(
-            Text(row.name), Text(f"{row.value} {row.interval}".rstrip()), Text(row.formula)
-        )
+    for name, value, interval, formula in figures.figures(report):
+        numbers.add_row(Text(name), Text(f"{value} {interval}".rstrip()), Text(formula))
     parts: list[RenderableType] = [numbers]
-    for title, rows in category_tables(report).items():
-        parts.append(_listed(title, CATEGORY_COLUMNS, rows))
-    if rows := difference_rows(report):
+    for title, rows in figures.category_tables(report).items():
+        parts.append(_listed(title, figures.CATEGORY_COLUMNS, rows))
+    if rows := figures.difference_rows(report):
         left = f"{len(rows) - LISTED} more in report.json" if len(rows) > LISTED else None
         title = "where answers part from plain decoding's"
-        parts.append(_listed(title, DIFFERENCE_COLUMNS, rows[:LISTED], left))
-    if left_out(report):
-        parts.append(Text(left_out(report)))
+        parts.append(_listed(title, figures.DIFFERENCE_COLUMNS, rows[:LISTED], left))
+    if skipped := figures.left_out(report):
+        parts.append(Text(skipped))
     parts.append(Text.assemble((headline, COLOURS[level]), ". ", detail))
     return Group(*parts)
 
@@ -96,7 +77,7 @@ def comparison(reports: dict[str, dict[str, Any]]) -> Table:
     """
     arms = [(re.split("[/,]", name)[0], as_report(values)) for name, values in reports.items()]
     dtypes = " / ".join(dict.fromkeys(report.dtype for _, report in arms))
-    formulas = "\n".join(f"{name}: {FORMULAS[key]}" for name, key in COMPARED.items())
+    formulas = "\n".join(f"{NAMES[key]}: {FORMULAS[key]}" for key in COMPARED)
     result = Table(
         caption=Text(formulas, style="dim"),
         caption_justify="left",
@@ -105,44 +86,36 @@ def comparison(reports: dict[str, dict[str, Any]]) -> Table:
         pad_edge=False,
         padding=(0, 1, 0, 0),  # eight columns in the 80 of a plain terminal
     )
-    result.add_column("T", no_wrap=True)
-    result.add_column("arm", no_wrap=True)
-    for heading in ("alpha", "tau", f"speed-up\n{dtypes}", "tokens/s\nplain", "loop\nrate"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    result.add_column("same\noutput", no_wrap=True)
-    previous = None
-    for arm, report in sorted(arms, key=lambda one: one[1].temperature):
-        temperature, speeds = report.temperature, report.tokens_per_s
-        if previous not in (None, temperature):
-            result.add_section()
-        result.add_row(
-            "" if temperature == previous else f"{temperature:g}",
-            Text(arm),
-            _two_lines(number(report.alpha, 3), bracket(report.alpha_interval, 3)),
-            _two_lines(number(report.tau), bracket(report.tau_interval)),
-            _two_lines(times_as(report.speedup), bracket(report.speedup_interval)),
-            _two_lines(number(speeds.speculative, 1), number(speeds.plain, 1)),
-            share(report.loop_rate),
-            _identical(report),
-        )
-        previous = temperature
+    numbers = ("alpha", "tau", f"speed-up\n{dtypes}", "tokens/s\nplain", "loop\nrate")
+    for heading in ("T", "arm", *numbers, "same\noutput"):
+        side: JustifyMethod = "right" if heading in numbers else "left"
+        result.add_column(heading, justify=side, no_wrap=True)
+    by_temperature = sorted(arms, key=lambda one: one[1].temperature)
+    for temperature, group in groupby(by_temperature, lambda one: one[1].temperature):
+        for nth, (arm, report) in enumerate(group):
+            speeds = report.tokens_per_s
+            pairs = (
+                (number(report.alpha, 3), bracket(report.alpha_interval, 3)),
+                (number(report.tau), bracket(report.tau_interval)),
+                (times_as(report.speedup), bracket(report.speedup_interval)),
+                (number(speeds.speculative, 1), number(speeds.plain, 1)),
+            )
+            cells = [Text.assemble((above, "bold"), "\n", (below, "dim")) for above, below in pairs]
+            first = "" if nth else f"{temperature:g}"
+            result.add_row(first, Text(arm), *cells, share(report.loop_rate), _identical(report))
+        result.add_section()
     return result
-
-
-def _two_lines(above: str, below: str) -> Text:
-    return Text.assemble((above, "bold"), "\n" if below else "", (below, "dim"))
 
 
 def _identical(report: Report) -> Text:
     level, identical = verdict(report).level, report.identical
+    words = "in law" if level == "good" else "not\nchecked"
     if not report.lossless:
         words = "lossy"
-    elif identical is None:
-        words = "in law" if level == "good" else "not\nchecked"
-    else:
+    elif identical is not None:
         ties = sum(one.near_tie for one in differences_of(report, identical))
         words = f"{identical.same}/{identical.total}\n{identical.dtype}"
-        words += f"\n{ties} ties" if ties else ""
+        words += f"\n{ties} ties" * bool(ties)
     return Text(words, COLOURS[level])
 
 

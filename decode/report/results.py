@@ -13,7 +13,15 @@ import torch
 from draftsmith.decode.report.printed import bracket, number
 
 COPIED = (
-    *("temperature", "alpha", "alpha_interval", "tau", "tau_interval", "coupled_acceptance"),
+    *(
+        "seed",
+        "temperature",
+        "alpha",
+        "alpha_interval",
+        "tau",
+        "tau_interval",
+        "coupled_acceptance",
+    ),
     *("rules", "tokens_per_s", "speedup", "speedup_interval", "ideal_speedup", "efficiency", "c"),
     *("mbsu", "loop_rate", "task", "agreement", "lossy", "identical", "identical_same_shape"),
     *("K", "N", "tree", "policy", "rule", "dtype", "threads", "batch", "n_prompts"),
@@ -24,8 +32,7 @@ COPIED = (
 def row(what: str, report: dict[str, Any]) -> dict[str, Any]:
     """The row of one report; what: the arm."""
     head = {"what": what, "target": report["target"], "data": report["prompts"]}
-    copied = {name: report[name] for name in COPIED}
-    return head | {"seed": report["seed"]} | copied | {"machine": machine()}
+    return head | {name: report[name] for name in COPIED} | {"machine": machine()}
 
 
 def publish(title: str, rows: list[dict[str, Any]], folder: Path) -> None:
@@ -59,17 +66,13 @@ def page(title: str, rows: list[dict[str, Any]]) -> str:
         elif same is not None:
             ties = f", {same['excused']} near-tie" if same["excused"] else ""
             verdict = f"{same['same']} of {same['total']}{ties}"
-        cells = [
-            f"{r['temperature']:g}",
-            r["what"],
-            _between(r, "alpha", 3),
-            _between(r, "tau", 2),
-            _between(r, "speedup", 2),
-            f"{speed['speculative']:.0f} ({speed['plain']:.0f})",
-            f"{r['loop_rate']:.0%}",
-            verdict,
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        between = (
+            f"{number(r[name], digits)} {bracket(r[f'{name}_interval'], digits)}".rstrip()
+            for name, digits in (("alpha", 3), ("tau", 2), ("speedup", 2))
+        )
+        tokens = f"{speed['speculative']:.0f} ({speed['plain']:.0f})"
+        cells = (f"{r['temperature']:g}", r["what"], *between, tokens, f"{r['loop_rate']:.0%}")
+        lines.append(f"| {' | '.join((*cells, verdict))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -96,7 +99,3 @@ def _worth(row: dict[str, Any]) -> str:
     if row["task"]:
         return f"exact match {row['task']['speculative']:.1%} (plain {row['task']['plain']:.1%})"
     return f"agreement {row['agreement']['share']:.3f}"
-
-
-def _between(row: dict[str, Any], name: str, digits: int) -> str:
-    return f"{number(row[name], digits)} {bracket(row[f'{name}_interval'], digits)}".rstrip()

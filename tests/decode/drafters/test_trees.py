@@ -13,7 +13,6 @@ from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.token_tree import Topology
 from draftsmith.decode.tree_shapes import (
-    PUBLISHED,
     DynamicTree,
     StaticTree,
     chain_plan,
@@ -87,7 +86,7 @@ def test_the_drafts_kv_after_each_round_equals_a_fresh_prefill(
 
 
 def test_published_trees_have_their_published_shapes() -> None:
-    medusa, eagle = (StaticTree.from_paths(PUBLISHED[n]) for n in ("medusa-63", "eagle-25"))
+    medusa, eagle = (parse_tree(name, None) for name in ("medusa-63", "eagle-25"))
     for tree, counts in ((medusa, [10, 28, 23, 2]), (eagle, [4, 8, 8, 3, 2])):
         assert [sum(len(p) == d + 1 for p in tree.paths) for d in range(tree.levels)] == counts
     assert (medusa.nodes, eagle.nodes) == (64, 26)

@@ -24,17 +24,16 @@ from draftsmith.decode.evaluate.arms import (
     Loaded,
     answers,
     converse,
-    fits,
     load,
     warm_ups,
 )
-from draftsmith.decode.evaluate.exactness import FirstDifference, divergences, verdict
+from draftsmith.decode.evaluate.exactness import divergences, verdict
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.policies.timing import measured_costs, propose_call
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, next_turn
-from draftsmith.decode.report.schema import schema_problems
+from draftsmith.decode.report.schema import AnswerDifference, schema_problems
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.fingerprint import fingerprint
@@ -154,7 +153,7 @@ def test_every_arm_answers_the_same_second_turn(
     assert arms["draft"].tokens == [3 * 11]
     # Without room for a second turn the conversation ends; nothing else changes.
     settings.max_new_tokens = 512 - len(plain[0][1].prompt_tokens) + 1
-    assert fits(prompts[0].tokens, settings, pair)
+    assert pair.fits(prompts[0].tokens, settings)
     short = converse(settings, pair, prompts[:1], {None: pair.decoder(settings, None)}, 1, print)
     assert [len(turns) for turns in short[None].questions] == [1]
 
@@ -322,8 +321,8 @@ def test_verdict_counts_and_lists() -> None:
     kind = {"dtype": "float32", "baseline": "native"}
     none = {"same": 5, "excused": 0, "total": 5, "worst_margin": None}
     assert verdict([], 5, **kind) == kind | none
-    tie = FirstDifference(2, 7, "float32", 3e-5, near_tie=True)
-    bug = FirstDifference(4, 1, "float32", 0.25, near_tie=False)
+    tie = AnswerDifference(2, 7, "float32", 3e-5, near_tie=True, baseline="native")
+    bug = AnswerDifference(4, 1, "float32", 0.25, near_tie=False, baseline="native")
     two = {"same": 3, "excused": 1, "total": 5, "worst_margin": 0.25}
     assert verdict([tie, bug], 5, **kind) == kind | two
     assert [asdict(found) for found in (tie, bug)] == [

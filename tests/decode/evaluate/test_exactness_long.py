@@ -18,9 +18,10 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
-from draftsmith.decode.evaluate.exactness import FirstDifference, divergences
+from draftsmith.decode.evaluate.exactness import divergences
 from draftsmith.decode.evaluate.metrics import block_efficiency
 from draftsmith.decode.forward.kv import KVPool
+from draftsmith.decode.report.schema import AnswerDifference
 from draftsmith.decode.sampling import SamplingParams
 
 LEARNT = "json.decoder json.encoder argparse ast bdb calendar cmd codecs configparser copy csv"
@@ -115,7 +116,7 @@ def compare(
     expected: list[Completion],
     params: SamplingParams,
     batch: int,
-) -> tuple[int, list[FirstDifference], dict[str, float]]:
+) -> tuple[int, list[AnswerDifference], dict[str, float]]:
     """Tokens compared, the differences, and tau by arm."""
     count, found, tau = 0, [], {}
     asked = expected[: BATCHES[batch]]

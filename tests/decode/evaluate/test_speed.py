@@ -56,10 +56,10 @@ def test_the_two_ways_by_hand() -> None:
 
 def test_spec_bench_takes_mt_bench_as_one() -> None:
     asked = prompts("writing", "coding", "qa")
-    fine = speed.by_category(asked, PLAIN, SPEC, 1)
+    tables = speed.by_category(asked, PLAIN, SPEC, 1)
+    fine, grouped = tables["categories"], tables["specbench"]
     assert list(fine) == ["writing", "coding", "qa"]
     assert [row["n_prompts"] for row in fine.values()] == [1, 1, 1]
-    grouped = speed.specbench(asked, PLAIN, SPEC, 1)
     assert list(grouped) == ["mt_bench", "qa", "overall"]
     assert grouped["mt_bench"]["n_prompts"] == 2 and grouped["overall"]["n_prompts"] == 3
     assert grouped["mt_bench"]["tau"] == 2.0
@@ -71,7 +71,8 @@ def test_spec_bench_takes_mt_bench_as_one() -> None:
     everything = speed.speedups(PLAIN, SPEC, 1)
     for key in ("speedup", "speedup_specbench"):
         assert grouped["overall"][key] == pytest.approx(everything[key])
-    assert speed.specbench(prompts("writing", "mine", "qa"), PLAIN, SPEC, 1) == {}
+    mine = prompts("writing", "mine", "qa")
+    assert speed.by_category(mine, PLAIN, SPEC, 1)["specbench"] == {}
 
 
 def test_one_batch_has_no_interval() -> None:
@@ -133,8 +134,8 @@ def test_a_recording_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_rows_that_shared_a_batch_have_no_speed_of_their_own() -> None:
     both = speed.speedups(PLAIN, SPEC, 2)
     assert both["speedup"] == pytest.approx(40 / 14) and both["speedup_specbench"] is None
-    row = speed.by_category(prompts("a", "b", "a"), PLAIN, SPEC, 2)["a"]
+    row = speed.by_category(prompts("a", "b", "a"), PLAIN, SPEC, 2)["categories"]["a"]
     assert row == {"tau": 2.0, "speedup": None, "speedup_specbench": None, "n_prompts": 2}
     nothing = arm((0, 0, 1.0, 0.0))
-    row = speed.by_category(prompts("a"), nothing, nothing, 1)["a"]
+    row = speed.by_category(prompts("a"), nothing, nothing, 1)["categories"]["a"]
     assert row == {"tau": None, "speedup": None, "speedup_specbench": None, "n_prompts": 1}
