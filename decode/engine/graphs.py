@@ -1,8 +1,7 @@
 """Rounds captured as CUDA graphs: one launch a round instead of thousands.
 
-A round reads nothing from the device and changes its state in place, so a recording of it can be
-replayed on the same tensors. One recording for each (tree, attended slots, sampling): the slots are
-rounded up to a power of two, so that there are few.
+A round reads nothing from the device and changes its state in place, so its recording can be
+replayed. One for each (tree, attended slots, sampling): slots are rounded up to a power of two.
 """
 
 import warnings
@@ -15,22 +14,17 @@ from draftsmith.decode.sampling import RowParams
 from draftsmith.decode.tree_shapes import Plan
 
 SMALLEST = 256  # slots
-
 MOST = 128  # recordings kept
-
 Key = tuple[Plan | None, int, tuple[float, ...]]
-
 Round = Callable[[], Told]
-
-Recorder = Callable[[Round], Round]  # a round -> its recording; doesn't run it
+Record = Callable[[Round], Round]  # a round -> its recording; doesn't run it
 
 
 class Graphs:
-    """Runs the rounds of one batch at a time."""
+    """Runs the rounds of one batch at a time. recorder: by default CUDA's."""
 
-    def __init__(self, stepper: Stepper, recorder: Callable[[], Recorder] | None = None) -> None:
-        self.stepper = stepper
-        self.recorder = CudaRecorder if recorder is None else recorder
+    def __init__(self, stepper: Stepper, recorder: Record | None = None) -> None:
+        self.stepper, self.recorder = stepper, recorder
         self.forget()
 
     def forget(self) -> None:
@@ -38,14 +32,14 @@ class Graphs:
         self.batch: DecodeBatch | None = None
         self.runs: Counter[Key] = Counter()
         self.recordings: dict[Key, Round] = {}
-        self.record: Recorder | None = None
+        self.record: Record | None = None
 
     def step(self, batch: DecodeBatch, plan: Plan | None, top: int) -> Told:
         """One round, replayed where it has been recorded."""
         if batch is not self.batch:
             self.forget()
             # A pool of memory of its own: the last one ends with its last recording.
-            self.batch, self.record = batch, self.recorder()
+            self.batch, self.record = batch, self.recorder or CudaRecorder()
         top = max(SMALLEST, 1 << (top - 1).bit_length())
         key = (plan, top, batch.params.law)
 
@@ -54,7 +48,6 @@ class Graphs:
 
         if isinstance(batch.params, RowParams):
             return run()  # as many recordings as mixtures would be more than are ever replayed
-
         if key not in self.recordings:
             self.runs[key] += 1
             if self.runs[key] <= WARM_UP or self.record is None:

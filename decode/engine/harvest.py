@@ -1,8 +1,6 @@
-"""What a target knew while it answered, kept row by row: a draft can learn from a request without
-another pass of the target.
-
-A round's verification computes the target's states at every node; those of the kept path are
-written, on the device, to where their tokens are. Nothing is read until a request ends.
+"""What a target knew while it answered, kept row by row for drafts to learn from: a round computes
+the target's states at every node; those of the kept path are written, on the device, to where their
+tokens are. Nothing is read until a request ends.
 
 Shapes: B rows, R of them just admitted, S slots, N nodes or prompt tokens, L tokens of a kept path,
 A answer tokens but the last, T all tokens but the last, H hidden, U width of the taps.
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from draftsmith.decode.drafters.base import Admitted
 from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.forward.kv import KVPool
 
 
 class Harvested(NamedTuple):
@@ -30,9 +29,10 @@ class Harvested(NamedTuple):
 class Harvest:
     """The states of the rows of one batch."""
 
-    def __init__(self, rows: int, slots: int, hidden: int, taps: int, like: Tensor) -> None:
-        self.norm_BSH = like.new_zeros(rows, slots, hidden)
-        self.taps_BSU = like.new_zeros(rows, slots, taps) if taps else None
+    def __init__(self, pool: KVPool, hidden: int, taps: int) -> None:
+        shape, zeros = (pool.rows, pool.slots), pool.kv_2LBSHE.new_zeros
+        self.norm_BSH = zeros(*shape, hidden)
+        self.taps_BSU = zeros(*shape, taps) if taps else None
 
     def admit(self, admitted: Admitted) -> None:
         """Take the taps' states at prompts."""
@@ -41,8 +41,8 @@ class Harvest:
             self.taps_BSU[admitted.rows_R, :length] = admitted.taps_RNU
 
     def keep(self, lens_B: Tensor, norm_BLH: Tensor, taps_BLU: Tensor | None) -> None:
-        """Take a round's kept path, which begins at position `lens_B` of each row. Beyond what was
-        accepted lies what a later round overwrites.
+        """Take a round's kept path, from position `lens_B` on; later rounds overwrite what lies
+        beyond the accepted part.
         """
         at_BL = lens_B[:, None] + torch.arange(norm_BLH.shape[1], device=lens_B.device)
         at_BL = at_BL.clamp(max=self.norm_BSH.shape[1] - 1)

@@ -1,14 +1,14 @@
 """What a run will hold in memory, computed before it starts; refused where it doesn't fit.
 
 The keys and values are exact. The working memory of a round and of a prefill is the largest of
-their stages, each the tensors that are alive together in it, as `decode/engine/round.py` runs
-without
-compilation (compiled stages need less). Kernels' own workspaces aren't counted, nor are weights:
-what is free once the models are loaded is what a run can use.
+their stages, each the tensors that are alive together in it, as `decode/engine/round.py` runs them
+uncompiled (compiled ones need less). Kernels' own workspaces aren't counted, nor are weights: what
+is free once the models are loaded is what a run can use.
 
 Shapes: B rows, N nodes, I inner nodes, L = D + 1 tokens that one round can emit, V vocabulary.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,22 +21,19 @@ from draftsmith.decode.tree_shapes import Plan, StaticTree
 from draftsmith.decode.verify.rules import RULES
 
 GIB = 1 << 30
-
-# Noise is made of 64-bit integers, three arrays of which are alive at once: bytes a number.
-RACE = 24
-
+# Noise is made of 64-bit integers, three arrays alive at once: times its fp32 bytes.
+RACE = 6
 # Copies of the logits that are alive together while they are transformed, the raw ones included.
 FILTERED, SORTED = 2.25, 6.0
-
 # Of rules by rejection: copies of [B, N, V] and of [B, I, V] at their largest.
 COPIES = {"block": (2, 5), "leviathan": (2, 7), "recursive": (2, 7), "traversal": (3, 4)}
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be decoded. rows: B; prompt, new: the longest prompt and answer, in tokens; tree:
-    the largest that may be asked for, None for plain decoding; lossy: whether an extra acceptance
-    wants the draft's logits.
+    """What is to be decoded. prompt, new: the longest prompt and answer, in tokens; tree: the
+    largest that may be asked for, None for plain decoding; lossy: whether an extra acceptance wants
+    the draft's logits.
     """
 
     rows: int
@@ -57,8 +54,8 @@ class Work:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes. target_kv, drafter_kv: the pools; prefill, tree: working memory of a prefill of all
-    rows, and of a round; work, target, drafter: what it was computed from; free: what there is.
+    """Bytes of the pools, of the working memory of a prefill of all rows, and of a round; what they
+    were computed from; free: what there is.
     """
 
     target_kv: int
@@ -86,20 +83,15 @@ class MemoryPlan:
 
 def plan(work: Work, target: ModelSize, drafter: ModelSize | None) -> MemoryPlan:
     """What `work` will hold. drafter: None where the drafter has no model."""
-    prefill = _prefill(work, target)
-    if drafter is not None and drafter.config.num_hidden_layers:
-        # It reads the states that the target's left, of all tokens.
-        taps = work.rows * work.prompt * target.taps
-        prefill = max(prefill, taps + _prefill(work, drafter))
-    return MemoryPlan(
-        target_kv=target.kv(work.rows, work.slots),
-        drafter_kv=0 if drafter is None else drafter.kv(work.rows, work.slots),
-        prefill=prefill,
-        tree=_round(work, target, drafter),
-        work=work,
-        target=target,
-        drafter=drafter,
-    )
+    prefill, own_kv = _prefill(work, target), 0
+    if drafter is not None:
+        own_kv = drafter.kv(work.rows, work.slots)
+        if drafter.config.num_hidden_layers:
+            # It reads the states that the target's left, of all tokens.
+            taps = work.rows * work.prompt * target.handed * target.dtype.itemsize
+            prefill = max(prefill, taps + _prefill(work, drafter))
+    target_kv, tree = target.kv(work.rows, work.slots), _round(work, target, drafter)
+    return MemoryPlan(target_kv, own_kv, prefill, tree, work, target, drafter)
 
 
 def check(plan: MemoryPlan, free: int | None) -> MemoryPlan:
@@ -108,16 +100,14 @@ def check(plan: MemoryPlan, free: int | None) -> MemoryPlan:
     if free is None or plan.total <= free:
         return plan
     work = plan.work
+    lone = replace(plan, work=replace(work, rows=1, new=1))
     offers = []
     if rows := _most(plan, free, "rows", work.rows):
         offers.append(f"batch_size={rows}")
     if new := _most(plan, free, "new", work.new):
         offers.append(f"max_new_tokens={new}")
-    if not offers:
-        lone = replace(plan, work=replace(work, rows=1, new=1))
-        prompt = _most(lone, free, "prompt", work.prompt)
-        if prompt:
-            offers.append(f"batch_size=1 with prompts of at most {prompt} tokens")
+    if not offers and (prompt := _most(lone, free, "prompt", work.prompt)):
+        offers.append(f"batch_size=1 with prompts of at most {prompt} tokens")
     fits = " or ".join(offers) + " would fit" if offers else "not even one row of one token fits"
     raise ValueError(
         f"memory: got batch_size={work.rows} with rows of {work.prompt + work.new} tokens, which "
@@ -130,37 +120,28 @@ def size(count: int) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.0f} MiB"
 
 
-def _most(plan_: MemoryPlan, free: int, name: str, limit: int) -> int:
+def _most(made: MemoryPlan, free: int, name: str, limit: int) -> int:
     """The largest `name` below `limit` that fits, 0 if none."""
-    low, high = 0, limit - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        change: dict[str, Any] = {name: middle}
-        work = replace(plan_.work, **change)
-        if plan(work, plan_.target, plan_.drafter).total <= free:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def total(value: int) -> int:
+        changes: dict[str, Any] = {name: value}
+        return plan(replace(made.work, **changes), made.target, made.drafter).total
+
+    return bisect_right(range(1, limit), free, key=total)
 
 
 def _copies(params: SamplingParams) -> float:
     """Logits alive while they are transformed, in units of the fp32 ones."""
-    if params.greedy:
-        return 1.0
-    scaled = params.temperature != 1
-    if params.top_p < 1:
-        return SORTED + scaled
-    if params.top_k or params.min_p:
-        return FILTERED + scaled
-    return 1.0 + scaled
+    filtered = FILTERED if params.top_k or params.min_p else 1.0
+    scaled = params.temperature not in (0, 1)
+    return (SORTED if params.top_p < 1 else filtered) + scaled
 
 
 def _prefill(work: Work, model: ModelSize) -> int:
     tokens, row = work.rows * work.prompt, 4 * work.rows * work.vocab
     # A windowed layer's mask is the model's own: boolean, the same for all rows.
     mask = work.prompt**2 if windowed(model.config) else 0
-    noise = 0 if work.params.greedy else RACE // 4 * row
+    noise = 0 if work.params.greedy else RACE * row
     states = tokens * model.config.hidden_size * model.dtype.itemsize
     return max(tokens * model.token + mask, states + max(noise, int(_copies(work.params) * row)))
 
@@ -171,7 +152,7 @@ def _round(work: Work, target: ModelSize, drafter: ModelSize | None) -> int:
     nodes, levels = (1, 0) if tree is None else (tree.nodes, tree.levels)
     row = 4 * work.rows * work.vocab  # bytes of [B, V] in fp32
     shared = 0 if work.params.greedy or not rule.identical else (levels + 1) * row
-    stages = [RACE // 4 * shared]
+    stages = [RACE * shared]
     q_logits = 0
     if tree is not None and drafter is not None:
         drafting, q_logits = _drafting(work, tree, drafter, work.lossy or not rule.identical)
@@ -207,7 +188,7 @@ def _drafting(work: Work, tree: Plan, drafter: ModelSize, want_q: bool) -> tuple
         call = max(copies + 2, 3 if greedy else 4) * fed * row
     law = RULES["coupled" if greedy else work.rule].law
     own = {WITH_REPLACEMENT: children, WITHOUT_REPLACEMENT: fed}.get(law, 0)
-    noise = RACE // 4 * own * row
+    noise = RACE * own * row
     joined = drafted if want_q else 0
     forward = work.rows * (fed + 1) * drafter.token + drafter.mask(work.rows, fed + 1, work.slots)
     return drafted + max(int(call) + noise, joined, forward), joined

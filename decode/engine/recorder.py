@@ -8,15 +8,19 @@ Shapes: B rows, N nodes, n = N - 1 of them drafted, C children of one call, H hi
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from draftsmith.decode.drafters.base import Call
-from draftsmith.decode.engine.rows import Rows
+from draftsmith.decode.drafters.head_kv import picked
 from draftsmith.decode.sampling import choose
 from draftsmith.decode.token_tree import COUPLED, DETERMINISTIC, TokenTree
-from draftsmith.decode.verify.verdict import Noise
+from draftsmith.decode.verify.rules import Noise
+
+if TYPE_CHECKING:
+    from draftsmith.decode.engine.round import Rows
 
 Columns = dict[str, Tensor]
 
@@ -31,7 +35,7 @@ class Recorder:
     of; target_state: the target's at the node, after the final norm (both bf16).
 
     keep: called with a prompt's index in the call and its columns, on the CPU, once its request has
-    ended; of one that ended in an error nothing is kept.
+    ended without an error.
     """
 
     def __init__(self, keep: Callable[[int, Columns], None]) -> None:
@@ -40,7 +44,7 @@ class Recorder:
 
     def record(
         self,
-        rows: Rows,
+        rows: "Rows",
         tree: TokenTree,
         calls: Sequence[Call],
         p_logits_BNV: Tensor,
@@ -48,7 +52,43 @@ class Recorder:
         noise: Noise,
     ) -> None:
         """Take in a round, before it is committed."""
-        columns = columns_of(rows, tree, calls, p_logits_BNV, hidden_BNH, noise)
+        topology = tree.topology
+        assert topology.parents is not None, "recorded trees have one shape for all rows"
+        batch, nodes = tree.tokens_BN.shape
+        parent_BN = topology.parent.clamp(min=0).expand(batch, -1)
+        rows_B1 = torch.arange(batch, device=parent_BN.device)[:, None]
+        log_p_BN = p_logits_BNV.log_softmax(-1)[rows_B1, parent_BN, tree.tokens_BN]
+        # The root has no call; its column is cut off below.
+        log_q_BN = torch.cat([torch.zeros_like(log_p_BN[:, :1]), *(c.log_q_BC for c in calls)], 1)
+        if tree.law in (COUPLED, DETERMINISTIC):
+            sampled_BN = choose(p_logits_BNV, noise.race_at_nodes(topology))
+            kept_BN = tree.tokens_BN == sampled_BN.gather(1, parent_BN)
+        else:
+            assert noise.accept_BN is not None, "rules by rejection bring their draws"
+            kept_BN = noise.accept_BN < (log_p_BN - log_q_BN).exp()
+        above_NN = topology.ancestors.tril(-1)  # parents come before their children
+        lost_BN = ~(kept_BN | (topology.depth == 0))
+        depth_BN = topology.depth.expand(batch, -1)
+        columns = {
+            "round": rows.rounds_B[:, None].expand(-1, nodes).int(),
+            "position": (rows.lens_B[:, None] + depth_BN).int(),
+            "node": torch.arange(nodes, device=parent_BN.device).expand(batch, -1).short(),
+            "parent": parent_BN.short(),
+            "depth": depth_BN.short(),
+            "token": tree.tokens_BN.int(),
+            "log_q": log_q_BN,
+            "log_p": log_p_BN,
+            "kept": kept_BN,
+            "on_path": ~(above_NN & lost_BN[:, None, :]).any(-1),
+            "target_state": hidden_BNH.bfloat16(),
+        }
+        columns = {name: column[:, 1:] for name, column in columns.items()}
+        columns["entropy"] = torch.cat([c.entropy_BF.gather(1, c.of_BC) for c in calls], 1)
+        columns["lead"] = torch.cat([c.lead_BC for c in calls], 1)
+        states = [picked(c.states_BFH, c.of_BC) for c in calls]
+        columns["draft_state"] = torch.cat(states, 1).bfloat16()
+        # Copies: what is kept must not hold on to a whole round's tensors.
+        columns = {name: column.cpu().clone() for name, column in columns.items()}
         active = rows.active_B.tolist()
         for row, request in enumerate(rows.requests):
             if request is not None and active[row]:
@@ -60,58 +100,3 @@ class Recorder:
         found = self.found.pop(index, [])
         if found and not error:
             self.keep(index, {name: torch.cat([c[name] for c in found]) for name in found[0]})
-
-
-def columns_of(
-    rows: Rows,
-    tree: TokenTree,
-    calls: Sequence[Call],
-    p_logits_BNV: Tensor,
-    hidden_BNH: Tensor,
-    noise: Noise,
-) -> Columns:
-    """A round's columns, [B, n] or [B, n, H], on the CPU."""
-    topology = tree.topology
-    assert topology.parents is not None, "recorded trees have one shape for all rows"
-    batch, nodes = tree.tokens_BN.shape
-    parent_BN = topology.parent.clamp(min=0).expand(batch, -1)
-    rows_B1 = torch.arange(batch, device=parent_BN.device)[:, None]
-    log_p_BN = p_logits_BNV.log_softmax(-1)[rows_B1, parent_BN, tree.tokens_BN]
-    # The root has no call; its column is cut off below.
-    log_q_BN = torch.cat([torch.zeros_like(log_p_BN[:, :1]), *(c.log_q_BC for c in calls)], 1)
-    if tree.law in (COUPLED, DETERMINISTIC):
-        sampled_BN = choose(p_logits_BNV, noise.race_at_nodes(topology))
-        kept_BN = tree.tokens_BN == sampled_BN.gather(1, parent_BN)
-    else:
-        assert noise.accept_BN is not None, "rules by rejection bring their draws"
-        kept_BN = noise.accept_BN < (log_p_BN - log_q_BN).exp()
-    above_NN = topology.ancestors & ~torch.eye(nodes, dtype=torch.bool, device=parent_BN.device)
-    lost_BN = ~(kept_BN | (topology.depth == 0))
-    off_path_BN = (above_NN & lost_BN[:, None, :]).any(-1)
-    depth_BN = topology.depth.expand(batch, -1)
-    node_BN = torch.arange(nodes, device=parent_BN.device).expand(batch, -1)
-    columns = {
-        "round": rows.rounds_B[:, None].expand(-1, nodes).int(),
-        "position": (rows.lens_B[:, None] + depth_BN).int(),
-        "node": node_BN.short(),
-        "parent": parent_BN.short(),
-        "depth": depth_BN.short(),
-        "token": tree.tokens_BN.int(),
-        "log_q": log_q_BN,
-        "log_p": log_p_BN,
-        "kept": kept_BN,
-        "on_path": ~off_path_BN,
-        "target_state": hidden_BNH.bfloat16(),
-    }
-    columns = {name: column[:, 1:] for name, column in columns.items()}
-    columns["entropy"] = torch.cat([c.entropy_BF.gather(1, c.of_BC) for c in calls], 1)
-    columns["lead"] = torch.cat([c.lead_BC for c in calls], 1)
-    columns["draft_state"] = torch.cat([drawn_from(c) for c in calls], 1).bfloat16()
-    # Copies: what is kept must not hold on to a whole round's tensors.
-    return {name: column.cpu().clone() for name, column in columns.items()}
-
-
-def drawn_from(call: Call) -> Tensor:
-    """The states [B, C, H] that a call's children were drawn from."""
-    of_BC1 = call.of_BC[..., None]
-    return call.states_BFH.gather(1, of_BC1.expand(-1, -1, call.states_BFH.shape[2]))

@@ -5,21 +5,101 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.engine.stop_strings import AnswerText, before_stop
 from draftsmith.decode.sampling import SamplingParams, request_seeds
 from draftsmith.models.tokenizer import vocab_size
 
 Prompt = str | Sequence[int]
+UNFINISHED = "\ufffd"  # what bytes decode to that don't make a character, or not yet
+
+
+@dataclass
+class AnswerText:
+    """The text of a growing answer, and the stop strings in it, however many tokens arrive at once:
+    an answer ends at the first token after which the text holds one. Characters may span tokens, so
+    text is read through a window: the tokens read last, which fix the spacing at the seam, and
+    those not yet read.
+
+    text: of the tokens read; taken: tokens that have arrived; shown: characters handed out.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    stop: tuple[str, ...] = ()
+    text: str = ""
+    taken: int = 0
+    shown: int = 0
+    _window: list[int] = field(default_factory=list)  # its first _context tokens are read
+    _context: int = 0
+
+    @property
+    def broken(self) -> bool:
+        """Whether a stop string holds what bytes that are no character decode to, which may change
+        with each token: all the text is then read anew, and handed out at the end.
+        """
+        return any(UNFINISHED in stop for stop in self.stop)
+
+    def add(self, tokens: Sequence[int]) -> int | None:
+        """Take in an answer's next tokens. Returns None, or how many of them to keep: up to the one
+        that completes a stop string; nothing may be added then.
+        """
+        if not tokens:
+            return None
+        start = max(0, len(self.text) + 1 - max(map(len, self.stop), default=1))
+        new = self._decode([*self._window, *tokens])
+        # Bytes that aren't a character yet may hide a stop string that one token fewer shows.
+        whole = not self.stop or (UNFINISHED not in new and not self.broken)
+        if whole and not self._stopped(self.text[start:] + new):
+            self._take(tokens, new)
+            return None
+        for count, token in enumerate(tokens, 1):
+            new = self._decode([*self._window, token])
+            if self._stopped(self.text[start:] + new):
+                return count
+            self._take([token], new)
+        return None
+
+    def next_piece(self) -> str:
+        """The text to hand out now: all but an ending that may turn out to begin a stop string."""
+        end = len(self.text) - held_back(self.text, self.stop)
+        piece = self.text[self.shown : end]
+        self.shown = end
+        return piece
+
+    def _stopped(self, text: str) -> bool:
+        return any(stop in text for stop in self.stop)
+
+    def _decode(self, window: list[int]) -> str:
+        """The text of a window after its context."""
+        before = self.tokenizer.decode(self._window[: self._context])
+        return str(self.tokenizer.decode(window))[len(before) :]
+
+    def _take(self, tokens: Sequence[int], new: str) -> None:
+        self._window += tokens
+        self.taken += len(tokens)
+        if not (self.broken or new.endswith(UNFINISHED)):
+            self.text += new
+            self._window = self._window[self._context :]
+            self._context = len(self._window)
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """The text up to the first stop string in it; all of it without one."""
+    return text[: min((at for s in stop if (at := text.find(s)) >= 0), default=len(text))]
+
+
+def held_back(text: str, stop: Sequence[str]) -> int:
+    """Length of the longest ending of the text that begins a stop string."""
+    lengths = range(min(len(text), max(map(len, stop), default=1) - 1), 0, -1)
+    return next((n for n in lengths if any(s.startswith(text[-n:]) for s in stop)), 0)
 
 
 @dataclass
 class Counters:
     """What one request's decoding did. The prefill pass and its token are outside all of it.
 
-    rounds: target calls; emitted: tokens they gave; drafted: levels drafted; nodes: tokens proposed
-    (of chains the same); histogram[n]: rounds that kept n drafted tokens; reached[i]: rounds that
-    drafted at least i + 1 levels; tried[i]: of these, rounds that kept the i levels before;
-    prefill_seconds, decode_seconds: wall time, shared with the other rows of the batch.
+    rounds: target calls; emitted: tokens they gave; drafted: levels; nodes: tokens proposed;
+    histogram[n]: rounds that kept n drafted tokens; reached[i]: rounds that drafted at least i + 1
+    levels; tried[i]: of these, rounds that kept the i levels before; prefill_seconds,
+    decode_seconds: wall time, shared with the other rows of the batch.
     """
 
     rounds: int = 0
@@ -33,18 +113,17 @@ class Counters:
     decode_seconds: float = 0.0
 
     def record(self, drafted: int, accepted: int, emitted: int, nodes: int | None = None) -> None:
-        """One round: of `drafted` levels, with `nodes` tokens in all (by default a chain's), the
-        rule accepted `accepted`; `emitted` tokens were kept.
+        """One round of `drafted` levels and `nodes` tokens (by default a chain's): `accepted` by
+        the rule, `emitted` kept.
         """
         kept = min(accepted, emitted)
-        self.histogram.extend([0] * (drafted + 1 - len(self.histogram)))
-        self.reached.extend([0] * (drafted - len(self.reached)))
-        self.tried.extend([0] * (drafted - len(self.tried)))
+        for counts in (self.histogram, self.reached, self.tried):
+            length = drafted + (counts is self.histogram)
+            counts.extend([0] * (length - len(counts)))
         self.histogram[kept] += 1
         for level in range(drafted):
             self.reached[level] += 1
-        for level in range(min(kept + 1, drafted)):
-            self.tried[level] += 1
+            self.tried[level] += level <= kept
         self.rounds += 1
         self.drafted += drafted
         self.nodes += drafted if nodes is None else nodes
@@ -54,9 +133,9 @@ class Counters:
 @dataclass
 class Completion:
     """The answer to one prompt. tokens include the stop token, or end in the one that completes a
-    stop string; text has neither. finish_reason: "stop", "length", "abort" (cancelled), or "error",
-    with what happened in `error`. accepted[i] says whether token i came from the draft,
-    corrected[i] whether the draft had proposed others there alone.
+    stop string; text has neither. finish_reason: "stop", "length", "abort" (cancelled), or "error".
+    accepted[i]: whether token i came from the draft; corrected[i]: whether it had proposed others
+    there alone.
     """
 
     index: int
@@ -82,9 +161,7 @@ class Event:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way: its completion, how it is sampled, its noise seed, how many tokens it
-    may emit, the ids that end it, and its answer's text as far as it has been read.
-    """
+    """A prompt on its way. limit: tokens that it may emit; answer: as far as it has been read."""
 
     completion: Completion
     params: SamplingParams
@@ -114,8 +191,8 @@ class Request:
         made.error, made.finish_reason = error, "error" if error else reason
         if aborted:
             made.finish_reason = "abort"
-        text = str(self.answer.tokenizer.decode(made.tokens[:-1] if ended else made.tokens))
-        made.text = before_stop(text, self.answer.stop)
+        text = self.answer.tokenizer.decode(made.tokens[:-1] if ended else made.tokens)
+        made.text = before_stop(str(text), self.answer.stop)
 
     def next_text(self, finished: bool) -> str:
         """The text added since the last call, in whole characters and short of what may become a
@@ -138,7 +215,6 @@ def open_request(
     end_ids: Collection[int] = (),
 ) -> Request:
     """A request for prompt `index` of a call, whose noise is that of prompt `number` of the run.
-
     end_ids: what ends an answer unless `params` ignores it.
 
     Raises ValueError for an empty prompt, ids outside the vocabulary, no room in the context, or a

@@ -1,13 +1,14 @@
 """One round over device state: draft, verify, commit. Nothing in it reads the device (unless a
 policy asks for it, or prompt lookup on a CPU), so a round can be captured and replayed as it is.
 
-Shapes: B rows, N nodes, L = D + 1 tokens that one round can emit, U width of the taps' states, V
-vocabulary.
+Shapes: B rows, R of them just admitted, N nodes, L = D + 1 tokens that one round can emit, M ids
+that may end one request, U width of the taps' states, V vocabulary.
 """
 
 import copy
+from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from draftsmith.decode import sampling
 from draftsmith.decode.drafters.base import Call, Drafter, Kept, Round, picked
 from draftsmith.decode.engine.harvest import Harvest
 from draftsmith.decode.engine.recorder import Recorder
-from draftsmith.decode.engine.rows import Rows, first_rows
+from draftsmith.decode.engine.request import Request
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import Runner, Seen, round_up
@@ -24,13 +25,103 @@ from draftsmith.decode.policies.policy import Policy
 from draftsmith.decode.sampling import BatchParams, RowParams, choose, position_keys
 from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
 from draftsmith.decode.tree_shapes import Plan
+from draftsmith.decode.verify.lossy import Lossy
 from draftsmith.decode.verify.rules import RULES, Noise, RuleInfo
+
+Kind = TypeVar("Kind")
+
+
+class Rows:
+    """lens: tokens in the target's KV; pending: sampled, not yet in the KV; room: tokens that the
+    row may still emit; active rows advance, the others are computed and ignored. All [B]. stops: M,
+    the most ids that may end one request.
+    """
+
+    def __init__(self, batch: int, stops: int, device: torch.device) -> None:
+        zeros = (torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(5))
+        self.lens_B, self.pending_B, self.seeds_B, self.rounds_B, self.room_B = zeros
+        self.active_B = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.stop_ids_BM = torch.full((batch, stops), -1, dtype=torch.int64, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """All rows free."""
+        # One committed garbage token keeps every mask row non-empty, also in rows never used.
+        self.lens_B.fill_(1)
+        self.active_B.fill_(False)
+        self.requests: list[Request | None] = [None] * len(self.lens_B)
+        self.waiting: deque[Request] = deque()
+
+    @property
+    def free(self) -> list[int]:
+        return [row for row, request in enumerate(self.requests) if request is None]
+
+    @property
+    def busy(self) -> list[int]:
+        return [row for row, request in enumerate(self.requests) if request is not None]
+
+    def admit(
+        self, rows_R: Tensor, lens_R: Tensor, pending_R: Tensor, requests: list[Request]
+    ) -> None:
+        """Give rows to requests whose prompts have just been prefilled and first tokens sampled."""
+        self.lens_B[rows_R] = lens_R
+        self.pending_B[rows_R] = pending_R
+        self.rounds_B[rows_R] = 0
+        device = self.lens_B.device
+        self.seeds_B[rows_R] = torch.tensor([r.seed for r in requests], device=device)
+        self.room_B[rows_R] = torch.tensor([r.limit - 1 for r in requests], device=device)
+        most = self.stop_ids_BM.shape[1]
+        # No token is -1.
+        ends = [sorted(r.stop_ids) + [-1] * (most - len(r.stop_ids)) for r in requests]
+        ends_RM = torch.tensor(ends, dtype=torch.int64, device=device).view(len(ends), most)
+        self.stop_ids_BM[rows_R] = ends_RM
+        stopped_R = (pending_R[:, None] == ends_RM).any(1)
+        self.active_B[rows_R] = (self.room_B[rows_R] > 0) & ~stopped_R
+
+    def advance(self, emitted_BL: Tensor, n_accepted_B: Tensor, bad_B: Tensor) -> Tensor:
+        """Commit a round, cut at a stop token and the room left; n_new_B, 0 in inactive rows and in
+        bad ones (broken logits), which end here.
+        """
+        step_L = torch.arange(1, emitted_BL.shape[1] + 1, device=emitted_BL.device)
+        valid_BL = step_L <= (n_accepted_B + 1)[:, None]
+        stops_BL = (emitted_BL[..., None] == self.stop_ids_BM[:, None]).any(-1) & valid_BL
+        first_stop_B = torch.where(stops_BL, step_L, emitted_BL.shape[1] + 1).amin(1)
+        n_new_B = torch.minimum(torch.minimum(n_accepted_B + 1, first_stop_B), self.room_B)
+        n_new_B = torch.where(self.active_B & ~bad_B, n_new_B, 0)
+        last_B = emitted_BL.gather(1, (n_new_B - 1).clamp(min=0)[:, None])[:, 0]
+        # In place: a captured round is replayed on these very tensors.
+        self.rounds_B += self.active_B
+        self.pending_B.copy_(torch.where(n_new_B > 0, last_B, self.pending_B))
+        self.lens_B += n_new_B
+        self.room_B -= n_new_B
+        self.active_B &= (first_stop_B > n_new_B) & (self.room_B > 0) & ~bad_B
+        return n_new_B
+
+    @torch.inference_mode()
+    def release(self, row: int) -> None:
+        """Free a row; it rests, if the host alone knows that its request has ended."""
+        self.requests[row] = None
+        self.active_B[row] = False
+
+
+def first_rows(whole: Kind, rows: int) -> Kind:
+    """A shallow copy of an object whose tensors [B, ...] and pools, or of a drafter those `held`,
+    are the first rows of its own, on the same memory: what is written in place is written there.
+    """
+    part = copy.copy(whole)
+    for name in () if whole is None else getattr(whole, "held", vars(whole)):
+        value = getattr(whole, name, None)
+        if isinstance(value, Tensor):
+            setattr(part, name, value[:rows])
+        elif isinstance(value, KVPool):
+            setattr(part, name, value.first(rows))
+    return part
 
 
 @dataclass
 class DecodeBatch:
-    """What rounds work on: rows, KV, sampling parameters; harvest: what the target knew of each
-    row's answer, None where nobody wants it; drafter: the stepper's own, of a part of the rows.
+    """What rounds work on. harvest: None where nobody wants it; drafter: the stepper's own, of a
+    part of the rows.
     """
 
     rows: Rows
@@ -39,20 +130,17 @@ class DecodeBatch:
     harvest: Harvest | None = None
     drafter: Drafter | None = None
 
+    def holds(self, rows: int, slots: int, stops: int) -> bool:
+        """Whether it is of so many rows, with at least these slots and ids that end a request."""
+        wide = self.rows.stop_ids_BM.shape[1] >= stops
+        return wide and self.pool.rows == rows and self.pool.slots >= slots
+
     def first(self, rows: int, params: BatchParams, drafter: Drafter | None) -> "DecodeBatch":
         """Rows 0..rows-1 on the same memory; drafter: whose state of them is shared likewise."""
-        part = None
-        if drafter is not None:
-            part = copy.copy(drafter)
-            for name in drafter.held:
-                state = getattr(drafter, name, None)
-                if state is not None:
-                    cut = state.first(rows) if isinstance(state, KVPool) else state[:rows]
-                    setattr(part, name, cut)
-        harvest = None if self.harvest is None else first_rows(self.harvest, rows)
-        return DecodeBatch(
-            first_rows(self.rows, rows), self.pool.first(rows), params, harvest, part
-        )
+        part, found = first_rows(self, rows), first_rows(drafter, rows)
+        part.rows, part.harvest = first_rows(self.rows, rows), first_rows(self.harvest, rows)
+        part.params, part.drafter = params, found
+        return part
 
 
 class Told(NamedTuple):
@@ -66,21 +154,15 @@ class Told(NamedTuple):
     nodes: int
 
 
+@dataclass
 class Stepper:
-    """The round of one decoder."""
+    """The round of one decoder. acceptance: the settings' own, ready for the target."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        drafter: Drafter | None,
-        settings: DecodeSettings,
-        vocab_size: int,
-        recorder: Recorder | None = None,
-    ) -> None:
-        self.runner, self.drafter, self.settings = runner, drafter, settings
-        self.recorder = recorder
-        self.vocab_size = vocab_size
-        self.acceptance = settings.acceptance
+    runner: Runner
+    drafter: Drafter | None
+    settings: DecodeSettings
+    acceptance: Lossy | None
+    recorder: Recorder | None
 
     @torch.inference_mode()
     def step(self, batch: DecodeBatch, plan: Plan | None, top: int, policy: Policy | None) -> Told:
@@ -111,15 +193,19 @@ class Stepper:
         # One broken node breaks its row: nothing times NaN is NaN in every product over the slots.
         bad_B = p_logits_BNV.amax(-1).isnan().any(1)
 
-        noise = self._noise(batch, topology, shared_BLV)
+        noise, extra_BN = self._noise(batch, topology, shared_BLV), None
         if self.recorder is not None and calls:
             self.recorder.record(rows, tree, calls, p_logits_BNV, hidden_BNH, noise)
-        path_BL, n_accepted_B, next_B = self._verdict(
-            batch.params, tree, p_logits_BNV, hidden_BNH, noise
+        if self.acceptance is not None:
+            extra_BN = self.acceptance.mask(tree, p_logits_BNV, noise, hidden_BNH)
+        path_BL, n_accepted_B, next_B = self.rule(params).verify(
+            tree, p_logits_BNV, noise, extra_BN
         )
-        if not (topology.is_chain or self.settings.same_shape):
-            level_L = step_L[: topology.levels + 1]
-            pool.commit(lens_B1 + path_BL, lens_B1 + level_L)
+        if self.settings.same_shape:
+            n_accepted_B = torch.zeros_like(n_accepted_B)
+            next_B = choose(p_logits_BNV[:, 0], None if shared_BLV is None else shared_BLV[:, 0])
+        elif not topology.is_chain:
+            pool.commit(lens_B1 + path_BL, lens_B1 + step_L[: topology.levels + 1])
         kept_BL = tokens_BN.gather(1, path_BL)
         emitted_BL = torch.cat([kept_BL[:, 1:], kept_BL[:, :1]], 1)
         emitted_BL = emitted_BL.scatter(1, n_accepted_B[:, None], next_B[:, None])
@@ -144,7 +230,7 @@ class Stepper:
         """log E [B, D, V] of the tokens at these positions; None when greedy."""
         if params.greedy:
             return None
-        race_BDV = sampling.log_race(position_keys(seeds_B, positions_BD), self.vocab_size)
+        race_BDV = sampling.log_race(position_keys(seeds_B, positions_BD), self.runner.head.size)
         return params.quiet(race_BDV) if isinstance(params, RowParams) else race_BDV
 
     def _propose(
@@ -160,7 +246,6 @@ class Stepper:
         if drafter is None or plan is None:
             return TokenTree(rows.pending_B[:, None], chain(0, self.runner.device), COUPLED)
         rule = self.rule(batch.params)
-        needs_q = self.acceptance is not None and self.acceptance.needs_q
         request = Round(
             plan=plan,
             lens_B=rows.lens_B,
@@ -172,31 +257,13 @@ class Stepper:
             race_BDV=shared_BLV if rule.law == COUPLED else None,
             # Keyed by the round: a level drafted again after a rejection needs fresh noise.
             seeds_B=None if rule.identical else self._round_keys(rows, sampling.DRAFT),
-            want_q=needs_q or not rule.identical,
+            want_q=self.settings.needs_q or not rule.identical,
             enough=None if policy is None else policy.enough,
             chance=None if policy is None else policy.chance,
             orders=policy is not None and policy.orders,
             calls=calls,
         )
         return drafter.propose(request)
-
-    def _verdict(
-        self,
-        params: BatchParams,
-        tree: TokenTree,
-        p_logits_BNV: Tensor,
-        hidden_BNH: Tensor,
-        noise: Noise,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        extra_BN = None
-        if self.acceptance is not None:
-            extra_BN = self.acceptance.mask(tree, p_logits_BNV, noise, hidden_BNH)
-        verdict = self.rule(params).verify(tree, p_logits_BNV, noise, extra_BN)
-        if not self.settings.same_shape:
-            return verdict
-        race_BV = None if noise.log_race_BLV is None else noise.log_race_BLV[:, 0]
-        plain_B = choose(p_logits_BNV[:, 0], race_BV)
-        return verdict.path_BL, torch.zeros_like(verdict.n_accepted_B), plain_B
 
     def _noise(self, batch: DecodeBatch, topology: Topology, shared_BLV: Tensor | None) -> Noise:
         if self.rule(batch.params).identical:
@@ -205,7 +272,7 @@ class Stepper:
         node_N = torch.arange(topology.nodes, device=self.runner.device)
         accept_BN = sampling.uniform(position_keys(keys_B, node_N.expand(keys_B.shape[0], -1)))
         residual_B1 = self._round_keys(batch.rows, sampling.RESIDUAL)[:, None]
-        residual_BV = sampling.log_race(residual_B1, self.vocab_size)[:, 0]
+        residual_BV = sampling.log_race(residual_B1, self.runner.head.size)[:, 0]
         return Noise(None, accept_BN, residual_BV)
 
     def _round_keys(self, rows: Rows, stream: int) -> Tensor:

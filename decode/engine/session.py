@@ -9,47 +9,28 @@ Shapes: R rows just admitted, N prompt tokens.
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.decode.drafters.base import Admitted, Drafter
-from draftsmith.decode.engine.graphs import Graphs
 from draftsmith.decode.engine.harvest import Harvested
-from draftsmith.decode.engine.recorder import Recorder
 from draftsmith.decode.engine.request import Request
-from draftsmith.decode.engine.round import DecodeBatch, Stepper, Told
-from draftsmith.decode.forward.runner import Runner
-from draftsmith.decode.policies.policy import Outcome, Policy
+from draftsmith.decode.engine.round import DecodeBatch, Told
+from draftsmith.decode.policies.policy import Outcome
 from draftsmith.decode.sampling import BatchParams, choose, together
 from draftsmith.decode.tree_shapes import Plan, rank_path
+
+if TYPE_CHECKING:
+    from draftsmith.decode.engine.decoder import Decoder
 
 News = tuple[Request, list[int], bool]  # its new tokens, and whether that was its end
 Finished = Callable[[Request, Harvested | None], None]
 
 
-class Decoding(Protocol):
-    """What a session needs of its decoder."""
-
-    runner: Runner
-    drafter: Drafter | None
-    policy: Policy
-    recorder: Recorder | None
-    stepper: Stepper
-    graphs: Graphs | None
-    late: bool
-
-    def owns_drafter(self, batch: DecodeBatch) -> bool: ...
-
-    def swap_drafter(self, drafter: Drafter) -> None: ...
-
-    def release(self) -> None: ...
-
-
-@dataclass
-class Flight:
+class Flight(NamedTuple):
     """A round on its way: what it will tell, and whom its rows served when it set off."""
 
     told: Told
@@ -61,14 +42,13 @@ class Flight:
 
 class Session:
     """context: tokens that a row may hold, prompt and answer; finished: called as requests end by
-    themselves, in `step`; narrow: on a CPU, where every row costs, a round computes no more rows
-    than up to the last busy one (a power of two of them). Row sizes then depend on who else is
-    there, and with them the rounding of bf16.
+    themselves, in `step`; narrow: on a CPU, where every row costs, a round computes rows up to the
+    last busy one (a power of two of them): bf16 then rounds differently with who else is there.
     """
 
     def __init__(
         self,
-        decoder: Decoding,
+        decoder: "Decoder",
         batch: DecodeBatch,
         context: int,
         finished: Finished | None = None,
@@ -82,16 +62,12 @@ class Session:
         self._parts: dict[int, DecodeBatch] = {}  # of the batch, by their rows
 
     @property
-    def waiting(self) -> int:
-        return len(self.batch.rows.waiting)
-
-    @property
     def running(self) -> int:
         return len(self.batch.rows.busy)
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.batch.rows.waiting or self.running)
 
     def submit(self, request: Request) -> None:
         """Let a request wait for a free row. ValueError for more than the session's rows hold."""
@@ -152,16 +128,16 @@ class Session:
 
     def launch(self) -> Flight:
         """Set off one round."""
-        decoder, batch, rows = self.decoder, self.batch, self.batch.rows
+        decoder, requests = self.decoder, list(self.batch.rows.requests)
         plan = None if decoder.drafter is None else decoder.policy.next_plan()
         ahead = 0 if self.flight is None else self.flight.told.levels + 1
-        top = ahead + max((r.length for r in rows.requests if r is not None), default=1)
+        top = ahead + max((r.length for r in requests if r is not None), default=1)
         device = decoder.runner.device
         on_cuda = device.type == "cuda"
         # Captures and events belong to the current device.
         with torch.cuda.device(device) if on_cuda else nullcontext():
             if decoder.graphs is not None:
-                told = decoder.graphs.step(batch, plan, top)
+                told = decoder.graphs.step(self.batch, plan, top)
             else:
                 told = decoder.stepper.step(self._part(), plan, top, decoder.policy)
             table, ready = told.table, None
@@ -170,32 +146,25 @@ class Session:
                 table.copy_(told.table, non_blocking=True)
                 ready = torch.cuda.Event()
                 ready.record()
-        return Flight(told, table, ready, plan, list(rows.requests))
+        return Flight(told, table, ready, plan, requests)
 
     def hear(self, flight: Flight) -> list[News]:
         """Take in what a round tells."""
-        rows, told = self.batch.rows, flight.told
+        told = flight.told
         if flight.ready is not None:
             flight.ready.synchronize()
         table = flight.table.tolist()  # the round's only reading of the device
         now = time.perf_counter()
-        length = told.levels + 1
         news, paths = [], []
         for row, request in enumerate(flight.requests):
-            if request is None or rows.requests[row] is not request:
+            if request is None or self.batch.rows.requests[row] is not request:
                 continue  # ended while this round was on its way
-            *_, accepted, n_new, active, bad = table[row]
-            if bad:
-                news.append(self._fail(row))
-                continue
-            kept, stopped = request.cut(table[row][:n_new])
-            made = request.completion
-            made.counters.record(told.levels, accepted, len(kept), told.nodes)
-            made.counters.decode_seconds = now - request.started
-            made.accepted += [i < accepted for i in range(len(kept))]
-            made.corrected += [i == accepted < told.levels for i in range(len(kept))]
-            paths.append(rank_path(flight.plan, table[row][length + 1 : length + 1 + accepted]))
-            news.append(self._deliver(row, kept, ended=stopped or not active))
+            *found, accepted, n_new, active, bad = table[row]
+            path = found[told.levels + 2 : told.levels + 2 + accepted]
+            if not bad:
+                paths.append(rank_path(flight.plan, path))
+                request.completion.counters.decode_seconds = now - request.started
+            news.append(self._news(row, found[:n_new], accepted, told, active=active, bad=bad))
         if flight.plan is not None:
             self.decoder.policy.observe(Outcome(flight.plan, told.levels, paths))
         return news
@@ -208,13 +177,10 @@ class Session:
         started = time.perf_counter()
         free = rows.free[: len(rows.waiting)]
         requests = [rows.waiting.popleft() for _ in free]
-        prompts = [request.completion.prompt_tokens for request in requests]
-        lens = [len(prompt) for prompt in prompts]
+        prompts = [torch.tensor(request.completion.prompt_tokens) for request in requests]
         rows_R = torch.tensor(free, device=device)
-        lens_R = torch.tensor(lens, device=device)
-        tokens_RN = torch.tensor(
-            [prompt + [0] * (max(lens) - len(prompt)) for prompt in prompts], device=device
-        )
+        lens_R = torch.tensor(list(map(len, prompts)), device=device)
+        tokens_RN = pad_sequence(prompts, batch_first=True).to(device)
         batch.pool.clear(rows_R)
         logits_RV, taps_RNU = runner.prefill(batch.pool, rows_R, tokens_RN, lens_R)
         seeds_R = torch.tensor([request.seed for request in requests], device=device)
@@ -236,25 +202,19 @@ class Session:
             rows.requests[row] = request
             request.started = now
             request.completion.counters.prefill_seconds = now - started
-            if broken[i]:
-                news.append(self._fail(row))
-                continue
-            request.completion.accepted.append(False)
-            request.completion.corrected.append(False)
-            kept, stopped = request.cut([firsts[i]])
-            news.append(self._deliver(row, kept, ended=stopped or not active[i]))
+            news.append(self._news(row, [firsts[i]], 0, active=active[i], bad=broken[i]))
         batch.params = self._params(len(rows.requests))
         self._parts = {}
         return news
 
     def _params(self, rows: int) -> BatchParams:
         """Of the first rows; one that nobody holds may sample as any other does."""
-        of = {i: r.params for i, r in enumerate(self.batch.rows.requests[:rows]) if r is not None}
-        if not of:
+        held = self.batch.rows.requests[:rows]
+        some = next((r.params for r in held if r is not None), None)
+        if some is None:
             return self.batch.params
-        some = next(iter(of.values()))
-        every = [of.get(row, some) for row in range(rows)]
-        return together(every, self.decoder.runner.device)
+        of_B = [some if request is None else request.params for request in held]
+        return together(of_B, self.decoder.runner.device)
 
     def _part(self) -> DecodeBatch:
         """What a round computes: the batch, or its first rows."""
@@ -264,38 +224,46 @@ class Session:
         if not self.narrow or rows >= len(batch.rows.requests):
             return batch
         if rows not in self._parts:
-            drafter = self.decoder.drafter
-            self._parts[rows] = batch.first(rows, self._params(rows), drafter)
+            self._parts[rows] = batch.first(rows, self._params(rows), self.decoder.drafter)
         return self._parts[rows]
 
-    def _deliver(self, row: int, tokens: list[int], *, ended: bool) -> News:
-        """Hand tokens to the row's request; at its end, free the row."""
-        request = self.batch.rows.requests[row]
+    def _news(
+        self,
+        row: int,
+        tokens: list[int],
+        accepted: int,
+        told: Told | None = None,
+        *,
+        active: bool,
+        bad: bool,
+    ) -> News:
+        """Hand the row's request its next tokens, the first `accepted` ones drafted; told: of their
+        round, None of a prompt's. At its end, also by logits that aren't numbers, free the row.
+        """
+        rows, decoder = self.batch.rows, self.decoder
+        request = rows.requests[row]
         assert request is not None
-        request.completion.tokens += tokens
+        kept: list[int] = []
+        made, ended, error = request.completion, bool(bad), ""
+        if bad:
+            at = len(made.prompt_tokens) + len(made.tokens)
+            error = f"prompt {made.index}: got NaN logits at position {at}, expected numbers; "
+            error += "look at the target's weights, or try a wider dtype"
+        else:
+            kept, stopped = request.cut(tokens)
+            ended = stopped or not active
+            levels = 0 if told is None else told.levels
+            if told is not None:
+                made.counters.record(levels, accepted, len(kept), told.nodes)
+            made.accepted += [i < accepted for i in range(len(kept))]
+            made.corrected += [i == accepted < levels for i in range(len(kept))]
+            made.tokens += kept
         if ended:
-            self._end(row)
-        return request, tokens, ended
-
-    def _fail(self, row: int) -> News:
-        """End a request whose logits are not numbers."""
-        request = self.batch.rows.requests[row]
-        assert request is not None
-        completion = request.completion
-        at = len(completion.prompt_tokens) + len(completion.tokens)
-        error = f"prompt {completion.index}: got NaN logits at position {at}, expected numbers; "
-        self._end(row, f"{error}look at the target's weights, or try a wider dtype")
-        return request, [], True
-
-    def _end(self, row: int, error: str = "") -> None:
-        """Free a row whose request has ended."""
-        request = self.batch.rows.requests[row]
-        assert request is not None
-        self.batch.rows.release(row)
-        request.finish(error)
-        if self.decoder.recorder is not None:
-            self.decoder.recorder.finish(request.completion.index, error)
-        if self.finished is not None and not error:
-            harvest = self.batch.harvest
-            found = None if harvest is None else harvest.of(row, request.completion)
-            self.finished(request, found)
+            rows.release(row)
+            request.finish(error)
+            if decoder.recorder is not None:
+                decoder.recorder.finish(made.index, error)
+            if self.finished is not None and not error:
+                harvest = self.batch.harvest
+                self.finished(request, None if harvest is None else harvest.of(row, made))
+        return request, kept, ended

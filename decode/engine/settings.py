@@ -1,6 +1,5 @@
-"""How a decoder decodes: everything that may be chosen beside target, drafter and sampling.
-
-What goes together: settings, drafter, sampling. Refused before anything is decoded.
+"""How a decoder decodes: everything that may be chosen beside target, drafter and sampling, and
+what of these doesn't go together, refused before anything is decoded.
 """
 
 import warnings
@@ -13,14 +12,11 @@ from draftsmith.decode.tree_shapes import DynamicTree, Plan, parse_tree
 from draftsmith.decode.verify.lossy import Lossy
 from draftsmith.decode.verify.lossy import parse as parse_lossy
 from draftsmith.decode.verify.rules import RULES
-from draftsmith.models.scorers import Scored
 
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """The decoder's settings.
-
-    K: draft calls a round, by default 4 or what the drafter can; a tree is cut to that depth.
+    """K: draft calls a round, by default 4 or what the drafter can; a tree is cut to that depth.
     tree: `chain`, a published tree (`medusa-63`, `eagle-25`), `dynamic:levels,width,nodes`, or a
     JSON file of rank paths. policy: when to stop drafting, see `policy.POLICIES`. rule: a key of
     `rules.RULES`; at temperature 0 every rule is the coupled one. lossy: extra acceptance, see
@@ -71,8 +67,7 @@ class DecodeSettings:
                 f"lossy: got {self.lossy!r} with rule {self.rule}, which judges whole paths; use "
                 "rule=coupled, or leviathan"
             )
-        needs_q = self.acceptance is not None and self.acceptance.needs_q
-        if needs_q and isinstance(plan, DynamicTree):
+        if self.needs_q and isinstance(plan, DynamicTree):
             raise ValueError(
                 f"lossy: got {self.lossy!r} with tree={self.tree}, expected a chain or a static "
                 "tree, whose draft logits are kept"
@@ -80,7 +75,7 @@ class DecodeSettings:
 
     def reaching(self, levels: int) -> "DecodeSettings":
         """The same for a drafter of so many levels: without a K, the tree is cut to what it drafts;
-        a K of one's own is left for `compatible` to refuse.
+        a K of one's own is left for `check_drafter` to refuse.
         """
         short = self.K is None and levels < self.plan.levels
         return replace(self, K=levels) if short else self
@@ -95,98 +90,80 @@ class DecodeSettings:
         """The extra acceptance asked for."""
         return parse_lossy(self.lossy) if self.lossy else None
 
+    @property
+    def needs_q(self) -> bool:
+        """Whether it wants the draft's logits."""
+        return self.acceptance is not None and self.acceptance.needs_q
 
-def check_drafter(
-    settings: DecodeSettings, drafter: Drafter, vocab_size: int, context: int
-) -> None:
-    """ValueError for a tree that the drafter can't draft or the context can't hold, or an
-    acceptance that needs what the drafter lacks.
-    """
-    tree, plan, acceptance = settings.tree, settings.plan, settings.acceptance
-    if not (drafter.trees or plan.is_chain):
-        raise ValueError(
-            f"tree: got {tree} with a drafter of kind {drafter.kind}, which drafts chains only; "
-            "use tree=chain"
-        )
-    breadth = plan.width if isinstance(plan, DynamicTree) else 1 + max(map(max, plan.paths))
-    if breadth > vocab_size:
-        raise ValueError(
-            f"tree: got {tree}, {breadth} children wide, expected at most the vocabulary of "
-            f"{vocab_size}"
-        )
-    if plan.levels >= context:
-        raise ValueError(
-            f"tree: got {tree}, {plan.levels} levels deep, expected less than the context of "
-            f"{context}; give a smaller K"
-        )
-    if plan.levels > drafter.levels:
-        raise ValueError(
-            f"tree: got {tree}, {plan.levels} levels deep, with a drafter of kind {drafter.kind} "
-            f"that drafts {drafter.levels} tokens ahead; give K={drafter.levels} or less, or a "
-            "flatter tree"
-        )
-    if acceptance is not None and acceptance.needs_q and not drafter.samples:
-        raise ValueError(
-            f"lossy: got {acceptance} with a drafter of kind {drafter.kind}, which has no "
-            "distribution to compare; use typical or lenience"
-        )
-
-
-def check_acceptance(drafter: Drafter) -> Scored:
-    """The drafter's acceptance head; ValueError where it has none."""
-    if drafter.acceptance is None:
-        raise ValueError(
-            f"policy acceptance: got a drafter of kind {drafter.kind} without an acceptance head, "
-            "expected one in its folder's acceptance/; train one with train/scorers.py, or use "
-            "policy=confidence"
-        )
-    return drafter.acceptance
-
-
-def check_recording(settings: DecodeSettings, drafter: Drafter | None) -> None:
-    """ValueError where what is drafted can't be recorded node by node."""
-    judged = settings.rule in ("coupled", "point_mass", "leviathan")
-    if drafter is None or not drafter.samples or isinstance(settings.plan, DynamicTree):
-        raise ValueError(
-            f"recording: got tree={settings.tree} with drafter="
-            f"{None if drafter is None else drafter.kind}, expected a drafter with a q, and a "
-            "chain or a static tree"
-        )
-    if not judged:
-        raise ValueError(
-            f"recording: got rule={settings.rule}, which judges whole paths; expected one that "
-            "judges token by token: coupled, or leviathan"
-        )
-
-
-def check_rule(
-    settings: DecodeSettings, drafter: Drafter | None, params: SamplingParams, *, identical: bool
-) -> None:
-    """ValueError for a rule by rejection where answers must be plain decoding's, or without draws
-    to reject; a warning for an acceptance head that learned from other draws. identical: of the
-    rule that will be used at this temperature.
-    """
-    if drafter is not None and drafter.acceptance is not None and "acceptance" in settings.policy:
-        now = {"rule": settings.rule, **asdict(params)}
-        traced = drafter.acceptance.about.get("traced", {})
-        differ = [
-            f"{name} {was}, now {now[name]}"
-            for name, was in sorted(traced.items())
-            if now.get(name, was) != was
-        ]
-        if differ:
-            warnings.warn(
-                f"policy acceptance: its head learned from {'; '.join(differ)}: answers stay as "
-                "they are, its chances may be off; train one on traces of this, or tune it",
-                stacklevel=4,
+    def check_drafter(self, drafter: Drafter, vocab_size: int, context: int) -> None:
+        """ValueError for a tree that the drafter can't draft or the context can't hold, or an
+        acceptance that needs what the drafter lacks.
+        """
+        plan = self.plan
+        got, of = f"tree: got {self.tree}", f"a drafter of kind {drafter.kind}"
+        if not (drafter.trees or plan.is_chain):
+            raise ValueError(f"{got} with {of}, which drafts chains only; use tree=chain")
+        breadth = plan.width if isinstance(plan, DynamicTree) else 1 + max(map(max, plan.paths))
+        if breadth > vocab_size:
+            raise ValueError(
+                f"{got}, {breadth} children wide, expected at most the vocabulary of {vocab_size}"
             )
-    if settings.same_shape and not identical:
-        raise ValueError(
-            f"same_shape: got rule={settings.rule} at temperature {params.temperature:g}, expected "
-            "a rule whose answers are plain decoding's; use rule=coupled"
-        )
-    if drafter is not None and not (identical or drafter.samples):
-        raise ValueError(
-            f"rule {settings.rule}: got a drafter of kind {drafter.kind}, which draws from no "
-            "distribution; use rule=coupled for this drafter"
-        )
+        if plan.levels >= context:
+            raise ValueError(
+                f"{got}, {plan.levels} levels deep, expected less than the context of {context}; "
+                "give a smaller K"
+            )
+        if plan.levels > drafter.levels:
+            raise ValueError(
+                f"{got}, {plan.levels} levels deep, with {of} that drafts {drafter.levels} tokens "
+                f"ahead; give K={drafter.levels} or less, or a flatter tree"
+            )
+        if self.needs_q and not drafter.samples:
+            raise ValueError(
+                f"lossy: got {self.lossy} with {of}, which has no distribution to compare; use "
+                "typical or lenience"
+            )
+
+    def check_recording(self, drafter: Drafter | None) -> None:
+        """ValueError where what is drafted can't be recorded node by node."""
+        if drafter is None or not drafter.samples or isinstance(self.plan, DynamicTree):
+            raise ValueError(
+                f"recording: got tree={self.tree} with drafter="
+                f"{None if drafter is None else drafter.kind}, expected a drafter with a q, and a "
+                "chain or a static tree"
+            )
+        if self.rule not in ("coupled", "point_mass", "leviathan"):
+            raise ValueError(
+                f"recording: got rule={self.rule}, which judges whole paths; expected one that "
+                "judges token by token: coupled, or leviathan"
+            )
+
+    def check_rule(self, drafter: Drafter | None, params: SamplingParams, identical: bool) -> None:
+        """ValueError for a rule by rejection where answers must be plain decoding's, or without
+        draws to reject; a warning for an acceptance head that learned from other draws. identical:
+        of the rule that will be used at this temperature.
+        """
+        if drafter is not None and drafter.acceptance is not None and "acceptance" in self.policy:
+            now = {"rule": self.rule, **asdict(params)}
+            traced = drafter.acceptance.about.get("traced", {})
+            differ = [
+                f"{name} {was}, now {now[name]}"
+                for name, was in sorted(traced.items())
+                if now.get(name, was) != was
+            ]
+            if differ:
+                warnings.warn(
+                    f"policy acceptance: its head learned from {'; '.join(differ)}: answers stay "
+                    "as they are, its chances may be off; train one on traces of this, or tune it",
+                    stacklevel=4,
+                )
+        if self.same_shape and not identical:
+            raise ValueError(
+                f"same_shape: got rule={self.rule} at temperature {params.temperature:g}, expected "
+                "a rule whose answers are plain decoding's; use rule=coupled"
+            )
+        if drafter is not None and not (identical or drafter.samples):
+            raise ValueError(
+                f"rule {self.rule}: got a drafter of kind {drafter.kind}, which draws from no "
+                "distribution; use rule=coupled for this drafter"
+            )

@@ -10,12 +10,10 @@
 All give what masked sdpa gives, up to rounding. `auto` is masked: the others make twenty times as
 many calls a layer, or compile, and none has been measured to pay for it. varlen needs torch 2.12.
 
-Queries of the heads that share a key-value head are packed: they become more rows of one product,
-so keys and values are never repeated. A sliding window of W shows a query at position t the
-positions t - W < position <= t, as transformers' masks do. (Of a window of 1 its cache keeps the
-last 0 by `[-0:]`, which is all: its passes without a cache are the ones to compare with.) An
-attention sink (GPT-OSS) is one more logit without a value: it scales the result by
-sigmoid(log-sum-exp - sink).
+Queries of the heads that share a key-value head are packed: they become more rows of one product.
+A sliding window of W shows a query at position t the positions t - W < position <= t, as
+transformers' masks do (its cache of a window of 1 keeps all, by `[-0:]`). An attention sink
+(GPT-OSS) is one more logit without a value: it scales the result by sigmoid(log-sum-exp - sink).
 
 Shapes: B rows, N queries a row, S slots, M slots of the block, H query heads, K key-value heads,
 G = H / K, R = G * N packed rows, E head width.
@@ -36,6 +34,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+QKV = tuple[Tensor, Tensor, Tensor]  # packed queries [B, K, R, E], keys and values [B, K, S, E]
+Mixed = tuple[Tensor, Tensor]  # of packed queries: mixed [B, K, R, E], log-sum-exp [B, K, R]
 ATTENTION = "draftsmith_slots"
 PIECE = 256  # queries at a time where scores are held: a long prompt's would not fit at once
 # What the flash call must be able to do for `varlen`; older signatures lack some of it.
@@ -68,17 +68,17 @@ class Attend:
     ) -> None:
         self.seen, self.positions_BN, self.backend = seen, positions_BN, backend
         self.groups, self.dtype = groups, dtype
-        self._made: dict[tuple[str, int | None], Any] = {}
+        self._made: dict[Any, Any] = {}
 
-    def once(self, name: str, window: int | None, make: Callable[[int | None], Any]) -> Any:
-        """make(window), made at the first call."""
-        if (name, window) not in self._made:
-            self._made[name, window] = make(window)
-        return self._made[name, window]
+    def once(self, make: Callable[["Attend", int | None], Any], window: int | None = None) -> Any:
+        """make(self, window), made at the first call."""
+        if (make, window) not in self._made:
+            self._made[make, window] = make(self, window)
+        return self._made[make, window]
 
-    def mask(self, window: int | None = None) -> Tensor:
+    def mask(self, window: int | None) -> Tensor:
         """Additive mask [B, 1, R, S] over the attended slots."""
-        return self.once("mask", window, lambda w: self._additive(self.allowed(w)))
+        return additive(self.allowed(window), self.groups, self.dtype)
 
     def allowed(self, window: int | None) -> Tensor:
         """[B, N, S], True where a query sees a slot."""
@@ -104,10 +104,10 @@ class Attend:
 
     def prefix(self, window: int | None) -> Tensor:
         """Additive mask [B, 1, R, S] of the committed slots alone."""
-        lens_B, length = self.seen.lens_B, self.positions_BN.shape[1]
-        slot_BS = torch.arange(self.seen.width, device=lens_B.device).expand(len(lens_B), -1)
-        before_BNS = (slot_BS < lens_B[:, None])[:, None].expand(-1, length, -1)
-        return self._additive(self._near(before_BNS, slot_BS, window))
+        lens_B1 = self.seen.lens_B[:, None]
+        slot_BS = torch.arange(self.seen.width, device=lens_B1.device).expand(len(lens_B1), -1)
+        before_BNS = (slot_BS < lens_B1)[:, None].expand(-1, self.positions_BN.shape[1], -1)
+        return additive(self._near(before_BNS, slot_BS, window), self.groups, self.dtype)
 
     def block(self, window: int | None) -> Tensor:
         """Additive mask [B, 1, R, M] of the block of new slots."""
@@ -117,11 +117,10 @@ class Attend:
             family = torch.ones(length, length, dtype=torch.bool, device=lens_B.device).tril()
         if depth is None:
             depth = torch.arange(family.shape[-1], device=lens_B.device)
-        at_BM = lens_B[:, None] + depth
-        family_BNM = family.expand(len(lens_B), -1, -1)
-        return self._additive(self._near(family_BNM, at_BM, window))
+        near_BNM = self._near(family.expand(len(lens_B), -1, -1), lens_B[:, None] + depth, window)
+        return additive(near_BNM, self.groups, self.dtype)
 
-    def block_slots(self) -> Tensor:
+    def block_slots(self, window: int | None = None) -> Tensor:
         """Slots [B, M] of the block."""
         block = self.seen.block
         nodes = self.positions_BN.shape[1] if block is None else block.shape[-1]
@@ -129,22 +128,22 @@ class Attend:
         # Rows that have finished may be longer than what is looked at: any slot will do.
         return (self.seen.lens_B[:, None] + step_M).clamp(max=self.seen.width - 1)
 
+    def lens(self, window: int | None = None) -> Tensor:
+        """Lengths of the prefixes, as the flash call wants them."""
+        return self.seen.lens_B.int()
+
     def _near(self, allowed_BNS: Tensor, at_BS: Tensor, window: int | None) -> Tensor:
         """What is allowed and, by the positions of the slots, inside the window."""
         if window is None:
             return allowed_BNS
         return allowed_BNS & (at_BS[:, None] > self.positions_BN[..., None] - window)
 
-    def _additive(self, allowed_BNS: Tensor) -> Tensor:
-        return additive(allowed_BNS, self.groups, self.dtype)
-
 
 def additive(allowed_BNS: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """Additive mask [B, 1, G * N, S] of packed queries."""
-    batch, length, width = allowed_BNS.shape
-    mask = torch.zeros(batch, 1, 1, length, width, dtype=dtype, device=allowed_BNS.device)
-    mask = mask.masked_fill_(~allowed_BNS[:, None, None], float("-inf"))
-    return mask.expand(-1, 1, groups, -1, -1).reshape(batch, 1, -1, width)
+    mask_BNS = torch.zeros(allowed_BNS.shape, dtype=dtype, device=allowed_BNS.device)
+    mask_BNS = mask_BNS.masked_fill_(~allowed_BNS, float("-inf"))
+    return mask_BNS[:, None, None].expand(-1, 1, groups, -1, -1).flatten(2, 3)
 
 
 def mix(
@@ -159,27 +158,26 @@ def mix(
 ) -> Tensor:
     """Attention by the backend of `attend`, [B, N, H, E]."""
     batch, heads, length, width = query_BHNE.shape
-    packed_BKRE = query_BHNE.reshape(batch, key_BKSE.shape[1], -1, width)
+    qkv = query_BHNE.reshape(batch, key_BKSE.shape[1], -1, width), key_BKSE, value_BKSE
     scale = width**-0.5 if scale is None else scale
     if attend.backend == "masked" and sinks_H is None:
-        mask = attend.mask(window)
-        mixed = F.scaled_dot_product_attention(packed_BKRE, key_BKSE, value_BKSE, mask, scale=scale)
+        mask = attend.once(Attend.mask, window)
+        mixed = F.scaled_dot_product_attention(*qkv, mask, scale=scale)
         return mixed.view(batch, heads, length, -1).transpose(1, 2)
-    mixed, lse_BKR = BACKENDS[attend.backend](
-        attend, packed_BKRE, key_BKSE, value_BKSE, scale, window
-    )
-    mixed = mixed.reshape(batch, heads, length, -1)
+    return unpacked(BACKENDS[attend.backend](attend, qkv, scale, window), query_BHNE, sinks_H)
+
+
+def unpacked(found: Mixed, query_BHNE: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """What was mixed for packed queries as [B, N, H, E] in their type, less what sinks take."""
+    mixed = found[0].reshape(*query_BHNE.shape[:3], -1)
     if sinks_H is not None:
-        mixed = mixed * kept(lse_BKR.reshape(batch, heads, length), sinks_H)
+        mixed = mixed * kept(found[1].reshape(mixed.shape[:3]), sinks_H)
     return mixed.to(query_BHNE.dtype).transpose(1, 2)
 
 
-def weigh(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """(mixed [B, K, R, E], log-sum-exp [B, K, R]), both at least fp32; a row that sees nothing is 0
-    with -inf.
-    """
+def weigh(qkv: QKV, mask: Tensor, scale: float) -> Mixed:
+    """Both results at least fp32; a row that sees nothing is 0 with -inf."""
+    query, key, value = qkv
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = (query.to(wide) * scale) @ key.to(wide).transpose(-1, -2) + mask
     lse = scores.logsumexp(-1)
@@ -187,7 +185,7 @@ def weigh(
     return weights @ value.to(wide), lse
 
 
-def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def merge(parts: list[Mixed]) -> Mixed:
     """One attention from attentions over disjoint slots: each weighs exp(its log-sum-exp)."""
     lse = torch.stack([part_lse for _, part_lse in parts]).logsumexp(0)
     mixed = [out.to(lse.dtype) * (part - lse).exp()[..., None] for out, part in parts]
@@ -199,43 +197,37 @@ def kept(lse_BHN: Tensor, sinks_H: Tensor) -> Tensor:
     return torch.sigmoid(lse_BHN - sinks_H[None, :, None])[..., None]
 
 
-def _masked(
-    attend: Attend, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
-    return weigh(query, key, value, attend.mask(window), scale)
+def _masked(attend: Attend, qkv: QKV, scale: float, window: int | None) -> Mixed:
+    return weigh(qkv, attend.once(Attend.mask, window), scale)
 
 
-def _block(
-    attend: Attend, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
-    at_BM = attend.once("slots", None, lambda _: attend.block_slots())
+def _block(attend: Attend, qkv: QKV, scale: float, window: int | None) -> Mixed:
+    query, key, value = qkv
+    at_BM = attend.once(Attend.block_slots)
     at_BKME = at_BM[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
-    mask = attend.once("block", window, attend.block)
-    return weigh(query, key.gather(2, at_BKME), value.gather(2, at_BKME), mask, scale)
+    own = query, key.gather(2, at_BKME), value.gather(2, at_BKME)
+    return weigh(own, attend.once(Attend.block, window), scale)
 
 
-def _split(
-    attend: Attend, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
-    width, mask = attend.seen.width, attend.once("prefix", window, attend.prefix)
-    before = weigh(query, key[:, :, :width], value[:, :, :width], mask, scale)
-    return merge([before, _block(attend, query, key, value, scale, window)])
+def _split(attend: Attend, qkv: QKV, scale: float, window: int | None) -> Mixed:
+    query, key, value = qkv
+    committed = query, key[:, :, : attend.seen.width], value[:, :, : attend.seen.width]
+    before = weigh(committed, attend.once(Attend.prefix, window), scale)
+    return merge([before, _block(attend, qkv, scale, window)])
 
 
-def _varlen(
-    attend: Attend, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
+def _varlen(attend: Attend, qkv: QKV, scale: float, window: int | None) -> Mixed:
     if window is not None:  # a node's window depends on its depth, which the kernel doesn't know
-        return _split(attend, query, key, value, scale, window)
-    batch, _, rows, _ = query.shape
-    lens_B = attend.once("lens", None, lambda _: attend.seen.lens_B.int())
-    steps = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+        return _split(attend, qkv, scale, window)
+    batch, _, rows, _ = qkv[0].shape
+    lens_B = attend.once(Attend.lens)
+    steps = torch.arange(batch + 1, dtype=torch.int32, device=lens_B.device)
     # Whole rows of the pool, so that keys and values are views of it.
-    tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    tokens = [x.transpose(1, 2).flatten(0, 1) for x in qkv]
     mixed, lse = flash(
         *tokens,
         steps * rows,
-        steps * key.shape[2],
+        steps * qkv[1].shape[2],
         rows,
         attend.seen.width,
         scale=scale,
@@ -247,26 +239,24 @@ def _varlen(
     # What the kernel answers for a row without a prefix is its own affair.
     lse_BKR = lse_BKR.masked_fill((lens_B == 0)[:, None, None], float("-inf"))
     mixed = mixed.masked_fill((lens_B == 0)[:, None, None, None], 0)
-    return merge([(mixed, lse_BKR), _block(attend, query, key, value, scale, window)])
+    return merge([(mixed, lse_BKR), _block(attend, qkv, scale, window)])
 
 
-def _flex(
-    attend: Attend, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
-    def blocks(window: int | None) -> flex.BlockMask:
-        allowed_BNS = attend.allowed(window).repeat(1, attend.groups, 1)
-        batch, rows, width = allowed_BNS.shape
-
-        def sees(b: Tensor, h: Tensor, q: Tensor, slot: Tensor) -> Tensor:
-            return allowed_BNS[b, q, slot]
-
-        return flex.create_block_mask(sees, batch, None, rows, width, device=query.device)
-
-    mask = attend.once("flex", window, blocks)
-    call: Any = _compiled_flex() if query.is_cuda else flex.flex_attention
-    request = flex.AuxRequest(lse=True)
-    mixed, aux = call(query, key, value, block_mask=mask, scale=scale, return_aux=request)
+def _flex(attend: Attend, qkv: QKV, scale: float, window: int | None) -> Mixed:
+    call: Any = _compiled_flex() if qkv[0].is_cuda else flex.flex_attention
+    mask, request = attend.once(_flex_mask, window), flex.AuxRequest(lse=True)
+    mixed, aux = call(*qkv, block_mask=mask, scale=scale, return_aux=request)
     return mixed, aux.lse
+
+
+def _flex_mask(attend: Attend, window: int | None) -> flex.BlockMask:
+    allowed_BNS = attend.allowed(window).repeat(1, attend.groups, 1)
+    batch, rows, width = allowed_BNS.shape
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, slot: Tensor) -> Tensor:
+        return allowed_BNS[b, q, slot]
+
+    return flex.create_block_mask(sees, batch, None, rows, width, device=allowed_BNS.device)
 
 
 @cache
@@ -284,8 +274,8 @@ def slot_attention(
     attend: Attend | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' layers call. Without `attend` (prefill) it is transformers' sdpa under the
-    model's own mask, with sinks where the layer has them.
+    """What transformers' layers call. Without `attend` (prefill): its sdpa under the model's own
+    mask, with sinks where the layer has them.
     """
     sinks_H, window = kwargs.get("s_aux"), kwargs.get("sliding_window")
     if attend is not None:
@@ -305,36 +295,22 @@ def slot_attention(
             step_S = torch.arange(key.shape[2], device=query.device)
             step_N = torch.arange(part.shape[2], device=query.device)
             allowed = ((step_S <= first + step_N[:, None]) | (query.shape[2] == 1))[None]
-        pieces.append(_own_sinks(part, key, value, allowed, scale, sinks_H))
-    return torch.cat(pieces, 2).transpose(1, 2), None
-
-
-def _own_sinks(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float, sinks_H: Tensor
-) -> Tensor:
-    """[B, H, N, E] under a boolean mask [1 or B, N, S], with sinks."""
-    batch, heads, length, width = query.shape
-    mask = additive(allowed, heads // key.shape[1], query.dtype)
-    packed = query.reshape(batch, key.shape[1], -1, width)
-    mixed, lse = weigh(packed, key, value, mask, scale)
-    share = kept(lse.view(batch, heads, length), sinks_H)
-    return (mixed.reshape(batch, heads, length, -1) * share).to(query.dtype)
+        mask = additive(allowed, query.shape[1] // key.shape[1], query.dtype)
+        packed = part.reshape(len(part), key.shape[1], -1, part.shape[-1])
+        pieces.append(unpacked(weigh((packed, key, value), mask, scale), part, sinks_H))
+    return torch.cat(pieces, 1), None
 
 
 def available(device: torch.device, dtype: torch.dtype) -> list[str]:
     """The backends that this torch has on this device for this dtype."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    flashes = (
-        device.type == "cuda" and half and inspect.signature(flash).parameters.keys() >= NEEDED
-    )
-    return ["masked", "split", *(["varlen"] if flashes else []), "flex"]
+    fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    flashes = fits and inspect.signature(flash).parameters.keys() >= NEEDED
+    return ["masked", "split", *["varlen"] * flashes, "flex"]
 
 
 def resolve(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend meant by `name`; ValueError, naming those at hand, for one that isn't."""
-    found = available(device, dtype)
-    if name == "auto":
-        return "masked"
+    name, found = "masked" if name == "auto" else name, available(device, dtype)
     if name not in found:
         raise ValueError(
             f"attention: got {name!r}, expected auto, {', '.join(found)}: what torch "

@@ -1,8 +1,8 @@
 """The keys and values of all rows and layers in one tensor, and the adapter that transformers sees.
 
-Each row owns a run of slots and its own committed length. Slots at or beyond the length are garbage
-that no query attends to, so rolling back a rejected draft is free, rows of different lengths need
-no padding, and a finished row's slots can be given to the next prompt.
+Each row owns a run of slots and its own committed length. What lies beyond is garbage that no query
+attends to: rolling back a rejected draft is free, rows of different lengths need no padding, and a
+finished row's slots can be given to the next prompt.
 
 Shapes: L layers, B rows, S slots a row, H key-value heads, E head width, N new tokens a row.
 """
@@ -54,9 +54,7 @@ class KVPool:
 
     def commit(self, source_BP: Tensor, target_BP: Tensor) -> None:
         """Move the entries of accepted paths into place, slots source -> target of rows 0..B-1: one
-        gather and one scatter for all layers, keys and values.
-
-        A chain never needs it: its path is already in place.
+        gather and one scatter for all layers. A chain's path is in place already.
         """
         kv_2LTHE = self.kv_2LBSHE.flatten(2, 3)
         moved = kv_2LTHE.index_select(2, self.flat(source_BP))
@@ -71,30 +69,24 @@ def kv_shape(config: PreTrainedConfig, rows: int, slots: int) -> tuple[int, ...]
 
 
 class SlotCache(Cache):
-    """What a transformers model writes to and reads from in one forward pass.
-
-    With `prefix=0` (prefill) the pass attends to its own keys alone; else to the first `prefix`
-    slots of every row, as `attend` says.
+    """What one forward pass writes to and reads from: with `prefix=0` (prefill) its own keys alone,
+    else the first `prefix` slots of every row, as `attend` says.
     """
 
     def __init__(
         self, pool: KVPool, flat_slots: Tensor, prefix: int, attend: Attend | None = None
     ) -> None:
         super().__init__(layers=[])
-        self.attend = attend
-        self._pool, self._flat, self._prefix = pool, flat_slots, prefix
+        self._pool, self._flat, self._prefix, self.attend = pool, flat_slots, prefix, attend
 
     def write(self, layer: int, keys_BNHE: Tensor, values_BNHE: Tensor) -> tuple[Tensor, Tensor]:
         """Put new keys and values into their slots; return what to attend to, [B, S, H, E] each."""
-        attended = []
-        for pool_LBSHE, new_BNHE in (
-            (self._pool.keys_LBSHE, keys_BNHE),
-            (self._pool.values_LBSHE, values_BNHE),
-        ):
-            pool_BSHE = pool_LBSHE[layer]
-            pool_BSHE.flatten(0, 1).index_copy_(0, self._flat, new_BNHE.flatten(0, 1))
-            attended.append(new_BNHE if self._prefix == 0 else pool_BSHE[:, : self._prefix])
-        return attended[0], attended[1]
+        keys_BSHE, values_BSHE = self._pool.keys_LBSHE[layer], self._pool.values_LBSHE[layer]
+        keys_BSHE.flatten(0, 1).index_copy_(0, self._flat, keys_BNHE.flatten(0, 1))
+        values_BSHE.flatten(0, 1).index_copy_(0, self._flat, values_BNHE.flatten(0, 1))
+        if self._prefix == 0:
+            return keys_BNHE, values_BNHE
+        return keys_BSHE[:, : self._prefix], values_BSHE[:, : self._prefix]
 
     def update(
         self,
@@ -105,9 +97,8 @@ class SlotCache(Cache):
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """The same for transformers, whose keys and values are [B, H, N, E]."""
-        keys, values = self.write(
-            layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2)
-        )
+        new = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        keys, values = self.write(layer_idx, *new)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -1,20 +1,20 @@
 """The body of a Llama-like model in as few calls as possible, on the model's own weights.
 
-transformers' `forward` of a body makes masks, looks settings up, wraps its output, and multiplies
-by seven matrices a layer; on a small model, or any model on a fast device, that costs as much as
-the arithmetic. Here q, k, v are one product, gate and up another, keys and values go to their slots
-as they come, and rotary embeddings are looked up. The module tree and its weights stay as they are:
-what is read here are the model's own. See `decode/forward/product.py` for the products themselves.
+transformers' `forward` makes masks, looks settings up, wraps its output, and multiplies by seven
+matrices a layer; on a small model, or any model on a fast device, that costs as much as the
+arithmetic. Here q, k, v are one product (`decode/forward/product.py`), gate and up another, keys
+and values go to their slots as they come, and rotary embeddings are looked up.
 
-Only for layers whose source this follows (Llama, Qwen2, Qwen3, Mistral), and frozen (sharded
-training moves weights about; a layer that torch has shared out has a class of its own). The runner
-compares it with the model's own forward before it is used; everything else takes that forward.
+Only for frozen layers whose source this follows (Llama, Qwen2, Qwen3, Mistral; one that torch has
+shared out has a class of its own). The runner compares it with the model's own forward before it is
+used; everything else takes that forward.
 
 Shapes: B rows, N tokens, S slots, H hidden, E head width, G query heads a key-value head.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,13 @@ from draftsmith.decode.forward.product import Product, linear, version
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 # The states of the taps asked for, by their number; None until the pass has been there.
 Taken = dict[int, Tensor | None]
+# Norms and maps: tensors and an epsilon, so that a compiled function takes them as arguments; in
+# bf16 on a CPU, where nothing is compiled, objects that keep a faster form.
+Parts = tuple[Any, ...]
 # Rotary embeddings that depend on nothing but the position.
 POSITION_ONLY = {"default", "linear", "llama3"}
+# Largest difference of hidden states, as a share of the largest state.
+AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 def lean_body(body: Any) -> "LeanBody | None":
@@ -44,6 +49,14 @@ def lean_body(body: Any) -> "LeanBody | None":
     return LeanBody(body, layers) if plain else None
 
 
+def agree(own: list[Tensor], lean: list[Tensor], dtype: torch.dtype) -> bool:
+    """Whether a lean form's states are the model's own, but for the rounding of `dtype`."""
+    return all(
+        float((a - b).abs().max()) <= AGREEMENT[dtype] * float(a.abs().max())
+        for a, b in zip(own, lean, strict=True)
+    )
+
+
 def projections(layer: Any) -> list[nn.Linear]:
     """The layer's seven linear maps, in the order in which they are merged."""
     attention, mlp = layer.self_attn, layer.mlp
@@ -57,7 +70,7 @@ class LeanBody:
     def __init__(self, body: Any, layers: list[nn.Module]) -> None:
         self.layers = [LeanLayer(layer, index) for index, layer in enumerate(layers)]
         self.embedding_VH = body.embed_tokens.weight
-        self.norm = Norm(body.norm)
+        self.norm = norm_of(body.norm)
         self.enter: Callable[..., tuple[Tensor, Tensor, Tensor]] = enter
         self.leave: Callable[..., Tensor] = leave
         self.cos_SE, self.sin_SE = rotary_tables(
@@ -74,9 +87,8 @@ class LeanBody:
         self.enter, self.leave = torch.compile(enter, **options), torch.compile(leave, **options)
 
     def __call__(
-        self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, taken: Taken | None = None
+        self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, taken: Taken
     ) -> Tensor:
-        taken = {} if taken is None else taken
         compiled = cache.attend is not None and self.enter is not enter
         first, last = (self.enter, self.leave) if compiled else (enter, leave)
         hidden_BNH = F.embedding(tokens_BN, self.embedding_VH)
@@ -84,18 +96,17 @@ class LeanBody:
         for layer in self.layers:
             if layer.index in taken:
                 taken[layer.index] = hidden_BNH
-            entry = layer.entry.tensors if compiled else layer.entry
-            ending = layer.exit.tensors if compiled else layer.exit
+            over = partial(attend, cache, layer.scale, layer.index)
             # No names for what lies between: it is free as soon as it has been used.
             hidden_BNH = last(
                 hidden_BNH,
-                layer.attend(*first(hidden_BNH, rotary, entry, layer.sizes), cache),
-                ending,
+                over(*first(hidden_BNH, rotary, layer.entry, layer.sizes)),
+                layer.exit,
                 layer.activation,
             )
         if len(self.layers) in taken:
             taken[len(self.layers)] = hidden_BNH
-        return self.norm(hidden_BNH)
+        return normed(self.norm, hidden_BNH)
 
 
 def rotary_tables(rotary: Any, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,119 +118,93 @@ def rotary_tables(rotary: Any, positions: int, like: Tensor) -> tuple[Tensor, Te
     return cos_1SE[0], torch.cat([-sin_1SE[0, :, :half], sin_1SE[0, :, half:]], -1)
 
 
-class Entry(NamedTuple):
-    """What a layer does before its attention: a norm, queries, keys and values, their norms."""
-
-    norm: Any
-    qkv: Any
-    q_norm: Any
-    k_norm: Any
-
-    @property
-    def tensors(self) -> "Entry":
-        return Entry(*(None if part is None else part.tensors for part in self))
-
-
-class Exit(NamedTuple):
-    """What it does after it: the output, a norm, and the feed-forward."""
-
-    out: Any
-    norm: Any
-    gate_up: Any
-    down: Any
-
-    @property
-    def tensors(self) -> "Exit":
-        return Exit(*(part.tensors for part in self))
-
-
 def enter(
-    hidden_BNH: Tensor, rotary: tuple[Tensor, Tensor], part: Entry, sizes: tuple[int, int, int]
+    hidden_BNH: Tensor, rotary: tuple[Tensor, Tensor], entry: Parts, sizes: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [B, N, heads, E], turned to their positions. sizes: query heads, key
-    heads, E.
+    """Queries, keys and values [B, N, heads, E], turned to their positions: what a layer does
+    before its attention. entry: its norm, the maps to these, and their norms. sizes: query heads,
+    key heads, E.
     """
+    norm, qkv, q_norm, k_norm = entry
     q_heads, kv_heads, width = sizes
-    batch, length, _ = hidden_BNH.shape
-    heads = _product(part.qkv, _normed(part.norm, hidden_BNH)).view(batch, length, -1, width)
+    heads = _product(qkv, normed(norm, hidden_BNH)).view(*hidden_BNH.shape[:2], -1, width)
     turned = heads[:, :, : q_heads + kv_heads]
-    if part.q_norm is not None:
+    if q_norm is not None:
         query, key = turned.split([q_heads, kv_heads], dim=2)
-        turned = torch.cat([_normed(part.q_norm, query), _normed(part.k_norm, key)], 2)
+        turned = torch.cat([normed(q_norm, query), normed(k_norm, key)], 2)
     cos_BN1E, sin_BN1E = rotary
     turned = torch.addcmul(turned * cos_BN1E, turned.roll(width // 2, -1), sin_BN1E)
     return turned[:, :, :q_heads], turned[:, :, q_heads:], heads[:, :, q_heads + kv_heads :]
 
 
 def leave(
-    hidden_BNH: Tensor, mixed_BNH: Tensor, part: Exit, activation: Callable[[Tensor], Tensor]
+    hidden_BNH: Tensor, mixed_BNH: Tensor, ending: Parts, activation: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The layer's output, from its input and what attention mixed."""
-    hidden_BNH = hidden_BNH + _product(part.out, mixed_BNH)
+    """The layer's output, from its input and what attention mixed. ending: the output's map, a
+    norm, and the feed-forward's maps in and out.
+    """
+    out, norm, gate_up, down = ending
+    hidden_BNH = hidden_BNH + _product(out, mixed_BNH)
     del mixed_BNH  # a prompt's is large, and the feed-forward is what needs most
-    inner = _outputs(part.gate_up, _normed(part.norm, hidden_BNH))
+    inner = _outputs(gate_up, normed(norm, hidden_BNH))
     gate, up = inner if len(inner) == 2 else inner[0].chunk(2, -1)
-    return hidden_BNH + _product(part.down, activation(gate) * up)
+    return hidden_BNH + _product(down, activation(gate) * up)
 
 
-def _outputs(product: Any, x: Tensor) -> list[Tensor]:
-    """By a `Product`, or by its bare tensors: what each of its maps gives, or all in one tensor."""
-    return linear(x, *product) if type(product) is tuple else product.outputs(x)
+def _outputs(maps: Any, x: Tensor) -> list[Tensor]:
+    """What each of them gives, or all in one tensor."""
+    return linear(x, *maps) if type(maps) is tuple else maps.outputs(x)
 
 
-def _product(product: Any, x: Tensor) -> Tensor:
-    made = _outputs(product, x)
+def _product(maps: Any, x: Tensor) -> Tensor:
+    made = _outputs(maps, x)
     return made[0] if len(made) == 1 else torch.cat(made, -1)
 
 
-def _normed(norm: Any, x: Tensor) -> Tensor:
-    """By a `Norm`, or by its bare weight and epsilon; None leaves it as it is."""
+def normed(norm: Any, x: Tensor) -> Tensor:
+    """By what `norm_of` gave."""
     if norm is None:
         return x
-    if type(norm) is not tuple:
-        made: Tensor = norm(x)
-        return made
-    weight, epsilon = norm
-    return F.rms_norm(x, weight.shape, weight, epsilon)
+    made: Tensor = F.rms_norm(x, norm[0].shape, *norm) if type(norm) is tuple else norm(x)
+    return made
+
+
+def norm_of(norm: Any) -> Any:
+    """Weight and epsilon of an RMS norm, or its faster form; None stays."""
+    if norm is None:
+        return None
+    half_on_cpu = norm.weight.device.type == "cpu" and norm.weight.dtype == torch.bfloat16
+    return TwiceNorm(norm) if half_on_cpu else (norm.weight, norm.variance_epsilon)
+
+
+def maps_of(*linears: nn.Linear) -> Any:
+    """Weights and biases of maps that read the same input, or their packed form."""
+    product = Product.of(linears)
+    return product if product.packs else product.tensors
 
 
 class LeanLayer:
-    """One decoder layer's parts, and its attention."""
+    """One decoder layer's parts, as `enter` and `leave` want them."""
 
     def __init__(self, layer: Any, index: int) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.index = index
-        self.scale = attention.scaling
+        attention = layer.self_attn
+        self.index, self.scale, self.activation = index, attention.scaling, layer.mlp.act_fn
         q, k, v, out, gate, up, down = projections(layer)
-        self.qkv, self.out = Product.of([q, k, v]), Product.of([out])
-        self.gate_up, self.down = Product.of([gate, up]), Product.of([down])
-        normed = hasattr(attention, "q_norm")
-        norm = getattr(layer, "input_layernorm", None)
-        self.entry = Entry(
-            None if norm is None else Norm(norm),
-            self.qkv,
-            Norm(attention.q_norm) if normed else None,
-            Norm(attention.k_norm) if normed else None,
-        )
-        self.exit = Exit(self.out, Norm(layer.post_attention_layernorm), self.gate_up, self.down)
+        own = [norm_of(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
+        first, after = getattr(layer, "input_layernorm", None), layer.post_attention_layernorm
+        self.entry: Parts = (norm_of(first), maps_of(q, k, v), *own)
+        self.exit: Parts = (maps_of(out), norm_of(after), maps_of(gate, up), maps_of(down))
         width = attention.head_dim
         self.sizes = (q.out_features // width, k.out_features // width, width)
-        self.activation = mlp.act_fn
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: SlotCache) -> Tensor:
-        """Attention of [B, N, heads, E], as [B, N, Hq * E]."""
-        return attend(cache, self.scale, self.index, query, key, value)
 
 
 def attend(
     cache: SlotCache, scale: float | None, layer: int, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Attention of [B, N, heads, E] over a cache, as [B, N, Hq * E]; a prompt attends to itself
-    alone.
-    """
-    keys, values = cache.write(layer, key, value)
+    """Attention of [B, N, heads, E] as [B, N, Hq * E], a prompt's to itself alone."""
+    seen = cache.write(layer, key, value)
     grouped = query.shape[2] != key.shape[2]
-    query, keys, values = (x.transpose(1, 2) for x in (query, keys, values))
+    query, keys, values = (x.transpose(1, 2) for x in (query, *seen))
     if cache.attend is not None:
         return mix(cache.attend, query, keys, values, scale=scale).flatten(2)
     mixed = F.scaled_dot_product_attention(
@@ -228,30 +213,20 @@ def attend(
     return mixed.transpose(1, 2).flatten(2)
 
 
-class Norm:
-    """transformers' RMS norm in as few calls as the device has.
+class TwiceNorm:
+    """transformers' RMS norm in as few calls as a CPU has in bf16.
 
-    torch has no kernel of its own for it on a CPU and makes it of a dozen. But the layer norm of
+    torch has no kernel of its own for it there and makes it of a dozen. But the layer norm of
     [x, -x], whose mean is 0 and whose variance is the mean of x squared, is one, and its first half
     is the RMS norm of x. A step of the quickstart's target falls from 2.6 to 2.15 ms.
     """
 
     def __init__(self, norm: Any) -> None:
-        self.norm, self.version = norm, -1
-        self.twice = norm.weight.device.type == "cpu" and norm.weight.dtype == torch.bfloat16
-        self.weight_2H: Tensor = norm.weight
-
-    @property
-    def tensors(self) -> tuple[Tensor, float]:
-        return self.norm.weight, self.norm.variance_epsilon
+        self.weight, self.epsilon, self.version = norm.weight, norm.variance_epsilon, -1
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, epsilon = self.tensors
-        if not self.twice:
-            return F.rms_norm(x, weight.shape, weight, epsilon)
-        if self.version != version(weight):
-            self.weight_2H, self.version = torch.cat([weight, weight]).detach(), version(weight)
-        both = F.layer_norm(
-            torch.cat([x, -x], -1), self.weight_2H.shape, self.weight_2H, None, epsilon
-        )
-        return both[..., : x.shape[-1]]
+        if self.version != version(self.weight):
+            self.weight_2H = torch.cat([self.weight, self.weight]).detach()
+            self.version = version(self.weight)
+        both, shape = torch.cat([x, -x], -1), self.weight_2H.shape
+        return F.layer_norm(both, shape, self.weight_2H, None, self.epsilon)[..., : x.shape[-1]]

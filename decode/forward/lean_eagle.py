@@ -6,16 +6,8 @@ Shapes: B rows, N pairs (any leading axes: X), H hidden, U width of the taps sid
 import torch
 from torch import Tensor
 
-from draftsmith.decode.forward.lean import (
-    POSITION_ONLY,
-    LeanLayer,
-    Norm,
-    enter,
-    leave,
-    rotary_tables,
-)
+from draftsmith.decode.forward import lean
 from draftsmith.decode.forward.product import Product
-from draftsmith.decode.forward.runner import AGREEMENT
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.layer import Attention, causal
 
@@ -28,24 +20,25 @@ class LeanEagle:
     def __init__(self, head: Eagle) -> None:
         self.head, self.config = head, head.config
         self.fc = Product.of([head.fc])
-        self.layers = [LeanLayer(layer, i) for i, layer in enumerate(head.decoder_layers)]
+        self.layers = [lean.LeanLayer(layer, i) for i, layer in enumerate(head.decoder_layers)]
         self.wide = head.config.version == 3
         if self.wide:
             first = head.decoder_layers[0]
-            self.of_token, self.of_state = Norm(first.input_layernorm), Norm(first.hidden_norm)
-            self.layers[0].entry = self.layers[0].entry._replace(norm=None)
-            self.norm = Norm(head.norm)
-            self.of_taps = [Norm(norm) for norm in getattr(head, "fc_norm", ())]
-            self.of_all = Norm(head.input_norm) if head.config.norm_before_fc else None
-        self.cos_SE, self.sin_SE = rotary_tables(head.rotary, head.context, head.fc.weight)
+            self.of_token = lean.norm_of(first.input_layernorm)
+            self.of_state = lean.norm_of(first.hidden_norm)
+            self.layers[0].entry = (None, *self.layers[0].entry[1:])
+            self.norm = lean.norm_of(head.norm)
+            self.of_taps = [lean.norm_of(norm) for norm in getattr(head, "fc_norm", ())]
+            self.of_all = lean.norm_of(head.input_norm if head.config.norm_before_fc else None)
+        self.cos_SE, self.sin_SE = lean.rotary_tables(head.rotary, head.context, head.fc.weight)
 
     def fuse(self, taps_XU: Tensor) -> Tensor:
         if not self.wide:
             return taps_XU
         if self.of_taps:
             parts = zip(self.of_taps, taps_XU.split(self.head.hidden, -1), strict=True)
-            taps_XU = torch.cat([norm(part) for norm, part in parts], -1)
-        return self.fc(taps_XU if self.of_all is None else self.of_all(taps_XU))
+            taps_XU = torch.cat([lean.normed(norm, part) for norm, part in parts], -1)
+        return self.fc(lean.normed(self.of_all, taps_XU))
 
     def step(
         self, hidden_BTH: Tensor, tokens_BT: Tensor, positions_BT: Tensor, attention: Attention
@@ -53,8 +46,8 @@ class LeanEagle:
         embedded_BTH = self.head.embed(tokens_BT)
         rotary = self.cos_SE[positions_BT].unsqueeze(2), self.sin_SE[positions_BT].unsqueeze(2)
         if self.wide:
-            normed_BTH = self.of_state(hidden_BTH)
-            entry_BTI = torch.cat([self.of_token(embedded_BTH), normed_BTH], -1)
+            normed_BTH = lean.normed(self.of_state, hidden_BTH)
+            entry_BTI = torch.cat([lean.normed(self.of_token, embedded_BTH), normed_BTH], -1)
             if self.config.norm_before_residual:
                 hidden_BTH = normed_BTH
             del normed_BTH
@@ -63,33 +56,31 @@ class LeanEagle:
         del embedded_BTH  # a prompt's is large
         for layer in self.layers:
             # No names for what lies between: it is free as soon as it has been used.
-            entry_BTI = hidden_BTH = leave(
+            entry_BTI = hidden_BTH = lean.leave(
                 hidden_BTH,
-                attention(layer.index, *enter(entry_BTI, rotary, layer.entry, layer.sizes)),
+                attention(layer.index, *lean.enter(entry_BTI, rotary, layer.entry, layer.sizes)),
                 layer.exit,
                 layer.activation,
             )
         return hidden_BTH
 
     def before_head(self, output_XH: Tensor) -> Tensor:
-        return self.norm(output_XH) if self.wide else output_XH
+        return lean.normed(self.norm, output_XH) if self.wide else output_XH
 
     def fed_back(self, output_XH: Tensor) -> Tensor:
-        return self.norm(output_XH) if self.config.norm_output else output_XH
+        return lean.normed(self.norm, output_XH) if self.config.norm_output else output_XH
 
 
 def lean_eagle(head: Eagle) -> LeanEagle | None:
-    """The head's lean form, compared with the head; None where it isn't known to be the same."""
+    """The head's lean form; None where it isn't known to be the same, or gives other states in two
+    steps of two rows, the second from the first's states.
+    """
     rope = head.config.layer.rope_parameters or {}
-    if any(p.requires_grad for p in head.parameters()) or rope["rope_type"] not in POSITION_ONLY:
+    if (
+        any(p.requires_grad for p in head.parameters())
+        or rope["rope_type"] not in lean.POSITION_ONLY
+    ):
         return None
-    made = LeanEagle(head)
-    return made if agree(head, made) else None
-
-
-@torch.inference_mode()
-def agree(head: Eagle, lean: LeanEagle) -> bool:
-    """Two steps of two rows, the second from the first's states: does `lean` give the head's?"""
     device, dtype = head.fc.weight.device, head.fc.weight.dtype
     noise = torch.Generator().manual_seed(0)
     taps_BTU = torch.randn(2, 7, len(head.taps) * head.hidden, generator=noise).to(device, dtype)
@@ -101,7 +92,6 @@ def agree(head: Eagle, lean: LeanEagle) -> bool:
         second_BTH = body.step(body.fed_back(first_BTH), tokens_BT, at_BT, causal())
         return [x.float() for x in (first_BTH, second_BTH, body.before_head(second_BTH))]
 
-    return all(
-        float((a - b).abs().max()) <= AGREEMENT[dtype] * float(a.abs().max())
-        for a, b in zip(states(head), states(lean), strict=True)
-    )
+    made = LeanEagle(head)
+    with torch.inference_mode():
+        return made if lean.agree(states(head), states(made), dtype) else None

@@ -2,9 +2,9 @@
 
 Linear maps of one input are one product where their matrices lie side by side in memory, which
 `lay_side_by_side` does for models that are the decoder's own; elsewhere a product each. On a CPU in
-bf16 they are packed, merged, for oneDNN's kernels; unpacked, a matrix is rearranged in every call,
-which takes longer than the product. On the quickstart's target (6 layers of 256, one core) a step
-falls from 3.3 to 2.2 ms. The packed copy costs the matrices' size again, once for all decoders.
+bf16 they are packed, merged, for oneDNN's kernels, which else rearrange a matrix in every call: on
+the quickstart's target (6 layers of 256, one core) a step falls from 3.3 to 2.2 ms. The packed copy
+costs the matrices' size again, once for all decoders.
 """
 
 import hashlib
@@ -29,9 +29,7 @@ _packed: "WeakValueDictionary[tuple[torch.Size, bytes], Tensor]" = WeakValueDict
 
 class Product:
     """x [..., I] -> [..., O] with weights [O_i, I], and biases [O_i] or none, whose outputs follow
-    one another. Weights changed in place are changed here, and packed again at the next call.
-
-    tensors: the weights, and the biases.
+    one another; changes in place are followed. tensors: the weights, and the biases.
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
@@ -81,23 +79,15 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> li
 
 
 class VocabHead(Product):
-    """An LM head whose logits are in the order of the tokenizer's `size` tokens.
-
-    rows_DH, bias_D: its rows and biases, of the tokens ids_D in ascending order (None: of the first
-    D); those beyond `size` are padding.
+    """An LM head whose logits are in the order of the tokenizer's `size` tokens. rows_DH, bias_D:
+    of the tokens ids_D in ascending order (None: of the first D); beyond `size` lies padding.
     """
 
     def __init__(
-        self,
-        rows_DH: Tensor,
-        ids_D: Tensor | None,
-        size: int,
-        bias_D: Tensor | None = None,
+        self, rows_DH: Tensor, ids_D: Tensor | None, size: int, bias_D: Tensor | None = None
     ) -> None:
-        kept = size if ids_D is None else int((ids_D < size).sum())
-        bias_D = None if bias_D is None else bias_D[:kept]
-        super().__init__([rows_DH[:kept]], [] if bias_D is None else [bias_D])
-        self.size = size
+        self.size, kept = size, size if ids_D is None else int((ids_D < size).sum())
+        super().__init__([rows_DH[:kept]], [] if bias_D is None else [bias_D.detach()[:kept]])
         self.ids_D = None if ids_D is None else ids_D[:kept].to(rows_DH.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -137,8 +127,8 @@ def packs(weight: Tensor) -> bool:
 
 
 def packed(weight: Tensor) -> Tensor:
-    """A matrix packed for oneDNN. Found by what it holds, not by where it lies: decoders of one
-    model share it, and one that is made after the model has changed, in whatever way, has its own.
+    """A matrix packed for oneDNN, found by what it holds: decoders of one model share it, and one
+    that is made after the model has changed, in whatever way, has its own.
     """
     bits: Any = weight.view(torch.uint8).numpy()
     mark = weight.shape, hashlib.sha256(bits).digest()
@@ -149,21 +139,18 @@ def packed(weight: Tensor) -> Tensor:
 
 
 def lay_side_by_side(model: nn.Module) -> None:
-    """Give the linear maps of each layer that read the same input one storage, so that products
-    with them are one. For a frozen model that nobody else holds: its weights move.
+    """Give the linear maps that read the same input one storage, so that products with them are
+    one. For a frozen model that nobody else holds: its weights move.
     """
     for layer in model.modules():
         for names in TOGETHER:
             maps: list[Any] = [getattr(layer, name, None) for name in names]
             if all(type(one) is nn.Linear and not packs(one.weight) for one in maps):
                 for parts in zip(*(one.parameters() for one in maps), strict=True):
-                    _lay(parts)
-
-
-def _lay(parts: Sequence[Tensor]) -> None:
-    whole = torch.cat([part.detach() for part in parts])
-    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-        part.data = view
+                    whole = torch.cat([part.detach() for part in parts])
+                    views = whole.split([len(part) for part in parts])
+                    for part, view in zip(parts, views, strict=True):
+                        part.data = view
 
 
 def joined(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:

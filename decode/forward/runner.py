@@ -1,8 +1,7 @@
 """The only code that calls a model while decoding: prefill and verify over per-row KV slots.
 
 Works on unmodified transformers classes whose layers keep nothing but keys and values of every
-token. What a pass attends to is handed to each layer's attention as a keyword, beside the model's
-own mask, so layers of different windows need no masks of the model's making.
+token. What a pass attends to is handed to each layer's attention as a keyword.
 
 Shapes: B rows, N tokens a row, H hidden, U width of the taps' states side by side, V vocabulary.
 """
@@ -16,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.forward.attention import ATTENTION, Attend, Seen, resolve
-from draftsmith.decode.forward.kv import KVPool, SlotCache
-from draftsmith.decode.forward.lean import LeanBody, Taken, lean_body
+from draftsmith.decode.forward.kv import KVPool, SlotCache, kv_shape
+from draftsmith.decode.forward.lean import LeanBody, Taken, agree, lean_body
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.models.taps import NORM, Tap, check_taps, joined, watching
 from draftsmith.models.target import output_head, unwrapped
@@ -29,8 +28,6 @@ SLOT_BUCKET = 64  # attended slots are rounded up to this, so that shapes repeat
 # (tokens [B, N], positions [B, N], cache, taps to take) -> hidden [B, N, H]
 Body = Callable[[Tensor, Tensor, SlotCache, Taken], Tensor]
 ROW_BOUND = {"dynamic", "longrope"}
-# Largest difference of hidden states, as a share of the largest state.
-AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class States(NamedTuple):
@@ -45,11 +42,10 @@ class Runner:
 
     model: a causal LM, or a PeftModel around one, whose adapter then stays live. attention: a
     backend of `decode/forward/attention.py`, or "auto". taps: states that each pass gives beside
-    the last.
-    vocab: the tokens that have logits, whose rows of the LM head are then copied; None: all.
+    the last. vocab: the tokens with logits, whose rows of the LM head are then copied; None: all.
 
-    Raises ValueError for models that can't be rolled back by slots (recurrent state), whose logits
-    are more than head(hidden), and for an attention backend that the machine lacks.
+    ValueError for models that can't be rolled back by slots (recurrent state), whose logits are
+    more than head(hidden), and for an attention backend that the machine lacks.
     """
 
     def __init__(
@@ -69,19 +65,16 @@ class Runner:
                 f"model: got {head_VH.shape[0]} logits, expected at least the tokenizer's "
                 f"{vocab_size}; this model was made for another tokenizer"
             )
-        ids_D, rows_DH = None, head_VH.detach()
-        bias_D = None if bias_D is None else bias_D.detach()
+        self.dtype, self.device = head_VH.dtype, head_VH.device
+        rows_DH, ids_D = head_VH.detach(), None
         if vocab is not None:
-            ids_D = vocab.ids_D.to(head_VH.device)
+            ids_D = vocab.ids_D.to(self.device)
             rows_DH, bias_D = rows_DH[ids_D], None if bias_D is None else bias_D[ids_D]
         self.head = VocabHead(rows_DH, ids_D, vocab_size, bias_D)
-        self.dtype, self.device = head_VH.dtype, head_VH.device
         self.config = config = model.config.get_text_config()
         check_taps(taps, config.num_hidden_layers)
-        self.taps = taps
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self.groups = config.num_attention_heads // kv_heads
-        self.context = context_of(model)
+        self.taps, self.context = taps, context_of(model)
+        self.groups = config.num_attention_heads // kv_shape(config, 1, 1)[4]
         self.attention = resolve(attention, self.device, self.dtype)
         # Also a layer's own, which may have come from another model.
         configs = (getattr(part, "config", None) for part in model.modules())
@@ -107,10 +100,8 @@ class Runner:
     def prefill(
         self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Write prompts (right-padded to N) into the slots of `rows_B`; the logits [B, V] after
-        each, and the taps' states [B, N, U] at all their tokens, where there are taps.
-
-        What is written beyond a prompt's length is garbage in the sense of the pool.
+        """Write prompts (right-padded to N) into the slots of `rows_B`, garbage beyond their
+        lengths; the logits [B, V] after each, and the taps' states [B, N, U], where there are taps.
         """
         positions_BN = torch.arange(tokens_BN.shape[1], device=self.device).expand_as(tokens_BN)
         cache = SlotCache(pool, (rows_B[:, None] * pool.slots + positions_BN).flatten(), prefix=0)
@@ -119,16 +110,9 @@ class Runner:
         return self.logits(hidden_BNH.gather(1, last_B11)[:, 0]), taps_BNU
 
     def verify(
-        self,
-        pool: KVPool,
-        tokens_BN: Tensor,
-        positions_BN: Tensor,
-        slots_BN: Tensor,
-        seen: Seen,
+        self, pool: KVPool, tokens_BN: Tensor, positions_BN: Tensor, slots_BN: Tensor, seen: Seen
     ) -> States:
-        """States of new tokens of rows 0..B-1, whose keys and values go to `slots_BN`; each sees
-        what `seen` says.
-        """
+        """States of new tokens of rows 0..B-1 that go to `slots_BN`; each sees what `seen` says."""
         # What lies past the context's end is never kept; it only must not overrun the tables.
         positions_BN = positions_BN.clamp(max=self.context - 1)
         attend = Attend(
@@ -156,15 +140,10 @@ class Runner:
         if cache.attend is not None:
             # A mask of four dimensions is handed through, so the model makes none of its own.
             extra = {"attend": cache.attend, "attention_mask": positions_BN[:, None, :, None]}
+        inputs = {"input_ids": tokens_BN, "position_ids": positions_BN, "past_key_values": cache}
         watched = watching(self.model, taken) if taken else nullcontext()
         with self._attending(), watched:
-            return self.body(
-                input_ids=tokens_BN,
-                position_ids=positions_BN,
-                past_key_values=cache,
-                use_cache=True,
-                **extra,
-            ).last_hidden_state
+            return self.body(**inputs, use_cache=True, **extra).last_hidden_state
 
     @contextmanager
     def _attending(self) -> Iterator[None]:
@@ -191,15 +170,10 @@ class Runner:
             states.append(logits_BV.masked_fill(logits_BV.isneginf(), 0))  # tokens without a row
             positions_BN = lens_B[:, None] + torch.arange(3, device=self.device)
             seen = Seen(lens_B, pool.slots)
-            new_BN = tokens_BN[:, :3]
-            found = self.verify(pool, new_BN, positions_BN, positions_BN, seen)
+            found = self.verify(pool, tokens_BN[:, :3], positions_BN, positions_BN, seen)
             states.append(found.hidden_BNH.float())
         self.call = self._whole
-        limit = AGREEMENT[self.dtype]
-        return all(
-            float((a - b).abs().max()) <= limit * float(a.abs().max())
-            for a, b in zip(states[:2], states[2:], strict=True)
-        )
+        return agree(states[:2], states[2:], self.dtype)
 
 
 def context_of(model: PreTrainedModel) -> int:
@@ -221,20 +195,14 @@ def windowed(config: PreTrainedConfig) -> bool:
     return bool(used and getattr(config, "sliding_window", None))
 
 
-def rope_types(config: PreTrainedConfig) -> set[str]:
-    """The kinds of rotary embeddings in a config, of all its layer types."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [part for part in rope.values() if isinstance(part, dict)]
-    return {str(part.get("rope_type", "default")) for part in nested or [rope]}
-
-
 def refuse_what_cannot_roll_back(model: PreTrainedModel) -> None:
     """ValueError for a model with state other than the keys and values of every token."""
     config = model.config.get_text_config()
-    unknown = set(getattr(config, "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-    }
+    unknown = set(getattr(config, "layer_types", None) or ())
+    unknown -= {"full_attention", "sliding_attention"}
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [part for part in rope.values() if isinstance(part, dict)] or [rope]  # of layer types
+    row_bound = ROW_BOUND & {part.get("rope_type") for part in ropes}
     reasons = {
         "a recurrent state": getattr(model, "_is_stateful", False),
         f"layers of type {sorted(unknown)}": unknown,
@@ -242,7 +210,7 @@ def refuse_what_cannot_roll_back(model: PreTrainedModel) -> None:
         "layers that share their keys and values": getattr(config, "num_kv_shared_layers", 0),
         "keys and values of different widths": getattr(config, "kv_lora_rank", None),
         # Which factors they use depends on the longest row of the batch, not on the prompt alone.
-        f"rotary embeddings of type {sorted(ROW_BOUND)}": ROW_BOUND & rope_types(config),
+        f"rotary embeddings of type {sorted(ROW_BOUND)}": row_bound,
         "capped attention logits": getattr(config, "attn_logit_softcapping", None),
         "attention that can't be replaced": not model._supports_attention_backend,
     }

@@ -14,9 +14,9 @@ from draftsmith.models.taps import NORM
 
 @dataclass(frozen=True)
 class ModelSize:
-    """config: of the text model, or of a head's layers; dtype: of weights, states, keys and values;
-    beside: further numbers alive for each token of a pass: the states of taps inside a target, or
-    a head's wide input; handed: numbers of a token's states that a drafter is given.
+    """config: of the text model, or of a head's layers; beside: further numbers alive for each
+    token of a pass: taps inside a target, or a head's wide input; handed: numbers of a token's
+    states that a drafter is given.
     """
 
     config: PreTrainedConfig
@@ -27,25 +27,18 @@ class ModelSize:
     @classmethod
     def of(cls, runner: Runner) -> "ModelSize":
         """The size of the model that a runner runs."""
-        hidden = runner.config.hidden_size
-        inside = sum(tap != NORM for tap in runner.taps)  # the last state is the pass's own output
-        handed = len(runner.taps) * hidden
-        return cls(runner.config, runner.dtype, beside=inside * hidden, handed=handed)
+        hidden, taps = runner.config.hidden_size, runner.taps
+        inside = sum(tap != NORM for tap in taps)  # the last state is the pass's own output
+        return cls(runner.config, runner.dtype, inside * hidden, len(taps) * hidden)
 
     def kv(self, rows: int, slots: int) -> int:
         """Bytes of a pool."""
         return prod(kv_shape(self.config, rows, slots)) * self.dtype.itemsize
 
     @property
-    def taps(self) -> int:
-        """Bytes of one token's states that are handed on."""
-        return self.handed * self.dtype.itemsize
-
-    @property
     def token(self) -> int:
-        """Bytes alive for each token in a forward pass: the residual stream, a layer's input, and
-        in the feed-forward four arrays of its width (of the experts used), or as many in attention;
-        and what lies beside.
+        """Bytes alive for each token in a forward pass: the residual stream, a layer's input, four
+        arrays of the feed-forward's width (of the experts used) or attention's, what lies beside.
         """
         config = self.config
         *_, kv_heads, width = kv_shape(config, 1, 1)

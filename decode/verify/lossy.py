@@ -8,30 +8,45 @@
     lenience-exp:l    the same with p(x)^l in the place of p(x) / l: DistillSpec's f_exp
     fuzzy:t           the Jensen-Shannon divergence (nats) of p and q at the parent is under t:
                       fuzzy speculative decoding (Holsman et al., arXiv 2502.20704)
-    judge:FOLDER,t    a trained head finds, above t, that x does no harm: see `judge.py`; without
-                      t at the folder's own threshold
+    judge:FOLDER,t    a linear head on the target's state at x finds, above t, that x does no harm:
+                      judge decoding (Bachmann et al., arXiv 2501.19309); without t at the folder's
+                      own threshold
 
 p and q are the laws after the parent; at temperature 0 the softmax of the raw logits.
 
 Where we differ: with the shared noise E of the coupled rule, lenience accepts x if counting for
 f(p(x)) would win it the race: E_x / f(p(x)) <= min_v E_v / p(v). Without noise that is the greedy
-form; in a chain with f = p / l no token comes with more than p / l, as in the paper.
+form; in a chain with f = p / l no token comes with more than p / l, as in the paper. A judge reads
+the state after the final norm, which a runner gives for any model, not the one before it.
 
-Shapes: B rows, N nodes, I inner nodes, D levels, V vocabulary.
+Shapes: B rows, N nodes, I inner nodes, D levels, H width of the target's states, V vocabulary.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.token_tree import TokenTree
-from draftsmith.decode.verify.judge import Judge, load_judge
-from draftsmith.decode.verify.verdict import Noise
-from draftsmith.models.scorers import check_threshold
+from draftsmith.decode.verify.rules import Noise
+from draftsmith.models.fingerprint import differences, fingerprint
+from draftsmith.models.scorers import Scorer, check_threshold, check_width, load_scorer
+
+
+class Judge(NamedTuple):
+    """least: the log-odds above which a token passes."""
+
+    scorer: Scorer
+    least: float
+
+    def mask(self, states_BNH: Tensor) -> Tensor:
+        """[B, N] bool: whether each node's token passes, by the target's states at it."""
+        return self.scorer.calibrated(self.scorer(states_BNH.float())) > self.least
 
 
 @dataclass(frozen=True)
@@ -51,24 +66,19 @@ class Lossy:
         return self.name == "fuzzy"
 
     def mask(
-        self,
-        tree: TokenTree,
-        p_logits_BNV: Tensor,
-        noise: Noise,
-        states_BNH: Tensor | None = None,
+        self, tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, states_BNH: Tensor | None = None
     ) -> Tensor:
-        """[B, N] bool: nodes to accept if their parent is; False at the root.
-
-        p_logits_BNV transformed; noise: the round's, as the rule gets it; states_BNH: the target's
-        at each node, after the final norm. Raises ValueError for a tree that lacks what the mask
-        needs.
+        """[B, N] bool: nodes to accept if their parent is; False at the root. states_BNH: the
+        target's after the final norm, for judges. ValueError for a tree that lacks what is needed.
         """
         if tree.topology.levels == 0:
             return torch.zeros_like(tree.tokens_BN, dtype=torch.bool)
         if self.folder:
             assert self.judge is not None and states_BNH is not None, f"{self}: not made ready"
-            return self.judge.mask(states_BNH) & (tree.topology.depth > 0)
-        mask_BN = FORMS[self.name].mask(tree, p_logits_BNV.log_softmax(-1), noise, self.values)
+            mask_BN = self.judge.mask(states_BNH)
+        else:
+            log_p_BNV = p_logits_BNV.log_softmax(-1)
+            mask_BN = FORMS[self.name].mask(tree, log_p_BNV, noise, *self.values)
         return mask_BN & (tree.topology.depth > 0)
 
     def ready(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> "Lossy":
@@ -83,70 +93,78 @@ class Lossy:
 
 
 def parse(text: str) -> Lossy:
-    """`typical`, `typical:0.09,0.3`, `lenience:0.8`, `fuzzy:0.1`, `judge:FOLDER`, `judge:FOLDER,
-    0.5`; ValueError for anything else.
-    """
+    """What the page above describes; ValueError for anything else."""
     name, colon, tail = text.partition(":")
     if name == "judge":
-        return _parse_judge(text, tail)
+        folder, comma, number = tail.rpartition(",")
+        values = _numbers(number) if comma else ()
+        folder = folder if values else tail  # a comma in a name
+        if not folder:
+            raise ValueError(
+                f"lossy: got {text!r}, expected judge:FOLDER or judge:FOLDER,threshold, with the "
+                "folder that train/scorers.py wrote"
+            )
+        if values:
+            check_threshold(values[0], f"lossy: {text!r}: threshold")
+        return Lossy("judge", values, folder)
     form = FORMS.get(name)
     if form is None:
         known = sorted((*FORMS, "judge"))
         raise ValueError(f"lossy: got {text!r}, expected one of {known} with its numbers")
-    try:
-        values = tuple(float(part) for part in tail.split(",")) if colon else form.defaults
-    except ValueError:
-        values = ()
-    low = "[0" if form.from_zero else "(0"
+    values = _numbers(tail) if colon else form.defaults
     fits = all(0 < value <= 1 or (value == 0 and form.from_zero) for value in values)
     if len(values) != form.count or not fits:
         raise ValueError(
-            f"lossy: got {text!r}, expected {form.count} number(s) in {low}, 1] after '{name}:'"
+            f"lossy: got {text!r}, expected {form.count} number(s) in "
+            f"{'[' if form.from_zero else '('}0, 1] after '{name}:'"
         )
     return Lossy(name, values)
 
 
-def _parse_judge(text: str, tail: str) -> Lossy:
-    """A folder, and after its last comma a threshold, if that is a number."""
-    folder, comma, number = tail.rpartition(",")
-    values: tuple[float, ...] = ()
+def _numbers(text: str) -> tuple[float, ...]:
+    """Numbers between commas; () where any is none."""
     try:
-        values = (float(number),) if comma else ()
+        return tuple(map(float, text.split(",")))
     except ValueError:
-        folder = tail
-    folder = folder if values else tail
-    if not folder:
+        return ()
+
+
+def load_judge(
+    folder: str,
+    threshold: float | None,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Judge:
+    """A judge on the target's device; threshold: None for the folder's own. ValueError for what
+    `load_scorer` refuses, another target, or states of another width.
+    """
+    scored = load_scorer(folder, "judge")
+    check_width(scored.scorer, target.config.get_text_config().hidden_size, f"judge {folder}")
+    made_for = scored.about.get("made_for")
+    if not isinstance(made_for, dict) or not made_for:
         raise ValueError(
-            f"lossy: got {text!r}, expected judge:FOLDER or judge:FOLDER,threshold, with the "
-            "folder that train/scorers.py wrote"
+            f"got {folder}, a judge that doesn't say for which target it was made; expected one of "
+            "train/scorers.py; train it again"
         )
-    if values:
-        check_threshold(values[0], f"lossy: {text!r}: threshold")
-    return Lossy("judge", values, folder)
+    differ = differences(made_for, fingerprint(target, tokenizer))
+    if differ:
+        raise ValueError(
+            f"judge {folder}: got one for another target ({'; '.join(differ)}), expected one that "
+            "was trained on this target's states; mine labels and train it for this target"
+        )
+    least = scored.threshold if threshold is None else threshold
+    check_threshold(least, f"judge {folder}: threshold")
+    return Judge(scored.scorer.to(target.device), math.log(least / (1 - least)))
 
 
-def typical(tree: TokenTree, log_p_BNV: Tensor, noise: Noise, values: tuple[float, ...]) -> Tensor:
+def typical(tree: TokenTree, log_p_BNV: Tensor, noise: Noise, eps: float, delta: float) -> Tensor:
     """p(x) > min(eps, delta exp(-H(p)))."""
-    eps, delta = values
     entropy_BN = torch.special.entr(log_p_BNV.exp()).sum(-1)
     least_BN = (delta * (-entropy_BN).exp()).clamp(max=eps)
     return _drafted(log_p_BNV, tree).exp() > least_BN.gather(1, _parents(tree))
 
 
-def lenience(tree: TokenTree, log_p_BNV: Tensor, noise: Noise, values: tuple[float, ...]) -> Tensor:
-    """x counts for p(x) / l."""
-    lenient_BN = _drafted(log_p_BNV, tree) - math.log(values[0])
-    return _lenient(tree, log_p_BNV, noise, lenient_BN)
-
-
-def lenience_exp(
-    tree: TokenTree, log_p_BNV: Tensor, noise: Noise, values: tuple[float, ...]
-) -> Tensor:
-    """x counts for p(x)^l."""
-    return _lenient(tree, log_p_BNV, noise, _drafted(log_p_BNV, tree) * values[0])
-
-
-def fuzzy(tree: TokenTree, log_p_BNV: Tensor, noise: Noise, values: tuple[float, ...]) -> Tensor:
+def fuzzy(tree: TokenTree, log_p_BNV: Tensor, noise: Noise, limit: float) -> Tensor:
     """JS(p, q) at the parent < t; as H((p + q) / 2) - (H(p) + H(q)) / 2."""
     topology = tree.topology
     if topology.parents is None or tree.q_logits_BIV is None:
@@ -161,11 +179,15 @@ def fuzzy(tree: TokenTree, log_p_BNV: Tensor, noise: Noise, values: tuple[float,
     # Rounding must not make it negative: a threshold of 0 accepts nothing.
     js_BI = (entropy((p_BIV + q_BIV) / 2).sum(-1) - own_BI).clamp(min=0)
     place = {node: i for i, node in enumerate(topology.inner)}
-    return torch.stack([js_BI[:, place[max(p, 0)]] for p in topology.parents], 1) < values[0]
+    return torch.stack([js_BI[:, place[max(p, 0)]] for p in topology.parents], 1) < limit
 
 
-def _lenient(tree: TokenTree, log_p_BNV: Tensor, noise: Noise, lenient_BN: Tensor) -> Tensor:
-    """Whether x is accepted when it counts for `lenient_BN` (log) instead of p(x)."""
+def lenience(
+    tree: TokenTree, log_p_BNV: Tensor, noise: Noise, share: float, *, power: bool = False
+) -> Tensor:
+    """x counts for p(x) / l, or for p(x)^l."""
+    own_BN = _drafted(log_p_BNV, tree)
+    lenient_BN = own_BN * share if power else own_BN - math.log(share)
     if noise.accept_BN is not None and noise.log_residual_BV is not None:  # by rejection
         if not tree.topology.is_chain or tree.q_logits_BIV is None:
             raise ValueError(
@@ -194,14 +216,13 @@ def _drafted(x_BNV: Tensor, tree: TokenTree) -> Tensor:
     return x_BNV[rows_B1, _parents(tree), tree.tokens_BN]
 
 
-Mask = Callable[[TokenTree, Tensor, Noise, tuple[float, ...]], Tensor]
-
-
 @dataclass(frozen=True)
 class Form:
-    """mask: from log p [B, N, V]; count: of numbers, in (0, 1] or from 0; defaults: () for none."""
+    """mask: of a tree, log p [B, N, V], the noise and `count` numbers in (0, 1] or from 0;
+    defaults: () for none.
+    """
 
-    mask: Mask
+    mask: Callable[..., Tensor]
     count: int
     defaults: tuple[float, ...] = ()
     from_zero: bool = False
@@ -210,6 +231,6 @@ class Form:
 FORMS = {
     "typical": Form(typical, 2, (0.09, 0.3)),
     "lenience": Form(lenience, 1),
-    "lenience-exp": Form(lenience_exp, 1),
+    "lenience-exp": Form(partial(lenience, power=True), 1),
     "fuzzy": Form(fuzzy, 1, from_zero=True),
 }

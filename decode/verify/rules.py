@@ -1,14 +1,28 @@
 """Accept / reject rules as pure, batched tensor functions; each is lossless.
 
 A rule takes the proposed tree, the transformed target logits at every node and the round's noise,
-and says which path is kept and which token follows it. The two here emit what the target itself
-samples with the shared noise: token equality with plain decoding. Those of `rejection.py` are
-lossless in distribution.
+and says which path is kept and which token follows it. Two emit what the target itself samples with
+the shared noise, token for token; the others are exact in distribution, for drafts drawn from q:
 
-Shapes: B rows, N nodes, D levels (N = D + 1 for a chain), V vocabulary.
+    coupled     any tree
+    point_mass  a tree fixed by the context alone
+    leviathan   a chain, token by token (Leviathan, arXiv 2211.17192; Chen et al., 2302.01318)
+    block       a chain, its tokens judged together (Sun et al., arXiv 2403.10444)
+    recursive   a tree from the root down: SpecInfer's rounds with replacement (Miao et al., arXiv
+                2305.09781), recursive rejection without (Jeon et al., arXiv 2402.14160)
+    traversal   a tree from its leaves up (Weng et al., arXiv 2505.12398); of a chain, `block`
+
+The last four compare one uniform a node with a chance that depends on the tree alone. Siblings are
+offered as they were drawn; a rejected one turns p into max(p - q, 0) renormalised and, where they
+were drawn without replacement, drops out of q. The token after the kept path is drawn from what is
+left of p.
+
+Shapes: B rows, N nodes, I inner nodes, M of them at a time, D levels, L = D + 1, V vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,77 +34,291 @@ from draftsmith.decode.token_tree import (
     WITH_REPLACEMENT,
     WITHOUT_REPLACEMENT,
     TokenTree,
+    Topology,
 )
-from draftsmith.decode.verify.rejection import block, leviathan, recursive, traversal
-from draftsmith.decode.verify.verdict import Noise, Rule, Verdict, deepest, path_to
-
-__all__ = ["RULES", "Noise", "Rule", "RuleInfo", "Verdict", "coupled", "path_to", "point_mass"]
 
 
-def coupled(
-    tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra_accept_BN: Tensor | None = None
-) -> Verdict:
+class Verdict(NamedTuple):
+    """path_BL: the node at each depth 0..D of the kept path (beyond its end: any node);
+    n_accepted_B: drafted tokens kept; next_B: the token that follows them.
+    """
+
+    path_BL: Tensor
+    n_accepted_B: Tensor
+    next_B: Tensor
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A round's randomness. log_race_BLV: log E at each depth, None when greedy; accept_BN: one
+    uniform in (0, 1) a node (the root's is unused), and log_residual_BV: the race for the token
+    after the kept path (both only for rules that aren't coupled).
+    """
+
+    log_race_BLV: Tensor | None = None
+    accept_BN: Tensor | None = None
+    log_residual_BV: Tensor | None = None
+
+    def race_at_nodes(self, topology: Topology) -> Tensor | None:
+        """log E [B, N, V] for the token that follows each node; None when greedy."""
+        race_BLV = self.log_race_BLV
+        if race_BLV is None or topology.is_chain:
+            return race_BLV
+        if topology.depth.ndim == 1:
+            return race_BLV[:, topology.depth]
+        rows_B1 = torch.arange(race_BLV.shape[0], device=race_BLV.device)[:, None]
+        return race_BLV[rows_B1, topology.depth]
+
+
+Extra = Tensor | None  # nodes [B, N] that pass whatever the target says (lossy)
+Rule = Callable[[TokenTree, Tensor, Noise, Extra], Verdict]
+
+
+def path_to(topology: Topology, leaf_B: Tensor) -> tuple[Tensor, Tensor]:
+    """(path_BL, n_accepted_B) of the path from the root to a node of each row."""
+    rows_B = torch.arange(leaf_B.shape[0], device=leaf_B.device)
+    ancestors_BNN = topology.ancestors.expand(leaf_B.shape[0], -1, -1)
+    depth_BN = topology.depth.expand(leaf_B.shape[0], -1)
+    levels_L = torch.arange(topology.levels + 1, device=leaf_B.device)
+    at_depth_BLN = ancestors_BNN[rows_B, leaf_B][:, None] & (depth_BN[:, None] == levels_L[:, None])
+    return at_depth_BLN.long().argmax(-1), depth_BN[rows_B, leaf_B]
+
+
+def deepest(topology: Topology, agree_BN: Tensor) -> Tensor:
+    """The deepest node [B] that agrees with all above it (the root does), of several the first."""
+    agree_BN = agree_BN | (topology.depth == 0)
+    broken_BN = (topology.ancestors & ~agree_BN[:, None, :]).any(-1)
+    return torch.where(broken_BN, -1, topology.depth).argmax(1)
+
+
+def coupled(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra = None) -> Verdict:
     """Keep the longest path whose every token is what the target samples there with the shared
-    noise; greedy is the same code without noise.
-
-    tree of any topology and law; p_logits_BNV transformed; extra_accept_BN marks nodes accepted
-    whatever the target says (lossy).
+    noise; greedy is the same code without noise. tree: of any topology and law.
     """
     topology = tree.topology
     sampled_BN = choose(p_logits_BNV, noise.race_at_nodes(topology))
     if topology.is_chain:
         agree_BD = tree.tokens_BN[:, 1:] == sampled_BN[:, :-1]
-        if extra_accept_BN is not None:
-            agree_BD |= extra_accept_BN[:, 1:]
+        if extra is not None:
+            agree_BD |= extra[:, 1:]
         n_accepted_B = agree_BD.long().cumprod(1).sum(1)
         path_BL = torch.arange(topology.levels + 1, device=sampled_BN.device).expand_as(sampled_BN)
         return Verdict(path_BL, n_accepted_B, sampled_BN.gather(1, n_accepted_B[:, None])[:, 0])
 
     parent_BN = topology.parent.clamp(min=0).expand_as(sampled_BN)
     agree_BN = tree.tokens_BN == sampled_BN.gather(1, parent_BN)
-    if extra_accept_BN is not None:
-        agree_BN |= extra_accept_BN
+    if extra is not None:
+        agree_BN |= extra
     leaf_B = deepest(topology, agree_BN)
     return Verdict(*path_to(topology, leaf_B), sampled_BN.gather(1, leaf_B[:, None])[:, 0])
 
 
-def point_mass(
-    tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra_accept_BN: Tensor | None = None
-) -> Verdict:
-    """The rule for trees fixed by the context alone: go on while the target's sample is a child.
-
-    A deterministic draft is a draw from a point mass, and rejection then accepts with the sum of p
-    over the children: what one sample of the target compared with them does. So it is `coupled`.
+def point_mass(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra = None) -> Verdict:
+    """A deterministic draft is a draw from a point mass, and rejection then accepts with the sum of
+    p over the children: what one sample of the target compared with them does. So it is `coupled`.
     """
     if tree.law != DETERMINISTIC:
         raise ValueError(
             f"rule point_mass: got a tree drawn {tree.law}, expected {DETERMINISTIC}; use "
             "rule=coupled for this drafter"
         )
-    return coupled(tree, p_logits_BNV, noise, extra_accept_BN)
+    return coupled(tree, p_logits_BNV, noise, extra)
 
 
-@dataclass(frozen=True)
-class RuleInfo:
-    """verify: the function; law: how a drafter that can choose should draw; laws: all it can
-    handle; trees: whether it takes more than chains; identical: whether the output equals plain
-    decoding token for token (else only in distribution); masks: whether it takes extra acceptances.
+def leviathan(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra = None) -> Verdict:
+    """Accept token after token of a chain where u < p / q. `recursive`, for chains alone."""
+    _law("leviathan", tree, chains=True)
+    return recursive(tree, p_logits_BNV, noise, extra)
+
+
+def recursive(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra = None) -> Verdict:
+    """From the root down: of a node's children keep the first that passes u < p / q, with p and q
+    as the siblings before it left them.
+    """
+    q_BIV = _law("recursive", tree)
+    topology, nodes = tree.topology, tree.topology.inner
+    laws, chances, _ = _reject(tree, p_logits_BNV.softmax(-1), q_BIV, [nodes], joint=False)
+    assert noise.accept_BN is not None
+    pass_BN = noise.accept_BN < torch.stack(chances, 1)
+    if extra is not None:
+        pass_BN |= extra
+    before_NN = (topology.parent[:, None] == topology.parent).tril(-1)
+    first_BN = pass_BN & ~(before_NN & pass_BN[:, None, :]).any(-1)
+    return _verdict(tree, laws, deepest(topology, first_BN), noise)
+
+
+def traversal(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra = None) -> Verdict:
+    """From the leaves up: keep the first path that passes u < w, where w is the chance left to a
+    node's whole path once all its children were rejected.
+
+    A child gets min(1, w p / q) of its parent's w; each child's rejection leaves its parent
+    s / (s + 1 - w), s = sum_v max(w p - q, 0), and the law max(w p - q, 0) / s. The root always
+    passes, and is asked last.
+    """
+    q_BIV = _law("traversal", tree, extra)
+    topology, depths = tree.topology, [0]
+    assert topology.parents is not None and noise.accept_BN is not None
+    for parent in topology.parents[1:]:
+        depths.append(depths[parent] + 1)
+    levels = [[n for n in topology.inner if depths[n] == d] for d in range(topology.levels)]
+    laws, _, weights = _reject(tree, p_logits_BNV.softmax(-1), q_BIV, levels, joint=True)
+
+    order = _post_order(topology.children)
+    pass_BN = _columns(noise.accept_BN, order) < torch.stack([weights[n] for n in order], 1)
+    pass_BN[:, -1] = True
+    nodes_1N = torch.arange(topology.nodes, device=pass_BN.device)[None]
+    leaf_B = _columns(nodes_1N, order)[0][pass_BN.long().argmax(1)]
+    return _verdict(tree, laws, leaf_B, noise)
+
+
+def block(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra = None) -> Verdict:
+    """Block verification: the joint decision that is optimal for one chain of independent draws.
+
+    With w_0 = 1 and w_i = min(1, w_(i-1) p(x_i) / q(x_i)), the prefix of length i is kept when
+    u_i < h_i, where h_D = w_D and, before it, h_i = s_i / (s_i + 1 - w_i) with
+    s_i = sum_v max(w_i p(v) - q(v), 0). After the longest kept prefix i < D the next token is drawn
+    from max(w_i p - q, 0) renormalised; after all D, from p.
+    """
+    q_BDV = _law("block", tree, extra, chains=True)
+    assert noise.accept_BN is not None
+    p_BNV = p_logits_BNV.softmax(-1)
+    drafted_BD1 = tree.tokens_BN[:, 1:, None]
+    ratio_BD = _ratio(*(x.gather(2, drafted_BD1)[..., 0] for x in (p_BNV[:, :-1], q_BDV)))
+    weights = [torch.ones_like(ratio_BD[:, 0])]
+    for ratio_B in ratio_BD.unbind(1):
+        weights.append((weights[-1] * ratio_B).clamp(max=1))
+    weight_BL = torch.stack(weights, 1)
+
+    law_BDV, keep_BD = _left(p_BNV[:, :-1], q_BDV, weight_BL[:, :-1])
+    threshold_BD = torch.cat([keep_BD[:, 1:], weight_BL[:, -1:]], 1)
+    # Strict: u in (0, 1), and a threshold of 0 (a token with p = 0) must never pass.
+    kept_BD = noise.accept_BN[:, 1:] < threshold_BD
+    levels_D = torch.arange(1, tree.topology.levels + 1, device=kept_BD.device)
+    n_accepted_B = (kept_BD * levels_D).amax(1)
+
+    next_B = _after(torch.cat([law_BDV, p_BNV[:, -1:]], 1), n_accepted_B, noise)
+    path_BL = torch.arange(tree.topology.levels + 1, device=next_B.device).expand_as(weight_BL)
+    return Verdict(path_BL, n_accepted_B, next_B)
+
+
+def _reject(
+    tree: TokenTree, p_BNV: Tensor, q_BIV: Tensor, groups: Sequence[Sequence[int]], *, joint: bool
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Reject every child of the inner nodes in `groups` (parents in earlier ones). For each node:
+    the law [B, V] of the token after it once all its children are rejected, the chance [B] it was
+    offered at, and the weight [B] its path then keeps. joint: a node's weight begins as its chance,
+    that of its whole path; else as 1.
+    """
+    children = tree.topology.children
+    place = {node: i for i, node in enumerate(tree.topology.inner)}
+    laws = list(p_BNV.unbind(1))
+    chances = [torch.ones_like(p_BNV[:, 0, 0])] * tree.topology.nodes
+    weights = list(chances)
+    for group in groups:
+        # Those with most children first: the ones still busy at a rank are then a prefix.
+        nodes = sorted(group, key=lambda node: -len(children[node]))
+        q_BMV = _columns(q_BIV, [place[node] for node in nodes])
+        for rank in range(len(children[nodes[0]])):
+            nodes = [node for node in nodes if len(children[node]) > rank]
+            drawn = [children[node][rank] for node in nodes]
+            drawn_BM1 = _columns(tree.tokens_BN, drawn)[..., None]
+            p_BMV = torch.stack([laws[node] for node in nodes], 1)
+            q_BMV = q_BMV[:, : len(nodes)]
+            weight_BM = torch.stack([weights[node] for node in nodes], 1)
+            p_BM, q_BM = (x.gather(2, drawn_BM1)[..., 0] for x in (p_BMV, q_BMV))
+            chance_BM = (weight_BM * _ratio(p_BM, q_BM)).clamp(max=1)
+            law_BMV, left_BM = _left(p_BMV, q_BMV, weight_BM)
+            for i, (node, child) in enumerate(zip(nodes, drawn, strict=True)):
+                laws[node], weights[node] = law_BMV[:, i], left_BM[:, i]
+                chances[child] = chance_BM[:, i]
+                if joint:
+                    weights[child] = chance_BM[:, i]
+            if tree.law == WITHOUT_REPLACEMENT:
+                q_BMV = _without(q_BMV, drawn_BM1)
+    return laws, chances, weights
+
+
+def _ratio(p: Tensor, q: Tensor) -> Tensor:
+    """p / q of drawn tokens; 0 for those that q can't have drawn (its support ended, or NaN)."""
+    return torch.where(q > 0, p / q, 0.0)
+
+
+def _left(p_BMV: Tensor, q_BMV: Tensor, weight_BM: Tensor) -> tuple[Tensor, Tensor]:
+    """The law [B, M, V] and the weight [B, M] of a node when a child drawn from q is rejected."""
+    excess_BMV = (weight_BM[..., None] * p_BMV - q_BMV).clamp(min=0)
+    s_BM = excess_BMV.sum(-1)
+    some_BM = s_BM > 0
+    # Rounding alone leaves nothing over where w p = q; the target's own law is then the answer.
+    law_BMV = torch.where(some_BM[..., None], excess_BMV / s_BM[..., None], p_BMV)
+    return law_BMV, torch.where(some_BM, s_BM / (s_BM + (1 - weight_BM)), 0.0)
+
+
+def _without(q_BMV: Tensor, drawn_BM1: Tensor) -> Tensor:
+    """q once these tokens are drawn: all 0 where nothing is left."""
+    q_BMV = q_BMV.scatter(2, drawn_BM1, 0.0)
+    return q_BMV / q_BMV.sum(-1, keepdim=True).clamp(min=torch.finfo(q_BMV.dtype).tiny)
+
+
+def _verdict(tree: TokenTree, laws: list[Tensor], leaf_B: Tensor, noise: Noise) -> Verdict:
+    return Verdict(*path_to(tree.topology, leaf_B), _after(torch.stack(laws, 1), leaf_B, noise))
+
+
+def _after(laws_BNV: Tensor, node_B: Tensor, noise: Noise) -> Tensor:
+    """The token drawn from the law at one node of each row."""
+    assert noise.log_residual_BV is not None
+    at_B11 = node_B[:, None, None].expand(-1, 1, laws_BNV.shape[-1])
+    return choose(laws_BNV.gather(1, at_B11)[:, 0].log(), noise.log_residual_BV)
+
+
+def _law(rule: str, tree: TokenTree, extra: Extra = None, *, chains: bool = False) -> Tensor:
+    """q [B, I, V], 0 throughout where the draft's logits are NaN; ValueError for a tree that the
+    rule can't judge, or marked nodes where it takes none.
+    """
+    if extra is not None:
+        raise ValueError(
+            f"rule {rule}: got a mask of extra acceptances, expected none, since it judges whole "
+            "paths; use rule=coupled with it"
+        )
+    topology, drawn = tree.topology, (WITH_REPLACEMENT, WITHOUT_REPLACEMENT)
+    fits = topology.is_chain if chains else topology.parents is not None
+    if not fits or tree.law not in drawn or tree.q_logits_BIV is None:
+        raise ValueError(
+            f"rule {rule}: got {'a chain' if topology.is_chain else 'a tree'} of {topology.nodes} "
+            f"nodes drawn {tree.law}, expected a {'chain' if chains else 'static tree'} drawn "
+            f"{' or '.join(drawn)}, with its q; use rule=coupled for this drafter"
+        )
+    return tree.q_logits_BIV.softmax(-1).nan_to_num_(0)
+
+
+def _post_order(children: dict[int, tuple[int, ...]], node: int = 0) -> list[int]:
+    """Nodes in the order in which a walk from the leaves up asks them."""
+    below = [_post_order(children, child) for child in children.get(node, ())]
+    return [*(n for nodes in below for n in nodes), node]
+
+
+def _columns(x_BNX: Tensor, nodes: Sequence[int]) -> Tensor:
+    # Views are joined: an index tensor made here would cross from the host to the device.
+    return torch.stack([x_BNX[:, node] for node in nodes], 1)
+
+
+class RuleInfo(NamedTuple):
+    """verify: the function; law: how a drafter that can choose should draw; trees: whether it takes
+    more than chains; identical: whether the output equals plain decoding token for token (else only
+    in distribution); masks: whether it takes extra acceptances.
     """
 
     verify: Rule
     law: str
-    laws: tuple[str, ...]
     trees: bool
     identical: bool
     masks: bool
 
 
-_DRAWN = (WITH_REPLACEMENT, WITHOUT_REPLACEMENT)
 RULES = {
-    "coupled": RuleInfo(coupled, COUPLED, (COUPLED, DETERMINISTIC, *_DRAWN), True, True, True),
-    "point_mass": RuleInfo(point_mass, DETERMINISTIC, (DETERMINISTIC,), True, True, True),
-    "leviathan": RuleInfo(leviathan, WITH_REPLACEMENT, _DRAWN, False, False, True),
-    "block": RuleInfo(block, WITH_REPLACEMENT, _DRAWN, False, False, False),
-    "recursive": RuleInfo(recursive, WITHOUT_REPLACEMENT, _DRAWN, True, False, True),
-    "traversal": RuleInfo(traversal, WITHOUT_REPLACEMENT, _DRAWN, True, False, False),
+    "coupled": RuleInfo(coupled, COUPLED, True, True, True),
+    "point_mass": RuleInfo(point_mass, DETERMINISTIC, True, True, True),
+    "leviathan": RuleInfo(leviathan, WITH_REPLACEMENT, False, False, True),
+    "block": RuleInfo(block, WITH_REPLACEMENT, False, False, False),
+    "recursive": RuleInfo(recursive, WITHOUT_REPLACEMENT, True, False, True),
+    "traversal": RuleInfo(traversal, WITHOUT_REPLACEMENT, True, False, False),
 }

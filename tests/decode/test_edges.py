@@ -136,7 +136,7 @@ def test_rounds_of_other_seeds_and_lengths_share_their_recordings(
     tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     decoder = Decoder(tiny_target, tiny_tokenizer)
-    decoder.graphs = Graphs(decoder.stepper, lambda: lambda run: run)
+    decoder.graphs = Graphs(decoder.stepper, lambda run: run)
     for seed in range(5):
         decoder.generate([[5, 6]], free(30 - seed, temperature=1.0, seed=seed))
     assert len(decoder.graphs.recordings) == 1
@@ -152,7 +152,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(
 
     expected = Decoder(tiny_target, tiny_tokenizer).generate(PROMPTS, SETTINGS[0])
     decoder = Decoder(tiny_target, tiny_tokenizer)
-    decoder.graphs = Graphs(decoder.stepper, lambda: refuse)
+    decoder.graphs = Graphs(decoder.stepper, refuse)
     with pytest.warns(UserWarning, match="rounds run uncaptured: operation not permitted"):
         got = decoder.generate(PROMPTS, SETTINGS[0])
     assert [c.tokens for c in got] == [c.tokens for c in expected]

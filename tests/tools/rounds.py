@@ -60,5 +60,5 @@ def record_rounds(decoder: Decoder) -> list[torch.fx.GraphModule]:
 
         return replay
 
-    decoder.graphs = Graphs(decoder.stepper, lambda: record)
+    decoder.graphs = Graphs(decoder.stepper, record)
     return recordings

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.decode.traces.store import Trace, read_traces
-from draftsmith.decode.verify.judge import load_judge
+from draftsmith.decode.verify.lossy import load_judge
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.scorers import Scorer, ScorerConfig, load_acceptance, weights_mark

@@ -266,7 +266,7 @@ def test_what_is_not_the_same_is_not_used(
 ) -> None:
     training = made("eagle3").requires_grad_(True)
     assert EagleDrafter(training, tiny_target, VOCAB).body is training
-    monkeypatch.setattr("draftsmith.decode.forward.lean.Norm.__call__", lambda norm, x: x)
+    monkeypatch.setattr("draftsmith.decode.forward.lean.normed", lambda norm, x: x)
     head = made("eagle3")
     assert EagleDrafter(head, tiny_target, VOCAB).body is head
 

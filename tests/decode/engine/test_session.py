@@ -131,10 +131,10 @@ def test_a_cancelled_request_leaves_the_queue_too(
     session.submit(first)
     session.submit(second)
     session.step()
-    assert (session.running, session.waiting) == (1, 1)
+    assert (session.running, len(session.batch.rows.waiting)) == (1, 1)
     session.cancel(second)
     session.cancel(second)  # once more changes nothing
-    assert (session.running, session.waiting) == (1, 0)
+    assert (session.running, len(session.batch.rows.waiting)) == (1, 0)
     assert until_idle(session) == [first]
     assert second.completion.finish_reason == "abort" and not second.completion.tokens
 

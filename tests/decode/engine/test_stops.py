@@ -9,8 +9,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.request import Request, open_request
-from draftsmith.decode.engine.stop_strings import UNFINISHED, AnswerText, before_stop, held_back
+from draftsmith.decode.engine.request import (
+    UNFINISHED,
+    AnswerText,
+    Request,
+    before_stop,
+    held_back,
+    open_request,
+)
 from draftsmith.decode.sampling import SamplingParams
 
 

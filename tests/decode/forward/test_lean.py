@@ -108,8 +108,8 @@ def test_weights_are_held_once_and_follow_changes_in_place(tmp_path: Path, laid:
     runner = Runner(model, 120)
     held = {p.untyped_storage().data_ptr() for p in model.parameters()}
     for layer in runner.call.layers:
-        for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
-            read = [tensor for tensors in product.tensors for tensor in tensors]
+        for product in (layer.entry[1], layer.exit[0], *layer.exit[2:]):
+            read = [tensor for tensors in product for tensor in tensors]
             assert {tensor.untyped_storage().data_ptr() for tensor in read} <= held
             assert len(read) <= 2 or not laid  # a matrix, and a bias
     for name, value in model.state_dict().items():
@@ -198,9 +198,8 @@ def test_a_new_runner_decodes_the_model_as_it_is_now(change: str, kind: torch.dt
 
 def test_decoders_of_one_model_share_what_was_packed() -> None:
     model = made("llama").bfloat16()
-    first, second = (Runner(model, 120).call.layers[0].qkv for _ in range(2))
-    assert first.packs == torch.backends.mkldnn.is_available()
-    if first.packs:
+    first, second = (Runner(model, 120).call.layers[0].entry[1] for _ in range(2))
+    if torch.backends.mkldnn.is_available():
         assert first.packed[0] is second.packed[0]
 
 
@@ -224,7 +223,7 @@ def test_one_compiled_graph_serves_all_layers(family: str) -> None:
 
 
 def test_a_lean_form_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.decode.forward.lean.Norm.__call__", lambda norm, x: x)
+    monkeypatch.setattr("draftsmith.decode.forward.lean.normed", lambda norm, x: x)
     runner = Runner(made("llama"), 120)
     assert runner.call == runner._whole
 

@@ -19,8 +19,7 @@ from draftsmith.decode.token_tree import (
     chain,
 )
 from draftsmith.decode.verify.lossy import Lossy, parse
-from draftsmith.decode.verify.rejection import leviathan, recursive
-from draftsmith.decode.verify.rules import Noise, Rule, coupled
+from draftsmith.decode.verify.rules import Noise, Rule, coupled, leviathan, recursive
 
 FORK = Topology.from_parents([-1, 0, 0, 1, 2], CPU)
 TEXTS = ["typical", "typical:0.2,0.5", "lenience:0.5", "lenience-exp:0.25", "fuzzy:0.4"]

@@ -18,8 +18,7 @@ from draftsmith.decode.token_tree import (
     TokenTree,
     Topology,
 )
-from draftsmith.decode.verify.rejection import leviathan, recursive, traversal
-from draftsmith.decode.verify.rules import Noise, Rule, coupled
+from draftsmith.decode.verify.rules import Noise, Rule, coupled, leviathan, recursive, traversal
 
 LAWS = (WITH_REPLACEMENT, WITHOUT_REPLACEMENT)
 

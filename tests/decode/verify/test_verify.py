@@ -16,8 +16,7 @@ from draftsmith.decode.token_tree import (
     chain,
 )
 from draftsmith.decode.verify import rules as verify
-from draftsmith.decode.verify.rejection import leviathan
-from draftsmith.decode.verify.rules import Noise
+from draftsmith.decode.verify.rules import Noise, leviathan
 
 V = 3
 P = toy(1, V, 4, 1.5)
