@@ -19,26 +19,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-# What the axes of each weight are; a bias has the first of them.
-PROJECTIONS = {
+# What the axes of each module's weight are; a projection's bias has the first of them.
+AXES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("embed_tokens", "lm_head"), ("vocab", "hidden")),
+    **dict.fromkeys(("q_norm", "k_norm"), ("head",)),
+    **dict.fromkeys(("norm", "input_layernorm", "post_attention_layernorm"), ("hidden",)),
     "q_proj": ("heads", "hidden"),
-    "k_proj": ("kv", "hidden"),
-    "v_proj": ("kv", "hidden"),
+    **dict.fromkeys(("k_proj", "v_proj"), ("kv", "hidden")),
     "o_proj": ("hidden", "heads"),
-    "gate_proj": ("inner", "hidden"),
-    "up_proj": ("inner", "hidden"),
+    **dict.fromkeys(("gate_proj", "up_proj"), ("inner", "hidden")),
     "down_proj": ("hidden", "inner"),
 }
-NORMS = ("model.norm", "input_layernorm", "post_attention_layernorm")
-# By the end of a parameter's name.
-AXES: dict[str, tuple[str, ...]] = {
-    "embed_tokens.weight": ("vocab", "hidden"),
-    "lm_head.weight": ("vocab", "hidden"),
-    "q_norm.weight": ("head",),
-    "k_norm.weight": ("head",),
-    **{f"{name}.weight": ("hidden",) for name in NORMS},
-    **{f"{name}.weight": axes for name, axes in PROJECTIONS.items()},
-    **{f"{name}.bias": axes[:1] for name, axes in PROJECTIONS.items()},
+SIZES = {
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "intermediate": "intermediate_size",
 }
 # Families whose parameters these are, and whose forward pass knows no width but through them.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -54,8 +51,7 @@ def start_from_target(
 
     draft: of the target's family, at most as large in every size, with as many rows in its tables,
     made by `draft_from_config`; layers: the target's layer (from 0) for each of the draft's, by
-    default `spread_layers`. ValueError for a draft that isn't such a one, or layers that don't
-    exist or aren't as many.
+    default `spread_layers`. ValueError for another draft, or layers that don't fit.
     """
     _check(draft.config, target.config)
     many, of = draft.config.num_hidden_layers, target.config.num_hidden_layers
@@ -63,7 +59,7 @@ def start_from_target(
     if len(chosen) != many or not all(0 <= layer < of for layer in chosen):
         raise ValueError(
             f"got layers {chosen} of the target for a draft of {many}, expected {many} numbers "
-            f"from 0 to {of - 1}; correct init_layers or layers"
+            f"from 0 to {of - 1}"
         )
     weights = {
         name: weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -72,10 +68,10 @@ def start_from_target(
     }
     kept = kept_indices(weights, draft.config, target.config, chosen)
     for name, parameter in draft.named_parameters():
-        layer, end = _place(name)
+        layer, axes = _place(name)
         source = name if layer is None else name.replace(f".{layer}.", f".{chosen[layer]}.", 1)
         value: Tensor = weights[source]
-        for axis, of_axis in enumerate(AXES[end]):
+        for axis, of_axis in enumerate(axes):
             value = value.index_select(axis, kept[layer][of_axis].to(value.device))
         parameter.copy_(value)
 
@@ -100,10 +96,8 @@ def kept_indices(
     }
     kept: dict[int | None, dict[str, Tensor]] = {None: outside}
     for at, layer in enumerate(layers):
-        part = by_layer[layer]
-        heads = _heads(part, draft, target)
-        neurons = _largest(_energy(part, "inner"), draft.intermediate_size)
-        kept[at] = outside | heads | {"inner": neurons}
+        neurons = _largest(_energy(by_layer[layer], "inner"), draft.intermediate_size)
+        kept[at] = outside | _heads(by_layer[layer], draft, target) | {"inner": neurons}
     return kept
 
 
@@ -127,7 +121,7 @@ def _energy(weights: Weights, axis: str) -> Tensor:
     """For each index of an axis its share of the sum of squares, summed over the matrices."""
     total: Any = 0.0
     for name, weight in weights.items():
-        axes = AXES[_place(name)[1]]
+        axes = _place(name)[1]
         if axis in axes and len(axes) == 2:
             share = weight.float().square().sum(1 - axes.index(axis))
             total = total + share / share.sum().clamp_min(1e-30)
@@ -139,16 +133,16 @@ def _largest(score_X: Tensor, many: int) -> Tensor:
     return score_X.sort(descending=True, stable=True).indices[:many].sort().values
 
 
-def _place(name: str) -> tuple[int | None, str]:
-    """(layer, or None outside of them; the key of AXES) of a parameter."""
-    found = re.search(r"layers\.(\d+)\.", name)
-    end = next((end for end in AXES if name.endswith(end)), None)
-    if end is None:
+def _place(name: str) -> tuple[int | None, tuple[str, ...]]:
+    """(layer, or None outside of them; the axes) of a parameter."""
+    module, part = name.split(".")[-2:]
+    if module not in AXES or (part != "weight" and not module.endswith("_proj")):
         raise ValueError(
             f"got a target with {name}, expected the parameters of a plain Llama, Mistral, Qwen2 "
             "or Qwen3; say init=random"
         )
-    return (int(found[1]) if found else None), end
+    found = re.search(r"layers\.(\d+)\.", name)
+    return (int(found[1]) if found else None), AXES[module][: 1 if part == "bias" else None]
 
 
 def _head_size(config: PretrainedConfig) -> int:
@@ -158,46 +152,40 @@ def _head_size(config: PretrainedConfig) -> int:
 def _check(draft: PretrainedConfig, target: PretrainedConfig) -> None:
     family = target.model_type
     if family not in FAMILIES or draft.model_type != family:
-        raise ValueError(
-            f"got a draft of the {draft.model_type} family for a target of the {family} family, "
-            f"expected both of one of {', '.join(FAMILIES)}; say init=random, or draft=<a smaller "
-            "model of the family>"
+        raise _refusal(
+            f"of the {draft.model_type} family for a target of the {family} family",
+            f"both of one of {', '.join(FAMILIES)}",
+            "say init=random, or draft=<a smaller model of the family>",
         )
     for name, field in SIZES.items():
         got, most = getattr(draft, field), getattr(target, field)
         if got > most:
-            raise ValueError(
-                f"got a draft with {name}={got}, expected at most the target's {most}, which it is "
-                f"cut from; lower {name}, or say init=random"
-            )
-    if _head_size(draft) != _head_size(target):
-        raise ValueError(
-            f"got a draft with heads of {_head_size(draft)}, expected the target's size "
-            f"{_head_size(target)}, since heads are kept whole; say head_dim={_head_size(target)}"
-        )
-    a_group = draft.num_attention_heads // draft.num_key_value_heads
-    most = target.num_attention_heads // target.num_key_value_heads
-    if a_group > most:
-        raise ValueError(
-            f"got a draft with {a_group} heads for each key-value head, expected at most the "
-            f"target's {most}; say kv_heads={-(-draft.num_attention_heads // most)} or more"
+            wanted = f"at most the target's {most}, which it is cut from"
+            raise _refusal(f"with {name}={got}", wanted, f"lower {name}, or say init=random")
+    ours, theirs = _head_size(draft), _head_size(target)
+    if ours != theirs:
+        wanted = f"the target's size {theirs}, since heads are kept whole"
+        raise _refusal(f"with heads of {ours}", wanted, f"say head_dim={theirs}")
+    ours, theirs = (c.num_attention_heads // c.num_key_value_heads for c in (draft, target))
+    if ours > theirs:
+        raise _refusal(
+            f"with {ours} heads for each key-value head",
+            f"at most the target's {theirs}",
+            f"say kv_heads={-(-draft.num_attention_heads // theirs)} or more",
         )
     if draft.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"got a draft of {draft.vocab_size} rows in its tables, expected the target's "
-            f"{target.vocab_size}; make it with as many"
+        got, wanted = (
+            f"of {draft.vocab_size} rows in its tables",
+            f"the target's {target.vocab_size}",
         )
+        raise _refusal(got, wanted, "make it with as many")
     if draft.tie_word_embeddings and not target.tie_word_embeddings:
-        raise ValueError(
-            "got a draft with one table for embedding and output, expected two, as its target "
-            "has; make it with tie_word_embeddings=False"
+        raise _refusal(
+            "with one table for embedding and output",
+            "two, as its target has",
+            "make it with tie_word_embeddings=False",
         )
 
 
-SIZES = {
-    "hidden": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "intermediate": "intermediate_size",
-}
+def _refusal(got: str, expected: str, remedy: str) -> ValueError:
+    return ValueError(f"got a draft {got}, expected {expected}; {remedy}")

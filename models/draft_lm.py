@@ -15,8 +15,7 @@ def draft_from_config(
     target_config: PretrainedConfig, *, seed: int, **sizes_and_fields: Any
 ) -> PreTrainedModel:
     """A randomly initialised causal LM of the target's family, fp32, on the CPU. seed: of the
-    weights. No global random state is read or moved. The rest, and the errors, are those of
-    `draft_config`.
+    weights; no global random state is read or moved. The rest, and the errors: of `draft_config`.
     """
     config = draft_config(target_config, **sizes_and_fields)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -40,14 +39,11 @@ def draft_config(
 ) -> PretrainedConfig:
     """The configuration of a draft of the target's family.
 
-    Args:
-        target_config: its class and all that isn't a size is kept (activation, norm, RoPE, ids,
-            tied or separate output head).
-        layers, hidden, heads, kv_heads, intermediate: the draft's sizes. The head size is hidden /
-            heads unless `head_dim=` is among `config_fields`.
-        vocab_size: rows of the embedding and the output head. vLLM and transformers expect the
-            target's own number of rows, padding included.
-        config_fields: any other field of the family, e.g. `tie_word_embeddings=True`.
+    target_config: its class and all that isn't a size is kept (activation, norm, RoPE, ids, tied or
+    separate output head); layers, hidden, heads, kv_heads, intermediate: the draft's sizes;
+    vocab_size: rows of the embedding and the output head (vLLM and transformers expect the target's
+    own number, padding included); config_fields: any other field of the family, e.g. head_dim,
+    which else is hidden / heads.
 
     ValueError for sizes that don't divide, a field that the family lacks, special ids outside the
     vocabulary, a mixture of experts without expert counts.
@@ -66,24 +62,28 @@ def draft_config(
     if experts and not config_fields.keys() & set(EXPERTS):
         raise ValueError(
             f"got a {config.model_type} target, a mixture of experts ({experts[0]}="
-            f"{getattr(config, experts[0])}), and no expert count for the draft; expected a "
-            "dense draft or explicit counts; pass the config of the dense family, or "
-            f"{experts[0]}=..."
+            f"{getattr(config, experts[0])}), and no expert count for the draft; pass the config "
+            f"of the dense family, or {experts[0]}=..."
         )
     family = config.model_type
     if not hasattr(config, "num_key_value_heads") and sizes.pop("num_key_value_heads") != heads:
         raise ValueError(
             f"got kv_heads={kv_heads} with heads={heads}; expected them equal, since the {family} "
-            "family has no grouped heads; set kv_heads to heads"
+            "family has no grouped heads"
         )
     width = next((name for name in ("intermediate_size", "n_inner") if hasattr(config, name)), None)
     if width is None:
         raise ValueError(
-            f"got a target of the {family} family, whose config has no intermediate_size; "
-            "expected a Llama-like family; pass the config of another family (LlamaConfig(), "
-            "say) with the same tokenizer"
+            f"got a target of the {family} family, whose config has no intermediate_size; pass the "
+            "config of a Llama-like family (LlamaConfig(), say) with the same tokenizer"
         )
-    _set_fields(config, {**sizes, width: intermediate, **config_fields})
+    for name, value in {**sizes, width: intermediate, **config_fields}.items():
+        if not hasattr(config, name):
+            raise ValueError(
+                f"got {name}={value!r}; expected a field of {type(config).__name__}; correct the "
+                "name, or leave it out"
+            )
+        setattr(config, name, value)
     _check_token_ids(config)
     _set_head_dim(config, head_dim or hidden // heads)
     _fit_layer_kinds(config, layers)
@@ -122,8 +122,7 @@ def _check_sizes(sizes: dict[str, int], head_dim: int | None) -> None:
     if head_dim % 2:
         raise ValueError(
             f"got a head size of {head_dim} (hidden={hidden}, heads={heads}); expected an even "
-            f"one, since rotary positions turn pairs; try hidden={heads * (head_dim + 1)}, or "
-            "set head_dim"
+            f"one: rotary positions turn pairs; try hidden={heads * (head_dim + 1)}, or head_dim"
         )
     kv_heads = sizes["num_key_value_heads"]
     if heads % kv_heads:
@@ -143,16 +142,6 @@ def _check_token_ids(config: PretrainedConfig) -> None:
                 f"got {name}={value} and vocab_size={config.vocab_size}; expected ids below the "
                 f"vocabulary's size; raise vocab_size, or pass {name}= of the tokenizer in use"
             )
-
-
-def _set_fields(config: PretrainedConfig, fields: dict[str, Any]) -> None:
-    for name, value in fields.items():
-        if not hasattr(config, name):
-            raise ValueError(
-                f"got {name}={value!r}; expected a field of {type(config).__name__}; correct the "
-                "name, or leave it out"
-            )
-        setattr(config, name, value)
 
 
 def _set_head_dim(config: PretrainedConfig, head_dim: int) -> None:

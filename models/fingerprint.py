@@ -27,9 +27,8 @@ def fingerprint(
     """What identifies a target, in flat JSON: its shapes, tokenizer, sampled rows of its LM head,
     its final norm; and, to warn by, sampled weights of its body, where they are loaded.
 
-    Weights are rounded to bf16 before they are hashed, so that one checkpoint read in bf16 and in
-    fp32 has one fingerprint. A target behind an endpoint (`target_model` None) is known by its
-    tokenizer and `name` alone.
+    Weights are rounded to bf16 first, so that a checkpoint read in bf16 and in fp32 has one. A
+    target behind an endpoint (`target_model` None) is known by its tokenizer and `name` alone.
     """
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
     marks: dict[str, Any] = {
@@ -43,14 +42,14 @@ def fingerprint(
     head = target_model.get_output_embeddings()
     # Rows of real tokens: the padding after them may differ between copies of one model.
     rows = torch.arange(SAMPLED_ROWS) * vocab_size(tokenizer) // SAMPLED_ROWS
-    norms = final_norm(target_model)
+    norms = [p for norm in final_norm(target_model) for p in norm.parameters()]
     return marks | {
         "family": config.model_type,
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "logit_rows": head.weight.shape[0],
         "head": _digest([head.weight[rows.to(head.weight.device)]]),
-        "final_norm": _digest([p for norm in norms for p in norm.parameters()]),
+        "final_norm": _digest(norms),
         **_body(target_model),
     }
 
@@ -64,16 +63,14 @@ def final_norm(model: PreTrainedModel) -> list[nn.Module]:
 def differences(made_for: dict[str, Any], given: dict[str, Any]) -> list[str]:
     """The parts that two fingerprints both have and that differ, worded."""
     return [
-        f"{part}: made for {_short(made_for[part])}, given {_short(given[part])}"
+        f"{part}: made for {str(made_for[part])[:12]}, given {str(given[part])[:12]}"
         for part in made_for
         if part in given and part not in NOT_COMPARED and made_for[part] != given[part]
     ]
 
 
 def remember_body(model: PreTrainedModel) -> None:
-    """Take the marks of a body's weights before they are shared out over processes: no process can
-    read them all by itself then.
-    """
+    """Take a body's marks before its weights are shared out: no process can read them all then."""
     _remembered[model.base_model] = _body(model)
 
 
@@ -84,9 +81,8 @@ def _body(model: PreTrainedModel) -> dict[str, str]:
     if any(weight.is_meta for weight in weights):
         return {}
     flat = (weight.detach().flatten() for weight in weights)
-    return {
-        "body": _digest([x[:: max(1, len(x) // SAMPLED_WEIGHTS)][:SAMPLED_WEIGHTS] for x in flat])
-    }
+    sampled = [x[:: max(1, len(x) // SAMPLED_WEIGHTS)][:SAMPLED_WEIGHTS] for x in flat]
+    return {"body": _digest(sampled)}
 
 
 def _digest(tensors: list[torch.Tensor] | list[nn.Parameter]) -> str:
@@ -95,7 +91,3 @@ def _digest(tensors: list[torch.Tensor] | list[nn.Parameter]) -> str:
         rounded = tensor.detach().to("cpu", torch.bfloat16).float().contiguous()
         digest.update(rounded.numpy().tobytes())
     return digest.hexdigest()
-
-
-def _short(value: Any) -> str:
-    return value[:12] if isinstance(value, str) else str(value)

@@ -27,21 +27,15 @@ import math
 import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from draftsmith.models.disk.atomic import write_atomically
-from draftsmith.models.disk.read_lm import (
-    read_header,
-    read_json,
-    refuse_faults,
-    tensor_faults,
-    write_json,
-)
+from draftsmith.models.disk.read_lm import check_header, read_json, save_tensors, write_json
 from draftsmith.models.fingerprint import differences
 
 KINDS = ("acceptance", "judge")
@@ -58,9 +52,8 @@ MARKED_BLOCKS, BLOCK = 64, 1 << 12
 @dataclass(frozen=True)
 class ScorerConfig:
     """hidden: H; blocks: D; width: of the blocks, 0: H, which needs no entry where there are no
-    scalars; scalars: names of SCALARS, in the order read; state: "token", the state after the
-    scored token was read, or "parent", the one that it was drawn from. ValueError for anything
-    else.
+    scalars; scalars: names of SCALARS, in the order read; state: "token", after the scored token
+    was read, or "parent", from which it was drawn. ValueError for anything else.
     """
 
     kind: str
@@ -72,9 +65,8 @@ class ScorerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scalars", tuple(self.scalars))
-        unknown = sorted(set(self.scalars) - set(SCALARS))
-        twice = len(set(self.scalars)) < len(self.scalars)
-        if self.kind not in KINDS or self.state not in STATES or unknown or twice:
+        once = len(set(self.scalars)) == len(self.scalars) and set(self.scalars) <= set(SCALARS)
+        if self.kind not in KINDS or self.state not in STATES or not once:
             raise ValueError(
                 f"scorer: got kind={self.kind!r}, state={self.state!r}, scalars={self.scalars}, "
                 f"expected one of {KINDS}, one of {STATES}, and names of {SCALARS}, each once"
@@ -101,11 +93,6 @@ class ScorerConfig:
         return self.hidden + len(self.scalars)
 
     @property
-    def inner(self) -> int:
-        """Width of the blocks."""
-        return self.width or self.hidden
-
-    @property
     def enters(self) -> bool:
         """Whether a linear map comes before the blocks."""
         return bool(self.width or self.scalars)
@@ -120,7 +107,7 @@ class Scorer(nn.Module):
     def __init__(self, config: ScorerConfig) -> None:
         super().__init__()
         self.config = config
-        inner = config.inner
+        inner = config.width or config.hidden
         self.enter = nn.Linear(config.inputs, inner) if config.enters else None
         self.blocks = nn.ModuleList(nn.Linear(inner, inner) for _ in range(config.blocks))
         self.out = nn.Linear(inner, 1)
@@ -142,8 +129,8 @@ class Scorer(nn.Module):
 
     @torch.no_grad()
     def standardise(self, mean_I: Tensor, deviation_I: Tensor) -> None:
-        """Fold (x - mean) / deviation into the entry, so that raw inputs are fed from then on. Of a
-        scorer without an entry, whose blocks would need them apart, ValueError.
+        """Fold (x - mean) / deviation into the entry, so that raw inputs are fed from then on.
+        ValueError for a scorer without an entry, whose blocks would need them apart.
         """
         first = self.enter or (None if self.blocks else self.out)
         if first is None:
@@ -156,8 +143,7 @@ class Scorer(nn.Module):
         first.weight.copy_(weight)
 
 
-@dataclass(frozen=True)
-class Scored:
+class Scored(NamedTuple):
     """A scorer from a folder and what its scorer.json says."""
 
     scorer: Scorer
@@ -169,24 +155,21 @@ class Scored:
 
 
 def save_scorer(folder: str | Path, scorer: Scorer, about: dict[str, Any]) -> None:
-    """Write a scorer's folder.
-
-    about: `made_for` (a mark: `weights_mark` of a drafter, or a target's fingerprint), `threshold`
-    in (0, 1), `calibrated`, `figures` (on held-out rows: brier, brier_constant, auc, ...), `traced`
-    (rule, sampling and tree of the rows that it learned from), `target` (whose verdicts they are),
-    `provenance`. ValueError for a threshold outside, or weights that aren't finite.
+    """Write a scorer's folder. about: `made_for` (a mark: `weights_mark` of a drafter, or a
+    target's fingerprint), `threshold` in (0, 1), `calibrated`, `figures` (on held-out rows: brier,
+    brier_constant, auc, ...), `traced` (rule, sampling and tree of the rows that it learned from),
+    `target` (whose verdicts they are), `provenance`. ValueError for a threshold outside, or weights
+    that aren't finite.
     """
     check_threshold(about["threshold"], "threshold")
     broken = [name for name, t in scorer.state_dict().items() if not torch.isfinite(t).all()]
     if broken:
         raise ValueError(
-            f"scorer: got weights that aren't finite ({', '.join(broken)}), expected numbers; "
-            "train it again with a lower lr"
+            f"scorer: got weights that aren't finite ({', '.join(broken)}); train with a lower lr"
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().cpu().contiguous() for name, t in scorer.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(folder / "model.safetensors", scorer.state_dict())
     write_json(folder / "config.json", asdict(scorer.config))
     write_json(folder / ABOUT, {"schema": SCHEMA, **about})
 
@@ -196,14 +179,11 @@ def load_scorer(folder: str | Path, kind: str) -> Scored:
     for a missing or cut file, another kind or schema, or other tensors than its config describes.
     """
     folder = Path(folder)
-    missing = [
-        name
-        for name in ("config.json", "model.safetensors", ABOUT)
-        if not (folder / name).is_file()
-    ]
+    files = ("config.json", "model.safetensors", ABOUT)
+    missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         raise ValueError(
-            f"got {folder} without {' and '.join(missing)}; expected the folder of a scorer, as "
+            f"got {folder} without {' and '.join(missing)}; expected a scorer's folder, as "
             "train/scorers.py writes it; check the path, or train it again"
         )
     config, about = read_json(folder / "config.json"), read_json(folder / ABOUT)
@@ -215,16 +195,13 @@ def load_scorer(folder: str | Path, kind: str) -> Scored:
         )
     check_threshold(about.get("threshold"), f"{folder / ABOUT}: threshold")
     scorer = Scorer(ScorerConfig(**config))
-    expected = {name: tuple(t.shape) for name, t in scorer.state_dict().items()}
-    found = read_header(folder / "model.safetensors")
-    refuse_faults(folder, tensor_faults(found, expected, "config"))
+    check_header(folder, scorer.state_dict(), "config")
     scorer.load_state_dict(load_file(folder / "model.safetensors"))
     if not about.get("calibrated"):
-        figures = about.get("figures") or {}
+        figures = {"brier": math.nan, "brier_constant": math.nan} | (about.get("figures") or {})
         warnings.warn(
-            f"{folder} isn't calibrated: Brier score {figures.get('brier', math.nan):.4f}, that of "
-            f"a constant {figures.get('brier_constant', math.nan):.4f}; its numbers are no "
-            "probabilities, so tune the threshold",
+            f"{folder} isn't calibrated: Brier score {figures['brier']:.4f}, that of a constant "
+            f"{figures['brier_constant']:.4f}; its numbers aren't probabilities: tune threshold",
             stacklevel=2,
         )
     return Scored(scorer.float().eval().requires_grad_(False), about)
@@ -234,8 +211,8 @@ def load_acceptance(
     drafter: str | Path, hidden: int | None = None, target: dict[str, Any] | None = None
 ) -> Scored | None:
     """The acceptance head in a drafter folder, None where there is none. hidden: width of the
-    draft's states; target: fingerprint of the model to decode, a warning where the head learned
-    what another one keeps. ValueError for a head of other weights, or states of other width.
+    draft's states; target: fingerprint of the model to decode, with a warning where the head
+    learned what another keeps. ValueError for a head of other weights, or states of other width.
     """
     folder = Path(drafter) / FOLDER
     if not folder.is_dir():
@@ -245,8 +222,7 @@ def load_acceptance(
     if found.about.get("made_for") != mark:
         raise ValueError(
             f"got {folder}, an acceptance head for a draft of mark {found.about.get('made_for')}; "
-            f"expected {mark}, that of the weights in {drafter}; train the head on this draft, or "
-            "remove the folder"
+            f"expected {mark}, that of {drafter}; train the head on it, or remove the folder"
         )
     check_width(found.scorer, hidden, f"{folder}")
     differ = differences(found.about.get("target") or {}, target or {})
@@ -298,10 +274,7 @@ def weights_mark(drafter: str | Path) -> str:
     """
     file = Path(drafter) / "model.safetensors"
     if not file.is_file():
-        raise ValueError(
-            f"got {drafter} without model.safetensors; expected a drafter folder; an acceptance "
-            "head is kept beside the weights it was trained on"
-        )
+        raise ValueError(f"got {drafter} without model.safetensors; expected a drafter folder")
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as opened:

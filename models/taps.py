@@ -30,9 +30,8 @@ class TargetStates(NamedTuple):
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """EAGLE-3's three taps: 2, L // 2 and L - 3 (SafeAILab/EAGLE, modeling_llama_kv.py). They would
-    meet in a target under eight layers, which is tapped at 1, ceil(L / 2) and L - 1, without
-    repeats.
+    """EAGLE-3's three taps: 2, L // 2 and L - 3 (SafeAILab/EAGLE, modeling_llama_kv.py). Under
+    eight layers, where they would meet: 1, ceil(L / 2) and L - 1, without repeats.
     """
     if layers >= 8:
         return 2, layers // 2, layers - 3
@@ -41,9 +40,7 @@ def default_taps(layers: int) -> tuple[int, ...]:
 
 def check_taps(taps: Sequence[Tap], layers: int) -> None:
     """ValueError for a tap that a target of `layers` layers doesn't have, or one named twice."""
-    wrong = [
-        tap for tap in taps if tap != NORM and not (isinstance(tap, int) and 0 <= tap <= layers)
-    ]
+    wrong = [t for t in taps if t != NORM and not (isinstance(t, int) and 0 <= t <= layers)]
     if wrong:
         raise ValueError(
             f"taps: got {wrong} for a target of {layers} layers, expected numbers from 0 (the "

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.models.disk.read_lm import DTYPES, load_config, load_lm
+from draftsmith.models.disk.read_lm import check_dtype, load_config, load_lm
 from draftsmith.models.draft_lm import draft_from_config
 from draftsmith.models.tokenizer import (
     check_logit_width,
@@ -41,11 +41,10 @@ def load_target(
     spec: TargetSpec, device: str | torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target, frozen, in eval mode, with sdpa attention, on `device`; and its tokenizer. With
-    `spec.shrink` nothing is downloaded and no weights are read: see `_shrunk`.
+    `spec.shrink` nothing is downloaded and no weights are read.
 
     ValueError for no such device, nothing at the path, damaged or incomplete weights, an unknown
-    dtype, no tokenizer, an output head narrower than the tokenizer, or an adapter that isn't this
-    model's.
+    dtype, no tokenizer, an output head narrower than the tokenizer, or another model's adapter.
     """
     place = device_of(device)
     if spec.shrink:
@@ -70,11 +69,8 @@ def device_of(name: str | torch.device) -> torch.device:
     except RuntimeError:  # no such kind, or none that computes
         there = False
     if not there:
-        found = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        raise ValueError(
-            f"device: got {str(name)!r}, expected one that this machine has: "
-            f"{', '.join(['cpu', *found])}"
-        )
+        found = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
+        raise ValueError(f"device: got {str(name)!r}, expected one that this machine has: {found}")
     return device
 
 
@@ -82,22 +78,20 @@ def output_head(model: PreTrainedModel) -> tuple[nn.Module, torch.Tensor, torch.
     """A causal LM as (body, head_VH, bias_V): its logits are body(input_ids).last_hidden_state @
     head_VH.T + bias_V; most have no bias. A PeftModel's adapters are part of its body.
 
-    Losses then run on hidden states and never hold logits of a whole batch. The weight is the
-    model's own parameter, so gradients reach it. `check_split` confirms the equation. ValueError
-    for a head that isn't linear, or logits that are capped or scaled.
+    Losses then run on hidden states and never hold a batch's logits. The weight is the model's own
+    parameter, so gradients reach it; `check_split` confirms the equation. ValueError for a head
+    that isn't linear, or logits that are capped or scaled.
     """
     model = unwrapped(model)
-    name = type(model).__name__
-    config = model.config.get_text_config()
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
     for field, neutral in LOGIT_FIELDS.items():
         value = getattr(config, field, neutral)
         if value not in (None, neutral):
-            raise _no_split(name, f"its config has {field}={value}, which changes the logits")
-    head = model.get_output_embeddings()
+            raise _no_split(model, f"its config has {field}={value}, which changes the logits")
     if not isinstance(head, nn.Linear):
-        raise _no_split(name, f"its output head is {type(head).__name__}, not a linear layer")
+        raise _no_split(model, f"its output head is {type(head).__name__}, not a linear layer")
     if model.base_model is model:
-        raise _no_split(name, "its body isn't a module apart from the head")
+        raise _no_split(model, "its body isn't a module apart from the head")
     return model.base_model, head.weight, head.bias
 
 
@@ -105,15 +99,15 @@ def split_head(model: PreTrainedModel) -> tuple[nn.Module, torch.Tensor]:
     """(body, head_VH) of `output_head` for those who have no use for a bias: ValueError for one."""
     body, head_VH, bias_V = output_head(model)
     if bias_V is not None:
-        raise _no_split(type(model).__name__, "its output head has a bias")
+        raise _no_split(model, "its output head has a bias")
     return body, head_VH
 
 
 def without_bias(
     hidden_NH: torch.Tensor, head_VH: torch.Tensor, bias_V: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """States [N, H + 1] and head [V, H + 1] whose product has the bias in it: a state of 1 times
-    a column of biases. As they are without one.
+    """States [N, H + 1] and head [V, H + 1] whose product has the bias in it: a state of 1 times a
+    column of biases. As they are without one.
     """
     if bias_V is None:
         return hidden_NH, head_VH
@@ -123,8 +117,7 @@ def without_bias(
 
 def with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     """`model` with the PEFT adapter in `folder` merged into its weights: the layers then are plain
-    again, so decoding costs what it does without an adapter. In bf16 the sum is rounded once more
-    than PEFT's own two products are.
+    again. In bf16 the sum is rounded once more than PEFT's own two products are.
 
     ValueError where peft isn't installed, for no adapter at the folder, one that can't be merged,
     or one whose tensors aren't those that this model needs.
@@ -149,11 +142,8 @@ def with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     # PEFT would skip what has no place, and leave what is missing as it was born.
     given = load_peft_weights(folder, device="cpu")
     needed = get_peft_model_state_dict(wrapped)
-    wrong = sorted(
-        name
-        for name in given.keys() | needed.keys()
-        if name not in given or name not in needed or given[name].shape != needed[name].shape
-    )
+    shapes = [{name: t.shape for name, t in side.items()} for side in (given, needed)]
+    wrong = sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()})
     if wrong:
         raise _wrong_adapter(folder, f"{len(wrong)} tensors that don't match ({wrong[0]}, ...)")
     set_peft_model_state_dict(wrapped, given)
@@ -169,13 +159,12 @@ def _wrong_adapter(folder: str, what: str) -> ValueError:
 
 
 def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
-    """The transformers model inside a PeftModel, its adapter live in the layers; any other model as
-    it is. ValueError for adapters that aren't part of the layers (prompt learning).
+    """The transformers model inside a PeftModel, its adapter live in the layers; any other as it
+    is. ValueError for adapters that aren't part of the layers (prompt learning).
     """
     if not hasattr(model, "get_base_model"):
         return model
-    # Any: peft is optional, so its types aren't imported.
-    wrapper: Any = model
+    wrapper: Any = model  # peft is optional, so its types aren't imported
     config = wrapper.active_peft_config
     if config.is_prompt_learning:
         raise ValueError(
@@ -193,11 +182,10 @@ def cut_rows(head_VH: torch.Tensor, rows: int) -> torch.Tensor:
 @torch.no_grad()
 def check_split(model: PreTrainedModel) -> None:
     """Run eight tokens both ways and compare: catches families that `output_head` doesn't know.
-    ValueError when head(body(x)) differs from the model's own logits by more than rounding, 1e-4 of
-    the largest logit in fp32 and 1e-2 in lower precision.
+    ValueError where head(body(x)) and the model's logits differ by more than rounding, 1e-4 of the
+    largest logit in fp32 and 1e-2 in lower precision.
     """
-    body, head_VH, bias_V = output_head(model)
-    training = model.training
+    (body, head_VH, bias_V), training = output_head(model), model.training
     model.eval()
     ids_BT = torch.arange(8, device=head_VH.device)[None] % head_VH.shape[0]
     hidden_BTH = body(input_ids=ids_BT, use_cache=False).last_hidden_state
@@ -207,17 +195,14 @@ def check_split(model: PreTrainedModel) -> None:
     limit = 1e-4 if head_VH.dtype == torch.float32 else 1e-2
     error = ((split_BTV - whole_BTV).abs().max() / whole_BTV.abs().max().clamp_min(1e-9)).item()
     if not error <= limit:
-        raise _no_split(
-            type(model).__name__,
-            f"body and head apart give other logits (relative error {error:.1e}, limit "
-            f"{limit:.0e})",
-        )
+        off = f"relative error {error:.1e}, limit {limit:.0e}"
+        raise _no_split(model, f"body and head apart give other logits ({off})")
 
 
-def _no_split(name: str, reason: str) -> ValueError:
+def _no_split(model: PreTrainedModel, reason: str) -> ValueError:
     return ValueError(
-        f"got {name}, and {reason}; expected logits that are one matrix product of the last hidden "
-        "state; train with a model of another family (Llama, Qwen, Mistral and Pythia work)"
+        f"got {type(model).__name__}, and {reason}; expected logits that are one matrix product of "
+        "the last hidden state; train with a model of another family (Llama, Qwen, Mistral, Pythia)"
     )
 
 
@@ -226,14 +211,10 @@ def _shrunk(spec: TargetSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     isn't on this machine is replaced, with a warning: the config by Llama's, the tokenizer by a
     byte-level one. Logits are padded beyond the tokenizer, as those of many published models are.
     """
-    if spec.dtype not in DTYPES:
-        raise ValueError(
-            f"got dtype {spec.dtype!r}; expected one of {', '.join(DTYPES)}; correct it"
-        )
-    config: PretrainedConfig
+    check_dtype(spec.dtype)
     tokenizer: PreTrainedTokenizerBase
     try:
-        config = load_config(spec.path, local_files_only=True).get_text_config()
+        config: PretrainedConfig = load_config(spec.path, local_files_only=True).get_text_config()
     except ValueError:
         config = LlamaConfig(max_position_embeddings=4096)
         warnings.warn(f"target.shrink: no config at {spec.path}: a random Llama", stacklevel=3)
@@ -270,17 +251,10 @@ LOGIT_FIELDS = {
 }
 # Sizes that only some families have, for the shrunk target: experts, latent attention.
 SMALL = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
     "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
 }

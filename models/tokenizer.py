@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from draftsmith.models.disk.read_lm import read_json
+from draftsmith.models.disk.read_lm import first_line, read_json
 
 END, PAD = "<|end|>", "<|pad|>"
 STAND_IN_SIZE = 500  # no multiple of 64, so that a trial also meets padded logits
@@ -57,32 +57,23 @@ def load_tokenizer(path: str | Path, *, local_files_only: bool = False) -> PreTr
         if not any(file.name.startswith(TOKENIZER_FILES) for file in folder.iterdir()):
             raise ValueError(
                 f"got {folder} without a tokenizer; expected tokenizer.json (or the family's own "
-                "vocabulary file) beside config.json; copy it there from the model it belongs to"
+                "vocabulary file) beside config.json; copy it there from its model"
             )
         if (folder / "tokenizer.json").exists():
             read_json(folder / "tokenizer.json")
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(path),
-            trust_remote_code=False,
-            local_files_only=local_files_only,
-            **_of_head(folder),
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"got {path}, from which no tokenizer can be read ({reason}); expected tokenizer files "
-            "in transformers' layout; check the path, or copy the files again"
-        ) from error
-
-
-def _of_head(folder: Path) -> dict[str, PretrainedConfig]:
-    """An empty config for a folder whose own is of a head: transformers would warn that it doesn't
-    know the type, and the tokenizer's files say all that is needed.
-    """
     config = folder / "config.json"
     kind = read_json(config).get("model_type") if config.is_file() else None
-    return {} if kind is None or kind in CONFIG_MAPPING else {"config": PretrainedConfig()}
+    # Of a head transformers would warn that it doesn't know the type; the tokenizer's files do.
+    heads = {} if kind is None or kind in CONFIG_MAPPING else {"config": PretrainedConfig()}
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=False, local_files_only=local_files_only, **heads
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"got {path}, from which no tokenizer can be read ({first_line(error)}); expected "
+            "tokenizer files in transformers' layout; check the path, or copy the files again"
+        ) from error
 
 
 def check_logit_width(rows: int, tokenizer: PreTrainedTokenizerBase, owner: str) -> None:
@@ -93,26 +84,27 @@ def check_logit_width(rows: int, tokenizer: PreTrainedTokenizerBase, owner: str)
     if rows < size:
         raise ValueError(
             f"got an output head of {rows} rows in {owner} and a tokenizer of {size} tokens; "
-            "expected at least one row a token; resize the model's embeddings to the tokenizer, "
-            "or use the tokenizer that the model was trained with"
+            "expected at least one row a token; resize the model's embeddings, or use the "
+            "tokenizer that it was trained with"
         )
 
 
 def check_same_tokenizer(
     target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """ValueError unless both give every id the same token; it names the first ids that differ. Only
-    ids matter: a draft reads and writes ids and never text, so the rest of the tokenizer
-    (normalisation, template, which id ends a text) may differ.
+    """ValueError unless both give every id the same token; it names the first ids that differ. A
+    draft reads and writes ids and never text, so the rest (normalisation, template, which id ends a
+    text) may differ.
     """
     target = {index: token for token, index in target_tokenizer.get_vocab().items()}
     draft = {index: token for token, index in draft_tokenizer.get_vocab().items()}
     ids = sorted(target.keys() | draft.keys())
     differ = [index for index in ids if target.get(index) != draft.get(index)]
     if differ:
+        target, draft = ({i: repr(t) for i, t in side.items()} for side in (target, draft))
         examples = "; ".join(
-            f"id {index}: target {_spell(target, index)}, draft {_spell(draft, index)}"
-            for index in differ[:4]
+            f"id {i}: target {target.get(i, 'nothing')}, draft {draft.get(i, 'nothing')}"
+            for i in differ[:4]
         )
         raise ValueError(
             f"got tokenizers that differ at {len(differ)} of {len(ids)} ids ({examples}); "
@@ -159,10 +151,6 @@ def stand_in_tokenizer(size: int = STAND_IN_SIZE) -> PreTrainedTokenizerFast:
     tokenizer = train_bpe(texts, size, roles=("system", "user", "assistant"))
     tokenizer.chat_template = STAND_IN_TEMPLATE
     return tokenizer
-
-
-def _spell(tokens: dict[int, str], index: int) -> str:
-    return repr(tokens[index]) if index in tokens else "nothing"
 
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")

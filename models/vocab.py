@@ -50,20 +50,19 @@ class DraftVocab:
         or its ids don't ascend, as those of every toolkit do.
         """
         ids_D = d2t_D.long() + torch.arange(len(d2t_D), device=d2t_D.device)
-        outside = ((ids_D < 0) | (ids_D >= size)).nonzero().flatten()
-        if len(outside):
-            at = int(outside[0])
+        outside = ((ids_D < 0) | (ids_D >= size)).nonzero().flatten().tolist()
+        falls = (ids_D.diff() <= 0).nonzero().flatten().tolist()
+        if outside:
+            at = f"entry {outside[0]} to token {int(ids_D[outside[0]])} of {size}"
             raise ValueError(
-                f"d2t: got {len(outside)} entries that point outside the vocabulary (entry {at} to "
-                f"token {int(ids_D[at])} of {size}), expected offsets, d2t[i] = id - i; this map "
-                "holds ids, or belongs to another target"
+                f"d2t: got {len(outside)} entries that point outside the vocabulary ({at}), "
+                "expected offsets, d2t[i] = id - i; this map holds ids, or is of another target"
             )
-        falls = (ids_D.diff() <= 0).nonzero().flatten()
-        if len(falls):
-            at = int(falls[0])
+        if falls:
+            got = f"token {int(ids_D[falls[0]])} at entry {falls[0]} and {int(ids_D[falls[0] + 1])}"
             raise ValueError(
-                f"d2t: got token {int(ids_D[at])} at entry {at} and {int(ids_D[at + 1])} after it, "
-                "expected ascending ids, each once; sort the map, and the rows of the LM head alike"
+                f"d2t: got {got} after it, expected ascending ids, each once; sort the map, and "
+                "the rows of the LM head alike"
             )
         return cls(ids_D, size)
 
@@ -116,7 +115,7 @@ class DraftVocab:
 
 def read_vocab(folder: Path, meta: dict[str, Any], rows: int) -> DraftVocab | None:
     """The draft vocabulary of a draft LM's folder; None where it drafts all tokens. meta: its
-    draftsmith.json. rows: of its LM head. ValueError for a map that is missing, damaged, of another
+    draftsmith.json; rows: of its LM head. ValueError for a map that is missing, damaged, of another
     size or of another tokenizer.
     """
     said, file = meta.get("vocabulary_map"), folder / FILE
@@ -126,20 +125,16 @@ def read_vocab(folder: Path, meta: dict[str, Any], rows: int) -> DraftVocab | No
     mend += "vocabulary_map to null"
     if said is None or not file.exists():
         one = f"{FILE} and no vocabulary_map" if said is None else f"a vocabulary_map and no {FILE}"
-        raise ValueError(
-            f"got {folder} with {one} (in draftsmith.json), expected both or neither; {mend}"
-        )
+        raise ValueError(f"got {folder} with {one}, expected both or neither; {mend}")
     content = read_json(file)
     d2t = content.get("d2t")
     if not isinstance(d2t, list) or not all(type(offset) is int for offset in d2t):
         raise ValueError(f"got {file} without d2t, a list of whole numbers; {mend}")
-    got = {"draft": len(d2t), "target": content.get("target")}
-    wanted = {"draft": said.get("draft"), "target": rows}
-    made_for = (meta["target"] or {}).get("tokenizer")
-    if got != wanted or content.get("tokenizer") != made_for:
+    got = (len(d2t), content.get("target"), content.get("tokenizer"))
+    if got != (said.get("draft"), rows, (meta["target"] or {}).get("tokenizer")):
         raise ValueError(
-            f"got {file} of {got['draft']} of {got['target']} tokens, expected {wanted['draft']} "
-            f"of {rows}, of the tokenizer that {folder} was made for: it belongs to another draft "
-            f"or another target; {mend}"
+            f"got {file} of {got[0]} of {got[1]} tokens, expected {said.get('draft')} of {rows}, "
+            f"of the tokenizer that {folder} was made for: it belongs to another draft or another "
+            f"target; {mend}"
         )
     return DraftVocab.from_offsets(torch.tensor(d2t, dtype=torch.int64), rows)

@@ -18,9 +18,7 @@ def flush(path: Path) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that a reader, also after a crash, sees the old content or the new one.
-
-    Raises:
-        OSError: the disk is full; the old content is untouched.
+    Raises OSError where the disk is full; the old content is untouched.
     """
     half = path.with_name(f".{path.name}.half")
     try:

@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "draftsmith",
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "deepspeed",
-    "tokenizers",
+    *("draftsmith", "torch", "transformers", "accelerate", "datasets", "deepspeed", "tokenizers"),
 )
 
 
@@ -30,13 +24,9 @@ def provenance(
 ) -> dict[str, Any]:
     """What a drafter folder records about its making.
 
-    Args:
-        recipe: its name, or None when there was none.
-        argv: the arguments of the run, as given.
-        seeds: every seed the run used, by what it was for.
-        data_hash: fingerprint of the training examples (`Examples.fingerprint()`).
-        steps: optimizer steps taken.
-        acceptance: alpha on held-out prompts, sum_v min(p, q), when it was measured.
+    recipe: its name, None without one; argv: the arguments of the run, as given; seeds: all, by
+    what they were for; data_hash: `Examples.fingerprint()` of the training examples; steps: of the
+    optimizer; acceptance: alpha on held-out prompts, sum_v min(p, q), when it was measured.
     """
     return {
         "recipe": recipe,
@@ -51,10 +41,8 @@ def provenance(
 
 
 def git_commit(file: Path = Path(__file__)) -> str | None:
-    """The commit of the repository that tracks `file`, "-dirty" appended when tracked files differ.
-
-    None outside git, without git, or when an installed copy merely lies inside someone's
-    repository.
+    """The commit of the repository that tracks `file`, "-dirty" appended when tracked files differ;
+    None outside git, without git, or when an installed copy merely lies in someone's repository.
     """
     folder = str(file.resolve().parent)
     try:

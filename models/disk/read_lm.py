@@ -7,25 +7,25 @@ difference between the file and the model is an error.
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 LARGE = 1 << 30  # bytes of a checkpoint that is worth a progress bar
 
-Shapes = dict[str, tuple[int, ...]]
+Tensors = Mapping[str, torch.Tensor]
 
 
 def load_config(path: str | Path, *, local_files_only: bool = False) -> PretrainedConfig:
-    """The configuration of the model at `path`, a folder or a hub name.
-
-    Raises ValueError when there is none; never runs code that comes with a checkpoint.
+    """The configuration of the model at `path`, a folder or a hub name; ValueError when there is
+    none. Never runs code that comes with a checkpoint.
     """
     try:
         return AutoConfig.from_pretrained(
@@ -38,20 +38,14 @@ def load_config(path: str | Path, *, local_files_only: bool = False) -> Pretrain
 def load_lm(path: str | Path, *, dtype: str, allow_unknown: bool) -> PreTrainedModel:
     """A causal LM with sdpa attention, every tensor of it read from the checkpoint.
 
-    Args:
-        path: a folder in transformers' layout, or a hub name.
-        dtype: "auto" (as saved), "float32" or "bfloat16".
-        allow_unknown: accept tensors in the file that the model has no place for (some published
-            targets carry extra layers that only their own servers use).
+    path: a folder in transformers' layout, or a hub name; dtype: of `DTYPES`; allow_unknown: accept
+    tensors that the model has no place for (some published targets carry extra layers that only
+    their own servers use).
 
-    Raises:
-        ValueError: unknown dtype, nothing at `path`, a truncated file, or tensors that are missing,
-            of another shape, or (unless allowed) unknown.
+    Raises ValueError for an unknown dtype, nothing at `path`, a truncated file, or tensors that are
+    missing, of another shape, or (unless allowed) unknown.
     """
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"got dtype {dtype!r}; expected one of {', '.join(DTYPES)}; correct the dtype"
-        )
+    check_dtype(dtype)
     load_config(path)
     try:
         # Any: with output_loading_info the call returns a pair, which its annotation doesn't say.
@@ -90,41 +84,46 @@ def _bar_if_large(folder: Path) -> Iterator[None]:
 
 
 def check_tensors(folder: Path, config: PretrainedConfig) -> None:
-    """Compare the header of `folder/model.safetensors` with the model that `config` describes.
-
-    Reads no weights: the model is built without storage. A tied output head may be in the file or
-    not.
-
-    Raises:
-        ValueError: an unreadable or truncated file, or tensors that are missing, unknown or of
-            another shape, named (the first few of each).
+    """Compare the header of `folder/model.safetensors` with the model that `config` describes; its
+    tied output head may be in the file or not, no weights are read. ValueError for an unreadable
+    file, or tensors that are missing, unknown or of another shape, the first few of each named.
     """
-    expected, tied = _tensors_of(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    state = model.state_dict()
+    # named_parameters lists a shared tensor once, under its first name: the one that is saved.
+    tied = state.keys() - dict(model.named_parameters()).keys() - dict(model.named_buffers()).keys()
+    saved = revert_weight_conversion(model, {k: v for k, v in state.items() if k not in tied})
+    check_header(folder, saved, "model", tied)
+
+
+def check_header(folder: Path, expected: Tensors, by: str, optional: Collection[str] = ()) -> None:
+    """ValueError where `folder/model.safetensors` is cut, or its tensors aren't those expected."""
     found = read_header(folder / "model.safetensors")
-    refuse_faults(folder, tensor_faults(found, expected, "model", tied))
+    refuse_faults(folder, tensor_faults(found, expected, by, optional))
 
 
 def tensor_faults(
-    found: Shapes, expected: Shapes, by: str, optional: set[str] | frozenset[str] = frozenset()
+    found: Tensors, expected: Tensors, by: str, optional: Collection[str] = ()
 ) -> dict[str, list[str]]:
     """How the tensors of a file differ from those expected; by: what says so, in words."""
     return {
         "missing": sorted(expected.keys() - found.keys()),
-        "unknown": sorted(found.keys() - expected.keys() - optional),
+        "unknown": sorted(found.keys() - expected.keys() - set(optional)),
         "of another shape": [
-            f"{name} (file {list(found[name])}, {by} {list(expected[name])})"
+            f"{name} (file {list(found[name].shape)}, {by} {list(expected[name].shape)})"
             for name in sorted(expected.keys() & found.keys())
-            if found[name] != expected[name]
+            if found[name].shape != expected[name].shape
         ],
     }
 
 
-def read_header(file: Path) -> Shapes:
-    """Name and shape of each tensor in a safetensors file; ValueError when it is cut or damaged."""
+def read_header(file: Path) -> Tensors:
+    """The tensors of a safetensors file, without values; ValueError when it is cut or damaged."""
     try:
-        with safe_open(file, framework="pt") as tensors:
-            names = tensors.keys()
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+        with safe_open(file, framework="pt") as opened:
+            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+            return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"got {file}, which cannot be read ({error}); expected a whole safetensors file; it "
@@ -141,12 +140,16 @@ def refuse_faults(path: str | Path, faults: dict[str, list[str]]) -> None:
     ]
     if parts:
         raise ValueError(
-            f"got weights in {path} with tensors "
-            + "; ".join(parts)
-            + "; expected exactly those of "
-            "the model in its config.json; the two files come from different models or one was "
-            "edited: restore the folder as it was saved"
+            f"got weights in {path} with tensors {'; '.join(parts)}; expected exactly those of the "
+            "model in its config.json; the two files come from different models or one was edited: "
+            "restore the folder as it was saved"
         )
+
+
+def check_dtype(dtype: str) -> None:
+    """ValueError for the name of another type than a model can be loaded in."""
+    if dtype not in DTYPES:
+        raise ValueError(f"got dtype {dtype!r}; expected one of {', '.join(DTYPES)}; correct it")
 
 
 def read_json(file: Path) -> dict:
@@ -155,13 +158,12 @@ def read_json(file: Path) -> dict:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"got {file}, which cannot be read ({error}); expected a JSON object; it was "
-            "probably cut or edited: restore the folder as it was saved"
+            f"got {file}, which cannot be read ({error}); expected a JSON object; it was probably "
+            "cut or edited: restore the folder as it was saved"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(
-            f"got {file} holding a {type(content).__name__}; expected a JSON object; restore the "
-            "folder as it was saved"
+            f"got {file} holding a {type(content).__name__}; expected a JSON object; restore it"
         )
     return content
 
@@ -171,29 +173,27 @@ def write_json(file: Path, content: dict) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
-def _tensors_of(config: PretrainedConfig) -> tuple[Shapes, set[str]]:
-    """Names on disk and shapes of a saved model of this config, and the tied names it may omit."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    state = model.state_dict()
-    # named_parameters lists a shared tensor once, under its first name: the one that is saved.
-    tied = state.keys() - dict(model.named_parameters()).keys() - dict(model.named_buffers()).keys()
-    saved = revert_weight_conversion(model, {k: v for k, v in state.items() if k not in tied})
-    return {name: tuple(tensor.shape) for name, tensor in saved.items()}, set(tied)
+def save_tensors(file: Path, tensors: Tensors) -> None:
+    """As weights are written."""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, file, metadata={"format": "pt"})
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, for a message: its first line, or its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _unreadable(path: str | Path, error: BaseException) -> str:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if Path(path).exists():
         return (
-            f"got {path}, which cannot be read as a causal LM ({reason}); expected a folder with "
-            "config.json and whole safetensors weights; check the path, or copy the folder again"
+            f"got {path}, which cannot be read as a causal LM ({first_line(error)}); expected a "
+            "folder with config.json and whole safetensors weights; check it, or copy it again"
         )
     return (
-        f"got {path!s}, which is neither a folder here nor a model that the hub gave ({reason}); "
-        "expected a folder in transformers' layout or a hub name; correct the path, or, if it is "
-        "a hub name and this machine is offline (HF_HUB_OFFLINE), fetch it first where there is "
-        "a network"
+        f"got {path}, which is neither a folder here nor a model that the hub gave "
+        f"({first_line(error)}); expected a folder in transformers' layout or a hub name; correct "
+        "the path, or, where this machine is offline (HF_HUB_OFFLINE), fetch the model first"
     )
 
 

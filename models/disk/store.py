@@ -48,8 +48,7 @@ class Manifest:
 
     def claim(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
         """Begin a folder with this content, or go on with it: what its manifest says then.
-
-        Raises ValueError for a folder that was begun with something else, naming what differs.
+        ValueError for a folder that was begun with something else, naming what differs.
         """
         schema = {"schema": self.schema} if self.schema else {}
         content = json.loads(json.dumps(schema | content))
@@ -71,8 +70,7 @@ class Manifest:
         file = folder / self.name
         if not self.is_in(folder):
             raise ValueError(
-                f"{folder}: got no {self.name}, expected a folder that {self.by} wrote; check the "
-                "path"
+                f"{folder}: got no {self.name}, expected a folder that {self.by} wrote"
             )
         found = read_json(file)
         if found.get("schema") != self.schema or not isinstance(self._deciding(found), dict):
@@ -100,16 +98,17 @@ def what_differs(found: Any, given: Any, free: Collection[str] = (), name: str =
             if k not in free
         ]
         return [line for part in parts for line in what_differs(*part)]
-    return [f"{name}: {_short(found)} there, {_short(given)} now"]
+    # Of a checksum its beginning.
+    short = [
+        v[:12] if isinstance(v, str) and len(v) > 31 and v.isalnum() else v for v in (found, given)
+    ]
+    return [f"{name}: {short[0]} there, {short[1]} now"]
 
 
 def hold(folder: Path, advice: str, *, name: str = LOCK, again: bool = False) -> BaseFileLock:
     """Become the one process that writes, until `release()`, or the process or the lock is gone.
-
-    advice: what to do where another has it; again: this process may have it already, for instance
-    after an error.
-
-    Raises ValueError where another process has it.
+    advice: what to do where another has it (ValueError); again: this process may have it already,
+    for instance after an error.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / name, thread_local=False, is_singleton=again)
@@ -127,10 +126,7 @@ class Gone(ValueError, FileNotFoundError):
 
 
 def save_shard(path: Path, tensors: dict[str, Tensor], **says: str) -> None:
-    """Write a shard; `says`: its metadata, `of` among it.
-
-    Raises OSError where the disk is full; nothing is written then.
-    """
+    """Write a shard, or, on a full disk (OSError), nothing; says: its metadata, `of` among it."""
     whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     write_atomically(path, save(whole, says))
 
@@ -138,8 +134,7 @@ def save_shard(path: Path, tensors: dict[str, Tensor], **says: str) -> None:
 @contextlib.contextmanager
 def open_shard(path: Path, remedy: str, of: str = "") -> Iterator[Any]:
     """A shard's file, whose mark begins with `of`. Read within: what isn't found in it is damage.
-
-    Raises ValueError for a file that is cut or another's, and `Gone`.
+    ValueError for a file that is cut or another's, and `Gone`.
     """
     try:
         with safe_open(path, "pt") as shard:
@@ -157,9 +152,8 @@ def open_shard(path: Path, remedy: str, of: str = "") -> Iterator[Any]:
 
 @contextlib.contextmanager
 def appending(path: Path, advice: str) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Gives a function that writes a record through to the operating system. advice: as in `hold`.
-
-    Raises ValueError where another process writes to the file.
+    """Gives a function that writes a record through to the operating system. advice: as in `hold`,
+    where another process writes to the file.
     """
     lock = hold(path.parent, advice, name=f".{path.stem}{LOCK}")
     try:
@@ -188,9 +182,3 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 raise ValueError(
                     f"{path}:{number}: not JSON ({error}); remove the line to have it redone"
                 ) from error
-
-
-def _short(value: Any) -> Any:
-    """A value for a message: of a checksum its beginning."""
-    is_sum = isinstance(value, str) and len(value) > 31 and value.isalnum()
-    return value[:12] if is_sum else value

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from draftsmith.models.disk.atomic import previous, whole_folder
 from draftsmith.models.disk.read_lm import (
+    check_header,
     check_tensors,
     load_config,
     read_json,
@@ -26,10 +28,10 @@ from draftsmith.models.disk.read_lm import (
     write_json,
 )
 from draftsmith.models.draft_lm import load_draft
-from draftsmith.models.fingerprint import differences, fingerprint
+from draftsmith.models.fingerprint import differences
 from draftsmith.models.folder.imports import Foreign, recognise
 from draftsmith.models.folder.tensors import FILES, Checkpoint
-from draftsmith.models.heads.head import Head, check_head, heads, load_head
+from draftsmith.models.heads.head import Head, assembled, heads, outlined
 from draftsmith.models.tokenizer import (
     TOKENIZER_FILES,
     check_logit_width,
@@ -37,8 +39,6 @@ from draftsmith.models.tokenizer import (
     load_tokenizer,
 )
 from draftsmith.models.vocab import DraftVocab, read_vocab
-
-__all__ = ["SCHEMA", "DrafterFolder", "fingerprint", "open_drafter", "read_meta", "save_drafter"]
 
 SCHEMA = 1
 META = "draftsmith.json"
@@ -56,23 +56,16 @@ def save_drafter(
     defaults: dict[str, Any],
     vocab: DraftVocab | None = None,
 ) -> None:
-    """Write a drafter folder whole or not at all.
+    """Write a drafter folder whole or not at all: everything goes to a hidden folder beside it, is
+    checked, flushed to the disk and only then renamed.
 
-    Everything is written to a hidden folder beside it, checked, flushed to the disk and only then
-    renamed; a folder that was there before is replaced as a whole, or left as it was.
+    kind: "lm", or of a head, one of `heads()`; model: saved in the dtype it has;
+    target_fingerprint: of the target it was trained for; provenance: see `provenance.provenance`;
+    defaults: how to decode with it, any of the keys of `DEFAULTS`; vocab: of a draft LM, the tokens
+    that it drafts (None: all), its weights stay whole.
 
-    Args:
-        kind: "lm", or of a head, one of `heads()`.
-        model: saved in the dtype it has.
-        target_fingerprint: of the target it was trained for.
-        provenance: see `provenance.provenance`.
-        defaults: how to decode with it; any of the keys of `DEFAULTS`.
-        vocab: of a draft LM, the tokens that it drafts; None: all. Its weights stay whole.
-
-    Raises:
-        ValueError: unknown kind or default, weights that aren't finite, an existing folder that
-            holds something else.
-        OSError: the disk is full or can't be written; the message says what is still there.
+    Raises ValueError for an unknown kind or default, weights that aren't finite, an existing folder
+    that holds something else; OSError where the disk is full: it says what is still there.
     """
     folder = Path(os.path.abspath(folder))
     _known_kind(kind, folder)
@@ -83,8 +76,8 @@ def save_drafter(
         )
     if folder.exists() and not (folder / META).exists() and any(folder.iterdir()):
         raise ValueError(
-            f"got {folder}, which exists and isn't a drafter folder; expected a new folder or a "
-            "drafter folder to replace; choose another output folder"
+            f"got {folder}, which exists and isn't a drafter folder; expected a new one, or a "
+            "drafter folder to replace; choose another"
         )
     assert vocab is None or kind == "lm", f"a {kind} head has its draft vocabulary in itself"
     broken = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
@@ -93,12 +86,14 @@ def save_drafter(
             f"got weights that aren't finite ({', '.join(broken[:4])}); expected numbers; "
             f"nothing was written to {folder}: go back to an earlier state"
         )
+    drafts = model.vocab if isinstance(model, Head) else vocab
+    drafts = None if drafts is None or drafts.is_full else drafts
     meta = {
         "schema": SCHEMA,
         "kind": kind,
         "target": target_fingerprint,
         "taps": list(model.taps) if isinstance(model, Head) else None,
-        "vocabulary_map": _vocabulary_map(model, vocab),
+        "vocabulary_map": drafts and {"draft": len(drafts.ids_D), "target": drafts.size},
         "defaults": DEFAULTS | defaults,
         "provenance": provenance,
     }
@@ -111,10 +106,8 @@ def save_drafter(
                 vocab.save(new, target_fingerprint["tokenizer"])
             _check_weights(new, kind)
     except (OSError, SafetensorError) as error:
-        state = (
-            "what was saved there before is unchanged" if folder.exists() else "nothing is there"
-        )
-        raise OSError(f"could not save the drafter to {folder}: {error}; {state}") from error
+        kept = "what was saved there before is unchanged" if folder.exists() else "nothing is there"
+        raise OSError(f"could not save the drafter to {folder}: {error}; {kept}") from error
 
 
 @dataclass(frozen=True)
@@ -137,7 +130,9 @@ class DrafterFolder:
     def head(self, dtype: str = "auto") -> Head:
         """The head in eval mode, in the saved dtype unless another is named."""
         if self.foreign is None:
-            return load_head(heads()[self.kind], self.path, dtype)
+            config = read_json(self.path / "config.json")
+            tensors = load_file(self.path / "model.safetensors")
+            return assembled(heads()[self.kind], config, tensors, dtype)
         return self.foreign[0].head(self.foreign[1], dtype)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -159,20 +154,22 @@ def open_drafter(
     another toolkit (see `imports`) as the kind it is, both with a warning: nothing says that it was
     made for this target, so only its tokenizer, if it brings one, can be checked.
 
-    Args:
-        target_fingerprint: of the target it is to draft for; None skips that check.
-        allow_target_mismatch: accept another target (not another tokenizer).
-        target_tokenizer: given, a draft with other tokens is refused by the ids that differ.
-        target_config: for what other toolkits' heads leave to the target.
+    target_fingerprint: of the target it is to draft for, None skips that check;
+    allow_target_mismatch: accept another target (not another tokenizer); target_tokenizer: given, a
+    draft with other tokens is refused by the ids that differ; target_config: for what other
+    toolkits' heads leave to the target.
 
-    Raises:
-        ValueError: a file is missing, cut or foreign (a draft vocabulary's too); a tensor is
-            missing, unknown or of another shape; another schema or kind; another target or
-            tokenizer.
+    Raises ValueError for a file that is missing, cut or foreign (a draft vocabulary's too); a
+    tensor that is missing, unknown or of another shape; another schema, kind, target or tokenizer.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(_no_folder(folder))
+        before, hint = previous(folder), "check the path; a hub name has to be fetched first"
+        if before.exists():
+            hint = (
+                f"a save was cut between two renames: mv {before} {folder} restores the one before"
+            )
+        raise ValueError(f"got {folder}, which is no folder; expected a drafter folder; {hint}")
     foreign = _open_foreign(folder, target_config, target_tokenizer)
     if foreign is not None:
         return foreign
@@ -194,8 +191,8 @@ def open_drafter(
     if differ:
         raise ValueError(
             f"got a target that {folder} was not made for ({'; '.join(differ)}); expected the "
-            "target it was trained on; give that target, or set allow_target_mismatch=true to "
-            "insist (decoding stays lossless, acceptance may be low)"
+            "target it was trained on; give that, or set allow_target_mismatch=true to insist "
+            "(decoding stays lossless, acceptance may be low)"
         )
     bodies = {mark["body"] for mark in (meta["target"], target_fingerprint) if "body" in mark}
     if len(bodies) > 1:
@@ -221,8 +218,10 @@ def _open_foreign(
         return None
     foreign, checkpoint = found
     refuse_faults(folder, foreign.faults(checkpoint))
-    note = f"{folder} holds a head in the layout of {foreign.layout}, not known to be made for "
-    note += "this target"
+    note = (
+        f"{folder} holds a head in the layout of {foreign.layout}, not known to be made for this "
+    )
+    note += "target"
     warnings.warn("; ".join((note, *foreign.notes)), stacklevel=3)
     if target_tokenizer is not None:
         check_logit_width(foreign.config["vocab_size"], target_tokenizer, f"the draft {folder}")
@@ -238,10 +237,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
     missing = [name for name in ("config.json", "model.safetensors") if name not in files]
     if missing:
         raise ValueError(
-            f"got {folder} without {' and '.join(missing)} (it holds "
-            f"{', '.join(files[:8]) or 'nothing'}); expected a drafter folder: config.json, "
-            f"model.safetensors, {META} and a tokenizer; point to the folder that training "
-            "wrote, or restore the names of its files"
+            f"got {folder} without {' and '.join(missing)} (it holds {', '.join(files[:8])}); "
+            f"expected config.json, model.safetensors, {META} and a tokenizer; point to the folder "
+            "that training wrote, or restore the names of its files"
         )
     if META not in files:
         note = f"{folder} has no {META}: a plain causal LM, not known to be made for this target"
@@ -254,11 +252,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
             "version of draftsmith that wrote it, or train again with this one"
         )
     objects = ("target", "defaults", "provenance")
-    wrong = [name for name in objects if not isinstance(meta.get(name), dict)]
+    wrong = ", ".join(name for name in objects if not isinstance(meta.get(name), dict))
     if wrong:
         raise ValueError(
-            f"got {folder / META} without an object {', '.join(wrong)}; expected the file as "
-            "draftsmith wrote it; restore it"
+            f"got {folder / META} without an object {wrong}; restore it as it was saved"
         )
     _known_kind(str(meta.get("kind")), folder)
     return meta | {"defaults": DEFAULTS | meta["defaults"]}
@@ -270,36 +267,22 @@ def _without_meta(kind: str, note: str) -> dict[str, Any]:
     return meta | {"defaults": DEFAULTS, "provenance": None}
 
 
-def _vocabulary_map(
-    model: PreTrainedModel | Head, vocab: DraftVocab | None
-) -> dict[str, int] | None:
-    """How many of the target's tokens the draft has, where it hasn't all."""
-    vocab = model.vocab if isinstance(model, Head) else vocab
-    if vocab is None or vocab.is_full:
-        return None
-    return {"draft": len(vocab.ids_D), "target": vocab.size}
-
-
 def _check_weights(folder: Path, kind: str) -> None:
     """Compare the weights' header with what config.json describes."""
     if kind != "lm":
-        check_head(heads()[kind], folder)
+        expected = outlined(heads()[kind], read_json(folder / "config.json"))
+        check_header(folder, expected, "config")
         return
     config = load_config(folder)
-    _check_architecture(folder, config)
-    check_tensors(folder, config)
-
-
-def _check_architecture(folder: Path, config: PretrainedConfig) -> None:
-    """An EAGLE folder also says model_type llama, and would load as a Llama with a random layer."""
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    named = config.architectures or []
-    if named != [known]:
+    if config.architectures != [known]:
+        # An EAGLE folder also says model_type llama, and would load with a random layer.
         raise ValueError(
-            f"got {folder} of architecture {named} (model_type {config.model_type}); expected "
-            f"a causal LM of transformers{f' ({known})' if known else ''}; this folder was made "
-            "for another loader"
+            f"got {folder} of architecture {config.architectures} (model_type "
+            f"{config.model_type}); expected {known or 'a causal LM'} of transformers: "
+            "it was made for another loader"
         )
+    check_tensors(folder, config)
 
 
 def _known_kind(kind: str, folder: Path) -> None:
@@ -309,11 +292,3 @@ def _known_kind(kind: str, folder: Path) -> None:
             f"got drafter kind {kind!r} for {folder}; expected one of {', '.join(known)}; "
             "correct it, or use a version of draftsmith that knows it"
         )
-
-
-def _no_folder(folder: Path) -> str:
-    before = previous(folder)
-    hint = "check the path; a hub name has to be fetched first"
-    if before.exists():
-        hint = f"a save was cut between two renames: mv {before} {folder} restores the one before"
-    return f"got {folder}, which is no folder; expected a drafter folder; {hint}"

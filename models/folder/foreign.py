@@ -4,7 +4,7 @@ Shapes: H hidden.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from draftsmith.models.disk.read_lm import refuse_faults
+from draftsmith.models.disk.read_lm import tensor_faults
 from draftsmith.models.folder.tensors import Checkpoint
-from draftsmith.models.heads.head import Head, assembled, head_faults, heads
+from draftsmith.models.heads.head import Head, assembled, heads, outlined
 from draftsmith.models.heads.layer import LAYER_FIELDS
 
 # Tensors that heads carry and that ours don't need: the target's embeddings, and what follows from
@@ -29,9 +29,20 @@ KINDS: dict[str, type] = {
     **dict.fromkeys(("medusa_num_heads", "hydra_num_heads"), int),
     **dict.fromkeys(("eagle_config", "transformer_layer_config", "speculators_config"), dict),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "prefix"), dict),
-    **dict.fromkeys(("eagle_aux_hidden_state_layer_ids",), list),
+    "eagle_aux_hidden_state_layer_ids": list,
 }
-SAYS = {int: "a whole number", dict: "an object", list: "a list"}
+SAYS = {int: "a whole number", dict: "an object", list: "a list of numbers of layers"}
+# What a toolkit calls a tensor -> what we do, one change after the other.
+Changes = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
+EAGLE: Changes = (
+    (r"^model\.", ""),
+    (r"^midlayer\.", "layers.0."),
+    (r"^aux_norm_low\.", "fc_norm.0."),
+    (r"^aux_norm_mid\.", "fc_norm.1."),
+    (r"^aux_norm_high\.", "fc_norm.2."),
+    # SGLang calls the norm before a further layer's attention as it does that of the first.
+    (r"^(layers\.[1-9]\d*)\.hidden_norm\.weight$", r"\1.input_layernorm.weight"),
+)
 
 
 class TargetNeeded(ValueError):
@@ -41,8 +52,7 @@ class TargetNeeded(ValueError):
 @dataclass(frozen=True)
 class Foreign:
     """A head in another layout. layout: whose; kind: ours; config: our config.json; names: our name
-    of a tensor -> theirs; made: tensors that follow from the others; notes: what a user should
-    know.
+    of a tensor -> theirs; made: tensors that follow from the others; notes: for the user.
     """
 
     layout: str
@@ -54,53 +64,38 @@ class Foreign:
 
     def faults(self, checkpoint: Checkpoint) -> dict[str, list[str]]:
         """How its tensors differ from those of the head that the config describes."""
-        found = {ours: tuple(checkpoint.meta[name].shape) for ours, name in self.names.items()}
-        found |= {name: tuple(tensor.shape) for name, tensor in self.made.items()}
-        return head_faults(heads()[self.kind], self.config, found)
+        found = {ours: checkpoint.meta[theirs] for ours, theirs in self.names.items()} | self.made
+        return tensor_faults(found, outlined(heads()[self.kind], self.config), "config")
 
     def head(self, checkpoint: Checkpoint, dtype: str = "auto") -> Head:
         """The head, in eval mode, in the dtype it is stored in unless another is named."""
-        refuse_faults(checkpoint.path, self.faults(checkpoint))
         values = checkpoint.read(self.names.values())
         broken = [name for name, value in values.items() if not is_finite(value)]
         if broken:
-            raise unfit(
-                checkpoint,
-                f"has {len(broken)} tensors that aren't finite ({', '.join(broken[:3])})",
-                "numbers: take an earlier state of it",
-            )
+            got = f"has {len(broken)} tensors that aren't finite ({', '.join(broken[:3])})"
+            raise unfit(checkpoint, got, "numbers: take an earlier state of it")
         # Cloned: two names may share one tensor, and a file that is mapped stays open.
         tensors = {ours: values[name].clone() for ours, name in self.names.items()}
         return assembled(heads()[self.kind], self.config, tensors | self.made, dtype)
 
 
 def plain_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Our name of each EAGLE tensor -> the file's. Without a prefix `model.`, `layers.0.` for the
-    first layer, `fc_norm.i` for the norms on the taps; spare ones left out.
-    """
-
-    def ours(theirs: str) -> str:
-        name = with_prefix(theirs.removeprefix("model."), "midlayer.", "layers.0.")
-        for index, old in enumerate(("aux_norm_low", "aux_norm_mid", "aux_norm_high")):
-            name = with_prefix(name, f"{old}.", f"fc_norm.{index}.")
-        # SGLang calls the norm before a further layer's attention as it does that of the first.
-        further = re.fullmatch(r"layers\.([1-9]\d*)\.hidden_norm\.weight", name)
-        return f"layers.{further[1]}.input_layernorm.weight" if further else name
-
-    return by_our_names(checkpoint, ours)
+    """Our name of each EAGLE tensor -> the file's, spare ones left out."""
+    return our_names(checkpoint, EAGLE)
 
 
-def by_our_names(checkpoint: Checkpoint, ours: Callable[[str], str]) -> dict[str, str]:
+def our_names(checkpoint: Checkpoint, changes: Changes) -> dict[str, str]:
     """Our name of each tensor that isn't spare -> the file's; ValueError where two have one."""
     made: dict[str, str] = {}
     for theirs in checkpoint.file_of:
-        name = ours(theirs)
+        name = theirs
+        for pattern, new in changes:
+            name = re.sub(pattern, new, name)
         if SPARE.fullmatch(name):
             continue
         if name in made:
-            raise unfit(
-                checkpoint, f"holds one tensor twice, as {made[name]} and {theirs}", "it once"
-            )
+            got = f"holds one tensor twice, as {made[name]} and {theirs}"
+            raise unfit(checkpoint, got, "it once")
         made[name] = theirs
     return made
 
@@ -108,12 +103,9 @@ def by_our_names(checkpoint: Checkpoint, ours: Callable[[str], str]) -> dict[str
 def layer_config(config: dict[str, Any], kind: str, *, vocab: int) -> dict[str, Any]:
     """The fields of a decoder layer, and its rotary embedding by the names of today."""
     made = {name: config[name] for name in LAYER_FIELDS if config.get(name) is not None}
-    missing = [name for name in ("hidden_size", "num_attention_heads") if name not in made]
-    if missing:
-        raise ValueError(
-            f"config.json: got no {missing[0]}, expected the sizes of the head's layer; restore "
-            "the file as it was published"
-        )
+    for name in ("hidden_size", "num_attention_heads"):
+        if name not in made:
+            raise ValueError(f"config.json: got no {name}, expected the layer's sizes; restore it")
     return made | {
         "model_type": kind,
         "vocab_size": vocab,
@@ -136,24 +128,19 @@ def check_types(config: dict[str, Any]) -> None:
     """ValueError for a field of a head's config that holds another type than it should."""
     for name, kind in KINDS.items():
         value = config.get(name)
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        right = value is None or (isinstance(value, kind) and not isinstance(value, bool))
+        if not right or (kind is list and not all(isinstance(i, int) for i in value or ())):
             raise ValueError(
                 f"config.json: got {name}={value!r}, expected {SAYS[kind]}; restore the file as it "
                 "was published"
             )
         if isinstance(value, dict):
             check_types(value)
-        if isinstance(value, list) and not all(isinstance(i, int) for i in value):
-            raise ValueError(f"config.json: got {name}={value!r}, expected numbers of layers")
 
 
 def is_finite(value: Tensor) -> bool:
     """Whether a tensor holds numbers alone; whole numbers always do."""
     return not value.is_floating_point() or bool(torch.isfinite(value.float()).all())
-
-
-def with_prefix(name: str, old: str, new: str) -> str:
-    return new + name.removeprefix(old) if name.startswith(old) else name
 
 
 def needs(checkpoint: Checkpoint, what: str) -> TargetNeeded:

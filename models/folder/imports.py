@@ -12,34 +12,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from draftsmith.models.disk.read_lm import read_json
 from draftsmith.models.folder.foreign import (
+    Changes,
     Foreign,
-    by_our_names,
     check_types,
     layer_config,
     needs,
+    our_names,
     plain_names,
     unfit,
-    with_prefix,
 )
 from draftsmith.models.folder.tensors import Checkpoint
-from draftsmith.models.heads.eagle import EAGLE3_NAMES, FLAGS, tap_fields
+from draftsmith.models.heads.eagle import EAGLE3_NAMES, FLAGS, IDS, tap_fields
 from draftsmith.models.taps import default_taps
 from draftsmith.models.vocab import DraftVocab
 
+Config = dict[str, Any]
+Target = PretrainedConfig | None
 
-def recognise(
-    folder: str | Path, target: PretrainedConfig | None = None
-) -> tuple[Foreign, Checkpoint] | None:
-    """The head in a folder of another toolkit; None for a plain causal LM.
 
-    target: config of the target, for what such folders leave out (the tapped layers, the sizes of
-    Hydra's attention). ValueError for a head that can't be read, with the reason.
+def recognise(folder: str | Path, target: Target = None) -> tuple[Foreign, Checkpoint] | None:
+    """The head in a folder of another toolkit; None for a plain causal LM. target: its config, for
+    what such folders leave out. ValueError for a head that can't be read, with the reason.
     """
     folder = Path(folder)
     config = read_json(folder / "config.json")
@@ -67,57 +65,46 @@ def layout_of(config: dict[str, Any], names: set[str], file: str) -> str | None:
 # ---- EAGLE ----------------------------------------------------------------------------------
 
 
-def _eagle1(
-    config: dict[str, Any], checkpoint: Checkpoint, target: PretrainedConfig | None
-) -> Foreign:
+def _eagle1(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
     names = plain_names(checkpoint)
     names.pop("lm_head.weight", None)  # the target's
-    shape = checkpoint.meta[names["fc.weight"]].shape
     made = layer_config(config, "llama", vocab=_rows(config, checkpoint, target))
     made |= {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in names}
+    shape = list(checkpoint.meta[names["fc.weight"]].shape)
     wanted = [made["hidden_size"], 2 * made["hidden_size"]]
-    if list(shape) != wanted:
-        raise unfit(checkpoint, f"has fc.weight of {list(shape)}", str(wanted))
+    if shape != wanted:
+        raise unfit(checkpoint, f"has fc.weight of {shape}", str(wanted))
     return Foreign("EAGLE-1", "eagle1", made, names)
 
 
-def _eagle3(
-    config: dict[str, Any], checkpoint: Checkpoint, target: PretrainedConfig | None
-) -> Foreign:
+def _eagle3(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
     nested = config.get("eagle_config") or {}
     config = {name: nested[name] for name in FLAGS if name in nested} | config
-    names, meta = plain_names(checkpoint), checkpoint.meta
+    names = plain_names(checkpoint)
     for name in ("fc.weight", "lm_head.weight"):
         if name not in names:
             raise unfit(checkpoint, f"has no {name}", "a whole EAGLE-3 head")
     kind = "qwen3" if any("q_norm" in name for name in names) else "llama"
     made = layer_config(config, kind, vocab=_rows(config, checkpoint, target))
-    hidden = made["hidden_size"]
-    if config.get("target_hidden_size") not in (None, hidden):
-        raise unfit(
-            checkpoint,
-            f"is {hidden} wide for a target of {config['target_hidden_size']}",
-            "heads as wide as their target: no other are known here",
-        )
+    hidden, wide = made["hidden_size"], config.get("target_hidden_size")
+    if wide not in (None, hidden):
+        got = f"is {hidden} wide for a target of {wide}"
+        raise unfit(checkpoint, got, "heads as wide as their target: no other are known here")
     taps, notes = _taps(config, checkpoint, target)
-    width = meta[names["fc.weight"]].shape[1]
+    width = checkpoint.meta[names["fc.weight"]].shape[1]
     if width != len(taps) * hidden:
-        raise unfit(
-            checkpoint,
-            f"has an fc.weight that reads {width} numbers and taps {list(taps)}",
-            f"{len(taps)} x {hidden} of them; its layer ids are of another head",
-        )
-    draft = meta[names["lm_head.weight"]].shape[0]
-    flags = {name: bool(config.get(name, False)) for name in FLAGS}
-    flags["fc_norm"] = any(name.startswith("fc_norm.") for name in names)
-    flags["norm_before_fc"] = "input_norm.weight" in names
-    made |= {"architectures": [EAGLE3_NAMES[kind]], **flags, **tap_fields(taps)}
+        got = f"has an fc.weight that reads {width} numbers and taps {list(taps)}"
+        wanted = f"{len(taps)} x {hidden} of them; its layer ids are of another head"
+        raise unfit(checkpoint, got, wanted)
+    draft = checkpoint.meta[names["lm_head.weight"]].shape[0]
+    made |= {"architectures": [EAGLE3_NAMES[kind]], **tap_fields(taps)}
+    made |= {name: bool(config.get(name, False)) for name in FLAGS}
+    made |= {"fc_norm": any("fc_norm." in n for n in names)}
+    made |= {"norm_before_fc": "input_norm.weight" in names}
     made |= {"draft_vocab_size": draft, "target_hidden_size": hidden}
     maps = _maps(draft, made["vocab_size"], names, checkpoint)
     if made["num_hidden_layers"] == 1:
-        names = {
-            with_prefix(name, "layers.0.", "midlayer."): theirs for name, theirs in names.items()
-        }
+        names = {re.sub(r"^layers\.0\.", "midlayer.", name): old for name, old in names.items()}
     if "sliding_attention" in (config.get("layer_types") or []):
         notes += (
             f"its layer was trained to see {config.get('sliding_window')} tokens back; here it "
@@ -131,25 +118,18 @@ def _eagle3(
     return Foreign("EAGLE-3", "eagle3", made, names, maps, notes)
 
 
-def _speculators(
-    config: dict[str, Any], checkpoint: Checkpoint, target: PretrainedConfig | None
-) -> Foreign:
+def _speculators(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
     kind = config["speculators_model_type"]
     if kind != "eagle3":
         raise unfit(checkpoint, f"holds a speculator of type {kind!r}", "eagle3")
-    layer = dict(config.get("transformer_layer_config") or {})
+    layer = config.get("transformer_layer_config") or {}
     if layer.get("model_type") not in EAGLE3_NAMES:
-        raise unfit(
-            checkpoint,
-            f"has a transformer_layer_config of model_type {layer.get('model_type')!r}",
-            " or ".join(EAGLE3_NAMES),
-        )
-    outer = {name: value for name, value in config.items() if name != "transformer_layer_config"}
-    read = _eagle3(layer | outer, checkpoint, target)
-    return replace(read, layout="speculators")
+        got = f"has a transformer_layer_config of model_type {layer.get('model_type')!r}"
+        raise unfit(checkpoint, got, " or ".join(EAGLE3_NAMES))
+    return replace(_eagle3(layer | config, checkpoint, target), layout="speculators")
 
 
-def _rows(config: dict[str, Any], checkpoint: Checkpoint, target: PretrainedConfig | None) -> int:
+def _rows(config: Config, checkpoint: Checkpoint, target: Target) -> int:
     """V: of what covers the target's tokens in the file, else the config's, else the target's."""
     for name, tensor in checkpoint.meta.items():
         if name.endswith(("t2d", "embed_tokens.weight")):
@@ -161,21 +141,19 @@ def _rows(config: dict[str, Any], checkpoint: Checkpoint, target: PretrainedConf
 
 
 def _taps(
-    config: dict[str, Any], checkpoint: Checkpoint, target: PretrainedConfig | None
+    config: Config, checkpoint: Checkpoint, target: Target
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The tapped layers and what to say of where they were found: the top level counts layers that
     have run, the nested field the layer whose output it is, from 0.
     """
-    top = config.get("eagle_aux_hidden_state_layer_ids")
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if top:
-        by_nested = [i + 1 for i in nested] if nested else top
-        note = f"its two lists of layers differ: {top} is taken, not {by_nested}"
-        return tuple(top), (note,) if by_nested != top else ()
-    if nested:
-        return tuple(i + 1 for i in nested), ()
+    top = config.get(IDS)
+    nested = [i + 1 for i in (config.get("eagle_config") or {}).get(IDS) or ()]
+    if top and nested not in ([], top):
+        return tuple(top), (f"its two lists of layers differ: {top} is taken, not {nested}",)
+    if top or nested:
+        return tuple(top or nested), ()
     if target is None:
-        raise needs(checkpoint, "which layers it reads (eagle_aux_hidden_state_layer_ids)")
+        raise needs(checkpoint, f"which layers it reads ({IDS})")
     taps = default_taps(target.num_hidden_layers)
     return taps, (f"its config names no layers: EAGLE-3's usual ones are taken, {list(taps)}",)
 
@@ -184,25 +162,22 @@ def _maps(
     draft: int, rows: int, names: dict[str, str], checkpoint: Checkpoint
 ) -> dict[str, Tensor]:
     """d2t and t2d where the head drafts a part of the vocabulary; both leave `names`."""
-    wanted = [name for name in ("d2t", "t2d") if name in names]
-    found = checkpoint.read([names.pop(name) for name in wanted])
-    values = dict(zip(wanted, found.values(), strict=True))
+    stored = {name: names.pop(name) for name in ("d2t", "t2d") if name in names}
+    values = checkpoint.read(stored.values())
+    d2t_D, t2d_V = (values.get(stored.get(name, "")) for name in ("d2t", "t2d"))
     if draft == rows:
-        if "d2t" in values and values["d2t"].any():
+        if d2t_D is not None and d2t_D.any():
             raise unfit(checkpoint, "moves tokens of a whole vocabulary (d2t)", "no d2t, or zeros")
         return {}
-    if "d2t" in values:
-        if holds_ids(values["d2t"], values.get("t2d"), rows):
+    if d2t_D is not None:
+        if holds_ids(d2t_D, t2d_V, rows):
             raise unfit(checkpoint, "holds ids in d2t", "offsets, id - position")
-        vocab = DraftVocab.from_offsets(values["d2t"], rows)
-    elif "t2d" in values:
-        vocab = DraftVocab(values["t2d"].nonzero().flatten(), rows)
+        vocab = DraftVocab.from_offsets(d2t_D, rows)
+    elif t2d_V is not None:
+        vocab = DraftVocab(t2d_V.nonzero().flatten(), rows)
     else:
-        raise unfit(
-            checkpoint,
-            f"drafts {draft} of {rows} tokens and has neither d2t nor t2d",
-            "the map that says which tokens it drafts",
-        )
+        got = f"drafts {draft} of {rows} tokens and has neither d2t nor t2d"
+        raise unfit(checkpoint, got, "the map that says which tokens it drafts")
     if len(vocab.ids_D) != draft:
         raise unfit(checkpoint, f"maps {len(vocab.ids_D)} tokens and drafts {draft}", "as many")
     return {"d2t": vocab.d2t_D.long(), "t2d": vocab.t2d_V}
@@ -212,75 +187,61 @@ def holds_ids(d2t_D: Tensor, t2d_V: Tensor | None, rows: int) -> bool:
     """Whether d2t holds the tokens themselves in place of offsets: t2d says so, or, without one,
     they ascend within the vocabulary and lead out of it as offsets.
     """
-    ids_D = d2t_D.long() + torch.arange(len(d2t_D))
+    given = d2t_D.tolist()
     if t2d_V is not None:
-        own = t2d_V.nonzero().flatten()
-        return torch.equal(d2t_D.long(), own) and not torch.equal(ids_D, own)
-    ascend = (
-        len(d2t_D) > 0
-        and bool((d2t_D.diff() > 0).all())
-        and int(d2t_D[0]) >= 0
-        and int(d2t_D[-1]) < rows
-    )
-    return ascend and int(ids_D[-1]) >= rows
+        own = t2d_V.nonzero().flatten().tolist()
+        return given == own != [offset + i for i, offset in enumerate(given)]
+    ascend = bool(given) and given[0] >= 0 and given == sorted(set(given))
+    return ascend and given[-1] < rows <= given[-1] + len(given) - 1
 
 
 # ---- Medusa and Hydra -------------------------------------------------------------------------
 
 
-def _medusa(
-    config: dict[str, Any], checkpoint: Checkpoint, target: PretrainedConfig | None
-) -> Foreign:
-    names = by_our_names(
-        checkpoint, lambda n: n.removeprefix("medusa_head.").removeprefix("heads.")
-    )
-    meta = {name: checkpoint.meta[theirs] for name, theirs in names.items()}
-    places = [re.fullmatch(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)", name) for name in names]
-    blocks = {(int(p[1]), int(p[2])) for p in places if p and p[3]}
+def _medusa(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
+    names = our_names(checkpoint, MEDUSA)
+    shapes = {name: checkpoint.meta[theirs].shape for name, theirs in names.items()}
+    found = [re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name) for name in names]
+    blocks = [(int(block[1]), int(block[2])) for block in found if block]
     if not blocks:
         raise unfit(checkpoint, "has no tensor 0.0.linear.weight", "Medusa heads")
-    heads, layers = 1 + max(head for head, _ in blocks), 1 + max(block for _, block in blocks)
+    heads, layers = (1 + max(numbers) for numbers in zip(*blocks, strict=True))
     own = f"0.{layers}.weight"
-    rows = meta[own].shape[0] if own in meta else target and target.vocab_size
+    rows = shapes[own][0] if own in shapes else target and target.vocab_size
     if rows is None:
         raise needs(checkpoint, "its LM heads")
     made = {
-        "hidden_size": meta["0.0.linear.weight"].shape[0],
+        "hidden_size": shapes["0.0.linear.weight"][0],
         "vocab_size": int(rows),
         "medusa_num_heads": heads,
         "medusa_num_layers": layers,
-        "original_lm_head": own not in meta,
+        "original_lm_head": own not in shapes,
     }
-    said = config.get("medusa_num_heads")
-    notes: tuple[str, ...] = ()
-    if said not in (None, heads):
-        notes = (f"its config says {said} heads, and its file has {heads}: the file is right",)
-    return Foreign("Medusa", "medusa", made, names, notes=notes)
+    said = config.get("medusa_num_heads") or heads
+    note = f"its config says {said} heads, and its file has {heads}: the file is right"
+    return Foreign("Medusa", "medusa", made, names, notes=() if said == heads else (note,))
 
 
-def _hydra(
-    config: dict[str, Any], checkpoint: Checkpoint, target: PretrainedConfig | None
-) -> Foreign:
-    arch = config.get("hydra_head_arch", "mlp")
-    known = arch in ("mlp", "prefix-mlp") and config.get("grounded_heads", False)
-    if not known or config.get("hidden_state_offset"):
-        raise unfit(
-            checkpoint,
-            f"has hydra_head_arch={arch!r}, grounded_heads={config.get('grounded_heads', False)}, "
-            f"hidden_state_offset={config.get('hidden_state_offset', 0)}",
-            "mlp or prefix-mlp, grounded, on the last state (offset 0)",
-        )
-    names = by_our_names(checkpoint, lambda n: _hydra_name(n, prefixed=arch == "prefix-mlp"))
+def _hydra(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
+    arch, grounded = config.get("hydra_head_arch", "mlp"), config.get("grounded_heads", False)
+    offset = config.get("hidden_state_offset", 0)
+    if arch not in ("mlp", "prefix-mlp") or not grounded or offset:
+        got = f"has hydra_head_arch={arch!r}, grounded_heads={grounded}, "
+        got += f"hidden_state_offset={offset}"
+        raise unfit(checkpoint, got, "mlp or prefix-mlp, grounded, on the last state (offset 0)")
+    names = our_names(checkpoint, HYDRA if arch == "mlp" else HYDRA_PLUS)
     first = checkpoint.meta.get(names.get("hydra_lm_head.0.weight", ""))
     if first is None:
         raise unfit(checkpoint, "has no LM head hydra_lm_head.0", "Hydra heads")
     rows, hidden = first.shape
-    numbers = {name: re.findall(r"\d+", name) for name in names if name.startswith("hydra_mlp.")}
+    found = [re.match(r"hydra_mlp\.(\d+)\.(\d+)\.", name) for name in names]
+    blocks = [(int(block[1]), int(block[2])) for block in found if block]
+    heads, layers = (1 + max(numbers) for numbers in zip(*blocks, strict=True))
     made = {
         "hidden_size": hidden,
         "vocab_size": rows,
-        "hydra_num_heads": 1 + max(int(found[0]) for found in numbers.values()),
-        "hydra_num_layers": 1 + max(int(found[1]) for found in numbers.values()),
+        "hydra_num_heads": heads,
+        "hydra_num_layers": layers,
         "hydra_head_arch": arch,
         "lm_head_bias": "hydra_lm_head.0.bias" in names,
     }
@@ -288,26 +249,24 @@ def _hydra(
         if target is None:
             raise needs(checkpoint, "the sizes of its attention")
         # Theirs is one layer of the target's own sizes.
-        made["prefix"] = layer_config(
-            target.to_dict() | {"num_hidden_layers": 1, "hidden_size": hidden}, "llama", vocab=rows
-        )
+        layer = target.to_dict() | {"num_hidden_layers": 1, "hidden_size": hidden}
+        made["prefix"] = layer_config(layer, "llama", vocab=rows)
     return Foreign("Hydra", "hydra", made, names)
 
 
-def _hydra_name(name: str, *, prefixed: bool) -> str:
-    """Our name of an official Hydra tensor; Hydra++ counts a dropout before each block."""
-    name = with_prefix(name, "prefix_embeding_layer.layers.0.", "prefix_layer.")
-    name = with_prefix(name, "prefix_embeding_layer.norm.", "prefix_norm.")
-    if prefixed:
-        name = re.sub(r"^(hydra_lm_head\.\d+)\.1\.", r"\1.", name)
-        name = re.sub(
-            r"^(hydra_mlp\.\d+)\.(\d+)\.", lambda m: f"{m[1]}.{(int(m[2]) - 1) // 2}.", name
-        )
-    return name
+MEDUSA: Changes = ((r"^medusa_head\.", ""), (r"^heads\.", ""))
+HYDRA: Changes = (
+    (r"^prefix_embeding_layer\.layers\.0\.", "prefix_layer."),
+    (r"^prefix_embeding_layer\.norm\.", "prefix_norm."),
+)
+# Hydra++ counts a dropout before each block and each LM head.
+HYDRA_PLUS: Changes = (
+    *HYDRA,
+    (r"^(hydra_lm_head\.\d+)\.1\.", r"\1."),
+    (r"^(hydra_mlp\.\d+)\.(\d+)\.", lambda at: f"{at[1]}.{(int(at[2]) - 1) // 2}."),
+)
 
-
-Reader = Callable[[dict[str, Any], Checkpoint, PretrainedConfig | None], Foreign]
-READERS: dict[str, Reader] = {
+READERS: dict[str, Callable[[Config, Checkpoint, Target], Foreign]] = {
     "eagle1": _eagle1,
     "eagle3": _eagle3,
     "speculators": _speculators,

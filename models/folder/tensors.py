@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
-from draftsmith.models.disk.read_lm import load_config, read_json
+from draftsmith.models.disk.read_lm import first_line, load_config, read_json
 from draftsmith.models.fingerprint import final_norm
 
 # What a model, a Medusa head and a Hydra head are stored in, in the order they are looked for.
@@ -54,10 +54,7 @@ class Checkpoint:
         if found.endswith(".index.json"):
             named = read_json(self._locate(found) or Path()).get("weight_map")
             if not isinstance(named, dict) or not all(isinstance(f, str) for f in named.values()):
-                raise ValueError(
-                    f"got {path} whose {found} has no weight_map; expected the file of each "
-                    "tensor; copy it again"
-                )
+                raise ValueError(f"got {path} whose {found} has no weight_map; copy it again")
             self.file_of = named
         else:
             self.file_of = dict.fromkeys(self._open(found), found)
@@ -86,8 +83,7 @@ class Checkpoint:
         if path is None:
             raise ValueError(f"got {self.path} without {file}, which its index names; copy it too")
         if path.suffix != ".safetensors":
-            tensors = self._unpickled.setdefault(file, {}) or load_pickled(path)
-            self._unpickled[file] = tensors
+            tensors = self._unpickled[file] = self._unpickled.get(file) or _unpickle(path)
             return tensors if wanted is None else {name: tensors[name] for name in wanted}
         try:
             with safe_open(path, framework="pt") as opened:
@@ -104,9 +100,9 @@ class Checkpoint:
         return Path(found) if found else None
 
 
-def load_pickled(file: Path) -> dict[str, Tensor]:
-    """The tensors that torch.save wrote, mapped from the disk where the format allows it. Nothing
-    but tensors is unpickled: ValueError for anything else, and for a cut file.
+def _unpickle(file: Path) -> dict[str, Tensor]:
+    """The tensors that torch.save wrote, mapped from the disk where the format allows it; nothing
+    else is unpickled.
     """
     try:
         mapped = zipfile.is_zipfile(file)
@@ -126,15 +122,15 @@ def outline(path: str) -> PreTrainedModel:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     checkpoint = Checkpoint(path)
-    outer = [model.get_input_embeddings(), *final_norm(model)]
-    head = model.get_output_embeddings()
+    outer, head = [model.get_input_embeddings()], model.get_output_embeddings()
     tied = head is not None and head.weight is outer[0].weight
-    outer += [head] if head is not None and not tied else []
-    called = {id(module): name for name, module in model.named_modules()}
+    outer += final_norm(model) + ([head] if head is not None and not tied else [])
+    called = {module: name for name, module in model.named_modules()}
     for module in outer:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            full = f"{called[id(module)]}.{name}"
-            value = checkpoint.read([_stored(full, checkpoint)])[_stored(full, checkpoint)]
+            full = f"{called[module]}.{name}"
+            stored = _stored(full, checkpoint)
+            value = checkpoint.read([stored])[stored]
             if value.shape != parameter.shape:
                 raise ValueError(
                     f"got {path} with {full} of {list(value.shape)}, expected "
@@ -168,8 +164,7 @@ def _described(opened: Any, name: str) -> Tensor:
 
 
 def _cut(file: Path, error: BaseException) -> ValueError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ValueError(
-        f"got {file}, which cannot be read ({reason}); expected a whole file of tensors; it was "
-        "probably cut while it was copied: copy it again"
+        f"got {file}, which cannot be read ({first_line(error)}); expected a whole file of "
+        "tensors; it was probably cut while it was copied: copy it again"
     )

@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.eagle_layouts import FLAGS, LAYOUTS, unread_by_sglang
+from draftsmith.models.heads.eagle_layouts import FLAGS, IDS, LAYOUTS, unread_by_sglang
 from draftsmith.models.heads.head import ANY_DEPTH, Exported, Head, Kind, OutputHead, Reads
 from draftsmith.models.heads.layer import (
     LAYER_CONFIGS,
-    LAYER_FIELDS,
     Attention,
     EagleLayer,
     Rotary,
+    layer_json,
+    read_layer,
 )
 from draftsmith.models.heads.unrolled_attention import Unrolled
 from draftsmith.models.taps import NORM, Tap
@@ -45,7 +46,7 @@ EAGLE3_NAMES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausa
 class EagleConfig:
     """layer: sizes of the decoder layers, of Llama's or Qwen3's kind; hidden_size and vocab_size
     are the target's. version: 1 or 3. draft_vocab: rows of EAGLE-3's own LM head. fc_bias: of
-    EAGLE-1's (the official ones have it, vLLM's loader has not). The norms are those of EAGLE-3.1:
+    EAGLE-1's (the official ones have it, vLLM's loader has not). The norms are EAGLE-3.1's:
     fc_norm, one on each tap; norm_output, what is fed back is normed; norm_before_residual, the
     normed state is the residual; norm_before_fc, one norm over all taps.
     """
@@ -61,34 +62,35 @@ class EagleConfig:
     norm_before_fc: bool = False
 
     def __post_init__(self) -> None:
-        if self.version not in (1, 3) or self.layer.model_type not in LAYER_CONFIGS:
+        layer, taps = self.layer, self.taps
+        if self.version not in (1, 3) or layer.model_type not in LAYER_CONFIGS:
             raise ValueError(
-                f"eagle: got version {self.version} with layers of {self.layer.model_type}, "
+                f"eagle: got version {self.version} with layers of {layer.model_type}, "
                 f"expected version 1 or 3 and layers of {' or '.join(LAYER_CONFIGS)}"
             )
-        if self.version == 1 and (self.taps != (NORM,) or any(getattr(self, f) for f in FLAGS)):
+        if self.version == 1 and (taps != (NORM,) or any(getattr(self, f) for f in FLAGS)):
             raise ValueError(
-                f"eagle 1: got taps {self.taps} or a norm of EAGLE-3.1, expected the tap {NORM!r} "
-                "alone and none of them; use version 3"
+                f"eagle 1: got taps {taps} or a norm of EAGLE-3.1, expected the tap {NORM!r} alone "
+                "and none of them; use version 3"
             )
-        if self.version == 1 and self.layer.model_type != "llama":
+        if self.version == 1 and layer.model_type != "llama":
             raise ValueError(
-                f"eagle 1: got layers of {self.layer.model_type}, expected llama: servers know no "
+                f"eagle 1: got layers of {layer.model_type}, expected llama: servers know no "
                 "others in it, and would skip their norms on queries and keys; use version 3"
             )
-        if self.version == 3 and NORM in self.taps:
+        if self.version == 3 and NORM in taps:
             raise ValueError(
-                f"eagle 3: got taps {self.taps}, expected numbers of layers: no server taps the "
-                "state after the final norm"
+                f"eagle 3: got taps {taps}, expected numbers of layers: no server taps the state "
+                "after the final norm"
             )
-        if self.version == 3 and not 1 <= self.draft_vocab <= self.layer.vocab_size:
+        if self.version == 3 and not 1 <= self.draft_vocab <= layer.vocab_size:
             raise ValueError(
                 f"eagle 3: got draft_vocab={self.draft_vocab}, expected 1 to the target's "
-                f"{self.layer.vocab_size}"
+                f"{layer.vocab_size}"
             )
         if self.fc_norm and self.norm_before_fc:
             raise ValueError(
-                "eagle 3: got fc_norm and norm_before_fc, expected one of them at most"
+                "eagle 3: got fc_norm and norm_before_fc, expected at most one of them"
             )
 
 
@@ -122,13 +124,12 @@ class Eagle(Head):
         self.hidden, self.rows = layer.hidden_size, layer.vocab_size
         self.context, self.levels = layer.max_position_embeddings, ANY_DEPTH
         self.taps = config.taps
-        wide = config.version == 3
-        eps = layer.rms_norm_eps
+        wide, eps = config.version == 3, layer.rms_norm_eps
         width = (len(config.taps) if wide else 2) * self.hidden
         self.fc = nn.Linear(width, self.hidden, bias=config.fc_bias)
         self.layers = nn.ModuleList(
-            EagleLayer(layer, index, wide=wide and index == 0, bare=not wide and index == 0)
-            for index in range(layer.num_hidden_layers)
+            EagleLayer(layer, i, wide=wide and i == 0, bare=not wide and i == 0)
+            for i in range(layer.num_hidden_layers)
         )
         self.rotary = Rotary(layer)
         if not wide:
@@ -144,8 +145,8 @@ class Eagle(Head):
 
     def set_vocab(self, vocab: DraftVocab) -> None:
         """Give EAGLE-3 the tokens that it drafts."""
-        assert len(vocab.ids_D) == self.config.draft_vocab, (len(vocab.ids_D), self.config)
-        assert vocab.size == self.rows, (vocab.size, self.rows)
+        got, wanted = (len(vocab.ids_D), vocab.size), (self.config.draft_vocab, self.rows)
+        assert got == wanted, (got, wanted)
         self.register_buffer("d2t", vocab.d2t_D)
         self.register_buffer("t2d", vocab.t2d_V)
 
@@ -168,10 +169,6 @@ class Eagle(Head):
         if config.norm_before_fc:
             taps_XU = self.input_norm(taps_XU)
         return self.fc(taps_XU)
-
-    def embed(self, tokens_BT: Tensor) -> Tensor:
-        """The target's embeddings of tokens, in the head's own type."""
-        return F.embedding(tokens_BT, self.embedding_VH).to(self.fc.weight.dtype)
 
     def step(
         self, hidden_BTH: Tensor, tokens_BT: Tensor, positions_BT: Tensor, attention: Attention
@@ -197,15 +194,13 @@ class Eagle(Head):
         *,
         steps: int,
     ) -> list[Tensor]:
-        """Every position drafts `steps` tokens on, reading the text's tokens: the training-time
-        test.
+        """The training-time test: every position drafts `steps` tokens on, reading the text's.
 
         hidden: `fuse`d states f_t. tokens: x_t. positions: from 0 in each document. mask: [B, 1, T,
         T] bool, who may attend whom; None: causal. Step s at t reads x_{t+1+s} and what step s - 1
         gave (f_t at first), attends to step 0's pairs at t' <= t and to its own later ones, and
-        predicts x_{t+2+s}; past the row's end it reads token 0.
-
-        Returns of each step what the LM head multiplies, [B, T, H].
+        predicts x_{t+2+s}; past the row's end it reads token 0. Returns of each step what the LM
+        head multiplies, [B, T, H].
         """
         attention, states = Unrolled(mask), []
         for step in range(steps):
@@ -235,24 +230,34 @@ class Eagle(Head):
 
     def to_json(self) -> dict[str, Any]:
         config = self.config
-        layer = config.layer.to_dict()
-        keep = {name: layer[name] for name in LAYER_FIELDS if layer.get(name) is not None}
-        rope = config.layer.rope_parameters or {}
-        # Servers of today and of yesterday read different fields.
-        keep |= {"rope_parameters": rope, "rope_theta": rope.get("rope_theta", 10000.0)}
-        scaling = rope if rope.get("rope_type", "default") != "default" else None
-        keep |= {"rope_scaling": scaling, "model_type": layer["model_type"]}
-        keep |= {"tie_word_embeddings": False, "use_cache": True, "torch_dtype": self._dtype}
+        rope, kind = config.layer.rope_parameters or {}, config.layer.model_type
+        made = layer_json(config.layer) | {
+            # Servers of today and of yesterday read different fields.
+            "rope_parameters": rope,
+            "rope_theta": rope.get("rope_theta", 10000.0),
+            "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+            "torch_dtype": str(self.fc.weight.dtype).removeprefix("torch."),
+        }
         if config.version == 1:
-            return keep | {"architectures": ["LlamaForCausalLM"], "bias": config.fc_bias}
-        flags = {name: getattr(config, name) for name in FLAGS}
-        keep |= {"architectures": [EAGLE3_NAMES[layer["model_type"]]], **flags}
-        keep |= {"draft_vocab_size": config.draft_vocab, "target_hidden_size": self.hidden}
-        return keep | tap_fields(config.taps)
+            return made | {"architectures": ["LlamaForCausalLM"], "bias": config.fc_bias}
+        made |= {name: getattr(config, name) for name in FLAGS}
+        made |= {"architectures": [EAGLE3_NAMES[kind]], **tap_fields(config.taps)}
+        return made | {"draft_vocab_size": config.draft_vocab, "target_hidden_size": self.hidden}
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Eagle":
-        return cls(read_config(config))
+        layer, taps = read_layer(config), config.get(IDS)
+        if config.get("architectures") not in [[name] for name in EAGLE3_NAMES.values()]:
+            return cls(EagleConfig(layer, 1, fc_bias=bool(config.get("bias", True))))
+        if not isinstance(taps, list):
+            raise ValueError(
+                f"config.json: got no {IDS} at its top level, expected the list of taps; `python "
+                "-m draftsmith doctor` says what such a folder needs"
+            )
+        flags = {name: bool(config.get(name, False)) for name in FLAGS}
+        return cls(EagleConfig(layer, 3, tuple(taps), int(config["draft_vocab_size"]), **flags))
 
     def on_disk(self) -> dict[str, Tensor]:
         state = dict(self.state_dict())
@@ -276,41 +281,11 @@ class Eagle(Head):
     def misread(cls, stack: str, config: dict[str, Any], layers: int | None = None) -> str | None:
         return unread_by_sglang(config, layers) if stack == "sglang" else None
 
-    @property
-    def _dtype(self) -> str:
-        return str(self.fc.weight.dtype).removeprefix("torch.")
-
 
 def tap_fields(taps: tuple[Tap, ...]) -> dict[str, Any]:
     """The taps in both conventions: vLLM reads the top level, layers already run; SGLang the nested
     field, the layer whose output it is, counted from 0.
     """
     ids = [int(tap) for tap in taps]
-    nested = {
-        "use_aux_hidden_state": True,
-        "eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids],
-    }
-    return {"eagle_aux_hidden_state_layer_ids": ids, "eagle_config": nested}
-
-
-def read_config(config: dict[str, Any]) -> EagleConfig:
-    """The EagleConfig of a folder that `Eagle.to_json` wrote."""
-    kind = config.get("model_type")
-    if kind not in LAYER_CONFIGS:
-        raise ValueError(
-            f"config.json: got model_type={kind!r}, expected one of {', '.join(LAYER_CONFIGS)}: "
-            "EAGLE heads are layers of these"
-        )
-    layer = LAYER_CONFIGS[kind](
-        **{k: v for k, v in config.items() if k in (*LAYER_FIELDS, "rope_parameters")}
-    )
-    if config.get("architectures") not in [[name] for name in EAGLE3_NAMES.values()]:
-        return EagleConfig(layer, 1, fc_bias=bool(config.get("bias", True)))
-    taps = config.get("eagle_aux_hidden_state_layer_ids")
-    if not isinstance(taps, list):
-        raise ValueError(
-            "config.json: got no eagle_aux_hidden_state_layer_ids at its top level, expected the "
-            "list of taps; `python -m draftsmith doctor` says what such a folder needs"
-        )
-    flags = {name: bool(config.get(name, False)) for name in FLAGS}
-    return EagleConfig(layer, 3, tuple(taps), int(config["draft_vocab_size"]), **flags)
+    nested = {"use_aux_hidden_state": True, IDS: [i - 1 for i in ids]}
+    return {IDS: ids, "eagle_config": nested}

@@ -18,21 +18,16 @@ from draftsmith.models.server_facts import EAGLE1_OF_SGLANG, SPECULATORS_VERSION
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
+IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_KEYS = (*LAYER_FIELDS, "model_type", "rope_parameters", "tie_word_embeddings", "use_cache")
 
 
-def eagle3_as_it_is(config: Config, tensors: Tensors, *unused: Any) -> Exported:
-    return Exported(config, tensors)
-
-
-def eagle3_for_sglang(
-    config: Config, tensors: Tensors, target: PreTrainedModel, K: int
-) -> Exported:
+def eagle3_sglang(config: Config, tensors: Tensors, target: PreTrainedModel, K: int) -> Exported:
     layers = target.config.get_text_config().num_hidden_layers
     reason = unread_by_sglang(config | {"num_hidden_layers": 1}, layers)
     if reason:
         raise ValueError(
-            f"to=sglang: got a head with which SGLang would draft wrongly, without a word: "
+            "to=sglang: got a head with which SGLang would draft wrongly, without a word: "
             f"{reason}; vLLM reads it: to=vllm, or train one without"
         )
     # The norm before a further layer's attention has the first layer's name there.
@@ -42,7 +37,7 @@ def eagle3_for_sglang(
     return Exported(config, tensors)
 
 
-def eagle1_for_sglang(config: Config, tensors: Tensors, *unused: Any) -> Exported:
+def eagle1_sglang(config: Config, tensors: Tensors, *unused: Any) -> Exported:
     """With fc's bias, zero where the head has none: SGLang's would be random."""
     fc = tensors["fc.weight"]
     tensors.setdefault("fc.bias", torch.zeros(fc.shape[0], dtype=fc.dtype))
@@ -50,7 +45,7 @@ def eagle1_for_sglang(config: Config, tensors: Tensors, *unused: Any) -> Exporte
     return Exported(config | {"architectures": [EAGLE1_OF_SGLANG], "bias": False}, tensors)
 
 
-def eagle1_for_vllm(config: Config, tensors: Tensors, *unused: Any) -> Exported:
+def eagle1_vllm(config: Config, tensors: Tensors, *unused: Any) -> Exported:
     if tensors.pop("fc.bias", torch.zeros(1)).any():
         raise ValueError(
             "to=vllm: got an EAGLE-1 head whose fc has a bias, which vLLM doesn't add: it would "
@@ -60,9 +55,7 @@ def eagle1_for_vllm(config: Config, tensors: Tensors, *unused: Any) -> Exported:
     return Exported(config | {"bias": False}, tensors)
 
 
-def eagle3_for_speculators(
-    flat: Config, tensors: Tensors, target: PreTrainedModel, K: int
-) -> Exported:
+def eagle3_speculators(flat: Config, tensors: Tensors, target: PreTrainedModel, K: int) -> Exported:
     """The unified format, which vLLM reads too."""
     kept = {name: value for name, value in flat.items() if name in LAYER_KEYS}
     # The target's embeddings are always in the file there.
@@ -70,17 +63,14 @@ def eagle3_for_speculators(
     table = target.get_input_embeddings().weight
     assert isinstance(table, Tensor)
     tensors["embed_tokens.weight"] = table.to(tensors["fc.weight"].dtype)
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": K,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": K}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    named = target.config.architectures or [type(target).__name__]
     config = {
         "architectures": ["Eagle3DraftModel"],
         "draft_vocab_size": flat["draft_vocab_size"],
         "dtype": flat["torch_dtype"],
-        "eagle_aux_hidden_state_layer_ids": flat["eagle_aux_hidden_state_layer_ids"],
+        IDS: flat[IDS],
         "embed_requires_grad": False,
         # Each flag is written: readers differ in what they take for a missing one.
         **{name: flat[name] for name in FLAGS},
@@ -88,10 +78,7 @@ def eagle3_for_speculators(
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {
-                "architectures": target.config.architectures or [type(target).__name__],
-                "name_or_path": target.name_or_path,
-            },
+            "verifier": {"architectures": named, "name_or_path": target.name_or_path},
         },
         "speculators_model_type": "eagle3",
         "speculators_version": SPECULATORS_VERSION,
@@ -104,11 +91,9 @@ def eagle3_for_speculators(
 
 def unread_by_sglang(config: dict[str, Any], layers: int | None = None) -> str | None:
     """Why SGLang, which reads any EAGLE-3 folder without a word, would draft wrongly with the head
-    that this config.json describes; None where it would not.
-
-    layers: of the target, where known.
+    of this config.json; None where it would not. layers: of the target, where known.
     """
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or []
+    ids = config.get(IDS) or []
     reasons = (
         ("it has no norm before fc (norm_before_fc)", config.get("norm_before_fc")),
         ("its residual is never normed (norm_before_residual)", config.get("norm_before_residual")),
@@ -123,9 +108,9 @@ def unread_by_sglang(config: dict[str, Any], layers: int | None = None) -> str |
 
 
 LAYOUTS: dict[tuple[str, str], Callable[[Config, Tensors, PreTrainedModel, int], Exported]] = {
-    ("eagle1", "sglang"): eagle1_for_sglang,
-    ("eagle1", "vllm"): eagle1_for_vllm,
-    ("eagle3", "sglang"): eagle3_for_sglang,
-    ("eagle3", "vllm"): eagle3_as_it_is,
-    ("eagle3", "speculators"): eagle3_for_speculators,
+    ("eagle1", "sglang"): eagle1_sglang,
+    ("eagle1", "vllm"): eagle1_vllm,
+    ("eagle3", "sglang"): eagle3_sglang,
+    ("eagle3", "vllm"): lambda config, tensors, *unused: Exported(config, tensors),
+    ("eagle3", "speculators"): eagle3_speculators,
 }

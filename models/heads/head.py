@@ -1,11 +1,9 @@
 """Heads: small modules that draft from a frozen target's states, and the folder they are kept in.
 
 A family of heads is a file in this folder; its class says all that others ask of it: how its folder
-reads, which servers take it, whether it can learn online. Its drafter is in the file of that name
-in decode/drafters, what it learns in that of train/objectives.
-
-A head holds what is trained. Of the target it borrows the token embeddings and the LM head, by
-`bind`, without owning them: they are neither trained, moved nor saved with it.
+reads, which servers take it, whether it can learn online. A head holds what is trained; the token
+embeddings and the LM head of the target it borrows, by `bind`, without owning them: they are
+neither trained, moved nor saved with it.
 
 Shapes: V rows of the target's LM head, H hidden size.
 """
@@ -19,19 +17,11 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from safetensors.torch import load_file, save_file
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.disk.read_lm import (
-    DTYPES,
-    Shapes,
-    read_header,
-    read_json,
-    refuse_faults,
-    tensor_faults,
-    write_json,
-)
+from draftsmith.models.disk.read_lm import DTYPES, save_tensors, write_json
 from draftsmith.models.taps import Tap, check_taps
 from draftsmith.models.target import split_head
 from draftsmith.models.vocab import DraftVocab
@@ -45,8 +35,7 @@ class OutputHead(nn.Linear):
 
 class Reads(NamedTuple):
     """How a server or toolkit takes a kind of head. method: its own name for it; ours: whether it
-    reads the folder that training writes, which `export` else rewrites; says: what it does with a
-    folder in its layout.
+    reads the folder that training writes, else `export`'s; says: what it does with its layout.
     """
 
     method: str = ""
@@ -91,8 +80,8 @@ class Head(nn.Module):
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> Self:
-        """The head that a config.json describes, with random weights; ValueError for what it lacks
-        or holds wrongly.
+        """The head of a config.json, with random weights. ValueError for what it lacks or holds
+        wrongly.
         """
         raise NotImplementedError
 
@@ -109,7 +98,7 @@ class Head(nn.Module):
         return tensors
 
     def exported(self, to: str, target: PreTrainedModel, K: int) -> Exported:
-        """As stack `to`, one of its kind's, reads it. It is bound to the target; K: tokens to draft
+        """As stack `to`, one of its kind's, reads it; it is bound to the target. K: tokens to draft
         a round. ValueError where the stack would draft otherwise with this one.
         """
         raise NotImplementedError
@@ -127,20 +116,17 @@ class Head(nn.Module):
         return None
 
     def bind(self, target: PreTrainedModel) -> Self:
-        """Borrow the target's embeddings and LM head (both [V, H]).
-
-        Raises ValueError for a target of another width, too few layers, or another vocabulary.
+        """Borrow the target's embeddings and LM head (both [V, H]). ValueError for a target of
+        another width, too few layers, or another vocabulary.
         """
         head_VH = split_head(target)[1]
         table = target.get_input_embeddings().weight
         assert isinstance(table, Tensor)
-        made_for = {"hidden size": self.hidden, "rows of the LM head": self.rows}
-        given = {"hidden size": head_VH.shape[1], "rows of the LM head": head_VH.shape[0]}
-        differ = [
-            f"{name} {made_for[name]}, got {given[name]}"
-            for name in given
-            if made_for[name] != given[name]
-        ]
+        pairs = (
+            ("hidden size", self.hidden, head_VH.shape[1]),
+            ("rows of the LM head", self.rows, head_VH.shape[0]),
+        )
+        differ = [f"{name} {ours}, got {theirs}" for name, ours, theirs in pairs if ours != theirs]
         if differ:
             raise ValueError(
                 f"{self.kind} head: made for a target of {'; '.join(differ)}; expected the target "
@@ -162,10 +148,10 @@ class Head(nn.Module):
         made.__dict__ = copy.deepcopy(self.__dict__, memo)
         return made
 
-    @property
-    def embedding_VH(self) -> Tensor:
-        """The target's token embeddings."""
-        return self._bound[0]
+    def embed(self, tokens_X: Tensor) -> Tensor:
+        """The target's embeddings [..., H] of tokens, in the head's own type."""
+        dtype = next(self.parameters()).dtype
+        return F.embedding(tokens_X, self._bound[0]).to(dtype)
 
     @property
     def target_head_VH(self) -> Tensor:
@@ -179,10 +165,8 @@ class Head(nn.Module):
 
     def save_pretrained(self, folder: str | Path, **unused: Any) -> None:
         """Write config.json and model.safetensors."""
-        folder = Path(folder)
-        tensors = {name: t.detach().cpu().contiguous() for name, t in self.on_disk().items()}
-        write_json(folder / "config.json", self.to_json())
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        write_json(Path(folder) / "config.json", self.to_json())
+        save_tensors(Path(folder) / "model.safetensors", self.on_disk())
 
 
 def heads() -> dict[str, type[Head]]:
@@ -203,49 +187,29 @@ def family(kind: str, room: str, what: str) -> Any:
     return getattr(module, f"{cls.__name__}{what}")
 
 
-def load_head(cls: type[Head], folder: Path, dtype: str = "auto") -> Head:
-    """The head in a folder, in eval mode; its whole numbers (vocabulary maps) keep their type.
-
-    Raises ValueError for a config or tensors that aren't those of such a head.
-    """
-    check_head(cls, folder)
-    tensors = load_file(folder / "model.safetensors")
-    return assembled(cls, read_json(folder / "config.json"), tensors, dtype)
-
-
 def assembled(
     cls: type[Head], config: dict[str, Any], tensors: dict[str, Tensor], dtype: str = "auto"
 ) -> Head:
-    """The head of a config.json and its tensors by their names on disk, in eval mode."""
+    """The head of a config.json and its tensors by their names on disk, in eval mode; whole numbers
+    (vocabulary maps) keep their type. ValueError for a config that isn't of such a head.
+    """
     head = cls.from_json(config)
     # assign: the dtype is the tensors', unless another is named.
     head.load_state_dict(head.from_disk(tensors), assign=True)
     wanted = DTYPES[dtype]
-    if isinstance(wanted, torch.dtype):
-        head.to(wanted)
-    return head.eval()
+    return (head.to(wanted) if isinstance(wanted, torch.dtype) else head).eval()
 
 
-def check_head(cls: type[Head], folder: Path) -> None:
-    """Compare the header of a folder's weights with the head that its config describes."""
-    found = read_header(folder / "model.safetensors")
-    refuse_faults(folder, head_faults(cls, read_json(folder / "config.json"), found))
-
-
-def head_faults(cls: type[Head], config: dict[str, Any], found: Shapes) -> dict[str, list[str]]:
-    """How the tensors found differ from those of the head that a config.json describes."""
+def outlined(cls: type[Head], config: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors on disk, without values, of the head that a config.json describes."""
     with torch.device("meta"):
-        head = cls.from_json(config)
-        expected = {name: tuple(t.shape) for name, t in head.on_disk().items()}
-    return tensor_faults(found, expected, "config")
+        return cls.from_json(config).on_disk()
 
 
 def entry(config: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
     """`config[name]`, of `kind`; ValueError where it is missing and has no default."""
     value = config.get(name, default)
     if value is None or not isinstance(value, kind):
-        raise ValueError(
-            f"config.json: got {name}={value!r}, expected {kind.__name__}; restore the file as it "
-            "was saved"
-        )
+        wanted = f"expected {kind.__name__}; restore the file as it was saved"
+        raise ValueError(f"config.json: got {name}={value!r}, {wanted}")
     return value

@@ -24,16 +24,23 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.heads.head import ANY_DEPTH, Head, Kind, OutputHead, entry
-from draftsmith.models.heads.layer import LAYER_CONFIGS, LAYER_FIELDS, Attention, EagleLayer, Rotary
-from draftsmith.models.heads.medusa import ResidualBlock, check_sizes, copy_head, parts_of
+from draftsmith.models.heads.layer import (
+    LAYER_CONFIGS,
+    Attention,
+    EagleLayer,
+    Rotary,
+    layer_json,
+    read_layer,
+)
+from draftsmith.models.heads.medusa import ResidualBlock, check_sizes, copy_head
 from draftsmith.models.taps import NORM
 
 
 @dataclass(frozen=True)
 class HydraConfig:
     """hidden, rows: of the target's LM head; heads: tokens ahead; layers: residual blocks a head;
-    prefix: sizes of Hydra++'s decoder layer, of Llama's or Qwen3's kind; dropout: in front of each
-    block and LM head, while training; head_bias: of the LM heads (the official ones have it).
+    prefix: sizes of Hydra++'s decoder layer; dropout: in front of each block and LM head, while
+    training; head_bias: of the LM heads (the official ones have it).
     """
 
     hidden: int
@@ -45,7 +52,7 @@ class HydraConfig:
     head_bias: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes("hydra", self.hidden, self.rows, heads=self.heads, layers=self.layers)
+        check_sizes("hydra", self.hidden, self.rows, self.heads, self.layers)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"hydra: got dropout={self.dropout}, expected 0 to below 1")
         if self.prefix is None:
@@ -70,15 +77,12 @@ class Hydra(Head):
         self.config = config
         self.hidden, self.rows, self.levels = config.hidden, config.rows, config.heads
         self.context = ANY_DEPTH
-        more = range(config.layers - 1)
-        self.hydra_mlp = nn.ModuleList(
-            nn.Sequential(
-                ResidualBlock(config.hidden, depth + 2),
-                *(ResidualBlock(config.hidden) for _ in more),
-            )
-            for depth in range(config.heads)
-        )
-        self.hydra_lm_head = nn.ModuleList(
+        self.hydra_mlp: Any = nn.ModuleList()
+        for depth in range(config.heads):
+            first = ResidualBlock(config.hidden, depth + 2)
+            more = [ResidualBlock(config.hidden) for _ in range(config.layers - 1)]
+            self.hydra_mlp.append(nn.Sequential(first, *more))
+        self.hydra_lm_head: Any = nn.ModuleList(
             OutputHead(config.hidden, config.rows, bias=config.head_bias)
             for _ in range(config.heads)
         )
@@ -92,32 +96,23 @@ class Hydra(Head):
     def init_from(self, target: PreTrainedModel) -> Self:
         """Bind the target, and copy its LM head into those of the heads, without a bias."""
         self.bind(target)
-        outputs = [self.output(depth) for depth in range(self.levels)]
-        copy_head(target, outputs)
-        for output in outputs:
+        copy_head(target, list(self.hydra_lm_head))
+        for output in self.hydra_lm_head:
             if output.bias is not None:
                 nn.init.zeros_(output.bias)
         return self
 
     def blocks(self, depth: int) -> list[ResidualBlock]:
-        """The residual blocks of one head, typed."""
-        return [part for part in parts_of(self.hydra_mlp, depth) if isinstance(part, ResidualBlock)]
+        """The residual blocks of one head."""
+        return list(self.hydra_mlp[depth])
 
     def output(self, depth: int) -> OutputHead:
-        """The LM head of one head, typed."""
-        output = self.hydra_lm_head[depth]
-        assert isinstance(output, OutputHead)
-        return output
-
-    def embed(self, tokens_X: Tensor) -> Tensor:
-        """The target's embeddings [..., H] of tokens, in the head's own type."""
-        dtype = self.output(0).weight.dtype
-        return F.embedding(tokens_X, self.embedding_VH).to(dtype)
+        """The LM head of one head."""
+        return self.hydra_lm_head[depth]
 
     def prefix(self, norm_BTH: Tensor, positions_BT: Tensor, attention: Attention) -> Tensor:
         """The base states [B, T, H] from the target's: themselves, or through Hydra++'s layer.
-
-        attention: how positions see each other, as in `eagle`; its layer is 0.
+        attention: how positions see each other; the layer is its layer 0.
         """
         if self.config.prefix is None:
             return norm_BTH
@@ -148,45 +143,29 @@ class Hydra(Head):
         return F.dropout(x, self.config.dropout, self.training)
 
     def to_json(self) -> dict[str, Any]:
-        config = self.config
-        plain = {
+        config, prefix = self.config, self.config.prefix
+        made = {
             "architectures": ["HydraModel"],
             "model_type": "hydra",
             "hidden_size": config.hidden,
             "vocab_size": config.rows,
             "hydra_num_heads": config.heads,
             "hydra_num_layers": config.layers,
-            "hydra_head_arch": "mlp" if config.prefix is None else "prefix-mlp",
+            "hydra_head_arch": "prefix-mlp" if prefix else "mlp",
             "grounded_heads": True,
             "dropout_rate": config.dropout,
             "lm_head_bias": config.head_bias,
         }
-        if config.prefix is None:
-            return plain
-        layer = config.prefix.to_dict()
-        names = (*LAYER_FIELDS, "rope_parameters", "model_type")
-        return plain | {"prefix": {n: layer[n] for n in names if layer.get(n) is not None}}
+        if prefix is not None:
+            made["prefix"] = layer_json(prefix)
+        return made
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Hydra":
         prefix = None
         if entry(config, "hydra_head_arch", str, "mlp") == "prefix-mlp":
-            layer = dict(entry(config, "prefix", dict))
-            kind = layer.pop("model_type", None)
-            if kind not in LAYER_CONFIGS:
-                raise ValueError(
-                    f"config.json: got a prefix of model_type={kind!r}, expected "
-                    f"{' or '.join(LAYER_CONFIGS)}; restore the file as it was saved"
-                )
-            prefix = LAYER_CONFIGS[kind](**layer)
-        return cls(
-            HydraConfig(
-                hidden=entry(config, "hidden_size", int),
-                rows=entry(config, "vocab_size", int),
-                heads=entry(config, "hydra_num_heads", int),
-                layers=entry(config, "hydra_num_layers", int),
-                prefix=prefix,
-                dropout=float(config.get("dropout_rate", 0.0)),
-                head_bias=entry(config, "lm_head_bias", bool, False),
-            )
-        )
+            prefix = read_layer(entry(config, "prefix", dict))
+        names = ("hidden_size", "vocab_size", "hydra_num_heads", "hydra_num_layers")
+        hidden, rows, heads, layers = (entry(config, name, int) for name in names)
+        dropout, bias = config.get("dropout_rate", 0.0), entry(config, "lm_head_bias", bool, False)
+        return cls(HydraConfig(hidden, rows, heads, layers, prefix, float(dropout), bias))

@@ -34,6 +34,22 @@ LAYER_FIELDS = (
 )
 
 
+def layer_json(layer: PretrainedConfig) -> dict[str, Any]:
+    """What a folder's config.json keeps of the layers' config."""
+    content, names = layer.to_dict(), (*LAYER_FIELDS, "rope_parameters", "model_type")
+    return {name: content[name] for name in names if content.get(name) is not None}
+
+
+def read_layer(content: dict[str, Any]) -> PretrainedConfig:
+    """The layers' config in a config.json; ValueError for layers of another kind."""
+    kind = content.get("model_type")
+    if kind not in LAYER_CONFIGS:
+        wanted = f"expected {' or '.join(LAYER_CONFIGS)}; restore the file as it was saved"
+        raise ValueError(f"config.json: got layers of model_type={kind!r}, {wanted}")
+    fields = (*LAYER_FIELDS, "rope_parameters")
+    return LAYER_CONFIGS[kind](**{name: content[name] for name in fields if name in content})
+
+
 class Rotary(LlamaRotaryEmbedding):  # the same for Qwen3
     """transformers' rotary embeddings, whose frequencies stay as they are when a head is cast:
     rounded to bfloat16 they turn up to a radian too far at position 1,000.
@@ -51,10 +67,9 @@ class Rotary(LlamaRotaryEmbedding):  # the same for Qwen3
 
 
 class EagleLayer(nn.Module):
-    """One decoder layer, apart from how positions attend to each other.
-
-    wide: EAGLE-3's first, which reads a normed embedding beside the normed state. bare: EAGLE-1's
-    first, without a norm before its attention. Else an ordinary one.
+    """One decoder layer, apart from how positions attend to each other. wide: EAGLE-3's first,
+    which reads a normed embedding beside the normed state; bare: EAGLE-1's first, without a norm
+    before its attention; else an ordinary one.
     """
 
     def __init__(self, config: PretrainedConfig, index: int, *, wide: bool, bare: bool) -> None:

@@ -19,17 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.heads.head import (
-    ANY_DEPTH,
-    Exported,
-    Head,
-    Kind,
-    OutputHead,
-    Reads,
-    entry,
-)
+from draftsmith.models.heads.head import ANY_DEPTH, Exported, Head, Kind, OutputHead, Reads, entry
 from draftsmith.models.taps import NORM
 from draftsmith.models.target import split_head
+
+SIZES = ("hidden_size", "vocab_size", "medusa_num_heads", "medusa_num_layers")
 
 
 @dataclass(frozen=True)
@@ -45,7 +39,7 @@ class MedusaConfig:
     own_heads: bool = True
 
     def __post_init__(self) -> None:
-        check_sizes("medusa", self.hidden, self.rows, heads=self.heads, layers=self.layers)
+        check_sizes("medusa", self.hidden, self.rows, self.heads, self.layers)
 
 
 class ResidualBlock(nn.Module):
@@ -79,14 +73,11 @@ class Medusa(Head):
         super().__init__()
         self.config = config
         self.hidden, self.rows, self.levels = config.hidden, config.rows, config.heads
-        self.heads = nn.ModuleList(self._one_head() for _ in range(config.heads))
-
-    def _one_head(self) -> nn.Sequential:
-        config = self.config
-        parts: list[nn.Module] = [ResidualBlock(config.hidden) for _ in range(config.layers)]
-        if config.own_heads:
-            parts.append(OutputHead(config.hidden, config.rows, bias=False))
-        return nn.Sequential(*parts)
+        self.heads: Any = nn.ModuleList()
+        for _ in range(config.heads):
+            blocks = [ResidualBlock(config.hidden) for _ in range(config.layers)]
+            own = [OutputHead(config.hidden, config.rows, bias=False)] if config.own_heads else []
+            self.heads.append(nn.Sequential(*blocks, *own))
 
     def init_from(self, target: PreTrainedModel) -> Self:
         """Bind the target, and copy its LM head into those of the heads."""
@@ -96,25 +87,22 @@ class Medusa(Head):
         return self
 
     def blocks(self, depth: int) -> list[ResidualBlock]:
-        """The residual blocks of one head, typed."""
-        return [part for part in parts_of(self.heads, depth) if isinstance(part, ResidualBlock)]
+        """The residual blocks of one head."""
+        return list(self.heads[depth])[: self.config.layers]
 
     def output(self, depth: int) -> OutputHead:
         """The LM head of its own that one head has."""
-        last = parts_of(self.heads, depth)[-1]
-        assert isinstance(last, OutputHead), "these heads multiply the target's LM head"
-        return last
+        assert self.config.own_heads, "these heads multiply the target's LM head"
+        return self.heads[depth][-1]
 
     def states(self, norm_XH: Tensor) -> list[Tensor]:
         """What the LM head of each head multiplies: K tensors [..., H], of the target's states
         after the final norm.
         """
-        states = []
+        states = [norm_XH] * self.levels
         for depth in range(self.levels):
-            state_XH = norm_XH
             for block in self.blocks(depth):
-                state_XH = block(state_XH)
-            states.append(state_XH)
+                states[depth] = block(states[depth])
         return states
 
     def head_VH(self, depth: int) -> Tensor:
@@ -123,27 +111,19 @@ class Medusa(Head):
 
     def to_json(self) -> dict[str, Any]:
         config = self.config
+        sizes = (config.hidden, config.rows, config.heads, config.layers)
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
-            "hidden_size": config.hidden,
-            "vocab_size": config.rows,
-            "medusa_num_heads": config.heads,
-            "medusa_num_layers": config.layers,
+            **dict(zip(SIZES, sizes, strict=True)),
             "original_lm_head": not config.own_heads,
         }
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Medusa":
-        return cls(
-            MedusaConfig(
-                hidden=entry(config, "hidden_size", int),
-                rows=entry(config, "vocab_size", int),
-                heads=entry(config, "medusa_num_heads", int),
-                layers=entry(config, "medusa_num_layers", int),
-                own_heads=not entry(config, "original_lm_head", bool, False),
-            )
-        )
+        hidden, rows, heads, layers = (entry(config, name, int) for name in SIZES)
+        own_heads = not entry(config, "original_lm_head", bool, False)
+        return cls(MedusaConfig(hidden, rows, heads, layers, own_heads))
 
     def on_disk(self) -> dict[str, Tensor]:
         return {name.removeprefix("heads."): t for name, t in self.state_dict().items()}
@@ -153,20 +133,19 @@ class Medusa(Head):
 
     def exported(self, to: str, target: PreTrainedModel, K: int) -> Exported:
         """FasterDecoding's layout, which TGI reads; its second form for a shared LM head."""
-        ours = self.to_json()
         if not self.config.own_heads and self.config.layers != 1:
             raise ValueError(
                 f"to=tgi: got heads of {self.config.layers} layers that share the target's LM "
                 "head, expected one layer, or LM heads of their own: TGI reads no others"
             )
-        names = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
-        config = {name: ours[name] for name in names}
+        ours = self.to_json()
+        config = {name: ours[name] for name in SIZES}
         config |= {"base_model_name_or_path": target.name_or_path}
         config |= {} if self.config.own_heads else {"version": "2"}
         return Exported(config, self.on_disk(), "medusa_lm_head.safetensors")
 
 
-def check_sizes(kind: str, hidden: int, rows: int, *, heads: int, layers: int) -> None:
+def check_sizes(kind: str, hidden: int, rows: int, heads: int, layers: int) -> None:
     """ValueError for sizes below 1."""
     if min(hidden, rows, heads, layers) < 1:
         raise ValueError(
@@ -180,8 +159,3 @@ def copy_head(target: PreTrainedModel, heads: list[OutputHead]) -> None:
     """Copy the target's LM head into each of `heads`."""
     for head in heads:
         head.weight.copy_(split_head(target)[1])
-
-
-def parts_of(heads: nn.ModuleList, depth: int) -> list[nn.Module]:
-    """The modules of one head, in order."""
-    return list(heads[depth].children())

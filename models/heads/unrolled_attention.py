@@ -89,8 +89,17 @@ class _Merged(torch.autograd.Function):
         groups = query.shape[1] // sides[0].shape[1]
         run = _kernels(query, bias)[0]
         first_BATE, lse_BAT = run(query, _spread(sides[0], groups), _spread(sides[1], groups), bias)
-        if len(sides) > 2:
-            first_BATE, lse_BAT = _merge(query, first_BATE, lse_BAT, sides[2:])
+        if len(sides) > 2:  # the columns of the later steps, their keys and values in turns
+            rows, heads, length, width = sides[0].shape
+            split = (rows, heads, -1, length, width)
+            grouped, first, lse = query.reshape(split), first_BATE.reshape(split), lse_BAT
+            keys = (key.unsqueeze(2) for key in sides[2::2])
+            scores = [(grouped * key).sum(-1, dtype=lse.dtype).mul_(width**-0.5) for key in keys]
+            whole = torch.stack([lse.reshape(scores[0].shape), *scores]).logsumexp(0)
+            out = first * (lse.reshape(whole.shape) - whole).exp_().unsqueeze(-1)
+            for score, value in zip(scores, sides[3::2], strict=True):
+                out += (score - whole).exp_().unsqueeze(-1) * value.unsqueeze(2)
+            first_BATE, lse_BAT = out.to(query.dtype).flatten(1, 2), whole.flatten(1, 2)
         ctx.save_for_backward(query, bias, first_BATE, lse_BAT, *sides)
         return first_BATE
 
@@ -120,24 +129,6 @@ class _Merged(torch.autograd.Function):
             d_query = d_query.addcmul_(slope, key.expand_as(query))
             gradients += [(slope * query).sum(2), (weight.to(d_out.dtype) * d_out).sum(2)]
         return d_query.flatten(1, 2), None, *gradients
-
-
-def _merge(
-    query_BATE: Tensor, first_BATE: Tensor, lse_BAT: Tensor, sides: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Output and log-denominator with the columns of the later steps added: sides are their keys
-    and values in turns.
-    """
-    rows, heads, length, width = sides[0].shape
-    split = (rows, heads, -1, length, width)
-    query, first, lse = query_BATE.reshape(split), first_BATE.reshape(split), lse_BAT
-    keys = (key.unsqueeze(2) for key in sides[::2])
-    scores = [(query * key).sum(-1, dtype=lse.dtype).mul_(width**-0.5) for key in keys]
-    whole = torch.stack([lse.reshape(scores[0].shape), *scores]).logsumexp(0)
-    out = first * (lse.reshape(whole.shape) - whole).exp_().unsqueeze(-1)
-    for score, value in zip(scores, sides[1::2], strict=True):
-        out += (score - whole).exp_().unsqueeze(-1) * value.unsqueeze(2)
-    return out.to(query.dtype).flatten(1, 2), whole.flatten(1, 2)
 
 
 def _spread(x_BKTE: Tensor, groups: int) -> Tensor:

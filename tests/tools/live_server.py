@@ -19,7 +19,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.server import Backend, Server, ServerConfig
-from draftsmith.models.folder.drafter_folder import fingerprint, save_drafter
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.folder.drafter_folder import save_drafter
 
 END = 0  # ends an answer
 

@@ -26,7 +26,8 @@ from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import TokenTree
-from draftsmith.models.folder.drafter_folder import fingerprint, save_drafter
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
 from draftsmith.models.taps import target_states

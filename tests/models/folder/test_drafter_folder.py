@@ -16,12 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.models.disk import atomic as disk
+from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder import drafter_folder
-from draftsmith.models.folder.drafter_folder import (
-    fingerprint,
-    open_drafter,
-    save_drafter,
-)
+from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.servers.serve_lines import serve_line
 from draftsmith.models.target import TargetSpec, load_target
 
