@@ -9,10 +9,9 @@ D is fkl, rkl, jsd, tv, tvpp, nla, lk or ce, or a weighted sum of them (train/lo
 may be another one in a second stage. Both sides go through the one transform (vocabulary cut,
 temperature, top-k, top-p). w is 1, or chosen by `tokens.select` (AdaSPEC) or `tokens.by_depth`
 (train/objectives/token_selection.py). The text x is what `data` names: ground truth, or the
-target's own answers (a folder of train/prepare.py; with loss=ce that is sequence-level
-distillation); at a share `on_policy` (lambda) of the steps the draft writes the answers itself. No
-gradient goes through its sampling. With `head.weight` an
-acceptance head (SpecDec++) is trained along: train/scoring/joint.py.
+target's own answers (of train/prepare.py; with loss=ce that is sequence-level distillation); at a
+share `on_policy` (lambda) of the steps the draft writes the answers itself, and no gradient goes
+through its sampling. `head.weight` trains an acceptance head along: train/scoring/joint.py.
 
 Where this differs from DistillSpec:
 1. The mean is over all trained tokens of the step, not within each sequence first.
@@ -30,7 +29,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import run_command
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.models.scorers import Scorer
 from draftsmith.models.target import TargetSpec, vocab_size
 from draftsmith.train.answers.asks import prompts_for_development
 from draftsmith.train.drafts.draft_start import TINY, ModelStart, open_draft, open_reference
@@ -38,10 +36,8 @@ from draftsmith.train.objectives.distillation import Distillation, Losses, stage
 from draftsmith.train.objectives.heldout import HeldOutPrompts, draft_figures, open_heldout
 from draftsmith.train.objectives.heldout import shrunk as shrunk_run
 from draftsmith.train.objectives.token_selection import Weighting
-from draftsmith.train.run import recipe
-from draftsmith.train.run.folder import Run
 from draftsmith.train.run.frozen_target import open_target
-from draftsmith.train.run.launch import start
+from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import StepBatches, fit
 from draftsmith.train.run.lora import Lora, to_save
 from draftsmith.train.run.result import made_by, save_draft
@@ -50,14 +46,8 @@ from draftsmith.train.scoring.joint import JointHead, open_head
 from draftsmith.train.scoring.result import finish_head
 from draftsmith.train.teachers.states import Cache
 from draftsmith.train.teachers.teachers import Teacher, open_teacher
-from draftsmith.train.text.on_policy import (
-    OnPolicy,
-    OnPolicyText,
-    Snapshot,
-    Text,
-    make_batches,
-    training_examples,
-)
+from draftsmith.train.text import on_policy
+from draftsmith.train.text.on_policy import OnPolicyText, Snapshot, Text
 
 
 @dataclass(kw_only=True)
@@ -100,18 +90,11 @@ class DistillConfig(Settings):
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
-    config = recipe.load(DistillConfig, argv)
-    config = shrunk(config) if config.target.shrink else config
-    accelerator = start(config)
-    run = recipe.run_of(config, main=accelerator.is_main_process)
-    result = run.folder / "drafter"
-    if run.finished():
-        accelerator.print(f"{result} is finished: nothing to do")
+    config, accelerator, run = begin(DistillConfig, argv, shrunk)
+    if run is None:
         return
-    accelerator.print(recipe.show(config, config.show))
 
     # ---- the frozen target, the draft --------------------------------------------------------
-    config.target = config.target.resolved(config.dtype)
     target, tokenizer = open_target(config, accelerator)
     begins = (config.draft, config.lora, config.allow_target_mismatch)
     draft = open_draft(*begins, target, tokenizer, config.seed)
@@ -120,19 +103,18 @@ def main(argv: list[str]) -> None:
         draft.gradient_checkpointing_enable({"use_reentrant": False})
 
     # ---- text to compare them on, as it is or with answers of the draft ----------------------
-    examples = training_examples(config.data, tokenizer, few=config.target.shrink)
-    text = make_batches(config.text, config, examples, tokenizer)
+    examples = on_policy.training_examples(config.data, tokenizer, few=config.target.shrink)
+    text = on_policy.make_batches(config.text, config, examples, tokenizer)
     batches: StepBatches = text
     if config.on_policy.share:
-        rows = make_batches(config.text, config, examples, tokenizer, packing=False)
-        batches = OnPolicy(config.on_policy, rows, snapshot, tokenizer)
+        rows = on_policy.make_batches(config.text, config, examples, tokenizer, packing=False)
+        batches = on_policy.OnPolicy(config.on_policy, rows, snapshot, tokenizer)
 
     # ---- objective ---------------------------------------------------------------------------
     keep = (config.cache, config.data, config.warp)
     teacher = open_teacher(*keep, accelerator, target, tokenizer, text, draft)
     reference = open_reference(config.tokens.reference, target, tokenizer)
-    objective = make_objective(config, draft, teacher, tokenizer, reference)
-    objective.to(accelerator.device)
+    objective = make_objective(config, draft, teacher, tokenizer, reference).to(accelerator.device)
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
     given = (config.heldout, config.warp, accelerator, target, tokenizer, run.cache)
@@ -146,10 +128,15 @@ def main(argv: list[str]) -> None:
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
         draft = to_save(draft, run.folder / "adapter", config.save_dtype)
-        made = made_by(argv, config.seed, examples, ended, acceptance=ended.best)
+        made = made_by(argv, config.seed, examples.fingerprint(), ended, acceptance=ended.best)
+        result = run.folder / "drafter"
         save_draft(result, draft, target, tokenizer, config.target.path, made, K=config.K)
         if objective.head is not None:
-            calibrate(config, objective.head.scorer, run, target, tokenizer, made)
+            asked = {"count": config.head.prompts, "length": config.heldout.prompt_tokens}
+            source = config.heldout.data or config.data
+            prompts = prompts_for_development(source, tokenizer, **asked)
+            about = (run, target, tokenizer, config.warp, config.target.path, made)
+            finish_head(objective.head.scorer, prompts, *about)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
 
@@ -174,21 +161,6 @@ def make_objective(
     )
 
 
-def calibrate(
-    config: DistillConfig,
-    scorer: Scorer,
-    run: Run,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    made: dict[str, Any],
-) -> None:
-    """Finish an acceptance head on held-out prompts."""
-    asked = {"count": config.head.prompts, "length": config.heldout.prompt_tokens}
-    prompts = prompts_for_development(config.heldout.data or config.data, tokenizer, **asked)
-    path = config.target.path
-    finish_head(scorer, prompts, run, target, tokenizer, config.warp, path, made)
-
-
 def shrunk(config: DistillConfig) -> DistillConfig:
     """Two steps of a tiny draft, without reference."""
     few = replace(config.on_policy, prompt_tokens=8, max_new_tokens=8)
@@ -197,8 +169,7 @@ def shrunk(config: DistillConfig) -> DistillConfig:
         short |= {"temperature": 0.1, "head": replace(config.head, prompts=40)}
     if config.tokens.reference:  # of the real draft
         short["tokens"] = replace(config.tokens, reference="", select="random")
-    made: DistillConfig = replace(shrunk_run(config), **short)
-    return made
+    return replace(shrunk_run(config), **short)
 
 
 if __name__ == "__main__":

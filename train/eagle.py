@@ -8,9 +8,8 @@
 
 The head reads the target's state at t and the token x_{t+1}, and predicts x_{t+2}; f' is its
 output. EAGLE-3 goes on for S steps from its own outputs, as it will in decoding (the training-time
-test). D is a key of losses.DIVERGENCES, fkl by default, or a sum such as 0.5*fkl+0.5*tv. The
-target's states are computed at each step, or kept in a folder (`cache`). EAGLE-2 is a way to
-decode: tree=dynamic.
+test). D is a key of losses.DIVERGENCES or a sum such as 0.5*fkl+0.5*tv. The target's states are
+computed at each step, or kept in a folder (`cache`). EAGLE-2 is a way to decode: tree=dynamic.
 
 Where this differs from the papers:
 1. All depths are divided by the trained tokens of the step; the official code by masked ones too.
@@ -35,9 +34,8 @@ from draftsmith.train.objectives.eagle import EagleObjective, Unroll
 from draftsmith.train.objectives.head_run import evaluate_head, kept_figures, save_head
 from draftsmith.train.objectives.heldout import HeldOutPrompts, open_heldout
 from draftsmith.train.objectives.heldout import shrunk as shrunk_run
-from draftsmith.train.run import recipe
 from draftsmith.train.run.frozen_target import open_target
-from draftsmith.train.run.launch import start
+from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import fit
 from draftsmith.train.run.result import made_by
 from draftsmith.train.run.settings import Settings
@@ -68,18 +66,11 @@ class EagleRun(Settings):
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
-    config = recipe.load(EagleRun, argv)
-    config = shrunk(config) if config.target.shrink else config
-    accelerator = start(config)
-    run = recipe.run_of(config, main=accelerator.is_main_process)
-    result = run.folder / "drafter"
-    if run.finished():
-        accelerator.print(f"{result} is finished: nothing to do")
+    config, accelerator, run = begin(EagleRun, argv, shrunk)
+    if run is None:
         return
-    accelerator.print(recipe.show(config, config.show))
 
     # ---- the frozen target, the text, the head -----------------------------------------------
-    config.target = config.target.resolved(config.dtype)
     if config.gradient_checkpointing:
         raise ValueError("got gradient_checkpointing=true, expected false: a head has one layer")
     target, tokenizer = open_target(config, accelerator)
@@ -119,11 +110,11 @@ def main(argv: list[str]) -> None:
 
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
-        made = made_by(argv, config.seed, examples, ended) | {"coverage": coverage}
+        made = made_by(argv, config.seed, examples.fingerprint(), ended) | {"coverage": coverage}
         made |= kept_figures(run, ended, config, batches, accelerator.num_processes)
-        how: dict[str, Any] = {"dtype": config.save_dtype, "K": config.K}
-        how["target_path"] = config.target.path
-        save_head(result, head, target, tokenizer, **how, made=made)
+        how: dict[str, Any] = {"dtype": config.save_dtype, "K": config.K, "made": made}
+        result, path = run.folder / "drafter", config.target.path
+        save_head(result, head, target, tokenizer, **how, target_path=path)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
 
@@ -134,8 +125,7 @@ def shrunk(config: EagleRun) -> EagleRun:
     few: dict[str, Any] = {"taps": [], "draft_vocab": min(config.head.draft_vocab, 256), "path": ""}
     head = replace(config.head, **sizes, **few)
     unroll = replace(config.unroll, steps=min(config.unroll.steps, 3))
-    small: EagleRun = replace(shrunk_run(config), head=head, unroll=unroll)
-    return small
+    return replace(shrunk_run(config), head=head, unroll=unroll)
 
 
 if __name__ == "__main__":

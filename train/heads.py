@@ -34,9 +34,8 @@ from draftsmith.train.objectives import head_run
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.objectives.heldout import HeldOutPrompts, open_heldout, shrunk
 from draftsmith.train.objectives.medusa2 import JointMedusa, JointTraining
-from draftsmith.train.run import recipe
 from draftsmith.train.run.frozen_target import open_target
-from draftsmith.train.run.launch import start
+from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import fit
 from draftsmith.train.run.lora import Lora
 from draftsmith.train.run.result import made_by, save_model
@@ -87,18 +86,11 @@ class HeadsConfig(Settings):
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
-    config = recipe.load(HeadsConfig, argv)
-    config = shrunk(config) if config.target.shrink else config
-    accelerator = start(config)
-    run = recipe.run_of(config, main=accelerator.is_main_process)
-    result = run.folder / "drafter"
-    if run.finished():
-        accelerator.print(f"{result} is finished: nothing to do")
+    config, accelerator, run = begin(HeadsConfig, argv, shrunk)
+    if run is None:
         return
-    accelerator.print(recipe.show(config, config.show))
 
     # ---- the target, the head, the text ------------------------------------------------------
-    config.target = config.target.resolved(config.dtype)
     target, tokenizer = open_target(config, accelerator)
     examples = training_examples(config.data, tokenizer, few=config.target.shrink)
     batches = make_batches(config.text, config, examples, tokenizer)
@@ -124,9 +116,9 @@ def main(argv: list[str]) -> None:
 
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
-        made = made_by(argv, config.seed, examples, ended)
+        made = made_by(argv, config.seed, examples.fingerprint(), ended)
         made |= head_run.kept_figures(run, ended, config, batches, accelerator.num_processes)
-        path = config.target.path
+        result, path = run.folder / "drafter", config.target.path
         if isinstance(objective, JointMedusa):
             target, path = objective.merged(), str(run.folder / "target")
             save_model(run.folder / "target", target, tokenizer, made)
@@ -177,10 +169,8 @@ def make_objective(
         assert isinstance(head, Medusa)
         how: Any = {"loss": config.loss, "decay": config.decay}
         return JointMedusa(head, target, tokenizer, config.joint, config.lora, config, **how)
-    made: HeadObjective = family(config.head.kind, "train.objectives", "Objective").of(
-        config, head, target, tokenizer, states
-    )
-    return made
+    kind: Any = family(config.head.kind, "train.objectives", "Objective")
+    return kind.of(config, head, target, tokenizer, states)
 
 
 if __name__ == "__main__":

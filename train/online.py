@@ -9,15 +9,14 @@ Speculative Decoding, arXiv 2310.07177).
 
 The server writes each finished request into a buffer, with the target's likeliest tokens (for
 heads: its states) at every position. A step waits for `mix.requests_per_step` further requests and
-draws its batch: recent ones, any, and those the draft did badly on. Now and then the draft is
-measured on held-out requests; a better one becomes the version that the server takes up between
-two steps (train/live/publishing.py). Answers never change, whatever is drafted.
+draws its batch: recent ones, any, and those the draft did badly on. A draft that does better on
+held-out requests becomes the version that the server takes up between two steps
+(train/live/publishing.py). Answers never change, whatever is drafted.
 
 Where this differs from the paper:
 1. The loss is on all positions of an answer; the paper's on those where the draft was rejected
    (`mix.positions=rejected`). Its code also shifts these by one, and takes in bonus tokens.
-2. p is kept from serving, as its likeliest tokens and the rest in one bucket; there both models run
-   again on the buffer.
+2. p is kept from serving, as likeliest tokens and a rest; there both models run again.
 3. The buffer isn't cleared after a step: old requests are drawn again.
 4. A new version has to prove itself; the paper swaps after every update.
 5. A draft a topic is a draft a tag, and clients name the tag; there is no classifier.
@@ -143,15 +142,10 @@ def shrunk(config: OnlineRun) -> OnlineRun:
     """Two steps of a tiny drafter on a tiny random target, with a stream of its own: shows that a
     recipe composes and runs.
     """
-    out = Path(config.out)
-    stream = str(out / "asked.jsonl")
-    short: dict[str, Any] = {
-        "batch_size": 2,
-        "warmup": 0,
-        "mix": replace(config.mix, requests_per_step=4),
-        "replay": replace(config.replay, stream=stream, max_new_tokens=8, ceiling=""),
-    }
-    drafter = str(out / "drafter")
+    stream, drafter = (str(Path(config.out, name)) for name in ("asked.jsonl", "drafter"))
+    replay = replace(config.replay, stream=stream, max_new_tokens=8, ceiling="")
+    mix = replace(config.mix, requests_per_step=4)
+    short: dict[str, Any] = {"batch_size": 2, "warmup": 0, "mix": mix, "replay": replay}
     return replace(config, **short, drafter=drafter, folder="", idle_priority=False, duty=1.0)
 
 

@@ -14,14 +14,14 @@ it is finished. After a kill the same command goes on. Train with `data=<out>`.
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
 
 from draftsmith.command import run_command
 from draftsmith.decode.drafters.load import load_decoded
@@ -35,7 +35,14 @@ from draftsmith.train.answers.asks import Ask, fitting, from_rows, prompts_hash
 from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused, write_answers
 from draftsmith.train.answers.top_logprobs import check_asked
 from draftsmith.train.run.recipe import load, show
-from draftsmith.train.text.prepared import answer_file, claim, read_answers, summary, watched
+from draftsmith.train.text.prepared import (
+    Answer,
+    answer_file,
+    claim,
+    read_answers,
+    summary,
+    watched,
+)
 from draftsmith.train.text.tokenise import load_rows
 
 
@@ -82,7 +89,8 @@ def main(argv: list[str]) -> None:
     config = load(Prepare, argv)
     if config.target.shrink:  # to try a recipe: some prompts, short answers
         config = replace(config, limit=4, max_new_tokens=8)
-    params = [sampling(config, t) for t in config.temperatures or [config.temperature]]
+    laws = [replace(config, temperature=t) for t in config.temperatures or [config.temperature]]
+    params = list(map(SamplingParams.of, laws))
     served = config.endpoint
     check_asked(served.top_logprobs, served.url, served.api, params)
 
@@ -91,7 +99,9 @@ def main(argv: list[str]) -> None:
     writer: Decoder | Endpoint
     if served.url:
         tokenizer = load_tokenizer(config.target.path)
-        writer = open_endpoint(served, tokenizer)
+        how: dict[str, Any] = {"model": served.model, "api": served.api, "retries": served.retries}
+        how |= {"concurrency": served.concurrency, "timeout_s": served.timeout_s}
+        writer = Endpoint(served.url, tokenizer, **how)
         target, room = fingerprint(None, tokenizer, writer.model), sys.maxsize
     else:
         model, tokenizer = load_decoded(config.target, state.device)
@@ -99,7 +109,11 @@ def main(argv: list[str]) -> None:
         target, room = fingerprint(model, tokenizer), writer.context - 1
 
     # ---- prompts -----------------------------------------------------------------------------
-    asks = requests(config, tokenizer, room)
+    asked = {"limit": config.limit, "window": config.prompt_length, "samples": config.samples}
+    asked |= {"seed": config.seed, "top_logprobs": served.top_logprobs}
+    asks = from_rows(load_rows(config.data, config.split), tokenizer, **asked)
+    longest = min(room, config.max_prompt_tokens or room)
+    asks = fitting(asks, longest=longest, leave_out=config.max_prompt_tokens > 0)
 
     # ---- the folder: ours, or an error -------------------------------------------------------
     identity = {
@@ -123,12 +137,8 @@ def main(argv: list[str]) -> None:
         mine = [ask for ask in asks if ask.index // config.samples % world == rank]
         left = [ask for ask in mine if ask.index not in done]
         console.print(f"{out}: {len(mine) - len(left):,} of {len(mine):,} answers are there")
-        answers = chain.from_iterable(
-            write_answers(writer, [ask for ask in left if ask.index % len(params) == turn], given)
-            for turn, given in enumerate(params)
-        )
         try:
-            for answer in watched(answers, len(left), console):
+            for answer in watched(answered(writer, left, params), len(left), console):
                 append(answer)
         except (GivenUp, Refused, KeyboardInterrupt) as stop:
             message = f"finished answers are in {out}; the same command goes on"
@@ -138,35 +148,12 @@ def main(argv: list[str]) -> None:
     console.print(summary(out, len(asks)))
 
 
-def requests(config: Prepare, tokenizer: PreTrainedTokenizerBase, room: int) -> list[Ask]:
-    asks = from_rows(
-        load_rows(config.data, config.split),
-        tokenizer,
-        limit=config.limit,
-        window=config.prompt_length,
-        samples=config.samples,
-        seed=config.seed,
-        top_logprobs=config.endpoint.top_logprobs,
-    )
-    longest = min(room, config.max_prompt_tokens or room)
-    return fitting(asks, longest=longest, leave_out=config.max_prompt_tokens > 0)
-
-
-def sampling(config: Prepare, temperature: float) -> SamplingParams:
-    shape = (temperature, config.top_k, config.top_p, config.max_new_tokens)
-    return SamplingParams(*shape, seed=config.seed, min_p=config.min_p)
-
-
-def open_endpoint(asked: EndpointSpec, tokenizer: PreTrainedTokenizerBase) -> Endpoint:
-    return Endpoint(
-        asked.url,
-        tokenizer,
-        model=asked.model,
-        api=asked.api,
-        concurrency=asked.concurrency,
-        timeout_s=asked.timeout_s,
-        retries=asked.retries,
-    )
+def answered(
+    writer: Decoder | Endpoint, asks: list[Ask], params: list[SamplingParams]
+) -> Iterator[Answer]:
+    """Answers to all, those of each temperature together."""
+    for turn, given in enumerate(params):
+        yield from write_answers(writer, [a for a in asks if a.index % len(params) == turn], given)
 
 
 if __name__ == "__main__":

@@ -28,15 +28,10 @@ from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer, train_bpe, vocab_size
 from draftsmith.train.drafts.draft_start import TINY, ModelStart, fresh_draft, fresh_model, place
+from draftsmith.train.objectives import heldout as held
 from draftsmith.train.objectives.distillation import Distillation, Losses, NextToken, stages
-from draftsmith.train.objectives.heldout import (
-    HeldOutPrompts,
-    draft_figures,
-    mean_output,
-    open_heldout,
-)
-from draftsmith.train.run import recipe
-from draftsmith.train.run.launch import start
+from draftsmith.train.objectives.heldout import HeldOutPrompts
+from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import Evaluate, StepBatches, fit
 from draftsmith.train.run.lora import Lora, to_save, with_lora
 from draftsmith.train.run.result import made_by, save_draft, save_model
@@ -69,15 +64,9 @@ class PretrainConfig(Settings):
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
-    config = recipe.load(PretrainConfig, argv)
-    config = shrunk(config) if config.target.shrink else config
-    accelerator = start(config)
-    run = recipe.run_of(config, main=accelerator.is_main_process)
-    result = run.folder / ("drafter" if config.target.path else "model")
-    if run.finished():
-        accelerator.print(f"{result} is finished: nothing to do")
+    config, accelerator, run = begin(PretrainConfig, argv, shrunk)
+    if run is None:
         return
-    accelerator.print(recipe.show(config, config.show))
 
     # ---- text and tokenizer ------------------------------------------------------------------
     train_rows, heldout_rows = load_rows(config.data, "train"), load_rows(config.data, "heldout")
@@ -86,10 +75,10 @@ def main(argv: list[str]) -> None:
     target, tokenizer = target_and_tokenizer(config, train_rows, accelerator.device)
     source: Examples | CorpusStream
     batches: StepBatches
-    if config.corpus.sources:
+    if sources := config.corpus.sources:
         left_out = held_out_texts(config.data, config.heldout.data)
         batches = source = CorpusStream(config.corpus, config.text, config, tokenizer, left_out)
-        amount = f"text from {', '.join(config.corpus.sources)}"
+        amount = f"text from {', '.join(sources)}"
     else:
         source = tokenise(train_rows, tokenizer)
         batches = make_batches(config.text, config, source, tokenizer)
@@ -102,16 +91,17 @@ def main(argv: list[str]) -> None:
     objective = make_objective(config, model, target, tokenizer).to(accelerator.device)
     if target is not None and isinstance(objective, Distillation):
         asked = (config.heldout, objective.warp, accelerator, target, tokenizer, run.cache)
-        prompts = open_heldout(*asked, data=config.data, batch_size=config.batch_size)
+        prompts = held.open_heldout(*asked, data=config.data, batch_size=config.batch_size)
         snapshot = Snapshot(model, target.dtype)
-        figures = draft_figures(prompts, objective, snapshot, config.K)
+        figures = held.draft_figures(prompts, objective, snapshot, config.K)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     accelerator.print(f"{model.num_parameters():,} parameters; {amount}")
 
     # ---- fit, and keep what was best on held-out text ----------------------------------------
     def evaluate() -> dict[str, float]:
-        return figures() | mean_output(accelerator, objective, heldout, config.heldout_sequences)
+        many = config.heldout_sequences
+        return figures() | held.mean_output(accelerator, objective, heldout, many)
 
     ended = fit(accelerator, objective, batches, config, run, evaluate)
     run.load_best(objective)
@@ -121,7 +111,8 @@ def main(argv: list[str]) -> None:
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
         model = to_save(model, run.folder / "adapter", config.save_dtype)
-        made = made_by(argv, config.seed, source, ended)
+        made = made_by(argv, config.seed, source.fingerprint(), ended)
+        result = run.folder / ("model" if target is None else "drafter")
         if target is None:
             save_model(result, model, tokenizer, made)
         else:
@@ -155,11 +146,11 @@ def make_model(
         made = load_draft(sizes.path)
     elif target is not None:
         made = fresh_draft(sizes, target, tokenizer, seed)
-    elif sizes.init == "random":
+    elif sizes.init != "random":
+        raise ValueError(f"got model.init={sizes.init} without a target, expected target.path=...")
+    else:
         rows = vocab_size(tokenizer)
         made = fresh_model(sizes, LlamaConfig(), tokenizer, rows=rows, seed=seed)
-    else:
-        raise ValueError(f"got model.init={sizes.init} without a target, expected target.path=...")
     return with_lora(made, config.lora, given=bool(sizes.path), seed=seed)
 
 

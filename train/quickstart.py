@@ -51,20 +51,18 @@ def main(argv: list[str]) -> int:
     # --------------------------------------------------------------- training
     for number, (name, entry) in enumerate(ENTRIES.items(), start=1):
         console.rule(f"[bold]step {number} of 4: {name}")
-        code = launch(console, entry, overrides(settings, name))
-        if code:
-            console.print(
-                f"step {name} ended with code {code}; the same command goes on from there"
-            )
+        if code := launch(console, entry, overrides(settings, name)):
+            told = f"step {name} ended with code {code}; the same command goes on from there"
+            console.print(told)
             return code
 
     # ------------------------------------------------------------- evaluation
     console.rule("[bold]step 4 of 4: decode, prove, measure")
+    arms = {arm: path if path == "ngram" else str(out / path) for arm, path in ARMS.items()}
     reports, rows = {}, []
     for temperature in (0, 1):
-        folder = "" if temperature == 0 else "t1"
-        for arm, result in evaluate(asked(settings, temperature), arms(out)).items():
-            report.write(result, out / arm / folder)
+        for arm, result in evaluate(asked(settings, temperature), arms).items():
+            report.write(result, out / arm / ("t1" if temperature else ""))
             reports[f"{arm}, temperature {temperature}"] = result
             rows.append(results.row(arm, result))
     results.publish("Quickstart", rows, out)
@@ -73,7 +71,12 @@ def main(argv: list[str]) -> int:
     console.print(report.comparison(reports))
     for temperature in (0, 1):
         console.print(gains(reports, temperature), highlight=False)
-    console.print(language_models(out), highlight=False)
+    target, draft = (best_loss(out / name) for name in ("target", "draft"))
+    console.print(  # the target must be clearly the better language model
+        f"held-out loss, nats a token: target {target:.2f}, draft before distillation {draft:.2f}, "
+        f"gap {draft - target:.2f}",
+        highlight=False,
+    )
     console.print(f"reports: {out / 'after' / 'report.html'} and its neighbours")
     console.print(f"finished in {time.perf_counter() - started:.0f} s (setup not counted)")
     return 0
@@ -118,14 +121,9 @@ def asked(settings: Quickstart, temperature: int) -> Evaluation:
     )
 
 
-def arms(out: Path) -> dict[str, str]:
-    return {arm: path if path == "ngram" else str(out / path) for arm, path in ARMS.items()}
-
-
 def gains(reports: dict[str, dict[str, Any]], temperature: int) -> str:
     """after - before in alpha and tau, with the interval of the paired difference over prompts."""
-    after = reports[f"after, temperature {temperature}"]
-    before = reports[f"before, temperature {temperature}"]
+    after, before = (reports[f"{arm}, temperature {temperature}"] for arm in ("after", "before"))
     parts = []
     for name, columns in (("alpha", alpha_columns), ("tau", tau_columns)):
         difference, (low, high) = paired_difference(columns(after), columns(before))
@@ -143,16 +141,8 @@ def tau_columns(result: dict[str, Any]) -> tuple[list[float], list[float]]:
     return [row["emitted"] for row in rows], [row["rounds"] for row in rows]
 
 
-def language_models(out: Path) -> str:
-    """Held-out loss of target and draft: the target must be clearly the better language model."""
-    target, draft = (best_loss(out / name) for name in ("target", "draft"))
-    return (
-        f"held-out loss, nats a token: target {target:.2f}, draft before distillation {draft:.2f}, "
-        f"gap {draft - target:.2f}"
-    )
-
-
 def best_loss(run: Path) -> float:
+    """The lowest held-out loss of a run."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line).get("eval_loss") for line in lines]
     return min(loss for loss in losses if loss is not None)

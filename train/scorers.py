@@ -7,13 +7,12 @@
 
 P1 = 1 - P0 = sigmoid of the scorer's logit at a drafted token (models/scorers.py), a its label:
 `soft`, min(1, p / q), or `hard`, whether the rule kept it; w = `reject_weight`. The rows are those
-of `reading.traces` (python -m draftsmith trace, or mined labels). Draft and target stay as they
-are; a head that is trained together with its draft: train/distill.py, `head.weight`.
+of `reading.traces` (draftsmith trace, or mined labels). Draft and target stay as they are; a head
+that is trained together with its draft: train/distill.py, `head.weight`.
 
 Prompts are split 80 / 10 / 10: to fit; to choose the best weights and calibrate them; to check. The
-log-odds scale * logit + shift have the least unweighted cross-entropy with what the rule did: a
-weight w divides the odds by about w, the shift gives them back. An acceptance head goes into a copy
-of its drafter folder, `drafter/acceptance`; a judge is a folder of its own.
+log-odds scale * logit + shift have the least unweighted cross-entropy with what the rule did: the
+shift undoes w. A head goes into a copy of its drafter folder, a judge into a folder of its own.
 
 Where this differs from the papers:
 1. The loss is divided by the rows of the step and the mean weight of all fitted rows, not by the
@@ -32,20 +31,14 @@ import torch
 from draftsmith.command import run_command
 from draftsmith.models.scorers import Scorer, ScorerConfig, check_threshold
 from draftsmith.models.target import TargetSpec
-from draftsmith.train.run import recipe
-from draftsmith.train.run.launch import start
+from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import fit
 from draftsmith.train.run.result import made_by
 from draftsmith.train.run.settings import Settings
+from draftsmith.train.scoring import result as results
+from draftsmith.train.scoring import rows
 from draftsmith.train.scoring.objective import ScorerObjective
-from draftsmith.train.scoring.result import (
-    calibrate,
-    next_command,
-    save_result,
-    show,
-    write_trial,
-)
-from draftsmith.train.scoring.rows import LABELS, Reading, RowBatches, expected_marks, read_rows
+from draftsmith.train.scoring.rows import Reading
 
 
 @dataclass(kw_only=True)
@@ -64,32 +57,47 @@ class ScorersConfig(Settings):
     save_dtype: str = "float32"
     best_metric: str = "brier"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shape_of(self, hidden=1)
+        kind, labels, drafter = self.reading.kind, self.reading.labels, self.reading.drafter
+        judged = kind == "judge"
+        if labels not in rows.LABELS or (judged and labels != "hard"):
+            raise ValueError(
+                f"reading.labels: got {labels!r} for reading.kind={kind}, expected one of "
+                f"{', '.join(rows.LABELS)}, and hard for a judge, whose labels are accept or reject"
+            )
+        goal = Path(self.out, "drafter").resolve()
+        if judged == bool(drafter) or Path(drafter).resolve() == goal:
+            raise ValueError(
+                f"reading.drafter: got {drafter!r} for reading.kind={kind}, expected a drafter's "
+                "folder other than the result for an acceptance head, none for a judge; or another "
+                "out="
+            )
+        if self.threshold:
+            check_threshold(self.threshold, "threshold")
+        if self.reject_weight < 0:
+            raise ValueError(f"reject_weight: got {self.reject_weight}, expected 0 or more")
+
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
-    config = recipe.load(ScorersConfig, argv)
-    config = shrunk(config) if config.target.shrink else config
-    check(config)
-    accelerator = start(config)
-    run = recipe.run_of(config, main=accelerator.is_main_process)
-    result = run.folder / ("drafter" if config.reading.kind == "acceptance" else "judge")
-    if run.finished():
-        accelerator.print(f"{result} is finished: nothing to do")
+    config, accelerator, run = begin(ScorersConfig, argv, shrunk)
+    if run is None:
         return
-    accelerator.print(recipe.show(config, config.show))
 
     # ---- what it is for, and the rows of each part of the prompts ----------------------------
     if config.target.shrink:
-        config.reading = write_trial(run.cache, config.reading, config.target, accelerator)
+        config.reading = results.write_trial(run.cache, config.reading, config.target, accelerator)
     reading = config.reading
-    marks = expected_marks(reading, config.target)
-    parts, counts = read_rows(reading, *marks)
+    marks = rows.expected_marks(reading, config.target)
+    parts, counts = rows.read_rows(reading, *marks)
     accelerator.print(f"rows: {counts}")
 
     # ---- scorer and objective ----------------------------------------------------------------
     scorer = make_scorer(config, parts["fit"].states_RH.shape[1])
     objective = ScorerObjective(scorer, parts["fit"], config.reject_weight).to(accelerator.device)
-    batches = RowBatches(parts["fit"], batch_size=config.batch_size, seed=config.seed)
+    batches = rows.RowBatches(parts["fit"], batch_size=config.batch_size, seed=config.seed)
 
     # ---- fit, and keep what foretold best ----------------------------------------------------
     def evaluate() -> dict[str, float]:
@@ -101,40 +109,19 @@ def main(argv: list[str]) -> None:
     # ---- calibrate, check, save --------------------------------------------------------------
     if accelerator.is_main_process:
         scorer = objective.folded(getattr(torch, config.save_dtype))
-        made = made_by(argv, config.seed, parts["fit"], ended) | {"rows": counts}
-        about = calibrate(scorer, reading, marks, parts, made, config.threshold)
-        save_result(result, scorer, about, reading.drafter)
-        show(run.folder, about)
+        made = made_by(argv, config.seed, parts["fit"].fingerprint(), ended) | {"rows": counts}
+        about = results.calibrate(scorer, reading, marks, parts, made, config.threshold)
+        result = run.folder / ("judge" if reading.kind == "judge" else "drafter")
+        results.save_result(result, scorer, about, reading.drafter)
+        results.show(run.folder, about)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
-        print(next_command(reading.kind, config.target.path, result, about["threshold"]))
+        print(results.next_command(reading.kind, config.target.path, result, about["threshold"]))
 
 
 def shrunk(config: ScorersConfig) -> ScorersConfig:
     """Two steps: shows that a recipe composes and runs."""
     return replace(config, steps=2, warmup=0, batch_size=16, accumulation=1)
-
-
-def check(config: ScorersConfig) -> None:
-    """ValueError for what doesn't go together."""
-    shape_of(config, hidden=1)
-    kind, labels, drafter = config.reading.kind, config.reading.labels, config.reading.drafter
-    judged = kind == "judge"
-    if labels not in LABELS or (judged and labels != "hard"):
-        raise ValueError(
-            f"reading.labels: got {labels!r} for reading.kind={kind}, expected one of "
-            f"{', '.join(LABELS)}, and hard for a judge, whose labels are accept or reject"
-        )
-    goal = Path(config.out, "drafter").resolve()
-    if judged == bool(drafter) or Path(drafter).resolve() == goal:
-        raise ValueError(
-            f"reading.drafter: got {drafter!r} for reading.kind={kind}, expected a drafter's "
-            "folder other than the result for an acceptance head, none for a judge; or another out="
-        )
-    if config.threshold:
-        check_threshold(config.threshold, "threshold")
-    if config.reject_weight < 0:
-        raise ValueError(f"reject_weight: got {config.reject_weight}, expected 0 or more")
 
 
 def shape_of(config: ScorersConfig, hidden: int) -> ScorerConfig:

@@ -16,7 +16,7 @@ Shapes: V rows of the target's LM head, D of them kept.
 """
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,14 +35,14 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import eos_ids
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
-from draftsmith.decode.policies import timing
+from draftsmith.decode.policies.timing import isolated_times
 from draftsmith.decode.prompts.prompts import load_prompts, spread
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.disk.provenance import git_commit
 from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter, save_drafter
+from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.servers.serve_lines import about, serve_line
 from draftsmith.models.target import TargetSpec
@@ -55,85 +55,11 @@ from draftsmith.train.text.tokenise import load_examples
 
 ROWS = 8  # of the decoder
 CONTEXT = 128  # tokens in the KV of a timed call
-REPEATS = 25  # of a timed call
 AS_IT_IS = "as it is"
 WIDTH = 110  # of the table
 
-Trimmable = LMDrafter | EagleDrafter
-
-
-@dataclass
-class Variants:
-    """Variants of one drafter side by side: what each covers, accepts, reads and takes. arms: by
-    name, the first one what the others are compared with; K: of their chains; counts_V: of the
-    tokens that the vocabularies were made by.
-    """
-
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    arms: dict[Hashable, Trimmable]
-    params: SamplingParams
-    K: int
-    counts_V: Tensor
-
-    def __post_init__(self) -> None:
-        self.plain = Decoder(self.target, self.tokenizer, batch_size=ROWS)
-        self.context = min(self.plain.context, *(arm.context for arm in self.arms.values()))
-
-    def measured(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        """One row an arm, all on the target's own answers to the same prompts. counted, written:
-        share of counts_V, and of these answers, that the draft has tokens for; tau_change: from the
-        first arm's; bytes: read by a draft call.
-        """
-        answers = self.plain.generate(prompts, self.params)
-        written = torch.tensor([token for answer in answers for token in answer.tokens])
-        written_V = torch.bincount(written, minlength=len(self.counts_V))
-        rows: list[dict[str, Any]] = []
-        sides: list[tuple[list[int], list[int]]] = []
-        for name, drafter in self.arms.items():
-            decoder = Decoder(self.target, self.tokenizer, drafter, K=self.K, batch_size=ROWS)
-            counters = [made.counters for made in decoder.generate(prompts, self.params)]
-            tau = metrics.block_efficiency(counters)
-            sides.append(([c.emitted for c in counters], [c.rounds for c in counters]))
-            change, interval = metrics.paired_difference(sides[-1], sides[0])
-            forced = teacher_forced(self.plain.runner, drafter, answers, self.params)
-            device, read = drafter.vocab.ids_D.device, drafter.parameter_bytes
-            rows.append(
-                {
-                    "name": name,
-                    "tokens": len(drafter.vocab.ids_D),
-                    "counted": drafter.vocab.coverage(self.counts_V.to(device)),
-                    "written": drafter.vocab.coverage(written_V.to(device)),
-                    "alpha": sum(one.alpha for one in forced)
-                    / sum(one.positions for one in forced),
-                    "tau": tau,
-                    "tau_change": change,
-                    "tau_change_interval": interval,
-                    "bytes": read,
-                    "mbsu": tau / (1 + self.K * read / weights_read(self.target)),
-                    "prompts": len(prompts),
-                }
-            )
-        return rows
-
-    def times(self) -> dict[Hashable, float]:
-        """c of each arm: the time of a draft call over that of the target's forward of one token.
-        All take turns.
-        """
-        runner = self.plain.runner
-        context = min(CONTEXT, self.context - self.K - 2)
-        at: dict[str, Any] = {"batch": 1, "context": context}
-        calls = {"plain": timing.forward_call(runner, length=1, **at)}
-        fed = chain_plan(self.K).fed
-        for name, drafter in self.arms.items():
-            twin = timing.with_room(drafter, 1, context + self.K + 2)
-            calls[f"draft {name}"] = timing.draft_call(twin, fed, **at, device=runner.device)
-        calls = {name: timing.graphed(call, runner.device) for name, call in calls.items()}
-        times = timing.median_times(calls, runner.device, REPEATS)
-        return {name: times[f"draft {name}"] / self.K / times["plain"] for name in self.arms}
-
-
 Row = dict[str, Any]
+Trimmable = LMDrafter | EagleDrafter
 
 
 @dataclass
@@ -161,12 +87,6 @@ class Trim:
     dtype: str = "bfloat16"
 
     @property
-    def params(self) -> SamplingParams:
-        """How answers are drawn."""
-        warp = (self.temperature, self.top_k, self.top_p, self.max_new_tokens)
-        return SamplingParams(*warp, seed=self.seed, min_p=self.min_p)
-
-    @property
     def compared(self) -> list[int]:
         """The sizes to measure, ascending."""
         try:
@@ -180,9 +100,8 @@ class Trim:
 
 def main(argv: list[str]) -> None:
     """Measure, write one size, print the table."""
-    console = Console()
+    console, settings = Console(), parse(Trim, argv)
     console.width = max(console.width, WIDTH)
-    settings = parse(Trim, argv)
     rows, line = run(settings, argv)
     console.print(as_table(rows))
     console.print(f"written: {settings.out}\n{line}", markup=False, soft_wrap=True)
@@ -195,12 +114,12 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
     """
     # ---- the pair ----------------------------------------------------------------------------
     sizes = settings.compared
-    _refuse_others(settings)
+    refuse_others(settings)
     spec = TargetSpec(settings.target, dtype=settings.dtype)
     target, tokenizer = load_decoded(spec, settings.device)
     mark = fingerprint(target, tokenizer, settings.target)
-    about: dict[str, Any] = {"target_tokenizer": tokenizer, "target_config": target.config}
-    opened = open_drafter(settings.drafter, mark, **about)
+    of_target: dict[str, Any] = {"target_tokenizer": tokenizer, "target_config": target.config}
+    opened = open_drafter(settings.drafter, mark, **of_target)
     whole = drafter_in(opened, target, tokenizer)
     assert isinstance(whole, Trimmable), whole.kind
 
@@ -222,37 +141,42 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
 
     # ---- choose on one part of the prompts, report on the other ------------------------------
     arms: dict[Hashable, Trimmable] = {AS_IT_IS: whole}
-    arms |= {size: trimmed(whole, vocab, target, tokenizer) for size, vocab in vocabs.items()}
-    K = settings.K or int(opened.meta["defaults"]["K"])
-    variants = Variants(target, tokenizer, arms, settings.params, K, counts_V)
-    size = settings.size
+    tokens = vocab_size(tokenizer)
+    arms |= {size: trimmed(whole, vocab, target, tokens) for size, vocab in vocabs.items()}
+    settings = replace(settings, K=settings.K or int(opened.meta["defaults"]["K"]))
+    plain, size = Decoder(target, tokenizer, batch_size=ROWS), settings.size
     if size is None:
-        rows = variants.measured(_prompts(settings, tokenizer, examples, variants.context, "tune"))
+        rows = measured(settings, plain, arms, counts_V, examples, "tune")
         size = max(rows[1:], key=lambda row: float(row["mbsu"]))["name"]
-    rows = variants.measured(_prompts(settings, tokenizer, examples, variants.context, "report"))
-    times = variants.times()
-    rows = [row | {"c": times[row["name"]], "chosen": row["name"] == size} for row in rows]
+    rows = measured(settings, plain, arms, counts_V, examples, "report")
+    rows = [row | {"chosen": row["name"] == size} for row in rows]
 
-    # ---- save --------------------------------------------------------------------------------
+    # ---- save, the weights as they were saved ------------------------------------------------
     made = {"argv": argv, "commit": git_commit(), "data_hash": examples.fingerprint()}
     made |= next(row for row in rows if row["chosen"])
-    save_trimmed(settings.out, opened, vocabs[size], tokenizer, mark, made)
+    save_drafter(
+        settings.out,
+        kind=opened.kind,
+        model=opened.model() if is_lm else trimmed_head(opened.head(), vocabs[size]),
+        tokenizer=tokenizer,
+        target_fingerprint=opened.meta["target"] or mark,
+        provenance=(opened.meta["provenance"] or {}) | {"trim": made},
+        defaults=opened.meta["defaults"],
+        vocab=vocabs[size] if is_lm else None,
+    )
     return rows, serve_line(settings.out, opened.kind, settings.target)
 
 
 def trimmed(
-    drafter: Trimmable,
-    vocab: DraftVocab,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    drafter: Trimmable, vocab: DraftVocab, target: PreTrainedModel, tokens: int
 ) -> Trimmable:
-    """A drafter with the same weights that drafts the tokens of `vocab` alone."""
+    """A drafter with the same weights that drafts those of a tokenizer's `tokens` in `vocab`."""
     if isinstance(drafter, LMDrafter):
-        return LMDrafter(drafter.runner.model, vocab_size(tokenizer), vocab)
-    return EagleDrafter(trimmed_head(drafter.head, vocab), target, vocab_size(tokenizer))
+        return LMDrafter(drafter.runner.model, tokens, vocab)
+    return EagleDrafter(trimmed_head(drafter.head, vocab), target, tokens)
 
 
-def trimmed_head(head: Eagle, vocab: DraftVocab) -> Eagle:
+def trimmed_head(head: Any, vocab: DraftVocab) -> Eagle:
     """An EAGLE-3 head with the LM-head rows of some of its tokens; the other weights are shared."""
     rows_DH = head.lm_head.weight.detach()
     with torch.device("meta"):
@@ -265,27 +189,54 @@ def trimmed_head(head: Eagle, vocab: DraftVocab) -> Eagle:
     return made.eval().requires_grad_(False)
 
 
-def save_trimmed(
-    out: str,
-    opened: DrafterFolder,
-    vocab: DraftVocab,
-    tokenizer: PreTrainedTokenizerBase,
-    mark: dict[str, Any],
-    made: dict[str, Any],
-) -> None:
-    """The folder of a trimmed drafter, its weights as they were saved; made: how it was trimmed."""
-    is_lm = opened.kind == "lm"
-    model: Any = opened.model() if is_lm else opened.head()
-    save_drafter(
-        out,
-        kind=opened.kind,
-        model=model if is_lm else trimmed_head(model, vocab),
-        tokenizer=tokenizer,
-        target_fingerprint=opened.meta["target"] or mark,
-        provenance=(opened.meta["provenance"] or {}) | {"trim": made},
-        defaults=opened.meta["defaults"],
-        vocab=vocab if is_lm else None,
-    )
+def measured(
+    settings: Trim,
+    plain: Decoder,
+    arms: dict[Hashable, Trimmable],
+    counts_V: Tensor,
+    examples: Examples,
+    part: str,
+) -> list[Row]:
+    """One row an arm, all on the target's own answers to one part's prompts. counted, written:
+    share of counts_V, and of these answers, that the draft has tokens for; tau_change: from the
+    first arm's; bytes: read by a draft call; c: its time over that of the target's forward of one
+    token.
+    """
+    runner, K, params = plain.runner, settings.K or 1, SamplingParams.of(settings)
+    context = min(plain.context, *(arm.context for arm in arms.values()))
+    prompts = prompts_of(settings, plain.tokenizer, examples, context, part)
+    answers = plain.generate(prompts, params)
+    written = torch.tensor([token for answer in answers for token in answer.tokens])
+    written_V = torch.bincount(written, minlength=len(counts_V))
+    at = {"batch": 1, "context": min(CONTEXT, context - K - 2), "prompt": 1, "nodes": K + 1}
+    rows: list[Row] = []
+    sides: list[tuple[list[int], list[int]]] = []
+    for name, drafter in arms.items():
+        decoder = Decoder(runner.model, plain.tokenizer, drafter, K=K, batch_size=ROWS)
+        counters = [made.counters for made in decoder.generate(prompts, params)]
+        tau = metrics.block_efficiency(counters)
+        sides.append(([c.emitted for c in counters], [c.rounds for c in counters]))
+        change, interval = metrics.paired_difference(sides[-1], sides[0])
+        forced = teacher_forced(runner, drafter, answers, params)
+        times = isolated_times(runner, drafter, chain_plan(K), **at) if part == "report" else None
+        vocab, read = drafter.vocab, drafter.parameter_bytes
+        rows.append(
+            {
+                "name": name,
+                "tokens": len(vocab.ids_D),
+                "counted": vocab.coverage(counts_V.to(vocab.ids_D.device)),
+                "written": vocab.coverage(written_V.to(vocab.ids_D.device)),
+                "alpha": sum(one.alpha for one in forced) / sum(one.positions for one in forced),
+                "tau": tau,
+                "tau_change": change,
+                "tau_change_interval": interval,
+                "bytes": read,
+                "mbsu": tau / (1 + K * read / weights_read(runner.model)),
+                "c": times and times["draft"] / times["plain"],
+                "prompts": len(prompts),
+            }
+        )
+    return rows
 
 
 def as_table(rows: list[Row]) -> Table:
@@ -295,8 +246,7 @@ def as_table(rows: list[Row]) -> Table:
     for name in ("tokens", "counted", "held-out", "alpha", "tau", "change", "MB", "MBSU", "c", ""):
         table.add_column(name, justify="right")
     for row in rows:
-        low, high = row["tau_change_interval"]
-        as_it_is = row["name"] == AS_IT_IS
+        (low, high), as_it_is = row["tau_change_interval"], row["name"] == AS_IT_IS
         table.add_row(
             f"{row['tokens']:,}",
             f"{row['counted']:.2%}",
@@ -312,7 +262,7 @@ def as_table(rows: list[Row]) -> Table:
     return table
 
 
-def _refuse_others(settings: Trim) -> None:
+def refuse_others(settings: Trim) -> None:
     """ValueError for a kind that has no rows to leave out; no model is loaded yet."""
     kind, says = settings.drafter, "it has no LM head"
     if kind not in ("ngram", "none"):
@@ -328,7 +278,7 @@ def _refuse_others(settings: Trim) -> None:
         )
 
 
-def _prompts(
+def prompts_of(
     settings: Trim, tokenizer: PreTrainedTokenizerBase, examples: Examples, context: int, part: str
 ) -> list[list[int]]:
     """One part's prompts; ValueError for counted ones among them, or none that fits."""
@@ -337,14 +287,9 @@ def _prompts(
             f"{settings.data} holds answers to training prompts only: say prompts=<what the "
             "prompts came from>"
         )
-    found = load_prompts(
-        settings.prompts or settings.data,
-        tokenizer,
-        limit=None,
-        prompt_tokens=settings.prompt_tokens,
-        split=settings.split,
-        part=part,
-    )
+    source, length = settings.prompts or settings.data, settings.prompt_tokens
+    how: dict[str, Any] = {"limit": None, "prompt_tokens": length, "split": settings.split}
+    found = load_prompts(source, tokenizer, part=part, **how)
     kept = [one for one in found if len(one.tokens) + settings.max_new_tokens <= context]
     seen = {tuple(examples.prompt(i)) for i in range(len(examples))}
     counted_too = sum(tuple(one.tokens) in seen for one in kept)

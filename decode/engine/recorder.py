@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Call
-from draftsmith.decode.drafters.head_kv import picked
+from draftsmith.decode.drafters.base import Call, picked
 from draftsmith.decode.sampling import choose
 from draftsmith.decode.token_tree import COUPLED, DETERMINISTIC, TokenTree
 from draftsmith.decode.verify.rules import Noise

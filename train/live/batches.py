@@ -19,7 +19,7 @@ from draftsmith.decode.serve.buffer import ReplayBuffer, Served
 from draftsmith.models.taps import TargetStates
 from draftsmith.train.live.idle_time import Duty
 from draftsmith.train.losses.top_k import TopKRows
-from draftsmith.train.run.interrupt import GO_ON
+from draftsmith.train.run.loop import GO_ON
 from draftsmith.train.text.batches import Batch
 
 Read = TypeVar("Read")
@@ -145,7 +145,7 @@ def still_there(read: Callable[[int], Read], numbers: Iterable[int]) -> Iterator
 
 
 class Feed:
-    """Where requests come from while there are too few: a server. to_go_on: see `loop.Patient`."""
+    """Where requests come from while there are too few. to_go_on: see `loop.StepBatches`."""
 
     to_go_on = GO_ON
 

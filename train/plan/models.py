@@ -247,7 +247,6 @@ def _online(cast: Staged, entry: Any) -> None:
 
 def _scorers(cast: Staged, entry: Any) -> None:
     config = cast.config
-    entry.check(config)
     if config.reading.kind == "judge":
         target, _ = cast.open_target()
         hidden, cast.target = target.config.get_text_config().hidden_size, None

@@ -2,25 +2,15 @@
 
 import dataclasses
 import json
+import math
 import shutil
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from safetensors import SafetensorError
 
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.sharding import Replicated, mode
-
-
-@runtime_checkable
-class Resumable(Protocol):
-    """A source of batches that has a place to go on from, beyond the number of the step."""
-
-    def state(self, step: int) -> Any:
-        """This process's place before `step`, as JSON can hold it."""
-
-    def restore(self, state: Any) -> None:
-        """Go on from there; refuses what was another process's."""
 
 
 @dataclass
@@ -44,29 +34,25 @@ class Position:
         return self.batch_size, self.accumulation, self.world
 
 
-def save(spread: Replicated, run: Run, position: Position, batches: object) -> None:
+def save(spread: Replicated, run: Run, position: Position, batches: Any) -> None:
     """Write weights, optimizer state and position, unless this step's checkpoint is there already;
-    and each process's place in `batches`, where they are `Resumable`.
-
-    Raises:
-        OSError: it can't be written; the checkpoint before is intact.
+    and each process's place in `batches`, where they have a `state`. OSError: it can't be written;
+    the checkpoint before is intact.
     """
-    latest, staged = run.latest(), run.staging(position.step)
+    latest, staged, accelerator = run.latest(), run.staging(position.step), spread.accelerator
     if latest and latest.name.endswith(f"-{position.step:06d}"):
         return
-    accelerator = spread.accelerator
     main = accelerator.is_main_process
     try:
         if main:
             staged.mkdir()
         accelerator.wait_for_everyone()
         spread.save(staged)
-        if isinstance(batches, Resumable):
+        if hasattr(batches, "state"):
             state = json.dumps(batches.state(position.step))
             (staged / BATCHES.format(accelerator.process_index)).write_text(state)
         if main:
-            content = json.dumps(dataclasses.asdict(position))
-            (staged / "position.json").write_text(content)
+            (staged / "position.json").write_text(json.dumps(dataclasses.asdict(position)))
         accelerator.wait_for_everyone()
         if main:
             run.commit(position.step)
@@ -81,23 +67,15 @@ def save(spread: Replicated, run: Run, position: Position, batches: object) -> N
         ) from error
 
 
-def load(spread: Replicated, run: Run, batches: object) -> Position:
-    """Load the latest complete checkpoint into what is spread and `batches`, if there is one.
-
-    A step is a function of its sequences, so a run may go on with these divided otherwise, on more
-    or fewer processes. Where that isn't the same run, the recipe's `allow_resize` asks for it.
-
-    Raises:
-        ValueError: a checkpoint of another mode, or of another division that can't be exact.
+def load(spread: Replicated, run: Run, batches: Any) -> Position:
+    """Load the latest complete checkpoint into what is spread and `batches`, if there is one. A
+    step is a function of its sequences, so a run may go on with these divided otherwise, on more or
+    fewer processes. Where that isn't the same run, the recipe's `allow_resize` asks for it.
+    ValueError: a checkpoint of another mode, or of another division that can't be exact.
     """
     accelerator, settings = spread.accelerator, spread.settings
-    now = Position(
-        world=accelerator.num_processes,
-        mode=mode(accelerator),
-        batch_size=settings.batch_size,
-        accumulation=settings.accumulation,
-        draws=False,
-    )
+    division = settings.batch_size, settings.accumulation
+    now = Position(accelerator.num_processes, mode(accelerator), *division, draws=False)
     latest = run.latest()
     if latest is None:
         return now
@@ -115,7 +93,7 @@ def load(spread: Replicated, run: Run, batches: object) -> Position:
         depending = [name for name in (drawn, *chosen) if name]
         how = resized(then, now, depending, allow=settings.allow_resize)
     spread.load(latest)
-    if isinstance(batches, Resumable):
+    if hasattr(batches, "restore"):
         place = latest / BATCHES.format(accelerator.process_index)
         if not place.exists():
             raise ValueError(
@@ -124,23 +102,22 @@ def load(spread: Replicated, run: Run, batches: object) -> Position:
             )
         batches.restore(json.loads(place.read_text()))
     accelerator.print(f"resumed after step {then.step} from {latest}{how}")
-    return dataclasses.replace(
-        then, world=now.world, batch_size=now.batch_size, accumulation=now.accumulation
-    )
+    then.batch_size, then.accumulation, then.world = now.division
+    return then
 
 
 def resized(then: Position, now: Position, depending: list[str], *, allow: bool) -> str:
     """What to say about a step that is divided in another way; ValueError where that can't be.
-
     depending: what makes a step depend on its division; allow: whether to go on inexactly.
     """
-    change = f"{_product(then)} became {_product(now)} (batch_size x accumulation x processes)"
+    before, after = (" x ".join(map(str, position.division)) for position in (then, now))
+    change = f"{before} became {after} (batch_size x accumulation x processes)"
     if then.world != now.world and now.mode.startswith("zero"):
         raise ValueError(
             f"{change}: DeepSpeed's checkpoint of {then.world} processes is cut into as many parts "
             f"and loads on no other number; launch {then.world} (DDP and FSDP2 runs can change)"
         )
-    if _sequences(then) != _sequences(now):
+    if math.prod(then.division) != math.prod(now.division):
         why = "a step would have other sequences than before"
     elif depending:
         why = f"with {', '.join(depending)} a step depends on how it is divided"
@@ -152,15 +129,6 @@ def resized(then: Position, now: Position, depending: list[str], *, allow: bool)
             "batch_size and accumulation so that the product stays, or say allow_resize=true"
         )
     return f"; {change}: NOT the same run, since {why}"
-
-
-def _product(position: Position) -> str:
-    return " x ".join(map(str, position.division))
-
-
-def _sequences(position: Position) -> int:
-    batch_size, accumulation, world = position.division
-    return batch_size * accumulation * world
 
 
 BATCHES = "batches-{}.json"  # of a process

@@ -31,30 +31,19 @@ DIVISION_KEYS = {"batch_size", "accumulation", "processes", "allow_resize"}
 class Run:
     """One run folder, opened by every process of a run; only the main process writes.
 
-    Args:
-        folder: made if absent.
-        recipe: the resolved recipe as YAML text.
-        main: whether this is the main process.
-        defaults: the settings' defaults as YAML text: what a run did by default that was begun
-            before a setting was there.
-
-    Raises:
-        ValueError: the folder belongs to another recipe, or another process is writing to it now.
+    recipe: resolved, as YAML; main: whether this is the main process; defaults: of the settings, as
+    YAML: what a run did by default that was begun before a setting was there. ValueError: the
+    folder belongs to another recipe, or another process is writing to it now.
     """
 
     def __init__(self, folder: str | Path, recipe: str, *, main: bool, defaults: str = "") -> None:
-        self.folder = Path(folder)
-        self.main = main
-        self.checkpoints = self.folder / "checkpoints"
+        self.folder, self.main = Path(folder), main
+        self.checkpoints, self.cache = self.folder / "checkpoints", self.folder / "cache"
         self.metrics = self.folder / "metrics.jsonl"
-        self.cache = self.folder / "cache"
         self.best = self.folder / "best" / "weights.safetensors"
         if main:
-            self._lock = hold(
-                self.folder,
-                "wait for it or stop it, or give this run a folder of its own with out=...",
-                again=True,
-            )
+            advice = "wait for it or stop it, or give this run a folder of its own with out=..."
+            self._lock = hold(self.folder, advice, again=True)
             self.checkpoints.mkdir(exist_ok=True)
             self.best.parent.mkdir(exist_ok=True)
             for half in self.checkpoints.glob(".step-*"):
@@ -90,9 +79,8 @@ class Run:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Mark the run as done: its result is saved, the same command has nothing to do."""
         if self.main:
-            write_atomically(
-                self.folder / "done.json", json.dumps(dict(summary), indent=1).encode()
-            )
+            content = json.dumps(dict(summary), indent=1)
+            write_atomically(self.folder / "done.json", content.encode())
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""

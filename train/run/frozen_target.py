@@ -29,36 +29,34 @@ def open_target(
     config: Any, accelerator: Accelerator
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target of a recipe that has `shard_target`, and its tokenizer, where this process
-    computes. All call it together. ValueError for what `load_target`, `check_shards` and
-    `share_out` refuse.
+    computes. All call it together. ValueError for what `load_target` and `check_shards` refuse.
     """
     check_shards(config, accelerator.num_processes)
-    if not config.shard_target:
-        return load_target(config.target, accelerator.device)
-    # Whole in the host's memory alone: the device sees one whole layer at a time.
-    target, tokenizer = load_target(config.target, "cpu")
-    share_out(target, accelerator.device)
+    # Whole in the host's memory alone if cut: the device sees one whole layer at a time.
+    place = "cpu" if config.shard_target else accelerator.device
+    target, tokenizer = load_target(config.target.resolved(config.dtype), place)
+    if config.shard_target:
+        share_out(target, accelerator.device)
     return target, tokenizer
 
 
 def check_shards(config: Any, processes: int) -> None:
     """ValueError for a recipe whose run can't do with a shared target."""
-    if not setting(config, "shard_target"):
-        return
-    if processes == 1:
+    shared = setting(config, "shard_target")
+    if shared and processes == 1:
         raise ValueError(
             "got shard_target=true and one process, expected several to share the target's layers: "
             "launch with --num_processes, or say shard_target=false"
         )
-    if config.whole_target_for:
+    if shared and config.whole_target_for:
         raise ValueError(
             f"got shard_target=true and {config.whole_target_for}: say shard_target=false"
         )
 
 
 def share_out(target: PreTrainedModel, device: torch.device) -> None:
-    """Cut each decoder layer of a target into as many parts as there are processes, of which this
-    one keeps its own, and move all to `device`. ValueError where the layers can't be told.
+    """Cut each decoder layer of a target into a part a process, and move this one's to `device`.
+    ValueError where the layers can't be told.
     """
     layers, body = decoder_layers(target), output_head(target)[0]
     remember_body(target)
@@ -83,7 +81,7 @@ def in_parts(target: PreTrainedModel) -> bool:
 @contextmanager
 def in_company(target: PreTrainedModel) -> Iterator[None]:
     """Inside, each process may run the target as often as it likes, or not at all: who is done
-    joins the others' passes until all are done. Nothing to do for a target that is whole.
+    joins the others' passes until all are done.
     """
     if not in_parts(target):
         yield

@@ -9,29 +9,44 @@ import json
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DeepSpeedPlugin,
-    DistributedType,
-    InitProcessGroupKwargs,
-)
+from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
 from transformers.utils.logging import disable_progress_bar
 
-from draftsmith.train.run.settings import Settings, check
+from draftsmith.train.run import recipe
+from draftsmith.train.run.folder import Run
+from draftsmith.train.run.settings import Settings
 from draftsmith.train.run.sharding import FSDP2_ASKED, check_mode, load_whole, mode
+
+Config = TypeVar("Config", bound=Settings)
+
+
+def begin(
+    schema: type[Config], argv: list[str], shrunk: Callable[[Config], Config]
+) -> tuple[Config, Accelerator, Run | None]:
+    """The recipe of a training entry, the accelerator of this process, the run folder: None, after
+    a word, where the run is finished. shrunk: makes a trial of the recipe. ValueError: what
+    `recipe.load`, `start` and `Run` refuse.
+    """
+    config: Any = recipe.load(schema, argv)
+    config = shrunk(config) if config.target.shrink else config
+    accelerator = start(config)
+    run = recipe.run_of(config, main=accelerator.is_main_process)
+    done = run.finished()
+    if done:
+        accelerator.print(f"{done['result']} is finished: nothing to do")
+        return config, accelerator, None
+    accelerator.print(recipe.show(config, config.show))
+    return config, accelerator, run
 
 
 def start(settings: Settings) -> Accelerator:
-    """The accelerator of this process.
-
-    Raises:
-        ValueError: a setting out of range, or a launch that came out otherwise than asked.
-    """
-    check(settings)
+    """The accelerator of this process. ValueError: a launch that came out otherwise than asked."""
     for chatty in ("accelerate.utils.other", "DeepSpeed"):
         # One says at every save that tied weights are saved once, the other that it found a CPU.
         logging.getLogger(chatty).setLevel(logging.ERROR)
@@ -39,10 +54,20 @@ def start(settings: Settings) -> Accelerator:
     deepspeed = _flag("ACCELERATE_USE_DEEPSPEED")
     _check_environment(settings, deepspeed)
     no_device = not torch.accelerator.is_available()
-    handlers: list[Any] = []
+    plugin, handlers = None, []
     if deepspeed:
+        check_deepspeed(settings)
         # torch's, of the names of its collectives that DeepSpeed calls, at every call.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        plugin = DeepSpeedPlugin()
+        # Else transformers would load the frozen target in parts, too.
+        plugin.zero3_init_flag = False
+        # It accumulates, clips and steps by its own configuration: give it the recipe's.
+        plugin.deepspeed_config.update(
+            gradient_accumulation_steps=settings.accumulation,
+            gradient_clipping=settings.clip_norm,
+            train_micro_batch_size_per_gpu=settings.batch_size,
+        )
     if deepspeed and no_device:
         from deepspeed.ops import __compatible_ops__
 
@@ -54,11 +79,21 @@ def start(settings: Settings) -> Accelerator:
         cpu=no_device and not deepspeed,
         mixed_precision={"bf16": "bf16", "fp32": "no"}[settings.precision],
         gradient_accumulation_steps=settings.accumulation if deepspeed else 1,
-        deepspeed_plugin=_deepspeed_plugin(settings) if deepspeed else None,
+        deepspeed_plugin=plugin,
         kwargs_handlers=handlers,
     )
     atexit.register(_leave_group)
-    _check_launch(accelerator, settings, deepspeed)
+    got, launched = accelerator.num_processes, int(os.environ.get("WORLD_SIZE", "1"))
+    wanted = {"the launcher started": launched, "processes=": settings.processes}
+    for source, expected in wanted.items():
+        if expected and got != expected:
+            raise ValueError(
+                f"this run has {got} processes, but {source} {expected}: check --num_processes; "
+                "recipes/accelerate holds configurations that work"
+            )
+    if deepspeed != (accelerator.distributed_type == DistributedType.DEEPSPEED):
+        kind = accelerator.distributed_type
+        raise ValueError(f"DeepSpeed was asked for, but the launch came out as {kind}")
     check_mode(mode(accelerator), settings)
     load_whole()
     if accelerator.device.type == "cuda":
@@ -76,51 +111,32 @@ def _leave_group() -> None:
         torch.distributed.destroy_process_group()
 
 
-def _deepspeed_plugin(settings: Settings) -> DeepSpeedPlugin:
-    """DeepSpeed accumulates, clips and steps by its own configuration: give it the recipe's."""
-    check_deepspeed(settings)
-    plugin = DeepSpeedPlugin()
-    # Else transformers would load the frozen target in parts, too.
-    plugin.zero3_init_flag = False
-    plugin.deepspeed_config.update(
-        gradient_accumulation_steps=settings.accumulation,
-        gradient_clipping=settings.clip_norm,
-        train_micro_batch_size_per_gpu=settings.batch_size,
-    )
-    return plugin
-
-
 def check_deepspeed(settings: Settings) -> None:
     """ValueError for a value of DeepSpeed's own configuration that isn't the recipe's."""
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     given: dict[str, Any] = json.loads(Path(path).read_text()) if path != "none" else {}
     for name in ("gradient_accumulation_steps", "gradient_clipping"):
-        given.setdefault(name, _number(os.environ.get(f"ACCELERATE_{name.upper()}")))
-    half = settings.precision == "bf16"
+        text = os.environ.get(f"ACCELERATE_{name.upper()}", "none").lower()
+        if text not in ("none", "auto"):
+            given.setdefault(name, float(text or 0))
+    for kind in ("bf16", "fp16"):
+        given[f"{kind}.enabled"] = given.get(kind, {}).get("enabled")
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is what it says by itself
-    asked = [
-        (name, given.get(name), ours, getattr(settings, ours))
-        for name, ours in (
-            ("gradient_accumulation_steps", "accumulation"),
-            ("gradient_clipping", "clip_norm"),
-            ("train_micro_batch_size_per_gpu", "batch_size"),
-        )
-    ]
-    asked += [
-        ("bf16.enabled", given.get("bf16", {}).get("enabled"), "precision", half),
-        ("fp16.enabled", given.get("fp16", {}).get("enabled"), "precision", False),
-        ("mixed_precision", launched if launched != "no" else None, "precision", "bf16" * half),
-    ]
-    for name, theirs, field, ours in asked:
-        if theirs not in (None, "auto", ours):
+    given["mixed_precision"] = None if launched == "no" else launched
+    half = settings.precision == "bf16"
+    for name, field, ours in (
+        ("gradient_accumulation_steps", "accumulation", settings.accumulation),
+        ("gradient_clipping", "clip_norm", settings.clip_norm),
+        ("train_micro_batch_size_per_gpu", "batch_size", settings.batch_size),
+        ("bf16.enabled", "precision", half),
+        ("fp16.enabled", "precision", False),
+        ("mixed_precision", "precision", "bf16" * half),
+    ):
+        if given.get(name) not in (None, "auto", ours):
             raise ValueError(
-                f"the DeepSpeed configuration says {name}={theirs}, the recipe says "
+                f"the DeepSpeed configuration says {name}={given[name]}, the recipe says "
                 f"{field}={getattr(settings, field)}: leave it out there, and the recipe holds"
             )
-
-
-def _number(text: str | None) -> float | None:
-    return None if text in (None, "None", "none", "auto") else float(text or 0)
 
 
 def _flag(name: str) -> bool:
@@ -149,19 +165,3 @@ def _check_environment(settings: Settings, deepspeed: bool) -> None:
             "--num_processes 2` does: launch with --config_file recipes/accelerate/cpu_ddp2.yaml, "
             "or say processes=1 if one is meant"
         )
-
-
-def _check_launch(accelerator: Accelerator, settings: Settings, deepspeed: bool) -> None:
-    got, launched = accelerator.num_processes, int(os.environ.get("WORLD_SIZE", "1"))
-    for expected, source in (
-        (launched, "the launcher started"),
-        (settings.processes, "processes="),
-    ):
-        if expected and got != expected:
-            raise ValueError(
-                f"this run has {got} processes, but {source} {expected}: check --num_processes; "
-                "recipes/accelerate holds configurations that work"
-            )
-    if deepspeed != (accelerator.distributed_type == DistributedType.DEEPSPEED):
-        kind = accelerator.distributed_type
-        raise ValueError(f"DeepSpeed was asked for, but the launch came out as {kind}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -16,17 +16,15 @@ from draftsmith.models.disk.store import read_lines
 
 LINE_SECONDS = 10.0  # between two plain lines where the output is no terminal
 SHOWN = ("loss", "alpha", "grad_norm")
+Tracker = Callable[[dict[str, Any]], None]
 
 
 class Log:
     """Writes one record a step to `metrics` and shows where the run is.
 
-    Args:
-        metrics: the metrics.jsonl to append to, None on all but the main process. Records after
-            `step` are dropped first, since a resumed run will write them again.
-        step, steps: the last finished one, and the run's length.
-        tracker: receives each record too, see `wandb_tracker`.
-        console: where to show; the terminal's standard output by default.
+    metrics: the metrics.jsonl to append to, None on all but the main process; records after `step`
+    are dropped first, since a resumed run will write them again. step, steps: the last finished
+    one, and the run's length. tracker: receives each record too, see `wandb_tracker`.
     """
 
     def __init__(
@@ -35,24 +33,20 @@ class Log:
         *,
         step: int,
         steps: int,
-        tracker: Callable[[dict[str, Any]], None] | None = None,
+        tracker: Tracker | None = None,
         console: Console | None = None,
     ) -> None:
         self._file = None
         if metrics:
             keep_through(metrics, step)
             self._file = metrics.open("a", encoding="utf-8")
-        self._tracker = tracker
-        self._steps = steps
-        self._seconds = 0.0
-        self._tokens = 0
-        self._written = 0
+        self._tracker, self._steps = tracker, steps
+        self._seconds, self._tokens, self._trained = 0.0, 0, 0
         self._last_line = time.monotonic()
         self.console = console or Console(quiet=metrics is None)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
+            *columns,
             TextColumn("{task.fields[figures]}"),
             console=self.console,
             disable=not self.console.is_terminal,
@@ -68,44 +62,39 @@ class Log:
         if self._file:
             self._file.close()
 
-    def show(self, what: RenderableType) -> None:
-        """Print below the bar."""
-        self.console.print(what)
-
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         """Write the record of one step: `step`, `tokens`, `seconds`, and any other numbers."""
         if not self._file:
             return
-        self._file.write(json.dumps(dict(record)) + "\n")
+        self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         if self._tracker:
-            self._tracker(dict(record))
+            self._tracker(record)
         self._seconds += record.get("seconds", 0.0)
         self._tokens += record.get("tokens", 0)
+        self._trained += "tokens" in record
         held_out = [f"{k}={v:.4f}" for k, v in record.items() if k.startswith("eval_")]
         figures = " ".join(f"{k}={record[k]:.4f}" for k in SHOWN if k in record)
-        self._written += 1 if record.get("tokens") else 0
-        speed = ""
+        step, speed = record["step"], ""
         if self._seconds:
-            left = (self._steps - record["step"]) * self._seconds / self._written
+            left = (self._steps - step) * self._seconds / self._trained
             speed = f"{self._tokens / self._seconds:,.0f} tokens/s, {left:,.0f} s left"
-        self._bar.update(self._task, completed=record["step"], figures=f"{figures} {speed}")
+        self._bar.update(self._task, completed=step, figures=f"{figures} {speed}")
         due = time.monotonic() - self._last_line > LINE_SECONDS and not self.console.is_terminal
-        if due or held_out or record["step"] == self._steps:
-            line = f"step {record['step']}/{self._steps} {figures} {' '.join(held_out)} {speed}"
+        if due or held_out or step == self._steps:
+            line = f"step {step}/{self._steps} {figures} {' '.join(held_out)} {speed}"
             self.console.print(" ".join(line.split()), highlight=False, soft_wrap=True)
             self._last_line = time.monotonic()
 
 
 def keep_through(metrics: Path, step: int) -> None:
     """Drop the records after `step`, and a last line that was cut off."""
-    if not metrics.exists():
-        return
-    kept = [json.dumps(record) + "\n" for record in read_lines(metrics) if record["step"] <= step]
-    write_atomically(metrics, "".join(kept).encode())
+    if metrics.exists():
+        kept = [json.dumps(line) + "\n" for line in read_lines(metrics) if line["step"] <= step]
+        write_atomically(metrics, "".join(kept).encode())
 
 
-def wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
+def wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> Tracker:
     """A tracker that sends records to wandb, or keeps them under `folder` if WANDB_MODE=offline.
     ValueError: wandb isn't installed.
     """
@@ -116,14 +105,8 @@ def wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> Callable[[dict[str
     name = folder / "wandb_id"
     if not name.exists():
         name.write_text(secrets.token_hex(4))
-    run = wandb.init(
-        project="draftsmith",
-        name=folder.name,
-        dir=str(folder),
-        id=name.read_text(),
-        resume="allow",
-        config=dict(recipe),
-    )
+    where: Any = {"name": folder.name, "dir": str(folder), "id": name.read_text()}
+    run = wandb.init(project="draftsmith", resume="allow", config=dict(recipe), **where)
     return lambda record: run.log(record, step=record["step"])
 
 

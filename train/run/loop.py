@@ -12,11 +12,13 @@ A step is a function of the weights, the optimizer state and (seed, step, proces
 carried over. So a resumed run repeats an uninterrupted one bit by bit.
 """
 
+import contextlib
 import dataclasses
 import math
+import signal
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,12 +28,13 @@ from torch import Tensor, nn
 
 from draftsmith.train.run.checkpoint import load, save
 from draftsmith.train.run.folder import Run
-from draftsmith.train.run.interrupt import GO_ON, stop_request
 from draftsmith.train.run.log import Log, summary_table, wandb_tracker
 from draftsmith.train.run.optim import learning_rate
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.run.sharding import spread, whole_state
 
+AGAIN_SECONDS = 2.0
+GO_ON = "repeat the same command to resume"  # what a user does after a stop
 Evaluate = Callable[[], dict[str, float]]
 
 
@@ -68,39 +71,20 @@ class Objective(nn.Module):
         """Called with the means of each finished step; what it keeps must be a buffer."""
 
 
-class MicroBatch(Protocol):
-    """What an objective reads: `text.batches.Batch`, or rows of another kind."""
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The examples in it, for messages."""
-
-    def to(self, device: torch.device) -> Any:
-        """The same on a device."""
-
-
 class StepBatches(Protocol):
-    """Where micro-batches come from: a function of its arguments alone, or asked for in order and
-    then `checkpoint.Resumable`. One that draws or reads by process and micro-batch names in
-    `chooses` what, as objectives do.
+    """Where micro-batches come from: a function of its arguments alone, or asked for in order.
+
+    What it also may have: `chooses`, as objectives do, where it draws or reads by process and
+    micro-batch; `state(step)`, its place before a step as JSON can hold it, and `restore(state)`,
+    which refuses another process's; and where it may have to wait for what a batch is made of,
+    `heed(stop)`, to wait no longer once something is in `stop` (what is given then isn't trained),
+    and `to_go_on`, what a user does after a stop.
     """
 
-    def batch(
-        self, step: int, micro: int, rank: int, *, accumulation: int, world: int
-    ) -> MicroBatch:
-        """Micro-batch `micro` of process `rank` in optimizer step `step` (from 0), on the CPU."""
-
-
-@runtime_checkable
-class Patient(Protocol):
-    """A source that may have to wait for what a batch is made of. to_go_on: what a user does after
-    a stop.
-    """
-
-    to_go_on: str
-
-    def heed(self, stop: list[int]) -> None:
-        """Wait no longer once there is something in `stop`; what is given then isn't trained."""
+    def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Any:
+        """Micro-batch `micro` of process `rank` in optimizer step `step` (from 0), on the CPU: with
+        `rows`, the examples in it by number, and `to(device)`.
+        """
 
 
 class Result(NamedTuple):
@@ -116,6 +100,31 @@ def step_seed(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
 
 
+@contextlib.contextmanager
+def stop_request() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM as a request to finish the step, save, and go: a list that gets the
+    signals as they come; a second Ctrl-C interrupts at once.
+    """
+    received: list[int] = []
+    first = 0.0
+
+    def note(number: int, _: object) -> None:
+        nonlocal first
+        # A launcher repeats what the terminal has sent to all: that isn't a second wish.
+        now = time.monotonic()
+        if received and number == signal.SIGINT and now - first > AGAIN_SECONDS:
+            raise KeyboardInterrupt
+        first = first or now
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def fit(
     accelerator: Accelerator,
     objective: Objective,
@@ -124,30 +133,34 @@ def fit(
     run: Run,
     evaluate: Evaluate | None = None,
 ) -> Result:
-    """Train `objective` to the end, from the latest checkpoint of `run` if there is one.
+    """Train `objective` (on any device, trainable parameters in fp32) to the end, from the latest
+    checkpoint of `run` if there is one. evaluate: called on all processes at the start, every
+    `eval_every` steps and at the end, in eval mode without gradients; `run` keeps the best weights.
 
-    Args:
-        objective: on any device; its trainable parameters in fp32.
-        evaluate: called on all processes at the start, every `eval_every` steps and at the end,
-            with the objective in eval mode and without gradients. `run` keeps the best weights.
-
-    Raises:
-        ValueError: a loss or gradient that isn't finite (the state before it is saved), a step
-            without trained tokens, or a checkpoint that this launch can't go on from exactly.
-        OSError: a checkpoint can't be written; the one before is intact.
-        SystemExit: 130, after Ctrl-C or SIGTERM; the last step is finished and saved.
+    ValueError: a loss or gradient that isn't finite (the state before it is saved), a step without
+    trained tokens, or a checkpoint that this launch can't go on from exactly. OSError: a checkpoint
+    can't be written; the one before is intact. SystemExit 130: Ctrl-C or SIGTERM; the last step is
+    finished and saved.
     """
+    resumed = run.latest() is not None
     fitting = _Fitting(accelerator, objective, batches, settings, run)
-    at = fitting.position
-    with stop_request() as stop, fitting.open_log() as log:
-        if isinstance(batches, Patient):
-            batches.heed(stop)
+    at, main = fitting.position, accelerator.is_main_process
+    tracker = None
+    if settings.track == "wandb" and main:
+        tracker = wandb_tracker(run.folder, dataclasses.asdict(settings))
+    metrics, done = run.metrics if main else None, at.step if resumed else -1
+    with (
+        stop_request() as stop,
+        Log(metrics, step=done, steps=settings.steps, tracker=tracker) as log,
+    ):
+        if heed := getattr(batches, "heed", None):
+            heed(stop)
         if evaluate and at.best is None:
             log.write({"step": 0, **fitting.evaluate(evaluate)})
-        while at.step < settings.steps and not fitting.out_of_patience():
+        patience = settings.patience * settings.eval_every or math.inf
+        while at.step < settings.steps and at.step - at.best_step < patience:
             started = time.monotonic()
-            micros, tokens = fitting.fetch(stop)
-            record = fitting.train_step(micros, tokens)
+            record = fitting.train_step(*fitting.fetch(stop))
             record["seconds"] = time.monotonic() - started
             at.seconds += record["seconds"]
             due = settings.eval_every and at.step % settings.eval_every == 0
@@ -158,7 +171,7 @@ def fit(
                 fitting.save()
         fitting.save()
         fitting.spread.finish()
-        log.show(summary_table(str(run.folder), fitting.figures()))
+        log.console.print(summary_table(str(run.folder), fitting.figures()))
     return Result(at.step, at.best, at.best_step)
 
 
@@ -174,30 +187,12 @@ class _Fitting:
 
     def __post_init__(self) -> None:
         self.spread = spread(self.accelerator, self.objective, self.settings)
-        self.resumed = self.run.latest() is not None
         self.position = load(self.spread, self.run, self.batches)
 
     def save(self) -> None:
         save(self.spread, self.run, self.position, self.batches)
 
-    def open_log(self) -> Log:
-        """The log of the main process; on the others it writes nothing."""
-        main, settings = self.accelerator.is_main_process, self.settings
-        tracker = None
-        if settings.track == "wandb" and main:
-            tracker = wandb_tracker(self.run.folder, dataclasses.asdict(settings))
-        return Log(
-            self.run.metrics if main else None,
-            step=self.position.step if self.resumed else -1,
-            steps=settings.steps,
-            tracker=tracker,
-        )
-
-    def out_of_patience(self) -> bool:
-        waited = self.position.step - self.position.best_step
-        return 0 < self.settings.patience * self.settings.eval_every <= waited
-
-    def fetch(self, stop: list[int]) -> tuple[list[MicroBatch], int]:
+    def fetch(self, stop: list[int]) -> tuple[list[Any], int]:
         """This process's micro-batches of the next step, and the whole step's trained tokens. One
         all-reduce counts them, and tells every process whether one of them was asked to stop.
         """
@@ -210,7 +205,7 @@ class _Fitting:
         tokens, stopping = total.tolist()
         if stopping:
             self.save()
-            how = self.batches.to_go_on if isinstance(self.batches, Patient) else GO_ON
+            how = getattr(self.batches, "to_go_on", GO_ON)
             accelerator.print(f"stopped after step {step}: {how}")
             raise SystemExit(130)
         if tokens == 0:
@@ -221,7 +216,7 @@ class _Fitting:
             )
         return micros, tokens
 
-    def train_step(self, micros: list[MicroBatch], tokens: int) -> dict[str, Any]:
+    def train_step(self, micros: list[Any], tokens: int) -> dict[str, Any]:
         """One optimizer step over `micros`; returns its record."""
         at, accelerator = self.position, self.accelerator
         torch.manual_seed(step_seed(self.settings.seed, at.step, accelerator.process_index))
@@ -242,7 +237,11 @@ class _Fitting:
                     # Before the last backward: DeepSpeed makes its step inside of it.
                     means = self._means(outputs, micros, tokens)
                 self.spread.backward(outputs[-1].loss * scale, last=last)
-        norm = self._update(micros)
+        norm = self.spread.clip()
+        if not math.isfinite(norm):
+            good = not self.spread.stepped_in_backward
+            self._end_at_nonfinite(f"the gradient's norm is {norm}", micros, weights_good=good)
+        self.spread.step()
         at.draws |= not torch.equal(seeded, _generators(accelerator.device))
         at.step += 1
         at.tokens += tokens
@@ -275,14 +274,10 @@ class _Fitting:
         figures: dict[str, Any] = {"steps": at.step, "trained tokens": f"{at.tokens:,}"}
         figures["training seconds"] = at.seconds
         figures["tokens/s"] = at.tokens / at.seconds if at.seconds else 0.0
-        if at.best is not None:
-            figures[f"best held-out {self.settings.best_metric}"] = at.best
-            figures["at step"] = at.best_step
-        return figures
+        best = {f"best held-out {self.settings.best_metric}": at.best, "at step": at.best_step}
+        return figures | (best if at.best is not None else {})
 
-    def _means(
-        self, outputs: list[StepOutput], micros: list[MicroBatch], tokens: int
-    ) -> dict[str, float]:
+    def _means(self, outputs: list[StepOutput], micros: list[Any], tokens: int) -> dict[str, float]:
         """Means per trained token over the whole step; ends the run if the loss isn't finite."""
         names = sorted(outputs[0].metrics)
         sums_by_micro = [
@@ -297,16 +292,7 @@ class _Fitting:
             self._end_at_nonfinite(f"the loss is {loss}", bad, weights_good=True)
         return {"loss": loss / tokens} | {n: s / tokens for n, s in zip(names, sums, strict=True)}
 
-    def _update(self, micros: list[MicroBatch]) -> float:
-        """Clip and step; returns the gradient's norm before clipping."""
-        norm = self.spread.clip()
-        if not math.isfinite(norm):
-            what = f"the gradient's norm is {norm}"
-            self._end_at_nonfinite(what, micros, weights_good=not self.spread.stepped_in_backward)
-        self.spread.step()
-        return norm
-
-    def _end_at_nonfinite(self, what: str, micros: list[MicroBatch], *, weights_good: bool) -> None:
+    def _end_at_nonfinite(self, what: str, micros: list[Any], *, weights_good: bool) -> None:
         """Keep the last good state, and say which examples the bad step had."""
         if weights_good:
             self.save()

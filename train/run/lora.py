@@ -28,13 +28,10 @@ class Lora:
 
 
 def with_lora(model: PreTrainedModel, lora: Lora, *, given: bool, seed: int) -> PreTrainedModel:
-    """The model as a PeftModel, of which only the adapters are trained; as it is at rank 0, or
-    where it is one. Its layers are wrapped in place, so a frozen model keeps its type, and adapters
-    are fp32.
-
-    given: whether it comes from a checkpoint; seed: of A, and no global random state is moved.
-    ValueError where peft isn't installed, for a rank below 0, a fresh model, or names that match
-    nothing, or something that is no linear map in the body.
+    """The model as a PeftModel, of which only the adapters (fp32) are trained; as it is at rank 0,
+    or where it is one. Its layers are wrapped in place. given: whether it comes from a checkpoint;
+    seed: of A, and no global random state is moved. ValueError where peft isn't installed, for a
+    rank below 0, a fresh model, or names that match nothing, or no linear map in the body.
     """
     if not lora.rank or hasattr(model, "merge_and_unload"):
         return model
@@ -52,12 +49,8 @@ def with_lora(model: PreTrainedModel, lora: Lora, *, given: bool, seed: int) -> 
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ValueError("lora.rank needs peft: pip install 'draftsmith[lora]'") from error
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=_targets(model, lora.targets),
-    )
+    sizes: Any = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
+    config = LoraConfig(**sizes, target_modules=_targets(model, lora.targets))
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # peft moves them to their layers
         torch.default_generator.manual_seed(seed)
         wrapped: Any = get_peft_model(model, config)
@@ -85,15 +78,13 @@ def _targets(model: PreTrainedModel, names: list[str]) -> str | list[str]:
     if not names:
         return "all-linear"  # but the output head
     head = model.get_output_embeddings()
-    linear: set[str] = set()
-    others: set[str] = set()
-    for path, module in model.named_modules():
-        within = isinstance(module, nn.Linear) and module is not head
-        (linear if within else others).add(path)
+    every = dict(model.named_modules())
+    linear = {path for path, m in every.items() if isinstance(m, nn.Linear) and m is not head}
 
     def matches(name: str, paths: set[str]) -> bool:
         return any(path == name or path.endswith(f".{name}") for path in paths)
 
+    others = every.keys() - linear
     wrong = [name for name in names if not matches(name, linear) or matches(name, others)]
     if wrong:
         kinds = sorted({path.rpartition(".")[2] for path in linear})

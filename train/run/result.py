@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,21 +14,17 @@ from draftsmith.models.servers.serve_lines import serve_line
 from draftsmith.train.run.loop import Result
 
 
-class Source(Protocol):
-    """Text that a run has read."""
-
-    def fingerprint(self) -> str: ...
-
-
 def made_by(
-    argv: list[str], seed: int, source: Source, ended: Result, acceptance: float | None = None
+    argv: list[str], seed: int, data_hash: str, ended: Result, acceptance: float | None = None
 ) -> dict[str, Any]:
-    """The provenance of a run's result; acceptance: held-out alpha, where it was measured."""
+    """The provenance of a run's result; data_hash: of the text that it has read; acceptance:
+    held-out alpha, where it was measured.
+    """
     return provenance(
         recipe=dict(arg.split("=", 1) for arg in argv).get("recipe"),
         argv=argv,
         seeds={"run": seed},
-        data_hash=source.fingerprint(),
+        data_hash=data_hash,
         steps=ended.best_step,
         acceptance=acceptance,
     )

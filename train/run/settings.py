@@ -7,7 +7,7 @@ from typing import Any
 @dataclass(kw_only=True)
 class Settings:
     """What every training recipe can say, without a group before it. An entry's dataclass inherits
-    from this one alone, and adds its own fields and groups.
+    from this one alone, and adds its own fields and groups. ValueError for a value out of range.
     """
 
     out: str  # the run folder
@@ -39,6 +39,17 @@ class Settings:
     track: str = "none"  # none | wandb
     show: str = "changes"  # printed at the start: changes (what isn't as by default) | all
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected at least 1")
+        for name, choices in CHOICES.items():
+            got = getattr(self, name)
+            if got not in choices:
+                raise ValueError(f"got {name}={got!r}, expected one of {', '.join(choices)}")
+        if self.clip_norm < 0 or self.lr <= 0:
+            raise ValueError(f"got lr={self.lr}, clip_norm={self.clip_norm}, expected > 0, >= 0")
+
     @property
     def dtype(self) -> str:
         """Of frozen models, and of copies to decode with."""
@@ -50,21 +61,6 @@ class Settings:
         return ""
 
 
-def check(settings: Settings) -> None:
-    """Raises ValueError for what no type can rule out."""
-    for name in ("steps", "batch_size", "accumulation"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"got {name}={getattr(settings, name)}, expected at least 1")
-    for name, choices in CHOICES.items():
-        if getattr(settings, name) not in choices:
-            got = getattr(settings, name)
-            raise ValueError(f"got {name}={got!r}, expected one of {', '.join(choices)}")
-    if settings.clip_norm < 0 or settings.lr <= 0:
-        raise ValueError(
-            f"got lr={settings.lr}, clip_norm={settings.clip_norm}, expected > 0, >= 0"
-        )
-
-
 def setting(config: object, key: str) -> Any:
     """The value of a key such as `text.max_length`; None where this entry has no such key."""
     for name in key.split("."):
@@ -73,6 +69,8 @@ def setting(config: object, key: str) -> Any:
 
 
 CHOICES = {
+    "optimizer": ("adamw", "sgd", "muon"),
+    "schedule": ("cosine", "linear", "constant"),
     "precision": ("bf16", "fp32"),
     "best_mode": ("min", "max"),
     "save_dtype": ("bfloat16", "float32"),

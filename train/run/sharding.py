@@ -76,11 +76,10 @@ class Replicated:
     """Every process holds everything; also the way of one process."""
 
     stepped_in_backward = False
+    holds_gradients = True  # whole ones, until the last micro-batch
 
     def __init__(self, accelerator: Accelerator, objective: nn.Module, settings: Settings) -> None:
-        self.accelerator = accelerator
-        self.objective = objective
-        self.settings = settings
+        self.accelerator, self.objective, self.settings = accelerator, objective, settings
         # By how much averaging has made the gradient smaller than the sum over the step.
         self.averaged = accelerator.num_processes
         self.wrap()
@@ -98,7 +97,8 @@ class Replicated:
 
     def micro(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward of a micro-batch, the last of its step or not."""
-        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
+        waits = self.holds_gradients and not last
+        return self.accelerator.no_sync(self.model) if waits else contextlib.nullcontext()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.accelerator.backward(loss)
@@ -106,7 +106,8 @@ class Replicated:
     def clip(self) -> float:
         """Clip the gradient; returns its norm before."""
         limit = self.settings.clip_norm or math.inf
-        return float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -129,20 +130,16 @@ class Replicated:
 class Zero(Replicated):
     """DeepSpeed: it accumulates, clips and steps inside of its backward."""
 
-    stepped_in_backward = True
+    stepped_in_backward, holds_gradients = True, False
 
     def wrap(self) -> None:
-        plain = optimizers(self.objective, self.settings)
-        self.model, *self.optimizers = self.accelerator.prepare(self.objective, *plain)
+        super().wrap()
         self.averaged *= self.settings.accumulation
         self.engine: Any = self.accelerator.deepspeed_engine_wrapped
         load_whole()
         if mode(self.accelerator) == "zero3":
             _declare_heads(self.objective)
             _run_as_forward(self.objective, "measure")
-
-    def micro(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.engine.backward(loss, sync_gradients=last)
@@ -167,6 +164,9 @@ class Fsdp2(Replicated):
     gathers are fp32, as under DDP; matrix products run in the autocast type.
     """
 
+    # Each micro-batch's gradient is cut at once: whole ones would be as large as the weights.
+    holds_gradients = False
+
     def wrap(self) -> None:
         accelerator, objective = self.accelerator, self.objective
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
@@ -187,17 +187,8 @@ class Fsdp2(Replicated):
         with self.accelerator.autocast():
             return self.model(batch)
 
-    def micro(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        # Each micro-batch's gradient is cut at once: whole ones would be as large as the weights.
-        return contextlib.nullcontext()
-
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()
-
-    def clip(self) -> float:
-        limit = self.settings.clip_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def save(self, folder: Path) -> None:
         weights, states = get_state_dict(self.objective, self.optimizers)
@@ -207,12 +198,11 @@ class Fsdp2(Replicated):
             raise RuntimeError(str(error)) from error
 
     def load(self, folder: Path) -> None:
-        weights, states = get_state_dict(self.objective, self.optimizers)
+        parts = self.objective, self.optimizers
+        weights, states = get_state_dict(*parts)
         # Read into the tensors of both, which are this process's shares.
         dcp.load({"objective": weights, "optimizers": states}, checkpoint_id=folder)
-        set_state_dict(
-            self.objective, self.optimizers, model_state_dict=weights, optim_state_dict=states
-        )
+        set_state_dict(*parts, model_state_dict=weights, optim_state_dict=states)
 
     def finish(self) -> None:
         _make_whole(self.objective)
@@ -235,8 +225,7 @@ def spread(accelerator: Accelerator, objective: nn.Module, settings: Settings) -
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
     """The decoder layers of the language models in a module."""
-    models = _language_models(module)
-    names = {name for model in models for name in model._no_split_modules or ()}
+    names = {name for model in _language_models(module) for name in model._no_split_modules or ()}
     return [part for part in module.modules() if type(part).__name__ in names]
 
 
@@ -273,11 +262,11 @@ def _declare_heads(objective: nn.Module) -> None:
     """
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
-    heads = [model.get_output_embeddings() for model in _language_models(objective)]
-    if not heads:
+    models = _language_models(objective)
+    if not models:
         raise _nothing_to_cut(objective, "zero3")
-    for head in heads:
-        for parameter in head.parameters():
+    for model in models:
+        for parameter in model.get_output_embeddings().parameters():
             register_external_parameter(objective, parameter)
 
 

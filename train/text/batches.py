@@ -10,15 +10,18 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
+
+from draftsmith.models.disk.store import save_shard
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,20 +39,18 @@ class Examples:
     @classmethod
     def collect(cls, pairs: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> "Examples":
         """From (ids, trained) of each example. Raises ValueError when there are none."""
-        ids: list[np.ndarray] = []
-        trained: list[np.ndarray] = []
-        for example_ids, example_trained in pairs:
-            assert len(example_ids) == len(example_trained), (len(example_ids), example_trained)
-            ids.append(np.asarray(example_ids, dtype=np.int32))
-            trained.append(np.asarray(example_trained, dtype=np.bool_))
-        if not ids:
+        kept = [(np.asarray(ids, np.int32), np.asarray(own, np.bool_)) for ids, own in pairs]
+        if not kept:
             raise ValueError("got no examples, expected at least one; is the data's split empty?")
-        starts = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-        return cls(
-            torch.from_numpy(np.concatenate(ids)),
-            torch.from_numpy(np.concatenate(trained)),
-            torch.from_numpy(starts),
-        )
+        assert all(len(ids) == len(own) for ids, own in kept)
+        ids, own = (torch.from_numpy(np.concatenate(side)) for side in zip(*kept, strict=True))
+        starts = np.cumsum([0, *(len(ids) for ids, _ in kept)], dtype=np.int64)
+        return cls(ids, own, torch.from_numpy(starts))
+
+    @classmethod
+    def answered(cls, pairs: Iterable[tuple[list[int], list[int]]]) -> "Examples":
+        """From (prompt, answer) of each example, whose answers are trained."""
+        return cls.collect((p + a, [False] * len(p) + [True] * len(a)) for p, a in pairs)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -69,76 +70,58 @@ class Examples:
     def fingerprint(self) -> str:
         """sha256 over all three tensors."""
         digest = hashlib.sha256()
-        for tensor in (self.ids, self.trained, self.starts):
+        for tensor in vars(self).values():
             digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
             digest.update(tensor.contiguous().numpy().data)
         return digest.hexdigest()
 
     def save(self, path: str | Path) -> None:
-        """One safetensors file."""
-        tensors = {"ids": self.ids, "trained": self.trained, "starts": self.starts}
-        save_file({name: t.contiguous() for name, t in tensors.items()}, str(path))
+        """One safetensors file, whole or not at all."""
+        save_shard(Path(path), vars(self))
 
     @classmethod
     def load(cls, path: str | Path) -> "Examples":
         """Raises ValueError on a file that is missing, truncated or something else."""
         try:
-            tensors = load_file(str(path))
-            return cls(tensors["ids"], tensors["trained"], tensors["starts"])
-        except (OSError, SafetensorError, KeyError) as error:
+            return cls(**load_file(path))
+        except (OSError, SafetensorError, TypeError) as error:
             raise ValueError(
                 f"{path}: not a file of saved examples ({error!r}); expected tensors ids, trained, "
                 "starts; tokenise the data again"
             ) from error
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """What `cut_long` leaves: piece j is tokens `spans[j]`, and comes from example `origin[j]`."""
 
     spans: np.ndarray  # [pieces, 2] int64, begin and end among all tokens
     origin: np.ndarray  # [pieces] int64
-    split: int  # documents cut into chunks
-    truncated: int  # examples with a prompt whose end was lost
-    dropped: int  # examples or chunks in which no trained token can be predicted
-
-    def __str__(self) -> str:
-        return (
-            f"{len(self.spans):,} examples ({self.split:,} long documents in chunks, "
-            f"{self.truncated:,} truncated, {self.dropped:,} without a trained token dropped)"
-        )
 
 
 def cut_long(examples: Examples, max_length: int) -> Cut:
     """Pieces of at most `max_length` tokens; nothing is copied. A document (every token trained)
     becomes chunks, each a document of its own; anything with a prompt is truncated, since its end
-    without its beginning would be another example. ValueError where nothing is left to train.
+    without its beginning would be another example. Pieces in which no trained token can be
+    predicted are dropped; ValueError where nothing is left.
     """
     if max_length < 2:
         raise ValueError(f"max_length: got {max_length}, expected at least 2")
     spans: list[tuple[int, int]] = []
     origin: list[int] = []
-    split = truncated = dropped = 0
     trained = examples.trained.numpy()
-    starts = examples.starts.tolist()
-    for i, (begin, end) in enumerate(pairwise(starts)):
-        is_long = end - begin > max_length
-        is_document = is_long and bool(trained[begin:end].all())
-        split += is_document
-        truncated += is_long and not is_document
+    for i, (begin, end) in enumerate(pairwise(examples.starts.tolist())):
+        is_document = end - begin > max_length and bool(trained[begin:end].all())
         for first in range(begin, end if is_document else begin + 1, max_length):
             last = min(first + max_length, end)
             if trained[first + 1 : last].any():
                 spans.append((first, last))
                 origin.append(i)
-            else:
-                dropped += 1
     if not spans:
         raise ValueError(
             f"none of {len(examples)} examples has a trained token within max_length={max_length}; "
             "raise max_length, or look at one with `python -m draftsmith data show`"
         )
-    return Cut(np.array(spans), np.array(origin), split, truncated, dropped)
+    return Cut(np.array(spans), np.array(origin))
 
 
 @dataclass(frozen=True)
@@ -165,32 +148,29 @@ class Batch:
         return torch.zeros_like(first_BT).scatter_add(1, first_BT, real_BT).gather(1, first_BT)
 
     def to(self, device: torch.device | str) -> Self:
-        tensors = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
-        moved: dict[str, Any] = {name: part.to(device) for name, part in tensors.items()}
-        return replace(self, **moved)
+        parts: dict[str, Any] = {n: t for n, t in vars(self).items() if isinstance(t, Tensor)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in parts.items()})
 
 
+@dataclass(frozen=True)
 class EpochOrder:
     """The order of `count` things over all epochs: each is one permutation of them, seeded by
     (seed, epoch), and the next follows without a gap.
     """
 
-    def __init__(self, count: int, seed: int) -> None:
-        self.count, self.seed = count, seed
-        self._orders: dict[int, np.ndarray] = {}
+    count: int
+    seed: int
 
     def take(self, first: int, many: int) -> list[int]:
         """The next `many` after the first `first`."""
         epochs, places = np.divmod(np.arange(first, first + many), self.count)
-        parts = [self._order(int(e))[places[epochs == e]] for e in np.unique(epochs)]
-        return [int(i) for part in parts for i in part]
+        orders = {e: _order(self.count, self.seed, int(e)) for e in np.unique(epochs)}
+        return [int(orders[e][place]) for e, place in zip(epochs, places, strict=True)]
 
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            # A step touches two epochs at most, unless there is less than one step of all.
-            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
-            self._orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(self.count)
-        return self._orders[epoch]
+
+@lru_cache(maxsize=8)  # a step touches two epochs at most, unless there is less than a step of all
+def _order(count: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 @dataclass(eq=False)
@@ -213,13 +193,10 @@ class Batches:
     pad_id: int  # any: padding is never trained nor attended by what is
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size: got {self.batch_size}, expected at least 1")
         self.cut = cut_long(self.examples, self.max_length)
         lengths = np.diff(self.cut.spans)[:, 0].tolist()
-        self._bins = [[j] for j in range(len(lengths))]
-        if self.packing:
-            self._bins = pack(lengths, self.max_length)
+        alone = [[j] for j in range(len(lengths))]
+        self._bins = pack(lengths, self.max_length) if self.packing else alone
         self._order = EpochOrder(len(self._bins), self.seed)
 
     def __len__(self) -> int:
@@ -233,7 +210,7 @@ class Batches:
         size, many = self.batch_size, accumulation * world
         all_ = self.sequences(step * size * many, size * many)
         if not self.packing and many > 1:
-            all_.sort(key=lambda bin_: -int(np.diff(self.cut.spans[bin_])[:, 0].sum()))
+            all_.sort(key=lambda bin_: -int(np.diff(self.cut.spans[bin_]).sum()))
             # There and back, as teams are chosen: else the first would always get the longer ones.
             turns = [world * i + (rank, world - 1 - rank)[i % 2] for i in range(size)]
             return self._form([all_[micro * world * size + turn] for turn in turns])
@@ -246,31 +223,39 @@ class Batches:
 
     def _form(self, bins: list[list[int]]) -> Batch:
         spans = [[slice(*self.cut.spans[j]) for j in bin_] for bin_ in bins]
-        longest = max(sum(span.stop - span.start for span in row) for row in spans)
-        shape = (len(bins), self.max_length if self.packing else longest)
-        input_ids = torch.full(shape, self.pad_id)
-        trained = torch.zeros(shape, dtype=torch.bool)
-        position_ids = torch.zeros(shape, dtype=torch.int64)
-        document = torch.full(shape, -1)
-        places = torch.full(shape, -1)
-        for row, row_spans in enumerate(spans):
-            place = 0
-            for number, span in enumerate(row_spans):
-                here = slice(place, place + span.stop - span.start)
-                input_ids[row, here] = self.examples.ids[span].long()
-                trained[row, here] = self.examples.trained[span]
-                document[row, here] = number
-                places[row, here] = torch.arange(span.start, span.stop)
-                position_ids[row, place:] = torch.arange(shape[1] - place)
-                place = here.stop
-        loss_mask = torch.zeros(shape, dtype=torch.bool)
-        loss_mask[:, :-1] = trained[:, 1:] & (document[:, 1:] == document[:, :-1])
-        mask = None
-        if max(map(len, bins)) > 1:
-            # Padding is a document too: a row that may attend nothing would be NaN.
-            mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]
+        width = self.max_length if self.packing else 0
         rows = tuple(dict.fromkeys(int(self.cut.origin[j]) for bin_ in bins for j in bin_))
-        return Batch(input_ids, position_ids, loss_mask, mask, rows, places)
+        return replace(batch_of(self.examples, spans, self.pad_id, width), rows=rows)
+
+
+def batch_of(examples: Examples, spans: list[list[slice]], pad_id: int, width: int = 0) -> Batch:
+    """The batch whose rows are these documents, side by side; of the longest row's width, unless
+    one is given.
+    """
+    longest = max(sum(span.stop - span.start for span in row) for row in spans)
+    shape = (len(spans), width or longest)
+    input_ids = torch.full(shape, pad_id)
+    trained = torch.zeros(shape, dtype=torch.bool)
+    position_ids = torch.zeros(shape, dtype=torch.int64)
+    document = torch.full(shape, -1)
+    places = torch.full(shape, -1)
+    for row, row_spans in enumerate(spans):
+        place = 0
+        for number, span in enumerate(row_spans):
+            here = slice(place, place + span.stop - span.start)
+            input_ids[row, here] = examples.ids[span].long()
+            trained[row, here] = examples.trained[span]
+            document[row, here] = number
+            places[row, here] = torch.arange(span.start, span.stop)
+            position_ids[row, place:] = torch.arange(shape[1] - place)
+            place = here.stop
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    loss_mask[:, :-1] = trained[:, 1:] & (document[:, 1:] == document[:, :-1])
+    mask = None
+    if max(map(len, spans)) > 1:
+        # Padding is a document too: a row that may attend nothing would be NaN.
+        mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]
+    return Batch(input_ids, position_ids, loss_mask, mask, (), places)
 
 
 def pack(lengths: list[int], max_length: int) -> list[list[int]]:

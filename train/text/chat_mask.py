@@ -31,9 +31,7 @@ class ChatTokens(NamedTuple):
 
 def chat_tokens(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> ChatTokens:
     """The tokens of a chat up to its last assistant turn, and those that the assistant wrote.
-
-    Raises:
-        ValueError: no assistant turn, no template, or a mask that can't be known for certain.
+    ValueError: no assistant turn, no template, or a mask that can't be known for certain.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
@@ -88,31 +86,25 @@ def _derived(
                 f"message {turn}: a token spans the border of the assistant's words, so prompt and "
                 "answer can't be told apart; remove white space around the content"
             )
+        span = through[len(before) :]
         if before == render(messages[:turn], tokenizer):
-            _check_header_free(through[len(before) :], messages[turn]["content"], turn)
-            _check_ends(messages[: turn + 1], through[len(before) :], tokenizer)
+            # A template may have no header before an answer, or may ignore add_generation_prompt;
+            # then it may also begin another answer after each chat, a finished one included.
+            if not span.lstrip().startswith(messages[turn]["content"].strip()):
+                raise ValueError(
+                    f"message {turn}: the template ignores add_generation_prompt, so the "
+                    f"assistant's header {span[:20]!r} can't be told from its words; {ADVICE}"
+                )
+            more = [*messages[: turn + 1], {"role": "user", "content": "?"}]
+            if span not in render(more, tokenizer):
+                raise ValueError(
+                    f"message {turn}: the template begins another answer after it, whatever "
+                    f"add_generation_prompt says, so the end of {span[-40:]!r} would be taken for "
+                    f"the assistant's words; {ADVICE}"
+                )
         end = _end_token(ids, len(before_ids), len(through_ids), tokenizer)
         trained[len(before_ids) : end] = [True] * (end - len(before_ids))
     return ChatTokens(ids, trained, rewritten)
-
-
-def _check_header_free(span: str, content: str, turn: int) -> None:
-    """A template may have no header before an answer, or may just ignore add_generation_prompt."""
-    if not span.lstrip().startswith(content.strip()):
-        raise ValueError(
-            f"message {turn}: the template ignores add_generation_prompt, so the assistant's "
-            f"header {span[:20]!r} can't be told from its words; {ADVICE}"
-        )
-
-
-def _check_ends(messages: Messages, span: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Such a template may also begin another answer after each chat, a finished one included."""
-    if span not in render([*messages, {"role": "user", "content": "?"}], tokenizer):
-        raise ValueError(
-            f"message {len(messages) - 1}: the template begins another answer after it, whatever "
-            f"add_generation_prompt says, so the end of {span[-40:]!r} would be taken for the "
-            f"assistant's words; {ADVICE}"
-        )
 
 
 def _end_token(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> int:

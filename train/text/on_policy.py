@@ -5,7 +5,8 @@ Legend: B rows, T positions.
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -21,7 +22,7 @@ from draftsmith.models.draft_lm import recast
 from draftsmith.train.run.loop import step_seed
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.run.sharding import whole_state
-from draftsmith.train.text.batches import Batch, Batches, Examples
+from draftsmith.train.text.batches import Batch, Batches, Examples, batch_of
 from draftsmith.train.text.prepared import is_prepared
 from draftsmith.train.text.tokenise import load_examples, tokenise
 
@@ -63,13 +64,10 @@ class Snapshot(Generic[Module]):
 
 @dataclass(eq=False)
 class OnPolicy:
-    """`batches`, of which the draft rewrites the answers at a share of the steps.
-
-    One draw a step decides for all processes and micro-batches. The answers, and so the number of
-    trained tokens, are a function of the draft's weights and (seed, step, micro, rank).
-
-    batches: one example a row. A prompt is what comes before the first trained token; of a
-    document, its first `prompt_tokens`.
+    """`batches` (one example a row), of which the draft rewrites the answers at a share of the
+    steps; a prompt is what comes before the first trained token, of a document its first
+    `prompt_tokens`. One draw a step decides for all processes and micro-batches. The answers are a
+    function of the draft's weights and (seed, step, micro, rank).
     """
 
     asked: OnPolicyText
@@ -80,15 +78,15 @@ class OnPolicy:
     chooses = "on_policy"
 
     def __post_init__(self) -> None:
-        asked, batches = self.asked, self.batches
-        if not 0 < asked.share <= 1:
-            raise ValueError(f"on_policy.share: got {asked.share}, expected a share in [0, 1]")
-        if asked.prompt_tokens >= batches.max_length:
+        share, prompt, length = self.asked.share, self.asked.prompt_tokens, self.batches.max_length
+        if not 0 < share <= 1:
+            raise ValueError(f"on_policy.share: got {share}, expected a share in [0, 1]")
+        if prompt >= length:
             raise ValueError(
-                f"on_policy.prompt_tokens: got {asked.prompt_tokens}, expected fewer than "
-                f"text.max_length={batches.max_length}, so that there is room for an answer"
+                f"on_policy.prompt_tokens: got {prompt}, expected fewer than text.max_length="
+                f"{length}, so that there is room for an answer"
             )
-        assert not batches.packing, "a packed row has several prompts"
+        assert not self.batches.packing, "a packed row has several prompts"
         self._decoder: Decoder | None = None
 
     def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
@@ -99,16 +97,11 @@ class OnPolicy:
         return self._rewrite(written, step_seed(self.batches.seed, step, micro, rank))
 
     def _rewrite(self, written: Batch, seed: int) -> Batch:
-        prompts = [
-            prompt_of(ids_T, mask_T, self.asked.prompt_tokens)
-            for ids_T, mask_T in zip(written.input_ids, written.loss_mask, strict=True)
-        ]
+        pairs = zip(written.input_ids, written.loss_mask, strict=True)
+        prompts = [prompt_of(*pair, self.asked.prompt_tokens) for pair in pairs]
         room = self.batches.max_length - max(map(len, prompts))
-        params = SamplingParams(
-            temperature=self.asked.temperature,
-            max_new_tokens=min(self.asked.max_new_tokens, room),
-            seed=seed,
-        )
+        long = min(self.asked.max_new_tokens, room)
+        params = SamplingParams(self.asked.temperature, max_new_tokens=long, seed=seed)
         draft = self.draft.take()
         if self._decoder is None:
             # Kept: the copy's weights change in place, and what a GPU has compiled stays good.
@@ -130,14 +123,9 @@ def as_batch(
     prompts: list[list[int]], answers: list[list[int]], pad_id: int, rows: tuple[int, ...]
 ) -> Batch:
     """Prompts with their answers as a right-padded batch, in which the answers are trained."""
-    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    ids_BT = torch.full((len(prompts), width), pad_id)
-    mask_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        ids_BT[row, :end] = torch.tensor(prompt + answer)
-        mask_BT[row, len(prompt) - 1 : end - 1] = True
-    return Batch(ids_BT, torch.arange(width).expand(ids_BT.shape), mask_BT, None, rows)
+    examples = Examples.answered(zip(prompts, answers, strict=True))
+    spans = [[slice(*ends)] for ends in pairwise(examples.starts.tolist())]
+    return replace(batch_of(examples, spans, pad_id), rows=rows, places=None)
 
 
 def text_at_hand(data: str) -> str:
@@ -148,9 +136,7 @@ def text_at_hand(data: str) -> str:
     return "stdlib"
 
 
-def training_examples(
-    data: str, tokenizer: PreTrainedTokenizerBase, *, few: bool = False
-) -> Examples:
+def training_examples(data: str, tokenizer: PreTrainedTokenizerBase, *, few: bool) -> Examples:
     """The training side of `data`, or the first few rows of it, for a trial of a recipe."""
     if few and not is_prepared(data):
         return tokenise(load_rows(data, "train")[:20], tokenizer)

@@ -33,13 +33,9 @@ def is_prepared(folder: str | Path) -> bool:
 def claim(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> None:
     """Make `folder` this run's, or check that it already is. One rank comes first, alone.
 
-    Args:
-        identity: what decides the answers, `requests` (their number) among it; compared key by key
-            with what the folder was begun with.
-        about: what else is worth knowing (versions, arguments); not compared.
-
-    Raises:
-        ValueError: the folder belongs to another recipe, or holds something else.
+    identity: what decides the answers, `requests` (their number) among it; compared key by key with
+    what the folder was begun with; about: what else is worth knowing. ValueError: the folder
+    belongs to another recipe, or holds something else.
     """
     if shards(folder) and not is_prepared(folder):
         raise ValueError(f"{folder} holds answers without {MANIFEST.name}; choose another out=")
@@ -90,10 +86,9 @@ def summary(folder: Path, requests: int) -> str:
 def watched(answers: Iterable[Answer], total: int, console: Console) -> Iterator[Answer]:
     """The answers, with a progress bar that tells tokens a second (without a terminal: lines)."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    bar = Progress(*columns, TimeRemainingColumn(), console=console)
     started = last_line = time.monotonic()
     tokens = 0
-    with bar:
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("", total=total)
         for count, answer in enumerate(answers, start=1):
             now = time.monotonic()
@@ -110,26 +105,18 @@ def answer_file(
     folder: Path, rank: int, world: int
 ) -> AbstractContextManager[Callable[[Answer], None]]:
     """What appends answers to the file of one rank; errors of `store.appending`."""
-    advice = (
-        "expected one run a folder, and with several processes a launch that connects them "
-        "(accelerate launch)"
-    )
-    return appending(folder / f"answers-{rank:05d}-of-{world:05d}.jsonl", advice)
+    advice = "expected one run a folder, and with several processes a launch that connects them "
+    name = f"answers-{rank:05d}-of-{world:05d}.jsonl"
+    return appending(folder / name, f"{advice}(accelerate launch)")
 
 
 def load_prepared(folder: str | Path) -> Examples:
-    """The answers of a finished run in the order of the requests; the prompts are not trained.
-
-    The end token is part of an answer that the target itself ended, and of no other.
-
-    Raises:
-        ValueError: no such folder, an unfinished run, or a spoiled line.
+    """The answers of a finished run in the order of the requests; the prompts are not trained. The
+    end token is part of an answer that the target itself ended, and of no other. ValueError: no
+    such folder, an unfinished run, or a spoiled line.
     """
-    pairs = []
-    for answer in finished_answers(Path(folder)):
-        prompt, tokens = answer["prompt_ids"], answer["token_ids"]
-        pairs.append((prompt + tokens, [False] * len(prompt) + [True] * len(tokens)))
-    return Examples.collect(pairs)
+    answers = finished_answers(Path(folder))
+    return Examples.answered((answer["prompt_ids"], answer["token_ids"]) for answer in answers)
 
 
 def finished_answers(folder: Path) -> list[Answer]:

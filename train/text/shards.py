@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import numpy as np
@@ -32,17 +32,12 @@ CORRUPT = (
 )
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """`open` gives a `datasets.IterableDataset`; a shard without a path is not on this machine."""
 
     name: str
     open: Callable[[], Any]
     path: Path | None = None
-
-    @property
-    def kind(self) -> str:
-        return _kind(self.path) if self.path else ""
 
 
 def shards_of(source: str) -> list[Shard]:
@@ -97,24 +92,25 @@ class ShardReader:
         self.one_of, self.offset = (1, 0) if enough else (self.world, self.rank)
         self.epoch = self.place = self.index = 0  # index: rows of the shard that are read
         self.skipped: list[str] = []
-        self.notes: list[str] = []  # what happened, for whoever shows it, who clears it
+        self.notes: list[str] = []
         self._resume: dict[str, Any] | None = None  # of the shard, where it is half read
         self._data: Any = None
 
     def state(self) -> dict[str, Any]:
         """Where the reader is, as JSON can hold it. Between two rows."""
-        return {
-            "epoch": self.epoch,
-            "place": self.place,
-            "index": self.index,
-            "shard": self._resume if self._data is None else self._data.state_dict(),
-            "skipped": list(self.skipped),
-        }
+        place = {"epoch": self.epoch, "place": self.place, "index": self.index}
+        shard = self._resume if self._data is None else self._data.state_dict()
+        return place | {"shard": shard, "skipped": list(self.skipped)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a state of the same corpus, process and seed. Before the first row."""
         self.epoch, self.place, self.index = state["epoch"], state["place"], state["index"]
         self._resume, self.skipped = state["shard"], list(state["skipped"])
+
+    def told(self) -> list[str]:
+        """What happened since it was asked last, for whoever shows it."""
+        told, self.notes = self.notes, []
+        return told
 
     def rows(self) -> Iterator[Row | None]:
         """Rows without end; None after each epoch. Blank documents are left out. ValueError: a
@@ -133,8 +129,7 @@ class ShardReader:
                 raise ValueError(f"corpus: an epoch of {self.source!r} has no document to train on")
             self.epoch, self.place = self.epoch + 1, 0
             yield None
-            again = f"{self.source} is used up and begins again: epoch {self.epoch + 1}"
-            self.notes.append(again)
+            self.notes.append(f"{self.source} is used up and begins again: epoch {self.epoch + 1}")
 
     def _shard(self, shard: Shard) -> Iterator[Row]:
         for fields in self._fields(shard):
@@ -158,9 +153,9 @@ class ShardReader:
                 self._data = data
                 yield fields
         except CORRUPT as error:
-            # Out of reach isn't corrupt.
-            skip = self.skip_corrupt and not (isinstance(error, OSError) and shard.path is None)
-            line = first_bad_line(shard.path) if shard.path and shard.kind == "json" else 0
+            path = shard.path  # without one it may be out of reach, which isn't corrupt
+            skip = self.skip_corrupt and not (isinstance(error, OSError) and path is None)
+            line = first_bad_line(path) if path and _kind(path) == "json" else 0
             where = f"{shard.name}:{line}" if line else shard.name
             what = f"{where}: a corrupt shard ({type(error).__name__}: {error})"
             if not skip:

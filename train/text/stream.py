@@ -12,11 +12,11 @@ run reads one window again, not the corpus.
 
 import hashlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -48,8 +48,7 @@ class Corpus:
     skip_corrupt: bool = False  # leave a broken shard's rest out, and say so
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """Sequences that are shuffled together, and what it took to read them."""
 
     before: State  # of the reader, where the window begins
@@ -58,123 +57,81 @@ class Window:
     notes: list[str]
     skipped: list[str]  # shards, so far
 
-    @property
-    def whole(self) -> int:
-        """Full batches."""
-        return len(self.batches) // self.batches.batch_size
-
-    def batch(self, number: int) -> Batch:
-        batch = self.batches.batch(number, 0, 0, accumulation=1, world=1)
-        rows = tuple(self.numbers[i] for i in batch.rows)
-        return replace(batch, rows=rows, places=None)
-
     def rest(self) -> list[Numbered]:
         """What no full batch holds."""
-        cut, examples = self.batches.cut, self.batches.examples
-        taken = self.whole * self.batches.batch_size
-        left = self.batches.sequences(taken, len(self.batches) - taken)
+        (spans, origin), examples = self.batches.cut, self.batches.examples
+        left = len(self.batches) % self.batches.batch_size
         found = []
-        for piece in chain.from_iterable(left):
-            span = slice(*cut.spans[piece])
-            number = self.numbers[int(cut.origin[piece])]
-            found.append((number, examples.ids[span].numpy(), examples.trained[span].numpy()))
+        for piece in chain.from_iterable(self.batches.sequences(len(self.batches) - left, left)):
+            ids, trained = (t[slice(*spans[piece])] for t in (examples.ids, examples.trained))
+            found.append((self.numbers[int(origin[piece])], ids.numpy(), trained.numpy()))
         return found
 
 
-@dataclass(eq=False)
-class WindowReader:
-    """One process's windows, one after the other.
+def windows(stream: "CorpusStream", rank: int, world: int, start: State | None) -> Iterator[Window]:
+    """One process's windows without end, from the state where one began; each has at least one full
+    batch. ValueError: what the readers and `tokenise` refuse, or text of which nothing is trained.
 
     Several corpora are mixed by tokens: the next piece comes from the one with the fewest tokens
     read for its weight. A single corpus ends a window where it ends, so that no document comes
     twice before all have come once.
     """
-
-    stream: "CorpusStream"
-    rank: int
-    world: int
-
-    def __post_init__(self) -> None:
-        stream, corpus = self.stream, self.stream.corpus
-        self.weights = corpus.weights or [1.0] * len(corpus.sources)
-        how: dict[str, Any] = {"rank": self.rank, "world": self.world}
-        how |= {"left_out": stream.left_out, "skip_corrupt": corpus.skip_corrupt}
-        named = zip(corpus.sources, stream.shards, strict=True)
-        self.readers = [
-            ShardReader(source, shards, seed=step_seed(stream.seed, number), **how)
-            for number, (source, shards) in enumerate(named)
-        ]
-        self.rows = [reader.rows() for reader in self.readers]
-        self.tokens = [0] * len(self.readers)
-        self.documents = self.windows = 0
-        self.rest: list[Numbered] = []
-
-    def state(self) -> State:
-        rest = [[n, ids.tolist(), trained.astype(int).tolist()] for n, ids, trained in self.rest]
-        return {
-            "readers": [reader.state() for reader in self.readers],
-            "tokens": list(self.tokens),
-            "documents": self.documents,
-            "windows": self.windows,
-            "rest": rest,
-        }
-
-    def restore(self, state: State) -> None:
-        for reader, its_state in zip(self.readers, state["readers"], strict=True):
-            reader.restore(its_state)
-        self.tokens = list(state["tokens"])
-        self.documents, self.windows = state["documents"], state["windows"]
-        self.rest = [(n, np.array(ids), np.array(t, dtype=bool)) for n, ids, t in state["rest"]]
-
-    def window(self) -> Window:
-        """The next window: at least one full batch. ValueError: what the readers and `tokenise`
-        refuse, or text of which nothing is trained.
-        """
-        stream, before = self.stream, self.state()
-        found, goal = self.rest, stream.corpus.shuffle * stream.max_length
+    corpus, how = stream.corpus, (stream.corpus.skip_corrupt, stream.left_out)
+    readers = [
+        ShardReader(corpus.sources[i], shards, rank, world, step_seed(stream.seed, i), *how)
+        for i, shards in enumerate(stream.shards)
+    ]
+    rows = [reader.rows() for reader in readers]
+    weights = corpus.weights or [1.0] * len(readers)
+    goal = corpus.shuffle * stream.max_length
+    tokens, documents, number, rest = [0] * len(readers), 0, 0, list[Numbered]()
+    if start:
+        for reader, state in zip(readers, start["readers"], strict=True):
+            reader.restore(state)
+        tokens, documents, number = list(start["tokens"]), start["documents"], start["windows"]
+        rest = [(n, np.array(ids), np.array(t, dtype=bool)) for n, ids, t in start["rest"]]
+    while True:
+        before: State = {"readers": [reader.state() for reader in readers], "tokens": list(tokens)}
+        before |= {"documents": documents, "windows": number}
+        before["rest"] = [[n, ids.tolist(), t.astype(int).tolist()] for n, ids, t in rest]
         batches: Batches | None = None
         while batches is None or len(batches) < stream.batch_size:
-            documents, ended = self._piece(goal)
-            found = [*found, *documents]
-            full = sum(len(ids) for _, ids, _ in found) >= goal
-            if found and (full or (ended and len(self.readers) == 1)):
+            behind = [read / weight for read, weight in zip(tokens, weights, strict=True)]
+            chosen = behind.index(min(behind))
+            piece, ended = _piece(rows[chosen], goal * LETTERS_A_TOKEN / PIECES)
+            if piece:
+                examples = tokenise(piece, stream.tokenizer)
+                tokens[chosen] += len(examples.ids)
+                pairs = map(examples.example, range(len(piece)))
+                rest += [(n, i.numpy(), t.numpy()) for n, (i, t) in enumerate(pairs, documents)]
+                documents += len(piece)
+            full = sum(len(ids) for _, ids, _ in rest) >= goal
+            if rest and (full or (ended and len(readers) == 1)):
                 batches = Batches(
-                    Examples.collect((ids, trained) for _, ids, trained in found),
+                    Examples.collect((ids, trained) for _, ids, trained in rest),
                     batch_size=stream.batch_size,
                     max_length=stream.max_length,
-                    seed=step_seed(stream.seed, self.rank, self.windows),
+                    seed=step_seed(stream.seed, rank, number),
                     packing=True,
                     pad_id=stream.tokenizer.pad_token_id or 0,
                 )
-        notes = [note for reader in self.readers for note in reader.notes]
-        for reader in self.readers:
-            reader.notes.clear()
-        skipped = [name for reader in self.readers for name in reader.skipped]
-        window = Window(before, batches, [number for number, _, _ in found], notes, skipped)
-        self.rest = window.rest()
-        self.windows += 1
-        return window
+        notes = [note for reader in readers for note in reader.told()]
+        skipped = [name for reader in readers for name in reader.skipped]
+        window = Window(before, batches, [n for n, _, _ in rest], notes, skipped)
+        yield window
+        rest, number = window.rest(), number + 1
 
-    def _piece(self, goal: int) -> tuple[list[Numbered], bool]:
-        """Some more documents of one corpus, and whether it ended with them."""
-        behind = [read / weight for read, weight in zip(self.tokens, self.weights, strict=True)]
-        chosen = behind.index(min(behind))
-        rows: list[Row] = []
-        letters = 0
-        while letters < goal * LETTERS_A_TOKEN / PIECES:
-            row = next(self.rows[chosen])
-            if row is None:
-                break
-            rows.append(row)
-            letters += len(row.text)
-        if not rows:
-            return [], True
-        examples = tokenise(rows, self.stream.tokenizer)
-        self.tokens[chosen] += len(examples.ids)
-        first, self.documents = self.documents, self.documents + len(rows)
-        pairs = map(examples.example, range(len(rows)))
-        found = [(n, ids.numpy(), trained.numpy()) for n, (ids, trained) in enumerate(pairs, first)]
-        return found, row is None
+
+def _piece(rows: Iterator[Row | None], letters: float) -> tuple[list[Row], bool]:
+    """About so many letters of documents, and whether the epoch ended with them."""
+    found: list[Row] = []
+    while letters > 0:
+        row = next(rows)
+        if row is None:
+            return found, True
+        found.append(row)
+        letters -= len(row.text)
+    return found, False
 
 
 class CorpusStream:
@@ -193,7 +150,17 @@ class CorpusStream:
         tokenizer: PreTrainedTokenizerBase,
         left_out: Iterable[str] = (),
     ) -> None:
-        check(corpus, settings.batch_size)
+        many, weights = len(corpus.sources), corpus.weights
+        if weights and (len(weights) != many or min(weights) <= 0):
+            raise ValueError(
+                f"corpus.weights: got {weights} for {many} corpora, expected one above 0 for each, "
+                "or none"
+            )
+        if corpus.shuffle < settings.batch_size:
+            raise ValueError(
+                f"corpus.shuffle: got {corpus.shuffle}, expected at least "
+                f"batch_size={settings.batch_size}"
+            )
         self.corpus, self.tokenizer, self.max_length = corpus, tokenizer, text.max_length
         self.batch_size, self.seed = settings.batch_size, settings.seed
         self.shards = [shards_of(source) for source in corpus.sources]
@@ -214,13 +181,14 @@ class CorpusStream:
             self._open(rank, world)
         if micro == 0:
             self._mark = (step, self._now())
-        if self._window is None or self._taken >= self._window.whole:
+        if self._window is None or self._taken >= len(self._window.batches) // self.batch_size:
             self._turn()
         assert self._window is not None
-        batch = self._window.batch(self._taken)
+        batch = self._window.batches.batch(self._taken, 0, 0, accumulation=1, world=1)
         self._taken += 1
         self._at = (step, micro + 1) if micro + 1 < accumulation else (step + 1, 0)
-        return batch
+        rows = tuple(self._window.numbers[i] for i in batch.rows)
+        return replace(batch, rows=rows, places=None)
 
     def state(self, step: int) -> State | None:
         """What `restore` needs to give the batches from `step` on; JSON can hold it."""
@@ -253,47 +221,31 @@ class CorpusStream:
         return {**self._place, "window": self._window.before, "taken": self._taken}
 
     def _open(self, rank: int, world: int) -> None:
-        self._reader = WindowReader(self, rank=rank, world=world)
         self._pool = ThreadPoolExecutor(1, "corpus")
         self._place: State = {"rank": rank, "world": world, "corpus": self.fingerprint()[:12]}
         self._place["batch_size"] = self.batch_size
         if self._start:
-            changed = [name for name, value in self._place.items() if self._start[name] != value]
-            if changed:
-                name = changed[0]
-                raise ValueError(
-                    f"corpus: the checkpoint is of {name}={self._start[name]}, this process has "
-                    f"{self._place[name]}; its place in its shards is lost: launch it as before, "
-                    "on the same files"
-                )
-            self._reader.restore(self._start["window"])
-        self._ahead = self._pool.submit(self._reader.window)
+            for name, value in self._place.items():
+                if self._start[name] != value:
+                    raise ValueError(
+                        f"corpus: the checkpoint is of {name}={self._start[name]}, this process "
+                        f"has {value}; its place in its shards is lost: launch it as before, on "
+                        "the same files"
+                    )
+        begun = self._start and self._start["window"]
+        self._windows = windows(self, rank, world, begun)
+        self._ahead = self._pool.submit(next, self._windows)
         if self._start:
-            taken = self._start["taken"]
             self._turn()
-            self._taken = taken
+            self._taken = self._start["taken"]
 
     def _turn(self) -> None:
         """To the next window; another one is begun in the background."""
         assert self._ahead is not None
         self._window, self._taken = self._ahead.result(), 0
-        self._ahead = self._pool.submit(self._reader.window)
+        self._ahead = self._pool.submit(next, self._windows)
         for note in self._window.notes:
             warnings.warn(f"corpus: {note}", stacklevel=3)
-
-
-def check(corpus: Corpus, batch_size: int) -> None:
-    """Raises ValueError for what no type can rule out."""
-    many, weights = len(corpus.sources), corpus.weights
-    if weights and (len(weights) != many or min(weights) <= 0):
-        raise ValueError(
-            f"corpus.weights: got {weights} for {many} corpora, expected one above 0 for each, "
-            "or none"
-        )
-    if corpus.shuffle < batch_size:
-        raise ValueError(
-            f"corpus.shuffle: got {corpus.shuffle}, expected at least batch_size={batch_size}"
-        )
 
 
 def held_out_texts(*sources: str) -> set[str]:

@@ -29,7 +29,11 @@ def tokenise(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Example
     no EOS or template where one is needed, a row without an answer, a chat whose mask can't be
     derived.
     """
-    eos = _eos(tokenizer)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no EOS token, so a draft could not "
+            "learn to stop; set its eos_token to the token that the target ends with"
+        )
     how: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
     how |= {"return_attention_mask": False, "return_token_type_ids": False}
     # All documents in one call: it uses the cores, and the interpreter is free meanwhile.
@@ -49,9 +53,8 @@ def tokenise(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Example
                 prompt = beginning(plain_prompt(row), tokenizer)
                 is_text = row.kind == "text"
                 ids = next(documents) if is_text else tokenizer(row.completion, **how)["input_ids"]
-                answer = [*ids, eos]
-                ids = prompt + answer
-                trained = [is_text] * len(prompt) + [True] * len(answer)
+                trained = [is_text] * len(prompt) + [True] * (len(ids) + 1)
+                ids = [*prompt, *ids, tokenizer.eos_token_id]
         except ValueError as error:
             raise ValueError(f"{row.where}: {error}") from error
         pairs.append((ids, trained))
@@ -78,12 +81,3 @@ def text_prompts(
         )
     chosen = np.random.default_rng(seed).permutation(len(found))[:count]
     return [found[i] for i in chosen]
-
-
-def _eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no EOS token, so a draft could not "
-            "learn to stop; set its eos_token to the token that the target ends with"
-        )
-    return int(tokenizer.eos_token_id)

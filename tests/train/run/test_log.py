@@ -47,7 +47,7 @@ def test_the_bar_of_a_terminal(tmp_path: Path) -> None:
 def test_other_processes_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Log(None, step=-1, steps=4) as log:
         log.write(RECORDS[1])
-        log.show("a table")
+        log.console.print("a table")
     assert capsys.readouterr().out == ""
     assert not list(tmp_path.iterdir())
 
