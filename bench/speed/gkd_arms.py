@@ -38,7 +38,7 @@ from draftsmith.train.text.tokenise import tokenise
 
 PEER, DEFAULTS = "TRL GKDTrainer", "TRL GKDTrainer, defaults"
 IDENTICAL, PACKED, CACHED = "identical batches", "packed", "packed, cached states"
-GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k/train.jsonl"
+GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
 Shape = tuple[int, ...]  # as in device.py
 
 

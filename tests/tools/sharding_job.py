@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -158,10 +159,10 @@ def figures_of(
     params = SamplingParams(1.0, max_new_tokens=12)
     heldout = HeldOut(accelerator, target, words(TOKENS), PROMPTS, params, batch_size=2)
     heldout.write_answers(run.cache / "heldout.safetensors")
-    store.SHARD_BYTES = 160 * 4 * target.config.hidden_size
     given = (run.cache / "states", target, words(TOKENS), (), batches)
-    cache = TapCache(*given, stored="float32")
-    cache.fill(accelerator)
+    with patch.object(store, "SHARD_BYTES", 160 * 4 * target.config.hidden_size):
+        cache = TapCache(*given, stored="float32")
+        cache.fill(accelerator)
     assert len(cache) == 3
     teacher = StateTeacher(target, TOKENS, cache)
 
