@@ -10,7 +10,7 @@ from rich.text import Text
 
 from draftsmith.command import parse
 from draftsmith.models.servers.doctor import examine, outlook
-from draftsmith.models.servers.serve_lines import about
+from draftsmith.models.servers.export import about
 
 COLOURS = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 

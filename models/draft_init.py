@@ -152,11 +152,9 @@ def _head_size(config: PretrainedConfig) -> int:
 def _check(draft: PretrainedConfig, target: PretrainedConfig) -> None:
     family = target.model_type
     if family not in FAMILIES or draft.model_type != family:
-        raise _refusal(
-            f"of the {draft.model_type} family for a target of the {family} family",
-            f"both of one of {', '.join(FAMILIES)}",
-            "say init=random, or draft=<a smaller model of the family>",
-        )
+        got = f"of the {draft.model_type} family for a target of the {family} family"
+        remedy = "say init=random, or draft=<a smaller model of the family>"
+        raise _refusal(got, f"both of one of {', '.join(FAMILIES)}", remedy)
     for name, field in SIZES.items():
         got, most = getattr(draft, field), getattr(target, field)
         if got > most:
@@ -168,23 +166,15 @@ def _check(draft: PretrainedConfig, target: PretrainedConfig) -> None:
         raise _refusal(f"with heads of {ours}", wanted, f"say head_dim={theirs}")
     ours, theirs = (c.num_attention_heads // c.num_key_value_heads for c in (draft, target))
     if ours > theirs:
-        raise _refusal(
-            f"with {ours} heads for each key-value head",
-            f"at most the target's {theirs}",
-            f"say kv_heads={-(-draft.num_attention_heads // theirs)} or more",
-        )
+        remedy = f"say kv_heads={-(-draft.num_attention_heads // theirs)} or more"
+        got = f"with {ours} heads for each key-value head"
+        raise _refusal(got, f"at most the target's {theirs}", remedy)
     if draft.vocab_size != target.vocab_size:
-        got, wanted = (
-            f"of {draft.vocab_size} rows in its tables",
-            f"the target's {target.vocab_size}",
-        )
-        raise _refusal(got, wanted, "make it with as many")
+        got = f"of {draft.vocab_size} rows in its tables"
+        raise _refusal(got, f"the target's {target.vocab_size}", "make it with as many")
     if draft.tie_word_embeddings and not target.tie_word_embeddings:
-        raise _refusal(
-            "with one table for embedding and output",
-            "two, as its target has",
-            "make it with tie_word_embeddings=False",
-        )
+        got, remedy = "with one table for embedding and output", "tie_word_embeddings=False"
+        raise _refusal(got, "two, as its target has", f"make it with {remedy}")
 
 
 def _refusal(got: str, expected: str, remedy: str) -> ValueError:

@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from draftsmith.models.disk.atomic import write_atomically
 from draftsmith.models.disk.read_lm import check_header, read_json, save_tensors, write_json
+from draftsmith.models.disk.store import write_atomically
 from draftsmith.models.fingerprint import differences
 
 KINDS = ("acceptance", "judge")

@@ -106,9 +106,7 @@ def split_head(model: PreTrainedModel) -> tuple[nn.Module, torch.Tensor]:
 def without_bias(
     hidden_NH: torch.Tensor, head_VH: torch.Tensor, bias_V: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """States [N, H + 1] and head [V, H + 1] whose product has the bias in it: a state of 1 times a
-    column of biases. As they are without one.
-    """
+    """States [N, H + 1] and head [V, H + 1] whose product has the bias in it, if there is one."""
     if bias_V is None:
         return hidden_NH, head_VH
     ones_N1 = torch.ones_like(hidden_NH[:, :1])
@@ -159,9 +157,7 @@ def _wrong_adapter(folder: str, what: str) -> ValueError:
 
 
 def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
-    """The transformers model inside a PeftModel, its adapter live in the layers; any other as it
-    is. ValueError for adapters that aren't part of the layers (prompt learning).
-    """
+    """The model inside a PeftModel, any other as it is; ValueError for learned prompts."""
     if not hasattr(model, "get_base_model"):
         return model
     wrapper: Any = model  # peft is optional, so its types aren't imported

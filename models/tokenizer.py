@@ -77,9 +77,7 @@ def load_tokenizer(path: str | Path, *, local_files_only: bool = False) -> PreTr
 
 
 def check_logit_width(rows: int, tokenizer: PreTrainedTokenizerBase, owner: str) -> None:
-    """ValueError when the output head of `owner` (in messages) is narrower than the tokenizer;
-    wider is padding.
-    """
+    """ValueError when `owner` has fewer logits than the tokenizer has tokens; more are padding."""
     size = vocab_size(tokenizer)
     if rows < size:
         raise ValueError(
@@ -144,9 +142,7 @@ def train_bpe(
 
 
 def stand_in_tokenizer(size: int = STAND_IN_SIZE) -> PreTrainedTokenizerFast:
-    """A BPE trained in place on the interpreter's own json and inspect, with a chat template that
-    marks what the assistant says.
-    """
+    """A BPE of the interpreter's own json and inspect, with a chat template that marks answers."""
     texts = [inspect.getsource(json), inspect.getsource(inspect)]
     tokenizer = train_bpe(texts, size, roles=("system", "user", "assistant"))
     tokenizer.chat_template = STAND_IN_TEMPLATE

@@ -33,9 +33,7 @@ class DraftVocab:
 
     @classmethod
     def most_frequent(cls, counts_V: Tensor, draft_size: int) -> "DraftVocab":
-        """The `draft_size` tokens counted most often; of equally many, the smaller ids. ValueError
-        for a size outside 1..V.
-        """
+        """The tokens counted most often, of equals the smaller ids; ValueError for no such size."""
         size = len(counts_V)
         if not 1 <= draft_size <= size:
             raise ValueError(

@@ -44,7 +44,7 @@ from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle
-from draftsmith.models.servers.serve_lines import about, serve_line
+from draftsmith.models.servers.export import about, serve_line
 from draftsmith.models.target import TargetSpec
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.models.vocab import DraftVocab
@@ -164,7 +164,7 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
         defaults=opened.meta["defaults"],
         vocab=vocabs[size] if is_lm else None,
     )
-    return rows, serve_line(settings.out, opened.kind, settings.target)
+    return rows, serve_line(settings.out, settings.target)
 
 
 def trimmed(

@@ -20,10 +20,10 @@ class LeanEagle:
     def __init__(self, head: Eagle) -> None:
         self.head, self.config = head, head.config
         self.fc = Product.of([head.fc])
-        self.layers = [lean.LeanLayer(layer, i) for i, layer in enumerate(head.decoder_layers)]
+        self.layers = [lean.LeanLayer(layer, i) for i, layer in enumerate(head.layers)]
         self.wide = head.config.version == 3
         if self.wide:
-            first = head.decoder_layers[0]
+            first = head.layers[0]
             self.of_token = lean.norm_of(first.input_layernorm)
             self.of_state = lean.norm_of(first.hidden_norm)
             self.layers[0].entry = (None, *self.layers[0].entry[1:])

@@ -18,7 +18,7 @@ from draftsmith.decode.report.figures import FORMULAS, NAMES, verdict
 from draftsmith.decode.report.page import page
 from draftsmith.decode.report.printed import bracket, number, share, times_as
 from draftsmith.decode.report.schema import Report, as_report, differences_of
-from draftsmith.models.disk.atomic import write_atomically
+from draftsmith.models.disk.store import write_atomically
 
 COLOURS = {"good": "green", "near": "yellow", "bad": "bold red", "note": "yellow"}
 COMPARED = ("alpha", "tau", "speedup", "tokens_per_s", "loop_rate", "identical", "interval")

@@ -13,8 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from draftsmith.models.disk.atomic import settle, write_atomically
-from draftsmith.models.disk.store import hold
+from draftsmith.models.disk.store import hold, settle, write_atomically
 from draftsmith.models.heads.head import heads
 
 KEPT = 4

@@ -1,10 +1,11 @@
 """Where a result comes from: the code's commit, the versions, the recipe, the seeds."""
 
+import contextlib
 import platform
 import shlex
 import subprocess
 import sys
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,18 @@ PACKAGES = (
 
 
 def provenance(
-    *,
-    recipe: str | None,
-    argv: list[str],
-    seeds: dict[str, int],
-    data_hash: str | None,
-    steps: int,
-    acceptance: float | None = None,
+    *, argv: list[str], seed: int, data_hash: str | None, steps: int, acceptance: float | None
 ) -> dict[str, Any]:
-    """What a drafter folder records about its making.
-
-    recipe: its name, None without one; argv: the arguments of the run, as given; seeds: all, by
-    what they were for; data_hash: `Examples.fingerprint()` of the training examples; steps: of the
-    optimizer; acceptance: alpha on held-out prompts, sum_v min(p, q), when it was measured.
+    """What a drafter folder records about its making. argv: the arguments of the run, as given;
+    data_hash: `Examples.fingerprint()` of the training examples; steps: of the optimizer;
+    acceptance: alpha on held-out prompts, sum_v min(p, q), where it was measured.
     """
     return {
-        "recipe": recipe,
+        "recipe": dict(arg.split("=", 1) for arg in argv).get("recipe"),
         "argv": list(argv),
         "commit": git_commit(),
         "versions": versions(),
-        "seeds": dict(seeds),
+        "seeds": {"run": seed},
         "data_hash": data_hash,
         "steps": steps,
         "acceptance": acceptance,
@@ -42,16 +35,15 @@ def provenance(
 
 def git_commit(file: Path = Path(__file__)) -> str | None:
     """The commit of the repository that tracks `file`, "-dirty" appended when tracked files differ;
-    None outside git, without git, or when an installed copy merely lies in someone's repository.
+    where none does, the one that this installed copy was built from, None where it names none.
     """
     folder = str(file.resolve().parent)
-    try:
-        if not _git(folder, "ls-files", file.name):
-            return None
-        commit = _git(folder, "rev-parse", "HEAD")
-        return f"{commit}-dirty" if _git(folder, "status", "--porcelain", "-uno") else commit
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        if _git(folder, "ls-files", file.name):
+            commit = _git(folder, "rev-parse", "HEAD")
+            return f"{commit}-dirty" if _git(folder, "status", "--porcelain", "-uno") else commit
+    built_from = resources.files("draftsmith") / "COMMIT"
+    return built_from.read_text().strip() if built_from.is_file() else None
 
 
 def command_line() -> str:

@@ -24,9 +24,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def load_config(path: str | Path, *, local_files_only: bool = False) -> PretrainedConfig:
-    """The configuration of the model at `path`, a folder or a hub name; ValueError when there is
-    none. Never runs code that comes with a checkpoint.
-    """
+    """The configuration of a model, a folder or a hub name; ValueError when there is none."""
     try:
         return AutoConfig.from_pretrained(
             str(path), trust_remote_code=False, local_files_only=local_files_only
@@ -36,14 +34,11 @@ def load_config(path: str | Path, *, local_files_only: bool = False) -> Pretrain
 
 
 def load_lm(path: str | Path, *, dtype: str, allow_unknown: bool) -> PreTrainedModel:
-    """A causal LM with sdpa attention, every tensor of it read from the checkpoint.
+    """A causal LM with sdpa attention, every tensor of it read from the folder or hub name `path`.
 
-    path: a folder in transformers' layout, or a hub name; dtype: of `DTYPES`; allow_unknown: accept
-    tensors that the model has no place for (some published targets carry extra layers that only
-    their own servers use).
-
-    Raises ValueError for an unknown dtype, nothing at `path`, a truncated file, or tensors that are
-    missing, of another shape, or (unless allowed) unknown.
+    dtype: of `DTYPES`; allow_unknown: accept tensors without a place in it (some published targets
+    carry layers that only their own servers use). ValueError for an unknown dtype, nothing at
+    `path`, a cut file, or tensors that are missing, of another shape, or (unless allowed) unknown.
     """
     check_dtype(dtype)
     load_config(path)
@@ -99,7 +94,16 @@ def check_tensors(folder: Path, config: PretrainedConfig) -> None:
 
 def check_header(folder: Path, expected: Tensors, by: str, optional: Collection[str] = ()) -> None:
     """ValueError where `folder/model.safetensors` is cut, or its tensors aren't those expected."""
-    found = read_header(folder / "model.safetensors")
+    file = folder / "model.safetensors"
+    try:
+        with safe_open(file, framework="pt") as opened:
+            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"got {file}, which cannot be read ({error}); expected a whole safetensors file; it "
+            "was probably cut while it was copied or saved: copy it again, or train again"
+        ) from error
+    found = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     refuse_faults(folder, tensor_faults(found, expected, by, optional))
 
 
@@ -116,19 +120,6 @@ def tensor_faults(
             if found[name].shape != expected[name].shape
         ],
     }
-
-
-def read_header(file: Path) -> Tensors:
-    """The tensors of a safetensors file, without values; ValueError when it is cut or damaged."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-            return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"got {file}, which cannot be read ({error}); expected a whole safetensors file; it "
-            "was probably cut while it was copied or saved: copy it again, or train again"
-        ) from error
 
 
 def refuse_faults(path: str | Path, faults: dict[str, list[str]]) -> None:

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from draftsmith.models.disk.atomic import previous, whole_folder
 from draftsmith.models.disk.read_lm import (
     check_header,
     check_tensors,
@@ -27,6 +26,7 @@ from draftsmith.models.disk.read_lm import (
     refuse_faults,
     write_json,
 )
+from draftsmith.models.disk.store import previous, whole_folder
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.fingerprint import differences
 from draftsmith.models.folder.imports import Foreign, recognise
@@ -56,16 +56,13 @@ def save_drafter(
     defaults: dict[str, Any],
     vocab: DraftVocab | None = None,
 ) -> None:
-    """Write a drafter folder whole or not at all: everything goes to a hidden folder beside it, is
-    checked, flushed to the disk and only then renamed.
+    """Write a drafter folder, whole and checked or not at all.
 
-    kind: "lm", or of a head, one of `heads()`; model: saved in the dtype it has;
-    target_fingerprint: of the target it was trained for; provenance: see `provenance.provenance`;
-    defaults: how to decode with it, any of the keys of `DEFAULTS`; vocab: of a draft LM, the tokens
-    that it drafts (None: all), its weights stay whole.
-
-    Raises ValueError for an unknown kind or default, weights that aren't finite, an existing folder
-    that holds something else; OSError where the disk is full: it says what is still there.
+    kind: "lm", or of `heads()`; model: saved in the dtype it has; target_fingerprint: of the target
+    it was trained for; provenance: see `provenance.provenance`; defaults: how to decode with it,
+    keys of `DEFAULTS`; vocab: of a draft LM, the tokens that it drafts (None: all), its weights
+    stay whole. ValueError for an unknown kind or default, weights that aren't finite, a folder that
+    holds something else; OSError where the disk is full: it says what is still there.
     """
     folder = Path(os.path.abspath(folder))
     _known_kind(kind, folder)
@@ -135,10 +132,6 @@ class DrafterFolder:
             return assembled(heads()[self.kind], config, tensors, dtype)
         return self.foreign[0].head(self.foreign[1], dtype)
 
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer whose ids the drafter reads and writes."""
-        return load_tokenizer(self.path)
-
 
 def open_drafter(
     folder: str | Path,
@@ -150,25 +143,20 @@ def open_drafter(
 ) -> DrafterFolder:
     """Check a drafter folder, without reading its weights yet.
 
-    Without `draftsmith.json` a plain transformers causal LM opens as kind "lm", and a head of
-    another toolkit (see `imports`) as the kind it is, both with a warning: nothing says that it was
-    made for this target, so only its tokenizer, if it brings one, can be checked.
+    Without `draftsmith.json` a plain causal LM opens as kind "lm", and another toolkit's head (see
+    `imports`) as what it is, both with a warning: of these only a tokenizer can be checked.
 
     target_fingerprint: of the target it is to draft for, None skips that check;
     allow_target_mismatch: accept another target (not another tokenizer); target_tokenizer: given, a
     draft with other tokens is refused by the ids that differ; target_config: for what other
-    toolkits' heads leave to the target.
-
-    Raises ValueError for a file that is missing, cut or foreign (a draft vocabulary's too); a
+    toolkits' heads leave to the target. ValueError for a file that is missing, cut or foreign; a
     tensor that is missing, unknown or of another shape; another schema, kind, target or tokenizer.
     """
     folder = Path(folder)
     if not folder.is_dir():
         before, hint = previous(folder), "check the path; a hub name has to be fetched first"
         if before.exists():
-            hint = (
-                f"a save was cut between two renames: mv {before} {folder} restores the one before"
-            )
+            hint = f"a save was cut between two renames: mv {before} {folder} restores the last one"
         raise ValueError(f"got {folder}, which is no folder; expected a drafter folder; {hint}")
     foreign = _open_foreign(folder, target_config, target_tokenizer)
     if foreign is not None:
@@ -181,7 +169,7 @@ def open_drafter(
         rows = load_config(folder).get_text_config().vocab_size
         vocab = read_vocab(folder, meta, rows)
     drafter = DrafterFolder(folder, meta["kind"], meta, vocab=vocab)
-    tokenizer = drafter.tokenizer()
+    tokenizer = load_tokenizer(folder)
     check_logit_width(rows, tokenizer, f"the draft {folder}")
     if target_tokenizer is not None:
         check_same_tokenizer(target_tokenizer, tokenizer)
@@ -218,10 +206,8 @@ def _open_foreign(
         return None
     foreign, checkpoint = found
     refuse_faults(folder, foreign.faults(checkpoint))
-    note = (
-        f"{folder} holds a head in the layout of {foreign.layout}, not known to be made for this "
-    )
-    note += "target"
+    note = f"{folder} holds a head in the layout of {foreign.layout}, "
+    note += "not known to be made for this target"
     warnings.warn("; ".join((note, *foreign.notes)), stacklevel=3)
     if target_tokenizer is not None:
         check_logit_width(foreign.config["vocab_size"], target_tokenizer, f"the draft {folder}")

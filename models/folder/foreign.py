@@ -79,11 +79,6 @@ class Foreign:
         return assembled(heads()[self.kind], self.config, tensors | self.made, dtype)
 
 
-def plain_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Our name of each EAGLE tensor -> the file's, spare ones left out."""
-    return our_names(checkpoint, EAGLE)
-
-
 def our_names(checkpoint: Checkpoint, changes: Changes) -> dict[str, str]:
     """Our name of each tensor that isn't spare -> the file's; ValueError where two have one."""
     made: dict[str, str] = {}

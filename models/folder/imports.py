@@ -17,13 +17,13 @@ from transformers import PretrainedConfig
 
 from draftsmith.models.disk.read_lm import read_json
 from draftsmith.models.folder.foreign import (
+    EAGLE,
     Changes,
     Foreign,
     check_types,
     layer_config,
     needs,
     our_names,
-    plain_names,
     unfit,
 )
 from draftsmith.models.folder.tensors import Checkpoint
@@ -66,7 +66,7 @@ def layout_of(config: dict[str, Any], names: set[str], file: str) -> str | None:
 
 
 def _eagle1(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
-    names = plain_names(checkpoint)
+    names = our_names(checkpoint, EAGLE)
     names.pop("lm_head.weight", None)  # the target's
     made = layer_config(config, "llama", vocab=_rows(config, checkpoint, target))
     made |= {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in names}
@@ -80,7 +80,7 @@ def _eagle1(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
 def _eagle3(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
     nested = config.get("eagle_config") or {}
     config = {name: nested[name] for name in FLAGS if name in nested} | config
-    names = plain_names(checkpoint)
+    names = our_names(checkpoint, EAGLE)
     for name in ("fc.weight", "lm_head.weight"):
         if name not in names:
             raise unfit(checkpoint, f"has no {name}", "a whole EAGLE-3 head")

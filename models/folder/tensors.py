@@ -101,9 +101,7 @@ class Checkpoint:
 
 
 def _unpickle(file: Path) -> dict[str, Tensor]:
-    """The tensors that torch.save wrote, mapped from the disk where the format allows it; nothing
-    else is unpickled.
-    """
+    """The tensors that torch.save wrote, mapped from the disk if it can be; nothing else."""
     try:
         mapped = zipfile.is_zipfile(file)
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)

@@ -102,14 +102,13 @@ class Eagle(Head):
             "EAGLE-1",
             {"sglang": Reads("EAGLE"), "vllm": Reads("eagle")},
             learns=True,
-            whole="an EAGLE-1 head multiplies the target's own LM head, which the target needs "
-            "whole",
+            whole="an EAGLE-1 head multiplies the target's LM head, which the target needs whole",
         ),
         "eagle3": Kind(
             "EAGLE-3",
             {
                 "vllm": Reads("eagle3", ours=True),
-                "sglang": Reads("EAGLE3", ours=True),
+                "sglang": Reads("EAGLE3", ours=True, misread=unread_by_sglang),
                 "speculators": Reads(says="after export to=speculators"),
             },
             learns=True,
@@ -127,7 +126,7 @@ class Eagle(Head):
         wide, eps = config.version == 3, layer.rms_norm_eps
         width = (len(config.taps) if wide else 2) * self.hidden
         self.fc = nn.Linear(width, self.hidden, bias=config.fc_bias)
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(
             EagleLayer(layer, i, wide=wide and i == 0, bare=not wide and i == 0)
             for i in range(layer.num_hidden_layers)
         )
@@ -178,7 +177,7 @@ class Eagle(Head):
         if self.config.version == 1:
             hidden_BTH = self.fc(torch.cat([embedded_BTH, hidden_BTH], -1))
         rotary = self.rotary(hidden_BTH, positions_BT)
-        for index, layer in enumerate(self.decoder_layers):
+        for index, layer in enumerate(self.layers):
             normed = self.config.norm_before_residual
             entry_BTI, residual_BTH = layer.enter(hidden_BTH, embedded_BTH, normed_residual=normed)
             mixed_BTO = attention(index, *layer.project(entry_BTI, rotary))
@@ -209,11 +208,6 @@ class Eagle(Head):
             states.append(self.before_head(output_BTH))
             hidden_BTH = self.fed_back(output_BTH)
         return states
-
-    @property
-    def decoder_layers(self) -> list[EagleLayer]:
-        """Its layers, typed."""
-        return [layer for layer in self.layers if isinstance(layer, EagleLayer)]
 
     def before_head(self, output_XH: Tensor) -> Tensor:
         """What the LM head multiplies."""
@@ -277,15 +271,9 @@ class Eagle(Head):
             config["max_position_embeddings"] = limit
         return LAYOUTS[self.kind, to](config, self.on_disk(), target, K)
 
-    @classmethod
-    def misread(cls, stack: str, config: dict[str, Any], layers: int | None = None) -> str | None:
-        return unread_by_sglang(config, layers) if stack == "sglang" else None
-
 
 def tap_fields(taps: tuple[Tap, ...]) -> dict[str, Any]:
-    """The taps in both conventions: vLLM reads the top level, layers already run; SGLang the nested
-    field, the layer whose output it is, counted from 0.
-    """
+    """The taps for vLLM (top level: layers already run) and SGLang (the layer of that output)."""
     ids = [int(tap) for tap in taps]
     nested = {"use_aux_hidden_state": True, IDS: [i - 1 for i in ids]}
     return {IDS: ids, "eagle_config": nested}

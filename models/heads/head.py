@@ -12,6 +12,7 @@ import copy
 import importlib
 import pkgutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -35,12 +36,14 @@ class OutputHead(nn.Linear):
 
 class Reads(NamedTuple):
     """How a server or toolkit takes a kind of head. method: its own name for it; ours: whether it
-    reads the folder that training writes, else `export`'s; says: what it does with its layout.
+    reads the folder that training writes, else `export`'s; says: what it does with its layout;
+    misread: of a config.json that it reads without a word, why it would draft wrongly, or None.
     """
 
     method: str = ""
     ours: bool = False
     says: str = "reads it"
+    misread: Callable[[dict[str, Any]], str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,7 @@ class Exported(NamedTuple):
 
 
 class Head(nn.Module):
-    """What every family of heads is. Subclasses say how a config makes the modules, and how their
-    tensors are called on disk, where that differs.
-    """
+    """What every family of heads is; a family overrides what it does otherwise."""
 
     kinds: ClassVar[dict[str, Kind]] = {}  # that its class makes
     kind: str  # which of them it is
@@ -80,9 +81,7 @@ class Head(nn.Module):
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> Self:
-        """The head of a config.json, with random weights. ValueError for what it lacks or holds
-        wrongly.
-        """
+        """The head of a config.json, weights random; ValueError where that lacks something."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
@@ -108,17 +107,8 @@ class Head(nn.Module):
         """The tokens that it drafts; None: all."""
         return None
 
-    @classmethod
-    def misread(cls, stack: str, config: dict[str, Any], layers: int | None = None) -> str | None:
-        """Why a stack that reads the folder of this config.json without a word would draft wrongly;
-        None where it would not. layers: of the target, where known.
-        """
-        return None
-
     def bind(self, target: PreTrainedModel) -> Self:
-        """Borrow the target's embeddings and LM head (both [V, H]). ValueError for a target of
-        another width, too few layers, or another vocabulary.
-        """
+        """Borrow the target's embeddings and LM head, both [V, H]; ValueError if sizes differ."""
         head_VH = split_head(target)[1]
         table = target.get_input_embeddings().weight
         assert isinstance(table, Tensor)

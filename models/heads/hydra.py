@@ -35,6 +35,8 @@ from draftsmith.models.heads.layer import (
 from draftsmith.models.heads.medusa import ResidualBlock, check_sizes, copy_head
 from draftsmith.models.taps import NORM
 
+SIZES = ("hidden_size", "vocab_size", "hydra_num_heads", "hydra_num_layers")
+
 
 @dataclass(frozen=True)
 class HydraConfig:
@@ -97,9 +99,6 @@ class Hydra(Head):
         """Bind the target, and copy its LM head into those of the heads, without a bias."""
         self.bind(target)
         copy_head(target, list(self.hydra_lm_head))
-        for output in self.hydra_lm_head:
-            if output.bias is not None:
-                nn.init.zeros_(output.bias)
         return self
 
     def blocks(self, depth: int) -> list[ResidualBlock]:
@@ -144,13 +143,11 @@ class Hydra(Head):
 
     def to_json(self) -> dict[str, Any]:
         config, prefix = self.config, self.config.prefix
-        made = {
+        sizes = (config.hidden, config.rows, config.heads, config.layers)
+        made: dict[str, Any] = {
             "architectures": ["HydraModel"],
             "model_type": "hydra",
-            "hidden_size": config.hidden,
-            "vocab_size": config.rows,
-            "hydra_num_heads": config.heads,
-            "hydra_num_layers": config.layers,
+            **dict(zip(SIZES, sizes, strict=True)),
             "hydra_head_arch": "prefix-mlp" if prefix else "mlp",
             "grounded_heads": True,
             "dropout_rate": config.dropout,
@@ -165,7 +162,6 @@ class Hydra(Head):
         prefix = None
         if entry(config, "hydra_head_arch", str, "mlp") == "prefix-mlp":
             prefix = read_layer(entry(config, "prefix", dict))
-        names = ("hidden_size", "vocab_size", "hydra_num_heads", "hydra_num_layers")
-        hidden, rows, heads, layers = (entry(config, name, int) for name in names)
+        hidden, rows, heads, layers = (entry(config, name, int) for name in SIZES)
         dropout, bias = config.get("dropout_rate", 0.0), entry(config, "lm_head_bias", bool, False)
         return cls(HydraConfig(hidden, rows, heads, layers, prefix, float(dropout), bias))

@@ -96,9 +96,7 @@ class Medusa(Head):
         return self.heads[depth][-1]
 
     def states(self, norm_XH: Tensor) -> list[Tensor]:
-        """What the LM head of each head multiplies: K tensors [..., H], of the target's states
-        after the final norm.
-        """
+        """What the LM head of each head multiplies: K tensors [..., H], of the final states."""
         states = [norm_XH] * self.levels
         for depth in range(self.levels):
             for block in self.blocks(depth):
@@ -156,6 +154,8 @@ def check_sizes(kind: str, hidden: int, rows: int, heads: int, layers: int) -> N
 
 @torch.no_grad()
 def copy_head(target: PreTrainedModel, heads: list[OutputHead]) -> None:
-    """Copy the target's LM head into each of `heads`."""
+    """Copy the target's LM head into each of `heads`, their biases zero."""
     for head in heads:
         head.weight.copy_(split_head(target)[1])
+        if head.bias is not None:
+            head.bias.zero_()

@@ -21,17 +21,15 @@ from draftsmith.models.folder.tensors import Checkpoint, outline
 from draftsmith.models.heads.head import heads
 from draftsmith.models.server_facts import SGLANG_POSITIONS, STACKS
 from draftsmith.models.servers.doctor_eagle import EAGLE1, EAGLE3
+from draftsmith.models.servers.export import about
 from draftsmith.models.servers.findings import EAGLES, SERVERS, Case, Check, Finding, fault, warning
-from draftsmith.models.servers.serve_lines import about
 from draftsmith.models.tokenizer import TOKENIZER_FILES, check_same_tokenizer, load_tokenizer
 
 OURS = STACKS["draftsmith"].name
 
 
 def examine(folder: str, target: str | None = None) -> tuple[str, list[Finding]]:
-    """(layout, findings) of a drafter folder; with a target, also whether it fits that. ValueError
-    for no folder, or a target that can't be read.
-    """
+    """(layout, findings) of a folder, for a target if given; ValueError where one can't be read."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"got {folder}, which is no folder; expected a drafter folder")
@@ -134,11 +132,10 @@ def dtype(case: Case) -> Iterator[Finding]:
 
 def positions(case: Case) -> Iterator[Finding]:
     """How far the head's positions reach."""
-    config = case.config
-    if case.layout == "hydra":  # Hydra++'s layer; another toolkit's is of the target's sizes
-        config = case.config.get("prefix") or {}
-        if not config:
-            return
+    # Of Hydra++ its layer's; another toolkit's is of the target's sizes.
+    config = case.config.get("prefix") if case.layout == "hydra" else case.config
+    if not config:
+        return
     limit = config.get("max_position_embeddings")
     wanted = getattr(case.target_config, "max_position_embeddings", None)
     if limit is None:
@@ -154,14 +151,11 @@ def positions(case: Case) -> Iterator[Finding]:
 def fits(case: Case) -> Iterator[Finding]:
     """Whether it was made for the target: sizes, tokenizer, weights, embeddings of its own."""
     assert case.target is not None and case.tokenizer is not None and case.mark is not None
-    config, wanted, wrong = case.config, case.target_config, []
+    config, wanted = case.config, case.target_config
     width = config.get("target_hidden_size") or config.get("hidden_size")
-    for name, got, due in (
-        ("hidden size", width, wanted.hidden_size),
-        ("vocab_size", config.get("vocab_size"), wanted.vocab_size),
-    ):
-        if got not in (None, due):
-            wrong.append(f"{name} {got}, the target's {due}")
+    rows = config.get("vocab_size")
+    pairs = ("hidden size", width, wanted.hidden_size), ("vocab_size", rows, wanted.vocab_size)
+    wrong = [f"{n} {got}, the target's {due}" for n, got, due in pairs if got not in (None, due)]
     if (case.folder / META).exists():
         made_for = read_json(case.folder / META).get("target") or {}
         parts = differences(made_for, case.mark)
@@ -180,10 +174,8 @@ def fits(case: Case) -> Iterator[Finding]:
     embeds = [n for n in case.checkpoint.file_of if n.endswith("embed_tokens.weight")]
     if not embeds or case.layout not in EAGLES:
         return
-    own, table = (
-        case.checkpoint.read(embeds[:1])[embeds[0]],
-        case.target.get_input_embeddings().weight,
-    )
+    own = case.checkpoint.read(embeds[:1])[embeds[0]]
+    table = case.target.get_input_embeddings().weight
     assert isinstance(table, torch.Tensor)
     if own.shape == table.shape and not torch.equal(own, table.to(own.dtype)):
         far = (own.float() - table.float()).abs().max().item()

@@ -15,10 +15,10 @@ import torch
 from draftsmith.models.folder.foreign import rope_parameters
 from draftsmith.models.folder.imports import READERS, holds_ids
 from draftsmith.models.heads.eagle import EAGLE3_NAMES
-from draftsmith.models.heads.eagle_layouts import unread_by_sglang
+from draftsmith.models.heads.eagle_layouts import IDS, unread_by_sglang
 from draftsmith.models.server_facts import EAGLE1_OF_SGLANG, USUAL_TAPS
-from draftsmith.models.servers.findings import IDS, Case, Check, Finding, fault, warning
-from draftsmith.models.servers.serve_lines import about
+from draftsmith.models.servers.export import about
+from draftsmith.models.servers.findings import Case, Check, Finding, fault, warning
 
 RANDOM = "leaves the layer random, without a word"
 WRONG_MAP = "loads a wrong map, without a word"
@@ -128,11 +128,9 @@ def vocabulary(case: Case) -> Iterator[Finding]:
         does = "sglang: fails on the missing field; vllm: takes vocab_size"
         yield fault("no draft_vocab_size", f"write {rows}", does)
     elif said != rows:
-        says, mend = (
-            f"is {said}, lm_head.weight has {rows} rows",
-            f"write {rows}, if d2t has as many",
-        )
-        yield fault(f"draft_vocab_size {says}", mend, "vllm, sglang, speculators: refuses it")
+        says = f"draft_vocab_size is {said}, lm_head.weight has {rows} rows"
+        mend = f"write {rows}, if d2t has as many"
+        yield fault(says, mend, "vllm, sglang, speculators: refuses it")
     if whole is None:
         yield warning("no vocab_size", "write the target's into config.json")
     elif "d2t" in case.names:

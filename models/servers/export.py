@@ -1,4 +1,5 @@
-"""A drafter in the layout of another stack: SGLang, vLLM, `speculators`, TGI.
+"""A drafter in the layout of another stack (SGLang, vLLM, `speculators`, TGI), and the commands
+that serve a target with it, ready to copy; K: drafted tokens by default.
 
 Our EAGLE-3 folders are what vLLM and SGLang read, and our draft LMs are plain transformers folders;
 export then writes them without our own file, and refuses what a server would load and draft wrongly
@@ -6,23 +7,39 @@ with. How a head is written is its class's matter (`Head.exported`); every tenso
 bit for bit.
 """
 
+import json
 import os
+import shlex
 import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
-from draftsmith.models.disk.read_lm import load_config, write_json
+from draftsmith.models.disk.read_lm import load_config, read_json, save_tensors, write_json
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import META, open_drafter
+from draftsmith.models.folder.drafter_folder import META, open_drafter, read_meta
 from draftsmith.models.folder.tensors import outline
-from draftsmith.models.servers.serve_lines import about, launch
+from draftsmith.models.heads.head import Kind, Reads, heads
+from draftsmith.models.server_facts import STACKS
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.models.vocab import FILE
 
 LAYOUTS = ("sglang", "vllm", "speculators", "tgi")
+LM = {"vllm": "draft_model", "sglang": "STANDALONE", "transformers": ""}
+# Layouts that are no kind of head of ours.
+OTHERS = {
+    "lm": Kind("a draft LM", {stack: Reads(name, ours=True) for stack, name in LM.items()}),
+    "speculators": Kind(
+        "EAGLE-3 in speculators' format",
+        {"vllm": Reads(), "sglang": Reads(says="after export to=sglang"), "speculators": Reads()},
+    ),
+    "unknown": Kind("a folder that can't be read"),
+}
+
+
+def about(layout: str) -> Kind:
+    """What is known of a layout, or of a drafter's kind."""
+    return OTHERS.get(layout) or heads()[layout].kinds[layout]
 
 
 def export(drafter: str, target: str, to: str, out: str) -> str:
@@ -68,6 +85,67 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
         made = opened.head().bind(model).exported(to, model, K)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", made.config)
-        tensors = {name: tensor.detach().contiguous() for name, tensor in made.tensors.items()}
-        save_file(tensors, folder / made.file, metadata={"format": "pt"})
-    return launch(to, kind, folder, target, K)
+        save_tensors(folder / made.file, made.tensors)
+    return launch(to, stacks[to].method, folder, target, K)
+
+
+def serve_line(folder_path: str | Path, target: str) -> str:
+    """Commands that serve the target with this drafter, one a line: from its folder as it is where
+    any server reads that, else from one that `export` writes.
+    """
+    folder, quoted = Path(folder_path), shlex.quote(target)
+    meta = read_meta(folder)
+    kind, K, known = meta["kind"], meta["defaults"]["K"], about(meta["kind"])
+    title, stacks = known.title, known.stacks
+    if not stacks:
+        return (
+            f"# no server loads {title}; decode here: python -m draftsmith evaluate "
+            f"target={quoted} drafter={shlex.quote(str(folder))}"
+        )
+    lines = []
+    export = f"python -m draftsmith export drafter={shlex.quote(str(folder))} target={quoted}"
+    as_it_is = {stack: reads for stack, reads in stacks.items() if reads.ours}
+    for stack, reads in as_it_is.items():
+        reason = reads.misread and reads.misread(read_json(folder / "config.json"))
+        server = STACKS[stack].name.split()[0]
+        told = f"# {server} would draft wrongly with it: {reason}" if reason else ""
+        lines.append(told or launch(stack, reads.method, folder, target, K))
+    for stack, reads in ({} if as_it_is else stacks).items():
+        out = folder.with_name(f"{folder.name}-{stack}")
+        to = f"to={stack} out={shlex.quote(str(out))}"
+        lines.append(f"{export} {to} && {launch(stack, reads.method, out, target, K)}")
+    without = [STACKS[stack].name for stack in ("vllm", "sglang") if stack not in stacks]
+    lines += [f"# {' and '.join(without)} load no {title}"] if without else []
+    return "\n".join([*lines, *(_notes(folder, meta) if kind == "lm" else [])])
+
+
+def launch(stack: str, method: str, folder: Path, target: str, K: int) -> str:
+    """The command for a folder that the stack reads; vLLM would guess the method from the path."""
+    options = {"method": method, "model": str(folder), "num_speculative_tokens": K}
+    return STACKS[stack].serve.format(
+        target=shlex.quote(target),
+        folder=shlex.quote(str(folder)),
+        literal=repr(str(folder)),
+        options=shlex.quote(json.dumps(options)),
+        method=method,
+        K=K,
+        nodes=K + 1,
+    )
+
+
+def _notes(folder: Path, meta: dict[str, Any]) -> list[str]:
+    """What servers make of a draft LM's vocabulary."""
+    lines, drafted = [], meta.get("vocabulary_map")
+    if drafted is not None:
+        lines.append(
+            f"# servers know no draft vocabulary of a draft LM: there it drafts all "
+            f"{drafted['target']:,} tokens, by python -m draftsmith {drafted['draft']:,}"
+        )
+    rows = load_config(folder).get_text_config().vocab_size
+    wanted = (meta["target"] or {}).get("logit_rows", rows)
+    if rows != wanted:
+        lines.append(
+            f"# vLLM and transformers want equal vocab_size: the draft has {rows}, the target "
+            f"{wanted}; train it with vocab_size={wanted}"
+        )
+    return lines

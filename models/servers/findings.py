@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.foreign import plain_names
+from draftsmith.models.folder.foreign import EAGLE, our_names
 from draftsmith.models.folder.tensors import Checkpoint
+from draftsmith.models.heads.eagle_layouts import IDS
 from draftsmith.models.server_facts import STACKS
 
 SERVERS = tuple(stack.name for stack in STACKS.values())
 EAGLES = ("eagle1", "eagle3", "speculators")
-IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """A folder that could be opened. layout: see `serve_lines.about`; raw: its config.json; target:
+    """A folder that could be opened. layout: see `export.about`; raw: its config.json; target:
     outline, tokenizer and path of the target, where one was given.
     """
 
@@ -62,7 +62,7 @@ class Case:
     @cached_property
     def names(self) -> dict[str, str]:
         """Our name of an EAGLE tensor -> the file's."""
-        return plain_names(self.checkpoint)
+        return our_names(self.checkpoint, EAGLE)
 
     def shape(self, name: str) -> list[int] | None:
         """Shape of a tensor by our name; None where there is none."""

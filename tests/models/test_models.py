@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -298,11 +299,13 @@ def test_different_tokenizers_name_the_ids(
         check_same_tokenizer(other, grown)
 
 
-def test_provenance_tells_commit_and_versions(tmp_path: Path) -> None:
-    record = provenance(
-        recipe="quickstart/distill", argv=["lr=1"], seeds={"draft": 1}, data_hash="ab", steps=3
-    )
+def test_provenance_tells_commit_and_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["recipe=quickstart/distill", "lr=1"]
+    record = provenance(argv=argv, seed=1, data_hash="ab", steps=3, acceptance=None)
     assert json.loads(json.dumps(record)) == record
+    assert record["recipe"] == "quickstart/distill" and record["seeds"] == {"run": 1}
     assert record["versions"]["torch"] == torch.__version__ and record["acceptance"] is None
     file = tmp_path / "file.py"
     file.write_text("")
@@ -315,6 +318,11 @@ def test_provenance_tells_commit_and_versions(tmp_path: Path) -> None:
     commit = git_commit(file)
     assert commit is not None and len(commit) == 40
     file.write_text("changed")
+    assert git_commit(file) == commit + "-dirty"
+    (tmp_path / "COMMIT").write_text(f"{commit}\n")
+    monkeypatch.setattr(resources, "files", {"draftsmith": tmp_path}.__getitem__)
+    installed = tmp_path / "installed.py"
+    assert git_commit(installed) == commit  # of a copy that git doesn't track
     assert git_commit(file) == commit + "-dirty"
 
 

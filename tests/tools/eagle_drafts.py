@@ -54,7 +54,7 @@ def counting(wrong: float) -> tuple[PreTrainedModel, Eagle]:
     head = made("eagle1")
     nn.init.zeros_(head.fc.bias)
     head.fc.weight.copy_(torch.cat([torch.eye(32), torch.zeros(32, 32)], 1))
-    for layer in (*target.model.layers, *head.decoder_layers):
+    for layer in (*target.model.layers, *head.layers):
         layer.self_attn.o_proj.weight.mul_(wrong)
         layer.mlp.down_proj.weight.mul_(wrong)
     return target, head

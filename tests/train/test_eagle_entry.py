@@ -55,7 +55,7 @@ def test_its_activation_is_one_that_servers_know(
     head = open_head(EagleSource(), tiny_target, tiny_tokenizer, counts_V, 0)
     assert head.to_json()["hidden_act"] == "silu"
     x = torch.linspace(-3, 3, 9)
-    assert torch.allclose(head.decoder_layers[0].mlp.act_fn(x), torch.nn.functional.silu(x))
+    assert torch.allclose(head.layers[0].mlp.act_fn(x), torch.nn.functional.silu(x))
 
 
 def test_sizes_taps_and_vocabulary_of_the_recipe(tiny_target, tiny_tokenizer, counts_V) -> None:
@@ -64,9 +64,9 @@ def test_sizes_taps_and_vocabulary_of_the_recipe(tiny_target, tiny_tokenizer, co
     source = EagleSource(**sizes, **text, fc_norm=True, norm_output=True)
     head = open_head(source, tiny_target, tiny_tokenizer, counts_V, 0)
     assert head.taps == (3, 0) and head.config.fc_norm and head.config.norm_output
-    assert [len(layer.mlp.up_proj.weight) for layer in head.decoder_layers] == [24, 24]
-    assert head.decoder_layers[0].self_attn.q_proj.weight.shape == (32, 64)
-    assert hasattr(head.decoder_layers[0].self_attn, "q_norm")
+    assert [len(layer.mlp.up_proj.weight) for layer in head.layers] == [24, 24]
+    assert head.layers[0].self_attn.q_proj.weight.shape == (32, 64)
+    assert hasattr(head.layers[0].self_attn, "q_norm")
     assert head.vocab.ids_D.tolist() == list(range(10, ROWS))
     assert torch.equal(head.lm_head.weight, tiny_target.lm_head.weight[10:])
     assert not head.lm_head.weight.requires_grad and head.fc.weight.requires_grad

@@ -24,8 +24,7 @@ from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.servers.doctor import examine, outlook
-from draftsmith.models.servers.export import export
-from draftsmith.models.servers.serve_lines import serve_line
+from draftsmith.models.servers.export import export, serve_line
 from draftsmith.models.vocab import FILE, DraftVocab
 from draftsmith.train.drafts.draft_start import given_draft
 from draftsmith.train.text.prepared import answer_file, claim, load_prepared
@@ -124,7 +123,7 @@ def test_a_folder_keeps_the_whole_model_and_the_map(pair: Any, tmp_path: Path) -
     assert torch.equal(plain.lm_head.weight, draft.lm_head.weight)
     # vLLM and SGLang read every safetensors file of a folder as weights.
     assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
-    assert f"all {V} tokens" in serve_line(folder, "lm", "target")
+    assert f"all {V} tokens" in serve_line(folder, "target")
     with pytest.warns(UserWarning, match="comes last"):
         assert given_draft(str(folder), target, tokenizer).lm_head.weight.shape[0] == V
     save_lm(folder, None, pair)  # the folder is replaced whole

@@ -184,9 +184,8 @@ class OnlineDrafts:
         model = copy.deepcopy(learner.module).cpu()
         recast(model, getattr(torch, settings.save_dtype))
         made = provenance(
-            recipe=dict(arg.split("=", 1) for arg in self.argv).get("recipe"),
             argv=self.argv,
-            seeds={"run": settings.seed},
+            seed=settings.seed,
             data_hash=None,  # of a stream that nobody keeps
             steps=self.steps,
             acceptance=alpha,

@@ -22,7 +22,7 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.heads.head import Head
-from draftsmith.models.servers.serve_lines import serve_line
+from draftsmith.models.servers.export import serve_line
 from draftsmith.train.objectives.heldout import HeldOut
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.loop import Result, StepOutput
@@ -107,7 +107,7 @@ def save_head(
         provenance=made,
         defaults={"K": K},
     )
-    print(serve_line(folder, head.kind, target_path))
+    print(serve_line(folder, target_path))
     figures = {"tau": made["tau"], "K": K, "first": made["acceptance"]}
     told = compare(head.kind, made["samples"], **figures, coverage=made.get("coverage", 1.0))
     if told:

@@ -18,8 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from draftsmith.models.disk.atomic import settle, write_atomically
-from draftsmith.models.disk.store import hold, what_differs
+from draftsmith.models.disk.store import hold, settle, what_differs, write_atomically
 
 KEPT_CHECKPOINTS = 2
 # Where the run lies, what it prints and who watches it don't change what it computes.

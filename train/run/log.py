@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from draftsmith.models.disk.atomic import write_atomically
-from draftsmith.models.disk.store import read_lines
+from draftsmith.models.disk.store import read_lines, write_atomically
 
 LINE_SECONDS = 10.0  # between two plain lines where the output is no terminal
 SHOWN = ("loss", "alpha", "grad_norm")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.disk.atomic import whole_folder
+from draftsmith.models.disk.store import whole_folder
 
 
 @dataclass(kw_only=True)

@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.models.disk.atomic import whole_folder
 from draftsmith.models.disk.provenance import provenance
+from draftsmith.models.disk.store import whole_folder
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
-from draftsmith.models.servers.serve_lines import serve_line
+from draftsmith.models.servers.export import serve_line
 from draftsmith.train.run.loop import Result
 
 
@@ -21,9 +21,8 @@ def made_by(
     held-out alpha, where it was measured.
     """
     return provenance(
-        recipe=dict(arg.split("=", 1) for arg in argv).get("recipe"),
         argv=argv,
-        seeds={"run": seed},
+        seed=seed,
         data_hash=data_hash,
         steps=ended.best_step,
         acceptance=acceptance,
@@ -60,4 +59,4 @@ def save_draft(
         provenance=made,
         defaults={"K": K},
     )
-    print(serve_line(folder, "lm", target_path))
+    print(serve_line(folder, target_path))

@@ -22,7 +22,7 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Columns, Recorder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.traces.store import TraceWriter
-from draftsmith.models.disk.atomic import whole_folder, write_atomically
+from draftsmith.models.disk.store import whole_folder, write_atomically
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.scorers import FOLDER, Scorer, save_scorer, weights_mark
 from draftsmith.models.target import TargetSpec, load_target

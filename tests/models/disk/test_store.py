@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.models.disk import atomic
+from draftsmith.models.disk import store
 from draftsmith.models.disk.store import (
     Gone,
     Manifest,
@@ -109,7 +109,7 @@ def test_a_shard_is_whole_and_its_own(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(atomic.os, "fsync", full)
+    monkeypatch.setattr(store.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         save_shard(path, {"rows": rows + 1}, of="mine 2")
     assert path.read_bytes() == whole and os.listdir(tmp_path) == [path.name]

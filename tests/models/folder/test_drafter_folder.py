@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.models.disk import atomic as disk
+from draftsmith.models.disk import store as disk
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder import drafter_folder
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
-from draftsmith.models.servers.serve_lines import serve_line
+from draftsmith.models.servers.export import serve_line
 from draftsmith.models.target import TargetSpec, load_target
+from draftsmith.models.tokenizer import load_tokenizer
 
 Pair = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 
@@ -76,7 +77,7 @@ def test_round_trip(
         model.state_dict().items(), tiny_draft.state_dict().values(), strict=True
     ):
         assert torch.equal(one, other), name
-    assert opened.tokenizer().get_vocab() == tiny_tokenizer.get_vocab()
+    assert load_tokenizer(opened.path).get_vocab() == tiny_tokenizer.get_vocab()
     assert opened.model("bfloat16").dtype == torch.bfloat16
     assert [path.name for path in folder.parent.iterdir()] == ["drafter"]
 
@@ -343,7 +344,7 @@ def test_save_refuses(
 
 
 def test_serve_lines(folder: Path) -> None:
-    text = serve_line(folder, "lm", "models/my target")
+    text = serve_line(folder, "models/my target")
     vllm, sglang, transformers = text.splitlines()
     config = json.loads(vllm.split("--speculative-config ")[1].strip("'"))
     assert vllm.startswith("vllm serve 'models/my target' ")
@@ -352,7 +353,8 @@ def test_serve_lines(folder: Path) -> None:
     assert "--speculative-num-draft-tokens 6" in sglang and "assistant_model=" in transformers
     meta = json.loads((folder / "draftsmith.json").read_text())
     edit(folder, target=meta["target"] | {"logit_rows": 384})
-    warning = serve_line(folder, "lm", "t").splitlines()[-1]
+    warning = serve_line(folder, "t").splitlines()[-1]
     assert "the draft has 320, the target 384" in warning
+    edit(folder, kind="eagle")
     with pytest.raises(ValueError, match="kind 'eagle'"):
-        serve_line(folder, "eagle", "t")
+        serve_line(folder, "t")

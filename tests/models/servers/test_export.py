@@ -22,8 +22,7 @@ from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import Head
 from draftsmith.models.heads.layer import causal
-from draftsmith.models.servers.export import LAYOUTS, export
-from draftsmith.models.servers.serve_lines import serve_line
+from draftsmith.models.servers.export import LAYOUTS, export, serve_line
 from draftsmith.models.taps import target_states
 
 Target = LlamaForCausalLM
@@ -76,7 +75,7 @@ def test_eagle3_is_what_both_servers_read(
     assert not (tmp_path / "out" / "draftsmith.json").exists()
     assert set(config) >= {"vocab_size", "head_dim", "hidden_act", "rms_norm_eps", "model_type"}
     equal_heads(reread(tmp_path / "out", tiny_target), head)
-    assert folder.with_name("head") and serve_line(folder, "eagle3", "t").count("\n") == 1
+    assert folder.with_name("head") and serve_line(folder, "t").count("\n") == 1
 
 
 def test_all_tokens_need_no_map(save: Any, target_path: str, tmp_path: Path) -> None:
@@ -96,7 +95,7 @@ def test_further_layers_have_sglangs_names(
     assert "layers.1.hidden_norm.weight" in tensors
     assert "layers.1.input_layernorm.weight" not in tensors
     equal_heads(reread(tmp_path / "out", tiny_target), head)
-    assert "names further layers' norms otherwise" in serve_line(folder, "eagle3", "t")
+    assert "names further layers' norms otherwise" in serve_line(folder, "t")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,7 @@ def test_drafters_that_a_stack_does_not_load(save: Any, target_path: str, tmp_pa
         export(str(folder), target_path, "tgi", out)
     with pytest.raises(ValueError, match=r"out: got .*which holds something"):
         export(str(folder), target_path, "tgi", target_path)
-    assert "no server loads Hydra" in serve_line(folder, "hydra", "t")
+    assert "no server loads Hydra" in serve_line(folder, "t")
 
 
 def test_another_target_is_refused(
