@@ -138,7 +138,7 @@ for name in modules:
 
 
 def test_core_imports_without_the_optional_packages() -> None:
-    """Models, decode, losses and loop work without hydra, datasets, deepspeed and wandb."""
+    """Models, decode, losses and loop work without omegaconf, datasets, deepspeed and wandb."""
     paths = [path for path, _ in python(house(), "models", "decode")]
     paths += [
         path for path in ("train/losses/pure.py", "train/run/loop.py") if (ROOT / path).exists()

@@ -29,9 +29,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import run_command
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.target import TargetSpec, vocab_size
-from draftsmith.train.answers.asks import prompts_for_development
-from draftsmith.train.drafts.draft_start import TINY, ModelStart, open_draft, open_reference
+from draftsmith.train.drafts.start import TINY, ModelStart, open_draft, open_reference
 from draftsmith.train.objectives.distillation import Distillation, Losses, stages
 from draftsmith.train.objectives.heldout import HeldOutPrompts, draft_figures, open_heldout
 from draftsmith.train.objectives.heldout import shrunk as shrunk_run
@@ -40,7 +40,7 @@ from draftsmith.train.run.frozen_target import open_target
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import StepBatches, fit
 from draftsmith.train.run.lora import Lora, to_save
-from draftsmith.train.run.result import made_by, save_draft
+from draftsmith.train.run.result import save_draft
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.scoring.joint import JointHead, open_head
 from draftsmith.train.scoring.result import finish_head
@@ -75,11 +75,6 @@ class DistillConfig(Settings):
     K: int = 4  # drafted tokens a round: for tau, and the result's default
     best_metric: str = "alpha"
     best_mode: str = "max"
-
-    @property
-    def whole_target_for(self) -> str:
-        why = "whose head is calibrated by one process, which can't run the target alone"
-        return f"head.weight={self.head.weight}, {why}" if self.head.weight else ""
 
     @property
     def warp(self) -> SamplingParams:
@@ -117,8 +112,7 @@ def main(argv: list[str]) -> None:
     objective = make_objective(config, draft, teacher, tokenizer, reference).to(accelerator.device)
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
-    given = (config.heldout, config.warp, accelerator, target, tokenizer, run.cache)
-    heldout = open_heldout(*given, data=config.data, batch_size=config.batch_size)
+    heldout = open_heldout(config, config.warp, accelerator, target, tokenizer, run)
     evaluate = draft_figures(heldout, objective, snapshot, config.K)
 
     # ---- fit, and keep what accepted most ----------------------------------------------------
@@ -128,15 +122,11 @@ def main(argv: list[str]) -> None:
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
         draft = to_save(draft, run.folder / "adapter", config.save_dtype)
-        made = made_by(argv, config.seed, examples.fingerprint(), ended, acceptance=ended.best)
+        made = provenance(argv, config.seed, examples.fingerprint(), ended.best_step, ended.best)
         result = run.folder / "drafter"
         save_draft(result, draft, target, tokenizer, config.target.path, made, K=config.K)
         if objective.head is not None:
-            asked = {"count": config.head.prompts, "length": config.heldout.prompt_tokens}
-            source = config.heldout.data or config.data
-            prompts = prompts_for_development(source, tokenizer, **asked)
-            about = (run, target, tokenizer, config.warp, config.target.path, made)
-            finish_head(objective.head.scorer, prompts, *about)
+            finish_head(objective.head.scorer, config, run, target, tokenizer, made)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
 
@@ -149,16 +139,10 @@ def make_objective(
     reference: PreTrainedModel | None,
 ) -> Distillation:
     """What the recipe trains for."""
-    return Distillation(
-        draft,
-        teacher,
-        stages(config.loss, config.steps),
-        vocab_size=vocab_size(tokenizer),
-        warp=config.warp,
-        weighting=config.tokens,
-        reference=reference,
-        head=open_head(config.head, draft.config.hidden_size, teacher, config.warp, config.seed),
-    )
+    head = open_head(config.head, draft.config.hidden_size, teacher, config.warp, config.seed)
+    given = (draft, teacher, stages(config.loss, config.steps))
+    how: Any = {"warp": config.warp, "weighting": config.tokens, "reference": reference}
+    return Distillation(*given, vocab_size=vocab_size(tokenizer), head=head, **how)
 
 
 def shrunk(config: DistillConfig) -> DistillConfig:

@@ -25,22 +25,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftsmith.command import run_command
-from draftsmith.decode.drafters.eagle import EagleDrafter
-from draftsmith.models.target import TargetSpec, split_head, vocab_size
+from draftsmith.models.target import TargetSpec, split_head
 from draftsmith.models.vocab import ENOUGH
-from draftsmith.train.drafts.eagle_start import EagleSource, counted, open_head
-from draftsmith.train.objectives import head_run
+from draftsmith.train.drafts.start import EagleSource, counted, open_head
 from draftsmith.train.objectives.eagle import EagleObjective, Unroll
-from draftsmith.train.objectives.head_run import evaluate_head, kept_figures, save_head
+from draftsmith.train.objectives.head_run import check_context, head_figures, save_head
 from draftsmith.train.objectives.heldout import HeldOutPrompts, open_heldout
 from draftsmith.train.objectives.heldout import shrunk as shrunk_run
 from draftsmith.train.run.frozen_target import open_target
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import fit
-from draftsmith.train.run.result import made_by
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.states import Cache, open_states
-from draftsmith.train.text.on_policy import Snapshot, Text, make_batches, training_examples
+from draftsmith.train.text.on_policy import Text, make_batches, training_examples
 
 
 @dataclass(kw_only=True)
@@ -87,7 +84,7 @@ def main(argv: list[str]) -> None:
             f"{ENOUGH:.0%}: at the rest it can't be right; raise head.draft_vocab",
             stacklevel=2,
         )
-    head_run.check_context(config.text, head)
+    check_context(config.text, head)
 
     # ---- objective, on states made as they are needed or read from a cache -------------------
     states = open_states(config.cache, accelerator, target, tokenizer, head.taps, batches)
@@ -96,27 +93,16 @@ def main(argv: list[str]) -> None:
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
     params = config.heldout.params(config.temperature)
-    given = (config.heldout, params, accelerator, target, tokenizer, run.cache)
-    heldout = open_heldout(*given, data=config.data, batch_size=config.batch_size)
-    snapshot = Snapshot(head, target.dtype)
-
-    def evaluate() -> dict[str, float]:
-        drafter = EagleDrafter(snapshot.take(), target, vocab_size(tokenizer))
-        return evaluate_head(heldout, objective.measure, drafter, config.K, config.tree)
+    heldout = open_heldout(config, params, accelerator, target, tokenizer, run)
 
     # ---- fit, and keep what accepted most ----------------------------------------------------
+    evaluate = head_figures(heldout, objective, config.K, config.tree)
     ended = fit(accelerator, objective, batches, config, run, evaluate)
     run.load_best(objective)
 
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
-        made = made_by(argv, config.seed, examples.fingerprint(), ended) | {"coverage": coverage}
-        made |= kept_figures(run, ended, config, batches, accelerator.num_processes)
-        how: dict[str, Any] = {"dtype": config.save_dtype, "K": config.K, "made": made}
-        result, path = run.folder / "drafter", config.target.path
-        save_head(result, head, target, tokenizer, **how, target_path=path)
-        run.finish({"result": str(result), **ended._asdict()})
-        print(f"saved {result}")
+        save_head(config, argv, run, heldout, objective, batches, ended, coverage)
 
 
 def shrunk(config: EagleRun) -> EagleRun:

@@ -8,7 +8,7 @@
 Head d reads the target's last state at t; Hydra's also the tokens up to t+1+d, and Hydra++'s
 (`head.prefix`) the states before t through a decoder layer. l is cross-entropy with the text, or a
 divergence from the target's own distribution there (train/losses/pure.py). `joint` is Medusa-2
-(train/objectives/medusa2.py): it changes the target too, and writes `target/` beside `drafter/`.
+(train/objectives/medusa.py): it changes the target too, and writes `target/` beside `drafter/`.
 
 Where this differs from the papers:
 1. All depths are divided by the trained tokens of the step; the papers take means by depth.
@@ -26,22 +26,20 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import run_command
-from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.models.heads.head import Head, family, heads
 from draftsmith.models.heads.medusa import Medusa
-from draftsmith.models.target import TargetSpec, vocab_size
-from draftsmith.train.objectives import head_run
+from draftsmith.models.target import TargetSpec
+from draftsmith.train.objectives.head_run import check_context, head_figures, save_head
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.objectives.heldout import HeldOutPrompts, open_heldout, shrunk
-from draftsmith.train.objectives.medusa2 import JointMedusa, JointTraining
+from draftsmith.train.objectives.medusa import JointMedusa, JointTraining
 from draftsmith.train.run.frozen_target import open_target
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import fit
 from draftsmith.train.run.lora import Lora
-from draftsmith.train.run.result import made_by, save_model
 from draftsmith.train.run.settings import Settings, setting
 from draftsmith.train.teachers.states import Cache, States, open_states
-from draftsmith.train.text.on_policy import Snapshot, Text, make_batches, training_examples
+from draftsmith.train.text.on_policy import Text, make_batches, training_examples
 
 
 @dataclass(kw_only=True)
@@ -79,10 +77,6 @@ class HeadsConfig(Settings):
     best_metric: str = "tau"
     best_mode: str = "max"
 
-    @property
-    def whole_target_for(self) -> str:
-        return "joint=true, which trains the target too" if self.joint.enabled else ""
-
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
@@ -102,30 +96,16 @@ def main(argv: list[str]) -> None:
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
     params = config.heldout.params(config.temperature)
-    given = (config.heldout, params, accelerator, target, tokenizer, run.cache)
-    heldout = open_heldout(*given, data=config.data, batch_size=config.batch_size)
-    snapshot = Snapshot(head, target.dtype)
-
-    def evaluate() -> dict[str, float]:
-        drafter = drafter_of(snapshot.take(), target, vocab_size(tokenizer))
-        return head_run.evaluate_head(heldout, objective.measure, drafter, config.K, config.tree)
+    heldout = open_heldout(config, params, accelerator, target, tokenizer, run)
 
     # ---- fit, and keep what accepted most ----------------------------------------------------
+    evaluate = head_figures(heldout, objective, config.K, config.tree)
     ended = fit(accelerator, objective, batches, config, run, evaluate)
     run.load_best(objective)
 
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
-        made = made_by(argv, config.seed, examples.fingerprint(), ended)
-        made |= head_run.kept_figures(run, ended, config, batches, accelerator.num_processes)
-        result, path = run.folder / "drafter", config.target.path
-        if isinstance(objective, JointMedusa):
-            target, path = objective.merged(), str(run.folder / "target")
-            save_model(run.folder / "target", target, tokenizer, made)
-        how: dict[str, Any] = {"dtype": config.save_dtype, "K": config.K, "target_path": path}
-        head_run.save_head(result, head, target, tokenizer, **how, made=made)
-        run.finish({"result": str(result), **ended._asdict()})
-        print(f"saved {result}")
+        save_head(config, argv, run, heldout, objective, batches, ended)
 
 
 def make_head(config: HeadsConfig, target: PreTrainedModel) -> Head:
@@ -153,7 +133,7 @@ def make_head(config: HeadsConfig, target: PreTrainedModel) -> Head:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(config.seed)
         head: Head = kinds[kind].fresh(config, target)
-    head_run.check_context(config.text, head)
+    check_context(config.text, head)
     return head.init_from(target)
 
 
@@ -165,12 +145,13 @@ def make_objective(
     states: States,
 ) -> HeadObjective:
     """What the recipe trains for."""
+    how: Any = {"loss": config.loss, "decay": config.decay}
     if config.joint.enabled:
         assert isinstance(head, Medusa)
-        how: Any = {"loss": config.loss, "decay": config.decay}
         return JointMedusa(head, target, tokenizer, config.joint, config.lora, config, **how)
     kind: Any = family(config.head.kind, "train.objectives", "Objective")
-    return kind.of(config, head, target, tokenizer, states)
+    how |= {key: setting(config, key) for key in kind.options if "." not in key}
+    return kind(head, target, tokenizer, states, **how)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from draftsmith.decode.serve.buffer import ReplayBuffer
 from draftsmith.decode.serve.versions import Versions
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.target import TargetSpec, load_target
-from draftsmith.train.drafts.eagle_start import tiny_drafter
+from draftsmith.train.drafts.start import tiny_drafter
 from draftsmith.train.live.batches import Buffered, Feed, Mix
 from draftsmith.train.live.idle_time import Duty, yield_the_processor
 from draftsmith.train.live.learner import Lessons, OnlineDrafts

@@ -19,22 +19,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import run_command
 from draftsmith.decode.prompts.rows import Row
 from draftsmith.decode.prompts.splits import load_rows
+from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer, train_bpe, vocab_size
-from draftsmith.train.drafts.draft_start import TINY, ModelStart, fresh_draft, fresh_model, place
+from draftsmith.train.drafts.start import TINY, ModelStart, fresh_draft, place
 from draftsmith.train.objectives import heldout as held
 from draftsmith.train.objectives.distillation import Distillation, Losses, NextToken, stages
 from draftsmith.train.objectives.heldout import HeldOutPrompts
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import Evaluate, StepBatches, fit
 from draftsmith.train.run.lora import Lora, to_save, with_lora
-from draftsmith.train.run.result import made_by, save_draft, save_model
+from draftsmith.train.run.result import save_draft, save_model
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.teachers import StateTeacher
 from draftsmith.train.text.batches import Examples
@@ -90,8 +91,8 @@ def main(argv: list[str]) -> None:
     figures: Evaluate = dict  # none
     objective = make_objective(config, model, target, tokenizer).to(accelerator.device)
     if target is not None and isinstance(objective, Distillation):
-        asked = (config.heldout, objective.warp, accelerator, target, tokenizer, run.cache)
-        prompts = held.open_heldout(*asked, data=config.data, batch_size=config.batch_size)
+        given = (config, objective.warp, accelerator, target, tokenizer, run)
+        prompts = held.open_heldout(*given)
         snapshot = Snapshot(model, target.dtype)
         figures = held.draft_figures(prompts, objective, snapshot, config.K)
     if config.gradient_checkpointing:
@@ -111,7 +112,7 @@ def main(argv: list[str]) -> None:
     # ---- save --------------------------------------------------------------------------------
     if accelerator.is_main_process:
         model = to_save(model, run.folder / "adapter", config.save_dtype)
-        made = made_by(argv, config.seed, source.fingerprint(), ended)
+        made = provenance(argv, config.seed, source.fingerprint(), ended.best_step)
         result = run.folder / ("model" if target is None else "drafter")
         if target is None:
             save_model(result, model, tokenizer, made)
@@ -140,18 +141,10 @@ def target_and_tokenizer(
 def make_model(
     config: PretrainConfig, tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel | None
 ) -> PreTrainedModel:
-    """The given one, a draft of the target's family (`fresh_draft`), or a random Llama."""
-    sizes, seed = config.model, config.seed
-    if sizes.path:
-        made = load_draft(sizes.path)
-    elif target is not None:
-        made = fresh_draft(sizes, target, tokenizer, seed)
-    elif sizes.init != "random":
-        raise ValueError(f"got model.init={sizes.init} without a target, expected target.path=...")
-    else:
-        rows = vocab_size(tokenizer)
-        made = fresh_model(sizes, LlamaConfig(), tokenizer, rows=rows, seed=seed)
-    return with_lora(made, config.lora, given=bool(sizes.path), seed=seed)
+    """The given one, a draft of the target's family, or a random Llama (`fresh_draft`)."""
+    start, seed, given = config.model, config.seed, bool(config.model.path)
+    made = load_draft(start.path) if given else fresh_draft(start, target, tokenizer, seed)
+    return with_lora(made, config.lora, given=given, seed=seed)
 
 
 def make_objective(

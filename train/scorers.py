@@ -29,11 +29,11 @@ from typing import Any
 import torch
 
 from draftsmith.command import run_command
+from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.scorers import Scorer, ScorerConfig, check_threshold
 from draftsmith.models.target import TargetSpec
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import fit
-from draftsmith.train.run.result import made_by
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.scoring import result as results
 from draftsmith.train.scoring import rows
@@ -109,7 +109,9 @@ def main(argv: list[str]) -> None:
     # ---- calibrate, check, save --------------------------------------------------------------
     if accelerator.is_main_process:
         scorer = objective.folded(getattr(torch, config.save_dtype))
-        made = made_by(argv, config.seed, parts["fit"].fingerprint(), ended) | {"rows": counts}
+        made = provenance(argv, config.seed, parts["fit"].fingerprint(), ended.best_step) | {
+            "rows": counts
+        }
         about = results.calibrate(scorer, reading, marks, parts, made, config.threshold)
         result = run.folder / ("judge" if reading.kind == "judge" else "drafter")
         results.save_result(result, scorer, about, reading.drafter)

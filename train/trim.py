@@ -48,7 +48,7 @@ from draftsmith.models.servers.export import about, serve_line
 from draftsmith.models.target import TargetSpec
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.train.drafts.eagle_start import counted
+from draftsmith.train.drafts.start import counted
 from draftsmith.train.text.batches import Examples
 from draftsmith.train.text.prepared import is_prepared
 from draftsmith.train.text.tokenise import load_examples

@@ -36,7 +36,7 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.target import load_target, vocab_size
 from draftsmith.train.distill import DistillConfig
-from draftsmith.train.drafts.draft_start import ModelStart, given_draft, place
+from draftsmith.train.drafts.start import ModelStart, given_draft, place
 from draftsmith.train.objectives.distillation import Distillation, Losses, stages
 from draftsmith.train.objectives.heldout import HeldOut
 from draftsmith.train.objectives.token_selection import Weighting

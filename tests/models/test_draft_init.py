@@ -19,7 +19,7 @@ from transformers import (
 
 from draftsmith.models.draft_init import kept_indices, spread_layers, start_from_target
 from draftsmith.models.draft_lm import draft_from_config
-from draftsmith.train.drafts.draft_start import ModelStart, open_draft
+from draftsmith.train.drafts.start import ModelStart, open_draft
 from draftsmith.train.run.lora import Lora
 
 SHAPE: dict[str, Any] = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from draftsmith.models.disk.provenance import provenance
 
-MADE = provenance(recipe=None, argv=[], seeds={}, data_hash=None, steps=0)
+MADE = provenance([], 0, None, 0)
 
 
 def arguments(root: Path, out: Path, *more: str) -> list[str]:

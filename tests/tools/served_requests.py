@@ -17,7 +17,7 @@ from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.target import vocab_size
-from draftsmith.train.drafts.eagle_start import EagleSource, open_head
+from draftsmith.train.drafts.start import EagleSource, open_head
 from draftsmith.train.live.batches import as_batch
 from draftsmith.train.live.learner import Lessons
 from draftsmith.train.objectives.distillation import Losses

@@ -26,7 +26,7 @@ from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.servers.doctor import examine, outlook
 from draftsmith.models.servers.export import export, serve_line
 from draftsmith.models.vocab import FILE, DraftVocab
-from draftsmith.train.drafts.draft_start import given_draft
+from draftsmith.train.drafts.start import given_draft
 from draftsmith.train.text.prepared import answer_file, claim, load_prepared
 from draftsmith.train.trim import AS_IT_IS, Trim, run, trimmed_head
 

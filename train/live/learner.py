@@ -25,7 +25,7 @@ from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter,
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import Head, family
 from draftsmith.models.target import vocab_size
-from draftsmith.train.drafts.draft_start import place
+from draftsmith.train.drafts.start import place
 from draftsmith.train.live.batches import Alpha, as_batch, kept_states, listed_rows
 from draftsmith.train.objectives.distillation import Distillation, Losses, stages
 from draftsmith.train.objectives.eagle import EagleObjective, Unroll
@@ -183,13 +183,8 @@ class OnlineDrafts:
         learner, settings = self.learner, self.settings
         model = copy.deepcopy(learner.module).cpu()
         recast(model, getattr(torch, settings.save_dtype))
-        made = provenance(
-            argv=self.argv,
-            seed=settings.seed,
-            data_hash=None,  # of a stream that nobody keeps
-            steps=self.steps,
-            acceptance=alpha,
-        )
+        stream = None  # that nobody keeps
+        made = provenance(self.argv, settings.seed, stream, self.steps, alpha)
         save_drafter(
             folder,
             kind=learner.folder.kind,

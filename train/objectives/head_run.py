@@ -10,25 +10,27 @@ same at each: tau = 1 + a + ... + a^K.
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable
 from itertools import count, takewhile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.base import Drafter
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
+from draftsmith.decode.drafters.load import drafter_of
+from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.heads.head import Head
-from draftsmith.models.servers.export import serve_line
+from draftsmith.models.target import vocab_size
+from draftsmith.train.objectives.eagle import EagleObjective
+from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.objectives.heldout import HeldOut
+from draftsmith.train.objectives.medusa import JointMedusa
 from draftsmith.train.run.folder import Run
-from draftsmith.train.run.loop import Result, StepOutput
+from draftsmith.train.run.loop import Evaluate, Result
+from draftsmith.train.run.result import save_draft, save_model
 from draftsmith.train.run.settings import Settings
-from draftsmith.train.text.batches import Batch, Batches
-from draftsmith.train.text.on_policy import Text
+from draftsmith.train.text.batches import Batches
+from draftsmith.train.text.on_policy import Snapshot, Text
+
+Trained = EagleObjective | HeadObjective
 
 
 def check_context(text: Text, head: Head) -> None:
@@ -41,27 +43,31 @@ def check_context(text: Text, head: Head) -> None:
         )
 
 
-def evaluate_head(
-    heldout: HeldOut, measure: Callable[[Batch], StepOutput], drafter: Drafter, K: int, tree: str
-) -> dict[str, float]:
-    """Held-out figures of a head: `loss`, and `alpha_d` and `top1_d` of each depth, as means over
-    the pairs at that depth; `tau`, decoded; and `tau_estimate`, what a chain would reach if
-    acceptance at each depth were independent: 1 + sum_k prod_{d < k} alpha_d (top1_d if greedy).
-    alpha_d is always that of temperature 1, which heads are trained at; tau is as held out.
-
-    measure: the objective's; drafter: around a copy of the head as it is now.
+def head_figures(heldout: HeldOut, objective: Trained, K: int, tree: str) -> Evaluate:
+    """Held-out figures of a head in training: `loss`, and `alpha_d` and `top1_d` of each depth, as
+    means over the pairs at that depth; `tau`, decoded with a copy of it; and `tau_estimate`, what a
+    chain would reach if acceptance at each depth were independent: 1 + sum_k prod_{d < k} alpha_d
+    (top1_d if greedy). alpha_d is always that of temperature 1, which heads are trained at; tau is
+    as held out.
     """
-    means = heldout.means(measure)
-    estimate = along = 1.0
-    for depth in count():
-        pairs = means.pop(f"count_{depth}", 0.0)
-        alpha, top1 = means.pop(f"alpha_{depth}", 0.0), means.pop(f"top1_{depth}", 0.0)
-        if not pairs:  # deeper than the head, or than the held-out answers are long
-            break
-        means |= {f"alpha_{depth}": alpha / pairs, f"top1_{depth}": top1 / pairs}
-        along *= (alpha if heldout.params.temperature else top1) / pairs
-        estimate += along if depth < K else 0.0
-    return means | {"tau_estimate": estimate, "tau": heldout.tau(drafter, K, tree)}
+    target, size = heldout.target, vocab_size(heldout.tokenizer)
+    snapshot = Snapshot(objective.head, target.dtype)
+
+    def evaluate() -> dict[str, float]:
+        drafter = drafter_of(snapshot.take(), target, size)
+        means = heldout.means(objective.measure)
+        estimate = along = 1.0
+        for depth in count():
+            pairs = means.pop(f"count_{depth}", 0.0)
+            alpha, top1 = means.pop(f"alpha_{depth}", 0.0), means.pop(f"top1_{depth}", 0.0)
+            if not pairs:  # deeper than the head, or than the held-out answers are long
+                break
+            means |= {f"alpha_{depth}": alpha / pairs, f"top1_{depth}": top1 / pairs}
+            along *= (alpha if heldout.params.temperature else top1) / pairs
+            estimate += along if depth < K else 0.0
+        return means | {"tau_estimate": estimate, "tau": heldout.tau(drafter, K, tree)}
+
+    return evaluate
 
 
 def kept_figures(
@@ -81,37 +87,34 @@ def kept_figures(
 
 
 def save_head(
-    folder: Path,
-    head: Head,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    dtype: str,
-    K: int,
-    target_path: str,
-    made: dict[str, Any],
+    config: Any,
+    argv: list[str],
+    run: Run,
+    heldout: HeldOut,
+    objective: Trained,
+    batches: Batches,
+    ended: Result,
+    coverage: float | None = None,
 ) -> None:
-    """A drafter folder for the target at `target_path`; prints the line that serves it, and whether
-    the result is far below what others reached on as many samples. made: the provenance
-    (`result.made_by`), with `acceptance`, `tau`, `samples`, and `coverage` of a draft vocabulary.
+    """The drafter folder of a run's head, on the main process; says whether it is far below what
+    others reached on as many samples. coverage: share of the text that a draft vocabulary has.
     """
+    head, target, tokenizer = objective.head, heldout.target, heldout.tokenizer
+    made = provenance(argv, config.seed, batches.examples.fingerprint(), ended.best_step)
+    made |= {} if coverage is None else {"coverage": coverage}
+    made |= kept_figures(run, ended, config, batches, heldout.accelerator.num_processes)
+    result, path, K = run.folder / "drafter", config.target.path, min(config.K, head.levels)
+    if isinstance(objective, JointMedusa):
+        target, path = objective.merged(), str(run.folder / "target")
+        save_model(run.folder / "target", target, tokenizer, made)
     # Whole numbers, such as the maps of a draft vocabulary, keep their type.
-    head.to("cpu", getattr(torch, dtype))
-    K = min(K, head.levels)
-    save_drafter(
-        folder,
-        kind=head.kind,
-        model=head,
-        tokenizer=tokenizer,
-        target_fingerprint=fingerprint(target, tokenizer, target_path),
-        provenance=made,
-        defaults={"K": K},
-    )
-    print(serve_line(folder, target_path))
+    head.to("cpu", getattr(torch, config.save_dtype))
+    save_draft(result, head, target, tokenizer, path, made, K=K)
     figures = {"tau": made["tau"], "K": K, "first": made["acceptance"]}
-    told = compare(head.kind, made["samples"], **figures, coverage=made.get("coverage", 1.0))
-    if told:
+    if told := compare(head.kind, made["samples"], **figures, coverage=made.get("coverage", 1.0)):
         print(f"warning: {told}")
+    run.finish({"result": str(result), **ended._asdict()})
+    print(f"saved {result}")
 
 
 FAR_BELOW = 0.6  # of the known acceptance

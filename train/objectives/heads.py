@@ -11,7 +11,7 @@ size, V vocabulary, D depths.
 """
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -82,7 +82,8 @@ class HeadObjective(OnStates):
     """
 
     head: Any
-    options: ClassVar[tuple[str, ...]] = ()  # keys of a recipe that only this family reads
+    # Keys of a recipe that only this family reads; those without a group are arguments of it.
+    options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, head: Head, *given: Any, loss: str, decay: float) -> None:
         super().__init__(head, *given, depths=head.levels)
@@ -94,11 +95,6 @@ class HeadObjective(OnStates):
     def fresh(recipe: Any, target: PreTrainedModel) -> Head:
         """The head of a recipe (see train/heads.py), with random weights."""
         raise NotImplementedError
-
-    @classmethod
-    def of(cls, recipe: Any, *given: Any) -> Self:
-        """What the recipe trains a head for; given: head, target, tokenizer, states."""
-        return cls(*given, loss=recipe.loss, decay=recipe.decay)
 
     def forward(self, batch: Batch) -> StepOutput:
         return self.score(batch, self._states[0](batch).norm_BTG)

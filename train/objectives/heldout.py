@@ -17,6 +17,7 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import vocab_size
 from draftsmith.train.answers.asks import prompts_for_development
 from draftsmith.train.objectives.distillation import Distillation
+from draftsmith.train.run.folder import Run
 from draftsmith.train.run.frozen_target import in_company
 from draftsmith.train.run.loop import Evaluate, StepOutput
 from draftsmith.train.teachers.states import Cache
@@ -94,23 +95,21 @@ def draft_figures(
 
 
 def open_heldout(
-    asked: HeldOutPrompts,
+    config: Any,
     params: SamplingParams,
     accelerator: Accelerator,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    cache: Path,
-    *,
-    data: str,
-    batch_size: int,
+    run: Run,
 ) -> "HeldOut":
-    """The held-out prompts with the target's answers; errors of `prompts_for_development` pass.
-    cache: the folder to keep the answers in; data: the run's.
+    """The held-out prompts of a recipe with the target's answers, which the run keeps; errors of
+    `prompts_for_development` pass.
     """
+    asked = config.heldout
     size = {"count": asked.prompts, "length": asked.prompt_tokens}
-    prompts = prompts_for_development(asked.data or data, tokenizer, **size)
-    heldout = HeldOut(accelerator, target, tokenizer, prompts, params, batch_size)
-    heldout.write_answers(cache / "heldout.safetensors")
+    prompts = prompts_for_development(asked.data or config.data, tokenizer, **size)
+    heldout = HeldOut(accelerator, target, tokenizer, prompts, params, config.batch_size)
+    heldout.write_answers(run.cache / "heldout.safetensors")
     return heldout
 
 
@@ -133,13 +132,8 @@ class HeldOut:
             if self.accelerator.is_main_process and not cache.exists():
                 decoder = Decoder(self.target, self.tokenizer, batch_size=DECODER_ROWS)
                 answers = decoder.generate(self.prompts, self.params)
-                pairs = zip(self.prompts, (made.tokens for made in answers), strict=True)
-                half = cache.with_name(f".{cache.name}.half")
-                Examples.collect(
-                    (prompt + answer, [False] * len(prompt) + [True] * len(answer))
-                    for prompt, answer in pairs
-                ).save(half)
-                half.replace(cache)
+                written = [made.tokens for made in answers]
+                Examples.answered(zip(self.prompts, written, strict=True)).save(cache)
         self.accelerator.wait_for_everyone()
         examples = Examples.load(cache)
         self.answers = Batches(

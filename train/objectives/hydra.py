@@ -5,7 +5,7 @@ Legend: B rows, T positions, S = T - 1 - d positions with a token at depth d, H 
 tokens of a path.
 """
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.layer import causal
 from draftsmith.models.target import split_head
-from draftsmith.train.drafts.eagle_start import layer_like
+from draftsmith.train.drafts.start import layer_like
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.text.batches import Batch
 
@@ -38,10 +38,6 @@ class HydraObjective(HeadObjective):
         prefix = layer_like(target) if asked.prefix else None
         sizes = (hidden, rows, asked.heads, asked.layers)
         return Hydra(HydraConfig(*sizes, prefix, asked.dropout))
-
-    @classmethod
-    def of(cls, recipe: Any, *given: Any) -> Self:
-        return cls(*given, loss=recipe.loss, decay=recipe.decay, noise=recipe.noise)
 
     def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
         if self.noise and self.training:

@@ -48,10 +48,13 @@ def check_shards(config: Any, processes: int) -> None:
             "got shard_target=true and one process, expected several to share the target's layers: "
             "launch with --num_processes, or say shard_target=false"
         )
-    if shared and config.whole_target_for:
-        raise ValueError(
-            f"got shard_target=true and {config.whole_target_for}: say shard_target=false"
-        )
+    weight, alone = setting(config, "head.weight"), "one process, which can't run the target alone"
+    for key, why in (
+        ("joint.enabled", "joint=true, which trains the target too"),
+        ("head.weight", f"head.weight={weight}, whose head is calibrated by {alone}"),
+    ):
+        if shared and setting(config, key):
+            raise ValueError(f"got shard_target=true and {why}: say shard_target=false")
 
 
 def share_out(target: PreTrainedModel, device: torch.device) -> None:

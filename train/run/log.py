@@ -1,4 +1,4 @@
-"""What a run shows and writes: metrics.jsonl, a progress bar or plain lines, wandb, a table."""
+"""What a run shows and writes: metrics.jsonl, a progress bar or plain lines, wandb."""
 
 import json
 import secrets
@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from draftsmith.models.disk.store import read_lines, write_atomically
 
@@ -107,11 +106,3 @@ def wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> Tracker:
     where: Any = {"name": folder.name, "dir": str(folder), "id": name.read_text()}
     run = wandb.init(project="draftsmith", resume="allow", config=dict(recipe), **where)
     return lambda record: run.log(record, step=record["step"])
-
-
-def summary_table(title: str, figures: Mapping[str, Any]) -> Table:
-    """The table that ends a run: one row a figure."""
-    table = Table(title=title, show_header=False)
-    for name, value in figures.items():
-        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
-    return table

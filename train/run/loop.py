@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, clean_state_dict_for_safetensors, gather_object
+from rich.table import Table
 from torch import Tensor, nn
 
 from draftsmith.train.run.checkpoint import load, save
 from draftsmith.train.run.folder import Run
-from draftsmith.train.run.log import Log, summary_table, wandb_tracker
+from draftsmith.train.run.log import Log, wandb_tracker
 from draftsmith.train.run.optim import learning_rate
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.run.sharding import spread, whole_state
@@ -171,7 +172,7 @@ def fit(
                 fitting.save()
         fitting.save()
         fitting.spread.finish()
-        log.console.print(summary_table(str(run.folder), fitting.figures()))
+        log.console.print(fitting.summary())
     return Result(at.step, at.best, at.best_step)
 
 
@@ -268,14 +269,17 @@ class _Fitting:
                 self.run.save_best(clean_state_dict_for_safetensors(weights), at.step)
         return {f"eval_{name}": value for name, value in values.items()}
 
-    def figures(self) -> dict[str, Any]:
-        """What the closing table shows."""
-        at = self.position
-        figures: dict[str, Any] = {"steps": at.step, "trained tokens": f"{at.tokens:,}"}
-        figures["training seconds"] = at.seconds
-        figures["tokens/s"] = at.tokens / at.seconds if at.seconds else 0.0
-        best = {f"best held-out {self.settings.best_metric}": at.best, "at step": at.best_step}
-        return figures | (best if at.best is not None else {})
+    def summary(self) -> Table:
+        """The table that ends a run."""
+        at, table = self.position, Table(title=str(self.run.folder), show_header=False)
+        table.add_row("steps", f"{at.step}")
+        table.add_row("trained tokens", f"{at.tokens:,}")
+        table.add_row("training seconds", f"{at.seconds:,.4g}")
+        table.add_row("tokens/s", f"{at.tokens / at.seconds if at.seconds else 0.0:,.4g}")
+        if at.best is not None:
+            table.add_row(f"best held-out {self.settings.best_metric}", f"{at.best:,.4g}")
+            table.add_row("at step", f"{at.best_step}")
+        return table
 
     def _means(self, outputs: list[StepOutput], micros: list[Any], tokens: int) -> dict[str, float]:
         """Means per trained token over the whole step; ends the run if the loss isn't finite."""

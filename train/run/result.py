@@ -6,27 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.disk.store import whole_folder
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
+from draftsmith.models.heads.head import Head
 from draftsmith.models.servers.export import serve_line
-from draftsmith.train.run.loop import Result
-
-
-def made_by(
-    argv: list[str], seed: int, data_hash: str, ended: Result, acceptance: float | None = None
-) -> dict[str, Any]:
-    """The provenance of a run's result; data_hash: of the text that it has read; acceptance:
-    held-out alpha, where it was measured.
-    """
-    return provenance(
-        argv=argv,
-        seed=seed,
-        data_hash=data_hash,
-        steps=ended.best_step,
-        acceptance=acceptance,
-    )
 
 
 def save_model(
@@ -41,18 +25,19 @@ def save_model(
 
 def save_draft(
     folder: Path,
-    draft: PreTrainedModel,
+    draft: PreTrainedModel | Head,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     target_path: str,
     made: dict[str, Any],
     *,
-    K: int = 4,
+    K: int,
 ) -> None:
-    """A drafter folder for `target`; prints the line that serves it."""
+    """A drafter folder for the target at `target_path`; prints the line that serves it."""
+    kind = draft.kind if isinstance(draft, Head) else "lm"
     save_drafter(
         folder,
-        kind="lm",
+        kind=kind,
         model=draft,
         tokenizer=tokenizer,
         target_fingerprint=fingerprint(target, tokenizer, target_path),

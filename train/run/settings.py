@@ -55,11 +55,6 @@ class Settings:
         """Of frozen models, and of copies to decode with."""
         return "bfloat16" if self.precision == "bf16" else "float32"
 
-    @property
-    def whole_target_for(self) -> str:
-        """What of this recipe goes with a whole target alone, and why; empty: nothing."""
-        return ""
-
 
 def setting(config: object, key: str) -> Any:
     """The value of a key such as `text.max_length`; None where this entry has no such key."""

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from draftsmith.models.disk.store import whole_folder, write_atomically
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.scorers import FOLDER, Scorer, save_scorer, weights_mark
 from draftsmith.models.target import TargetSpec, load_target
-from draftsmith.train.drafts.eagle_start import tiny_drafter
+from draftsmith.train.answers.asks import prompts_for_development
+from draftsmith.train.drafts.start import tiny_drafter
 from draftsmith.train.run.folder import Run
 from draftsmith.train.scoring.calibration import figures, picture, platt
 from draftsmith.train.scoring.objective import logits
@@ -161,30 +162,31 @@ def record(
 
 def finish_head(
     scorer: Scorer,
-    prompts: list[list[int]],
+    config: Any,
     run: Run,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    warp: SamplingParams,
-    target_path: str,
     made: dict[str, Any],
 ) -> None:
-    """Calibrate a trained head on rounds of the drafter that the run has saved, check it on others,
-    and save it there; by one process alone. prompts: held out, of the part that choices are made
-    on; half of them calibrate. ValueError for rounds that kept all, or nothing.
+    """Calibrate a trained head on rounds of the drafter that the run of a distillation has saved,
+    check it on others, and save it there; by one process alone. The prompts are held out, of the
+    part that choices are made on; half of them calibrate. ValueError for rounds that kept all, or
+    nothing.
     """
-    numbers = islice((n for n in count() if part(n) in KEPT_APART), len(prompts))
+    asked = {"count": config.head.prompts, "length": config.heldout.prompt_tokens}
+    prompts = prompts_for_development(config.heldout.data or config.data, tokenizer, **asked)
+    numbers = (number for number in count() if part(number) in KEPT_APART)
     result, trace = run.folder / "drafter", run.cache / "rounds"
-    record(trace, result, target, tokenizer, dict(zip(numbers, prompts, strict=True)), warp)
-    reading = Reading(kind="acceptance", drafter=str(result), traces=[str(trace)], state="parent")
-    reading.scalars = list(scorer.config.scalars)
+    record(trace, result, target, tokenizer, dict(zip(numbers, prompts, strict=False)), config.warp)
+    scalars = list(scorer.config.scalars)
+    named: dict[str, Any] = {"drafter": str(result), "traces": [str(trace)], "scalars": scalars}
+    reading = Reading(kind="acceptance", state="parent", **named)
     marks = expected_marks(reading)
     parts, counts = read_rows(reading, *marks, KEPT_APART)
-    scorer = scorer.cpu().float().eval()
-    about = calibrate(scorer, reading, marks, parts, made | {"rows": counts})
+    about = calibrate(scorer.cpu().float().eval(), reading, marks, parts, made | {"rows": counts})
     save_result(result / FOLDER, scorer, about, "")
     show(run.folder, about)
-    print(next_command("acceptance", target_path, result, about["threshold"]))
+    print(next_command("acceptance", config.target.path, result, about["threshold"]))
 
 
 def write_trial(

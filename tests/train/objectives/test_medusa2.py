@@ -18,7 +18,7 @@ from tiny_heads import (
 )
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from draftsmith.train.objectives.medusa2 import JointMedusa, JointTraining
+from draftsmith.train.objectives.medusa import JointMedusa, JointTraining
 from draftsmith.train.run.lora import Lora
 from draftsmith.train.run.optim import optimizers
 from draftsmith.train.run.settings import Settings

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.command import guarded
 from draftsmith.models.tokenizer import stand_in_tokenizer
-from draftsmith.train.drafts.draft_start import fresh_model
+from draftsmith.train.drafts.start import fresh_draft
 from draftsmith.train.objectives.distillation import Distillation, stages
 from draftsmith.train.plan.fake_step import measured_peak
 from draftsmith.train.plan.memory import Held, Sharding, held, rehearsed
@@ -56,7 +56,7 @@ def two_steps(outline: Outline) -> None:
         family, dtype=torch.bfloat16, attn_implementation="sdpa"
     )
     target.requires_grad_(False).eval()
-    draft = fresh_model(config.draft, family, stand_in_tokenizer(), rows=vocab, seed=0)
+    draft = fresh_draft(config.draft, target, stand_in_tokenizer(), seed=0)
     snapshot = Snapshot(draft, torch.bfloat16)
     if config.gradient_checkpointing:
         draft.gradient_checkpointing_enable({"use_reentrant": False})

@@ -22,7 +22,7 @@ from tiny_heads import llama
 from draftsmith.models.target import TargetSpec
 from draftsmith.train.distill import DistillConfig
 from draftsmith.train.heads import HeadsConfig, HeadSizes
-from draftsmith.train.objectives.medusa2 import JointTraining
+from draftsmith.train.objectives.medusa import JointTraining
 from draftsmith.train.run import launch
 from draftsmith.train.run.checkpoint import Position, resized
 from draftsmith.train.run.frozen_target import check_shards

@@ -1,17 +1,20 @@
-"""The EAGLE head that a run starts from: a fresh one like its target's layers, or an earlier one;
-and tiny drafts of every kind, to try a recipe without weights.
+"""What a run starts from: a draft LM of given sizes, an EAGLE head like its target's layers, or an
+earlier result; and tiny drafts of every kind, to try a recipe without weights.
 
-Shapes: V rows of the target's LM head.
+Shapes: V rows of the target's LM head, D of the draft's.
 """
 
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.models.draft_init import start_from_target
+from draftsmith.models.draft_lm import draft_from_config, load_draft, recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
@@ -19,11 +22,141 @@ from draftsmith.models.heads.eagle_layouts import FLAGS
 from draftsmith.models.heads.layer import LAYER_CONFIGS, LAYER_FIELDS
 from draftsmith.models.taps import default_taps
 from draftsmith.models.target import split_head
+from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer, vocab_size
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.train.drafts.draft_start import TINY, fresh_draft, place
+from draftsmith.train.run.lora import Lora, with_lora
 from draftsmith.train.text.batches import Examples
 
+Module = TypeVar("Module", bound=nn.Module)
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 LLAMA_ROTARY = ("llama", "mistral", "qwen2", "qwen3")  # the whole head, by one rope_parameters
+
+
+@dataclass(kw_only=True)
+class ModelStart:
+    """The group `draft` or `model` of a recipe."""
+
+    path: str = ""  # what to go on from: a folder or a hub's name; empty: a fresh one of the sizes
+    layers: int = 1
+    hidden: int = 96
+    heads: int = 4
+    kv_heads: int = 2
+    intermediate: int = 256
+    head_dim: int = 0  # 0: hidden / heads
+    context: int = 2048  # positions it is configured for
+    init: str = "random"  # random | target: a part of the target (models/draft_init.py)
+    init_layers: list[int] = field(default_factory=list)  # which of its layers; none: spread evenly
+
+
+# What target.shrink=true makes of any recipe's sizes.
+TINY = ModelStart(layers=1, hidden=32, heads=2, kv_heads=1, intermediate=64)
+
+
+def fresh_draft(
+    sizes: ModelStart,
+    target: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+) -> PreTrainedModel:
+    """A draft of the target's family with as many logits, padding included (vLLM wants it so), in
+    fp32 on the CPU: random, with one table for embedding and output head, or as `init` says a part
+    of the target, which then also decides that. Without a target, a random Llama for the tokenizer.
+    ValueError: another `init`, and what `start_from_target` refuses.
+    """
+    if sizes.init not in ("random", "target"):
+        raise ValueError(f"got init={sizes.init!r}, expected random or target")
+    family: PretrainedConfig = LlamaConfig()
+    rows, tied = vocab_size(tokenizer), True
+    if target is not None:
+        family, rows = target.config, len(target.get_output_embeddings().weight)
+        tied = sizes.init == "random" or target.config.tie_word_embeddings
+    elif sizes.init == "target":
+        raise ValueError("got model.init=target without a target, expected target.path=...")
+    names = ["layers", "hidden", "heads", "kv_heads", "intermediate"]
+    names += ["head_dim"] if sizes.head_dim else []
+    fields: dict[str, Any] = {name: getattr(sizes, name) for name in names}
+    fields |= {name: getattr(tokenizer, name) for name in SPECIAL}
+    fields |= {"tie_word_embeddings": tied, "max_position_embeddings": sizes.context}
+    draft = draft_from_config(family, seed=seed, vocab_size=rows, **fields)
+    if target is not None and sizes.init == "target":
+        start_from_target(draft, target, sizes.init_layers)
+    return draft
+
+
+def open_draft(
+    source: ModelStart,
+    lora: Lora,
+    mismatch: bool,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+) -> PreTrainedModel:
+    """The draft of `source` for `target`, in fp32 and where that is, with adapters if asked for;
+    mismatch: also one that was made for another target. ValueError: a folder that isn't whole, is
+    made for another target, or has other tokens; what `with_lora` refuses.
+    """
+    if source.path and source.init == "target":
+        raise ValueError(
+            f"got draft.init=target and draft.path={source.path}, expected one of them"
+        )
+    if source.path:
+        draft = given_draft(source.path, target, tokenizer, allow_target_mismatch=mismatch)
+    else:
+        draft = fresh_draft(source, target, tokenizer, seed)
+    draft = with_lora(draft, lora, given=bool(source.path), seed=seed)
+    return place(draft, target.device)
+
+
+def given_draft(
+    path: str,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    allow_target_mismatch: bool = False,
+) -> PreTrainedModel:
+    """The draft LM in a drafter folder or at a hub name, in fp32, checked against its target.
+    ValueError as for `open_draft`, and for a folder of no LM.
+    """
+    if not Path(path).is_dir():
+        check_same_tokenizer(tokenizer, load_tokenizer(path))
+        return load_draft(path)
+    folder = open_drafter(
+        path,
+        fingerprint(target, tokenizer),
+        allow_target_mismatch=allow_target_mismatch,
+        target_tokenizer=tokenizer,
+    )
+    if folder.kind != "lm":
+        raise ValueError(
+            f"got draft={path}, a head of kind {folder.kind}, expected a draft LM; train/heads.py "
+            "and train/eagle.py train heads, train/scorers.py an acceptance head for one"
+        )
+    if folder.vocab is not None:
+        warnings.warn(
+            f"{path} drafts {len(folder.vocab.ids_D):,} of {folder.vocab.size:,} tokens; here it "
+            "has them all again, and so has what is trained from it: `python -m draftsmith trim` "
+            "needs no training and comes last",
+            stacklevel=2,
+        )
+    return folder.model("float32")
+
+
+def open_reference(
+    path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel | None:
+    """The frozen reference draft at `path`, if any, in the target's type and place."""
+    if not path:
+        return None
+    reference = given_draft(path, target, tokenizer).requires_grad_(False)
+    recast(reference, target.dtype)
+    return place(reference, target.device)
+
+
+def place(model: Module, device: torch.device) -> Module:
+    """The model, moved to a device, if it isn't there."""
+    if any(part.device != device for part in (*model.parameters(), *model.buffers())):
+        model.to(device)
+    return model
 
 
 @dataclass(kw_only=True)
