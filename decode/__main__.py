@@ -13,7 +13,9 @@ from rich.console import Console
 from draftsmith.command import parse, run_command
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import evaluate
-from draftsmith.decode.report import report, results
+from draftsmith.decode.report import results
+from draftsmith.decode.report.page import write
+from draftsmith.decode.report.terminal import table
 
 
 def main(argv: list[str]) -> None:
@@ -23,8 +25,8 @@ def main(argv: list[str]) -> None:
     reports = evaluate(settings, arms(settings.drafter.split(",")))
     for name, result in reports.items():
         folder = Path(settings.out) / (name if len(reports) > 1 else "")
-        report.write(result, folder)
-        console.print(report.table(result))
+        write(result, folder)
+        console.print(table(result))
         console.print(f"written: {folder / 'report.json'}, {folder / 'report.html'}", markup=False)
     rows = [results.row(name, result) for name, result in reports.items()]
     results.publish(f"Drafters for {settings.target}", rows, Path(settings.out))

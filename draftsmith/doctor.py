@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from draftsmith.command import parse
+from draftsmith.decode.report.printed import as_table
 from draftsmith.models.servers.doctor import examine, outlook
 from draftsmith.models.servers.export import about
 
 COLOURS = {"ok": "green", "warning": "yellow", "fault": "bold red"}
+CHECKS = ("check", "verdict", "found", "how to mend it")
+SERVERS = ("server", "with this folder")
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,9 @@ def main(argv: list[str]) -> int:
     console = Console()
     # In one piece, however long: a path that is broken over lines can't be copied.
     console.print(f"{settings.folder}: {about(layout).title}", markup=False, soft_wrap=True)
-    checks = Table(box=SIMPLE_HEAD)
-    for name in ("check", "verdict", "found", "how to mend it"):
-        checks.add_column(name, overflow="fold")
-    for one in findings:
-        verdict = Text(one.verdict, COLOURS[one.verdict])
-        checks.add_row(one.check, verdict, escape(one.says), escape(one.mend))
-    servers = Table("server", "with this folder", box=SIMPLE_HEAD)
-    for server, what in outlook(layout, findings).items():
-        servers.add_row(server, escape(what))
-    console.print(checks)
-    console.print(servers)
+    checks = [
+        (one.check, Text(one.verdict, COLOURS[one.verdict]), one.says, one.mend) for one in findings
+    ]
+    console.print(as_table(CHECKS, checks, CHECKS))
+    console.print(as_table(SERVERS, outlook(layout, findings).items(), SERVERS))
     return 1 if any(finding.verdict == "fault" for finding in findings) else 0

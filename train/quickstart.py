@@ -26,7 +26,9 @@ from draftsmith.command import parse
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import evaluate
 from draftsmith.decode.evaluate.metrics import paired_difference
-from draftsmith.decode.report import report, results
+from draftsmith.decode.report import results
+from draftsmith.decode.report.page import write
+from draftsmith.decode.report.terminal import comparison
 
 ENTRIES = {"target": "pretrain", "draft": "pretrain", "distill": "distill"}
 TARGET = "target/model"
@@ -62,13 +64,13 @@ def main(argv: list[str]) -> int:
     reports, rows = {}, []
     for temperature in (0, 1):
         for arm, result in evaluate(asked(settings, temperature), arms).items():
-            report.write(result, out / arm / ("t1" if temperature else ""))
+            write(result, out / arm / ("t1" if temperature else ""))
             reports[f"{arm}, temperature {temperature}"] = result
             rows.append(results.row(arm, result))
     results.publish("Quickstart", rows, out)
 
     # ------------------------------------------------------------------ result
-    console.print(report.comparison(reports))
+    console.print(comparison(rows))
     for temperature in (0, 1):
         console.print(gains(reports, temperature), highlight=False)
     target, draft = (best_loss(out / name) for name in ("target", "draft"))

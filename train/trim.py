@@ -21,9 +21,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,6 +34,7 @@ from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.policies.timing import isolated_times
 from draftsmith.decode.prompts.prompts import load_prompts, spread
+from draftsmith.decode.report.printed import print_table
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.disk.provenance import git_commit
@@ -56,7 +54,7 @@ from draftsmith.train.text.tokenise import load_examples
 ROWS = 8  # of the decoder
 CONTEXT = 128  # tokens in the KV of a timed call
 AS_IT_IS = "as it is"
-WIDTH = 110  # of the table
+HEAD = ("tokens", "counted", "held-out", "alpha", "tau", "change", "MB", "MBSU", "c", "")
 
 Row = dict[str, Any]
 Trimmable = LMDrafter | EagleDrafter
@@ -100,11 +98,11 @@ class Trim:
 
 def main(argv: list[str]) -> None:
     """Measure, write one size, print the table."""
-    console, settings = Console(), parse(Trim, argv)
-    console.width = max(console.width, WIDTH)
+    settings = parse(Trim, argv)
     rows, line = run(settings, argv)
-    console.print(as_table(rows))
-    console.print(f"written: {settings.out}\n{line}", markup=False, soft_wrap=True)
+    title = f"{rows[0]['prompts']} prompts that nothing was counted or chosen on"
+    print_table(HEAD, map(cells, rows), title=title)
+    print(f"written: {settings.out}\n{line}")
 
 
 def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
@@ -239,27 +237,21 @@ def measured(
     return rows
 
 
-def as_table(rows: list[Row]) -> Table:
-    """Before and after, for a terminal."""
-    title = f"{rows[0]['prompts']} prompts that nothing was counted or chosen on"
-    table = Table(title=title, box=SIMPLE_HEAD)
-    for name in ("tokens", "counted", "held-out", "alpha", "tau", "change", "MB", "MBSU", "c", ""):
-        table.add_column(name, justify="right")
-    for row in rows:
-        (low, high), as_it_is = row["tau_change_interval"], row["name"] == AS_IT_IS
-        table.add_row(
-            f"{row['tokens']:,}",
-            f"{row['counted']:.2%}",
-            f"{row['written']:.2%}",
-            f"{row['alpha']:.4f}",
-            f"{row['tau']:.3f}",
-            "" if as_it_is else f"{low:+.3f} to {high:+.3f}",
-            f"{row['bytes'] / 1e6:.3g}",
-            f"{row['mbsu']:.3f}",
-            f"{row['c']:.3f}",
-            AS_IT_IS if as_it_is else "written" if row["chosen"] else "",
-        )
-    return table
+def cells(row: Row) -> list[str]:
+    """A row in words, in the order of HEAD."""
+    (low, high), as_it_is = row["tau_change_interval"], row["name"] == AS_IT_IS
+    return [
+        f"{row['tokens']:,}",
+        f"{row['counted']:.2%}",
+        f"{row['written']:.2%}",
+        f"{row['alpha']:.4f}",
+        f"{row['tau']:.3f}",
+        "" if as_it_is else f"{low:+.3f} to {high:+.3f}",
+        f"{row['bytes'] / 1e6:.3g}",
+        f"{row['mbsu']:.3f}",
+        f"{row['c']:.3f}",
+        AS_IT_IS if as_it_is else "written" if row["chosen"] else "",
+    ]
 
 
 def refuse_others(settings: Trim) -> None:

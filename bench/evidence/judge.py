@@ -23,8 +23,8 @@ from draftsmith.bench.rows import about_run
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.evaluate.answers import final_number
 from draftsmith.decode.evaluate.metrics import block_efficiency, ratio_interval
-from draftsmith.decode.evaluate.tasks import final_number
 from draftsmith.decode.prompts import arithmetic
 from draftsmith.decode.prompts.prompts import prompt_ids
 from draftsmith.decode.sampling import SamplingParams

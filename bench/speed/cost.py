@@ -100,7 +100,7 @@ def picture(rows: list[dict[str, Any]]) -> str:
     for axis, (words, _) in AXES.items():
         pair = [r for r in rows if r["axis"] == axis]
         series = [
-            Series(name, css, ms, [f"{m:.3g}" for m in ms])
+            Series(name, css, ms, "{:.3g}".format)
             for r, name, css in zip(pair, ("target", "draft"), "ab", strict=True)
             for ms in [[1e3 * s for s in r["times"]]]
         ]

@@ -21,7 +21,7 @@ from draftsmith.decode.engine.graphs import SMALLEST
 from draftsmith.decode.engine.request import Completion, Counters
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import metrics
-from draftsmith.decode.evaluate.tasks import TASKS
+from draftsmith.decode.evaluate.answers import TASKS
 from draftsmith.decode.prompts.prompts import Prompt, next_turn
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.verify.rules import RULES
@@ -141,12 +141,12 @@ Arms = dict[str | None, Arm]
 
 @dataclass
 class Loaded:
-    """The pair in one dtype: the target, and by name every drafter and its K."""
+    """The pair in one dtype: the target, and by name every drafter and how it decodes."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     drafters: dict[str, Drafter]
-    K: dict[str, int | None]
+    decoding: dict[str, DecodeSettings]
 
     def fits(self, tokens: Sequence[int], settings: Evaluation) -> bool:
         """Whether every arm has room for a prompt and the longest answer to it."""
@@ -157,14 +157,10 @@ class Loaded:
         """Tokens of prompt and answer that every arm can hold."""
         return min(context_of(self.target), *(d.context for d in self.drafters.values()))
 
-    def asked(self, settings: Evaluation, name: str) -> DecodeSettings:
-        """How a drafter decodes."""
-        return replace(settings.decoding, K=self.K[name]).reaching(self.drafters[name].levels)
-
     def decoder(self, settings: Evaluation, name: str | None, **changes: Any) -> Decoder:
         """A drafter's decoder, or for None that of plain decoding."""
         plain = {"batch_size": settings.batch, "attention": settings.backend}
-        options = plain if name is None else asdict(self.asked(settings, name))
+        options = plain if name is None else asdict(self.decoding[name])
         drafter = None if name is None else self.drafters[name]
         return Decoder(self.target, self.tokenizer, drafter, **options | changes)
 
@@ -184,7 +180,8 @@ def load(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
         if drafter is None:
             raise ValueError(f"drafter: got {path!r}, expected a drafter folder or ngram")
         pair.drafters[name] = drafter
-        pair.K[name] = settings.K or default_K(path, settings.tree)
+        K = settings.K or default_K(path, settings.tree)
+        pair.decoding[name] = replace(settings.decoding, K=K).reaching(drafter.levels)
     return pair
 
 

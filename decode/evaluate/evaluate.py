@@ -11,8 +11,6 @@ own folder.
 
 import gc
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,21 +19,21 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate import metrics, speed
+from draftsmith.decode.evaluate.answers import (
+    agreement,
+    divergences,
+    exact_match,
+    known_answer,
+    verdict,
+)
 from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded, load, prove, time_arms
-from draftsmith.decode.evaluate.exactness import divergences, verdict
-from draftsmith.decode.evaluate.tasks import agreement, exact_match, known_answer
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
-from draftsmith.decode.report.schema import AnswerDifference
+from draftsmith.decode.report.schema import AnswerDifference, Report
 from draftsmith.models.disk.provenance import command_line, git_commit, versions
 from draftsmith.models.tokenizer import vocab_size
 
 Values = dict[str, Any]  # of a report, or a part of it
-# Settings that the report tells under the same name.
-TOLD = (
-    *("target", "rule", "device", "dtype", "batch", "temperature", "top_k", "top_p", "min_p"),
-    *("seed", "policy", "tree", "max_new_tokens"),
-)
 
 
 def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Values]:
@@ -63,8 +61,13 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Values
             report = settings_part(settings, len(prompts))
             report["drafter"] = {"kind": pair.drafters[name].kind, "path": path}
             report |= speed.speed_part(settings, pair, name, timed)
-            report |= answers_part(settings, prompts, timed[None], timed[name])
-            report["rules"] = tau_by_rule(settings, pair, name, timed[None], report["tau"])
+            plain, spec = timed[None], timed[name]
+            report |= speed.by_category(prompts, plain, spec, settings.batch)
+            # Tau never stands alone where the answers may differ from the target's own.
+            report["task"] = exact_match(prompts, plain.questions, spec.questions)
+            same = agreement(plain.questions, spec.questions) if settings.lossy else None
+            report["agreement"] = same
+            report["rules"] = tau_by_rule(settings, pair, name, plain, report["tau"])
             report["skipped"] = skipped
             report["example"] = example(pair.tokenizer, timed[name].completions[0])
             reports[name] = report
@@ -113,7 +116,8 @@ def choose_prompts(settings: Evaluation, pair: Loaded) -> tuple[list[Prompt], di
 
 
 def settings_part(settings: Evaluation, prompts: int) -> Values:
-    return {name: getattr(settings, name) for name in TOLD} | {
+    told = {key: getattr(settings, key) for key in Report._fields if hasattr(settings, key)}
+    return told | {
         "schema": 1,
         "lossless": not settings.lossy,  # every rule in RULES is, without a mask
         "lossy": str(settings.decoding.acceptance or ""),
@@ -125,15 +129,6 @@ def settings_part(settings: Evaluation, prompts: int) -> Values:
         "versions": versions(),
         "commit": git_commit(),
         "command": command_line(),
-    }
-
-
-def answers_part(settings: Evaluation, prompts: Sequence[Prompt], plain: Arm, spec: Arm) -> Values:
-    """By category, and how good the answers are where that may differ from the target's own."""
-    firsts = [[turns[0] for turns in arm.questions] for arm in (plain, spec)]
-    return speed.by_category(prompts, plain, spec, settings.batch) | {
-        "task": exact_match(prompts, *firsts),
-        "agreement": agreement(plain.questions, spec.questions) if settings.lossy else None,
     }
 
 
@@ -183,7 +178,7 @@ def exactness_part(
         report["identical_same_shape"] = compare(shapes, timed[name], settings.dtype, "same-shape")
     if settings.comparable and settings.dtype != "float32":
         compare(timed[None], timed[name], settings.dtype)
-    return report | {"divergences": [asdict(difference) for difference in found]}
+    return report | {"divergences": [difference._asdict() for difference in found]}
 
 
 def tau_by_rule(

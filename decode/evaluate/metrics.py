@@ -42,18 +42,16 @@ def acceptance_by_position(counters: Sequence[Counters]) -> tuple[list[float], l
     return by_reached, by_tried
 
 
-def draft_acceptance_rate(counters: Sequence[Counters]) -> float | None:
-    """accepted / drafted (of trees: / depth); what follows the first rejection counts as rejected;
-    None where nothing was drafted.
+def kept_shares(counters: Sequence[Counters]) -> tuple[float | None, float | None]:
+    """accepted / drafted (of trees: / depth), where what follows the first rejection counts as
+    rejected; and accepted / (N - 1), of the tokens verified; None where there were none.
     """
-    drafted = sum(c.drafted for c in counters)
-    return _accepted(counters) / drafted if drafted else None
-
-
-def token_efficiency(counters: Sequence[Counters]) -> float | None:
-    """accepted / (N - 1): the share of the verified tokens that were kept; None without any."""
-    nodes = sum(c.nodes for c in counters)
-    return _accepted(counters) / nodes if nodes else None
+    one = total(counters)
+    accepted = sum(i * n for i, n in enumerate(one.histogram))
+    return (
+        accepted / one.drafted if one.drafted else None,
+        accepted / one.nodes if one.nodes else None,
+    )
 
 
 def loop_rate(completions: Sequence[Completion]) -> float:
@@ -93,7 +91,3 @@ def paired_difference(
         return float(a[i].sum() / b[i].sum() - c[i].sum() / d[i].sum())
 
     return difference(np.arange(len(a))), bootstrap(difference, len(a))
-
-
-def _accepted(counters: Sequence[Counters]) -> int:
-    return sum(i * n for c in counters for i, n in enumerate(c.histogram))

@@ -36,7 +36,7 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> di
     times = isolated_times(
         pair.decoder(settings, None).runner,
         drafter,
-        pair.asked(settings, name).plan,
+        pair.decoding[name].plan,
         batch=settings.batch,
         context=context,
         prompt=asked // len(answers),
@@ -46,6 +46,7 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> di
     ideal = tau * times["plain"] / (times["verify"] + drafting)
     c_bytes = drafter.parameter_bytes / weights_read(pair.target)
     by_position, conditional = metrics.acceptance_by_position(counters)
+    acceptance_rate, efficiency = metrics.kept_shares(counters)
     rounds = [c.rounds for c in counters]
     return {
         "K": K,
@@ -53,8 +54,8 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> di
         "context": context,
         "tau": tau,
         "tau_interval": metrics.ratio_interval([c.emitted for c in counters], rounds),
-        "draft_acceptance_rate": metrics.draft_acceptance_rate(counters),
-        "token_efficiency": metrics.token_efficiency(counters),
+        "draft_acceptance_rate": acceptance_rate,
+        "token_efficiency": efficiency,
         "acceptance_by_position": by_position,
         "acceptance_conditional": conditional,
         "accepted_histogram": one.histogram,

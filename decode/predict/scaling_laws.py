@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
     settings = parse(Scaling, argv)
     rows = read_rows(settings.rows)
     fits = all_fits(rows)
-    print_table(HEAD, map(cells, fits), "left")
+    print_table(HEAD, map(cells, fits), HEAD)
     publish(rows, fits, Path(settings.out))
     print(f"written: {settings.out}/scaling.json, .md, .svg")
 

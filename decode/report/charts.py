@@ -38,6 +38,7 @@ RC: dict[Any, Any] = {
     "legend.frameon": False,
     "grid.color": PAINT["line"],
     **{f"axes.spines.{side}": False for side in ("left", "right", "top")},
+    **{f"axes.{axis}margin": 0 for axis in "xy"},
     **{f"{axis}tick.color": PAINT["soft"] for axis in "xy"},
     **{f"{axis}tick.{kind}.size": 0 for axis in "xy" for kind in ("major", "minor")},
     **{f"{axis}tick.major.pad": 7 for axis in "xy"},
@@ -45,12 +46,12 @@ RC: dict[Any, Any] = {
 
 
 class Series(NamedTuple):
-    """Columns of one colour: a value and its printed label for each place."""
+    """Columns of one colour: a value for each place, and how it is printed."""
 
     name: str
     css: str
     values: Sequence[float]
-    labels: Sequence[str]
+    label: Callable[[float], str]
 
 
 class LyingBar(NamedTuple):
@@ -103,14 +104,15 @@ def columns(
         for nth, one in enumerate(series):
             x = [at + (nth - (len(series) - 1) / 2) * wide / group for at in range(len(places))]
             bars = axes.bar(x, one.values, wide / group, color=PAINT[one.css], ec=PAINT["card"])
-            for bar, place, label in zip(bars, places, one.labels, strict=True):
-                bar.set_gid(f"{HINT}{x_label} {place}, {one.name}: {label}")
+            for bar, place, value in zip(bars, places, one.values, strict=True):
+                bar.set_gid(f"{HINT}{x_label} {place}, {one.name}: {one.label(value)}")
             if wide >= 9:
-                axes.bar_label(bars, one.labels, padding=4, **style)
+                axes.bar_label(bars, fmt=one.label, padding=4, **style)
         every = math.ceil(18 / group)  # a place's name needs this much
         axes.set_xticks(range(0, len(places), every), places[::every])
         axes.set(xlim=(-0.5, len(places) - 0.5), xlabel=x_label, ylabel=y_label)
-        _ticks(axes, "y", [0.0, top or max([v for one in series for v in one.values]) or 1.0])
+        axes.update_datalim([(0, top or 0)])
+        _round(axes.yaxis)
 
     return Chart(title, draw)
 
@@ -141,11 +143,11 @@ def lanes(
                 axes.plot(x, y, color=PAINT["ink"], linewidth=1.5)
             _beside(axes, row.note, (end, at), (8, 0), weight="bold")
             _beside(axes, row.name, (0, at - 0.25), (0, 8))
-        for place, words in [reference] if reference else []:
-            _mark(axes, place, words)
+        if reference:
+            _mark(axes, *reference)
         axes.set(ylim=(len(rows) - 0.6, -0.8), yticks=[], xlabel=x_label)
         axes.spines.bottom.set_visible(False)
-        _ticks(axes, "x", [0.0, max(ends) or 1.0])
+        _round(axes.xaxis)
 
     return Chart(title, draw, (len(rows) + 1.4) * LANE)
 
@@ -164,19 +166,20 @@ def scatter(
     """
 
     def draw(axes: Any) -> None:
-        y = [p[1] for one in trends for p in (*one.points, *one.apart, *one.line)]
-        unit, highest = _ticks(axes, "y", y), -math.inf
-        for one in sorted(trends, key=lambda one: one.line[-1][1]):
+        for one in trends:
             style = {"color": PAINT[one.css], "clip_on": False}
             axes.plot(*zip(*one.line, strict=True), linewidth=1.2, **style)
             for point in (*one.points, *one.apart):
                 inside = PAINT["card" if point in one.apart else one.css]
                 hint = f"{HINT}{one.name}, {short_count(point[0])}: {point[1]:.4g}"
                 axes.plot(*point, "o", markerfacecolor=inside, markersize=7, gid=hint, **style)
+        _round(axes.yaxis)
+        low, high = axes.get_ylim()
+        highest = -math.inf
+        for y, x, name in sorted((*one.line[-1][::-1], one.name) for one in trends):
             # Names of lines that end close to one another stand above one another.
-            highest = max(one.line[-1][1], highest + 15 * unit)
-            style = {"fontsize": 10.5, "weight": "bold"}
-            _beside(axes, one.name, (one.line[-1][0], highest), (10, 0), **style)
+            highest = max(y, highest + 0.06 * (high - low))
+            _beside(axes, name, (x, highest), (10, 0), fontsize=10.5, weight="bold")
         for nth, (place, words) in enumerate(marks):  # neighbours at different heights
             _mark(axes, place, words, 8 + 13 * (nth % 2))
         axes.set(xscale="log" if log else "linear", xlabel=x_label, ylabel=y_label)
@@ -238,27 +241,24 @@ def _body(svg: str) -> str:
     return re.sub(r"\s+", " ", body).replace("> <", "><")
 
 
-def _ticks(axes: Any, way: str, values: Sequence[float]) -> float:
-    """Three to seven round numbers along an axis, from at or below the least of the values to at or
-    above the greatest; a unit of the view box there.
-    """
+def _round(axis: Any) -> None:
+    """Three to seven round numbers along an axis, around all that was drawn."""
     from matplotlib.ticker import MaxNLocator
 
-    found = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(min(values), max(values))
-    ticks = [round(float(tick), 12) for tick in found]
-    axes.set(**{f"{way}ticks": ticks, f"{way}lim": (ticks[0], ticks[-1])})
-    axes.set(**{f"{way}ticklabels": [f"{tick:,.10g}" for tick in ticks]})
-    axes.grid(axis=way)
-    return (ticks[-1] - ticks[0]) / HEIGHT
+    ticks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(*axis.get_data_interval())
+    axis.set_ticks(ticks)
+    axis.set_major_formatter("{x:,.10g}")
+    axis.grid()
 
 
 def _mark(axes: Any, x: float, words: str, rise: float = 8) -> None:
     axes.axvline(x, color=PAINT["soft"], linestyle=(0, (4, 4)), linewidth=1)
-    above = {"xycoords": ("data", "axes fraction"), "color": PAINT["soft"]}
-    _beside(axes, words, (x, 1), (3, rise), **above)
+    above = "data", "axes fraction"
+    _beside(axes, words, (x, 1), (3, rise), xycoords=above, color=PAINT["soft"])
 
 
 def _beside(
     axes: Any, words: str, point: tuple[float, float], by: tuple[float, float], **style: Any
 ) -> None:
-    axes.annotate(words, point, by, textcoords="offset points", **{"va": "center"} | style)
+    style = {"va": "center", "textcoords": "offset points", "annotation_clip": False} | style
+    axes.annotate(words, point, by, **style)

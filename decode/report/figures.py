@@ -13,57 +13,52 @@ from draftsmith.decode.report.printed import bracket, duration, number, share, s
 from draftsmith.decode.report.schema import Report, differences_of
 from draftsmith.decode.verify.rules import RULES
 
-# "name = formula"; p is the target's law, q the draft's, both after temperature, top-k and top-p.
-MADE = {
-    "tau": "tau, block efficiency = tokens emitted / target calls, the bonus token included; "
-    "1 = plain decoding; prefill and its token outside",
-    "alpha": "alpha, acceptance = E over target-written contexts of sum_v min(p, q), of heads at "
-    "depth 1; at temperature 0 the share of equal argmaxes",
-    "coupled_acceptance": "coupled acceptance = share of target-written contexts at which p and q "
-    "pick the same token with the request's shared noise",
-    "task": "exact match = answers whose number after ####, else whose last number, is the known "
-    "one / prompts with a known answer",
-    "agreement": "agreement with plain = tokens before an answer's first difference from the plain "
-    "one / tokens of the longer of the two",
-    "draft_acceptance_rate": "draft acceptance rate = accepted / drafted (trees: / depth); what "
-    "follows a rejection counts as rejected",
-    "token_efficiency": "token efficiency = accepted / (N - 1): of the drafted tokens verified, "
-    "the share kept",
-    "acceptance_by_position": "acceptance by position = rounds that accepted position i / rounds "
-    "that drafted it",
-    "acceptance_conditional": "acceptance, conditional = rounds that accepted position i / that "
-    "drafted it and accepted all before it",
-    "accepted_histogram": "rounds by accepted = rounds by the number of drafted tokens they kept",
-    "K": "K = draft calls a round (trees: depth; policies: the mean)",
-    "N": "N = tokens verified a round, the pending one included: the mean",
-    "tokens_per_s": "tokens/s = sum of tokens / sum of decode seconds; prefill excluded, nothing "
-    "after EOS",
-    "speedup": "speed-up = tokens/s speculative / tokens/s plain; prefill excluded, nothing after "
-    "EOS",
-    "speedup_specbench": "speed-up, Spec-Bench way = mean over prompts of speculative tokens/s / "
-    "the same of plain decoding; prefill included; at batch 1 only",
-    "ideal_speedup": "ideal speed-up = tau * t_plain / (t_verify + K * t_draft + t_extend)",
-    "efficiency": "efficiency = speed-up / ideal speed-up",
-    "c": "c = t_draft / t_plain",
-    "mbsu": "MBSU = tau / (1 + K * c_bytes), c_bytes = bytes of the draft / bytes of the target",
-    "t_plain": "t_plain = target forward of 1 token, isolated: median of 50 at the run's batch and "
-    "context",
-    "t_verify": "t_verify = target forward of N tokens, isolated: median of 50",
-    "t_draft": "t_draft = a round's draft forwards / their number, isolated: median of 50; without "
-    "a model, a proposal / its K",
-    "t_extend": "t_extend = a head's forward over the tokens that a round kept, isolated; draft "
-    "models take them in by drafting",
-    "t_prefill": "t_prefill = target forward of a prompt, isolated: median",
-    "loop_rate": "loop rate = 8-grams of an answer that the same answer had before / all its "
-    "8-grams",
-    "rules": "tau by rule = tau with each acceptance rule on the same prompts",
-    "identical": "same output = answers equal, token by token, to those of plain decoding / all "
-    "answers",
-    "interval": "[low, high] = 95% bootstrap interval over prompts; of a speed-up over batches, "
-    "where prompts were batched",
-}
-NAMES = {key: words.partition(" = ")[0] for key, words in MADE.items()}
-FORMULAS = {key: words.partition(" = ")[2] for key, words in MADE.items()}
+# key: name = formula. p is the target's law, q the draft's, both after temperature, top-k, top-p.
+_MADE = """\
+tau: tau, block efficiency = tokens emitted / target calls, the bonus token included; 1 = plain
+    decoding; prefill and its token outside
+alpha: alpha, acceptance = E over target-written contexts of sum_v min(p, q), of heads at depth 1;
+    at temperature 0 the share of equal argmaxes
+coupled_acceptance: coupled acceptance = share of target-written contexts at which p and q pick the
+    same token with the request's shared noise
+task: exact match = answers whose number after ####, else whose last number, is the known one /
+    prompts with a known answer
+agreement: agreement with plain = tokens before an answer's first difference from the plain one /
+    tokens of the longer of the two
+draft_acceptance_rate: draft acceptance rate = accepted / drafted (trees: / depth); what follows a
+    rejection counts as rejected
+token_efficiency: token efficiency = accepted / (N - 1): of the drafted tokens verified, the share
+    kept
+acceptance_by_position: acceptance by position = rounds that accepted position i / rounds that
+    drafted it
+acceptance_conditional: acceptance, conditional = rounds that accepted position i / that drafted it
+    and accepted all before it
+accepted_histogram: rounds by accepted = rounds by the number of drafted tokens they kept
+K: K = draft calls a round (trees: depth; policies: the mean)
+N: N = tokens verified a round, the pending one included: the mean
+tokens_per_s: tokens/s = sum of tokens / sum of decode seconds; prefill excluded, nothing after EOS
+speedup: speed-up = tokens/s speculative / tokens/s plain; prefill excluded, nothing after EOS
+speedup_specbench: speed-up, Spec-Bench way = mean over prompts of speculative tokens/s / the same
+    of plain decoding; prefill included; at batch 1 only
+ideal_speedup: ideal speed-up = tau * t_plain / (t_verify + K * t_draft + t_extend)
+efficiency: efficiency = speed-up / ideal speed-up
+c: c = t_draft / t_plain
+mbsu: MBSU = tau / (1 + K * c_bytes), c_bytes = bytes of the draft / bytes of the target
+t_plain: t_plain = target forward of 1 token, isolated: median of 50 at the run's batch and context
+t_verify: t_verify = target forward of N tokens, isolated: median of 50
+t_draft: t_draft = a round's draft forwards / their number, isolated: median of 50; without a model,
+    a proposal / its K
+t_extend: t_extend = a head's forward over the tokens that a round kept, isolated; draft models take
+    them in by drafting
+t_prefill: t_prefill = target forward of a prompt, isolated: median
+loop_rate: loop rate = 8-grams of an answer that the same answer had before / all its 8-grams
+rules: tau by rule = tau with each acceptance rule on the same prompts
+identical: same output = answers equal, token by token, to those of plain decoding / all answers
+interval: [low, high] = 95% bootstrap interval over prompts; of a speed-up over batches, where
+    prompts were batched"""
+_ENTRIES = dict(line.split(": ", 1) for line in _MADE.replace("\n    ", " ").splitlines())
+NAMES = {key: words.partition(" = ")[0] for key, words in _ENTRIES.items()}
+FORMULAS = {key: words.partition(" = ")[2] for key, words in _ENTRIES.items()}
 
 
 def sequence(values: Sequence[float]) -> str:
@@ -204,9 +199,12 @@ def _verdict(report: Report) -> tuple[str, str, str]:
 
 def category_tables(report: Report) -> dict[str, list[tuple[str, ...]]]:
     """The tables by category that have rows, by their titles, in CATEGORY_COLUMNS."""
-    titles = ("By category", "By category, as Spec-Bench groups them")
+    tables = {
+        "By category": report.categories,
+        "By category, as Spec-Bench groups them": report.specbench,
+    }
     found: dict[str, list[tuple[str, ...]]] = {}
-    for title, table in zip(titles, (report.categories, report.specbench), strict=True):
+    for title, table in tables.items():
         for name, row in table.items():
             speeds = map(times_as, (row.speedup, row.speedup_specbench))
             cells = (name, number(row.n_prompts), number(row.tau), *speeds)

@@ -1,8 +1,8 @@
-"""A report as one HTML file that needs nothing else: no script, font or picture from outside."""
+"""An evaluation's files: report.json, and report.html, which needs nothing from outside."""
 
+import json
 import math
 import unicodedata
-from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -11,17 +11,32 @@ from markupsafe import Markup, escape
 
 from draftsmith.decode.report import figures
 from draftsmith.decode.report.charts import LyingBar, Series, columns, inline, lanes
-from draftsmith.decode.report.figures import Figure, figure, quality, verdict
+from draftsmith.decode.report.figures import FORMULAS, verdict
 from draftsmith.decode.report.printed import TIMES, duration, number, short, times_as
-from draftsmith.decode.report.schema import NamedDrafter, Report
+from draftsmith.decode.report.schema import NamedDrafter, Report, as_report
+from draftsmith.models.disk.store import write_atomically
 
 PLAIN = 1.0  # the speed-up of plain decoding
-SIGNS = {"good": "✓", "near": "≈", "bad": "✗", "note": "!"}
 SIGNS_OF_SPACE = {"\n": "⏎", "\t": "⇥"}
 
 
+def write(values: dict[str, Any], folder: Path) -> None:
+    """Write report.json and report.html into `folder`, each whole or not at all.
+
+    values: what `schema.Report` holds, and more if need be. The formulas are added.
+    """
+    report = as_report(values)
+    values = values | {"formulas": FORMULAS}
+    known = [key for key in Report._fields if key in values]
+    ordered = {key: values[key] for key in [*known, *sorted(values.keys() - known)]}
+    text = json.dumps(ordered, indent=1, ensure_ascii=False, allow_nan=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "report.json", f"{text}\n".encode())
+    write_atomically(folder / "report.html", page(report).encode())
+
+
 def page(report: Report) -> str:
-    """The whole page."""
+    """The whole report.html."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -36,8 +51,6 @@ def page(report: Report) -> str:
         drafter=PurePath(path).name if path else report.drafter.kind,
         target=PurePath(report.target).name,
         headline=_headline(report),
-        signs=SIGNS,
-        cards=_cards(report),
         charts=[draw(report) for draw in (by_position, histogram, speedup, one_round)],
         figures=figures,
     )
@@ -45,17 +58,17 @@ def page(report: Report) -> str:
 
 def visible(text: str) -> Markup:
     """Escaped text in which no character hides: line ends, tabs, controls, marks of direction."""
-    shown = []
-    for character in text:
+
+    def shown(character: str) -> Markup:
+        if sign := SIGNS_OF_SPACE.get(character):
+            return Markup(f'<span class="sign-of-space">{sign}</span>{character}')
         # Controls, formats (zero width, direction), surrogates, odd line ends, no-break spaces.
         odd = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-        piece = escape(character)
-        if sign := SIGNS_OF_SPACE.get(character):
-            piece = Markup(f'<span class="sign-of-space">{sign}</span>{character}')
-        elif odd or character == "\u00a0":
-            piece = Markup(f'<span class="code-point">&lt;U+{ord(character):04X}&gt;</span>')
-        shown.append(piece)
-    return Markup("").join(shown)
+        if odd or character == "\u00a0":
+            return Markup(f'<span class="code-point">&lt;U+{ord(character):04X}&gt;</span>')
+        return escape(character)
+
+    return Markup("").join(map(shown, text))
 
 
 def _headline(report: Report) -> str:
@@ -72,21 +85,9 @@ def _headline(report: Report) -> str:
     return times_as(report.speedup) + words + lossy
 
 
-def _cards(report: Report) -> list[Figure]:
-    plain = f"plain decoding: {number(report.tokens_per_s.plain, 1)}"
-    speed = figure(report, "tokens_per_s.speculative")
-    return [
-        figure(report, "speedup")._replace(name="Speed-up"),
-        figure(report, "tau")._replace(name="Block efficiency tau"),
-        *quality(report),  # tau never stands without what the answers are worth
-        figure(report, "alpha")._replace(name="Acceptance alpha"),
-        speed._replace(name="Tokens per second", interval=plain),
-    ]
-
-
 def _words(value: Any) -> str:
     if isinstance(value, NamedDrafter):
-        value = asdict(value)
+        value = value._asdict()
     if isinstance(value, dict):
         return ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
     if isinstance(value, list):
@@ -98,19 +99,16 @@ def _words(value: Any) -> str:
 
 
 def by_position(report: Report) -> str:
-    shares = {
-        "of rounds that drafted it": report.acceptance_by_position,
-        "of rounds that got there": report.acceptance_conditional,
-    }
+    by_drafted, by_reached = report.acceptance_by_position, report.acceptance_conditional
+    if not by_drafted:
+        return ""
     series = [
-        Series(name, css, values, [f"{v:.2f}" for v in values])
-        for css, (name, values) in zip("ab", shares.items(), strict=True)
+        Series("of rounds that drafted it", "a", by_drafted, "{:.2f}".format),
+        Series("of rounds that got there", "b", by_reached, "{:.2f}".format),
     ]
-    places = [str(i + 1) for i in range(len(report.acceptance_by_position))]
-    x_label, y_label = "drafted position", "share accepted"
-    title = "Acceptance by position"
-    chart = columns(title, places, series, x_label=x_label, y_label=y_label, top=1.0)
-    return inline(chart) if places else ""
+    places = [str(i + 1) for i in range(len(by_drafted))]
+    axes: Any = {"x_label": "drafted position", "y_label": "share accepted"}
+    return inline(columns("Acceptance by position", places, series, **axes, top=1.0))
 
 
 def histogram(report: Report) -> str:
@@ -118,12 +116,12 @@ def histogram(report: Report) -> str:
     if not total:
         return ""
     shares = [100 * n / total for n in report.accepted_histogram]
-    labels = [f"{v:.0f}%" if v >= 1 else f"{v:.1g}%" for v in shares]
-    series = [Series("share of rounds", "a", shares, labels)]
+    series = Series(
+        "share of rounds", "a", shares, lambda v: f"{v:.0f}%" if v >= 1 else f"{v:.1g}%"
+    )
     places = [str(i) for i in range(len(shares))]
-    x_label, y_label = "accepted tokens", "% of rounds"
-    title = "Accepted drafted tokens a round"
-    return inline(columns(title, places, series, x_label=x_label, y_label=y_label))
+    axes: Any = {"x_label": "accepted tokens", "y_label": "% of rounds"}
+    return inline(columns("Accepted drafted tokens a round", places, [series], **axes))
 
 
 def speedup(report: Report) -> str:

@@ -1,11 +1,12 @@
 """Numbers as the terminal, the page and the results pages print them; None is an em dash."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
+from rich.text import Text
 
 TIMES = "\u00d7"
 ABSENT = "\u2014"
@@ -53,16 +54,27 @@ def bracket(interval: Sequence[float] | None, digits: int = 2) -> str:
     return "" if interval is None else f"[{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
-def print_table(
-    head: Iterable[str], rows: Iterable[Sequence[str]], justify: Any = "right", **about: Any
-) -> None:
-    """A table on the terminal, its lines never folded; about: `title` or `caption`. Where there is
-    no terminal, 200 columns wide.
+def as_table(
+    head: Iterable[str], rows: Iterable[Iterable[Any]], words: Container[str] = (), **about: Any
+) -> Table:
+    """A table for the terminal, of texts. words: the headings over words, which may be folded;
+    under all others are numbers, which aren't. about: what rich's `Table` takes, such as `title`.
     """
-    columns = (Column(name, justify=justify, no_wrap=True) for name in head)
-    table = Table(*columns, box=SIMPLE_HEAD, **about)
+    table = Table(box=SIMPLE_HEAD, **about)
+    for name in head:
+        style: Any = (
+            {"overflow": "fold"} if name in words else {"justify": "right", "no_wrap": True}
+        )
+        table.add_column(name, **style)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
+
+
+def print_table(
+    head: Iterable[str], rows: Iterable[Iterable[Any]], words: Container[str] = (), **about: Any
+) -> None:
+    """Print `as_table`, at least 110 columns wide; 200 where there is no terminal."""
     console = Console()
-    console.width = console.width if console.is_terminal else 200
-    console.print(table)
+    console.width = max(console.width, 110) if console.is_terminal else 200
+    console.print(as_table(head, rows, words, **about))

@@ -13,20 +13,13 @@ import torch
 from draftsmith.decode.report.printed import bracket, number
 
 COPIED = (
-    *(
-        "seed",
-        "temperature",
-        "alpha",
-        "alpha_interval",
-        "tau",
-        "tau_interval",
-        "coupled_acceptance",
-    ),
-    *("rules", "tokens_per_s", "speedup", "speedup_interval", "ideal_speedup", "efficiency", "c"),
-    *("mbsu", "loop_rate", "task", "agreement", "lossy", "identical", "identical_same_shape"),
-    *("K", "N", "tree", "policy", "rule", "dtype", "threads", "batch", "n_prompts"),
-    *("max_new_tokens", "seconds", "commit", "command", "versions"),
+    *("seed", "temperature", "alpha", "alpha_interval", "tau", "tau_interval"),
+    *("coupled_acceptance", "rules", "tokens_per_s", "speedup", "speedup_interval"),
+    *("ideal_speedup", "efficiency", "c", "mbsu", "loop_rate", "task", "agreement", "lossy"),
+    *("identical", "identical_same_shape", "K", "N", "tree", "policy", "rule", "dtype", "threads"),
+    *("batch", "n_prompts", "max_new_tokens", "seconds", "commit", "command", "versions"),
 )
+HEAD = ("T", "drafter", "alpha", "tau", "speed-up", "tokens/s (plain)", "loop rate", "identical")
 
 
 def row(what: str, report: dict[str, Any]) -> dict[str, Any]:
@@ -55,25 +48,33 @@ def page(title: str, rows: list[dict[str, Any]]) -> str:
         "prompts, of speed-ups over batches where prompts were batched. Identical: answers equal "
         f"to plain decoding in float32, token by token.{unrepeatable(rows)}",
         "",
-        "| T | drafter | alpha | tau | speed-up | tokens/s (plain) | loop rate | identical |",
-        "|" + "---|" * 8,
+        f"| {' | '.join(HEAD)} |",
+        "|" + "---|" * len(HEAD),
+        *(f"| {' | '.join(cells(row))} |" for row in rows),
     ]
-    for r in rows:
-        speed, same = r["tokens_per_s"], r["identical"]
-        verdict = "not compared"
-        if r.get("lossy"):
-            verdict = f"LOSSY {r['lossy']}, {_worth(r)}"
-        elif same is not None:
-            ties = f", {same['excused']} near-tie" if same["excused"] else ""
-            verdict = f"{same['same']} of {same['total']}{ties}"
-        between = (
-            f"{number(r[name], digits)} {bracket(r[f'{name}_interval'], digits)}".rstrip()
-            for name, digits in (("alpha", 3), ("tau", 2), ("speedup", 2))
-        )
-        tokens = f"{speed['speculative']:.0f} ({speed['plain']:.0f})"
-        cells = (f"{r['temperature']:g}", r["what"], *between, tokens, f"{r['loop_rate']:.0%}")
-        lines.append(f"| {' | '.join((*cells, verdict))} |")
     return "\n".join(lines) + "\n"
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row in words, in the order of HEAD."""
+    speed, same = row["tokens_per_s"], row["identical"]
+    verdict = "not compared"
+    if row.get("lossy"):
+        verdict = f"LOSSY {row['lossy']}, "
+        if task := row["task"]:
+            verdict += f"exact match {task['speculative']:.1%} (plain {task['plain']:.1%})"
+        else:
+            verdict += f"agreement {row['agreement']['share']:.3f}"
+    elif same is not None:
+        ties = f", {same['excused']} near-tie" if same["excused"] else ""
+        verdict = f"{same['same']} of {same['total']}{ties}"
+    between = (
+        f"{number(row[name], digits)} {bracket(row[f'{name}_interval'], digits)}".rstrip()
+        for name, digits in (("alpha", 3), ("tau", 2), ("speedup", 2))
+    )
+    tokens = f"{speed['speculative']:.0f} ({speed['plain']:.0f})"
+    temperature, loops = f"{row['temperature']:g}", f"{row['loop_rate']:.0%}"
+    return [temperature, row["what"], *between, tokens, loops, verdict]
 
 
 def unrepeatable(rows: Sequence[dict[str, Any]]) -> str:
@@ -93,9 +94,3 @@ def machine() -> str:
         models = [s for s in cpuinfo.read_text().splitlines() if s.startswith("model name")]
         name = models[0].partition(":")[2].strip() if models else name
     return f"{os.cpu_count()} cores of {name}"
-
-
-def _worth(row: dict[str, Any]) -> str:
-    if row["task"]:
-        return f"exact match {row['task']['speculative']:.1%} (plain {row['task']['plain']:.1%})"
-    return f"agreement {row['agreement']['share']:.3f}"

@@ -1,12 +1,11 @@
-"""What a `report.json` holds: one dataclass, whose fields' types say which values are sound.
+"""What a `report.json` holds: one named tuple, whose fields' types say which values are sound.
 
 A report is one evaluation of one drafter on one target. Keys are stable; more may be added.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, Literal, NewType, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, NewType, get_args, get_origin, get_type_hints
 
 Share = NewType("Share", float)
 Count = NewType("Count", int)
@@ -14,28 +13,24 @@ Interval = NewType("Interval", list[float])
 ROUNDING = 1e-6  # a share is a quotient of fp32 sums
 
 
-@dataclass
-class NamedDrafter:
+class NamedDrafter(NamedTuple):
     kind: str
     path: str | None
 
 
-@dataclass
-class SkippedPrompts:
+class SkippedPrompts(NamedTuple):
     prompts: Count
     of: Count
     context: Count
     turns: Count
 
 
-@dataclass
-class DecodeSpeeds:
+class DecodeSpeeds(NamedTuple):
     plain: float
     speculative: float
 
 
-@dataclass
-class ForwardTimes:
+class ForwardTimes(NamedTuple):
     plain: float
     verify: float
     draft: float | None
@@ -43,8 +38,7 @@ class ForwardTimes:
     prefill: float | None
 
 
-@dataclass
-class TaskScore:
+class TaskScore(NamedTuple):
     name: str
     n: Count
     plain: Share
@@ -53,14 +47,12 @@ class TaskScore:
     difference_interval: Interval
 
 
-@dataclass
-class PlainAgreement:
+class PlainAgreement(NamedTuple):
     share: Share
     interval: Interval
 
 
-@dataclass
-class EqualAnswers:
+class EqualAnswers(NamedTuple):
     dtype: str
     baseline: str
     same: Count
@@ -68,8 +60,7 @@ class EqualAnswers:
     worst_margin: float | None
 
 
-@dataclass
-class AnswerDifference:
+class AnswerDifference(NamedTuple):
     """The first token at which two answers to one prompt differ. margin: of the best score over the
     second best there, in fp32; near_tie: it is below 1e-4, and in fp64 between the same two tokens;
     baseline: the plain decoding it was compared with.
@@ -83,16 +74,14 @@ class AnswerDifference:
     baseline: str
 
 
-@dataclass
-class CategoryRow:
+class CategoryRow(NamedTuple):
     tau: float | None
     speedup: float | None
     speedup_specbench: float | None
     n_prompts: Count
 
 
-@dataclass
-class Report:
+class Report(NamedTuple):
     schema: Literal[1]
     target: str
     drafter: NamedDrafter
@@ -197,15 +186,15 @@ def _read(kind: Any, value: Any, place: str, problems: list[str]) -> Any:
         if value is None:
             return None
         kind, inside = inside[0], get_args(inside[0])
-    if is_dataclass(kind) and isinstance(value, dict):
-        hints, found = get_type_hints(kind), {}
-        for one in fields(kind):
-            key = f"{place}.{one.name}".lstrip(".")
-            if one.name in value:
-                found[one.name] = _read(hints[one.name], value[one.name], key, problems)
-            elif one.default is MISSING:
-                problems.append(f"{key}: missing, expected {_words(hints[one.name])}")
-        return None if problems else kind(**found)  # type: ignore[operator]
+    if hasattr(kind, "_fields") and isinstance(value, dict):
+        found = {}
+        for name, hint in get_type_hints(kind).items():
+            key = f"{place}.{name}".lstrip(".")
+            if name in value:
+                found[name] = _read(hint, value[name], key, problems)
+            elif name not in kind._field_defaults:
+                problems.append(f"{key}: missing, expected {_words(hint)}")
+        return None if problems else kind(**found)
     if get_origin(kind) is dict and isinstance(value, dict):
         return {k: _read(inside[1], v, f"{place}.{k}", problems) for k, v in value.items()}
     if get_origin(kind) is list and isinstance(value, list):

@@ -37,7 +37,7 @@ from draftsmith.command import parse
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.evaluate.tasks import MARK, final_number
+from draftsmith.decode.evaluate.answers import MARK, final_number
 from draftsmith.decode.prompts.prompts import prompt_ids
 from draftsmith.decode.prompts.rows import Row
 from draftsmith.decode.prompts.splits import load_rows

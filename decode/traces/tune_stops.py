@@ -119,7 +119,7 @@ def main(argv: list[str]) -> None:
     print_table(
         HEAD,
         map(cells, rows),
-        "left",
+        HEAD,
         title=f"stopping rules at c = {c:.3g}, v = {v:.3g}",
         caption="speed-up, modelled: tokens emitted / (rounds v + tokens drafted c)",
     )

@@ -42,7 +42,7 @@ from transformers import (
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
-from draftsmith.decode.evaluate.exactness import divergences
+from draftsmith.decode.evaluate.answers import divergences
 from draftsmith.decode.forward import attention
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.sampling import SamplingParams

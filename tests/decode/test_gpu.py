@@ -12,7 +12,7 @@ from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.graphs import Graphs
-from draftsmith.decode.evaluate.exactness import divergences
+from draftsmith.decode.evaluate.answers import divergences
 from draftsmith.decode.forward.attention import Attend, Seen, available, mix
 from draftsmith.decode.sampling import SamplingParams, log_race, position_keys
 from draftsmith.models.heads.head import heads

@@ -21,7 +21,7 @@ from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
-from draftsmith.decode.evaluate.exactness import divergences
+from draftsmith.decode.evaluate.answers import divergences
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import TargetSpec, load_target
 

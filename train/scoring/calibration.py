@@ -115,7 +115,7 @@ def picture(table: Sequence[Bin], title: str) -> str:
     """The reliability table as an SVG file's content: what was foretold beside what happened."""
     told, happened = ([one[i] for one in table] for i in range(2))
     series = [
-        Series(name, css, values, [f"{value:.2f}" for value in values])
+        Series(name, css, values, "{:.2f}".format)
         for name, css, values in (("foretold", "b", told), ("happened", "a", happened))
     ]
     places, axes = [str(i + 1) for i in range(len(table))], ("tenth of the rows", "share kept")

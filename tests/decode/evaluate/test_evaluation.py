@@ -3,7 +3,6 @@
 import copy
 import json
 import weakref
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate import evaluate as evaluation
+from draftsmith.decode.evaluate.answers import divergences, verdict
 from draftsmith.decode.evaluate.arms import (
     Evaluation,
     Loaded,
@@ -27,7 +27,6 @@ from draftsmith.decode.evaluate.arms import (
     load,
     warm_ups,
 )
-from draftsmith.decode.evaluate.exactness import divergences, verdict
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import Runner
@@ -325,7 +324,7 @@ def test_verdict_counts_and_lists() -> None:
     bug = AnswerDifference(4, 1, "float32", 0.25, near_tie=False, baseline="native")
     two = {"same": 3, "excused": 1, "total": 5, "worst_margin": 0.25}
     assert verdict([tie, bug], 5, **kind) == kind | two
-    assert [asdict(found) for found in (tie, bug)] == [
+    assert [found._asdict() for found in (tie, bug)] == [
         kind | {"prompt": 2, "position": 7, "margin": 3e-5, "near_tie": True},
         kind | {"prompt": 4, "position": 1, "margin": 0.25, "near_tie": False},
     ]

@@ -18,7 +18,7 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
-from draftsmith.decode.evaluate.exactness import divergences
+from draftsmith.decode.evaluate.answers import divergences
 from draftsmith.decode.evaluate.metrics import block_efficiency
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.report.schema import AnswerDifference

@@ -23,7 +23,7 @@ def test_counts_by_hand() -> None:
     c = [counted((3, 0, 1), (3, 3, 4)), counted((3, 3, 2), (3, 1, 2))]
     assert metrics.block_efficiency(c) == 9 / 4
     assert metrics.total(c).histogram == [1, 1, 1, 1]
-    assert metrics.draft_acceptance_rate(c) == 6 / 12
+    assert metrics.kept_shares(c)[0] == 6 / 12
     unconditional, conditional = metrics.acceptance_by_position(c)
     assert unconditional == [3 / 4, 2 / 4, 1 / 4]
     assert conditional == [3 / 4, 2 / 3, 1 / 2]
@@ -32,7 +32,7 @@ def test_counts_by_hand() -> None:
 def test_plain_decoding_has_block_efficiency_one() -> None:
     plain = [counted((0, 0, 1), (0, 0, 1))]
     assert metrics.block_efficiency(plain) == 1
-    assert metrics.draft_acceptance_rate(plain) is None
+    assert metrics.kept_shares(plain) == (None, None)
     assert metrics.acceptance_by_position(plain) == ([], [])
     assert math.isnan(metrics.block_efficiency([]))
 
@@ -58,11 +58,9 @@ def test_trees_count_tokens_and_levels_apart() -> None:
     counters = Counters()
     counters.record(2, 2, 3, nodes=6)
     counters.record(3, 0, 1, nodes=4)
-    assert metrics.draft_acceptance_rate([counters]) == 2 / 5
-    assert metrics.token_efficiency([counters]) == 2 / 10
-    assert metrics.token_efficiency([counted((0, 0, 1))]) is None
-    chain = [counted((3, 1, 2), (3, 3, 4))]
-    assert metrics.token_efficiency(chain) == metrics.draft_acceptance_rate(chain)
+    assert metrics.kept_shares([counters]) == (2 / 5, 2 / 10)
+    assert metrics.kept_shares([counted((0, 0, 1))]) == (None, None)
+    assert metrics.kept_shares([counted((3, 1, 2), (3, 3, 4))]) == (4 / 6, 4 / 6)
 
 
 def test_turns_are_counted_together() -> None:

@@ -102,7 +102,7 @@ def test_what_would_be_ideal_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         target=None,
         drafters={"d": SimpleNamespace(parameter_bytes=200)},
         decoder=lambda *_: SimpleNamespace(runner=None),
-        asked=lambda *_: SimpleNamespace(plan=None),
+        decoding={"d": SimpleNamespace(plan=None)},
     )
     settings = Evaluation(target="t", drafter="d")
     arms = {None: plain, "d": spec}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.decode.evaluate.tasks import known_answer
+from draftsmith.decode.evaluate.answers import known_answer
 from draftsmith.decode.prompts.prompts import load_prompts, next_turn
 from draftsmith.decode.prompts.rows import Row
 from draftsmith.decode.prompts.splits import load_rows, part_of

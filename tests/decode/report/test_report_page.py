@@ -269,7 +269,7 @@ def test_points_lie_at_their_values() -> None:
 
 def test_a_picture_is_a_file_of_its_own_and_the_same_each_time() -> None:
     evil = "<b>&$x$"
-    series = [Series(evil, "a", [1, 2], ["1", "2"])]
+    series = [Series(evil, "a", [1, 2], str)]
     bars = [LyingBar(evil, [("d", 3.0, evil)], "3")]
     both = [
         charts.columns(evil, ["x", evil], series, x_label=evil, y_label=evil),
@@ -285,10 +285,13 @@ def test_a_picture_is_a_file_of_its_own_and_the_same_each_time() -> None:
 
 @pytest.mark.parametrize("peak", [1e-6, 0.03, 0.5, 1.0, 1.01, 7, 99.9, 100, 12345])
 def test_ticks_are_few_round_and_reach_the_peak(peak: float) -> None:
+    import matplotlib
     from matplotlib.figure import Figure
 
-    axes = Figure().subplots()
-    charts._ticks(axes, "y", [0.0, peak])
+    with matplotlib.rc_context(charts.RC):
+        axes = Figure().subplots()
+    axes.bar([0, 1], [0, peak])
+    charts._round(axes.yaxis)
     steps = list(axes.get_yticks())
     assert axes.get_ylim() == (steps[0], steps[-1]) and steps[0] == 0 and 3 <= len(steps) <= 7
     assert steps[-1] >= peak * (1 - 1e-9) and steps[-2] < peak

@@ -17,7 +17,7 @@ from draftsmith.bench.evidence import judge_page
 from draftsmith.command import guarded
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.evaluate.tasks import final_number
+from draftsmith.decode.evaluate.answers import final_number
 from draftsmith.decode.prompts.arithmetic import LARGEST, SLOTS, arithmetic_rows
 from draftsmith.decode.prompts.prompts import prompt_ids
 from draftsmith.decode.prompts.rows import Row

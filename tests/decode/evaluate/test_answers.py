@@ -5,7 +5,7 @@ from decimal import Decimal
 import pytest
 
 from draftsmith.decode.engine.request import Completion
-from draftsmith.decode.evaluate.tasks import agreement, exact_match, final_number, known_answer
+from draftsmith.decode.evaluate.answers import agreement, exact_match, final_number, known_answer
 from draftsmith.decode.prompts.prompts import Prompt
 
 
@@ -47,8 +47,8 @@ def prompt(answer: str) -> Prompt:
     return Prompt([1], "maths", 0, "", answer=answer)
 
 
-def said(*texts: str) -> list[Completion]:
-    return [Completion(i, [1], text=text) for i, text in enumerate(texts)]
+def said(*texts: str) -> list[list[Completion]]:
+    return [[Completion(i, [1], text=text)] for i, text in enumerate(texts)]
 
 
 def test_exact_match_by_hand() -> None:
