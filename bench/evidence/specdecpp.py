@@ -43,7 +43,7 @@ from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.traces import simulate_stops as replay
-from draftsmith.decode.traces.mixed import check_mixing, mixed_rows
+from draftsmith.decode.traces.record import check_mixing, mixed_rows
 from draftsmith.decode.traces.simulate_stops import Rounds
 from draftsmith.decode.traces.store import TraceWriter, read_traces
 from draftsmith.decode.traces.tune_stops import by_costs, by_head, compared, rules

@@ -4,9 +4,11 @@ Shapes: B rows, N tokens, T tokens of a text, F nodes fed, H hidden, I = H * (1 
 path), V vocabulary.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round, picked
@@ -14,7 +16,6 @@ from draftsmith.decode.drafters.head_drafter import HeadDrafter, Where
 from draftsmith.decode.drafters.medusa import output_product, through
 from draftsmith.decode.forward.product import Product, head_logits
 from draftsmith.models.heads.hydra import Hydra
-from draftsmith.models.heads.medusa import ResidualBlock
 
 
 class HydraDrafter(HeadDrafter):
@@ -26,7 +27,9 @@ class HydraDrafter(HeadDrafter):
         super().__init__(head, target, head.config.prefix)
         levels = range(head.levels)
         blocks = [head.blocks(depth) for depth in levels]
-        self.entries = [Product.of(_entry(first)) for first, *_ in blocks]
+        # The two maps that read a first block's input.
+        entries: list[list[Any]] = [[b.linear, b.res_connection] for b, *_ in blocks]
+        self.entries = [Product.of(pair) for pair in entries]
         self.more = [[Product.of([block.linear]) for block in more] for _, *more in blocks]
         outputs = [head.output(depth) for depth in levels]
         self.outputs = [output_product(o.weight, o.bias, vocab_size) for o in outputs]
@@ -56,9 +59,3 @@ class HydraDrafter(HeadDrafter):
         inner_BFH, skipped_BFH = self.entries[depth](fed_BFI).chunk(2, -1)
         state_BFH = through(self.more[depth], skipped_BFH + F.silu(inner_BFH))
         return Fed(head_logits(self.outputs[depth], state_BFH), state_BFH)
-
-
-def _entry(block: ResidualBlock) -> list[nn.Linear]:
-    """The two maps that read a first block's input."""
-    assert isinstance(block.res_connection, nn.Linear)
-    return [block.linear, block.res_connection]

@@ -89,8 +89,8 @@ class LMDrafter(Drafter):
             tokens_BN = self.tail_B2
             at_BN = slots_BN = lens_B1 + torch.arange(-1, 1, device=lens_B1.device)
             seen = Seen(at_BN[:, 0], width)
-        states = self.runner.verify(self.pool, tokens_BN, at_BN, slots_BN, seen)
-        hidden_BFH = states.hidden_BNH[:, -fed:]
+        hidden_BNH, _ = self.runner.verify(self.pool, tokens_BN, at_BN, slots_BN, seen)
+        hidden_BFH = hidden_BNH[:, -fed:]
         return Fed(self.runner.logits(hidden_BFH), hidden_BFH)
 
 

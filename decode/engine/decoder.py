@@ -11,6 +11,7 @@ Shapes: B rows, R of them just admitted, L = D + 1 tokens that one round can emi
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,9 @@ from draftsmith.decode.drafters.base import ANY_DEPTH, Drafter, shape_of
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine import memory
-from draftsmith.decode.engine.graphs import Graphs
-from draftsmith.decode.engine.harvest import Harvest
-from draftsmith.decode.engine.recorder import Recorder
+from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.request import Completion, Event, Prompt, eos_ids, open_request
-from draftsmith.decode.engine.round import DecodeBatch, Rows, Stepper
+from draftsmith.decode.engine.round import DecodeBatch, Graphs, Rows, Stepper
 from draftsmith.decode.engine.session import Finished, News, Session
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.runner import Runner
@@ -114,6 +113,13 @@ class Decoder:
             drafter, model, tokenizer, allow_target_mismatch=allow_target_mismatch
         )
         return cls(model, tokenizer, loaded, **settings)
+
+    @classmethod
+    def of(cls, settings: Any, **others: Any) -> "Decoder":
+        """What a command's settings name; others: of `from_pretrained`, in place of theirs."""
+        how = asdict(DecodeSettings.of(settings))
+        how |= {"device": settings.device, "dtype": settings.dtype}
+        return cls.from_pretrained(settings.target, settings.drafter, **how | others)
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, indices: Indices = None

@@ -6,7 +6,9 @@ that may end one request, U width of the taps' states, V vocabulary.
 """
 
 import copy
-from collections import deque
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -15,12 +17,11 @@ from torch import Tensor
 
 from draftsmith.decode import sampling
 from draftsmith.decode.drafters.base import Call, Drafter, Kept, Round, picked
-from draftsmith.decode.engine.harvest import Harvest
-from draftsmith.decode.engine.recorder import Recorder
+from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.runner import Runner, Seen, round_up
+from draftsmith.decode.forward.runner import WARM_UP, CudaRecorder, Runner, Seen, round_up
 from draftsmith.decode.policies.policy import Policy
 from draftsmith.decode.sampling import BatchParams, RowParams, choose, position_keys
 from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
@@ -28,7 +29,10 @@ from draftsmith.decode.tree_shapes import Plan
 from draftsmith.decode.verify.lossy import Lossy
 from draftsmith.decode.verify.rules import RULES, Noise, RuleInfo
 
+SMALLEST = 256  # slots that a recorded round attends to
+MOST = 128  # recordings kept
 Kind = TypeVar("Kind")
+Key = tuple[Plan | None, int, tuple[float, ...]]
 
 
 class Rows:
@@ -154,6 +158,10 @@ class Told(NamedTuple):
     nodes: int
 
 
+Run = Callable[[], Told]  # a round, or its recording
+Record = Callable[[Run], Run]  # a round -> its recording; doesn't run it
+
+
 @dataclass
 class Stepper:
     """The round of one decoder. acceptance: the settings' own, ready for the target."""
@@ -277,3 +285,51 @@ class Stepper:
 
     def _round_keys(self, rows: Rows, stream: int) -> Tensor:
         return position_keys(rows.seeds_B, rows.rounds_B[:, None], stream)[:, 0]
+
+
+class Graphs:
+    """Rounds captured as CUDA graphs, of one batch at a time: one launch a round instead of
+    thousands. One for each (tree, attended slots, sampling); slots are rounded up to a power of
+    two. recorder: by default CUDA's.
+    """
+
+    def __init__(self, stepper: Stepper, recorder: Record | None = None) -> None:
+        self.stepper, self.recorder = stepper, recorder
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop every recording, and the batch whose tensors they hold."""
+        self.batch: DecodeBatch | None = None
+        self.runs: Counter[Key] = Counter()
+        self.recordings: dict[Key, Run] = {}
+        self.record: Record | None = None
+
+    def step(self, batch: DecodeBatch, plan: Plan | None, top: int) -> Told:
+        """One round, replayed where it has been recorded."""
+        if batch is not self.batch:
+            self.forget()
+            # A pool of memory of its own: the last one ends with its last recording.
+            self.batch, self.record = batch, self.recorder or CudaRecorder()
+        top = max(SMALLEST, 1 << (top - 1).bit_length())
+        key = (plan, top, batch.params.law)
+
+        def run() -> Told:
+            return self.stepper.step(batch, plan, top, None)
+
+        if isinstance(batch.params, RowParams):
+            return run()  # as many recordings as mixtures would be more than are ever replayed
+        if key not in self.recordings:
+            self.runs[key] += 1
+            if self.runs[key] <= WARM_UP or self.record is None:
+                return run()
+            if len(self.recordings) >= MOST:
+                self.recordings.pop(next(iter(self.recordings)))
+            try:
+                self.recordings[key] = self.record(run)
+            except RuntimeError as error:
+                # Some models read the device in their forward pass (experts chosen by `nonzero`).
+                reason = str(error).splitlines()[0]
+                warnings.warn(f"rounds run uncaptured: {reason}; fast=false says so", stacklevel=2)
+                self.record = None
+                return run()
+        return self.recordings[key]()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.decode.drafters.base import Admitted, Drafter
-from draftsmith.decode.engine.harvest import Harvested
+from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.engine.round import DecodeBatch, Told
 from draftsmith.decode.policies.policy import Outcome

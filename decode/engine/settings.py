@@ -3,7 +3,8 @@ what of these doesn't go together, refused before anything is decoded.
 """
 
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.policies.policy import make_policy
@@ -36,6 +37,12 @@ class DecodeSettings:
     same_shape: bool = False
     attention: str = "auto"
     fast: bool = True
+
+    @classmethod
+    def of(cls, settings: Any, **others: Any) -> "DecodeSettings":
+        """What a command's settings say under the same names (`batch`: batch_size), and others."""
+        said = {f.name: getattr(settings, f.name, f.default) for f in fields(cls)}
+        return cls(**said | {"batch_size": getattr(settings, "batch", 1)} | others)
 
     def __post_init__(self) -> None:
         if self.K is not None and not 1 <= self.K <= 64:

@@ -6,7 +6,7 @@ An arm is plain decoding (None), a drafter (its name), or plain decoding through
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.graphs import SMALLEST
 from draftsmith.decode.engine.request import Completion, Counters
+from draftsmith.decode.engine.round import SMALLEST
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.evaluate.answers import TASKS
@@ -95,9 +95,7 @@ class Evaluation:
     @property
     def decoding(self) -> DecodeSettings:
         """How a drafter's decoder decodes."""
-        every = {f.name: getattr(self, f.name, f.default) for f in fields(DecodeSettings)}
-        named: dict[str, Any] = every | {"batch_size": self.batch, "attention": self.backend}
-        return DecodeSettings(**named)
+        return DecodeSettings.of(self, attention=self.backend)
 
     @property
     def backend(self) -> str:

@@ -100,25 +100,20 @@ class Attend:
             if seen.depth is not None:
                 depth_BS = seen.depth.expand(len(node_BS), -1).gather(1, node_BS)
                 at_BS = torch.where(inside_BS, seen.lens_B[:, None] + depth_BS, slot_S)
-        return self._near(allowed_BNS, at_BS, window)
+        if window is None:
+            return allowed_BNS
+        return allowed_BNS & (at_BS[:, None] > self.positions_BN[..., None] - window)
 
     def prefix(self, window: int | None) -> Tensor:
         """Additive mask [B, 1, R, S] of the committed slots alone."""
-        lens_B1 = self.seen.lens_B[:, None]
-        slot_BS = torch.arange(self.seen.width, device=lens_B1.device).expand(len(lens_B1), -1)
-        before_BNS = (slot_BS < lens_B1)[:, None].expand(-1, self.positions_BN.shape[1], -1)
-        return additive(self._near(before_BNS, slot_BS, window), self.groups, self.dtype)
+        slot_S = torch.arange(self.seen.width, device=self.seen.lens_B.device)
+        before_B1S = (slot_S < self.seen.lens_B[:, None])[:, None]
+        return additive(self.allowed(window) & before_B1S, self.groups, self.dtype)
 
     def block(self, window: int | None) -> Tensor:
         """Additive mask [B, 1, R, M] of the block of new slots."""
-        lens_B, length = self.seen.lens_B, self.positions_BN.shape[1]
-        family, depth = self.seen.block, self.seen.depth
-        if family is None:
-            family = torch.ones(length, length, dtype=torch.bool, device=lens_B.device).tril()
-        if depth is None:
-            depth = torch.arange(family.shape[-1], device=lens_B.device)
-        near_BNM = self._near(family.expand(len(lens_B), -1, -1), lens_B[:, None] + depth, window)
-        return additive(near_BNM, self.groups, self.dtype)
+        at_BNM = self.block_slots()[:, None].expand(-1, self.positions_BN.shape[1], -1)
+        return additive(self.allowed(window).gather(2, at_BNM), self.groups, self.dtype)
 
     def block_slots(self, window: int | None = None) -> Tensor:
         """Slots [B, M] of the block."""
@@ -131,12 +126,6 @@ class Attend:
     def lens(self, window: int | None = None) -> Tensor:
         """Lengths of the prefixes, as the flash call wants them."""
         return self.seen.lens_B.int()
-
-    def _near(self, allowed_BNS: Tensor, at_BS: Tensor, window: int | None) -> Tensor:
-        """What is allowed and, by the positions of the slots, inside the window."""
-        if window is None:
-            return allowed_BNS
-        return allowed_BNS & (at_BS[:, None] > self.positions_BN[..., None] - window)
 
 
 def additive(allowed_BNS: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

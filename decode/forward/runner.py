@@ -1,4 +1,5 @@
-"""The only code that calls a model while decoding: prefill and verify over per-row KV slots.
+"""The only code that calls a model while decoding: prefill and verify over per-row KV slots; and on
+CUDA the recording of calls, to be replayed.
 
 Works on unmodified transformers classes whose layers keep nothing but keys and values of every
 token. What a pass attends to is handed to each layer's attention as a keyword.
@@ -8,7 +9,7 @@ Shapes: B rows, N tokens a row, H hidden, U width of the taps' states side by si
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +25,13 @@ from draftsmith.models.vocab import DraftVocab
 
 __all__ = ["Runner", "Seen", "round_up"]
 
+WARM_UP = 2  # rounds of each kind run as they are before one is recorded: they choose kernels
 SLOT_BUCKET = 64  # attended slots are rounded up to this, so that shapes repeat
 # (tokens [B, N], positions [B, N], cache, taps to take) -> hidden [B, N, H]
 Body = Callable[[Tensor, Tensor, SlotCache, Taken], Tensor]
 ROW_BOUND = {"dynamic", "longrope"}
-
-
-class States(NamedTuple):
-    """hidden_BNH: after the final norm; taps_BNU: of the runner's taps, None where it has none."""
-
-    hidden_BNH: Tensor
-    taps_BNU: Tensor | None
+# States after the final norm [B, N, H], and of the runner's taps [B, N, U], where it has any.
+States = tuple[Tensor, Tensor | None]
 
 
 class Runner:
@@ -126,7 +123,7 @@ class Runner:
     def _pass(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache) -> States:
         taken: Taken = {int(tap): None for tap in self.taps if tap != NORM}
         hidden_BNH = self.call(tokens_BN, positions_BN, cache, taken)
-        return States(hidden_BNH, joined(self.taps, hidden_BNH, taken) if self.taps else None)
+        return hidden_BNH, joined(self.taps, hidden_BNH, taken) if self.taps else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] fp32 over the tokenizer's vocabulary; -inf for tokens that have none."""
@@ -170,10 +167,30 @@ class Runner:
             states.append(logits_BV.masked_fill(logits_BV.isneginf(), 0))  # tokens without a row
             positions_BN = lens_B[:, None] + torch.arange(3, device=self.device)
             seen = Seen(lens_B, pool.slots)
-            found = self.verify(pool, tokens_BN[:, :3], positions_BN, positions_BN, seen)
-            states.append(found.hidden_BNH.float())
+            hidden_BNH, _ = self.verify(pool, tokens_BN[:, :3], positions_BN, positions_BN, seen)
+            states.append(hidden_BNH.float())
         self.call = self._whole
         return agree(states[:2], states[2:], self.dtype)
+
+
+class CudaRecorder:
+    """Captures into CUDA graphs that share one pool of memory. What a recording reads must outlive
+    it: a batch, its decoder and its drafter do.
+    """
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            told = run()
+
+        def replay() -> Any:
+            graph.replay()
+            return told
+
+        return replay
 
 
 def context_of(model: PreTrainedModel) -> int:

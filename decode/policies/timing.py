@@ -14,8 +14,7 @@ import torch
 
 from draftsmith.decode.drafters.base import Admitted, Drafter, Frontier, Kept, Round
 from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.recording import WARM_UP, CudaRecorder
-from draftsmith.decode.forward.runner import Runner, Seen, round_up
+from draftsmith.decode.forward.runner import WARM_UP, CudaRecorder, Runner, Seen, round_up
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import COUPLED
@@ -99,8 +98,7 @@ def graphed(call: Call, device: torch.device) -> Call:
         call()
     replay = CudaRecorder()(call)
 
-    def again(held: Call = call) -> object:
-        """Replays; a recording keeps none of the tensors that it reads, the held call does."""
+    def again(held: Call = call) -> object:  # a recording keeps none of what it reads; `held` does
         return replay()
 
     return again
@@ -130,8 +128,8 @@ def forward_call(
     positions_BN, slots_BN = lens_B[:, None] + depth_N, lens_B[:, None] + step_N
 
     def call() -> None:
-        states = runner.verify(pool, tokens_BN, positions_BN, slots_BN, seen)
-        runner.logits(states.hidden_BNH)
+        hidden_BNH, _ = runner.verify(pool, tokens_BN, positions_BN, slots_BN, seen)
+        runner.logits(hidden_BNH)
 
     return call
 

@@ -178,13 +178,7 @@ def run(settings: Calibration) -> Calibrated:
     """The calibrated tree of what `settings` name; ValueError for what doesn't load or fit."""
     params = SamplingParams.of(settings)
     _refuse_heads(settings)
-    decoder = Decoder.from_pretrained(
-        settings.target,
-        settings.drafter,
-        device=settings.device,
-        dtype=settings.dtype,
-        batch_size=settings.batch,
-    )
+    decoder = Decoder.of(settings)
     prompts = load_prompts(
         settings.prompts,
         decoder.tokenizer,

@@ -25,7 +25,7 @@ import torch
 from filelock import BaseFileLock
 from torch import Tensor
 
-from draftsmith.decode.engine.harvest import Harvested
+from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.serve.top_k import likeliest

@@ -14,7 +14,7 @@ from functools import partial
 
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.harvest import Harvested
+from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Event, Request
 from draftsmith.decode.engine.session import Session
 from draftsmith.decode.serve.prometheus import Metrics

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.decode.drafters.base import Drafter
-from draftsmith.decode.engine.harvest import Harvested
+from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.serve.buffer import ReplayBuffer, as_served
 from draftsmith.decode.serve.engine_thread import Lane, Service

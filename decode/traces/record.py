@@ -6,10 +6,12 @@
     part=tune every=true    a round at every position: stopping rules are tuned on it, see
                             `decode/traces/simulate_stops.py`; part=report every=true for the
                             evidence
-    source=mixed            SpecDec++'s rows, from the target's answers alone (`mixed.py` beside)
+    source=mixed            SpecDec++'s rows, from the target's answers alone (`mixed_rows`)
 
 The rows lie in shards (`decode/traces/store.py`). An interrupted command keeps what is whole and
 goes on when it is repeated; a larger `limit` or `max_gb` adds to what is there.
+
+Shapes: M prompt tokens, n answer tokens, T = M + n, V vocabulary, H hidden.
 """
 
 import time
@@ -19,14 +21,19 @@ from typing import Any
 
 import torch
 from rich.progress import Progress
+from torch import Tensor
 
 from draftsmith.command import parse
+from draftsmith.decode import sampling
+from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Recorder
+from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.report.printed import print_table
-from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.traces.mixed import check_mixing, mixed_rows
+from draftsmith.decode.sampling import SamplingParams, position_keys
 from draftsmith.decode.traces.store import TraceWriter, made_by, read_traces
 from draftsmith.models.disk.provenance import git_commit
 from draftsmith.models.fingerprint import fingerprint
@@ -66,6 +73,14 @@ class Tracing:
     device: str = "cpu"
     dtype: str = "float32"
 
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise ValueError(f"source: got {self.source!r}, expected one of {', '.join(SOURCES)}")
+        if self.source == "mixed" and self.every:
+            raise ValueError(
+                "every: got true with source=mixed, which has no rounds; leave one out"
+            )
+
 
 def main(argv: list[str]) -> None:
     """Trace, print what was recorded."""
@@ -76,9 +91,11 @@ def main(argv: list[str]) -> None:
 
 def trace(settings: Tracing) -> TraceWriter:
     """Decode and record until all prompts are done or the folder is full; the writer, closed."""
-    recorder = Recorder(lambda place, columns: writer.add(numbers[place], columns))
-    decoder, params = open_decoder(settings, recorder), SamplingParams.of(settings)
     mixed = settings.source == "mixed"
+    recorder = Recorder(lambda place, columns: writer.add(numbers[place], columns))
+    how = {"same_shape": settings.every, "recorder": None if mixed else recorder}
+    decoder = Decoder.of(settings, **how)
+    params = SamplingParams.of(settings)
     draft = check_mixing(decoder.drafter, params, settings.mixing) if mixed else None
     prompts = load_prompts(
         settings.prompts,
@@ -122,27 +139,6 @@ def trace(settings: Tracing) -> TraceWriter:
     return writer
 
 
-def open_decoder(settings: Tracing, recorder: Recorder) -> Decoder:
-    """The pair, set up to record; ValueError for settings that don't go together."""
-    if settings.source not in SOURCES:
-        raise ValueError(f"source: got {settings.source!r}, expected one of {', '.join(SOURCES)}")
-    mixed = settings.source == "mixed"
-    if mixed and settings.every:
-        raise ValueError("every: got true with source=mixed, which has no rounds; leave one out")
-    return Decoder.from_pretrained(
-        settings.target,
-        settings.drafter,
-        device=settings.device,
-        dtype=settings.dtype,
-        K=settings.K,
-        batch_size=settings.batch,
-        rule=settings.rule,
-        tree=settings.tree,
-        same_shape=settings.every,
-        recorder=None if mixed else recorder,
-    )
-
-
 def about(settings: Tracing, decoder: Decoder) -> dict[str, Any]:
     """What decides the rows; a later run that differs in it may not go on in the folder."""
     assert decoder.drafter is not None
@@ -182,3 +178,90 @@ def show(writer: TraceWriter, seconds: float) -> None:
     caption = f"{len(kept):,} rows, {writer.bytes / 1e6:.1f} MB, {seconds:.0f} s"
     head = ("depth", "rows", "kept, where all before are")
     print_table(head, rows, title=str(writer.folder), caption=caption)
+
+
+def check_mixing(drafter: Drafter | None, params: SamplingParams, share: float) -> LMDrafter:
+    """The draft, if rows can be mixed with it; ValueError if not."""
+    if not isinstance(drafter, LMDrafter):
+        raise ValueError(
+            f"source=mixed: got a drafter of kind {drafter.kind if drafter else None}, expected a "
+            "draft LM; a head reads the target's states, which a mixed text has not; use "
+            "source=decoder"
+        )
+    if params.greedy:
+        raise ValueError(
+            "source=mixed: got temperature=0, expected one above 0: the chance p / q is that of a "
+            "drawn token; use source=decoder for greedy decoding"
+        )
+    if not 0 <= share < 1:
+        raise ValueError(f"mixing: got {share}, expected the share of the answer's tokens, [0, 1)")
+    return drafter
+
+
+@torch.inference_mode()
+def mixed_rows(
+    target: Runner,
+    draft: LMDrafter,
+    answer: Completion,
+    number: int,
+    params: SamplingParams,
+    share: float,
+) -> dict[str, Tensor]:
+    """SpecDec++'s rows: how would a draft's tokens fare, all along a text that the target wrote?
+
+        Y_i ~ q(. | prompt, X_<i)              the draft's own token, in place of the answer's X_i
+        Z_i = X_i with probability r, else Y_i      what the draft then reads
+        chance = min(1, p(Y_i | X_<i) / q(Y_i | X_<i))
+
+    A row for each i at which Z took Y_i; its numbers are of the law that Y_i was drawn from, after
+    X_<i, its states of the draft's pass over prompt and Z: `draft_state` of the token before Y_i,
+    which a head with state="parent" reads, `token_state` once it has read Y_i. They have seen
+    drafted tokens before them, as when rounds are decoded, while the chance is that after the
+    target's: the authors' approximation (Huang et al., arXiv 2405.19715).
+
+    number: of the prompt, from which its draws are made, so that they are always the same ones;
+    share: r. `kept` is drawn by the chance; `on_path` is true.
+    """
+    first = len(answer.prompt_tokens)
+    ids_1T = torch.tensor([answer.prompt_tokens + answer.tokens], device=target.device)
+    x_n = ids_1T[0, first:]
+    p_states_TH, q_states_TH = (_states(runner, ids_1T) for runner in (target, draft.runner))
+    p_logits_nV = params.transform(target.logits(p_states_TH[first - 1 : -1]))
+    q_logits_nV = params.transform(draft.runner.logits(q_states_TH[first - 1 : -1]))
+
+    # The answer came of the coupled noise; these streams are independent of it.
+    position_1n = torch.arange(first, ids_1T.shape[1], device=x_n.device)[None]
+    seed_1 = torch.tensor([sampling.request_seeds(params.seed, number)], device=x_n.device)
+    draws, takes, keeps = (
+        position_keys(seed_1, position_1n, stream)
+        for stream in (sampling.DRAFT, sampling.ACCEPT, sampling.RESIDUAL)
+    )
+    score_nV = q_logits_nV - sampling.log_race(draws, q_logits_nV.shape[-1])[0]
+    y_n = score_nV.argmax(-1)
+    takes_x_n = sampling.uniform(takes)[0] < share
+    z_1T = ids_1T.clone()
+    z_1T[0, first:] = torch.where(takes_x_n, x_n, y_n)
+    z_states_TH = _states(draft.runner, z_1T)
+
+    both = (q_logits_nV, p_logits_nV)
+    log_q_n, log_p_n = (x_nV.log_softmax(-1).gather(1, y_n[:, None])[:, 0] for x_nV in both)
+    best_n2 = score_nV.topk(2).values
+    columns = {
+        "position": position_1n[0].int(),
+        "token": y_n.int(),
+        "log_q": log_q_n,
+        "log_p": log_p_n,
+        "entropy": torch.special.entr(q_logits_nV.softmax(-1)).sum(-1),
+        "lead": best_n2[:, 0] - best_n2[:, 1],
+        "kept": sampling.uniform(keeps)[0] < (log_p_n - log_q_n).exp(),
+        "on_path": torch.ones_like(takes_x_n),
+        "draft_state": z_states_TH[first - 1 : -1].bfloat16(),
+        "token_state": z_states_TH[first:].bfloat16(),
+    }
+    return {name: column[~takes_x_n].cpu() for name, column in columns.items()}
+
+
+def _states(runner: Runner, ids_1T: Tensor) -> Tensor:
+    """The states [T, H] after the final norm, of one pass over a text."""
+    hidden_1TH: Tensor = runner.body(input_ids=ids_1T, use_cache=False).last_hidden_state
+    return hidden_1TH[0]

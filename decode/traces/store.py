@@ -8,13 +8,12 @@ costs the prompts since the last shard. Each row is a drafted node of a round's 
 are those of `engine/recorder.py` (numbers as i16, i32 or f32, states as bf16) and
 
     prompt i64                   whose
-    token_state bf16 [n, H]      the draft's state once it has read the token (`mixed.py` alone)
+    token_state bf16 [n, H]      the draft's state once it has read the token (`mixed_rows` alone)
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from draftsmith.models.scorers import weights_mark
 
 KINDS = ("decoder", "mixed", "judge")
 SHARD_ROWS = 1 << 14
+REMEDY = "copy it again, or delete the folder and trace anew"
 # Where things lie, and which code wrote them, doesn't change what they are.
 MANIFEST = Manifest(
     "trace.json", "draftsmith trace", schema=1, decides="about", free=("path", "name", "commit")
@@ -65,7 +65,7 @@ class TraceWriter:
         self.manifest = MANIFEST.claim(self.folder, begun)
         self.done, self.bytes, self.full = set(self.manifest["empty"]), 0, False
         for shard in self.manifest["shards"]:
-            with _opened(self.folder, self.manifest, shard):
+            with open_shard(self.folder / shard["file"], REMEDY, of=_mark(self.manifest, shard)):
                 self.done.update(shard["prompts"])
                 self.bytes += shard["bytes"]
         self._largest = 0  # bytes of a prompt of this run
@@ -153,7 +153,7 @@ def read_traces(
     }
     at = 0
     for shard in manifest["shards"]:
-        with _opened(folder, manifest, shard) as opened:
+        with open_shard(folder / shard["file"], REMEDY, of=_mark(manifest, shard)) as opened:
             for name, column in found.items():
                 column[at : at + shard["rows"]] = opened.get_tensor(name)
         at += shard["rows"]
@@ -163,14 +163,6 @@ def read_traces(
 def made_by(folder: str, drafter: Drafter) -> dict[str, str]:
     """What a manifest says of the drafter in a folder."""
     return {"path": folder, "kind": drafter.kind, "mark": weights_mark(folder)}
-
-
-def _opened(
-    folder: Path, manifest: dict[str, Any], shard: dict[str, Any]
-) -> AbstractContextManager[Any]:
-    """A shard's file, once it is known to be the one that was written."""
-    remedy = "copy it again, or delete the folder and trace anew"
-    return open_shard(folder / shard["file"], remedy, of=_mark(manifest, shard))
 
 
 def _mark(manifest: dict[str, Any], shard: dict[str, Any]) -> str:

@@ -187,8 +187,7 @@ def costs(settings: Stopping) -> tuple[float, float]:
         return settings.c, settings.v
     if not settings.target or not settings.drafter:
         raise ValueError("c: got none, expected c=..., or target= and drafter= to measure it")
-    at: dict[str, Any] = {"device": settings.device, "dtype": settings.dtype}
-    return measured(Decoder.from_pretrained(settings.target, settings.drafter, **at))
+    return measured(Decoder.of(settings))
 
 
 def measured(decoder: Decoder, K: int = 4) -> tuple[float, float]:

@@ -5,8 +5,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from truths import PROMPTS
 
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.graphs import Graphs, Round
-from draftsmith.decode.engine.round import Told
+from draftsmith.decode.engine.round import Graphs, Run, Told
 from draftsmith.decode.engine.session import Session
 from draftsmith.decode.sampling import SamplingParams
 
@@ -33,7 +32,7 @@ def record_rounds(decoder: Decoder) -> list[torch.fx.GraphModule]:
     """From now on the decoder records its rounds; returns the list of recordings, empty as yet."""
     recordings: list[torch.fx.GraphModule] = []
 
-    def record(run: Round) -> Round:
+    def record(run: Run) -> Run:
         assert decoder._batch is not None
         rows, drafter = decoder._batch.rows, decoder.drafter
         state = [rows.lens_B, rows.pending_B, rows.rounds_B, rows.room_B, rows.active_B]

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.harvest import Harvested
+from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request, open_request
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.buffer import Served, as_served

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.harvest import Harvested
+from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request, open_request
 from draftsmith.decode.prompts.prompts import beginning, load_prompts
 from draftsmith.decode.report.charts import Trend, drawing, scatter

@@ -31,17 +31,8 @@ from draftsmith.train.run.sharding import decoder_layers
 
 # DeepSpeed's defaults, in elements: a bucket of gradients, and what ZeRO-3 keeps gathered.
 BUCKET, GATHERED = 500_000_000, 1_000_000_000
+SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")  # ways to share out
 STATES = {"AdamW": 2, "Muon": 1, "SGD": 1}  # fp32 numbers a weight
-
-
-class Sharding(NamedTuple):
-    """A way to share out. zero: DeepSpeed's stage, 0 for none."""
-
-    name: str
-    zero: int = 0
-
-
-SHARDINGS = [Sharding("ddp"), *(Sharding(f"zero{n}", n) for n in (1, 2, 3)), Sharding("fsdp2")]
 
 
 class ModuleSizes(NamedTuple):
@@ -120,21 +111,22 @@ def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
     return max(steps, key=lambda step: sum(step.peak(1.0)))
 
 
-def held(staged: Staged, sizes: ModuleSizes, step: Step, way: Sharding, *, world: int) -> Held:
+def held(staged: Staged, sizes: ModuleSizes, step: Step, way: str, *, world: int) -> Held:
     """What a rank of `world` holds. step: rehearsed with low weights where `way` is of ZeRO."""
+    zero = int(way[-1]) if way.startswith("zero") else 0  # DeepSpeed's stage
     learned, low = sizes.learned, 2 if staged.config.precision == "bf16" else 4
     # ---- what lasts: weights, optimizer state, frozen models, buffers -------------------------
-    weights, around, cut = sizes.weights, 0, 1 if way.name == "ddp" else world
-    share = 1 / world if way.zero >= 2 or way.name == "fsdp2" else 1.0
-    if way.name == "ddp" and world > 1:
+    weights, around, cut = sizes.weights, 0, 1 if way == "ddp" else world
+    share = 1 / world if zero >= 2 or way == "fsdp2" else 1.0
+    if way == "ddp" and world > 1:
         around = 4 * learned  # its buckets stay
-    if way.zero:
-        weights = weights // 4 * low // (world if way.zero == 3 else 1) + 4 * learned // world
-        around = BUCKET * low * (2 if way.zero == 3 else 1)
-    elif way.name == "fsdp2":
+    if zero:
+        weights = weights // 4 * low // (world if zero == 3 else 1) + 4 * learned // world
+        around = BUCKET * low * (2 if zero == 3 else 1)
+    elif way == "fsdp2":
         weights //= world
         around = sizes.edge + 2 * sizes.layer  # the next layer's are fetched meanwhile
-    if way.zero == 3:
+    if zero == 3:
         around += min(sizes.weights // 4, GATHERED) * low
     target = sizes.target + staged.spare
     shared = staged.target if setting(staged.config, "shard_target") else None
@@ -146,10 +138,7 @@ def held(staged: Staged, sizes: ModuleSizes, step: Step, way: Sharding, *, world
     fresh = 4 * learned // cut  # fp32 copies of gradients, or the roots that AdamW takes of all
     moments = [
         (around + other, gradients),
-        (
-            around + (fresh if way.zero or staged.device != "cpu" else 0),
-            int(share * step.gradients),
-        ),
+        (around + fresh * (zero > 0 or staged.device != "cpu"), int(share * step.gradients)),
         (around + _decoding(staged), 0),
     ]
     working, gradients = max(moments, key=sum)

@@ -53,7 +53,7 @@ class PlanRequest:
 class Choice(NamedTuple):
     """One way to run a recipe; held: on each rank; seconds: of an optimizer step."""
 
-    way: memory.Sharding
+    way: str
     checkpointing: bool
     held: memory.Held
     seconds: float
@@ -92,10 +92,10 @@ def plan(argv: list[str]) -> Outline:
         raise ValueError(f"got gpus={asked.gpus}, expected 1: a draft that learns has one learner")
     ways = []
     for way in memory.SHARDINGS[: len(memory.SHARDINGS) if asked.gpus > 1 else 1]:
-        if config.entry in SMALL and way.name in ("zero3", "fsdp2"):
+        if config.entry in SMALL and way in ("zero3", "fsdp2"):
             continue
         with contextlib.suppress(ValueError):  # a run of this kind wouldn't start
-            check_mode("replicated" if way.name == "ddp" else way.name, config)
+            check_mode("replicated" if way == "ddp" else way, config)
             ways.append(way)
     room = MACHINES[asked.gpu].gib * GIB * (1 - SPARE)
     recomputed = [True] if config.gradient_checkpointing else [False, True]
@@ -103,13 +103,13 @@ def plan(argv: list[str]) -> Outline:
         recomputed = [False]
     steps = {  # low weights don't come back
         (low, checkpointing): memory.rehearsed(cast, checkpointing=checkpointing, low=low)
-        for low in sorted({way.zero > 0 for way in ways})
+        for low in sorted({way.startswith("zero") for way in ways})
         for checkpointing in recomputed
     }
     choices = []
     for way in ways:
         for checkpointing in recomputed:
-            step = steps[way.zero > 0, checkpointing]
+            step = steps[way.startswith("zero"), checkpointing]
             found = memory.held(cast, sizes, step, way, world=asked.gpus)
             seconds = _seconds(cast, sizes, step, asked, way)
             choices.append(Choice(way, checkpointing, found, seconds, found.total <= room))
@@ -119,12 +119,12 @@ def plan(argv: list[str]) -> Outline:
 
 
 def _seconds(
-    cast: Staged, sizes: memory.ModuleSizes, step: Step, asked: PlanRequest, way: memory.Sharding
+    cast: Staged, sizes: memory.ModuleSizes, step: Step, asked: PlanRequest, way: str
 ) -> float:
     config, gpu = cast.config, MACHINES[asked.gpu]
     passes = config.accumulation * step.flops / (gpu.tflops * 1e12 * asked.mfu)
     # Weights and states are read and written, gradients read.
-    mine = 1 if way.name == "ddp" else asked.gpus
+    mine = 1 if way == "ddp" else asked.gpus
     moved = (12 * sizes.learned + 2 * sizes.optimizer) / mine
     # Each token that the draft writes reads its weights.
     if written := (setting(config, "on_policy.share") or 0) * config.accumulation:
@@ -141,7 +141,7 @@ def show(outline: Outline, console: Console) -> None:
         table.add_column(name, justify="right")
     for choice in outline.choices:
         table.add_row(
-            choice.way.name if asked.gpus > 1 else "one",
+            choice.way if asked.gpus > 1 else "one",
             "yes" if choice.checkpointing else "no",
             *(f"{part / GIB:.2f}" for part in (*choice.held, choice.held.total)),
             "[green]yes[/green]" if choice.fits else "[red]no[/red]",
@@ -168,7 +168,7 @@ def show(outline: Outline, console: Console) -> None:
 def launch_line(outline: Outline, best: Choice) -> str:
     """The command that runs a choice."""
     many, config, recipe = outline.asked.gpus, outline.staged.config, outline.recipe
-    name = "gpu_ddp" if best.way.name == "ddp" else best.way.name
+    name = "gpu_ddp" if best.way == "ddp" else best.way
     file = f"--config_file recipes/accelerate/{name}.yaml --num_processes {many} "
     if many == 1:
         file = "--config_file recipes/accelerate/cpu.yaml " if outline.asked.gpu == "cpu" else ""

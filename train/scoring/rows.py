@@ -187,7 +187,7 @@ def read_rows(
 
 def open_trace(folder: str, reading: Reading, *, mixed: bool) -> tuple[ScorerRows, int]:
     """The rows of one trace that a scorer learns from, and how many rows the trace has. mixed: of
-    `decode/traces/mixed.py`, which brings the states after a token with it.
+    `traces.record.mixed_rows`, which brings the states after a token with it.
     """
     judged = reading.kind == "judge"
     state = "target_state" if judged else "draft_state"

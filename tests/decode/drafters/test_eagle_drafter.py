@@ -18,7 +18,7 @@ from truths import PROMPTS, SETTINGS, truths
 from draftsmith.decode.drafters.base import Admitted, Kept
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.forward import lean_eagle
+from draftsmith.decode.forward.lean import LeanEagle
 from draftsmith.decode.policies.timing import round_of
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import chain_plan, parse_tree
@@ -246,7 +246,7 @@ def test_a_recorded_round_is_the_round(tiny_tokenizer: PreTrainedTokenizerBase, 
 @torch.no_grad()
 def test_the_lean_form_is_the_head(tiny_target: PreTrainedModel, name: str) -> None:
     lean, plain = (EagleDrafter(made(name), tiny_target, VOCAB) for _ in range(2))
-    assert isinstance(lean.body, lean_eagle.LeanEagle)
+    assert isinstance(lean.body, LeanEagle)
     plain.body = plain.head
     for drafter in (lean, plain):
         begin(drafter, tiny_target, TEXTS)

@@ -19,7 +19,7 @@ from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.harvest import Harvested
+from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Completion, Request, open_request
 from draftsmith.decode.engine.session import Session
 from draftsmith.decode.sampling import RowParams, SamplingParams, together, transform

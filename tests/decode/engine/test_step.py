@@ -15,8 +15,7 @@ from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.graphs import SMALLEST, Graphs
-from draftsmith.decode.engine.round import DecodeBatch, Told
+from draftsmith.decode.engine.round import SMALLEST, DecodeBatch, Graphs, Told
 from draftsmith.decode.policies.policy import Policy
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import Plan

@@ -12,8 +12,7 @@ from draftsmith.decode.drafters.base import Call
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.policies.acceptance_head import AcceptanceHead
-from draftsmith.decode.policies.policy import Acceptance, make_policy
+from draftsmith.decode.policies.policy import Acceptance, AcceptanceHead, make_policy
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.fingerprint import fingerprint

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.harvest import Harvested
+from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request, open_request
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.buffer import ReplayBuffer, Served, as_served

@@ -28,7 +28,7 @@ from draftsmith.decode.sampling import (
     uniform,
 )
 from draftsmith.decode.traces import record as tracing
-from draftsmith.decode.traces.mixed import check_mixing, mixed_rows
+from draftsmith.decode.traces.record import check_mixing, mixed_rows
 from draftsmith.decode.traces.store import TraceWriter, read_traces
 from draftsmith.models.disk import store
 
