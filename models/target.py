@@ -95,12 +95,12 @@ def output_head(model: PreTrainedModel) -> tuple[nn.Module, torch.Tensor, torch.
     return model.base_model, head.weight, head.bias
 
 
-def split_head(model: PreTrainedModel) -> tuple[nn.Module, torch.Tensor]:
-    """(body, head_VH) of `output_head` for those who have no use for a bias: ValueError for one."""
-    body, head_VH, bias_V = output_head(model)
+def head_weight(model: PreTrainedModel) -> torch.Tensor:
+    """head_VH of `output_head` for those who have no use for a bias: ValueError for one."""
+    _, head_VH, bias_V = output_head(model)
     if bias_V is not None:
         raise _no_split(model, "its output head has a bias")
-    return body, head_VH
+    return head_VH
 
 
 def without_bias(

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftsmith.command import run_command
-from draftsmith.models.target import TargetSpec, split_head
+from draftsmith.models.target import TargetSpec, head_weight
 from draftsmith.models.vocab import ENOUGH
 from draftsmith.train.drafts.start import EagleSource, counted, open_head
 from draftsmith.train.objectives.eagle import EagleObjective, Unroll
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
     target, tokenizer = open_target(config, accelerator)
     examples = training_examples(config.data, tokenizer, few=config.target.shrink)
     batches = make_batches(config.text, config, examples, tokenizer)
-    counts_V = counted(examples, len(split_head(target)[1]))
+    counts_V = counted(examples, len(head_weight(target)))
     head = open_head(config.head, target, tokenizer, counts_V, config.seed)
     coverage = head.vocab.coverage(counts_V.to(target.device))
     drafted = len(head.vocab.ids_D)

@@ -109,9 +109,8 @@ def main(argv: list[str]) -> None:
     # ---- calibrate, check, save --------------------------------------------------------------
     if accelerator.is_main_process:
         scorer = objective.folded(getattr(torch, config.save_dtype))
-        made = provenance(argv, config.seed, parts["fit"].fingerprint(), ended.best_step) | {
-            "rows": counts
-        }
+        made = provenance(argv, config.seed, parts["fit"].fingerprint(), ended.best_step)
+        made["rows"] = counts
         about = results.calibrate(scorer, reading, marks, parts, made, config.threshold)
         result = run.folder / ("judge" if reading.kind == "judge" else "drafter")
         results.save_result(result, scorer, about, reading.drafter)

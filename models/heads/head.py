@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.disk.read_lm import DTYPES, save_tensors, write_json
 from draftsmith.models.taps import Tap, check_taps
-from draftsmith.models.target import split_head
+from draftsmith.models.target import head_weight
 from draftsmith.models.vocab import DraftVocab
 
 ANY_DEPTH = 1 << 30  # of tokens ahead, or positions, where nothing bounds them
@@ -109,7 +109,7 @@ class Head(nn.Module):
 
     def bind(self, target: PreTrainedModel) -> Self:
         """Borrow the target's embeddings and LM head, both [V, H]; ValueError if sizes differ."""
-        head_VH = split_head(target)[1]
+        head_VH = head_weight(target)
         table = target.get_input_embeddings().weight
         assert isinstance(table, Tensor)
         pairs = (

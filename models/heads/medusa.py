@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.heads.head import ANY_DEPTH, Exported, Head, Kind, OutputHead, Reads, entry
 from draftsmith.models.taps import NORM
-from draftsmith.models.target import split_head
+from draftsmith.models.target import head_weight
 
 SIZES = ("hidden_size", "vocab_size", "medusa_num_heads", "medusa_num_layers")
 
@@ -156,6 +156,6 @@ def check_sizes(kind: str, hidden: int, rows: int, heads: int, layers: int) -> N
 def copy_head(target: PreTrainedModel, heads: list[OutputHead]) -> None:
     """Copy the target's LM head into each of `heads`, their biases zero."""
     for head in heads:
-        head.weight.copy_(split_head(target)[1])
+        head.weight.copy_(head_weight(target))
         if head.bias is not None:
             head.bias.zero_()

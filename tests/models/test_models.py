@@ -28,8 +28,9 @@ from draftsmith.models.draft_lm import draft_from_config, load_draft, recast
 from draftsmith.models.target import (
     TargetSpec,
     check_split,
+    head_weight,
     load_target,
-    split_head,
+    output_head,
     vocab_size,
 )
 from draftsmith.models.tokenizer import (
@@ -166,23 +167,23 @@ def test_stand_in_template_marks_what_the_assistant_says() -> None:
     assert tokenizer.decode([i for i, marked in pairs if marked]) == "def b<|end|>"
 
 
-def test_split_head_equals_the_model(tiny_target: LlamaForCausalLM) -> None:
+def test_body_and_head_equal_the_model(tiny_target: LlamaForCausalLM) -> None:
     for model in (tiny_target, draft(Qwen3Config(), tie_word_embeddings=True).bfloat16()):
         check_split(model)
-        body, head = split_head(model)
+        body, head, _ = output_head(model)
         ids = torch.tensor([[3, 1, 4, 1, 5]])
         logits = body(input_ids=ids).last_hidden_state @ head.T
         torch.testing.assert_close(logits, model(ids).logits)
-        assert head is model.get_output_embeddings().weight
+        assert head is head_weight(model) is model.get_output_embeddings().weight
 
 
-def test_split_head_refuses_what_it_cannot_split() -> None:
+def test_no_head_alone_where_logits_are_more_than_a_product() -> None:
     with pytest.raises(ValueError, match=r"head has a bias; expected logits that are one matrix"):
-        split_head(draft(PhiConfig(), kv_heads=4))
+        head_weight(draft(PhiConfig(), kv_heads=4))
     with pytest.raises(ValueError, match=r"logit_scale=0.0625"):
-        split_head(draft(CohereConfig(eos_token_id=1)))
+        head_weight(draft(CohereConfig(eos_token_id=1)))
     with pytest.raises(ValueError, match=r"final_logit_softcapping=30.0"):
-        split_head(draft(Gemma3TextConfig(final_logit_softcapping=30.0)))
+        head_weight(draft(Gemma3TextConfig(final_logit_softcapping=30.0)))
 
 
 def test_check_split_finds_a_scale_that_no_config_tells() -> None:

@@ -7,8 +7,7 @@ from pathlib import PurePosixPath
 from house_rules import house, python
 
 PRODUCT = ("models", "decode", "train", "draftsmith")
-# What is aimed at, and what fails: lower the second with every commit that takes lines out.
-GOAL, CEILING = 28_500, 32_320
+CEILING = 28_500  # lines; a new method raises it by its own price, in the commit that brings it
 
 
 def main() -> int:
@@ -24,7 +23,7 @@ def main() -> int:
     product = sum(n for path, n in lines.items() if path.split("/")[0] in PRODUCT)
     for path in sorted(lines, key=lambda path: -lines[path])[:5]:
         print(f"longest: {path} {lines[path]}")
-    print(f"{product} lines in {', '.join(PRODUCT)}: {CEILING} allowed, {GOAL} aimed at")
+    print(f"{product} lines in {', '.join(PRODUCT)}: {CEILING} allowed")
     return int(product > CEILING)
 
 

@@ -21,7 +21,7 @@ from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.eagle_layouts import FLAGS
 from draftsmith.models.heads.layer import LAYER_CONFIGS, LAYER_FIELDS
 from draftsmith.models.taps import default_taps
-from draftsmith.models.target import split_head
+from draftsmith.models.target import head_weight
 from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer, vocab_size
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.run.lora import Lora, with_lora
@@ -270,7 +270,7 @@ def layer_like(target: PreTrainedModel, layers: int = 1) -> PretrainedConfig:
     config = target.config.get_text_config()
     names = (*LAYER_FIELDS, *(("rope_parameters",) if config.model_type in LLAMA_ROTARY else ()))
     sizes = {name: getattr(config, name, None) for name in names} | {"hidden_act": "silu"}
-    sizes |= {"num_hidden_layers": layers, "vocab_size": split_head(target)[1].shape[0]}
+    sizes |= {"num_hidden_layers": layers, "vocab_size": head_weight(target).shape[0]}
     sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * config.hidden_size
     kind = LAYER_CONFIGS.get(config.model_type, LlamaConfig)
     return kind(**{name: value for name, value in sizes.items() if value is not None})

@@ -183,8 +183,8 @@ class OnlineDrafts:
         learner, settings = self.learner, self.settings
         model = copy.deepcopy(learner.module).cpu()
         recast(model, getattr(torch, settings.save_dtype))
-        stream = None  # that nobody keeps
-        made = provenance(self.argv, settings.seed, stream, self.steps, alpha)
+        # Nobody keeps the stream's text, so it has no hash.
+        made = provenance(self.argv, settings.seed, None, self.steps, alpha)
         save_drafter(
             folder,
             kind=learner.folder.kind,

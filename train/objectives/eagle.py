@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.taps import TargetStates
-from draftsmith.models.target import cut_rows, split_head
+from draftsmith.models.target import cut_rows, head_weight
 from draftsmith.train.losses.chunked import chunked_steps, measure_steps
 from draftsmith.train.losses.pure import Loss, lk_weight, mixed, parse_loss
 from draftsmith.train.objectives.heads import OnStates
@@ -88,7 +88,7 @@ class EagleObjective(OnStates):
         ids_D = head.vocab.ids_D.to(target.device)
         own = slice(self.vocab_size) if head.vocab.is_full else ids_D < self.vocab_size
         ids_D = ids_D[own]
-        head_VG = cut_rows(split_head(target)[1].detach(), self.vocab_size)
+        head_VG = cut_rows(head_weight(target).detach(), self.vocab_size)
         whole = len(ids_D) == len(head_VG)
         self.alpha_name = "alpha" if whole else "restricted_alpha"
         # Frozen, so gathered once. Not buffers: they aren't saved.

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.heads.head import Head
-from draftsmith.models.target import check_split, cut_rows, split_head
+from draftsmith.models.target import check_split, cut_rows, head_weight
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.losses.chunked import Side, chunked_cross_entropy, chunked_divergence
 from draftsmith.train.losses.pure import agreement, divergence, lk_weight
@@ -134,7 +134,7 @@ class HeadObjective(OnStates):
         """Of each depth, flat: the head's states and rows, the target's, the tokens, a float mask
         of the pairs that count.
         """
-        p_head_VH = cut_rows(split_head(self._target[0])[1], self.vocab_size)
+        p_head_VH = cut_rows(head_weight(self._target[0]), self.vocab_size)
         own = next(self.head.parameters()).dtype
         for depth, q_hidden_BTH in enumerate(self.drafted(batch, norm_BTH.to(own))):
             mask_BS = trained_pairs(batch, depth)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.layer import causal
-from draftsmith.models.target import split_head
+from draftsmith.models.target import head_weight
 from draftsmith.train.drafts.start import layer_like
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.text.batches import Batch
@@ -34,7 +34,7 @@ class HydraObjective(HeadObjective):
 
     @staticmethod
     def fresh(recipe: Any, target: PreTrainedModel) -> Hydra:
-        (rows, hidden), asked = split_head(target)[1].shape, recipe.head
+        (rows, hidden), asked = head_weight(target).shape, recipe.head
         prefix = layer_like(target) if asked.prefix else None
         sizes = (hidden, rows, asked.heads, asked.layers)
         return Hydra(HydraConfig(*sizes, prefix, asked.dropout))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
-from draftsmith.models.target import cut_rows, split_head
+from draftsmith.models.target import cut_rows, head_weight
 from draftsmith.train.losses.chunked import chunked_divergence
 from draftsmith.train.losses.pure import forward_kl
 from draftsmith.train.objectives.distillation import hidden_and_head
@@ -39,7 +39,7 @@ class MedusaObjective(HeadObjective):
 
     @staticmethod
     def fresh(recipe: Any, target: PreTrainedModel) -> Medusa:
-        (rows, hidden), asked = split_head(target)[1].shape, recipe.head
+        (rows, hidden), asked = head_weight(target).shape, recipe.head
         return Medusa(MedusaConfig(hidden, rows, asked.heads, asked.layers, asked.own_heads))
 
     def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
@@ -106,7 +106,7 @@ class JointMedusa(MedusaObjective):
             before_NH, _ = hidden_and_head(target, batch)
         adapted.train(self.training)
         after_NH, _ = hidden_and_head(target, batch)
-        head_VH = cut_rows(split_head(target)[1], self.vocab_size)
+        head_VH = cut_rows(head_weight(target), self.vocab_size)
         weight_N = batch.loss_mask.flatten().float()
         base = chunked_divergence(forward_kl, after_NH, head_VH, before_NH, head_VH, weight_N).total
         heads = self.score(batch, after_NH.unflatten(0, batch.input_ids.shape), fully=fully)
