@@ -285,7 +285,7 @@ def test_what_the_command_refuses(pair: Any, at_hand: dict[str, str], tmp_path: 
 
     refuse("expected numbers of tokens", sizes="many")
     refuse("no LM head", drafter="ngram")
-    for kind, why in (("eagle1", "target's own LM head"), ("medusa", "no layout of theirs")):
+    for kind, why in (("eagle1", "target's LM head"), ("medusa", "no layout of theirs")):
         head = ours(tmp_path / kind, made(kind, pair[0]), pair[0], pair[2])
         refuse(why, drafter=str(head))
     refuse("less than the 320 there are", sizes="320")
