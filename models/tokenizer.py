@@ -7,6 +7,7 @@ rows (Qwen2.5, Pythia): the rows past the tokenizer are never text, and logits a
 
 import inspect
 import json
+import re
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftsmith.models.disk.read_lm import first_line, read_json
 
@@ -74,6 +76,19 @@ def load_tokenizer(path: str | Path, *, local_files_only: bool = False) -> PreTr
             f"got {path}, from which no tokenizer can be read ({first_line(error)}); expected "
             "tokenizer files in transformers' layout; check the path, or copy the files again"
         ) from error
+
+
+def token_bytes(token: int, tokenizer: PreTrainedTokenizerBase) -> bytes | None:
+    """What a token adds to a text that it doesn't begin; None where that isn't whole characters and
+    the tokenizer doesn't say which bytes (byte-level tokenizers and byte fallback do).
+    """
+    text = str(tokenizer.decode([token, token]))[len(tokenizer.decode([token])) :]
+    if "\ufffd" not in text:
+        return text.encode()
+    piece = str(tokenizer.convert_ids_to_tokens(token))
+    if fallback := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+        return bytes.fromhex(fallback[1])
+    return bytes(map(BYTES.__getitem__, piece)) if BYTES.keys() >= {*piece} else None
 
 
 def check_logit_width(rows: int, tokenizer: PreTrainedTokenizerBase, owner: str) -> None:
@@ -149,4 +164,5 @@ def stand_in_tokenizer(size: int = STAND_IN_SIZE) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # byte-level spelling
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")

@@ -2,7 +2,9 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import SamplingParams, request_seeds
@@ -130,12 +132,21 @@ class Counters:
         self.emitted += emitted
 
 
+class Listed(NamedTuple):
+    """One token's log-probability under the target at temperature 1, and the likeliest tokens there
+    with theirs.
+    """
+
+    log_p: float
+    likeliest: list[tuple[int, float]]
+
+
 @dataclass
 class Completion:
     """The answer to one prompt. tokens include the stop token, or end in the one that completes a
     stop string; text has neither. finish_reason: "stop", "length", "abort" (cancelled), or "error".
     accepted[i]: whether token i came from the draft; corrected[i]: whether it had proposed others
-    there alone.
+    there alone; listed: of each token, where the request asks for it.
     """
 
     index: int
@@ -143,6 +154,7 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     accepted: list[bool] = field(default_factory=list)
     corrected: list[bool] = field(default_factory=list)
+    listed: list[Listed] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
     error: str = ""
@@ -151,17 +163,22 @@ class Completion:
 
 @dataclass(frozen=True)
 class Event:
-    """One step of one streamed request: tokens and text just added; at the end, the whole."""
+    """One step of one streamed request: tokens and text just added (listed: as of `Completion`); at
+    the end, the whole.
+    """
 
     index: int
     tokens: list[int]
     text: str
     completion: Completion | None = None
+    listed: Sequence[Listed] = ()
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way. limit: tokens that it may emit; answer: as far as it has been read."""
+    """A prompt on its way. limit: tokens that it may emit; answer: as far as it has been read; top:
+    how many of the likeliest tokens to list beside each of the answer's, None to list nothing.
+    """
 
     completion: Completion
     params: SamplingParams
@@ -171,6 +188,7 @@ class Request:
     answer: AnswerText
     started: float = 0.0
     stopped: bool = False  # by a stop string
+    top: int | None = None
 
     @property
     def length(self) -> int:
@@ -182,6 +200,15 @@ class Request:
         kept = self.answer.add(tokens) if self.answer.stop else None
         self.stopped = kept is not None
         return tokens[:kept], self.stopped
+
+    def take_listed(self, told_TW: Tensor) -> None:
+        """Take in `told_log_probs` of the answer's newest tokens, if it was asked for."""
+        if self.top is None:
+            return
+        for own, *likeliest in told_TW.tolist():
+            ids, values = likeliest[: len(likeliest) // 2], likeliest[len(likeliest) // 2 :]
+            top = list(zip(map(int, ids), values, strict=True))[: self.top]
+            self.completion.listed.append(Listed(own, top))
 
     def finish(self, error: str = "", *, aborted: bool = False) -> None:
         """The end, all tokens given: sets the completion's reason, error and text."""

@@ -23,7 +23,13 @@ from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import WARM_UP, CudaRecorder, Runner, Seen, round_up
 from draftsmith.decode.policies.policy import Policy
-from draftsmith.decode.sampling import BatchParams, RowParams, choose, position_keys
+from draftsmith.decode.sampling import (
+    BatchParams,
+    RowParams,
+    choose,
+    position_keys,
+    told_log_probs,
+)
 from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
 from draftsmith.decode.tree_shapes import Plan
 from draftsmith.decode.verify.lossy import Lossy
@@ -32,7 +38,7 @@ from draftsmith.decode.verify.rules import RULES, Noise, RuleInfo
 SMALLEST = 256  # slots that a recorded round attends to
 MOST = 128  # recordings kept
 Kind = TypeVar("Kind")
-Key = tuple[Plan | None, int, tuple[float, ...]]
+Key = tuple[Plan | None, int, tuple[float, ...], int | None]
 
 
 class Rows:
@@ -125,7 +131,8 @@ def first_rows(whole: Kind, rows: int) -> Kind:
 @dataclass
 class DecodeBatch:
     """What rounds work on. harvest: None where nobody wants it; drafter: the stepper's own, of a
-    part of the rows.
+    part of the rows; listed: how many likeliest tokens to tell of each place, None for no
+    log-probabilities.
     """
 
     rows: Rows
@@ -133,6 +140,7 @@ class DecodeBatch:
     params: BatchParams
     harvest: Harvest | None = None
     drafter: Drafter | None = None
+    listed: int | None = None
 
     def holds(self, rows: int, slots: int, stops: int) -> bool:
         """Whether it is of so many rows, with at least these slots and ids that end a request."""
@@ -148,14 +156,22 @@ class DecodeBatch:
 
 
 class Told(NamedTuple):
-    """A round's news. table: int64 [B, 2 L + 4]: tokens emitted, nodes of the kept path, how many
-    drafted ones the rule kept, how many were emitted, whether the row still decodes, whether its
-    logits were broken. levels, nodes: of the tree that was verified (nodes without the root).
+    """A round's news. table: int64 [B, 2 L + 4 + W]: tokens emitted, nodes of the kept path, how
+    many drafted ones the rule kept, how many were emitted, whether the row still decodes, whether
+    its logits were broken; then, where the batch asks for them, the bits of `told_log_probs` of the
+    tokens. levels, nodes: of the tree that was verified (nodes without the root).
     """
 
     table: Tensor
     levels: int
     nodes: int
+
+    def listed_BLW(self, table: Tensor) -> Tensor | None:
+        """The last part of the table, read from its copy on the host; None where nobody asked."""
+        columns, length = 2 * self.levels + 6, self.levels + 1
+        if table.shape[1] == columns:
+            return None
+        return table[:, columns:].view(torch.float64).unflatten(1, (length, -1))
 
 
 Run = Callable[[], Told]  # a round, or its recording
@@ -197,7 +213,10 @@ class Stepper:
         slots_BN = lens_B1 + torch.arange(topology.nodes, device=tokens_BN.device)
         positions_BN = (lens_B1 + topology.depth).expand_as(slots_BN)
         hidden_BNH, taps_BNU = self.runner.verify(pool, tokens_BN, positions_BN, slots_BN, seen)
-        p_logits_BNV = params.transform(self.runner.logits(hidden_BNH))
+        logits_BNV = self.runner.logits(hidden_BNH)
+        p_logits_BNV = params.transform(logits_BNV)
+        raw_BNV = None if batch.listed is None else logits_BNV
+        del logits_BNV  # a round's largest tensor, which nobody else needs
         # One broken node breaks its row: nothing times NaN is NaN in every product over the slots.
         bad_B = p_logits_BNV.amax(-1).isnan().any(1)
 
@@ -227,6 +246,9 @@ class Stepper:
             drafter.extend(Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top))
         columns = [n_accepted_B, n_new_B, rows.active_B, bad_B]
         news = torch.cat([emitted_BL, path_BL, torch.stack(columns, 1)], 1)
+        if raw_BNV is not None and batch.listed is not None:
+            told_BLW = told_log_probs(picked(raw_BNV, path_BL), emitted_BL, batch.listed)
+            news = torch.cat([news, told_BLW.flatten(1).view(torch.int64)], 1)
         return Told(news, topology.levels, topology.nodes - 1)
 
     def rule(self, params: BatchParams) -> RuleInfo:
@@ -311,7 +333,7 @@ class Graphs:
             # A pool of memory of its own: the last one ends with its last recording.
             self.batch, self.record = batch, self.recorder or CudaRecorder()
         top = max(SMALLEST, 1 << (top - 1).bit_length())
-        key = (plan, top, batch.params.law)
+        key = (plan, top, batch.params.law, batch.listed)
 
         def run() -> Told:
             return self.stepper.step(batch, plan, top, None)

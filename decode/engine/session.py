@@ -7,7 +7,7 @@ Shapes: R rows just admitted, N prompt tokens.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +20,7 @@ from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.engine.round import DecodeBatch, Told
 from draftsmith.decode.policies.policy import Outcome
-from draftsmith.decode.sampling import BatchParams, choose, together
+from draftsmith.decode.sampling import BatchParams, choose, together, told_log_probs
 from draftsmith.decode.tree_shapes import Plan, rank_path
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ class Session:
         plan = None if decoder.drafter is None else decoder.policy.next_plan()
         ahead = 0 if self.flight is None else self.flight.told.levels + 1
         top = ahead + max((r.length for r in requests if r is not None), default=1)
+        self.batch.listed = most_listed(requests)
         device = decoder.runner.device
         on_cuda = device.type == "cuda"
         # Captures and events belong to the current device.
@@ -153,7 +154,8 @@ class Session:
         told = flight.told
         if flight.ready is not None:
             flight.ready.synchronize()
-        table = flight.table.tolist()  # the round's only reading of the device
+        host = flight.table.cpu()  # the round's only reading of the device
+        listed_BLW, table = told.listed_BLW(host), host[:, : 2 * told.levels + 6].tolist()
         now = time.perf_counter()
         news, paths = [], []
         for row, request in enumerate(flight.requests):
@@ -165,6 +167,8 @@ class Session:
                 paths.append(rank_path(flight.plan, path))
                 request.completion.counters.decode_seconds = now - request.started
             news.append(self._news(row, found[:n_new], accepted, told, active=active, bad=bad))
+            if listed_BLW is not None:
+                request.take_listed(listed_BLW[row, : len(news[-1][1])])
         if flight.plan is not None:
             self.decoder.policy.observe(Outcome(flight.plan, told.levels, paths))
         return news
@@ -194,6 +198,9 @@ class Session:
             decoder.drafter.prefill(admitted)
         if batch.harvest is not None:
             batch.harvest.admit(admitted)
+        top, listed_RW = most_listed(requests), None
+        if top is not None:
+            listed_RW = told_log_probs(logits_RV, pending_R, top).cpu()
         firsts, active = pending_R.tolist(), rows.active_B[rows_R].tolist()
         broken = p_logits_RV.amax(-1).isnan().tolist()
         now = time.perf_counter()
@@ -203,6 +210,8 @@ class Session:
             request.started = now
             request.completion.counters.prefill_seconds = now - started
             news.append(self._news(row, [firsts[i]], 0, active=active[i], bad=broken[i]))
+            if listed_RW is not None:
+                request.take_listed(listed_RW[i : i + len(news[-1][1])])
         batch.params = self._params(len(rows.requests))
         self._parts = {}
         return news
@@ -225,6 +234,7 @@ class Session:
             return batch
         if rows not in self._parts:
             self._parts[rows] = batch.first(rows, self._params(rows), self.decoder.drafter)
+        self._parts[rows].listed = batch.listed
         return self._parts[rows]
 
     def _news(
@@ -267,3 +277,8 @@ class Session:
                 harvest = self.batch.harvest
                 self.finished(request, None if harvest is None else harvest.of(row, made))
         return request, kept, ended
+
+
+def most_listed(requests: Iterable[Request | None]) -> int | None:
+    """The most likeliest tokens that any of them wants listed; None where none wants anything."""
+    return max((r.top for r in requests if r is not None and r.top is not None), default=None)

@@ -4,6 +4,7 @@ tells of them. Here is where a client that leaves, or a time limit, ends what it
 
 import asyncio
 import copy
+import functools
 import itertools
 import threading
 from collections.abc import AsyncIterator
@@ -17,9 +18,19 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.engine.request import Event, open_request
 from draftsmith.decode.prompts.chat import chat_prompt
 from draftsmith.decode.serve.engine_thread import Job, Lane, Service
-from draftsmith.decode.serve.replies import ApiError, ApiReply, event
-from draftsmith.decode.serve.schemas import ChatAsked, CompletionAsked, Limits, Prompt
+from draftsmith.decode.serve.replies import ApiError, ApiReply
+from draftsmith.decode.serve.responses import ResponseReply
+from draftsmith.decode.serve.schemas import (
+    ChatAsked,
+    CompletionAsked,
+    Limits,
+    Prompt,
+    ResponseAsked,
+)
+from draftsmith.models.tokenizer import token_bytes
 
+Asked = CompletionAsked | ChatAsked | ResponseAsked
+Reply = ApiReply | ResponseReply
 GRACE_S = 5.0  # for the last words of a stream that took too long
 
 
@@ -56,7 +67,7 @@ class Talk:
             raise news
         return news
 
-    async def whole(self, reply: ApiReply, news: Event) -> dict[str, object]:
+    async def whole(self, reply: Reply, news: Event) -> dict[str, object]:
         """All choices, once every one has ended, which is all that is told of each."""
         while True:
             assert news.completion is not None, "of whole answers the end alone is told"
@@ -65,7 +76,7 @@ class Talk:
                 return reply.whole()
             news = await self.next()
 
-    async def pieces(self, reply: ApiReply, news: Event) -> AsyncIterator[str]:
+    async def pieces(self, reply: Reply, news: Event) -> AsyncIterator[str]:
         """The chunks of a streamed answer. An error ends them as an event of its own."""
         while True:
             for chunk in reply.chunks(news):
@@ -76,7 +87,7 @@ class Talk:
             try:
                 news = await self.next()
             except ApiError as error:
-                yield event(error.body)
+                yield reply.failed(error)
                 return
 
     def close(self) -> None:
@@ -111,8 +122,9 @@ class Answers:
         # One of its own: what another thread decodes with must not be changed, as some calls do.
         self.tokenizer, self._lock = copy.deepcopy(tokenizer), threading.Lock()
         self._numbers = itertools.count()  # of answers, for the noise of those without a seed
+        self.bytes_of = functools.cache(self._bytes_of)
 
-    async def answer(self, asked: CompletionAsked | ChatAsked, request: Request) -> Response:
+    async def answer(self, asked: Asked, request: Request) -> Response:
         """The whole answer, or a stream of it; ApiError for what can't be had."""
         talk = Talk(self.service, self.limits.timeout_s)
         lane = self.lane(asked.model, asked.draft)
@@ -149,7 +161,7 @@ class Answers:
             raise ApiError(404, why, param="draft", code="draft_not_found")
         return lanes[draft]
 
-    def open(self, asked: CompletionAsked | ChatAsked, lane: Lane, talk: Talk) -> ApiReply:
+    def open(self, asked: Asked, lane: Lane, talk: Talk) -> Reply:
         """Makes the request's jobs, ready to be submitted; ApiError 400 where they can't be."""
         context, samples, most = lane.session.context, asked.n or 1, self.service.most
         try:
@@ -178,13 +190,20 @@ class Answers:
                     context=context,
                     end_ids=lane.decoder.eos_ids,
                 )
-                one.completion.index = number
+                one.completion.index, one.top = number, asked.top
                 talk.jobs.append(Job(lane, one, index, talk.hear, bool(asked.stream)))
         except ValueError as error:  # whose message begins with the name of what is wrong
             name = str(error).partition(":")[0].split(" ")[0]
             param = name if name.isidentifier() else None
             raise ApiError(400, str(error), param=param) from error
-        return ApiReply(asked, sum(map(len, prompts)))
+        read = sum(map(len, prompts))
+        if isinstance(asked, ResponseAsked):
+            return ResponseReply(asked, read, self.bytes_of)
+        return ApiReply(asked, read, self.bytes_of)
+
+    def _bytes_of(self, token: int) -> bytes | None:
+        with self._lock:
+            return token_bytes(token, self.tokenizer)
 
     def encode(self, prompt: Prompt) -> list[int]:
         with self._lock:

@@ -15,8 +15,9 @@ from functools import partial
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Harvested
-from draftsmith.decode.engine.request import Event, Request
+from draftsmith.decode.engine.request import Counters, Event, Request
 from draftsmith.decode.engine.session import Session
+from draftsmith.decode.evaluate.metrics import total
 from draftsmith.decode.serve.prometheus import Metrics
 from draftsmith.decode.serve.replies import ApiError
 
@@ -24,7 +25,8 @@ from draftsmith.decode.serve.replies import ApiError
 @dataclass
 class Lane:
     """One drafter's batch. tag: as requests name it; model: the name it answers to; version: of its
-    draft, 0 for the one that it began with; on_way: answers submitted and not ended.
+    draft, 0 for the one that it began with; on_way: answers submitted and not ended; ended: answers
+    that have, and past: what was counted of them; written: tokens of all.
     """
 
     tag: str
@@ -33,10 +35,20 @@ class Lane:
     session: Session
     version: int = 0
     on_way: int = 0
+    ended: int = 0
+    written: int = 0
+    past: Counters = field(default_factory=Counters)
 
     @property
     def running(self) -> int:
         return min(self.on_way, self.session.running)
+
+    @property
+    def draft(self) -> dict[str, str | int | None]:
+        """Which one decodes, as clients are told."""
+        drafter = self.decoder.drafter
+        kind = None if drafter is None else drafter.kind
+        return {"tag": self.tag, "kind": kind, "version": self.version}
 
     @property
     def waiting(self) -> int:
@@ -78,6 +90,10 @@ class Service:
         self._inbox: deque[Callable[[], None]] = deque()
         self._jobs: dict[int, Job] = {}  # by the identity of their requests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def state(self) -> str:
+        return "failed" if self.error else "draining" if self.draining else "ok"
 
     def add_lane(
         self, tag: str, model: str, decoder: Decoder, max_len: int, harvest: Harvest | None = None
@@ -145,6 +161,12 @@ class Service:
 
         self._ask(take)
 
+    def counted(self, lane: Lane) -> Counters:
+        """What the lane's decoding did until now, answers on their way included."""
+        with self._changed:
+            on_way = [job.request for job in self._jobs.values() if job.lane is lane]
+            return total([lane.past, *(request.completion.counters for request in on_way)])
+
     def drain(self, seconds: float) -> bool:
         """Take nothing new, and wait for what is on its way; whether all of it ended in time."""
         with self._changed:
@@ -208,20 +230,24 @@ class Service:
             self.metrics.prompt.labels(job.lane.model).inc(len(made.prompt_tokens))
             self.metrics.first.labels(job.lane.model).observe(time.perf_counter() - job.arrived)
         self.metrics.generated.labels(job.lane.model).inc(len(tokens))
+        job.lane.written += len(tokens)
         text = request.next_text(finished=ended) if job.stream else ""
         if ended:
             self._leave(job)
         if made.error:
             job.listener(ApiError(500, made.error, code="decoding_failed"))
         elif ended or job.stream:
-            job.listener(Event(job.index, tokens, text, made if ended else None))
+            listed = made.listed[len(made.tokens) - len(tokens) :]
+            job.listener(Event(job.index, tokens, text, made if ended else None, listed))
 
     def _leave(self, job: Job) -> None:
-        del self._jobs[id(job.request)]
-        seconds = time.perf_counter() - job.arrived
-        self.metrics.ended(job.lane.model, job.request.completion, seconds)
+        lane, made = job.lane, job.request.completion
+        self.metrics.ended(lane.model, made, time.perf_counter() - job.arrived)
         with self._changed:
-            job.lane.on_way -= 1
+            del self._jobs[id(job.request)]
+            lane.past = total([lane.past, made.counters])
+            lane.ended += 1
+            lane.on_way -= 1
             self._changed.notify_all()
 
     def _lose_all(self, status: int, why: str, code: str) -> None:

@@ -3,11 +3,12 @@
 import asyncio
 import hmac
 import time
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -17,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith import __version__
 from draftsmith.decode.serve.answers import Answers
 from draftsmith.decode.serve.engine_thread import Lane, Service
+from draftsmith.decode.serve.journal import standing
 from draftsmith.decode.serve.replies import STATUSES, ApiError
-from draftsmith.decode.serve.schemas import ChatAsked, CompletionAsked, Limits
+from draftsmith.decode.serve.schemas import ChatAsked, CompletionAsked, Limits, ResponseAsked
 
 # What values a field may have, where the schema's own message would list every way to be wrong.
 EXPECTED = {
@@ -26,7 +28,15 @@ EXPECTED = {
     "stop": "expected a string or up to four of them, none of them empty",
     "messages": "expected a list of {role, content} with roles system, developer, user and "
     "assistant, and text as content",
+    "input": "expected text, or a list of {role, content} with roles system, developer, user and "
+    "assistant, and text as content",
 }
+
+
+OPEN = ("/health", "/")  # to those without the key, too
+PAGE = Path(__file__).with_name("live.html")
+ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+ALONE += "connect-src 'self'"  # the page loads nothing from elsewhere
 
 
 class Problem(BaseModel):
@@ -81,7 +91,7 @@ class Gate:
         await self.app(scope, replay, send)
 
     def check_key(self, request: Request) -> None:
-        if not self.key or request.scope["path"] == "/health":
+        if not self.key or request.scope["path"] in OPEN:
             return
         given = request.headers.get("authorization", "").encode("latin-1")
         scheme, _, key = given.partition(b" ")
@@ -121,6 +131,11 @@ def make_app(
         """The assistant's next turn, through the tokenizer's chat template."""
         return await answers.answer(asked, request)
 
+    @app.post("/v1/responses", responses=ANSWERS)
+    async def responses(asked: ResponseAsked, request: Request) -> Response:
+        """The same as a chat, in the shape of OpenAI's newer API."""
+        return await answers.answer(asked, request)
+
     @app.get("/v1/models", responses={401: ERRORS[401]})
     async def models() -> Response:
         """The target's name, and `name:tag` for each draft of its own."""
@@ -135,13 +150,23 @@ def make_app(
     @app.get("/health", responses={503: {"description": "draining, or the engine has stopped"}})
     async def health() -> Response:
         """Whether requests are taken."""
-        state = "failed" if service.error else "draining" if service.draining else "ok"
-        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+        return JSONResponse({"status": service.state}, 200 if service.state == "ok" else 503)
 
     @app.get("/metrics", responses={401: ERRORS[401]})
     async def metrics() -> Response:
         """Counters, for Prometheus."""
         return Response(service.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/live", responses={401: ERRORS[401]})
+    async def live() -> Response:
+        """What each draft has done until now, for the page at `/`."""
+        lanes = [standing(service, lane) for lane in service.lanes.values()]
+        return JSONResponse({"state": service.state, "lanes": lanes})
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """Acceptance as it happens; of itself it holds no data."""
+        return HTMLResponse(PAGE.read_text("utf-8"), headers={"Content-Security-Policy": ALONE})
 
     shape_errors(app)
     app.add_middleware(Gate, key=key, limits=limits)
@@ -150,14 +175,13 @@ def make_app(
 
 def about(lane: Lane, created: int) -> dict[str, Any]:
     """A model as OpenAI lists it, and which draft decodes for it."""
-    drafter = lane.decoder.drafter
     return {
         "id": lane.model,
         "object": "model",
         "created": created,
         "owned_by": "draftsmith",
         "max_model_len": lane.session.context,
-        "draft": {"tag": lane.tag, "kind": drafter and drafter.kind, "version": lane.version},
+        "draft": lane.draft,
     }
 
 

@@ -19,8 +19,8 @@ Prompt = str | list[int] | list[dict[str, str]]  # the last: a chat
 
 # Of OpenAI's options, those that aren't built, with the values that ask for nothing. None is one.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("logprobs", "echo"), (False,)),
-    **dict.fromkeys(("top_logprobs", "presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("echo", "logprobs"), (False,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), (0,)),
     **dict.fromkeys(("repetition_penalty", "best_of"), (1,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
@@ -31,11 +31,16 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
+    "reasoning": ({}, {"effort": "none"}),
+    "text": ({}, {"format": {"type": "text"}}),
+    "truncation": ("disabled",),
+    "background": (False,),
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), ()),
 }
 # They say who asks and where it is billed, and have no part in the answer.
 FORGOTTEN = {
     *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "verbosity"),
+    *("prompt_cache_retention", "prompt_cache_options", "verbosity", "max_tool_calls"),
 }
 # Of a message that an earlier answer's object was turned into.
 EMPTY_OF_MESSAGES = {
@@ -54,6 +59,7 @@ Whole = Annotated[str, AfterValidator(whole_characters)]
 Stop = Annotated[Whole, Field(min_length=1)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Text = Annotated[Whole, Field(min_length=1)]
+Top = Annotated[int, Field(ge=0, le=20)]  # of the likeliest tokens at each place
 
 
 @dataclass(frozen=True)
@@ -81,13 +87,12 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class CompletionBody(Strict):
-    """What both endpoints take. `top_k`, `min_p`, `ignore_eos`, `return_token_ids` and `draft` are
-    not OpenAI's; the first four are vLLM's too.
+class Body(Strict):
+    """What all endpoints take. `top_k`, `min_p`, `ignore_eos` and `draft` are not OpenAI's; all but
+    the last are vLLM's too.
     """
 
     model: str
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
@@ -96,11 +101,10 @@ class CompletionBody(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
     ignore_eos: bool | None = None
-    return_token_ids: bool | None = None
     draft: str | None = None  # the tag of the draft to decode with, in place of model's `name:tag`
-    unsaid: ClassVar[int] = 16  # tokens of an answer to who doesn't say, as OpenAI's
+    unsaid: ClassVar[int] = sys.maxsize  # tokens of an answer to who doesn't say
+    limit: ClassVar[str] = "max_tokens"  # the field that does
 
     @model_validator(mode="before")
     @classmethod
@@ -127,9 +131,10 @@ class CompletionBody(Strict):
         """
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: got it without stream=true; leave it out, or stream")
-        limit, most = self.max_tokens or min(self.unsaid, limits.max_tokens), limits.max_tokens
+        most = limits.max_tokens
+        limit = getattr(self, self.limit) or min(self.unsaid, most)
         if limit > most:
-            raise ValueError(f"max_tokens: got {limit}, expected at most {most} on this server")
+            raise ValueError(f"{self.limit}: got {limit}, expected at most {most} on this server")
         temperature = 1.0 if self.temperature is None else self.temperature
         drawn = temperature > 0
         return SamplingParams(
@@ -144,15 +149,33 @@ class CompletionBody(Strict):
         )
 
 
+class CompletionBody(Body):
+    """What completions and chats take. `return_token_ids` and `return_tokens_as_token_ids` are
+    vLLM's.
+    """
+
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # of log-probabilities: "token_id:5"
+
+
 class CompletionAsked(CompletionBody):
     """The body of POST /v1/completions."""
 
+    unsaid: ClassVar[int] = 16  # as OpenAI's
     prompt: (
         Text
         | Tokens
         | Annotated[list[Text], Field(min_length=1)]
         | Annotated[list[Tokens], Field(min_length=1)]
     )
+    logprobs: Top | Literal[False] | None = None
+
+    @property
+    def top(self) -> int | None:
+        """How many of the likeliest tokens to list; None for no log-probabilities."""
+        return None if self.logprobs is False else self.logprobs
 
     def given(self) -> Sequence[Prompt]:
         """The prompts, as they came."""
@@ -186,10 +209,8 @@ class Message(Strict):
         }
 
     def plain(self) -> dict[str, str]:
-        """As chat templates read it; few of them know the developer."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        """As chat templates read it."""
+        return turn(self.role, self.content)
 
 
 class ChatAsked(CompletionBody):
@@ -197,7 +218,13 @@ class ChatAsked(CompletionBody):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    unsaid: ClassVar[int] = sys.maxsize
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
+
+    @property
+    def top(self) -> int | None:
+        """As of completions."""
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @model_validator(mode="after")
     def with_one_limit(self) -> Self:
@@ -208,16 +235,75 @@ class ChatAsked(CompletionBody):
                 f"max_completion_tokens: got {new} and max_tokens={old}; expected one of them"
             )
         self.max_tokens = old or new
+        if self.top_logprobs and not self.logprobs:
+            got = f"got {self.top_logprobs} without logprobs=true"
+            raise ValueError(f"top_logprobs: {got}; leave it out, or ask for logprobs")
         return self
 
     def given(self) -> Sequence[Prompt]:
         """The one prompt: the chat up to the answer."""
-        if self.messages[-1].role == "assistant":
-            raise ValueError(
-                "messages: got the assistant's as the last one, which leaves nothing to answer; "
-                "end with the user's"
-            )
-        return [[message.plain() for message in self.messages]]
+        return [to_answer([message.plain() for message in self.messages], "messages")]
+
+
+class InputPart(Strict):
+    """A piece of an item; of an earlier answer's, the text alone is read."""
+
+    type: Literal["input_text", "output_text"]
+    text: Whole
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputItem(Strict):
+    """One turn, as it was sent or answered."""
+
+    type: Literal["message"] | None = None
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Whole | list[InputPart]
+
+
+class ResponseAsked(Body):
+    """The body of POST /v1/responses: text in, text out, nothing stored."""
+
+    input: Text | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: Whole | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: Top | None = None
+    n: ClassVar[int] = 1
+    limit: ClassVar[str] = "max_output_tokens"
+
+    @property
+    def top(self) -> int | None:
+        """As of completions."""
+        return self.top_logprobs or 0 if self.include else None
+
+    def given(self) -> Sequence[Prompt]:
+        """The one prompt: instructions, then the input."""
+        told = [turn("system", self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            return [[*told, turn("user", self.input)]]
+        items = [turn(item.role, item.content) for item in self.input]
+        return [to_answer([*told, *items], "input")]
+
+
+def turn(role: str, content: str | Sequence[Part | InputPart]) -> dict[str, str]:
+    """As chat templates read it; few of them know the developer."""
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    return {"role": "system" if role == "developer" else role, "content": text}
+
+
+def to_answer(turns: list[dict[str, str]], field: str) -> list[dict[str, str]]:
+    """A chat that leaves something to answer; else ValueError."""
+    if turns[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{field}: got the assistant's as the last one, which leaves nothing to answer; "
+            "end with the user's"
+        )
+    return turns
 
 
 def _same(value: Any, off: Any) -> bool:

@@ -31,6 +31,7 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.arms import default_K
 from draftsmith.decode.serve.engine_thread import Service
 from draftsmith.decode.serve.http import make_app
+from draftsmith.decode.serve.journal import Journal
 from draftsmith.decode.serve.learning import Learning
 from draftsmith.decode.serve.prometheus import Metrics
 from draftsmith.decode.serve.schemas import Limits
@@ -38,7 +39,7 @@ from draftsmith.decode.serve.versions import learning_kinds
 from draftsmith.models.target import TargetSpec
 
 DEFAULT = "default"  # the tag of the first lane
-LEAST = {"max_len": 2, "keep_requests": 2, "max_queue": 0, "drain_s": 0, "threads": 0}
+LEAST = {"max_len": 2, "keep_requests": 2, "max_queue": 0, "drain_s": 0, "log_s": 0, "threads": 0}
 LEAST |= dict.fromkeys(("rows", "max_tokens", "max_body", "keep_top_k"), 1)
 FLUSH_S = 5  # that answers have to reach their clients once they are whole
 
@@ -70,6 +71,7 @@ class ServerConfig:
     keep_top_k: int = 64  # tokens listed at each position of what is kept
     keep_requests: int = 4096  # of a lane, that learning can draw from
     seed: int = 0  # of requests that have none
+    log_s: float = 30.0  # between two lines a draft in the log, while it decodes; 0: none
     threads: int = 0  # of the CPU; 0: as torch chooses
 
     def __post_init__(self) -> None:
@@ -130,6 +132,7 @@ class Backend:
                 f"online: got {settings.online} and no draft that can learn, expected one of "
                 f"kind {', '.join(learning_kinds())}; leave online out, or give such a drafter"
             )
+        self.journal = Journal(self.service, settings.log_s)
 
     def app(self) -> FastAPI:
         how = self.settings
@@ -140,10 +143,13 @@ class Backend:
         if self.learning is not None:
             self.learning.start()
         self.service.start()
+        if self.settings.log_s:
+            self.journal.start()
 
     def stop(self) -> None:
         """End all threads; what was finished is written."""
         self.service.stop()
+        self.journal.stop()
         if self.learning is not None:
             self.learning.stop()
 

@@ -83,7 +83,10 @@ BAD: list[tuple[int, dict[str, Any] | bytes, str]] = [
     (400, GOOD | {"stream_options": {"include_usage": True}}, "stream=true"),
     (400, GOOD | {"max_token": 5}, "unknown option"),
     (400, GOOD | {"echo": True}, "echo"),
-    (400, GOOD | {"logprobs": 0}, "logprobs"),
+    (400, GOOD | {"logprobs": 21}, "logprobs"),
+    (400, GOOD | {"logprobs": True}, "logprobs"),
+    (400, CHAT | {"logprobs": 2}, "logprobs"),
+    (400, CHAT | {"top_logprobs": 2}, "without logprobs"),
     (400, GOOD | {"logit_bias": {"5": 1}}, "logit_bias"),
     (400, GOOD | {"best_of": 2}, "best_of"),
     (400, GOOD | {"suffix": "b"}, "suffix"),
@@ -137,7 +140,7 @@ def test_what_asks_for_nothing_passes(running: Live, options: dict[str, Any]) ->
 
 
 def test_paths_and_methods_that_are_not_there(running: Live) -> None:
-    for path, status in (("/v1/completions", 405), ("/v1/nothing", 404), ("/", 404)):
+    for path, status in (("/v1/completions", 405), ("/v1/nothing", 404), ("/nothing", 404)):
         answer = running.http.get(path)
         assert answer.status_code == status and answer.json()["error"]["message"]
 

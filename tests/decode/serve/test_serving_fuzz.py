@@ -38,7 +38,7 @@ def backend(
 
 
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
-POSTS = ["/v1/completions", "/v1/chat/completions"]
+POSTS = ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
 
 
 @pytest.mark.parametrize(
