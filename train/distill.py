@@ -60,7 +60,7 @@ class DistillConfig(Settings):
     draft: ModelStart = field(default_factory=ModelStart)
     allow_target_mismatch: bool = False  # go on from a draft that was made for another target
     lora: Lora = field(default_factory=Lora)
-    data: str = "stdlib"  # see prompts.rows.read_source, or a folder that train/prepare.py wrote
+    data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
     text: Text = field(default_factory=Text)
     on_policy: OnPolicyText = field(default_factory=OnPolicyText)
     loss: Losses = field(default_factory=Losses)

@@ -48,7 +48,7 @@ class EagleRun(Settings):
     target: TargetSpec
     shard_target: bool = False  # each process keeps a share of the target's decoder layers
     head: EagleSource = field(default_factory=EagleSource)
-    data: str = "stdlib"  # see prompts.rows.read_source, or a folder that train/prepare.py wrote
+    data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
     text: Text = field(default_factory=Text)
     loss: str = "fkl"  # D: see losses.parse_loss
     unroll: Unroll = field(default_factory=Unroll)

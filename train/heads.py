@@ -64,7 +64,7 @@ class HeadsConfig(Settings):
     head: HeadSizes
     joint: JointTraining = field(default_factory=JointTraining)
     lora: Lora = field(default_factory=lambda: Lora(rank=32, dropout=0.05))  # of joint training
-    data: str = "stdlib"  # see prompts.rows.read_source, or a folder that train/prepare.py wrote
+    data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
     text: Text = field(default_factory=Text)
     loss: str = "ce"  # or a key of losses.DIVERGENCES
     decay: float = 1.0  # of a head's weight, from one depth to the next

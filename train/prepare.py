@@ -26,6 +26,7 @@ from rich.console import Console
 from draftsmith.command import run_command
 from draftsmith.decode.drafters.load import load_decoded
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.prompts.chat import set_template, thinks
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.disk.provenance import git_commit, versions
 from draftsmith.models.fingerprint import fingerprint
@@ -44,6 +45,8 @@ from draftsmith.train.text.prepared import (
     watched,
 )
 from draftsmith.train.text.tokenise import load_rows
+
+LENGTH, THINKING_LENGTH = 256, 2048  # tokens of an answer
 
 
 @dataclass(kw_only=True)
@@ -72,7 +75,9 @@ class Prepare:
     prompt_length: int = 64  # tokens of a window of a document
     max_prompt_tokens: int = 0  # leave longer prompts out; 0: one beyond the context is an error
     samples: int = 1  # answers a prompt
-    max_new_tokens: int = 256
+    max_new_tokens: int = 0  # 0: 256, and 2048 of a model that thinks before it answers
+    thinking: bool | None = None
+    template_kwargs: str = ""
     temperature: float = 1.0
     temperatures: list[float] = field(default_factory=list)  # several, in turn; then not the one
     top_k: int = 0
@@ -89,10 +94,8 @@ def main(argv: list[str]) -> None:
     config = load(Prepare, argv)
     if config.target.shrink:  # to try a recipe: some prompts, short answers
         config = replace(config, limit=4, max_new_tokens=8)
-    laws = [replace(config, temperature=t) for t in config.temperatures or [config.temperature]]
-    params = list(map(SamplingParams.of, laws))
     served = config.endpoint
-    check_asked(served.top_logprobs, served.url, served.api, params)
+    check_asked(served.top_logprobs, served.url, served.api, sampling(config, LENGTH))
 
     # ---- target ------------------------------------------------------------------------------
     state = PartialState(cpu=config.device == "cpu" or not torch.accelerator.is_available())
@@ -107,6 +110,8 @@ def main(argv: list[str]) -> None:
         model, tokenizer = load_decoded(config.target, state.device)
         writer = Decoder(model, tokenizer, batch_size=config.batch_size)
         target, room = fingerprint(model, tokenizer), writer.context - 1
+    set_template(tokenizer, config.thinking, config.template_kwargs)
+    params = sampling(config, THINKING_LENGTH if thinks(tokenizer) else LENGTH)
 
     # ---- prompts -----------------------------------------------------------------------------
     asked = {"limit": config.limit, "window": config.prompt_length, "samples": config.samples}
@@ -146,6 +151,13 @@ def main(argv: list[str]) -> None:
                 raise KeyboardInterrupt(message) from stop
             raise SystemExit(f"{stop}\n{message}") from stop
     console.print(summary(out, len(asks)))
+
+
+def sampling(config: Prepare, length: int) -> list[SamplingParams]:
+    """How answers are drawn, at each temperature in turn; length: where the recipe has none."""
+    given = replace(config, max_new_tokens=config.max_new_tokens or length)
+    every = config.temperatures or [config.temperature]
+    return [SamplingParams.of(replace(given, temperature=t)) for t in every]
 
 
 def answered(

@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import run_command
+from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.rows import Row
 from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.models.disk.provenance import provenance
@@ -54,7 +55,7 @@ class PretrainConfig(Settings):
     lora: Lora = field(default_factory=Lora)
     tokenizer: str = "train"  # or whose to take, where neither target nor model brings one
     tokenizer_size: int = 4096
-    data: str = "stdlib"  # see prompts.rows.read_source, or a folder that train/prepare.py wrote
+    data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
     text: Text = field(default_factory=Text)
     corpus: Corpus = field(default_factory=Corpus)
     heldout_sequences: int = 64  # at each evaluation
@@ -126,16 +127,19 @@ def target_and_tokenizer(
     config: PretrainConfig, rows: list[Row], device: torch.device
 ) -> tuple[PreTrainedModel | None, PreTrainedTokenizerBase]:
     """The target that a draft is for, if any; its tokenizer, or the model's, or a new one."""
+    target: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
     if config.target.path:
         where = device if config.heldout.prompts else "cpu"
         target, tokenizer = load_target(config.target.resolved(config.dtype), where)
         if config.model.path:
             check_same_tokenizer(tokenizer, load_tokenizer(config.model.path))
-        return target, tokenizer
-    source = config.model.path or config.tokenizer
-    if source == "train":
-        return None, train_bpe((row.text for row in rows), config.tokenizer_size)
-    return None, load_tokenizer(source)
+    elif (source := config.model.path or config.tokenizer) == "train":
+        target, tokenizer = None, train_bpe((row.text for row in rows), config.tokenizer_size)
+    else:
+        target, tokenizer = None, load_tokenizer(source)
+    set_template(tokenizer, config.text.thinking, config.text.template_kwargs)
+    return target, tokenizer
 
 
 def make_model(

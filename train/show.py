@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.command import parse
+from draftsmith.decode.prompts.chat import set_template
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.text.tokenise import load_examples
 
@@ -23,6 +24,8 @@ class Show:
     data: str  # rows, a folder of train/prepare.py, or stdlib
     tokenizer: str  # a folder or a hub's name
     split: str = "train"  # train | heldout | all
+    thinking: bool | None = None
+    template_kwargs: str = ""
     index: int = 0  # of the example
     tokens: int = 2000  # of the example, from its beginning; 0: all of it
 
@@ -37,6 +40,7 @@ def show(config: Show, console: Console) -> None:
     stand between ⟦ and ⟧. Raises ValueError: what loading raises, or its index.
     """
     tokenizer = load_tokenizer(config.tokenizer)
+    set_template(tokenizer, config.thinking, config.template_kwargs)
     examples = load_examples(config.data, tokenizer, config.split)
     if not 0 <= config.index < len(examples):
         raise ValueError(f"index: got {config.index}, expected 0..{len(examples) - 1}")

@@ -33,6 +33,7 @@ from draftsmith.decode.engine.request import eos_ids
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.policies.timing import isolated_times
+from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import load_prompts, spread
 from draftsmith.decode.report.printed import print_table
 from draftsmith.decode.sampling import SamplingParams
@@ -75,6 +76,8 @@ class Trim:
     limit: int = 16  # prompts of each part
     prompt_tokens: int = 64
     max_new_tokens: int = 128
+    thinking: bool | None = None
+    template_kwargs: str = ""
     K: int | None = None  # draft calls a round; none: the drafter folder's default
     temperature: float = 0.0
     top_k: int = 0
@@ -115,6 +118,7 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
     refuse_others(settings)
     spec = TargetSpec(settings.target, dtype=settings.dtype)
     target, tokenizer = load_decoded(spec, settings.device)
+    set_template(tokenizer, settings.thinking, settings.template_kwargs)
     mark = fingerprint(target, tokenizer, settings.target)
     of_target: dict[str, Any] = {"target_tokenizer": tokenizer, "target_config": target.config}
     opened = open_drafter(settings.drafter, mark, **of_target)

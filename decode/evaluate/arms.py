@@ -22,6 +22,7 @@ from draftsmith.decode.engine.round import SMALLEST
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.evaluate.answers import TASKS
+from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import Prompt, next_turn
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.verify.rules import RULES
@@ -57,6 +58,8 @@ class Evaluation:
     limit: int | None = 32  # prompts; none: all
     prompt_tokens: int = 64  # of a prompt cut from running text
     turns: int | None = None  # of a conversation, at most; none: all it has
+    thinking: bool | None = None
+    template_kwargs: str = ""
     task: str = ""  # gsm8k: the prompts must have known answers; empty: scored where they have
     batch: int = 1
     seed: int = 0
@@ -171,6 +174,7 @@ def load(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
     """Target and drafters in one dtype on the settings' device."""
     spec = TargetSpec(settings.target, dtype=dtype, adapter=settings.adapter or None)
     target, tokenizer = load_decoded(spec, settings.device)
+    set_template(tokenizer, settings.thinking, settings.template_kwargs)
     pair = Loaded(target, tokenizer, {}, {})
     allow = {"allow_target_mismatch": settings.allow_target_mismatch}
     for name, path in drafters.items():

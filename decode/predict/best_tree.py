@@ -30,6 +30,7 @@ from draftsmith.command import parse
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams, request_race
 from draftsmith.decode.tree_shapes import RankPath, StaticTree
@@ -58,6 +59,8 @@ class Calibration:
     max_new_tokens: int = 128
     limit: int | None = 64  # prompts; none: all
     prompt_tokens: int = 64
+    thinking: bool | None = None
+    template_kwargs: str = ""
     batch: int = 8
     seed: int = 0
     device: str = "cpu"
@@ -179,6 +182,7 @@ def run(settings: Calibration) -> Calibrated:
     params = SamplingParams.of(settings)
     _refuse_heads(settings)
     decoder = Decoder.of(settings)
+    set_template(decoder.tokenizer, settings.thinking, settings.template_kwargs)
     prompts = load_prompts(
         settings.prompts,
         decoder.tokenizer,

@@ -1,8 +1,9 @@
 """Prompts to decode, from the layouts people have them in.
 
-Rows of chats, and of questions and `turns` where the tokenizer has a chat template, are rendered by
-it up to the last user's turn, with the beginning of the assistant's; all other rows are plain text.
-Running text (`{"text"}` rows, `stdlib`) is cut into windows, which the model then continues.
+Rows of chats, and of questions, instructions and `turns` where the tokenizer has a chat template,
+are rendered by it up to the last user's turn, with the beginning of the assistant's; all other rows
+are plain text. Running text (`{"text"}` rows, `stdlib`) is cut into windows, which the model then
+continues.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ from draftsmith.decode.prompts.rows import Message, Row
 from draftsmith.decode.prompts.splits import load_rows, part_of
 
 CATEGORIES = {"question": "grade-school maths", "chat": "chat", "text": "running text"}
+CATEGORIES["instruction"] = "instructions"
+# Rows that are a chat of two where the tokenizer has a template, and else plain text.
+ASKING = ("question", "instruction", "turns")
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def load_prompts(
     """The prompts of one part of a source, in its order.
 
     Args:
-        source: what `rows.read_source` reads, `stdlib`, or a .txt file with a prompt a line.
+        source: what `sources.read_source` reads, `stdlib`, or a .txt file with a prompt a line.
         limit: that many, spread evenly over the source, whose categories so keep their shares; None
             for all. A source with fewer gives what it has.
         prompt_tokens: the length of a window of running text.
@@ -112,7 +116,7 @@ def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
         messages = as_chat(row, tokenizer)
         if messages:
-            return chat_prompt(messages, tokenizer)
+            return chat_prompt(messages, tokenizer, tools=row.tools)
     except ValueError as error:
         raise ValueError(f"{row.where}: {error}") from error
     return beginning(plain_prompt(row), tokenizer)
@@ -122,7 +126,7 @@ def as_chat(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Message]:
     """The row as a chat, its answer included if it has one; empty for plain text."""
     if row.kind == "chat":
         return list(row.messages)
-    if row.kind not in ("question", "turns") or tokenizer.chat_template is None:
+    if row.kind not in ASKING or tokenizer.chat_template is None:
         return []
     answer = [{"role": "assistant", "content": row.completion}] if row.completion else []
     return [{"role": "user", "content": row.prompt}, *answer]
@@ -130,7 +134,7 @@ def as_chat(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Message]:
 
 def plain_prompt(row: Row) -> str:
     """The prompt of a row that is no chat."""
-    return f"{row.prompt}\n" if row.kind in ("question", "turns") else row.prompt
+    return f"{row.prompt}\n" if row.kind in ASKING else row.prompt
 
 
 def windows(row: Row, tokenizer: PreTrainedTokenizerBase, length: int) -> list[list[int]]:

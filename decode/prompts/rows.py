@@ -1,33 +1,36 @@
-"""Rows of text: what a line of a data set means, and the files, hubs and corpus it is read from.
+"""What a row of data is: told by its fields, here alone. `sources` says where rows come from.
 
-Kinds of rows, told apart by their fields:
-    text        {"text"}                    a document
-    completion  {"prompt", "completion"}    plain text, no chat template
-    prompt      {"prompt"}                  a prompt without an answer (HumanEval)
-    chat        {"messages": [{"role", "content"}, ...]}
-    question    {"question", "answer"}      GSM8K: a chat where the tokenizer has a template
-    turns       {"turns", "category"}       Spec-Bench, MT-bench: what a user says, turn by turn
+Kinds of rows:
+    text         {"text"} or {"content"}     a document
+    completion   {"prompt", "completion"}    plain text, no chat template
+    prompt       {"prompt"}                  a prompt without an answer (HumanEval)
+    chat         {"messages": [{"role", "content"}, ...]}, with "tools" and "tool_calls" as OpenAI
+                 has them, and thinking as "reasoning_content" where the template reads that
+    chat         {"conversations": [{"from", "value"}, ...]}    ShareGPT
+    question     {"question", "answer"}      GSM8K: a chat where the tokenizer has a template
+    instruction  {"instruction", "input", "output"}             Alpaca: likewise
+    turns        {"turns", "category"}       Spec-Bench, MT-bench: what a user says, turn by turn
 """
 
 import json
-import os
-import sysconfig
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import dropwhile, takewhile
 from typing import Any
 
-STDLIB_EXCLUDED = {
-    *("site-packages", "dist-packages"),
-    *("idlelib", "lib2to3", "encodings", "pydoc_data"),
-}
-STDLIB_LEAST_BYTES = 5_000_000
 LAYOUTS = (
-    '{"messages"}, {"prompt", "completion"}, {"prompt"}, {"text"}, '
-    '{"question", "answer"} (GSM8K) or {"turns"} (Spec-Bench)'
+    '{"messages"}, {"conversations"} (ShareGPT), {"instruction", "input", "output"} (Alpaca), '
+    '{"prompt", "completion"}, {"prompt"}, {"text"}, {"question", "answer"} (GSM8K) or {"turns"} '
+    "(Spec-Bench)"
 )
+# Who speaks, in the words of ShareGPT's many descendants.
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,16 @@ class Row:
     prompt: str = ""
     completion: str = ""  # the answer; of a document, all of it
     messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()  # that a chat may call, as JSON schemas
     category: str = ""  # of a benchmark's prompt
     later: tuple[str, ...] = ()  # what the user says after the answer to the prompt, and so on
     reference: str = ""  # a known answer to the prompt that nothing is trained on
     error: tuple[int, int] | None = None  # of an answer that people found wrong, in its characters
 
     def __post_init__(self) -> None:
-        said = (str(value) for message in self.messages for value in message.values())
+        said = (value for message in self.messages for value in message.values())
         own = (self.prompt, self.completion, self.category, self.reference)
-        for text in (*own, *self.later, *said):
+        for text in map(_spelled, (*own, *self.later, *said, *self.tools)):
             try:
                 text.encode()
             except UnicodeEncodeError as error:
@@ -62,38 +66,18 @@ class Row:
     @property
     def text(self) -> str:
         """All words of the row, to train a tokenizer on or to tell two rows apart."""
-        parts = [message["content"] for message in self.messages]
+        names = ("reasoning_content", "content", "tool_calls")
+        parts = [_spelled(m[name]) for m in self.messages for name in names if m.get(name)]
         return "\n".join(part for part in (*parts, self.prompt, self.completion) if part)
 
+    @property
+    def blank(self) -> bool:
+        """Without a word, so that it is left out: some sets part their articles by such rows."""
+        return not self.text.strip()
 
-def read_source(data: str) -> list[list[Row]]:
-    """The rows of each file of a data set; the corpus and a hub's data set count as one file.
 
-    data: a JSONL or Parquet file, a folder of them, `stdlib`, `arithmetic` or `arithmetic:plain`,
-    or a hub's `name[:config][@split]` (by default its train split). ValueError with path and line
-    for missing or empty data, a malformed line, a row of unknown layout, a hub out of reach.
-    """
-    path = Path(data)
-    if data in ("arithmetic", "arithmetic:plain"):
-        from draftsmith.decode.prompts.arithmetic import HABIT, arithmetic_rows
-
-        files = [arithmetic_rows(habit=HABIT if data == "arithmetic" else 0.0)]
-    elif data == "stdlib":
-        files = [stdlib_rows(Path(sysconfig.get_path("stdlib")))]
-    elif path.is_dir():
-        paths = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".parquet"))
-        files = [_rows(_file(p)) for p in paths]
-    elif path.is_file():
-        files = [_rows(_file(path))]
-    elif path.suffix or data.startswith((".", "/", "~")) or data.count("/") > 1:
-        raise ValueError(f"data: got {data!r}, which does not exist; expected a file or a folder")
-    else:
-        found = enumerate(hub_dataset(data, "data"))
-        files = [_rows((_present(fields), f"{data}[{number}]") for number, fields in found)]
-    if not any(files):
-        expected = "expected a JSONL or Parquet file with some"
-        raise ValueError(f"data: {data!r} holds no rows; {expected}")
-    return files
+def _spelled(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def parse(fields: Any, where: str) -> Row:
@@ -111,8 +95,11 @@ def parse(fields: Any, where: str) -> Row:
 
     # HumanEval has no category, but each of its prompts a name: HumanEval/17.
     category = str(fields.get("category") or str(fields.get("task_id", "")).partition("/")[0])
-    if "messages" in fields:
-        return Row("chat", where, messages=_messages(fields["messages"], where))
+    if "messages" in fields or "conversations" in fields:
+        tools = tuple(_objects(fields["tools"], "tools", where) if fields.get("tools") else ())
+        return Row("chat", where, messages=_messages(fields, where), tools=tools)
+    if "instruction" in fields:
+        return _instruction(fields, word("instruction"), where)
     if "turns" in fields:
         turns = fields["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
@@ -129,31 +116,10 @@ def parse(fields: Any, where: str) -> Row:
         return Row("completion", where, word("prompt"), word("completion"), error=error)
     if "prompt" in fields:
         return Row("prompt", where, word("prompt"), category=category)
-    if isinstance(fields.get("text"), str):
-        return Row("text", where, completion=fields["text"])
+    for name in ("text", "content"):  # the second as sets of source code have it
+        if isinstance(fields.get(name), str):
+            return Row("text", where, completion=fields[name])
     raise ValueError(f"{where}: got the fields {sorted(fields)}, expected {LAYOUTS}")
-
-
-def stdlib_rows(root: Path) -> list[Row]:
-    """The Python sources under `root` as documents, in the order of their paths, without tests and
-    what `STDLIB_EXCLUDED` names. ValueError under 5 MB of source (a stripped or zipped Python).
-    """
-    rows, paths = [], []
-    for folder, inner, names in os.walk(root):
-        inner[:] = {d for d in inner if not d.startswith("test")} - STDLIB_EXCLUDED  # not entered
-        paths += [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("test")]
-    for path in sorted(paths, key=lambda p: p.relative_to(root).as_posix()):
-        source = path.read_bytes().decode("utf-8", errors="replace")
-        if source.strip():
-            where = f"stdlib:{path.relative_to(root).as_posix()}"
-            rows.append(Row("text", where, completion=source))
-    size = sum(len(row.completion) for row in rows)
-    if size < STDLIB_LEAST_BYTES:
-        raise ValueError(
-            f"stdlib: got {size / 1e6:.1f} MB of library source under {root}, expected at least "
-            f"{STDLIB_LEAST_BYTES / 1e6:.0f}; use a complete Python, or give data= a text of yours"
-        )
-    return rows
 
 
 def _error(fields: dict[str, Any], answer: str, where: str) -> tuple[int, int] | None:
@@ -170,76 +136,98 @@ def _error(fields: dict[str, Any], answer: str, where: str) -> tuple[int, int] |
     )
 
 
-def _messages(value: Any, where: str) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{where}: 'messages' is {value!r:.60}, expected a list of messages")
-    for number, message in enumerate(value):
-        match message:
-            # Without words it would be taken for an answer that ends at once.
-            case {"role": "assistant", "content": str(content)}:
-                sound = bool(content.strip())
-            case {"role": str(), "content": str()}:
-                sound = True
-            case _:
-                sound = False
-        if not sound or message.get("tool_calls"):
-            raise ValueError(
-                f"{where}: message {number} is {message!r:.80}, expected a text in 'role' and in "
-                "'content', of an assistant one that isn't empty (tool calls and images are not "
-                "supported)"
-            )
-    return tuple(value)
-
-
-def _rows(source: Iterable[tuple[Any, str]]) -> list[Row]:
-    """Parsed rows, without documents that are blank (some sets separate their articles by them)."""
-    rows = (parse(fields, where) for fields, where in source)
-    return [row for row in rows if row.kind != "text" or row.completion.strip()]
-
-
-def _file(path: Path) -> Iterator[tuple[Any, str]]:
-    if path.suffix == ".parquet":
-        yield from _parquet(path)
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            try:
-                if line.strip():
-                    yield json.loads(line), where
-            except ValueError as error:
-                raise ValueError(
-                    f"{where}: not JSON ({error}); expected one object a line"
-                ) from error
-
-
-def _parquet(path: Path) -> Iterator[tuple[Any, str]]:
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        rows = (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist())
-        for number, fields in enumerate(rows, start=1):
-            yield _present(fields), f"{path}: row {number}"
-    except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a readable Parquet file ({error})") from error
-
-
-def _present(fields: dict[str, Any]) -> dict[str, Any]:
-    """A table has every column in every row: an absent field comes as null."""
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def hub_dataset(named: str, key: str, **options: Any) -> Any:
-    """The data set `name[:config][@split]` of the hub; key: what messages call it."""
-    from datasets import load_dataset
-
-    name, _, part = named.partition("@")
-    name, _, config = name.partition(":")
-    try:
-        return load_dataset(name, config or None, split=part or "train", **options)
-    except (OSError, ValueError) as error:
+def _instruction(fields: dict[str, Any], instruction: str, where: str) -> Row:
+    """Alpaca's; its published rows lack some outputs, and then nothing is left of them."""
+    given, output = fields.get("input") or "", fields.get("output")
+    if not isinstance(given, str) or not isinstance(output, str | None):
         raise ValueError(
-            f"{key}: {named!r} is no file here, and as a data set of the hub it can't be loaded: "
-            f"{error}. Expected files, a folder, `stdlib`, or name[:config][@split]"
-        ) from error
+            f"{where}: 'input' is {given!r:.40} and 'output' {output!r:.40}, expected texts"
+        )
+    if output is not None and not output.strip():
+        return Row("instruction", where)
+    asked = f"{instruction}\n\n{given}" if given.strip() else instruction
+    return Row("instruction", where, asked, output or "")
+
+
+def _messages(fields: dict[str, Any], where: str) -> tuple[Message, ...]:
+    """A chat's. ShareGPT's are logs, cut to size: what comes before somebody asks is left out, and
+    what comes after a turn without words; without a question nothing is left.
+    """
+    logged = "messages" not in fields
+    name = "conversations" if logged else "messages"
+    value = fields[name]
+    if not isinstance(value, list) or not (value or logged):
+        raise ValueError(f"{where}: {name!r} is {value!r:.60}, expected a list of messages")
+    found = [_message(message, f"{where}: message {i}") for i, message in enumerate(value)]
+    if logged:
+        found = list(dropwhile(lambda message: message["role"] == "assistant", found))
+        found = list(takewhile(_says, found))
+        if not any(message["role"] == "user" for message in found):
+            return ()
+        if fields.get("system"):
+            found.insert(0, {"role": "system", "content": str(fields["system"])})
+    for number, message in enumerate(found):
+        # Without words it would be taken for an answer that ends at once.
+        if message["role"] == "assistant" and not _says(message):
+            raise ValueError(
+                f"{where}: message {number} is {value[number]!r:.80}, expected words of an "
+                "assistant (a 'content' that isn't empty), or a call of a tool"
+            )
+    return tuple(found)
+
+
+def _says(message: Message) -> bool:
+    return bool(message["content"].strip() or message.get("tool_calls"))
+
+
+def _message(message: Any, where: str) -> Message:
+    """With role, content and calls as chat templates read them."""
+    given = _read(message, where)
+    said = {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else {}
+    role, content = said.get("role"), said.get("content", "" if "tool_calls" in said else None)
+    if "from" in said:
+        role, content = ROLES.get(str(said.pop("from")).lower()), said.pop("value", None)
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in content
+    ):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise ValueError(
+            f"{where} is {message!r:.80}, expected a text in 'role' and in 'content', or one of "
+            f"{', '.join(ROLES)} in 'from' and a text in 'value' (images are not supported)"
+        )
+    if calls := said.pop("tool_calls", None):
+        said["tool_calls"] = [_call(call, where) for call in _objects(calls, "tool_calls", where)]
+    return {**said, "role": role, "content": content}
+
+
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call of a tool; its arguments, which OpenAI has as a text of JSON, as templates read it."""
+    match call.get("function", call):
+        case {"name": str(name), "arguments": str() | dict() as arguments}:
+            if isinstance(arguments, str):
+                arguments = _read(arguments, f"{where}: the arguments of {name}")
+            own = {"id": call["id"]} if "id" in call else {}
+            return own | {"type": "function", "function": {"name": name, "arguments": arguments}}
+    raise ValueError(
+        f"{where} is a tool call {call!r:.80}, expected 'function' with its 'name' and 'arguments'"
+    )
+
+
+def _objects(value: Any, name: str, where: str) -> list[dict[str, Any]]:
+    what = f"{where}: {name!r}"
+    found = _read(value, what)
+    found = [_read(item, what) for item in found] if isinstance(found, list) else []
+    if not found or not all(isinstance(item, dict) for item in found):
+        raise ValueError(f"{what} is {value!r:.60}, expected a list of objects")
+    return found
+
+
+def _read(value: Any, what: str) -> Any:
+    """What is in a text of JSON, as tables have objects that are unlike; all else as it is."""
+    if not isinstance(value, str) or value[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{what} is {value!r:.60}, expected JSON ({error})") from error

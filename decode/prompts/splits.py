@@ -9,7 +9,8 @@ import hashlib
 from collections.abc import Sequence
 from itertools import chain
 
-from draftsmith.decode.prompts.rows import Row, read_source
+from draftsmith.decode.prompts.rows import Row
+from draftsmith.decode.prompts.sources import read_source
 
 SPLITS = ("train", "heldout", "all")
 PARTS = ("tune", "report")
@@ -20,7 +21,7 @@ SHARED_LINE_LEAST = 12
 
 
 def load_rows(data: str, split: str) -> list[Row]:
-    """The rows of one side of `data` (see `rows.read_source`), in its order. split: `train`,
+    """The rows of one side of `data` (see `sources.read_source`), in its order. split: `train`,
     `heldout`, or `all` for a set that is wholly one or the other; ValueError for another, or an
     empty side.
     """

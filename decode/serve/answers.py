@@ -9,6 +9,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -171,7 +172,8 @@ class Answers:
                 raise ValueError(
                     f"n: got {len(given) * samples} answers in one request, expected at most {most}"
                 )
-            prompts = [self.encode(prompt) for prompt in given]
+            more = asked.chat_template_kwargs if isinstance(asked, ChatAsked) else None
+            prompts = [self.encode(prompt, more) for prompt in given]
             for index in range(len(prompts) * samples):
                 number, which = next(self._numbers), index // samples
                 if len(prompts[which]) >= context:
@@ -205,10 +207,10 @@ class Answers:
         with self._lock:
             return token_bytes(token, self.tokenizer)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, more: dict[str, Any] | None) -> list[int]:
         with self._lock:
             if isinstance(prompt, str):
                 return list(self.tokenizer(prompt, verbose=False).input_ids)
             if isinstance(prompt[0], dict):
-                return chat_prompt(prompt, self.tokenizer)
+                return chat_prompt(prompt, self.tokenizer, more=more)
         return prompt

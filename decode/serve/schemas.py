@@ -217,6 +217,7 @@ class ChatAsked(CompletionBody):
     """The body of POST /v1/chat/completions. max_completion_tokens is max_tokens' new name."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's, such as {"enable_thinking": false}
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None

@@ -38,6 +38,7 @@ from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.answers import MARK, final_number
+from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import prompt_ids
 from draftsmith.decode.prompts.rows import Row
 from draftsmith.decode.prompts.splits import load_rows
@@ -50,7 +51,8 @@ from draftsmith.models.target import TargetSpec
 Columns = dict[str, Tensor]
 LabelRow = tuple[int, int, bool, Tensor]  # position, token, kept, state
 SHARD_ROWS = 4096  # of a shard: what an interrupted run loses
-DECIDE = ("data", "marked", "seed", "max_new_tokens", "dtype")  # what rows are made of
+# What rows are made of.
+DECIDE = ("data", "marked", "seed", "max_new_tokens", "dtype", "thinking", "template_kwargs")
 
 
 @dataclass
@@ -186,6 +188,8 @@ class Labels:
     seed: int = 0
     max_new_tokens: int = 256
     batch: int = 64
+    thinking: bool | None = None
+    template_kwargs: str = ""
     max_gb: float = 2.0  # of the folder
     device: str = "cpu"
     dtype: str = "bfloat16"
@@ -207,6 +211,7 @@ def label(settings: Labels) -> str:
     """Write the rows of one source; in words, how many there are of which."""
     spec = TargetSpec(settings.target, dtype=settings.dtype)
     target, tokenizer = load_decoded(spec, settings.device)
+    set_template(tokenizer, settings.thinking, settings.template_kwargs)
     drafter = load_drafter(settings.drafter or None, target, tokenizer)
     about: dict[str, Any] = {
         "kind": "judge",

@@ -31,6 +31,7 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Recorder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.forward.runner import Runner
+from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.report.printed import print_table
 from draftsmith.decode.sampling import SamplingParams, position_keys
@@ -69,6 +70,8 @@ class Tracing:
     max_new_tokens: int = 128
     batch: int = 8
     seed: int = 0
+    thinking: bool | None = None
+    template_kwargs: str = ""
     max_gb: float = 4.0  # of rows
     device: str = "cpu"
     dtype: str = "float32"
@@ -97,6 +100,7 @@ def trace(settings: Tracing) -> TraceWriter:
     decoder = Decoder.of(settings, **how)
     params = SamplingParams.of(settings)
     draft = check_mixing(decoder.drafter, params, settings.mixing) if mixed else None
+    set_template(decoder.tokenizer, settings.thinking, settings.template_kwargs)
     prompts = load_prompts(
         settings.prompts,
         decoder.tokenizer,

@@ -101,9 +101,8 @@ class Handler(BaseHTTPRequestHandler):
         ids = ids[: body["max_tokens"]]
         written = ids + [tokenizer.eos_token_id] * (reason == "stop")
         choice: dict[str, Any] = {"finish_reason": reason}
-        choice |= {"message": {"content": tokenizer.decode(ids)}} if asked == "chat" else {
-            "text": tokenizer.decode(ids)
-        }  # fmt: skip
+        said = {"content": tokenizer.decode(ids)} | self.server.habits.get("message", {})
+        choice |= {"message": said} if asked == "chat" else {"text": said["content"]}
         if self.server.habits["ids"] and body.get("return_token_ids"):
             choice["token_ids"] = written
         if "logprobs" in body:  # by the habit `likely`: token -> {token: log-probability}

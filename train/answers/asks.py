@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,6 +26,7 @@ class Ask:
     messages: tuple[Message, ...]  # of a chat, up to the answer
     seed: int  # the request's own
     top_logprobs: int = 0  # how many of the likeliest tokens to tell with each token
+    tools: tuple[dict[str, Any], ...] = ()  # that a chat may call
 
 
 def from_rows(
@@ -43,22 +45,23 @@ def from_rows(
     limit: prompts at most, 0 for all rows; window: tokens of a document's; seed: the run's, which
     places the windows and makes each request's seed; top_logprobs: of each request.
     """
-    prompts: list[tuple[list[int], tuple[Message, ...]]] = []
+    prompts: list[tuple[list[int], tuple[Message, ...], tuple[dict[str, Any], ...]]] = []
     if rows[0].kind == "text":
         if limit < 1:
             raise ValueError("documents have no prompts of their own: say limit=<how many windows>")
         windows = text_prompts(rows, tokenizer, count=limit, length=window, seed=seed)
-        prompts += [(ids, ()) for ids in windows]
+        prompts += [(ids, (), ()) for ids in windows]
     else:
         for row in rows[: limit or None]:
             chat = as_chat(row, tokenizer)
-            prompts.append((prompt_ids(row, tokenizer), tuple(before_answer(chat)) if chat else ()))
+            before = tuple(before_answer(chat)) if chat else ()
+            prompts.append((prompt_ids(row, tokenizer), before, row.tools))
     asks = []
-    for number, (ids, messages) in enumerate(prompts):
+    for number, (ids, messages, tools) in enumerate(prompts):
         text = str(tokenizer.decode(ids[ids[0] == tokenizer.bos_token_id :]))
         for index in range(number * samples, (number + 1) * samples):
             own = request_seeds(seed, index)
-            asks.append(Ask(index, ids, text, messages, own, top_logprobs))
+            asks.append(Ask(index, ids, text, messages, own, top_logprobs, tools))
     return asks
 
 

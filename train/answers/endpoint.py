@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.prompts.chat import SERVED, template_settings
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.answers.asks import Ask
@@ -168,7 +169,12 @@ class Endpoint:
         if api == "chat":
             if not ask.messages:
                 raise ValueError(f"request {ask.index} is plain text, expected a chat for api=chat")
-            answer = self._send("/chat/completions", body | {"messages": list(ask.messages)})
+            body |= {"messages": list(ask.messages)} | (
+                {"tools": list(ask.tools)} if ask.tools else {}
+            )
+            if more := template_settings(self.tokenizer):  # the server's template is as ours
+                body |= {SERVED: more}
+            answer = self._send("/chat/completions", body)
             return self._read(answer, ask)
         prompt: dict[str, Any] = {"prompt": ask.text}
         if api == "tokens":
@@ -183,6 +189,13 @@ class Endpoint:
             text = choice["message"]["content"] if "message" in choice else choice["text"]
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"{self.url}: got {answer!r:.200}, expected `choices`") from error
+        said = choice.get("message") or {}
+        if thought := said.get("reasoning_content") or said.get("reasoning"):
+            raise ValueError(
+                f"{self.url}: got an answer without its thinking, which came apart from it "
+                f"({thought!r:.40}), so its tokens can't be known; ask by endpoint.api=tokens, or "
+                "start the server without a reasoning parser"
+            )
         text = text or ""
         ended = choice.get("finish_reason") == "stop"
         usage = answer.get("usage") or {}

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.prompts.chat import set_template
 from draftsmith.models.fingerprint import remember_body
 from draftsmith.models.taps import decoder_layers
 from draftsmith.models.target import load_target, output_head
@@ -28,13 +29,15 @@ from draftsmith.train.run.settings import setting
 def open_target(
     config: Any, accelerator: Accelerator
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target of a recipe that has `shard_target`, and its tokenizer, where this process
-    computes. All call it together. ValueError for what `load_target` and `check_shards` refuse.
+    """The target of a recipe that has `shard_target`, and its tokenizer, whose chats are rendered
+    as `text` says, where this process computes. All call it together. ValueError for what
+    `load_target`, `set_template` and `check_shards` refuse.
     """
     check_shards(config, accelerator.num_processes)
     # Whole in the host's memory alone if cut: the device sees one whole layer at a time.
     place = "cpu" if config.shard_target else accelerator.device
     target, tokenizer = load_target(config.target.resolved(config.dtype), place)
+    set_template(tokenizer, config.text.thinking, config.text.template_kwargs)
     if config.shard_target:
         share_out(target, accelerator.device)
     return target, tokenizer

@@ -2,19 +2,31 @@
 
 The template's own `{% generation %}` marks come first. Without them the mask is derived: the chat
 is rendered up to each assistant turn, with and without it, and both must be prefixes, token by
-token, of the whole chat's rendering. What does not check is refused, never guessed.
+token, of the whole chat's rendering. What does not check is refused, never guessed. So thinking is
+trained where the template shows it after its prompt for an answer, and nowhere else.
 """
 
-import re
+from functools import partial
 from typing import NamedTuple
 
-from jinja2 import TemplateError
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from draftsmith.decode.prompts.chat import Messages, encode, render, template_of
+from draftsmith.decode.prompts.chat import (
+    GENERATION_MARK,
+    THOUGHT,
+    Messages,
+    Tools,
+    apply,
+    encode,
+    render,
+    template_of,
+)
 
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ADVICE = "mark the assistant's words with {% generation %} ... {% endgeneration %} in the template"
+OTHER_THINKING = (
+    "the template's prompt begins or ends the thinking otherwise than this answer; set thinking= "
+    "as the rows are, or let train/prepare.py write the answers"
+)
 
 
 class ChatTokens(NamedTuple):
@@ -29,7 +41,9 @@ class ChatTokens(NamedTuple):
     rewritten: int
 
 
-def chat_tokens(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> ChatTokens:
+def chat_tokens(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: Tools = ()
+) -> ChatTokens:
     """The tokens of a chat up to its last assistant turn, and those that the assistant wrote.
     ValueError: no assistant turn, no template, or a mask that can't be known for certain.
     """
@@ -38,19 +52,17 @@ def chat_tokens(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> ChatT
         raise ValueError("a chat without an assistant's message has nothing to learn from")
     messages = messages[: turns[-1] + 1]
     if GENERATION_MARK.search(template_of(tokenizer)):
-        return _marked(messages, tokenizer)
-    return _derived(messages, turns, tokenizer)
+        return _marked(messages, turns, tokenizer, tools)
+    return _derived(messages, turns, tokenizer, tools)
 
 
-def _marked(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> ChatTokens:
+def _marked(
+    messages: Messages, turns: list[int], tokenizer: PreTrainedTokenizerBase, tools: Tools
+) -> ChatTokens:
     if not tokenizer.is_fast:
         raise ValueError("generation marks need a fast tokenizer (tokenizer.json)")
-    try:
-        encoded = tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses this chat: {error}") from error
+    how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    encoded = apply(messages, tokenizer, tools, **how)
     assert isinstance(encoded, BatchEncoding), type(encoded)
     ids, trained = list(encoded["input_ids"]), [bool(m) for m in encoded["assistant_masks"]]
     if not any(trained):
@@ -59,26 +71,34 @@ def _marked(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> ChatToken
         # Some templates close the mark before the end token; the assistant writes it all the same.
         if ids[i] == tokenizer.eos_token_id and trained[i - 1]:
             trained[i] = True
+    for turn in filter(None, turns if THOUGHT in template_of(tokenizer) else ()):
+        # What the prompt already holds (thinking that is off, say) nobody writes, marked or not.
+        told = [render(messages[:turn], tokenizer, prompt=p, tools=tools) for p in (False, True)]
+        before, asked = (encode(text, tokenizer) for text in told)
+        if ids[: len(asked)] == asked:
+            trained[len(before) : len(asked)] = [False] * (len(asked) - len(before))
     return ChatTokens(ids, trained, 0)
 
 
 def _derived(
-    messages: Messages, turns: list[int], tokenizer: PreTrainedTokenizerBase
+    messages: Messages, turns: list[int], tokenizer: PreTrainedTokenizerBase, tools: Tools
 ) -> ChatTokens:
-    whole = render(messages, tokenizer)
+    shown = partial(render, tokenizer=tokenizer, tools=tools)
+    whole = shown(messages)
     ids = encode(whole, tokenizer)
     trained = [False] * len(ids)
     rewritten = 0
     for turn in turns:
-        before = render(messages[:turn], tokenizer, prompt=True) if turn else ""
-        through = render(messages[: turn + 1], tokenizer)
+        before = shown(messages[:turn], prompt=True) if turn else ""
+        through = shown(messages[: turn + 1])
         if not whole.startswith(through) and turn != turns[-1]:
             rewritten += 1
             continue
         if not turn or not through.startswith(before):
             raise ValueError(
                 f"message {turn}: the template's prompt for the assistant is no beginning of the "
-                f"rendered chat, so its words can't be told; {ADVICE}"
+                f"rendered chat, so its words can't be told; "
+                f"{OTHER_THINKING if 'think>' in before[-40:] else ADVICE}"
             )
         before_ids, through_ids = encode(before, tokenizer), encode(through, tokenizer)
         if ids[: len(before_ids)] != before_ids or ids[: len(through_ids)] != through_ids:
@@ -87,7 +107,7 @@ def _derived(
                 "answer can't be told apart; remove white space around the content"
             )
         span = through[len(before) :]
-        if before == render(messages[:turn], tokenizer):
+        if before == shown(messages[:turn]):
             # A template may have no header before an answer, or may ignore add_generation_prompt;
             # then it may also begin another answer after each chat, a finished one included.
             if not span.lstrip().startswith(messages[turn]["content"].strip()):
@@ -96,7 +116,7 @@ def _derived(
                     f"assistant's header {span[:20]!r} can't be told from its words; {ADVICE}"
                 )
             more = [*messages[: turn + 1], {"role": "user", "content": "?"}]
-            if span not in render(more, tokenizer):
+            if span not in shown(more):
                 raise ValueError(
                     f"message {turn}: the template begins another answer after it, whatever "
                     f"add_generation_prompt says, so the end of {span[-40:]!r} would be taken for "

@@ -35,6 +35,9 @@ class Text:
 
     max_length: int = 256  # tokens of a sequence
     packing: bool = True  # several documents a sequence, which don't see one another
+    # Of chats: the switch of a thinking model's template; none: as the template does by itself.
+    thinking: bool | None = None
+    template_kwargs: str = ""  # JSON of other names that the chat template reads
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,8 @@ import fsspec
 import numpy as np
 import pyarrow
 
-from draftsmith.decode.prompts.rows import Row, hub_dataset, parse
+from draftsmith.decode.prompts.rows import Row, parse
+from draftsmith.decode.prompts.sources import hub_dataset, present
 from draftsmith.decode.prompts.splits import load_rows
 
 KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
@@ -136,12 +137,8 @@ class ShardReader:
             self.index += 1
             if self.index % self.one_of != self.offset % self.one_of:
                 continue
-            given = {name: value for name, value in fields.items() if value is not None}
-            if isinstance(given.get("content"), str):  # as sets of source code name it
-                given.setdefault("text", given["content"])
-            row = parse(given, f"{shard.name}, row {self.index}")
-            blank = row.kind == "text" and not row.completion.strip()
-            if not blank and row.text not in self.left_out:
+            row = parse(present(fields), f"{shard.name}, row {self.index}")
+            if not row.blank and row.text not in self.left_out:
                 yield row
 
     def _fields(self, shard: Shard) -> Iterator[dict[str, Any]]:

@@ -24,10 +24,10 @@ def tokenise(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Example
     """Rows with their answers as examples, uncut (`batches.cut_long` knows the length).
 
     A document is trained whole and ends in EOS; of prompt and completion, the completion and EOS;
-    of a chat, what the assistant wrote. A GSM8K row is a chat where the tokenizer has a template,
-    otherwise `question`, a newline, and `answer` as plain text. ValueError with the row's place for
-    no EOS or template where one is needed, a row without an answer, a chat whose mask can't be
-    derived.
+    of a chat, what the assistant wrote. A GSM8K or Alpaca row is a chat where the tokenizer has a
+    template, otherwise the question, a newline, and the answer as plain text. ValueError with the
+    row's place for no EOS or template where one is needed, a row without an answer, a chat whose
+    mask can't be derived.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -43,11 +43,13 @@ def tokenise(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Example
     rewritten = 0
     for row in rows:
         try:
-            if row.kind in ("prompt", "turns"):
+            if row.kind in ("prompt", "turns") or (
+                row.kind == "instruction" and not row.completion
+            ):
                 raise ValueError("a prompt without an answer; let train/prepare.py write answers")
             messages = as_chat(row, tokenizer)
             if messages:
-                ids, trained, skipped = chat_tokens(messages, tokenizer)
+                ids, trained, skipped = chat_tokens(messages, tokenizer, row.tools)
                 rewritten += skipped
             else:
                 prompt = beginning(plain_prompt(row), tokenizer)

@@ -4,13 +4,17 @@ import json
 import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_endpoint import OK, PARAMS, Server, running
+from thinking_template import TEMPLATE
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.decode.prompts.chat import set_template
+from draftsmith.models.tokenizer import stand_in_tokenizer
 from draftsmith.train.answers.asks import Ask
 from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused
 from draftsmith.train.prepare import main as prepare
@@ -109,6 +113,30 @@ def test_where_ids_are_refused_text_is_tokenised_again(
         assert reply.token_ids == [*ask.ids, tiny_tokenizer.eos_token_id]
         assert reply.retokenised
         assert reply.mismatch is False and reply.prompt_mismatch is False
+
+
+def test_a_chat_is_asked_with_its_tools_and_the_templates_settings() -> None:
+    tokenizer = stand_in_tokenizer(320)
+    tokenizer.chat_template = TEMPLATE
+    set_template(tokenizer, thinking=False)
+    tools = ({"type": "function", "function": {"name": "f"}},)
+    ask = replace(some_asks(tokenizer, 1, chat=True)[0], tools=tools)
+    with running(tokenizer, apis="chat") as server:
+        list(
+            client(server, api="chat").answers([ask, some_asks(tokenizer, 1, chat=True)[0]], PARAMS)
+        )
+        with_tools, without = sorted(server.bodies, key=lambda body: "tools" not in body)
+    assert with_tools["tools"] == list(tools) and "tools" not in without
+    assert with_tools["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_thinking_that_comes_apart_from_its_answer_is_refused(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    apart = {"reasoning_content": "hm"}
+    told = pytest.raises(ValueError, match=r"without its thinking, .*'hm'.*api=tokens")
+    with running(tiny_tokenizer, message=apart) as server, told:
+        ask_all(server, 1, chat=True, api="chat")
 
 
 def test_an_answer_that_was_cut_has_no_end_token(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -12,7 +12,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.decode.prompts.prompts import prompt_ids
-from draftsmith.decode.prompts.rows import Row, parse, stdlib_rows
+from draftsmith.decode.prompts.rows import Row, parse
+from draftsmith.decode.prompts.sources import stdlib_rows
 from draftsmith.decode.prompts.splits import HELD_OUT_SHARE, SHARED_LINE_LEAST, load_rows
 from draftsmith.train.answers.asks import prompts_for_development
 from draftsmith.train.show import Show, show
