@@ -7,15 +7,20 @@ is the same.
 """
 
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from draftsmith.command import parse, run_command
+from draftsmith.decode.evaluate.advice import pays
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import evaluate
 from draftsmith.decode.report import results
 from draftsmith.decode.report.page import write
-from draftsmith.decode.report.terminal import table
+from draftsmith.decode.report.printed import bracket, number, print_table, times_as
+from draftsmith.decode.report.terminal import comparison, table
+from draftsmith.models.folder.drafter_folder import save_defaults
+from draftsmith.models.servers.export import serve_line
 
 
 def main(argv: list[str]) -> None:
@@ -26,10 +31,34 @@ def main(argv: list[str]) -> None:
     for name, result in reports.items():
         folder = Path(settings.out) / (name if len(reports) > 1 else "")
         write(result, folder)
+        advice = result.get("advice")
+        if advice and not pays(advice):
+            print(advice["says"])
         console.print(table(result))
         console.print(f"written: {folder / 'report.json'}, {folder / 'report.html'}", markup=False)
+        if advice:
+            tell(advice, result["drafter"], settings)
     rows = [results.row(name, result) for name, result in reports.items()]
+    if len(rows) > 1:
+        console.print(comparison(rows))
     results.publish(f"Drafters for {settings.target}", rows, Path(settings.out))
+
+
+def tell(advice: dict[str, Any], drafter: dict[str, Any], settings: Evaluation) -> None:
+    """What every depth would give, the advice, and with `save` the lines that then serve it."""
+    rows = [
+        [str(one["K"]), number(one["tau"]), times_as(one["speedup"]), bracket(one["interval"])]
+        for one in advice["depths"]
+    ]
+    print_table(["K", "tau", "speed-up, foretold", "95%"], rows)
+    print(advice["says"])
+    if settings.save and not pays(advice):
+        print(f"nothing saved: {drafter['path']} keeps its K")
+    elif settings.save:
+        folder = Path(drafter["path"])
+        save_defaults(folder, K=advice["best"])
+        print(f"saved: K={advice['best']} in {folder}; to serve it:")
+        print(serve_line(folder, settings.target))
 
 
 def arms(paths: list[str]) -> dict[str, str]:

@@ -62,7 +62,11 @@ def load_target(
 
 
 def device_of(name: str | torch.device) -> torch.device:
-    """The device of this name; ValueError, naming those at hand, for one that isn't there."""
+    """The device of this name; of "auto" a GPU, where there is one. ValueError, naming those at
+    hand, for one that isn't there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         there = (device.index or 0) < torch.get_device_module(device).device_count()

@@ -84,7 +84,7 @@ class Trim:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    device: str = "cpu"
+    device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "bfloat16"
 
     @property

@@ -100,7 +100,7 @@ class Decoder:
         target: str,
         drafter: str | None = None,
         *,
-        device: str = "cpu",
+        device: str = "auto",
         dtype: str = "auto",
         allow_target_mismatch: bool = False,
         **settings: Any,

@@ -28,7 +28,7 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.verify.rules import RULES
 from draftsmith.models.disk.read_lm import read_json
 from draftsmith.models.folder.drafter_folder import DEFAULTS, META
-from draftsmith.models.target import TargetSpec
+from draftsmith.models.target import TargetSpec, device_of
 
 BASELINES = ("native", "same-shape")
 
@@ -64,15 +64,18 @@ class Evaluation:
     batch: int = 1
     seed: int = 0
     threads: int = 0  # of the CPU; 0 as torch has it. Small models are fastest on one
-    device: str = "cpu"
+    device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "bfloat16"  # speed is measured in it; identity always in fp32
     ignore_eos: bool = False  # answers go on after the end token
     identity: bool = True  # also prove token identity in fp32
+    advice: bool = True  # also say which K is best here, and measure it
+    save: bool = False  # write that K into the drafter folder: servers' lines then carry it
     baseline: str = "native"  # same-shape: compare in `dtype` with the drafter's rounds, none kept
     allow_target_mismatch: bool = False  # a drafter that was made for another target
     adapter: str = ""  # a LoRA folder for the target, merged into its weights
 
     def __post_init__(self) -> None:
+        self.device = str(device_of(self.device))
         for name, known in (("baseline", BASELINES), ("task", TASKS)):
             if getattr(self, name) not in known:
                 choices = ", ".join(filter(None, known))
@@ -83,6 +86,11 @@ class Evaluation:
             raise ValueError(
                 f"max_new_tokens: got {self.max_new_tokens}, expected at least 2; the first token "
                 "of an answer comes with the prefill, which is not measured"
+            )
+        if self.save and (not self.advice or (self.tree, self.policy) != ("chain", "fixed")):
+            raise ValueError(
+                f"save: got true with advice={self.advice} tree={self.tree} policy={self.policy}; "
+                "expected advice=true tree=chain policy=fixed, whose K is what a folder keeps"
             )
         # Makes the decoder's settings and the sampling's too, so that they are checked here.
         if not self.comparable and self.baseline == "same-shape":

@@ -11,6 +11,7 @@ own folder.
 
 import gc
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate import metrics, speed
+from draftsmith.decode.evaluate.advice import advise
 from draftsmith.decode.evaluate.answers import (
     agreement,
     divergences,
@@ -70,6 +72,11 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Values
             report["rules"] = tau_by_rule(settings, pair, name, plain, report["tau"])
             report["skipped"] = skipped
             report["example"] = example(pair.tokenizer, timed[name].completions[0])
+            report["advice"] = None
+            if settings.advice:
+                bar = progress.add_task("the advised depth", total=groups, visible=False)
+                tick = partial(progress.update, bar, advance=1, visible=True)
+                report["advice"] = advise(settings, pair, name, prompts, timed, tick)
             reports[name] = report
         if settings.dtype != "float32":
             del pair  # before its like in fp32 is loaded: an 8B target in both would be 48 GB

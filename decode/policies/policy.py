@@ -218,7 +218,11 @@ class Costs(NamedTuple):
     def of(self, plan: Plan) -> float:
         """Seconds of a round of this plan."""
         drafting = sum(float(np.interp(n, self.nodes, self.draft)) for n in plan.fed)
-        return drafting + float(np.interp(plan.nodes, self.nodes, self.verify))
+        return drafting + self.verifying(plan)
+
+    def verifying(self, plan: Plan) -> float:
+        """Of these, the target's pass."""
+        return float(np.interp(plan.nodes, self.nodes, self.verify))
 
 
 class Cost(Policy):

@@ -63,7 +63,7 @@ class Calibration:
     template_kwargs: str = ""
     batch: int = 8
     seed: int = 0
-    device: str = "cpu"
+    device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "bfloat16"
 
 

@@ -141,6 +141,7 @@ class Report(NamedTuple):
     attention: str | None = None
     example: dict[str, Any] | None = None  # prompt, pieces of [text, from the draft?]
     rules: dict[str, float] | None = None
+    advice: dict[str, Any] | None = None  # depths, best, foretold, measured, says
     seconds: float | None = None  # of the whole evaluation
 
 

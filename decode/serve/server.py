@@ -59,7 +59,7 @@ class ServerConfig:
     K: int | None = None  # draft calls a round; none: the drafter folder's default
     tree: str = "chain"
     policy: str = "fixed"
-    device: str = "cpu"
+    device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "auto"
     api_key: str = ""  # that clients must show; empty: DRAFTSMITH_API_KEY, and without it none
     max_queue: int = 64  # answers of a lane that may wait for a row

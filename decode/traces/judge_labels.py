@@ -191,7 +191,7 @@ class Labels:
     thinking: bool | None = None
     template_kwargs: str = ""
     max_gb: float = 2.0  # of the folder
-    device: str = "cpu"
+    device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:

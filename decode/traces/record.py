@@ -73,7 +73,7 @@ class Tracing:
     thinking: bool | None = None
     template_kwargs: str = ""
     max_gb: float = 4.0  # of rows
-    device: str = "cpu"
+    device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "float32"
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ class Stopping:
     c: float | None = None  # of a draft call, in plain steps; none: measured
     v: float = 1.0  # of a verify call, in plain steps
     save: bool = False  # the threshold, into the drafter's head
-    device: str = "cpu"
+    device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "bfloat16"
 
 

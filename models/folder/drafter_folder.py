@@ -6,6 +6,7 @@ for, and where it comes from. A folder is replaced only by a whole one, and read
 whole.
 """
 
+import json
 import os
 import warnings
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from draftsmith.models.disk.read_lm import (
     refuse_faults,
     write_json,
 )
-from draftsmith.models.disk.store import previous, whole_folder
+from draftsmith.models.disk.store import previous, whole_folder, write_atomically
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.fingerprint import differences
 from draftsmith.models.folder.imports import Foreign, recognise
@@ -215,6 +216,15 @@ def _open_foreign(
             check_same_tokenizer(target_tokenizer, load_tokenizer(folder))
     meta = _without_meta(foreign.kind, note)
     return DrafterFolder(folder, foreign.kind, meta, found)
+
+
+def save_defaults(folder: Path, **defaults: Any) -> None:
+    """Change some of DEFAULTS in a folder's draftsmith.json; ValueError without one."""
+    if not (folder / META).is_file():
+        raise ValueError(f"got {folder} without {META}; expected a drafter folder that we wrote")
+    meta = read_json(folder / META)
+    meta["defaults"] = DEFAULTS | meta.get("defaults", {}) | defaults
+    write_atomically(folder / META, json.dumps(meta, indent=2).encode() + b"\n")
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

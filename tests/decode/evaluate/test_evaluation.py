@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from evaluated import MADE, arguments
+from evaluated import arguments, save_pair
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import guarded
@@ -35,8 +35,6 @@ from draftsmith.decode.prompts.prompts import Prompt, load_prompts, next_turn
 from draftsmith.decode.report.schema import AnswerDifference, schema_problems
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +45,7 @@ def folders(
     tiny_tokenizer: PreTrainedTokenizerBase,
 ) -> Path:
     root = tmp_path_factory.mktemp("pair")
-    tiny_target.save_pretrained(root / "target")
-    tiny_tokenizer.save_pretrained(root / "target")
-    for name, model in (("draft", tiny_draft), ("itself", tiny_target)):
-        save_drafter(
-            root / name,
-            kind="lm",
-            model=model,
-            tokenizer=tiny_tokenizer,
-            target_fingerprint=fingerprint(tiny_target, tiny_tokenizer),
-            provenance=MADE,
-            defaults={"K": 3},
-        )
-    rows = [{"prompt": f"def f{i}(x):", "category": "abc"[i % 3]} for i in range(6)]
-    (root / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    save_pair(root, tiny_target, tiny_draft, tiny_tokenizer)
     return root
 
 
@@ -360,6 +345,7 @@ def test_the_fp64_recheck_excuses_only_a_tie(
         ("prompts=nowhere.jsonl", "nowhere"),
         ("rule=blok", "blok"),
         ("K=0", "K: got 0"),
+        ("save=true", "save: got true with advice=False"),
         ("temprature=1", "temperature"),
         ("temperature=-1", "temperature"),
         ("max_new_tokens=1", "max_new_tokens: got 1"),
