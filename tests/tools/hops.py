@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = tuple(f"{ROOT / room}{os.sep}" for room in ("models", "decode", "train", "draftsmith"))
@@ -20,10 +20,14 @@ PRODUCT = tuple(f"{ROOT / room}{os.sep}" for room in ("models", "decode", "train
 
 def main(until: str, module: str, argv: list[str]) -> None:
     entered: set[tuple[str, str]] = set()
+    known: set[CodeType] = set()
 
     def look(frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or frame.f_code in known:
+            return
+        known.add(frame.f_code)
         file, name = os.path.realpath(frame.f_code.co_filename), frame.f_code.co_qualname
-        if event != "call" or not file.startswith(PRODUCT) or name.endswith(">"):
+        if not file.startswith(PRODUCT) or name.endswith(">"):
             return
         entered.add((file, name))
         if name == until:

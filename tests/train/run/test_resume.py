@@ -153,7 +153,7 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("entry", HEADS)
+@pytest.mark.parametrize("entry", [pytest.param("eagle", marks=pytest.mark.slow), "heads"])
 def test_heads_survive_kill_9(
     entry: str,
     tmp_path: Path,
