@@ -66,22 +66,21 @@ def advise(
     spec, plain = timed[name], timed[None]
     plans = [plan.cut(k) for k in range(1, plan.levels + 1)]
     if plan.is_chain:
-        deepest = min(plan.levels + BEYOND, int(drafter.levels))
+        deepest = min(plan.levels + BEYOND, drafter.levels)
         plans += [chain_plan(k) for k in range(plan.levels + 1, deepest + 1)]
     costs = costs_of(settings, pair, name, spec, plans[-1])
     cost_K = np.array([costs.of(one) for one in plans])
     found = counted(spec, settings.batch, plan.levels, cost_K)
+
+    def speedups(groups: np.ndarray) -> np.ndarray:
+        return speed.speedup(plain, spec, groups) * found.gains(groups)
+
     every = np.arange(len(found.kept_GD))
-    tau_K, speedup_K = found.taus(every), speed.speedup(plain, spec, every) * found.gains(every)
+    between = metrics.bootstraps(speedups, len(every)) if len(every) > 1 else None
     depths: list[Values] = [{"K": 0, "tau": 1.0, "speedup": 1.0, "interval": None}]
-    for k, (tau, speedup) in enumerate(zip(tau_K, speedup_K, strict=True)):
-
-        def drawn(groups: np.ndarray, k: int = k) -> float:
-            return speed.speedup(plain, spec, groups) * float(found.gains(groups)[k])
-
-        interval = metrics.bootstrap(drawn, len(every)) if len(every) > 1 else None
-        told = {"tau": float(tau), "speedup": float(speedup), "interval": interval}
-        depths.append({"K": k + 1} | told)
+    for k, (tau, speedup) in enumerate(zip(found.taus(every), speedups(every), strict=True)):
+        told = {"K": k + 1, "tau": float(tau), "speedup": float(speedup)}
+        depths.append(told | {"interval": None if between is None else between[:, k].tolist()})
     best = max(depths, key=lambda one: one["speedup"])
     if best["K"] not in (0, plan.levels):
         decoding = {name: replace(pair.decoding[name], K=best["K"])}
@@ -93,7 +92,7 @@ def advise(
     advice["measured"] = measured.get("speedup")
     advice["measured_interval"] = measured.get("speedup_interval")
     paid = f"draft K={best['K']}: {_speed_of(advice)}" if pays(advice) else ""
-    return advice | {"says": paid or _why_not(advice, costs, plans[0], speedup_K[0])}
+    return advice | {"says": paid or _why_not(advice, costs, plans[0])}
 
 
 def costs_of(settings: Evaluation, pair: Loaded, name: str, spec: Arm, largest: Plan) -> Costs:
@@ -129,11 +128,10 @@ def _speed_of(found: Values) -> str:
     )
 
 
-def _why_not(advice: Values, costs: Costs, first: Plan, speedup: float) -> str:
-    """Which of the two, acceptance or cost, is nearer to where K = 1 breaks even. first: its tree;
-    speedup: what is foretold of it.
-    """
-    tau, plain_s, verify_s = advice["depths"][1]["tau"], costs.verify[0], costs.verifying(first)
+def _why_not(advice: Values, costs: Costs, first: Plan) -> str:
+    """Whether acceptance or cost is nearer to where K = 1, by the tree `first`, breaks even."""
+    tau, speedup = advice["depths"][1]["tau"], advice["depths"][1]["speedup"]
+    plain_s, verify_s = costs.verify[0], costs.verifying(first)
     accepted, c = tau - 1, (costs.of(first) - verify_s) / plain_s
     # A round takes tau / speed-up plain steps; what the loop adds to isolated forwards is a factor.
     wanted = tau / speedup - 1

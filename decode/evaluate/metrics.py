@@ -68,9 +68,16 @@ def bootstrap(
     statistic: Callable[[np.ndarray], float], prompts: int, *, draws: int = 2000
 ) -> list[float]:
     """The 95% interval [low, high] of a statistic of prompt indices, over resampled prompts."""
+    return [float(end) for end in bootstraps(statistic, prompts, draws)]
+
+
+def bootstraps(
+    statistics: Callable[[np.ndarray], float | np.ndarray], prompts: int, draws: int = 2000
+) -> np.ndarray:
+    """The intervals [2, ...] of several statistics on the same draws."""
     rng = np.random.default_rng(0)
-    values = [statistic(rng.integers(0, prompts, prompts)) for _ in range(draws)]
-    return [float(end) for end in np.nanpercentile(values, [2.5, 97.5])]
+    values = [np.asarray(statistics(rng.integers(0, prompts, prompts))) for _ in range(draws)]
+    return np.asarray(np.nanpercentile(np.stack(values), [2.5, 97.5], axis=0))
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:

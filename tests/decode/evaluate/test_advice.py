@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from evaluated import arguments, save_pair
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from evaluated import arguments
 
 from draftsmith.decode.__main__ import main
 from draftsmith.decode.engine.request import Completion, Counters
@@ -103,18 +102,6 @@ def test_where_drafting_does_not_pay_it_says_which_is_at_fault(
     assert found["best"] == 0 and found["measured"] is None and not advice.pays(found)
     assert found["says"].startswith("drafting doesn't pay here")
     assert words in found["says"]
-
-
-@pytest.fixture(scope="module")
-def folders(
-    tmp_path_factory: pytest.TempPathFactory,
-    tiny_target: PreTrainedModel,
-    tiny_draft: PreTrainedModel,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-) -> Path:
-    root = tmp_path_factory.mktemp("pair")
-    save_pair(root, tiny_target, tiny_draft, tiny_tokenizer)
-    return root
 
 
 def test_the_advised_k_is_measured_saved_and_served(

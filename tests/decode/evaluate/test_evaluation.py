@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from evaluated import arguments, save_pair
+from evaluated import arguments
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import guarded
@@ -35,18 +35,6 @@ from draftsmith.decode.prompts.prompts import Prompt, load_prompts, next_turn
 from draftsmith.decode.report.schema import AnswerDifference, schema_problems
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
-
-
-@pytest.fixture(scope="module")
-def folders(
-    tmp_path_factory: pytest.TempPathFactory,
-    tiny_target: PreTrainedModel,
-    tiny_draft: PreTrainedModel,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-) -> Path:
-    root = tmp_path_factory.mktemp("pair")
-    save_pair(root, tiny_target, tiny_draft, tiny_tokenizer)
-    return root
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
