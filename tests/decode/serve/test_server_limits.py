@@ -311,6 +311,7 @@ def test_an_engine_that_fails_says_so(
         assert ended.wait(600)
         assert made.post(GOOD).status_code == 500
         assert made.http.get("/health").status_code == 503
+        until(lambda: made.backend.service.lack is not None)  # which `main` tells, without a trace
 
 
 @pytest.mark.parametrize(
