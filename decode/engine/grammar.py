@@ -70,7 +70,8 @@ class Grammar:
             self.matcher.rollback(len(taken) - shared)
             del taken[shared:]
             for step in paths[node][shared:]:
-                if tokens_N[step] in self.ends or not self._takes(tokens_N[step]):
+                token = tokens_N[step]
+                if token in self.ends or not self.matcher.try_consume_tokens([token]):
                     break
                 taken.append(step)
             if taken == paths[node]:
@@ -80,9 +81,6 @@ class Grammar:
         if self.matcher.is_error():  # too much for its limits
             self.error = f"json_schema: {' '.join(self.matcher.get_error().split()):.300}"
         return torch.from_numpy(found_NV)
-
-    def _takes(self, token: int) -> bool:
-        return bool(self.matcher.try_consume_tokens([token]))
 
 
 def ruled(

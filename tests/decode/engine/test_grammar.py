@@ -152,6 +152,9 @@ def test_what_a_grammar_cannot_follow_is_one_line(
         with pytest.raises(ValueError, match=why) as caught:
             ask(decoder, replace(GREEDY, json_schema=schema))
         assert "\n" not in str(caught.value)
+    drafter = LMDrafter(tiny_target, len(tiny_tokenizer))
+    with pytest.raises(ValueError, match="json_schema: got one with lossy='typical"):
+        ask(Decoder(tiny_target, tiny_tokenizer, drafter, lossy="typical:0.09,0.3"), GREEDY)
     with pytest.raises(ValueError, match="ignore_eos: got true with json_schema"):
         replace(GREEDY, ignore_eos=True)
     # What its limits end on the way ends the answer alone, with its reason.

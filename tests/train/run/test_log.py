@@ -109,10 +109,11 @@ def test_tensorboard_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="needs pip install mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracked(tmp_path, "mlflow")
     run, metric = (tmp_path / "mlflow_id").read_text(), "loss"
-    kept = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_metric_history(run, metric)
+    kept = mlflow.MlflowClient(f"file://{tmp_path}/mlruns").get_metric_history(run, metric)
     assert [one.step for one in kept] == [1, 2, 3]
 
 
