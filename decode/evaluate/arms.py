@@ -199,8 +199,10 @@ def default_K(path: str, tree: str) -> int | None:
     """The depth of a chain as the drafter folder's draftsmith.json has it; None, the decoder's own
     default, without one, and for a tree.
     """
+    if tree != "chain" or path in ("none", "ngram"):
+        return None
     meta = local_folder(path) / META
-    if tree != "chain" or not meta.is_file():
+    if not meta.is_file():
         return None
     return int((DEFAULTS | read_json(meta).get("defaults", {}))["K"])
 
