@@ -26,10 +26,10 @@ SCHEMA: dict[str, Any] = {
     "required": ["kind", "age"],
     "additionalProperties": False,
 }
-PROMPTS = ["def f(x):", "hello", "€ and ü"]
+PROMPTS = ["def f(x):", "hello"]
 GREEDY = SamplingParams(max_new_tokens=400, json_schema=json.dumps(SCHEMA))
 DRAWN = replace(GREEDY, temperature=1.0, seed=3)
-LAWS = [GREEDY, DRAWN, replace(DRAWN, temperature=0.7, top_k=5, min_p=0.1)]
+LAWS = [GREEDY, replace(DRAWN, temperature=0.7, top_k=5, min_p=0.1)]
 
 
 def reference(
@@ -67,8 +67,13 @@ def truths(
     return [[reference(tiny_target, tiny_tokenizer, i, law) for i in indices] for law in LAWS]
 
 
-@pytest.mark.parametrize("tree", ["plain", "chain", "medusa-63", "dynamic:3,3,9"])
-@pytest.mark.parametrize("near", [True, False], ids=["likely right", "mostly wrong"])
+@pytest.mark.parametrize(
+    ("tree", "near"),
+    [
+        *(("plain", True), ("chain", True), ("chain", False)),
+        *(("medusa-63", True), ("dynamic:3,3,9", False)),
+    ],
+)
 def test_drafted_answers_are_plain_ones_and_parse(
     tiny_target: LlamaForCausalLM,
     tiny_draft: LlamaForCausalLM,
@@ -123,19 +128,19 @@ def test_a_session_of_answers_with_and_without_one(
         session = decoder.open_session(rows=3, max_len=400)
         how: dict[str, Any] = {"tokenizer": tiny_tokenizer, "context": 400, "end_ids": (0,)}
         requests = [
-            open_request(PROMPTS[i % 3], i, i % 3, params=params, **how)
-            for i, params in enumerate([free, free, free, *LAWS[:1] * 3])
+            open_request(PROMPTS[i % 2], i, i % 2, params=params, **how)
+            for i, params in enumerate([free, free, *LAWS[:1] * 2])
         ]
         for request in requests[:2]:
             session.submit(request)
         for turn in range(1000):
             session.step()
-            if turn < 4:
-                session.submit(requests[2 + turn])
+            if turn in (2, 3):  # with a round on its way
+                session.submit(requests[turn])
         assert not session.busy
         session.close()
-        assert [r.completion.tokens for r in requests[:3]] == [one.tokens for one in alone]
-        assert [r.completion.tokens for r in requests[3:]] == truths[0]
+        assert [r.completion.tokens for r in requests[:2]] == [one.tokens for one in alone]
+        assert [r.completion.tokens for r in requests[2:]] == truths[0]
 
 
 def test_what_a_grammar_cannot_follow_is_one_line(
