@@ -36,7 +36,7 @@ LEAST_LOG_P = -9999.0  # as OpenAI's
 class SamplingParams:
     """How to sample, and when to stop. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p`
     0 are off. An answer ends with an end token (unless `ignore_eos`), one of `stop_token_ids`, or
-    where its text holds one of the strings `stop`.
+    where its text holds one of the strings `stop`, and follows `json_schema`, where one is given.
 
     `seed` is the run's seed: each request's own seed is derived from it, the prompt's index and the
     sample's index, so neither batch nor order of arrival changes an answer.
@@ -53,6 +53,7 @@ class SamplingParams:
     seed: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    json_schema: str = ""  # text of one that answers follow; see `engine.grammar`
 
     @classmethod
     def of(cls, settings: Any) -> "SamplingParams":
@@ -81,6 +82,8 @@ class SamplingParams:
                 )
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: got {self.max_new_tokens}, expected at least 1")
+        if self.json_schema and self.ignore_eos:
+            raise ValueError("ignore_eos: got true with json_schema, expected false: answers end")
         if isinstance(self.stop, str):
             raise ValueError(f"stop: got {self.stop!r}, expected several strings: ({self.stop!r},)")
         for text in self.stop:

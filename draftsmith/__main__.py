@@ -56,8 +56,14 @@ def main() -> int:
     elif begun(argv[0]) and asks_manual(argv[1:]):
         print(listing(f"{argv[0]} "))
     else:
-        return guarded(partial(command, name), rest)
+        return guarded(partial(command, name), rest, partial(keys_of, name))
     return 0
+
+
+def keys_of(name: str) -> list[str]:
+    """Of a command's settings."""
+    place, schema, _ = COMMANDS[name]
+    return [key.name for key in of_module(f"draftsmith.{place}").keys(schema)]
 
 
 def begun(word: str) -> bool:

@@ -27,6 +27,21 @@ Main = Callable[[list[str]], int | None]
 
 USERS_ERROR, INTERRUPTED = 2, 130
 OTHERS_WAIT_S = 60.0  # for the first process to tell the same error; the launcher ends them then
+# What needs less memory, by the key that a command may have; the first that it has come first.
+LESS = {
+    "batch_size": "a smaller batch_size",
+    "accumulation": "as much more accumulation",
+    "batch": "a smaller batch",
+    "rows": "fewer rows",
+    "max_len": "a shorter max_len",
+    "max_new_tokens": "fewer max_new_tokens",
+    "text.max_length": "a shorter text.max_length",
+    "gradient_checkpointing": "gradient_checkpointing=true",
+    "cache.path": "cache.path=FOLDER",
+    "shard_target": "shard_target=true",
+    "dtype": "dtype=bfloat16",
+    "precision": "precision=bf16",
+}
 
 
 def run_command(main: Main, schema: type) -> NoReturn:
@@ -35,19 +50,48 @@ def run_command(main: Main, schema: type) -> NoReturn:
     if asks_manual(argv):
         print(manual(Path(str(sys.modules[main.__module__].__file__)), schema.__name__))
         sys.exit(0)
-    sys.exit(guarded(main, argv))
+    sys.exit(guarded(main, argv, lambda: kinds(schema)))
 
 
-def guarded(main: Main, argv: list[str]) -> int:
-    """The exit code of `main`. Only what isn't the user's error has a traceback."""
+def guarded(main: Main, argv: list[str], keys: Callable[[], Collection[str]] = tuple) -> int:
+    """The exit code of `main`, whose settings have these keys. Only what is neither the user's
+    error nor a lack of memory has a traceback.
+    """
     try:
         return main(spelled(argv)) or 0
+    except (RuntimeError, MemoryError) as error:
+        if not (lack := out_of_memory(error)):
+            raise
+        helps = [what for key, what in LESS.items() if key in keys()]
+        tell(MemoryError(f"{lack}; expected less{': ' if helps else ''}{', '.join(helps)}"))
+        return 1
     except (ValueError, FileNotFoundError) as error:
         tell(error)
         return USERS_ERROR
     except KeyboardInterrupt as stop:
         print(f"interrupted: {stop}".rstrip(": "), file=sys.stderr)
         return INTERRUPTED
+
+
+def out_of_memory(error: BaseException) -> str:
+    """What was asked and what there is, where the error is a lack of memory; else nothing."""
+    text = str(error)
+    lacks = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if not lacks and not re.search("out of memory|can't allocate memory", text):
+        return ""
+    asked = re.search(r"(?:[Tt]ried|Unable) to allocate ([\d.]+) ?(bytes|[KMGTP]iB)", text)
+    free = re.search(r"capacity of ([\d.]+ \wiB) of which ([\d.]+ \wiB) is free", text)
+    if free:
+        there = f"{free[2]} of the GPU's {free[1]}"
+    else:
+        import psutil
+
+        memory = psutil.virtual_memory()
+        there = f"{memory.available / 2**30:,.1f} of this machine's {memory.total / 2**30:,.1f} GiB"
+    size = f"{asked[1]} {asked[2]}" if asked else "more"
+    if asked and asked[2] == "bytes":
+        size = f"{int(asked[1]) / 2**30:,.2f} GiB"
+    return f"out of memory: got {size} to allocate where {there} are free"
 
 
 def asks_manual(argv: list[str]) -> bool:

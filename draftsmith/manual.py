@@ -19,7 +19,7 @@ SPELLING = "Keys, as key=value or --key value, with their defaults; one with ...
 # Of keys that mean the same everywhere, where a field says nothing more of them.
 COMMON = {
     "target": "a folder in transformers' layout, or a hub's name",
-    "drafter": "a drafter's folder",
+    "drafter": "a drafter's folder or hub name",
     "prompts": "a file of rows or text, or stdlib",
     "split": "train | heldout | all",
     "out": "the folder to write",

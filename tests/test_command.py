@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 from house_rules import ROOT
 
 import draftsmith
+import draftsmith.__main__ as front
 from draftsmith.__main__ import COMMANDS, listing
-from draftsmith.command import given, guarded, kinds, parse, spelled
+from draftsmith.command import LESS, given, guarded, kinds, parse, spelled
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.policies.policy import POLICIES
@@ -106,6 +109,67 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
         ends(KeyError("x"))
     assert guarded(lambda argv: json.loads("{"), []) == 2
     assert "(json.decoder:" in capsys.readouterr().err  # where an error of another library is from
+
+
+ON_CUDA = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of "
+    "which 1.25 GiB is free. Process 9 has 77 GiB memory in use."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "got"),
+    [
+        (
+            torch.OutOfMemoryError(ON_CUDA),
+            "20.00 MiB to allocate where 1.25 GiB of the GPU's 79",
+        ),
+        (
+            None,
+            r"4,194,304.00 GiB to allocate where [\d,.]+ of this machine's [\d,.]+ GiB are free",
+        ),
+        (MemoryError(), r"more to allocate where [\d,.]+ of this"),
+        (RuntimeError("CUDA error: out of memory"), "more to allocate"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "helps", "not_here"),
+    [
+        ("train distill", ("a smaller batch_size", "gradient_check", "text.max_length"), "rows"),
+        ("evaluate", ("a smaller batch", "max_new_tokens", "dtype=bfloat16"), "accumulation"),
+        ("serve", ("fewer rows", "a shorter max_len", "dtype="), "batch"),
+    ],
+)
+def test_a_lack_of_memory_is_one_line(
+    error: RuntimeError | None,
+    got: str,
+    name: str,
+    helps: tuple[str, ...],
+    not_here: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def main(*_: object) -> None:
+        if error:
+            raise error
+        torch.empty(1 << 52, dtype=torch.uint8)
+
+    monkeypatch.setattr(front, "command", main)
+    monkeypatch.setattr(sys, "argv", ["draftsmith", *name.split()])
+    assert front.main() == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.search(f"error: out of memory: got {got}", line) and "Traceback" not in line
+    expected = line.partition("expected less: ")[2]
+    assert all(help in expected for help in helps) and not_here not in expected
+
+
+def test_other_errors_of_torch_keep_their_traceback() -> None:
+    with pytest.raises(RuntimeError, match="size"):
+        guarded(lambda _: int(torch.ones(2) @ torch.ones(3)), [])
+
+
+def test_every_key_that_saves_memory_is_some_commands() -> None:
+    assert set(LESS) <= {key for name in COMMANDS for key in front.keys_of(name)}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

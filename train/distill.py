@@ -124,7 +124,7 @@ def main(argv: list[str]) -> None:
         draft = to_save(draft, run.folder / "adapter", config.save_dtype)
         made = provenance(argv, config.seed, examples.fingerprint(), ended.best_step, ended.best)
         result = run.folder / "drafter"
-        save_draft(result, draft, target, tokenizer, config.target.path, made, K=config.K)
+        save_draft(result, draft, target, tokenizer, config, made)
         if objective.head is not None:
             finish_head(objective.head.scorer, config, run, target, tokenizer, made)
         run.finish({"result": str(result), **ended._asdict()})

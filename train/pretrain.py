@@ -77,14 +77,12 @@ def main(argv: list[str]) -> None:
     target, tokenizer = target_and_tokenizer(config, train_rows, accelerator.device)
     source: Examples | CorpusStream
     batches: StepBatches
-    if sources := config.corpus.sources:
+    if config.corpus.sources:
         left_out = held_out_texts(config.data, config.heldout.data)
         batches = source = CorpusStream(config.corpus, config.text, config, tokenizer, left_out)
-        amount = f"text from {', '.join(sources)}"
     else:
         source = tokenise(train_rows, tokenizer)
         batches = make_batches(config.text, config, source, tokenizer)
-        amount = f"{len(source.ids):,} tokens of text, {len(batches):,} sequences"
     heldout = make_batches(config.text, config, tokenise(heldout_rows, tokenizer), tokenizer)
 
     # ---- model and objective -----------------------------------------------------------------
@@ -98,7 +96,7 @@ def main(argv: list[str]) -> None:
         figures = held.draft_figures(prompts, objective, snapshot, config.K)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    accelerator.print(f"{model.num_parameters():,} parameters; {amount}")
+    accelerator.print(f"{model.num_parameters():,} parameters")
 
     # ---- fit, and keep what was best on held-out text ----------------------------------------
     def evaluate() -> dict[str, float]:
@@ -118,7 +116,7 @@ def main(argv: list[str]) -> None:
         if target is None:
             save_model(result, model, tokenizer, made)
         else:
-            save_draft(result, model, target, tokenizer, config.target.path, made, K=config.K)
+            save_draft(result, model, target, tokenizer, config, made)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
 

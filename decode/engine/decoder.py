@@ -229,6 +229,9 @@ class Decoder:
 
     def _open(self, prompts: Sequence[Prompt], params: SamplingParams, indices: Indices) -> Session:
         self.settings.check_rule(self.drafter, params, self.stepper.rule(params).identical)
+        if params.json_schema and self.settings.lossy:
+            got = f"json_schema: got one with lossy={self.settings.lossy!r}, which passes any token"
+            raise ValueError(f"{got}; expected lossless decoding; leave lossy out")
         indices = range(len(prompts)) if indices is None else indices
         if len(indices) != len(prompts):
             raise ValueError(f"indices: got {len(indices)} for {len(prompts)} prompts")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.engine.grammar import Grammar
 from draftsmith.decode.sampling import SamplingParams, request_seeds
 from draftsmith.models.tokenizer import vocab_size
 
@@ -189,6 +190,7 @@ class Request:
     started: float = 0.0
     stopped: bool = False  # by a stop string
     top: int | None = None
+    grammar: Grammar | None = None  # what the answer has to follow
 
     @property
     def length(self) -> int:
@@ -244,8 +246,9 @@ def open_request(
     """A request for prompt `index` of a call, whose noise is that of prompt `number` of the run.
     end_ids: what ends an answer unless `params` ignores it.
 
-    Raises ValueError for an empty prompt, ids outside the vocabulary, no room in the context, or a
-    prompt that ends in one of `end_ids`, after which there is nothing to answer.
+    Raises ValueError for an empty prompt, ids outside the vocabulary, no room in the context, a
+    prompt that ends in one of `end_ids`, after which there is nothing to answer, or a schema that
+    can't be followed.
     """
     tokens = list(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)
     vocabulary = vocab_size(tokenizer)
@@ -264,7 +267,7 @@ def open_request(
             "an answer, expected a prompt that goes on; take the token off, or set ignore_eos"
         )
     stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *end_ids)
-    room = context - len(tokens)
+    schema, room = params.json_schema, context - len(tokens)
     if room < 1:
         raise ValueError(
             f"prompt {index}: got {len(tokens)} tokens, expected fewer than the context of "
@@ -277,6 +280,7 @@ def open_request(
         limit=min(params.max_new_tokens, room),
         stop_ids=frozenset(stops),
         answer=AnswerText(tokenizer, params.stop),
+        grammar=Grammar(schema, tokenizer, end_ids) if schema else None,
     )
 
 

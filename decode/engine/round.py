@@ -8,7 +8,7 @@ that may end one request, U width of the taps' states, V vocabulary.
 import copy
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftsmith.decode import sampling
 from draftsmith.decode.drafters.base import Call, Drafter, Kept, Round, picked
+from draftsmith.decode.engine.grammar import Grammar, ruled
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.engine.settings import DecodeSettings
@@ -132,7 +133,8 @@ def first_rows(whole: Kind, rows: int) -> Kind:
 class DecodeBatch:
     """What rounds work on. harvest: None where nobody wants it; drafter: the stepper's own, of a
     part of the rows; listed: how many likeliest tokens to tell of each place, None for no
-    log-probabilities.
+    log-probabilities; grammars: of each row's answer, None where no row has one. They are followed
+    on the host, so what was emitted is read before the next round.
     """
 
     rows: Rows
@@ -141,6 +143,13 @@ class DecodeBatch:
     harvest: Harvest | None = None
     drafter: Drafter | None = None
     listed: int | None = None
+    grammars: Sequence[Grammar | None] | None = None
+
+    def law(self, logits_BNV: Tensor, tokens_BN: Tensor, parent: Tensor) -> Tensor:
+        """What the target's raw logits at some nodes become: ruled by grammars, transformed."""
+        if self.grammars is not None:
+            logits_BNV = ruled(logits_BNV, self.grammars, tokens_BN, parent)
+        return self.params.transform(logits_BNV)
 
     def holds(self, rows: int, slots: int, stops: int) -> bool:
         """Whether it is of so many rows, with at least these slots and ids that end a request."""
@@ -214,7 +223,7 @@ class Stepper:
         positions_BN = (lens_B1 + topology.depth).expand_as(slots_BN)
         hidden_BNH, taps_BNU = self.runner.verify(pool, tokens_BN, positions_BN, slots_BN, seen)
         logits_BNV = self.runner.logits(hidden_BNH)
-        p_logits_BNV = params.transform(logits_BNV)
+        p_logits_BNV = batch.law(logits_BNV, tokens_BN, topology.parent)
         raw_BNV = None if batch.listed is None else logits_BNV
         del logits_BNV  # a round's largest tensor, which nobody else needs
         # One broken node breaks its row: nothing times NaN is NaN in every product over the slots.
@@ -338,7 +347,7 @@ class Graphs:
         def run() -> Told:
             return self.stepper.step(batch, plan, top, None)
 
-        if isinstance(batch.params, RowParams):
+        if isinstance(batch.params, RowParams) or batch.grammars is not None:
             return run()  # as many recordings as mixtures would be more than are ever replayed
         if key not in self.recordings:
             self.runs[key] += 1

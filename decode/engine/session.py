@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.decode.drafters.base import Admitted, Drafter
+from draftsmith.decode.engine.grammar import ruled
 from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.engine.round import DecodeBatch, Told
@@ -121,8 +122,14 @@ class Session:
             )
         if batch.rows.waiting and batch.rows.free:
             return self.admit()
+        requests = batch.rows.requests
+        grammars = [None if request is None else request.grammar for request in requests]
+        batch.grammars = grammars if any(grammars) else None
+        if batch.grammars is not None and self.flight is not None:
+            last, self.flight = self.flight, None
+            return self.hear(last)
         launched: Flight | None = self.launch()
-        if decoder.late:
+        if decoder.late and batch.grammars is None:
             self.flight, launched = launched, self.flight
         return [] if launched is None else self.hear(launched)
 
@@ -190,7 +197,11 @@ class Session:
         seeds_R = torch.tensor([request.seed for request in requests], device=device)
         params = together([request.params for request in requests], device)
         race_RLV = decoder.stepper.race(seeds_R, lens_R[:, None], params)
-        p_logits_RV = params.transform(logits_RV)
+        ruled_RV = logits_RV
+        if any(grammars := [request.grammar for request in requests]):
+            root_1 = torch.full((1,), -1)
+            ruled_RV = ruled(logits_RV[:, None], grammars, tokens_RN[:, :1], root_1)[:, 0]
+        p_logits_RV = params.transform(ruled_RV)
         pending_R = choose(p_logits_RV, None if race_RLV is None else race_RLV[:, 0])
         rows.admit(rows_R, lens_R, pending_R, requests)
         admitted = Admitted(rows_R, tokens_RN, lens_R, pending_R, taps_RNU)
@@ -234,7 +245,7 @@ class Session:
             return batch
         if rows not in self._parts:
             self._parts[rows] = batch.first(rows, self._params(rows), self.decoder.drafter)
-        self._parts[rows].listed = batch.listed
+        self._parts[rows].listed, self._parts[rows].grammars = batch.listed, batch.grammars
         return self._parts[rows]
 
     def _news(
@@ -259,6 +270,7 @@ class Session:
             at = len(made.prompt_tokens) + len(made.tokens)
             error = f"prompt {made.index}: got NaN logits at position {at}, expected numbers; "
             error += "look at the target's weights, or try a wider dtype"
+            error = (request.grammar and request.grammar.error) or error
         else:
             kept, stopped = request.cut(tokens)
             ended = stopped or not active
@@ -268,6 +280,8 @@ class Session:
             made.accepted += [i < accepted for i in range(len(kept))]
             made.corrected += [i == accepted < levels for i in range(len(kept))]
             made.tokens += kept
+            if request.grammar is not None:
+                request.grammar.take(kept)
         if ended:
             rows.release(row)
             request.finish(error)

@@ -8,7 +8,6 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,6 +27,7 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.verify.rules import RULES
 from draftsmith.models.disk.read_lm import read_json
 from draftsmith.models.folder.drafter_folder import DEFAULTS, META
+from draftsmith.models.folder.hub import local_folder
 from draftsmith.models.target import TargetSpec, device_of
 
 BASELINES = ("native", "same-shape")
@@ -38,7 +38,7 @@ class Evaluation:
     """What to evaluate, and how."""
 
     target: str
-    drafter: str  # a folder, ngram, or several of them with commas between
+    drafter: str  # a folder, a hub name, ngram, or several of them with commas between
     prompts: str = "stdlib"  # a file (JSONL, text) or the embedded corpus
     split: str = "heldout"  # "all" takes a file whole: one that nothing was trained on
     out: str = "runs/evaluate"
@@ -199,8 +199,10 @@ def default_K(path: str, tree: str) -> int | None:
     """The depth of a chain as the drafter folder's draftsmith.json has it; None, the decoder's own
     default, without one, and for a tree.
     """
-    meta = Path(path) / META
-    if tree != "chain" or not meta.is_file():
+    if tree != "chain" or path in ("none", "ngram"):
+        return None
+    meta = local_folder(path) / META
+    if not meta.is_file():
         return None
     return int((DEFAULTS | read_json(meta).get("defaults", {}))["K"])
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from draftsmith.command import out_of_memory
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Harvested
@@ -84,6 +85,7 @@ class Service:
         self.most = rows + max_queue  # answers of one lane that may be on their way
         self.lanes: dict[str, Lane] = {}
         self.error = ""
+        self.lack: BaseException | None = None  # of memory, which ended the engine
         self.draining = self._stopped = False
         self.on_death: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
@@ -198,15 +200,24 @@ class Service:
                     if lane.session.busy:
                         for request, tokens, ended in lane.session.step():
                             self._tell(request, tokens, ended=ended)
+        except (RuntimeError, MemoryError) as error:
+            self._fail(error)
+            if not out_of_memory(error):
+                raise
+            self.lack = error  # told by who waits for this thread
+            return
         except BaseException as error:
-            with self._changed:
-                what = type(error).__name__
-                self.error = f"the engine has stopped by an error ({what}); see the log"
-            self._lose_all(500, self.error, "decoding_failed")
-            self.on_death()
+            self._fail(error)
             raise
         # Because the server ends, whatever became of the decoding.
         self._lose_all(503, "the server was stopped", "draining")
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            what = type(error).__name__
+            self.error = f"the engine has stopped by an error ({what}); see the log"
+        self._lose_all(500, self.error, "decoding_failed")
+        self.on_death()
 
     def _work(self) -> bool:
         """Do what the inbox says, once there is any or a lane has work; False at the end."""

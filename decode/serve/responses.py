@@ -21,6 +21,7 @@ class ResponseReply:
         self._numbers = itertools.count()  # of events
         self._opened = False
         self.item: Json = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+        said = asked.text.model_dump(by_alias=True, exclude_none=True) if asked.text else {}
         self.head: Json = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -38,7 +39,7 @@ class ResponseReply:
             "parallel_tool_calls": True,
             "previous_response_id": None,
             "store": False,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}} | said,
             "tool_choice": "auto",
             "tools": [],
             "truncation": "disabled",

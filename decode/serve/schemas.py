@@ -5,12 +5,19 @@ does; a misspelt limit must not pass for none. Options that would change the ans
 are refused unless they say what happens anyway; those that change nothing are taken and forgotten.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from draftsmith.decode.sampling import SamplingParams
 
@@ -32,7 +39,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     "reasoning": ({}, {"effort": "none"}),
-    "text": ({}, {"format": {"type": "text"}}),
     "truncation": ("disabled",),
     "background": (False,),
     **dict.fromkeys(("previous_response_id", "conversation", "prompt"), ()),
@@ -87,6 +93,49 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
+class Schema(Strict):
+    """A JSON schema, which answers follow whether it says `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    tree: dict[str, Any] | None = Field(None, alias="schema")
+
+
+Kind = Literal["text", "json_object", "json_schema"]
+
+
+def followed(kind: Kind, schema: Schema | None) -> str:
+    """The text of the JSON schema that answers of a kind follow; empty: of none."""
+    tree = None if schema is None else schema.tree
+    if (kind == "json_schema") != (tree is not None):
+        raise ValueError(
+            f"schema: got {'none' if tree is None else 'one'} with type={kind}, expected an object "
+            "with type=json_schema, and none with another"
+        )
+    return "" if kind == "text" else json.dumps(tree or {"type": "object"})
+
+
+class ResponseFormat(Strict):
+    """What an answer is."""
+
+    type: Kind
+    json_schema: Schema | None = None
+
+
+class TextFormat(Schema):
+    """The same, as responses spell it."""
+
+    type: Kind
+
+
+class ResponseText(Strict):
+    """Of a response's text."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
 class Body(Strict):
     """What all endpoints take. `top_k`, `min_p`, `ignore_eos` and `draft` are not OpenAI's; all but
     the last are vLLM's too.
@@ -105,6 +154,11 @@ class Body(Strict):
     draft: str | None = None  # the tag of the draft to decode with, in place of model's `name:tag`
     unsaid: ClassVar[int] = sys.maxsize  # tokens of an answer to who doesn't say
     limit: ClassVar[str] = "max_tokens"  # the field that does
+
+    @property
+    def schema_text(self) -> str:
+        """Of the JSON schema that the answer follows; empty: none."""
+        return ""
 
     @model_validator(mode="before")
     @classmethod
@@ -145,6 +199,7 @@ class Body(Strict):
             max_new_tokens=limit,
             ignore_eos=bool(self.ignore_eos),
             seed=limits.seed if self.seed is None else self.seed,
+            json_schema=self.schema_text,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
         )
 
@@ -158,6 +213,12 @@ class CompletionBody(Body):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # of log-probabilities: "token_id:5"
+    response_format: ResponseFormat | None = None
+
+    @property
+    def schema_text(self) -> str:
+        asked = self.response_format
+        return followed(asked.type, asked.json_schema) if asked else ""
 
 
 class CompletionAsked(CompletionBody):
@@ -274,6 +335,7 @@ class ResponseAsked(Body):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: Top | None = None
+    text: ResponseText | None = None
     n: ClassVar[int] = 1
     limit: ClassVar[str] = "max_output_tokens"
 
@@ -281,6 +343,11 @@ class ResponseAsked(Body):
     def top(self) -> int | None:
         """As of completions."""
         return self.top_logprobs or 0 if self.include else None
+
+    @property
+    def schema_text(self) -> str:
+        asked = self.text and self.text.format
+        return followed(asked.type, asked) if asked else ""
 
     def given(self) -> Sequence[Prompt]:
         """The one prompt: instructions, then the input."""

@@ -49,8 +49,8 @@ class ServerConfig:
     """What to serve, how it decodes, and what clients may ask for."""
 
     target: str
-    drafter: str = "none"  # a drafter folder, ngram, or none: plain decoding
-    drafts: tuple[str, ...] = ()  # more of them, TAG=FOLDER, each served as NAME:TAG
+    drafter: str = "none"  # a folder, a hub name, ngram, or none: plain decoding
+    drafts: tuple[str, ...] = ()  # more of them, TAG=DRAFTER, each served as NAME:TAG
     name: str = ""  # of the model; empty: the target folder's name
     host: str = "127.0.0.1"  # 0.0.0.0: every address of this machine
     port: int = 8000
@@ -216,4 +216,6 @@ def main(argv: list[str]) -> int:
         server.run()
     finally:
         backend.stop()
+    if backend.service.lack is not None:
+        raise backend.service.lack
     return 1 if backend.service.error else 0

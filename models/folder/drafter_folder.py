@@ -30,6 +30,7 @@ from draftsmith.models.disk.read_lm import (
 from draftsmith.models.disk.store import previous, whole_folder, write_atomically
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.fingerprint import differences
+from draftsmith.models.folder.hub import local_folder
 from draftsmith.models.folder.imports import Foreign, recognise
 from draftsmith.models.folder.tensors import FILES, Checkpoint
 from draftsmith.models.heads.head import Head, assembled, heads, outlined
@@ -142,7 +143,7 @@ def open_drafter(
     target_tokenizer: PreTrainedTokenizerBase | None = None,
     target_config: PretrainedConfig | None = None,
 ) -> DrafterFolder:
-    """Check a drafter folder, without reading its weights yet.
+    """Check a drafter folder, or that of a hub name, without reading its weights yet.
 
     Without `draftsmith.json` a plain causal LM opens as kind "lm", and another toolkit's head (see
     `imports`) as what it is, both with a warning: of these only a tokenizer can be checked.
@@ -153,9 +154,10 @@ def open_drafter(
     toolkits' heads leave to the target. ValueError for a file that is missing, cut or foreign; a
     tensor that is missing, unknown or of another shape; another schema, kind, target or tokenizer.
     """
-    folder = Path(folder)
+    before = previous(Path(folder))
+    folder = Path(folder) if before.exists() else local_folder(folder)
     if not folder.is_dir():
-        before, hint = previous(folder), "check the path; a hub name has to be fetched first"
+        hint = "check the path"
         if before.exists():
             hint = f"a save was cut between two renames: mv {before} {folder} restores the last one"
         raise ValueError(f"got {folder}, which is no folder; expected a drafter folder; {hint}")

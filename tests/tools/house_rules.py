@@ -31,7 +31,7 @@ ENTRIES = {"prepare", "distill", "pretrain", "heads", "eagle", "scorers", "onlin
 MODEL_LIBRARIES = {"torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "numpy"}
 MODEL_LIBRARIES |= {"filelock"}
 MODEL_LIBRARIES |= {"peft"}  # optional: adapters on a target
-OPTIONAL = ("hydra", "omegaconf", "datasets", "deepspeed", "openai", "peft", "wandb")
+OPTIONAL = ("hydra", "omegaconf", "datasets", "deepspeed", "openai", "peft", "wandb", "llguidance")
 VAGUE = {"utils", "util", "helpers", "helper", "misc", "common"}
 # A recipe's entry is compared by train/run/recipe.py while it is still a key, not an attribute.
 # These import torch and one another, nothing else.

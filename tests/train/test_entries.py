@@ -6,6 +6,7 @@ In one process on a tiny random target, but for the quickstart's chain, which is
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,10 +17,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from draftsmith.command import parse, spelled
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import distill, pretrain
 from draftsmith.train.run import recipe
+from draftsmith.train.text.tokenise import load_examples
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
@@ -63,6 +68,27 @@ def distilling(tmp_path: Path, target: Path, corpus: Path) -> Argv:
 
 def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_says_what_it_trains_on_and_how_to_evaluate_it(
+    distilling: Argv, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = r"got 2 held-out prompts, of which tau may be from \d\.\d\d to \d\.\d\d .* at least 30; "
+    with pytest.warns(UserWarning, match=few):
+        distill.main([*distilling, "temperature=0.5", "text.packing=false"])
+    told = capsys.readouterr().out
+    [rows, tokens, many] = re.findall(r"([\d,]+) (?:rows|trained tokens|sequences)", told)[:3]
+    data = load_examples(str(corpus), load_tokenizer(tmp_path / "target"), "train")
+    pieces = [data.example(i)[1][k : k + 40] for i in range(len(data)) for k in range(0, 4000, 40)]
+    trained = [int(piece[1:].sum()) for piece in pieces]
+    counts = len(data), sum(trained), sum(map(bool, trained))
+    assert (rows, tokens, many) == tuple(f"{n:,}" for n in counts)
+    assert f"3 steps of 2 are {6 / counts[2]:.2f} epochs" in told
+    [line] = [line for line in told.splitlines() if "draftsmith evaluate" in line]
+    assert line.endswith(f"drafter={tmp_path}/run/drafter prompts={corpus} temperature=0.5")
+    assert 0 < told.index("trained tokens") < told.index(line) < told.index("vllm serve")
+    decoding = parse(Evaluation, spelled(line.split()[4:]))
+    assert decoding.target == str(tmp_path / "target")
 
 
 @pytest.mark.parametrize("name", recipe.names())

@@ -10,6 +10,7 @@ same at each: tau = 1 + a + ... + a^K.
 
 import json
 from bisect import bisect_left
+from dataclasses import replace
 from itertools import count, takewhile
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.heads.head import Head
-from draftsmith.models.target import vocab_size
+from draftsmith.models.target import TargetSpec, vocab_size
 from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.objectives.heldout import HeldOut
@@ -103,13 +104,14 @@ def save_head(
     made = provenance(argv, config.seed, batches.examples.fingerprint(), ended.best_step)
     made |= {} if coverage is None else {"coverage": coverage}
     made |= kept_figures(run, ended, config, batches, heldout.accelerator.num_processes)
-    result, path, K = run.folder / "drafter", config.target.path, min(config.K, head.levels)
+    result, K = run.folder / "drafter", min(config.K, head.levels)
     if isinstance(objective, JointMedusa):
-        target, path = objective.merged(), str(run.folder / "target")
+        target, tuned = objective.merged(), str(run.folder / "target")
         save_model(run.folder / "target", target, tokenizer, made)
+        config = replace(config, target=TargetSpec(tuned))
     # Whole numbers, such as the maps of a draft vocabulary, keep their type.
     head.to("cpu", getattr(torch, config.save_dtype))
-    save_draft(result, head, target, tokenizer, path, made, K=K)
+    save_draft(result, head, target, tokenizer, replace(config, K=K), made)
     figures = {"tau": made["tau"], "K": K, "first": made["acceptance"]}
     if told := compare(head.kind, made["samples"], **figures, coverage=made.get("coverage", 1.0)):
         print(f"warning: {told}")

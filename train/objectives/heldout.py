@@ -1,5 +1,6 @@
 """Measuring on held-out text while a draft trains."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,11 +9,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.evaluate.metrics import ratio_interval
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import vocab_size
 from draftsmith.train.answers.asks import prompts_for_development
@@ -27,6 +30,7 @@ from draftsmith.train.text.on_policy import Snapshot, text_at_hand
 
 Score = Callable[[Batch], StepOutput]
 DECODER_ROWS = 16
+FEW = 30  # held-out prompts
 
 
 def mean_output(
@@ -123,6 +127,7 @@ class HeldOut:
     prompts: list[list[int]]
     params: SamplingParams  # how it answers, and how tau is decoded
     batch_size: int  # rows of the teacher-forced passes
+    warned: bool = False  # that they are few
 
     def write_answers(self, cache: Path) -> None:
         """Have the target answer, or read its answers from `cache`. Before `means`; all processes
@@ -157,7 +162,17 @@ class HeldOut:
         decoder = Decoder(self.target, self.tokenizer, drafter, **how)
         with in_company(self.target):
             made = decoder.generate([self.prompts[i] for i in mine], self.params, list(mine))
-        counts = [sum(m.counters.emitted for m in made), sum(m.counters.rounds for m in made)]
-        counted = torch.tensor(counts, device=accelerator.device)
-        emitted, rounds = accelerator.reduce(counted).tolist()
-        return emitted / max(1, rounds)
+        counts = gather_object([(m.counters.emitted, m.counters.rounds) for m in made])
+        emitted, rounds = zip(*counts, strict=True)
+        if len(counts) < FEW and not self.warned:
+            self.warned = True
+            low, high = ratio_interval(emitted, rounds)
+            where = f"from {low:.2f} to {high:.2f}" if len(counts) > 1 else "anywhere"
+            if accelerator.is_main_process:
+                warnings.warn(
+                    f"got {len(counts)} held-out prompts, of which tau may be {where} (95%, over "
+                    f"such prompts); expected at least {FEW}; raise heldout.prompts, or give more "
+                    "rows by heldout.data",
+                    stacklevel=2,
+                )
+        return float(sum(emitted) / max(1, sum(rounds)))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
 from transformers.utils.logging import disable_progress_bar
 
@@ -81,6 +82,8 @@ def start(settings: Settings) -> Accelerator:
         gradient_accumulation_steps=settings.accumulation if deepspeed else 1,
         deepspeed_plugin=plugin,
         kwargs_handlers=handlers,
+        log_with=None if settings.track == "none" else settings.track,
+        project_dir=settings.out,
     )
     atexit.register(_leave_group)
     got, launched = accelerator.num_processes, int(os.environ.get("WORLD_SIZE", "1"))
@@ -144,6 +147,11 @@ def _flag(name: str) -> bool:
 
 
 def _check_environment(settings: Settings, deepspeed: bool) -> None:
+    if settings.track not in ("none", *map(str, get_available_trackers())):
+        raise ValueError(
+            f"track: got {settings.track}, whose package isn't installed: pip install "
+            f"{settings.track}"
+        )
     if _flag("ACCELERATE_USE_FSDP"):
         version = os.environ.get("FSDP_VERSION", "1")
         if version != "2" or _flag("FSDP_OFFLOAD_PARAMS"):

@@ -1,20 +1,23 @@
-"""What a run shows and writes: metrics.jsonl, a progress bar or plain lines, wandb."""
+"""What a run shows and writes: metrics.jsonl, a progress bar or plain lines, a tracker."""
 
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from draftsmith.command import kinds
 from draftsmith.models.disk.store import read_lines, write_atomically
+from draftsmith.train.run.settings import Settings, setting
 
 LINE_SECONDS = 10.0  # between two plain lines where the output is no terminal
 SHOWN = ("loss", "alpha", "grad_norm")
-Tracker = Callable[[dict[str, Any]], None]
+Tracker = Callable[[dict[str, Any], int], None]
 
 
 class Log:
@@ -22,7 +25,7 @@ class Log:
 
     metrics: the metrics.jsonl to append to, None on all but the main process; records after `step`
     are dropped first, since a resumed run will write them again. step, steps: the last finished
-    one, and the run's length. tracker: receives each record too, see `wandb_tracker`.
+    one, and the run's length. tracker: receives each record and its step, too.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Log:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         if self._tracker:
-            self._tracker(record)
+            self._tracker(record, record["step"])
         self._seconds += record.get("seconds", 0.0)
         self._tokens += record.get("tokens", 0)
         self._trained += "tokens" in record
@@ -92,17 +95,31 @@ def keep_through(metrics: Path, step: int) -> None:
         write_atomically(metrics, "".join(kept).encode())
 
 
-def wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> Tracker:
-    """A tracker that sends records to wandb, or keeps them under `folder` if WANDB_MODE=offline.
-    ValueError: wandb isn't installed.
+def open_tracker(accelerator: Accelerator, folder: Path, settings: Settings, step: int) -> None:
+    """Begin the run in the tracker that the accelerator was made with, if any; or go on with it
+    after `step`, where its tracker can.
     """
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError("track=wandb needs wandb: pip install 'draftsmith[track]'") from error
-    name = folder / "wandb_id"
-    if not name.exists():
-        name.write_text(secrets.token_hex(4))
-    where: Any = {"name": folder.name, "dir": str(folder), "id": name.read_text()}
-    run = wandb.init(project="draftsmith", resume="allow", config=dict(recipe), **where)
-    return lambda record: run.log(record, step=record["step"])
+    name, main = settings.track, accelerator.is_main_process
+    stored = folder / f"{name}_id"
+    known = stored.read_text() if stored.exists() else ""
+    ident = known or secrets.token_hex(4)
+    own = {"name": folder.name, "resume": "allow"}
+    how: dict[str, dict[str, Any]] = {
+        "wandb": own | {"dir": str(folder), "id": ident},
+        "trackio": own,
+        "tensorboard": {"purge_step": step + 1},
+        "mlflow": {"run_name": folder.name, "run_id": known or None},
+    }
+    values = {key: setting(settings, key) for key in kinds(type(settings))}
+    plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items()}
+    accelerator.init_trackers("draftsmith", None if known else plain, how)
+    if main and accelerator.trackers and not known:
+        made = accelerator.trackers[0]
+        stored.write_text(made.tracker.info.run_id if name == "mlflow" else ident)
+
+
+def close_tracker(accelerator: Accelerator) -> None:
+    """The end of what `open_tracker` began; `end_training` would end the processes' group, too."""
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.trackers.clear()

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from draftsmith.train.run.checkpoint import load, save
 from draftsmith.train.run.folder import Run
-from draftsmith.train.run.log import Log, wandb_tracker
+from draftsmith.train.run.log import Log, close_tracker, open_tracker
 from draftsmith.train.run.optim import learning_rate
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.run.sharding import spread, whole_state
@@ -79,7 +79,8 @@ class StepBatches(Protocol):
     micro-batch; `state(step)`, its place before a step as JSON can hold it, and `restore(state)`,
     which refuses another process's; and where it may have to wait for what a batch is made of,
     `heed(stop)`, to wait no longer once something is in `stop` (what is given then isn't trained),
-    and `to_go_on`, what a user does after a stop.
+    and `to_go_on`, what a user does after a stop; `amount(steps, size)`, in words what there is and
+    how far so many steps of so many sequences go through it.
     """
 
     def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Any:
@@ -146,13 +147,14 @@ def fit(
     resumed = run.latest() is not None
     fitting = _Fitting(accelerator, objective, batches, settings, run)
     at, main = fitting.position, accelerator.is_main_process
-    tracker = None
-    if settings.track == "wandb" and main:
-        tracker = wandb_tracker(run.folder, dataclasses.asdict(settings))
     metrics, done = run.metrics if main else None, at.step if resumed else -1
+    open_tracker(accelerator, run.folder, settings, done)
+    if amount := getattr(batches, "amount", None):
+        size = settings.batch_size * settings.accumulation * accelerator.num_processes
+        accelerator.print(amount(settings.steps, size))
     with (
         stop_request() as stop,
-        Log(metrics, step=done, steps=settings.steps, tracker=tracker) as log,
+        Log(metrics, step=done, steps=settings.steps, tracker=accelerator.log) as log,
     ):
         if heed := getattr(batches, "heed", None):
             heed(stop)
@@ -173,6 +175,7 @@ def fit(
         fitting.save()
         fitting.spread.finish()
         log.console.print(fitting.summary())
+    close_tracker(accelerator)
     return Result(at.step, at.best, at.best_step)
 
 

@@ -1,6 +1,7 @@
 """What a training entry leaves behind: a model folder, or the drafter folder of a target."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,26 @@ def save_draft(
     draft: PreTrainedModel | Head,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    target_path: str,
+    config: Any,
     made: dict[str, Any],
-    *,
-    K: int,
 ) -> None:
-    """A drafter folder for the target at `target_path`; prints the line that serves it."""
+    """A drafter folder for a recipe's target; prints the line that evaluates it on the held-out
+    rows to report on, then those that serve it.
+    """
+    path, data, drawn = config.target.path, config.heldout.data or config.data, config.temperature
     kind = draft.kind if isinstance(draft, Head) else "lm"
     save_drafter(
         folder,
         kind=kind,
         model=draft,
         tokenizer=tokenizer,
-        target_fingerprint=fingerprint(target, tokenizer, target_path),
+        target_fingerprint=fingerprint(target, tokenizer, path),
         provenance=made,
-        defaults={"K": K},
+        defaults={"K": config.K},
     )
-    print(serve_line(folder, target_path))
+    asked = {"target": path, "drafter": str(folder), "prompts": data}
+    asked |= {"temperature": f"{drawn:g}"} if drawn else {}
+    asked |= {"adapter": config.target.adapter} if config.target.adapter else {}
+    keys = " ".join(shlex.quote(f"{key}={value}") for key, value in asked.items())
+    print(f"python -m draftsmith evaluate {keys}")
+    print(serve_line(folder, path))

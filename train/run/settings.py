@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate.utils import LoggerType
+
 
 @dataclass(kw_only=True)
 class Settings:
@@ -36,7 +38,7 @@ class Settings:
     processes: int = 0  # how many the launch must have; 0: as launched
     allow_resize: bool = False  # resume on other batches or processes where that isn't exact
     save_dtype: str = "bfloat16"  # of the result: bfloat16 | float32
-    track: str = "none"  # none | wandb
+    track: str = "none"  # none | wandb | tensorboard | mlflow, or another of accelerate's
     show: str = "changes"  # printed at the start: changes (what isn't as by default) | all
 
     def __post_init__(self) -> None:
@@ -69,6 +71,6 @@ CHOICES = {
     "precision": ("bf16", "fp32"),
     "best_mode": ("min", "max"),
     "save_dtype": ("bfloat16", "float32"),
-    "track": ("none", "wandb"),
+    "track": ("none", *(str(one) for one in LoggerType if one != LoggerType.ALL)),
     "show": ("changes", "all"),
 }

@@ -203,6 +203,18 @@ class Batches:
         """Sequences an epoch."""
         return len(self._bins)
 
+    def amount(self, steps: int, size: int) -> str:
+        """What there is to train on, and how often `steps` of `size` sequences go through it."""
+        rows, of = len(np.unique(self.cut.origin)), len(self.examples)
+        counted = self.examples.trained.numpy().cumsum(dtype=np.int64)
+        first, last = self.cut.spans.T
+        tokens = int((counted[last - 1] - counted[first]).sum())  # a first one isn't predicted
+        return (
+            f"{rows:,} rows{f' of {of:,}' if rows < of else ''}, {tokens:,} trained tokens, "
+            f"{len(self):,} sequences: {steps:,} steps of {size:,} are "
+            f"{steps * size / len(self):.2f} epochs"
+        )
+
     def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
         """The micro-batch `micro` of `step` on `rank`. Costs the batch alone, at any step."""
         assert 0 <= micro < accumulation, (micro, accumulation)

@@ -80,6 +80,10 @@ class OnPolicy:
 
     chooses = "on_policy"
 
+    def amount(self, steps: int, size: int) -> str:
+        """As of `Batches`: of the text whose answers the draft rewrites."""
+        return self.batches.amount(steps, size)
+
     def __post_init__(self) -> None:
         share, prompt, length = self.asked.share, self.asked.prompt_tokens, self.batches.max_length
         if not 0 < share <= 1:

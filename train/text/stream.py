@@ -208,6 +208,11 @@ class CorpusStream:
         """The corrupt shards that were left out so far."""
         return self._window.skipped if self._window else []
 
+    def amount(self, steps: int, size: int) -> str:
+        """What is read; how much there is of it isn't known beforehand."""
+        sources = ", ".join(self.corpus.sources)
+        return f"text streamed from {sources}: {steps:,} steps of {size:,} sequences"
+
     def fingerprint(self) -> str:
         """sha256 over the shards' names and, of files, their sizes."""
         digest = hashlib.sha256(repr((self.corpus.sources, self.corpus.weights)).encode())

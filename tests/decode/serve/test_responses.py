@@ -88,7 +88,7 @@ def test_what_it_does_not_do_is_refused(running: Live) -> None:
     assert running.post(good | nothing, "responses").status_code == 200
     for body in (
         {"previous_response_id": "resp_1"},
-        {"text": {"format": {"type": "json_object"}}},
+        {"text": {"format": {"type": "grammar"}}},
         {"tools": [{"type": "web_search"}]},
         {"background": True},
         {"truncation": "auto"},

@@ -57,6 +57,32 @@ def truths(
     return [expected(number, tiny_target, tiny_tokenizer) for number in range(60)]
 
 
+SCHEMA = {"enum": [{"kind": "cat", "age": 3}, {"kind": "dog"}, ["none"]]}
+NAMED = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.parametrize("drawn", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5}])
+def test_formats_are_followed_whatever_drafts(running: Live, drawn: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance", reason="needs pip install 'draftsmith[grammar]'")
+    client, asked = running.client(), {"messages": [{"role": "user", "content": "hello"}], **drawn}
+    flat, told = {"type": "json_schema", **NAMED["json_schema"]}, set()  # type: ignore[dict-item]
+    for model in ("tiny:plain", "tiny", "tiny:twin", "tiny:lookup"):
+        made = client.chat.completions.create(model=model, response_format=NAMED, **asked)
+        told.add(made.choices[0].message.content)
+        how = {"input": "hello", "text": {"format": flat}, "model": model, **drawn}
+        seed = {"extra_body": {"seed": how.pop("seed")}} if "seed" in how else {}
+        response = client.responses.create(**how, **seed)
+        told.add(response.output_text)
+        assert response.text.format.schema_ == SCHEMA and response.status == "completed"
+    [text] = told
+    assert json.loads(text) in SCHEMA["enum"]
+    free = client.chat.completions.create(model="tiny", max_tokens=8, **asked)
+    assert free.choices[0].message.content != text
+    loose = {"type": "json_object"}
+    made = client.chat.completions.create(model="tiny", response_format=loose, **asked)
+    assert made.choices[0].message.content.startswith("{")
+
+
 def test_prompts_and_samples_are_plain_decodings(
     running: Live, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -39,6 +39,7 @@ from draftsmith.decode.serve.server import Backend, ServerConfig
 from draftsmith.decode.serve.server import main as serve
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "objekt"}}}
 BAD: list[tuple[int, dict[str, Any] | bytes, str]] = [
     (400, b"{", "isn't JSON"),
     (400, b"", "JSON object"),
@@ -91,7 +92,11 @@ BAD: list[tuple[int, dict[str, Any] | bytes, str]] = [
     (400, GOOD | {"best_of": 2}, "best_of"),
     (400, GOOD | {"suffix": "b"}, "suffix"),
     (400, GOOD | {"presence_penalty": 0.5}, "presence_penalty"),
-    (400, CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+    (400, CHAT | {"response_format": {"type": "json"}}, "response_format"),
+    (400, CHAT | {"response_format": {"type": "json_schema"}}, "schema: got none"),
+    (400, CHAT | {"response_format": SCHEMA | {"type": "text"}}, "schema: got one with type=text"),
+    (400, CHAT | {"response_format": SCHEMA}, "json_schema: Invalid type: objekt"),
+    (400, CHAT | {"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
     (400, CHAT | {"tools": [{"type": "function"}]}, "tools"),
     (400, CHAT | {"messages": []}, "messages"),
     (400, CHAT | {"messages": [{"role": "tool", "content": "a"}]}, "messages"),
@@ -311,6 +316,7 @@ def test_an_engine_that_fails_says_so(
         assert ended.wait(600)
         assert made.post(GOOD).status_code == 500
         assert made.http.get("/health").status_code == 503
+        until(lambda: made.backend.service.lack is not None)  # which `main` tells, without a trace
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,18 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import bigram
 import pytest
+from bigram import settings
 from rich.console import Console
 
-from draftsmith.train.run.log import Log, keep_through, wandb_tracker
+from draftsmith.train.run.launch import start
+from draftsmith.train.run.log import Log, keep_through
 
 RECORDS = [
     {"step": 0, "eval_alpha": 0.25},
@@ -63,24 +67,57 @@ def test_later_records_and_a_torn_line_are_dropped(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
+JOB = """
+import sys
+from bigram import Bigram, Sequences, settings
+from draftsmith.train.run.folder import Run
+from draftsmith.train.run.launch import start
+from draftsmith.train.run.loop import fit
+out, name, steps = sys.argv[1:]
+config = settings(out, track=name, steps=int(steps), save_every=1)
+fit(start(config), Bigram(), Sequences(), config, Run(out, "lr: 1", main=True))
+"""
+
+
+def tracked(out: Path, name: str) -> None:
+    """Two steps, and in another process a third."""
+    tools = {"PYTHONPATH": os.pathsep.join([str(Path(bigram.__file__).parent), *sys.path])}
+    for steps in ("2", "3"):
+        command = [sys.executable, "-c", JOB, str(out), name, steps]
+        run = subprocess.run(command, capture_output=True, text=True, env=os.environ | tools)
+        assert run.returncode == 0, run.stderr
+
+
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="needs pip install 'draftsmith[track]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    code = f"""
-from pathlib import Path
-from draftsmith.train.run.log import wandb_tracker
-track = wandb_tracker(Path({str(tmp_path)!r}), {{"lr": 0.1}})
-for step in range(3):
-    track({{"step": step, "loss": 1.0 / (step + 1)}})
-"""
-    for _ in range(2):  # the second is a resumed run: the same id
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
+    tracked(tmp_path, "wandb")
     [ident] = (tmp_path / "wandb_id").read_text().split()
-    assert list((tmp_path / "wandb").glob(f"offline-run-*-{ident}/run-{ident}.wandb"))
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{ident}/run-{ident}.wandb"))) == 2
 
 
-def test_wandb_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"pip install 'draftsmith\[track\]'"):
-        wandb_tracker(tmp_path, {})
+def test_tensorboard_goes_on_where_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracked(tmp_path, "tensorboard")
+    events = EventAccumulator(str(tmp_path / "draftsmith")).Reload()
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").open()]
+    shown = [(one.step, one.value) for one in events.Scalars("loss")]
+    assert shown == [(i, pytest.approx(loss)) for i, loss in enumerate(losses, 1)]
+
+
+def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs pip install mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracked(tmp_path, "mlflow")
+    run, metric = (tmp_path / "mlflow_id").read_text(), "loss"
+    kept = mlflow.MlflowClient(f"file://{tmp_path}/mlruns").get_metric_history(run, metric)
+    assert [one.step for one in kept] == [1, 2, 3]
+
+
+def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [])
+    with pytest.raises(ValueError, match=r"track: got mlflow, .*: pip install mlflow$"):
+        start(settings(tmp_path, track="mlflow"))

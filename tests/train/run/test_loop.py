@@ -282,7 +282,7 @@ def test_learning_rate(tmp_path: Path) -> None:
         ({"steps": 0}, "steps=0"),
         ({"accumulation": 0}, "accumulation=0"),
         ({"lr": 0.0}, "lr=0.0"),
-        ({"track": "tensorboard"}, "track='tensorboard'"),
+        ({"track": "notes"}, "track='notes', expected one of none, .*wandb"),
         ({"processes": 2}, "1 processes, but processes= 2"),
     ],
 )
