@@ -1,0 +1,236 @@
+"""Every table of docs/results from nothing: the commands that make it, in their order.
+
+    make reproduce                        # what there is, and how long it takes
+    make reproduce TABLE=heads            # python bench/reproduce.py table=heads
+    make reproduce TABLE=heads dry=true   # its commands alone
+
+Results go to `out`, beside nothing that is committed. A command that ended well is noted in
+`notes` and isn't run again; one that was killed goes on where it was, by the same command. `more`
+gives a step more arguments (`more="{target: steps=20}"`), to see the whole way in minutes: in a
+folder of its own, since what a step leaves is found by the full table too. Paths are seen from
+where this runs. A target made here is of the shape of the one that the committed rows were measured
+with, not the same: figures will be near those, not equal.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from draftsmith.command import parse, run_command, unknown
+from draftsmith.train.run.recipe import gsm8k
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Step(NamedTuple):
+    """A command, what it leaves, and its minutes on two cores of an AMD EPYC: of the rows or the
+    recipe that it made, or guessed from those of others.
+    """
+
+    command: str  # {target}, {data}, {out}: `filled`
+    makes: str
+    minutes: float
+    guessed: bool = False
+
+
+PAIR = "target=runs/quickstart/target/model drafter=runs/quickstart/distill/drafter"
+TREES = {"chain": "chain", "eagle-25": "eagle-25", "calibrated": "runs/trees/t{T}.json"}
+TREES |= {"dynamic": "dynamic:4,4,17,2.4"}
+DRAFTS = "runs/gsm8k/draft/drafter,runs/gsm8k/distill/drafter,ngram"
+SCALING = "steps=120 eval_every=15 warmup=10 heldout.prompts=24 heldout.max_new_tokens=64"
+STEPS = {
+    # What several tables begin from.
+    "target": Step("draftsmith train pretrain recipe=gsm8k/target", "{target}", 55, True),
+    "answers": Step("draftsmith prepare recipe=gsm8k/prepare", "runs/gsm8k/answers", 11),
+    "draft": Step(
+        "draftsmith train pretrain recipe=gsm8k/draft", "runs/gsm8k/draft/drafter", 4, True
+    ),
+    "distill": Step(
+        "draftsmith train distill recipe=gsm8k/distill", "runs/gsm8k/distill/drafter", 4, True
+    ),
+    "quickstart": Step("draftsmith quickstart", "runs/quickstart/results.json", 12),
+    "judge-target": Step(
+        "draftsmith train pretrain recipe=judge/target", "runs/judge/target/model", 6
+    ),
+    "judge-draft": Step(
+        "draftsmith train pretrain recipe=judge/draft", "runs/judge/draft/drafter", 2
+    ),
+    # Benches that write rows and page themselves.
+    "cost": Step("bench/speed/cost.py out={out}", "{out}/cost.json", 3, True),
+    "decode": Step("bench/speed/decode.py out={out}", "{out}/decode.json", 10, True),
+    "losses": Step("bench/speed/losses.py losses=fkl out={out}", "{out}/losses.json", 2),
+    "ranks": Step("bench/speed/ranks.py steps=23 out={out}", "{out}/ranks.json", 9, True),
+    "gkd": Step("bench/speed/gkd.py out={out}", "{out}/gkd.json", 4),
+    "heads": Step("bench/evidence/heads.py out={out}", "{out}/heads.json", 130, True),
+    "distillation-gsm8k": Step(
+        "bench/evidence/distillation.py out={out}", "runs/evidence/gsm8k/rows", 240
+    ),
+    "distillation": Step(
+        "bench/evidence/distillation.py pair=quickstart arms=fkl,jsd,tv,lk,rkl,two-stage,ce "
+        "out={out}",
+        "{out}/distillation.json",
+        90,
+    ),
+    "scaling": Step(
+        "bench/evidence/scaling.py sizes=1x64,1x128,2x128,2x256,4x256 "
+        f"'options={SCALING} cache.path=runs/scaling/states' out={{out}}",
+        "{out}/scaling.json",
+        45,
+        True,
+    ),
+    "specdecpp": Step(
+        "bench/evidence/specdecpp.py timed_each=8 out={out}", "{out}/specdecpp.json", 240, True
+    ),
+    "judge": Step("bench/evidence/judge.py out={out}", "{out}/judge.json", 15, True),
+    "online": Step("bench/evidence/online.py out={out}", "{out}/online.json", 65, True),
+    "online-choices": Step(
+        "bench/evidence/online_choices.py out={out}", "{out}/online-choices.json", 108
+    ),
+    "eagle3": Step(
+        "bench/evidence/heads.py kinds=eagle3 out=runs/heads", "runs/heads/eagle3-2/drafter", 35
+    ),
+    # Evaluations, and the one page of several.
+    "quickstart-page": Step(
+        "bench/joined.py name=quickstart title=Quickstart reports=runs/quickstart out={out}",
+        "{out}/quickstart.json",
+        0,
+    ),
+    **{
+        f"gsm8k-{T}": Step(
+            f"draftsmith evaluate target={{target}} drafter={DRAFTS} prompts={{data}} limit=24 "
+            f"max_new_tokens=80 threads=1 advice=false temperature={T} out=runs/gsm8k/t{T}",
+            f"runs/gsm8k/t{T}/results.json",
+            2,
+        )
+        for T in (0, 1)
+    },
+    "gsm8k-page": Step(
+        "bench/joined.py name=gsm8k 'title=GSM8K, a 15M target' names=[before,after,ngram] "
+        "reports=[runs/gsm8k/t0,runs/gsm8k/t1] out={out}",
+        "{out}/gsm8k.json",
+        0,
+    ),
+    **{
+        f"tree-{T}": Step(
+            f"draftsmith calibrate {PAIR} temperature={T} out=runs/trees/t{T}.json",
+            f"runs/trees/t{T}.json",
+            2,
+            True,
+        )
+        for T in (0, 1)
+    },
+    **{
+        f"trees-{T}-{name}": Step(
+            f"draftsmith evaluate {PAIR} K=4 tree={tree.replace('{T}', str(T))} limit=16 "
+            f"max_new_tokens=128 threads=1 advice=false temperature={T} out=runs/trees/{T}-{name}",
+            f"runs/trees/{T}-{name}/results.json",
+            0.5,
+        )
+        for T, (name, tree) in product((0, 1), TREES.items())
+    },
+    "trees-page": Step(
+        'bench/joined.py name=trees "title=Trees, the quickstart\'s pair, 4 draft calls" '
+        f'\'names=[chain,eagle-25,"calibrated, 16 nodes","{TREES["dynamic"]}"]\' '
+        f"reports=[{','.join(f'runs/trees/{T}-{name}' for T in (0, 1) for name in TREES)}] "
+        "out={out}",
+        "{out}/trees.json",
+        0,
+    ),
+}
+GIVEN = ("target", "answers")
+TABLES: dict[str, tuple[str, ...]] = {
+    "cost": ("quickstart", "cost"),
+    "decode": ("quickstart", "decode"),
+    "distillation": (*GIVEN, "quickstart", "distillation-gsm8k", "distillation"),
+    "gkd": ("gkd",),
+    "gsm8k": (*GIVEN, "draft", "distill", "gsm8k-0", "gsm8k-1", "gsm8k-page"),
+    "heads": (*GIVEN, "heads"),
+    "judge": ("judge-target", "judge-draft", "judge"),
+    "losses": ("losses",),
+    "online": (*GIVEN, "draft", "online"),
+    "online-choices": (*GIVEN, "draft", "online", "eagle3", "online-choices"),
+    "quickstart": ("quickstart", "quickstart-page"),
+    "ranks": ("ranks",),
+    "scaling": (*GIVEN, "scaling"),
+    "specdecpp": ("target", "specdecpp"),
+    "trees": ("quickstart", *(name for name in STEPS if name.startswith(("tree-", "trees-")))),
+}
+
+
+@dataclass
+class Reproduce:
+    table: str = ""
+    out: str = "runs/results"
+    dry: bool = False  # print the commands, run none
+    more: dict[str, str] = field(default_factory=dict)  # step: arguments
+    notes: str = "runs/reproduce"
+
+
+def main(argv: list[str]) -> int:
+    settings = parse(Reproduce, argv)
+    if settings.table not in TABLES:
+        print("\n".join(f"{name:<16}{hours(name)}" for name in TABLES))
+        raise ValueError(unknown("table", settings.table, TABLES))
+    steps = TABLES[settings.table]
+    if wrong := [name for name in settings.more if name not in steps]:
+        raise ValueError(unknown("step", wrong[0], steps))
+    for number, name in enumerate(steps, start=1):
+        words = [*words_of(name, settings.out), *shlex.split(settings.more.get(name, ""))]
+        makes, line = filled(STEPS[name].makes, settings.out), shlex.join(words)
+        note = Path(settings.notes, f"{name}.txt")
+        known = note.read_text() if note.exists() else ""
+        # A target that lies here, or was put here, needs no note.
+        done = Path(makes).exists() and (known == line or (name == "target" and not known))
+        print(f"{number} of {len(steps)}: {'done' if done else 'run '}  {line}", flush=True)
+        if done or settings.dry:
+            continue
+        python = ["-m", *words] if words[0] == "draftsmith" else words[1:]
+        if code := subprocess.run([sys.executable, *python], check=False).returncode:
+            print(f"step {name} ended with code {code}; the same command goes on", file=sys.stderr)
+            return code
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(line)
+    if not settings.dry:
+        print(f"{makes}, and the page beside it; committed: docs/results/{settings.table}.md")
+    return 0
+
+
+def filled(text: str, out: str = "") -> str:
+    """A command or path with the target and data that are here."""
+    return text.format(target=gsm8k("target"), data=gsm8k("data"), out=out)
+
+
+def words_of(name: str, out: str) -> list[str]:
+    """A step's command: of draftsmith, or of a script, seen from here."""
+    words = shlex.split(filled(STEPS[name].command, out))
+    if words[0] == "draftsmith":
+        return words
+    return ["python", os.path.relpath(ROOT / words[0]), *words[1:]]
+
+
+def hours(table: str) -> str:
+    """How long it takes from nothing, in words."""
+    steps = [STEPS[name] for name in TABLES[table]]
+    about = "about " if any(step.guessed for step in steps) else ""
+    minutes = sum(step.minutes for step in steps)
+    return f"{about}{minutes:.0f} min" if minutes < 90 else f"{about}{minutes / 60:.1f} h"
+
+
+def need(name: str, place: str = "") -> None:
+    """ValueError, saying what to run first, where what step `name` leaves isn't there; place: where
+    the bench was told to look. A hub's name may be a target.
+    """
+    usual = filled(STEPS[name].makes)
+    place = place or usual
+    if not Path(place).exists() and (place == usual or place.startswith(("runs/", ".", "/"))):
+        first = shlex.join(words_of(name, "runs/results"))
+        raise ValueError(f"got no {place}; run first: {first} (or make reproduce TABLE=...)")
+
+
+if __name__ == "__main__":
+    run_command(main, Reproduce)
