@@ -44,9 +44,7 @@ def test_every_command_of_a_step_can_be_given(name: str) -> None:
         script = (Path.cwd() / words[0]).resolve().relative_to(ROOT).as_posix()
         parse(getattr(module_of(script), BENCHES[script]), words[1:])
         return
-    command = next(
-        c for c in sorted(COMMANDS, reverse=True) if words[: c.count(" ") + 1] == c.split()
-    )
+    command = next(c for c in COMMANDS if words[: c.count(" ") + 1] == c.split())
     place, schema, _ = COMMANDS[command]
     read = recipe.load if command.startswith(("train ", "prepare")) else parse
     module = importlib.import_module(f"draftsmith.{place}")
