@@ -28,14 +28,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Step(NamedTuple):
-    """A command, what it leaves, and its minutes on two cores of an AMD EPYC: of the rows or the
-    recipe that it made, or guessed from those of others.
+    """A command; its minutes on two cores of an AMD EPYC, as its rows or recipe tell, or with ~ as
+    guessed from those of others; and what it leaves, by default the table of its own name.
     """
 
     command: str  # {target}, {data}, {out}: `filled`
-    makes: str
-    minutes: float
-    guessed: bool = False
+    minutes: str
+    makes: str = ""
 
 
 PAIR = "target=runs/quickstart/target/model drafter=runs/quickstart/distill/drafter"
@@ -43,84 +42,68 @@ TREES = {"chain": "chain", "eagle-25": "eagle-25", "calibrated": "runs/trees/t{T
 TREES |= {"dynamic": "dynamic:4,4,17,2.4"}
 DRAFTS = "runs/gsm8k/draft/drafter,runs/gsm8k/distill/drafter,ngram"
 SCALING = "steps=120 eval_every=15 warmup=10 heldout.prompts=24 heldout.max_new_tokens=64"
+TRAIN = "draftsmith train pretrain recipe="
 STEPS = {
     # What several tables begin from.
-    "target": Step("draftsmith train pretrain recipe=gsm8k/target", "{target}", 55, True),
-    "answers": Step("draftsmith prepare recipe=gsm8k/prepare", "runs/gsm8k/answers", 11),
-    "draft": Step(
-        "draftsmith train pretrain recipe=gsm8k/draft", "runs/gsm8k/draft/drafter", 4, True
-    ),
+    "target": Step(f"{TRAIN}gsm8k/target", "~55", "{target}"),
+    "answers": Step("draftsmith prepare recipe=gsm8k/prepare", "11", "runs/gsm8k/answers"),
+    "draft": Step(f"{TRAIN}gsm8k/draft", "~4", "runs/gsm8k/draft/drafter"),
     "distill": Step(
-        "draftsmith train distill recipe=gsm8k/distill", "runs/gsm8k/distill/drafter", 4, True
+        "draftsmith train distill recipe=gsm8k/distill", "~4", "runs/gsm8k/distill/drafter"
     ),
-    "quickstart": Step("draftsmith quickstart", "runs/quickstart/results.json", 12),
-    "judge-target": Step(
-        "draftsmith train pretrain recipe=judge/target", "runs/judge/target/model", 6
+    "quickstart-runs": Step("draftsmith quickstart", "12", "runs/quickstart/results.json"),
+    "judge-target": Step(f"{TRAIN}judge/target", "6", "runs/judge/target/model"),
+    "judge-draft": Step(f"{TRAIN}judge/draft", "2", "runs/judge/draft/drafter"),
+    # Benches, which write rows and page.
+    "cost": Step("bench/speed/cost.py out={out}", "~3"),
+    "decode": Step("bench/speed/decode.py out={out}", "~10"),
+    "losses": Step("bench/speed/losses.py losses=fkl out={out}", "2"),
+    "ranks": Step("bench/speed/ranks.py steps=23 out={out}", "~9"),
+    "gkd": Step("bench/speed/gkd.py out={out}", "4"),  # beside TRL
+    "heads": Step("bench/evidence/heads.py out={out}", "~130"),
+    "eagle3": Step(
+        "bench/evidence/heads.py kinds=eagle3 out=runs/heads", "~35", "runs/heads/eagle3-2/drafter"
     ),
-    "judge-draft": Step(
-        "draftsmith train pretrain recipe=judge/draft", "runs/judge/draft/drafter", 2
-    ),
-    # Benches that write rows and page themselves.
-    "cost": Step("bench/speed/cost.py out={out}", "{out}/cost.json", 3, True),
-    "decode": Step("bench/speed/decode.py out={out}", "{out}/decode.json", 10, True),
-    "losses": Step("bench/speed/losses.py losses=fkl out={out}", "{out}/losses.json", 2),
-    "ranks": Step("bench/speed/ranks.py steps=23 out={out}", "{out}/ranks.json", 9, True),
-    "gkd": Step("bench/speed/gkd.py out={out}", "{out}/gkd.json", 4),
-    "heads": Step("bench/evidence/heads.py out={out}", "{out}/heads.json", 130, True),
     "distillation-gsm8k": Step(
-        "bench/evidence/distillation.py out={out}", "runs/evidence/gsm8k/rows", 240
+        "bench/evidence/distillation.py out={out}", "~240", "runs/evidence/gsm8k/rows"
     ),
     "distillation": Step(
         "bench/evidence/distillation.py pair=quickstart arms=fkl,jsd,tv,lk,rkl,two-stage,ce "
         "out={out}",
-        "{out}/distillation.json",
-        90,
+        "~90",
     ),
     "scaling": Step(
         "bench/evidence/scaling.py sizes=1x64,1x128,2x128,2x256,4x256 "
         f"'options={SCALING} cache.path=runs/scaling/states' out={{out}}",
-        "{out}/scaling.json",
-        45,
-        True,
+        "~45",
     ),
-    "specdecpp": Step(
-        "bench/evidence/specdecpp.py timed_each=8 out={out}", "{out}/specdecpp.json", 240, True
-    ),
-    "judge": Step("bench/evidence/judge.py out={out}", "{out}/judge.json", 15, True),
-    "online": Step("bench/evidence/online.py out={out}", "{out}/online.json", 65, True),
-    "online-choices": Step(
-        "bench/evidence/online_choices.py out={out}", "{out}/online-choices.json", 108
-    ),
-    "eagle3": Step(
-        "bench/evidence/heads.py kinds=eagle3 out=runs/heads", "runs/heads/eagle3-2/drafter", 35
-    ),
+    "specdecpp": Step("bench/evidence/specdecpp.py timed_each=8 out={out}", "~240"),
+    "judge": Step("bench/evidence/judge.py out={out}", "~15"),
+    "online": Step("bench/evidence/online.py out={out}", "~65"),
+    "online-choices": Step("bench/evidence/online_choices.py out={out}", "108"),
     # Evaluations, and the one page of several.
-    "quickstart-page": Step(
-        "bench/joined.py name=quickstart title=Quickstart reports=runs/quickstart out={out}",
-        "{out}/quickstart.json",
-        0,
+    "quickstart": Step(
+        "bench/joined.py name=quickstart title=Quickstart reports=runs/quickstart out={out}", "0"
     ),
     **{
         f"gsm8k-{T}": Step(
             f"draftsmith evaluate target={{target}} drafter={DRAFTS} prompts={{data}} limit=24 "
             f"max_new_tokens=80 threads=1 advice=false temperature={T} out=runs/gsm8k/t{T}",
+            "2",
             f"runs/gsm8k/t{T}/results.json",
-            2,
         )
         for T in (0, 1)
     },
-    "gsm8k-page": Step(
+    "gsm8k": Step(
         "bench/joined.py name=gsm8k 'title=GSM8K, a 15M target' names=[before,after,ngram] "
         "reports=[runs/gsm8k/t0,runs/gsm8k/t1] out={out}",
-        "{out}/gsm8k.json",
-        0,
+        "0",
     ),
     **{
         f"tree-{T}": Step(
             f"draftsmith calibrate {PAIR} temperature={T} out=runs/trees/t{T}.json",
+            "~2",
             f"runs/trees/t{T}.json",
-            2,
-            True,
         )
         for T in (0, 1)
     },
@@ -128,37 +111,36 @@ STEPS = {
         f"trees-{T}-{name}": Step(
             f"draftsmith evaluate {PAIR} K=4 tree={tree.replace('{T}', str(T))} limit=16 "
             f"max_new_tokens=128 threads=1 advice=false temperature={T} out=runs/trees/{T}-{name}",
+            "0.5",
             f"runs/trees/{T}-{name}/results.json",
-            0.5,
         )
         for T, (name, tree) in product((0, 1), TREES.items())
     },
-    "trees-page": Step(
+    "trees": Step(
         'bench/joined.py name=trees "title=Trees, the quickstart\'s pair, 4 draft calls" '
         f'\'names=[chain,eagle-25,"calibrated, 16 nodes","{TREES["dynamic"]}"]\' '
         f"reports=[{','.join(f'runs/trees/{T}-{name}' for T in (0, 1) for name in TREES)}] "
         "out={out}",
-        "{out}/trees.json",
-        0,
+        "0",
     ),
 }
 GIVEN = ("target", "answers")
-TABLES: dict[str, tuple[str, ...]] = {
-    "cost": ("quickstart", "cost"),
-    "decode": ("quickstart", "decode"),
-    "distillation": (*GIVEN, "quickstart", "distillation-gsm8k", "distillation"),
+TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
+    "cost": ("quickstart-runs", "cost"),
+    "decode": ("quickstart-runs", "decode"),
+    "distillation": (*GIVEN, "quickstart-runs", "distillation-gsm8k", "distillation"),
     "gkd": ("gkd",),
-    "gsm8k": (*GIVEN, "draft", "distill", "gsm8k-0", "gsm8k-1", "gsm8k-page"),
+    "gsm8k": (*GIVEN, "draft", "distill", "gsm8k-0", "gsm8k-1", "gsm8k"),
     "heads": (*GIVEN, "heads"),
     "judge": ("judge-target", "judge-draft", "judge"),
     "losses": ("losses",),
     "online": (*GIVEN, "draft", "online"),
     "online-choices": (*GIVEN, "draft", "online", "eagle3", "online-choices"),
-    "quickstart": ("quickstart", "quickstart-page"),
+    "quickstart": ("quickstart-runs", "quickstart"),
     "ranks": ("ranks",),
     "scaling": (*GIVEN, "scaling"),
     "specdecpp": ("target", "specdecpp"),
-    "trees": ("quickstart", *(name for name in STEPS if name.startswith(("tree-", "trees-")))),
+    "trees": ("quickstart-runs", *(name for name in STEPS if name.startswith("tree"))),
 }
 
 
@@ -181,7 +163,7 @@ def main(argv: list[str]) -> int:
         raise ValueError(unknown("step", wrong[0], steps))
     for number, name in enumerate(steps, start=1):
         words = [*words_of(name, settings.out), *shlex.split(settings.more.get(name, ""))]
-        makes, line = filled(STEPS[name].makes, settings.out), shlex.join(words)
+        makes, line = left_by(name, settings.out), shlex.join(words)
         note = Path(settings.notes, f"{name}.txt")
         known = note.read_text() if note.exists() else ""
         # A target that lies here, or was put here, needs no note.
@@ -205,6 +187,11 @@ def filled(text: str, out: str = "") -> str:
     return text.format(target=gsm8k("target"), data=gsm8k("data"), out=out)
 
 
+def left_by(name: str, out: str = "") -> str:
+    """What a step makes."""
+    return filled(STEPS[name].makes or f"{{out}}/{name}.json", out)
+
+
 def words_of(name: str, out: str) -> list[str]:
     """A step's command: of draftsmith, or of a script, seen from here."""
     words = shlex.split(filled(STEPS[name].command, out))
@@ -215,9 +202,9 @@ def words_of(name: str, out: str) -> list[str]:
 
 def hours(table: str) -> str:
     """How long it takes from nothing, in words."""
-    steps = [STEPS[name] for name in TABLES[table]]
-    about = "about " if any(step.guessed for step in steps) else ""
-    minutes = sum(step.minutes for step in steps)
+    told = [STEPS[name].minutes for name in TABLES[table]]
+    about = "about " if any(text.startswith("~") for text in told) else ""
+    minutes = sum(float(text.lstrip("~")) for text in told)
     return f"{about}{minutes:.0f} min" if minutes < 90 else f"{about}{minutes / 60:.1f} h"
 
 
@@ -225,7 +212,7 @@ def need(name: str, place: str = "") -> None:
     """ValueError, saying what to run first, where what step `name` leaves isn't there; place: where
     the bench was told to look. A hub's name may be a target.
     """
-    usual = filled(STEPS[name].makes)
+    usual = left_by(name)
     place = place or usual
     if not Path(place).exists() and (place == usual or place.startswith(("runs/", ".", "/"))):
         first = shlex.join(words_of(name, "runs/results"))

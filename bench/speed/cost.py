@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     rows = []
     for role, name in (("target", settings.target), ("draft", settings.draft)):
         if name not in SHAPES:
-            need("quickstart", name)
+            need("quickstart-runs", name)
         if name in SHAPES:
             model = device.counting_lm(SHAPES[name], settings.device)
         else:

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
     # ------------------------------------------------------------------ setup
     settings = parse(Bench, argv)
     for path in (settings.target, settings.drafter):
-        need("quickstart", path)
+        need("quickstart-runs", path)
     torch.set_num_threads(settings.threads)
     logging.set_verbosity_error()
     spec = TargetSpec(settings.target, dtype=settings.dtype)

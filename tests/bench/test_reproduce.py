@@ -88,7 +88,7 @@ def test_steps_run_in_order_and_are_not_repeated(
         ran.append(name)
         code = codes.pop(name, 0)
         if not code:
-            made = Path(reproduce.filled(reproduce.STEPS[name].makes, "out"))
+            made = Path(reproduce.left_by(name, "out"))
             made.mkdir(parents=True, exist_ok=True)
         return subprocess.CompletedProcess(command, code)
 
@@ -148,7 +148,7 @@ def test_joined_evaluations_are_one_table(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_small_table_is_made_from_nothing(tmp_path: Path) -> None:
     """The quickstart's, with little of everything; a second time nothing is left to do."""
-    more = "more={quickstart: steps=3 limit=2 max_new_tokens=8}"
+    more = "more={quickstart-runs: steps=3 limit=2 max_new_tokens=8}"
     command = [sys.executable, str(ROOT / "bench/reproduce.py"), "table=quickstart", more]
     for first in (True, False):
         run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
