@@ -5,6 +5,7 @@
 # make test-slow    the slow tests: the quickstart's claims, in full (about ten minutes)
 # make test-oldest  the tests with the oldest torch and transformers supported
 # make bench        speed against peers and how costs grow, on the quickstart's pair
+# make reproduce    a table of docs/results from nothing: TABLE=heads, dry=true for its commands alone
 # make gpu          everything that needs a GPU, on its own Python
 # make fmt          format
 
@@ -21,7 +22,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: quickstart setup test test-slow test-oldest check links types fmt bench gpu clean help
+.PHONY: quickstart setup test test-slow test-oldest check links types fmt bench reproduce gpu clean help
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -91,6 +92,9 @@ bench: $(VENV)/.ready-dev
 	$(PY) bench/speed/losses.py
 	$(PY) bench/speed/decode.py
 	$(PY) bench/speed/cost.py
+
+reproduce: $(VENV)/.ready-dev
+	@$(PY) bench/reproduce.py table=$(TABLE) $(if $(dry),dry=$(dry)) $(if $(more),'more=$(more)')
 
 # On the GPU machine, with its own Python; nothing is installed.
 gpu: links

@@ -26,6 +26,7 @@ from draftsmith.models.disk.read_lm import first_line, read_json
 
 END, PAD = "<|end|>", "<|pad|>"
 STAND_IN_SIZE = 500  # no multiple of 64, so that a trial also meets padded logits
+ROLES = ("system", "user", "assistant")
 STAND_IN_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -131,8 +132,9 @@ def train_bpe(
     texts: Iterable[str], size: int, roles: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE of `size` tokens, the same for the same texts: an end and a padding token,
-    one token `<|role|>` for each of `roles`, all bytes, and what merging gives. ValueError for
-    fewer tokens than these need, or a text too small to give so many.
+    one token `<|role|>` for each of `roles`, all bytes, and what merging gives; with roles also a
+    chat template that marks answers. ValueError for fewer tokens than these need, or a text too
+    small to give so many.
     """
     special = [END, PAD, *(f"<|{role}|>" for role in roles)]
     if size < 256 + len(special):
@@ -153,15 +155,14 @@ def train_bpe(
             f"tokenizer_size: got {size}, but the text gives only {len(tokenizer)} tokens; "
             "ask for fewer, or bring more text"
         )
+    tokenizer.chat_template = STAND_IN_TEMPLATE if roles else None
     return tokenizer
 
 
 def stand_in_tokenizer(size: int = STAND_IN_SIZE) -> PreTrainedTokenizerFast:
     """A BPE of the interpreter's own json and inspect, with a chat template that marks answers."""
     texts = [inspect.getsource(json), inspect.getsource(inspect)]
-    tokenizer = train_bpe(texts, size, roles=("system", "user", "assistant"))
-    tokenizer.chat_template = STAND_IN_TEMPLATE
-    return tokenizer
+    return train_bpe(texts, size, ROLES)
 
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # byte-level spelling

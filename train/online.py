@@ -78,6 +78,7 @@ class OnlineRun(Settings):
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
     config = recipe.load(OnlineRun, argv)
+    recipe.check_made(config)
     if config.target.shrink:
         config = shrunk(config)
         write_stream(Path(config.replay.stream))

@@ -35,7 +35,7 @@ from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.answers.asks import Ask, fitting, from_rows, prompts_hash
 from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused, write_answers
 from draftsmith.train.answers.top_logprobs import check_asked
-from draftsmith.train.run.recipe import load, show
+from draftsmith.train.run.recipe import check_made, load, show
 from draftsmith.train.text.prepared import (
     Answer,
     answer_file,
@@ -92,6 +92,7 @@ class Prepare:
 
 def main(argv: list[str]) -> None:
     config = load(Prepare, argv)
+    check_made(config)
     if config.target.shrink:  # to try a recipe: some prompts, short answers
         config = replace(config, limit=4, max_new_tokens=8)
     served = config.endpoint

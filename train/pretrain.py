@@ -15,6 +15,7 @@ where there are prompts; or `corpus`, streamed. Where this differs from FastDraf
 2. Embedding and output head are tied: at small sizes the table is most of the model.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,12 +24,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import run_command
 from draftsmith.decode.prompts.chat import set_template
-from draftsmith.decode.prompts.rows import Row
 from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.target import TargetSpec, load_target
-from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer, train_bpe, vocab_size
+from draftsmith.models.tokenizer import (
+    ROLES,
+    check_same_tokenizer,
+    load_tokenizer,
+    train_bpe,
+    vocab_size,
+)
 from draftsmith.train.drafts.start import TINY, ModelStart, fresh_draft, place
 from draftsmith.train.objectives import heldout as held
 from draftsmith.train.objectives.distillation import Distillation, Losses, NextToken, stages
@@ -41,8 +47,10 @@ from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.teachers import StateTeacher
 from draftsmith.train.text.batches import Examples
 from draftsmith.train.text.on_policy import Snapshot, Text, make_batches, text_at_hand
-from draftsmith.train.text.stream import Corpus, CorpusStream, held_out_texts
+from draftsmith.train.text.stream import Corpus, CorpusStream, first_texts, held_out_texts
 from draftsmith.train.text.tokenise import tokenise
+
+BPE_LETTERS = 5_000_000  # of each source of a corpus, at most
 
 
 @dataclass(kw_only=True)
@@ -53,7 +61,7 @@ class PretrainConfig(Settings):
     target: TargetSpec = field(default_factory=lambda: TargetSpec(path=""))  # of a draft
     model: ModelStart = field(default_factory=ModelStart)
     lora: Lora = field(default_factory=Lora)
-    tokenizer: str = "train"  # or whose to take, where neither target nor model brings one
+    tokenizer: str = "train"  # train | train-chat (has a template) | whose, where none is given
     tokenizer_size: int = 4096
     data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
     text: Text = field(default_factory=Text)
@@ -74,11 +82,15 @@ def main(argv: list[str]) -> None:
     train_rows, heldout_rows = load_rows(config.data, "train"), load_rows(config.data, "heldout")
     if config.target.shrink:
         train_rows, heldout_rows = train_rows[:20], heldout_rows[:2]
-    target, tokenizer = target_and_tokenizer(config, train_rows, accelerator.device)
     source: Examples | CorpusStream
     batches: StepBatches
-    if config.corpus.sources:
+    texts: Iterator[str] = (row.text for row in train_rows)
+    left_out = set[str]()
+    if sources := config.corpus.sources:
         left_out = held_out_texts(config.data, config.heldout.data)
+        texts = first_texts(config.corpus, left_out, BPE_LETTERS)
+    target, tokenizer = target_and_tokenizer(config, texts, accelerator.device)
+    if sources:
         batches = source = CorpusStream(config.corpus, config.text, config, tokenizer, left_out)
     else:
         source = tokenise(train_rows, tokenizer)
@@ -122,7 +134,7 @@ def main(argv: list[str]) -> None:
 
 
 def target_and_tokenizer(
-    config: PretrainConfig, rows: list[Row], device: torch.device
+    config: PretrainConfig, texts: Iterator[str], device: torch.device
 ) -> tuple[PreTrainedModel | None, PreTrainedTokenizerBase]:
     """The target that a draft is for, if any; its tokenizer, or the model's, or a new one."""
     target: PreTrainedModel | None
@@ -132,8 +144,9 @@ def target_and_tokenizer(
         target, tokenizer = load_target(config.target.resolved(config.dtype), where)
         if config.model.path:
             check_same_tokenizer(tokenizer, load_tokenizer(config.model.path))
-    elif (source := config.model.path or config.tokenizer) == "train":
-        target, tokenizer = None, train_bpe((row.text for row in rows), config.tokenizer_size)
+    elif (source := config.model.path or config.tokenizer) in ("train", "train-chat"):
+        roles = ROLES if source == "train-chat" else ()
+        target, tokenizer = None, train_bpe(texts, config.tokenizer_size, roles)
     else:
         target, tokenizer = None, load_tokenizer(source)
     set_template(tokenizer, config.text.thinking, config.text.template_kwargs)

@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.bench.evidence import distillation_page
+from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run
 from draftsmith.bench.speed.workers import train
 from draftsmith.command import parse, run_command
@@ -43,6 +44,7 @@ from draftsmith.train.objectives.token_selection import Weighting
 from draftsmith.train.run import recipe
 from draftsmith.train.run.launch import start
 from draftsmith.train.run.loop import StepBatches, fit
+from draftsmith.train.run.recipe import gsm8k
 from draftsmith.train.teachers.states import Cache
 from draftsmith.train.teachers.teachers import StateTeacher, TargetRows, Teacher, open_teacher
 from draftsmith.train.text.batches import Batch, Batches, Examples
@@ -89,7 +91,7 @@ REFERENCED = ("adaspec", "bottom", "easy")
 # how many held-out prompts the target answers for alpha; and what is made before the drafts.
 PAIRS: dict[str, dict[str, Any]] = {
     "gsm8k": {
-        "text": "../shared/data/gsm8k/train.jsonl",
+        "text": "",  # `gsm8k`
         "rows": 3600,
         "prompts": 192,
         "before": ("prepare", "runs/gsm8k/answers/answers-00000-of-00001.jsonl"),
@@ -126,6 +128,8 @@ def main(argv: list[str]) -> None:
     settings = parse(Evidence, argv)
     torch.set_num_threads(settings.threads)
     if settings.train:
+        if settings.pair == "gsm8k":
+            need("target")
         prepare(settings)
         bench = Bench(settings)
         for number, arm in enumerate(settings.arms.split(",")):
@@ -158,6 +162,7 @@ class Bench:
 
     def __init__(self, settings: Evidence) -> None:
         self.settings, self.pair = settings, PAIRS[settings.pair]
+        self.text = self.pair["text"] or gsm8k("data")
         self.folder = Path(settings.trained) / settings.pair
         base = recipe.load(DistillConfig, [f"recipe={settings.pair}/distill", "processes=1"])
         target = base.target.resolved(base.dtype)
@@ -203,7 +208,7 @@ class Bench:
         changes = {name: value for name, value in ARMS[arm].items() if name != "rate_of"}
         steps = round(self.settings.steps * changes.pop("longer", 1))
         if changes.pop("text", False):
-            changes["data"] = self.pair["text"]
+            changes["data"] = self.text
         folder = "text-states" if "data" in changes else "states"
         tokens = changes.get("tokens", Weighting())
         if tokens.select in REFERENCED:
@@ -275,7 +280,7 @@ class Bench:
 
     def answered(self, part: str) -> HeldOut:
         """Held-out prompts of a part with the target's answers."""
-        many, data = self.pair["prompts"], self.pair["text"]
+        many, data = self.pair["prompts"], self.text
         asked = load_prompts(data, self.tokenizer, limit=many, part=part, prompt_tokens=32)
         prompts = [prompt.tokens for prompt in asked]
         params = SamplingParams(1.0, max_new_tokens=ANSWER)

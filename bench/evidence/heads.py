@@ -11,9 +11,7 @@ tokens of the last kind. What was measured is kept beside each run. Rows and pag
 """
 
 import json
-import subprocess
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,9 @@ import torch
 from rich.progress import track
 
 from draftsmith.bench.evidence import head_page
+from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run
+from draftsmith.bench.speed.workers import launch
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.load import load_drafter
@@ -36,6 +36,7 @@ from draftsmith.decode.policies.timing import isolated_times
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import TargetSpec, load_target
+from draftsmith.train.run.recipe import gsm8k
 
 # What is compared: its entry and recipe.
 KINDS = {
@@ -57,8 +58,8 @@ DEPTH = 4
 
 @dataclass
 class Heads:
-    target: str = "../shared/models/target-15m"
-    data: str = "../shared/data/gsm8k/train.jsonl"
+    target: str = field(default_factory=lambda: gsm8k("target"))
+    data: str = field(default_factory=lambda: gsm8k("data"))
     kinds: str = ",".join(KINDS)
     seeds: int = 3
     prompts: int = 24
@@ -119,11 +120,11 @@ def train(settings: Heads, what: str, seed: int) -> None:
     out = folder(settings, what, seed).parent
     if (out / "drafter" / "draftsmith.json").exists():
         return
+    need("target", settings.target)
+    need("answers")
     entry, recipe = KINDS[what]
-    config = ["--config_file", "recipes/accelerate/cpu.yaml"]
-    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", *config]
-    arguments = [f"recipe={recipe}", f"seed={seed}", f"out={out}", *settings.options.split()]
-    subprocess.run([*launch, f"train/{entry}.py", *arguments], check=True)
+    given = [f"recipe={recipe}", f"seed={seed}", f"out={out}", f"target.path={settings.target}"]
+    launch(entry, *given, f"heldout.data={settings.data}", *settings.options.split())
 
 
 def trained_by(settings: Heads, what: str, seed: int) -> dict[str, Any]:

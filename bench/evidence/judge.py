@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from draftsmith.bench.evidence import judge_page
+from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_drafter
@@ -59,6 +60,8 @@ class Bench:
 
 def main(argv: list[str]) -> None:
     settings = parse(Bench, argv)
+    need("judge-target", settings.target)
+    need("judge-draft", settings.drafter)
     torch.set_num_threads(settings.threads)
     judges = [trained_judge(settings, seed) for seed in range(settings.seeds)]
     runner = Runs(settings)

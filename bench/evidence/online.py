@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from rich.console import Console
 
 from draftsmith.bench.evidence import online_page
 from draftsmith.bench.evidence.traffic import Ask, Endpoint, Reply, at_rate, by_clients, latencies
+from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run
 from draftsmith.bench.speed.workers import train
 from draftsmith.command import parse, run_command
@@ -52,6 +53,7 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.buffer import ReplayBuffer
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import load_tokenizer, vocab_size
+from draftsmith.train.run.recipe import gsm8k
 
 Rows = list[dict[str, Any]]
 CLIENTS = (1, 8, 32)
@@ -62,8 +64,8 @@ TOGETHER = 25  # requests that are drawn together for an interval of latency
 
 @dataclass
 class Evidence:
-    target: str = "../shared/models/target-15m"
-    gsm8k: str = "../shared/data/gsm8k/train.jsonl"
+    target: str = field(default_factory=lambda: gsm8k("target"))
+    gsm8k: str = field(default_factory=lambda: gsm8k("data"))
     seeds: int = 3
     first: int = 0  # seed to begin with
     maths: int = 50  # requests of each part of the stream
@@ -101,6 +103,9 @@ def distil_offline(settings: Evidence) -> None:
     """The frozen drafts and the ceilings, unless that was done (answers to GSM8K are what
     recipe=gsm8k/prepare and a first draft what recipe=gsm8k/draft left).
     """
+    need("target", settings.target)
+    need("answers")
+    need("draft")
     trained, few = Path(settings.trained), ("heldout.prompts=16", "heldout.max_new_tokens=64")
     answers = trained / "python-answers"
     written = ("data=stdlib", "limit=2000", "max_new_tokens=64")
@@ -127,7 +132,7 @@ class Seed:
         file = self.folder / f"{name}.json"
         if not file.exists():
             about = {
-                "target": Path(self.settings.target).name,
+                "target": self.settings.target,
                 "data": "gsm8k, python source",
                 "seed": self.seed,
                 **about_run(),
@@ -249,7 +254,8 @@ class Seed:
     def learner(self, place: Path, *how: str) -> Iterator[None]:
         """The learner, which runs when nobody else does."""
         command = [
-            *(sys.executable, "train/online.py", "recipe=online/gsm8k", f"folder={place}"),
+            *(sys.executable, "-m", "draftsmith", "train", "online", "processes=1"),
+            *("recipe=online/gsm8k", f"folder={place}"),
             *(f"drafter={self.drafters['frozen']}", f"out={self.folder / 'learner'}"),
             *(f"target.path={self.settings.target}", f"seed={self.seed}", *how),
         ]

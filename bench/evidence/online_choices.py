@@ -10,8 +10,6 @@ are those of bench/evidence/online.py, which has to have run. Finished replays a
 """
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,9 @@ import numpy as np
 from rich.console import Console
 
 from draftsmith.bench.evidence.online_page import over_seeds
+from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run, markdown, source
+from draftsmith.bench.speed.workers import launch
 from draftsmith.command import parse, run_command
 
 ARMS = {  # name: what it means, and the settings that differ
@@ -74,6 +74,7 @@ def main(argv: list[str]) -> None:
     files = sorted(Path(settings.trained).glob("*.json"))
     rows = [json.loads(file.read_text()) for file in files]
     out = Path(settings.out)
+    out.mkdir(parents=True, exist_ok=True)
     (out / "online-choices.json").write_text(json.dumps(rows, separators=(",", ":")) + "\n")
     (out / "online-choices.md").write_text(page(rows))
     Console().print(f"written: {out}/online-choices.json, {out}/online-choices.md")
@@ -87,15 +88,13 @@ def replay(settings: Choices, arm: str, seed: int) -> None:
         return
     drafts = Path(settings.online) / f"seed-{seed}"
     if arm in HEADS:
+        need("eagle3", f"{settings.heads}/{arm}-{seed}/drafter")
         how = [*HEADS[arm], f"drafter={settings.heads}/{arm}-{seed}/drafter"]
     else:
+        need("online", f"{drafts}/ceiling/drafter")
         how = [*ARMS[arm][1], f"drafter={drafts}/frozen/drafter"]
         how.append(f"replay.ceiling={drafts}/ceiling/drafter")
-    command = [
-        *(sys.executable, "train/online.py", "recipe=online/replay", f"out={place}"),
-        *(f"seed={seed}", *HOW, *how),
-    ]
-    subprocess.run(command, check=True)
+    launch("online", "recipe=online/replay", f"out={place}", f"seed={seed}", *HOW, *how)
     lines = [json.loads(line) for line in (place / "stream.jsonl").read_text().splitlines()]
     served = sorted((x for x in lines if x["topic"] == TOPIC), key=lambda x: x["index"])
     row = {"what": arm, "settings": how, "seed": seed, **about_run()}

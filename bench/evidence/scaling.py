@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
+from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run
 from draftsmith.command import parse, run_command
 from draftsmith.decode.predict import scaling_laws as scaling
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.train import distill
+from draftsmith.train.run.recipe import gsm8k
 
 # Of target-15m (8 layers of 384 in heads of 64): its feed-forward ratio, two heads a key-value one.
 SIZES = "1x64,1x128,2x128,2x256,4x256,4x384"
@@ -76,6 +78,8 @@ def train(settings: Grid, size: str, seed: int) -> None:
     place = folder(settings, size, seed)
     if (place / "rows.json").exists():
         return
+    need("target")
+    need("answers")
     layers, hidden = map(int, size.split("x"))
     heads = max(1, hidden // 64)
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": -(-heads // 2)}
@@ -96,13 +100,13 @@ def rows_of(place: Path, seed: int, counts: list[int]) -> list[dict[str, Any]]:
         if "eval_alpha" in record:
             evaluated.append(record | {"tokens": tokens, "steps": record["step"]})
     if max(counts) >= len(evaluated):
-        raise SystemExit(
+        raise ValueError(
             f"{place} has {len(evaluated) - 1} evaluations after its start, expected at least "
             f"{max(counts)} (counts=): train longer, or evaluate more often"
         )
     draft = load_draft(place / "drafter")
     size = draft.num_parameters()
-    about = {"what": "0.5*ce+0.5*fkl", "target": "target-15m", "data": "gsm8k/answers"}
+    about = {"what": "0.5*ce+0.5*fkl", "target": gsm8k("target"), "data": "gsm8k/answers"}
     about |= {"seed": seed, "parameters": size, "layers": draft.config.num_hidden_layers}
     about |= {"non_embedding": size - draft.get_input_embeddings().weight.numel()}
     about |= {"hidden": draft.config.hidden_size, **about_run()}

@@ -16,10 +16,8 @@ thresholds chosen at its own measured times. Rows and page: <out>/specdecpp.*
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,9 @@ from draftsmith.bench.evidence.specdecpp_timing import (
     small_size,
     timed_rows,
 )
+from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run
+from draftsmith.bench.speed.workers import launch
 from draftsmith.command import parse, run_command
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Columns, Recorder
@@ -50,6 +50,7 @@ from draftsmith.decode.traces.tune_stops import by_costs, by_head, compared, rul
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.scorers import FOLDER, load_scorer, weights_mark
 from draftsmith.models.tokenizer import load_tokenizer
+from draftsmith.train.run.recipe import gsm8k
 
 COSTS = (0.02, 0.05, 0.1, 0.2)
 MOST = 4 << 30  # bytes of a trace
@@ -71,8 +72,8 @@ HEADS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Evidence:
-    target: str = "../shared/models/target-15m"
-    gsm8k: str = "../shared/data/gsm8k/train.jsonl"
+    target: str = field(default_factory=lambda: gsm8k("target"))
+    gsm8k: str = field(default_factory=lambda: gsm8k("data"))
     seeds: int = 5
     each: int = 24  # prompts of a kind in the tune and the report part
     learn: int = 100  # prompts of a kind that heads learn from
@@ -92,6 +93,7 @@ def main(argv: list[str]) -> None:
     """Measure the seeds that aren't done, then write rows and page of all that are."""
     settings = parse(Evidence, argv)
     console = Console()
+    need("target", settings.target)
     distilled(settings)
     for number in range(settings.worker, settings.seeds, settings.workers):
         seed = Seed(settings, number)
@@ -125,9 +127,9 @@ def distilled(settings: Evidence) -> None:
             rows += [{"text": text[at : at + PIECE]} for at in range(0, len(text), PIECE)]
         rows = [*rows[:MATHS], *rows[MATHS::SOURCE_SHARE]]
         mix.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train(
+    launch(
         *("distill", "recipe=gsm8k/distill", f"out={settings.trained}/draft", f"data={mix}"),
-        *("draft=", f"steps={settings.draft_steps}"),
+        *(f"target.path={settings.target}", "draft=", f"steps={settings.draft_steps}"),
         "draft={init: target, init_layers: [0, 3, 7], layers: 3, hidden: 384, head_dim: 64}",
         "draft={heads: 6, kv_heads: 3, intermediate: 1024}",
         *(f"heldout={settings.gsm8k}", "lr=3e-3", "warmup=20", "eval_every=100"),
@@ -150,7 +152,7 @@ class Seed:
         file = self.folder / f"{name}.json"
         if not file.exists():
             about = {
-                "target": Path(self.settings.target).name,
+                "target": self.settings.target,
                 "data": "gsm8k, python source, copies",
                 "seed": self.seed,
                 **about_run(),
@@ -256,7 +258,7 @@ class Seed:
         argv += [f"steps={self.settings.steps}"] if self.settings.steps else []
         made = out / "drafter" / FOLDER
         if not made.exists():
-            train("scorers", *argv)
+            launch("scorers", *argv)
         return made
 
     def rounds(self, part: str, heads: Mapping[str, Path]) -> dict[str, list[Rounds]]:
@@ -290,11 +292,6 @@ class Seed:
                 for kind, own in split(counters[row["what"]]).items()
             }
         return rows
-
-
-def train(entry: str, *argv: str) -> None:
-    """Run a training entry, whose precision is its process's; CalledProcessError where it fails."""
-    subprocess.run([sys.executable, f"train/{entry}.py", *argv], check=True)
 
 
 def split(counters: Sequence[Counters]) -> dict[str, Sequence[Counters]]:

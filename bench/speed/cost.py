@@ -10,7 +10,6 @@ graphs. `target=8B draft=EAGLE`: random models of those shapes. Rows, page and p
 docs/results/cost.*
 """
 
-import os
 import statistics
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
+from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import lower, publish
 from draftsmith.bench.speed import device
 from draftsmith.command import parse, run_command
@@ -54,8 +54,8 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(settings.threads)
     rows = []
     for role, name in (("target", settings.target), ("draft", settings.draft)):
-        if not (name in SHAPES or os.path.isdir(name)):
-            raise SystemExit(f"got no folder {name}; run `make quickstart` first, or name another")
+        if name not in SHAPES:
+            need("quickstart-runs", name)
         if name in SHAPES:
             model = device.counting_lm(SHAPES[name], settings.device)
         else:

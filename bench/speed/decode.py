@@ -11,7 +11,6 @@ side stops at EOS, so all write the same number of tokens. tau and efficiency (m
 speed-up, of decoding alone) are over all prompts. Rows, page and picture: runs/bench/decode.*
 """
 
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, logging
 
+from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import publish, row
 from draftsmith.bench.speed.arms import (
     Arm,
@@ -73,8 +73,7 @@ def main(argv: list[str]) -> None:
     # ------------------------------------------------------------------ setup
     settings = parse(Bench, argv)
     for path in (settings.target, settings.drafter):
-        if not os.path.isdir(path):
-            raise SystemExit(f"got no folder {path}; run `make quickstart` first, or name another")
+        need("quickstart-runs", path)
     torch.set_num_threads(settings.threads)
     logging.set_verbosity_error()
     spec = TargetSpec(settings.target, dtype=settings.dtype)

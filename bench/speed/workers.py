@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -28,11 +29,18 @@ def resident(device: str, peak: bool) -> float:
     return int(status.split(field)[1].split()[0]) / 1024
 
 
+def launch(entry: str, *argv: str) -> None:
+    """Run a training entry in a process of its own; ValueError where it fails, which says why."""
+    words = ["prepare"] if entry == "prepare" else ["train", entry]
+    command = ["-m", "draftsmith", *words, "processes=1", *argv]
+    if code := subprocess.run([sys.executable, *command], check=False).returncode:
+        raise ValueError(f"{shlex.join(command[1:])} ended with code {code}, see above")
+
+
 def train(entry: str, result: Path, *argv: str) -> None:
     """Run a training entry, whose folder is that of `result`, unless that is there."""
     if not result.exists():
-        command = [sys.executable, f"train/{entry}.py", f"out={result.parent}", *argv]
-        subprocess.run(command, check=True)
+        launch(entry, f"out={result.parent}", *argv)
 
 
 def settings(of: Any, **changes: object) -> list[str]:

@@ -312,6 +312,41 @@ def test_bad_input_to_pretraining(tmp_path: Path, corpus: Path, target: Path) ->
         pretrain.main([*arguments, f"tokenizer={target}"])
 
 
+def test_a_target_of_a_corpus_has_its_tokenizer_and_a_template(
+    tmp_path: Path, corpus: Path
+) -> None:
+    """Words of both sources are tokens, and chats are trained by their answers."""
+    chats = tmp_path / "chats.jsonl"
+    rows = [{"prompt": f"zebra {i}", "completion": f"walrus {i}"} for i in range(60)]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = "model={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}"
+    size = ["tokenizer_size=300", "text.max_length=32", "corpus.shuffle=8", "heldout_sequences=2"]
+    sources = ["data=" + str(chats), f"corpus.sources=[{chats},{corpus}]", "precision=fp32"]
+    where = [f"out={tmp_path / 'run'}", "steps=1", "batch_size=2", "tokenizer=train-chat"]
+    pretrain.main([model, *size, *sources, *where])
+    tokenizer = load_tokenizer(tmp_path / "run/model")
+    assert {"Ġwalrus", "walrus"} & tokenizer.get_vocab().keys() and tokenizer.chat_template
+    assert tokenizer.tokenize("<|user|> row 1")[0] == "<|user|>"
+    assert len(tokenizer.tokenize(" row")) == 1
+
+
+def test_a_recipe_says_which_one_makes_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    target = (
+        r"target\.path: got runs/gsm8k/target/model, .* draftsmith train pretrain recipe=gsm8k/t"
+    )
+    for name in ("gsm8k/distill", "gsm8k/prepare", "online/gsm8k", "eagle3/gsm8k"):
+        module = importlib.import_module(f"draftsmith.train.{recipe.entry_of(name)}")
+        with pytest.raises(ValueError, match=target):
+            module.main([f"recipe={name}"])
+    Path("runs/gsm8k/target/model").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"data: got runs/gsm8k/answers, .* draftsmith prepare re"):
+        importlib.import_module("draftsmith.train.eagle").main(["recipe=eagle3/gsm8k"])
+    assert not Path("runs/eagle3").exists()
+
+
 def test_prepared_answers_have_no_held_out_side(distilling: Argv, tmp_path: Path) -> None:
     folder = tmp_path / "answers"
     folder.mkdir()

@@ -51,7 +51,7 @@ class Run:
         free = FREE_KEYS if self.finished() else FREE_KEYS | DIVISION_KEYS
         changed = ["it is new"]
         if stored.exists():
-            old, new, default = map(_flat, (stored.read_text(), recipe, defaults))
+            old, new, default = map(flat, (stored.read_text(), recipe, defaults))
             changed = what_differs(default | old, default | new, free)
         if changed and (self.latest() or self.finished()):
             raise ValueError(
@@ -114,7 +114,7 @@ class Run:
         return step
 
 
-def _flat(text: str) -> dict[str, Any]:
+def flat(text: str) -> dict[str, Any]:
     """The settings of a YAML text by their full names."""
     flat: dict[str, Any] = {}
     left = [("", yaml.safe_load(text) or {})]

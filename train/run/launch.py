@@ -32,9 +32,10 @@ def begin(
 ) -> tuple[Config, Accelerator, Run | None]:
     """The recipe of a training entry, the accelerator of this process, the run folder: None, after
     a word, where the run is finished. shrunk: makes a trial of the recipe. ValueError: what
-    `recipe.load`, `start` and `Run` refuse.
+    `recipe.load`, `check_made`, `start` and `Run` refuse.
     """
     config: Any = recipe.load(schema, argv)
+    recipe.check_made(config)
     config = shrunk(config) if config.target.shrink else config
     accelerator = start(config)
     run = recipe.run_of(config, main=accelerator.is_main_process)

@@ -25,11 +25,25 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 import draftsmith.recipes
 from draftsmith.command import given, kinds, place, unknown
-from draftsmith.train.run.folder import Run
+from draftsmith.train.run.folder import Run, flat
 
 RECIPES = Path(draftsmith.recipes.__file__).resolve().parent
+# What recipes for GSM8K train on and draft for, as `${gsm8k:target}` and `${gsm8k:data}`: the first
+# that is there, else the last, which recipe=gsm8k/target makes and the hub has.
+GSM8K = {
+    "target": ("../shared/models/target-15m", "runs/gsm8k/target/model"),
+    "data": ("../shared/data/gsm8k/train.jsonl", "runs/gsm8k/train.jsonl", "gsm8k"),
+}
 T = TypeVar("T")
 Tree = dict[str, Any]
+
+
+def gsm8k(what: str) -> str:
+    """The `target` or the `data` of the recipes for GSM8K, seen from where this process runs."""
+    return next(filter(Path.exists, map(Path, GSM8K[what])), Path(GSM8K[what][-1])).as_posix()
+
+
+OmegaConf.register_new_resolver("gsm8k", gsm8k, replace=True)
 
 
 def names() -> list[str]:
@@ -78,6 +92,23 @@ def show(config: Any, what: str = "all") -> str:
     """The resolved recipe as YAML; what: all of it, or the `changes` to the entry's defaults."""
     tree, usual = _plain(OmegaConf.structured(config)), _plain(_structure(type(config)))
     return OmegaConf.to_yaml(tree if what == "all" else _changes(tree, usual))
+
+
+def check_made(config: Any) -> None:
+    """ValueError, with the command, where a recipe reads what another makes, and that isn't there;
+    a trial of a recipe reads nothing.
+    """
+    said = {} if config.target.shrink else flat(show(config))
+    paths = {k: v for k, v in said.items() if isinstance(v, str) and v and k != "out"}
+    for key, path in paths.items():
+        if Path(path).exists() or not path.startswith("runs/"):
+            continue
+        for name in names():
+            made = str(_plain(OmegaConf.load(RECIPES / f"{name}.yaml")).get("out"))
+            if Path(path).is_relative_to(made) and made != config.out:
+                entry = f"{'' if entry_of(name) == 'prepare' else 'train '}{entry_of(name)}"
+                first = f"run first: draftsmith {entry} recipe={name}"
+                raise ValueError(f"{key}: got {path}, which isn't there; {first}")
 
 
 def run_of(config: Any, *, main: bool) -> Run:

@@ -253,6 +253,14 @@ class CorpusStream:
             warnings.warn(f"corpus: {note}", stacklevel=3)
 
 
+def first_texts(corpus: Corpus, left_out: Iterable[str], letters: int) -> Iterator[str]:
+    """About so many letters of each source, as a tokenizer is trained on; errors of a stream."""
+    for source in corpus.sources:
+        how = (corpus.skip_corrupt, frozenset(left_out))
+        rows, _ = _piece(ShardReader(source, shards_of(source), 0, 1, 0, *how).rows(), letters)
+        yield from (row.text for row in rows)
+
+
 def held_out_texts(*sources: str) -> set[str]:
     """The texts of all held-out rows of some `data`. Those of `stdlib` are in no corpus, and an
     empty name is none.

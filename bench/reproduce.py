@@ -1,0 +1,223 @@
+"""Every table of docs/results from nothing: the commands that make it, in their order.
+
+    make reproduce                        # what there is, and how long it takes
+    make reproduce TABLE=heads            # python bench/reproduce.py table=heads
+    make reproduce TABLE=heads dry=true   # its commands alone
+
+Results go to `out`, beside nothing that is committed. A command that ended well is noted in
+`notes` and isn't run again; one that was killed goes on where it was, by the same command. `more`
+gives a step more arguments (`more="{target: steps=20}"`), to see the whole way in minutes: in a
+folder of its own, since what a step leaves is found by the full table too. Paths are seen from
+where this runs. A target made here is of the shape of the one that the committed rows were measured
+with, not the same: figures will be near those, not equal.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from draftsmith.command import parse, run_command, unknown
+from draftsmith.train.run.recipe import gsm8k
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Step(NamedTuple):
+    """A command; its minutes on two cores of an AMD EPYC, as its rows or recipe tell, or with ~ as
+    guessed from those of others; and what it leaves, by default the table of its own name.
+    """
+
+    command: str  # {target}, {data}, {out}: `filled`
+    minutes: str
+    makes: str = ""
+
+
+PAIR = "target=runs/quickstart/target/model drafter=runs/quickstart/distill/drafter"
+TREES = {"chain": "chain", "eagle-25": "eagle-25", "calibrated": "runs/trees/t{T}.json"}
+TREES |= {"dynamic": "dynamic:4,4,17,2.4"}
+DRAFTS = "runs/gsm8k/draft/drafter,runs/gsm8k/distill/drafter,ngram"
+SCALING = "steps=120 eval_every=15 warmup=10 heldout.prompts=24 heldout.max_new_tokens=64"
+TRAIN = "draftsmith train pretrain recipe="
+STEPS = {
+    # What several tables begin from.
+    "target": Step(f"{TRAIN}gsm8k/target", "~55", "{target}"),
+    "answers": Step("draftsmith prepare recipe=gsm8k/prepare", "11", "runs/gsm8k/answers"),
+    "draft": Step(f"{TRAIN}gsm8k/draft", "~4", "runs/gsm8k/draft/drafter"),
+    "distill": Step(
+        "draftsmith train distill recipe=gsm8k/distill", "~4", "runs/gsm8k/distill/drafter"
+    ),
+    "quickstart-runs": Step("draftsmith quickstart", "12", "runs/quickstart/results.json"),
+    "judge-target": Step(f"{TRAIN}judge/target", "6", "runs/judge/target/model"),
+    "judge-draft": Step(f"{TRAIN}judge/draft", "2", "runs/judge/draft/drafter"),
+    # Benches, which write rows and page.
+    "cost": Step("bench/speed/cost.py out={out}", "~3"),
+    "decode": Step("bench/speed/decode.py out={out}", "~10"),
+    "losses": Step("bench/speed/losses.py losses=fkl out={out}", "2"),
+    "ranks": Step("bench/speed/ranks.py steps=23 out={out}", "~9"),
+    "gkd": Step("bench/speed/gkd.py out={out}", "4"),  # beside TRL
+    "heads": Step("bench/evidence/heads.py out={out}", "~130"),
+    "eagle3": Step(
+        "bench/evidence/heads.py kinds=eagle3 out=runs/heads", "~35", "runs/heads/eagle3-2/drafter"
+    ),
+    "distillation-gsm8k": Step(
+        "bench/evidence/distillation.py out={out}", "~240", "runs/evidence/gsm8k/rows"
+    ),
+    "distillation": Step(
+        "bench/evidence/distillation.py pair=quickstart arms=fkl,jsd,tv,lk,rkl,two-stage,ce "
+        "out={out}",
+        "~90",
+    ),
+    "scaling": Step(
+        "bench/evidence/scaling.py sizes=1x64,1x128,2x128,2x256,4x256 "
+        f"'options={SCALING} cache.path=runs/scaling/states' out={{out}}",
+        "~45",
+    ),
+    "specdecpp": Step("bench/evidence/specdecpp.py timed_each=8 out={out}", "~240"),
+    "judge": Step("bench/evidence/judge.py out={out}", "~15"),
+    "online": Step("bench/evidence/online.py out={out}", "~65"),
+    "online-choices": Step("bench/evidence/online_choices.py out={out}", "108"),
+    # Evaluations, and the one page of several.
+    "quickstart": Step(
+        "bench/joined.py name=quickstart title=Quickstart reports=runs/quickstart out={out}", "0"
+    ),
+    **{
+        f"gsm8k-{T}": Step(
+            f"draftsmith evaluate target={{target}} drafter={DRAFTS} prompts={{data}} limit=24 "
+            f"max_new_tokens=80 threads=1 advice=false temperature={T} out=runs/gsm8k/t{T}",
+            "2",
+            f"runs/gsm8k/t{T}/results.json",
+        )
+        for T in (0, 1)
+    },
+    "gsm8k": Step(
+        "bench/joined.py name=gsm8k 'title=GSM8K, a 15M target' names=[before,after,ngram] "
+        "reports=[runs/gsm8k/t0,runs/gsm8k/t1] out={out}",
+        "0",
+    ),
+    **{
+        f"tree-{T}": Step(
+            f"draftsmith calibrate {PAIR} temperature={T} out=runs/trees/t{T}.json",
+            "~2",
+            f"runs/trees/t{T}.json",
+        )
+        for T in (0, 1)
+    },
+    **{
+        f"trees-{T}-{name}": Step(
+            f"draftsmith evaluate {PAIR} K=4 tree={tree.replace('{T}', str(T))} limit=16 "
+            f"max_new_tokens=128 threads=1 advice=false temperature={T} out=runs/trees/{T}-{name}",
+            "0.5",
+            f"runs/trees/{T}-{name}/results.json",
+        )
+        for T, (name, tree) in product((0, 1), TREES.items())
+    },
+    "trees": Step(
+        'bench/joined.py name=trees "title=Trees, the quickstart\'s pair, 4 draft calls" '
+        f'\'names=[chain,eagle-25,"calibrated, 16 nodes","{TREES["dynamic"]}"]\' '
+        f"reports=[{','.join(f'runs/trees/{T}-{name}' for T in (0, 1) for name in TREES)}] "
+        "out={out}",
+        "0",
+    ),
+}
+GIVEN = ("target", "answers")
+TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
+    "cost": ("quickstart-runs", "cost"),
+    "decode": ("quickstart-runs", "decode"),
+    "distillation": (*GIVEN, "quickstart-runs", "distillation-gsm8k", "distillation"),
+    "gkd": ("gkd",),
+    "gsm8k": (*GIVEN, "draft", "distill", "gsm8k-0", "gsm8k-1", "gsm8k"),
+    "heads": (*GIVEN, "heads"),
+    "judge": ("judge-target", "judge-draft", "judge"),
+    "losses": ("losses",),
+    "online": (*GIVEN, "draft", "online"),
+    "online-choices": (*GIVEN, "draft", "online", "eagle3", "online-choices"),
+    "quickstart": ("quickstart-runs", "quickstart"),
+    "ranks": ("ranks",),
+    "scaling": (*GIVEN, "scaling"),
+    "specdecpp": ("target", "specdecpp"),
+    "trees": ("quickstart-runs", *(name for name in STEPS if name.startswith("tree"))),
+}
+
+
+@dataclass
+class Reproduce:
+    table: str = ""
+    out: str = "runs/results"
+    dry: bool = False  # print the commands, run none
+    more: dict[str, str] = field(default_factory=dict)  # step: arguments
+    notes: str = "runs/reproduce"
+
+
+def main(argv: list[str]) -> int:
+    settings = parse(Reproduce, argv)
+    if settings.table not in TABLES:
+        print("\n".join(f"{name:<16}{hours(name)}" for name in TABLES))
+        raise ValueError(unknown("table", settings.table, TABLES))
+    steps = TABLES[settings.table]
+    if wrong := [name for name in settings.more if name not in steps]:
+        raise ValueError(unknown("step", wrong[0], steps))
+    for number, name in enumerate(steps, start=1):
+        words = [*words_of(name, settings.out), *shlex.split(settings.more.get(name, ""))]
+        makes, line = left_by(name, settings.out), shlex.join(words)
+        note = Path(settings.notes, f"{name}.txt")
+        known = note.read_text() if note.exists() else ""
+        # A target that lies here, or was put here, needs no note.
+        done = Path(makes).exists() and (known == line or (name == "target" and not known))
+        print(f"{number} of {len(steps)}: {'done' if done else 'run '}  {line}", flush=True)
+        if done or settings.dry:
+            continue
+        python = ["-m", *words] if words[0] == "draftsmith" else words[1:]
+        if code := subprocess.run([sys.executable, *python], check=False).returncode:
+            print(f"step {name} ended with code {code}; the same command goes on", file=sys.stderr)
+            return code
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(line)
+    if not settings.dry:
+        print(f"{makes}, and the page beside it; committed: docs/results/{settings.table}.md")
+    return 0
+
+
+def filled(text: str, out: str = "") -> str:
+    """A command or path with the target and data that are here."""
+    return text.format(target=gsm8k("target"), data=gsm8k("data"), out=out)
+
+
+def left_by(name: str, out: str = "") -> str:
+    """What a step makes."""
+    return filled(STEPS[name].makes or f"{{out}}/{name}.json", out)
+
+
+def words_of(name: str, out: str) -> list[str]:
+    """A step's command: of draftsmith, or of a script, seen from here."""
+    words = shlex.split(filled(STEPS[name].command, out))
+    if words[0] == "draftsmith":
+        return words
+    return ["python", os.path.relpath(ROOT / words[0]), *words[1:]]
+
+
+def hours(table: str) -> str:
+    """How long it takes from nothing, in words."""
+    told = [STEPS[name].minutes for name in TABLES[table]]
+    about = "about " if any(text.startswith("~") for text in told) else ""
+    minutes = sum(float(text.lstrip("~")) for text in told)
+    return f"{about}{minutes:.0f} min" if minutes < 90 else f"{about}{minutes / 60:.1f} h"
+
+
+def need(name: str, place: str = "") -> None:
+    """ValueError, saying what to run first, where what step `name` leaves isn't there; place: where
+    the bench was told to look. A hub's name may be a target.
+    """
+    usual = left_by(name)
+    place = place or usual
+    if not Path(place).exists() and (place == usual or place.startswith(("runs/", ".", "/"))):
+        first = shlex.join(words_of(name, "runs/results"))
+        raise ValueError(f"got no {place}; run first: {first} (or make reproduce TABLE=...)")
+
+
+if __name__ == "__main__":
+    run_command(main, Reproduce)
