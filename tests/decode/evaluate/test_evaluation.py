@@ -72,7 +72,17 @@ def test_evaluate_writes_reports(folders: Path, tmp_path: Path, temperature: str
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [row["what"] for row in rows] == ["draft", "itself", "ngram"]
     assert [row["tau"] for row in rows] == [reports[row["what"]]["tau"] for row in rows]
-    assert (tmp_path / "results.md").read_text().count("6 of 6") == 3
+    page = (tmp_path / "results.md").read_text()
+    assert page.count("6 of 6") == 3
+    # What one has more than another, on the same prompts.
+    assert [f"{a} over {b}" in page for a, b in (("itself", "draft"), ("ngram", "itself"))] == [
+        True
+    ] * 2
+    assert page.count(" over ") == 4 and page.count("[") > 12  # three pairs, and words
+    more = own["over"]["ngram"]
+    assert more["tau"] == pytest.approx(own["tau"] - reports["ngram"]["tau"])
+    assert more["speedup"] == pytest.approx(own["speedup"] - reports["ngram"]["speedup"])
+    assert more["tau_interval"][0] <= more["tau"] <= more["tau_interval"][1]
 
 
 def report_of(root: Path, out: Path, *more: str) -> dict[str, Any]:
@@ -211,6 +221,50 @@ def test_one_dtype_is_held_at_a_time(
     assert alive == [False, False]
 
 
+def test_without_identity_nothing_is_loaded_in_float32(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def watched(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
+        loaded.append(dtype)
+        return load(settings, drafters, dtype)
+
+    monkeypatch.setattr(evaluation, "load", watched)
+    with pytest.warns(UserWarning, match=r"2 prompts are few: .* interval is \["):
+        report = report_of(
+            *(folders, tmp_path, f"drafter={folders / 'draft'}", "limit=2", "identity=false"),
+            "baseline=same-shape",
+        )
+    assert loaded == ["bfloat16"] and report["identical"] is None and 0 < report["alpha"] < 1
+    assert report["identical_same_shape"]["total"] == 2
+    # Nor where its weights have no room.
+    monkeypatch.setattr(evaluation, "available", lambda device: 0)
+    with pytest.warns(UserWarning, match="identity: not proven"):
+        report = report_of(folders, tmp_path, f"drafter={folders / 'draft'}", "limit=2")
+    assert loaded == ["bfloat16"] * 2 and report["identical"] is None
+
+
+def test_the_report_of_the_speed_phase_is_written_first(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And identity is proven on as many prompts as there is time for."""
+    prove, early = evaluation.prove, {}
+
+    def proven(settings: Evaluation, pair: Loaded, prompts: list[Prompt], tick: Any) -> Any:
+        early.update(json.loads((tmp_path / "report.json").read_text()))
+        return prove(settings, pair, prompts, tick)
+
+    monkeypatch.setattr(evaluation, "prove", proven)
+    monkeypatch.setattr("draftsmith.decode.evaluate.arms.GROUP", 2)
+    asked = f"drafter={folders / 'draft'}", "proof_minutes=0"
+    report = report_of(folders, tmp_path, *asked)
+    assert not schema_problems(early) and early["speedup"] == report["speedup"]
+    assert early["identical"] is None and early["alpha"] is None
+    assert report["identical"]["total"] == 2 < report["n_prompts"] == 6
+    assert len(report["alpha_by_prompt"]) == 2 and report["alpha"] > 0
+
+
 def test_drafters_get_names_that_tell_them_apart() -> None:
     assert arms(["a/b", "ngram"]) == {"b": "a/b", "ngram": "ngram"}
     twins = ["runs/x/drafter", "runs/y/drafter", "ngram"]
@@ -334,6 +388,7 @@ def test_the_fp64_recheck_excuses_only_a_tie(
         ("rule=blok", "blok"),
         ("K=0", "K: got 0"),
         ("save=true", "save: got true with advice=False"),
+        ("drafter=ngram --save=true --advice=true", "a folder to save into"),
         ("temprature=1", "temperature"),
         ("temperature=-1", "temperature"),
         ("max_new_tokens=1", "max_new_tokens: got 1"),
@@ -354,7 +409,7 @@ def test_bad_input_is_one_clear_line(
 ) -> None:
     argv = arguments(folders, tmp_path, f"drafter={folders / 'draft'}", "dtype=float32")
     key = change.split("=")[0]
-    argv = [a for a in argv if not a.startswith(f"{key}=")] + [change]
+    argv = [a for a in argv if not a.startswith(f"{key}=")] + change.split()
     assert guarded(main, argv) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: ") and printed.count("\n") == 1

@@ -69,7 +69,7 @@ def test_round_trip(
 ) -> None:
     opened = open_drafter(folder, mark, target_tokenizer=tiny_tokenizer)
     assert opened.kind == "lm" and opened.meta["schema"] == 1
-    assert opened.meta["defaults"] == {"K": 5, "policy": "fixed", "rule": "coupled", "tree": None}
+    assert opened.meta["defaults"] == DEFAULTS | {"K": 5}
     assert opened.meta["target"] == mark and opened.meta["vocabulary_map"] is None
     model = opened.model()
     assert not model.training
