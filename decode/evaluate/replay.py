@@ -3,16 +3,20 @@
 Greedy, or with shared noise, an answer is the same whatever drafts it. So the drafter is led along
 the answers of a run: it drafts round after round, with any tree and policy, and what is kept of a
 round is read off the answer. The target's states, where heads read them, come of one pass over each
-answer. On a CPU drafting is timed as it happens; on CUDA, where rounds are recorded, and for
-verification everywhere, times are those of isolated forwards (policies/timing.py).
+answer. Of rounds alike drafting takes the lowest decile of their times on a CPU; on CUDA, where
+rounds are recorded, and for verification everywhere, it is isolated forwards that are timed
+(policies/timing.py).
 
 Shapes: R answers that were decoded together, T tokens of prompt and answer, L = D + 1 tokens that
 one round can emit, N nodes, U width of the taps.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +29,19 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion, Counters
 from draftsmith.decode.evaluate.arms import Arm
 from draftsmith.decode.policies.policy import Costs, Outcome
-from draftsmith.decode.policies.timing import with_room
+from draftsmith.decode.policies.timing import low, with_room
 from draftsmith.decode.sampling import SamplingParams, request_seeds
 from draftsmith.decode.token_tree import COUPLED, TokenTree
-from draftsmith.decode.tree_shapes import rank_path
+from draftsmith.decode.tree_shapes import Plan, rank_path
 from draftsmith.models.taps import target_states
+
+
+class Drafted(NamedTuple):
+    """A round: its plan as far as it went, tokens to verify, seconds of drafting by the clock."""
+
+    plan: Plan
+    nodes: int
+    seconds: float
 
 
 def replay(
@@ -43,23 +55,42 @@ def replay(
     """Each decoder's arm, taking turns on each group of `batch` prompts; all have one drafter.
     questions: the answers to each prompt, turn by turn.
     """
-    found = [Arm() for _ in decoders]
-    deepest = max(decoder.policy.plans[-1].levels for decoder in decoders)
+    arms, deepest = [Arm() for _ in decoders], max(d.policy.plans[-1].levels for d in decoders)
+    rounds: list[list[list[Drafted]]] = [[] for _ in decoders]
     for start in range(0, len(questions), batch):
         together = questions[start : start + batch]
-        for arm in found:
-            arm.tokens.append(0)
-            arm.seconds.append(0.0)
+        for own in rounds:
+            own.append([])
         for turn in range(max(map(len, together))):
             asked = [turns[turn] for turns in together if turn < len(turns)]
             taps_RTU = _taps(decoders[0], asked, deepest + 1)
-            for arm, decoder in zip(found, decoders, strict=True):
-                done, seconds = led(decoder, asked, taps_RTU, params, costs)
+            for arm, own, decoder in zip(arms, rounds, decoders, strict=True):
+                done, drafted = led(decoder, asked, taps_RTU, params)
                 arm.completions += done
-                arm.tokens[-1] += sum(answer.counters.emitted for answer in done)
-                arm.seconds[-1] += seconds
+                own[-1] += drafted
         tick()
-    return found
+    for arm, own in zip(arms, rounds, strict=True):
+        emitted = [
+            sum(c.emitted for c in arm.counters[i : i + batch])
+            for i in range(0, len(questions), batch)
+        ]
+        arm.tokens, arm.seconds = emitted, seconds_of(own, costs, decoders[0].runner.device)
+    return arms
+
+
+def seconds_of(
+    groups: Sequence[Sequence[Drafted]], costs: Costs, device: torch.device
+) -> list[float]:
+    """Of each group's rounds, each of them as long as its like takes while nothing else runs."""
+    clocked: dict[tuple[Plan, int], list[float]] = defaultdict(list)
+    for one in chain.from_iterable(groups):
+        clocked[one.plan, one.nodes].append(one.seconds)
+    takes = {}
+    for (plan, nodes), seconds in clocked.items():
+        isolated = costs.of(plan) - costs.verifying(plan)
+        drafting = isolated if device.type == "cuda" else low(seconds)
+        takes[plan, nodes] = drafting + float(np.interp(nodes, costs.nodes, costs.verify))
+    return [sum(takes[one.plan, one.nodes] for one in group) for group in groups]
 
 
 @torch.inference_mode()
@@ -68,12 +99,12 @@ def led(
     answers: Sequence[Completion],
     taps_RTU: Tensor | None,
     params: SamplingParams,
-    costs: Costs,
-) -> tuple[list[Completion], float]:
-    """The answers with the counters of a decoder that drafts so, all begun together; and seconds of
-    its rounds. taps_RTU: the target's states at their tokens, for drafters that read them.
+) -> tuple[list[Completion], list[Drafted]]:
+    """The answers with the counters of a decoder that drafts so, all begun together; and its
+    rounds. taps_RTU: the target's states at their tokens, for drafters that read them.
     """
-    policy, device, seconds = decoder.policy, decoder.runner.device, 0.0
+    policy, device = decoder.policy, decoder.runner.device
+    rounds: list[Drafted] = []
     texts = [answer.prompt_tokens + answer.tokens for answer in answers]
     counters = [Counters() for _ in texts]
     text_RT = _padded(texts, policy.plans[-1].levels + 1, device)
@@ -112,13 +143,10 @@ def led(
         started = time.perf_counter()
         twin.extend(news)
         drafting += time.perf_counter() - started
-        if device.type == "cuda":
-            cut = plan.cut(max(1, levels))
-            drafting = costs.of(cut) - costs.verifying(cut)
-        seconds += drafting + float(np.interp(topology.nodes, costs.nodes, costs.verify))
+        rounds.append(Drafted(plan.cut(max(1, levels)), topology.nodes, drafting))
         lens_R = lens_R + n_new_R
     both = zip(answers, counters, strict=True)
-    return [replace(answer, counters=one) for answer, one in both], seconds
+    return [replace(answer, counters=one) for answer, one in both], rounds
 
 
 def _begun(decoder: Decoder, text_RT: Tensor, lens_R: Tensor, taps_RTU: Tensor | None) -> Drafter:

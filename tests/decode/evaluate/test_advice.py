@@ -16,7 +16,7 @@ from draftsmith.decode.evaluate import advice
 from draftsmith.decode.evaluate.arms import Arm, Evaluation, Loaded, load, unsaid
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.report.schema import schema_problems
-from draftsmith.decode.tree_shapes import parse_tree
+from draftsmith.decode.tree_shapes import PUBLISHED, parse_tree
 from draftsmith.models.folder.drafter_folder import read_meta
 
 GROUPS = 3
@@ -142,19 +142,17 @@ def test_the_advised_k_is_measured_saved_and_served(
     assert not schema_problems(report)
     found = report["advice"]
     rows = found["depths"]
-    chains = [
-        one["K"] for one in rows if one["tree"] in ("", "chain") and one["policy"] in ("", "fixed")
-    ]
-    assert chains == list(range(8))
+    deep = [one["K"] for one in rows if (one["tree"], one["policy"]) == ("chain", "fixed")]
+    assert deep == list(range(1, 8)) and rows[0]["K"] == 0
     assert {one["policy"] for one in rows} >= {"cost", "confidence", "entropy", "depth"}
-    assert {one["tree"] for one in rows} >= {"medusa-63", "eagle-25", advice.DYNAMIC}
+    assert {one["tree"] for one in rows} >= {*PUBLISHED, advice.DYNAMIC}
     best = max(rows, key=lambda one: one["speedup"])
-    assert [best[key] for key in ("K", "tree", "policy")] == [
-        found[k] for k in ("best", "tree", "policy")
-    ]
+    chosen = {"K": found["best"], "tree": found["tree"], "policy": found["policy"]}
+    assert chosen.items() <= best.items()
     assert found["measured"] == best["measured"] == 2.0 and found["best"] > 0
-    # What is always right keeps all that it drafts, in any tree.
-    assert all(one["tau"] == pytest.approx(15 / -(-15 // (1 + one["K"]))) for one in rows[8:])
+    for one in rows:  # what is always right keeps its best path
+        if one["tree"] in PUBLISHED:
+            assert one["tau"] == 15 / -(-15 // (1 + one["K"]))
     told = capsys.readouterr().out
     assert f"draft with K={found['best']}" in told and "speed-up, foretold" in told
     assert f'"num_speculative_tokens": {found["served_K"]}' in told

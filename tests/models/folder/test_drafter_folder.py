@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from draftsmith.models.disk import store as disk
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder import drafter_folder
-from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
+from draftsmith.models.folder.drafter_folder import DEFAULTS, open_drafter, save_drafter
 from draftsmith.models.servers.export import serve_line
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import load_tokenizer
