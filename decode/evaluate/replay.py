@@ -3,7 +3,7 @@
 Greedy, or with shared noise, an answer is the same whatever drafts it. So the drafter is led along
 the answers of a run: it drafts round after round, with any tree and policy, and what is kept of a
 round is read off the answer. The target's states, where heads read them, come of one pass over each
-answer. Of rounds alike drafting takes the lowest decile of their times on a CPU; on CUDA, where
+answer. Of rounds alike drafting takes the least of their times on a CPU; on CUDA, where
 rounds are recorded, and for verification everywhere, it is isolated forwards that are timed
 (policies/timing.py).
 
@@ -29,7 +29,7 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion, Counters
 from draftsmith.decode.evaluate.arms import Arm
 from draftsmith.decode.policies.policy import Costs, Outcome
-from draftsmith.decode.policies.timing import low, with_room
+from draftsmith.decode.policies.timing import with_room
 from draftsmith.decode.sampling import SamplingParams, request_seeds
 from draftsmith.decode.token_tree import COUPLED, TokenTree
 from draftsmith.decode.tree_shapes import Plan, rank_path
@@ -88,7 +88,7 @@ def seconds_of(
     takes = {}
     for (plan, nodes), seconds in clocked.items():
         isolated = costs.of(plan) - costs.verifying(plan)
-        drafting = isolated if device.type == "cuda" else low(seconds)
+        drafting = isolated if device.type == "cuda" else min(seconds)
         takes[plan, nodes] = drafting + float(np.interp(nodes, costs.nodes, costs.verify))
     return [sum(takes[one.plan, one.nodes] for one in group) for group in groups]
 
