@@ -65,9 +65,10 @@ def isolated_times(
 
 
 def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, context: int) -> Costs:
-    """Seconds (`least_times`) of forwards of 1, 2, 4, ... tokens a row, up to the plan's nodes, after
-    half of `context` tokens, or as many as leave the largest size room in the models' own contexts.
-    A drafter without a model of its own costs nothing. ValueError: times that can't be true.
+    """Seconds (`least_times`) of forwards of 1, 2, 4, ... tokens a row, up to the plan's nodes,
+    after half of `context` tokens, or as many as leave the largest size room in the models' own
+    contexts. A drafter without a model of its own costs nothing. ValueError: times that can't be
+    true.
 
     A draft call of so many nodes is the second one of a round less the first: heads know the root's
     law before any is fed; what a round spends on that is spent in `extend`.
