@@ -109,12 +109,8 @@ def advise(
     best = chosen(rows, measure)
     servable = [row for row in rows[1:] if (row["tree"], row["policy"]) == ("chain", "fixed")]
     served = max(servable or [best], key=lambda row: row["speedup"])
-    advice = {
-        "depths": rows,
-        "best": best["K"],
-        "foretold": best["speedup"],
-        "served_K": served["K"],
-    }
+    advice = {"depths": rows, "best": best["K"], "served_K": served["K"]}
+    advice["foretold"] = best["speedup"]
     advice |= {key: best[key] for key in ("tree", "policy", "measured", "measured_interval")}
     paid = f"draft with {in_words(best)}: {_speed_of(best)}" if pays(advice) else ""
     return advice | {"says": paid or _why_not(rows, best, costs, ways[0].plan)}
@@ -167,9 +163,7 @@ def replayed(
     """
     decoders = []
     for how in ways:
-        made = pair.decoder(
-            settings, name, K=how.K, tree=how.tree, policy=how.policy, rule=how.rule
-        )
+        made = replace(pair, decoding={name: how}).decoder(settings, name, fast=False)
         if isinstance(made.policy, Cost):
             made.policy.costs = costs
         decoders.append(made)
