@@ -115,8 +115,9 @@ def seconds_of(groups: Sequence[Rounds], decoder: Decoder, costs: Costs) -> list
     for nodes, seconds in chain.from_iterable(groups):
         clocked[nodes].append(seconds)
     takes, whole = {}, decoder.settings.plan
-    for nodes, seconds in clocked.items():
-        verifying, between = float(np.interp(nodes, costs.nodes, costs.verify)), min(seconds)
+    for nodes, times in clocked.items():
+        verifying = float(np.interp(nodes, costs.nodes, costs.verify))
+        between = min(times)
         if decoder.runner.device.type == "cuda":
             plan = whole if nodes == whole.nodes else chain_plan(max(1, nodes - 1))
             between = costs.of(plan) - costs.verifying(plan)
