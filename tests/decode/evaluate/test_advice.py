@@ -107,12 +107,12 @@ def test_where_drafting_does_not_pay_it_says_which_is_at_fault(
     assert words in found["says"]
 
 
-@pytest.mark.parametrize(("c", "tried"), [(0.49, [1, 4]), (0.15, [1, 2, 4])])
+@pytest.mark.parametrize(("c", "again", "tried"), [(0.49, 1.2, [1, 4]), (0.15, 1.5, [1, 2, 4])])
 def test_drafting_does_not_pay_only_where_one_token_was_tried(
-    monkeypatch: pytest.MonkeyPatch, c: float, tried: list[int]
+    monkeypatch: pytest.MonkeyPatch, c: float, again: float, tried: list[int]
 ) -> None:
     """What was foretold to pay, and K = 1, are run first; a run slower than foretold ends so."""
-    found = advised(monkeypatch, c=c, again=1.5)
+    found = advised(monkeypatch, c=c, again=again)
     measured = {one["K"]: one["measured"] for one in found["depths"] if one["measured"]}
     assert sorted(measured) == tried and max(measured[K] for K in tried[:-1]) < 1
     best = max(tried[:-1], key=lambda K: measured[K])

@@ -232,7 +232,7 @@ def test_without_identity_nothing_is_loaded_in_float32(
     with pytest.warns(UserWarning, match=r"2 prompts are few: .* interval is \["):
         report = report_of(
             *(folders, tmp_path, f"drafter={folders / 'draft'}", "limit=2", "identity=false"),
-            "baseline=same-shape",
+            *("baseline=same-shape", "temperature=1"),
         )
     assert loaded == ["bfloat16"] and report["identical"] is None and 0 < report["alpha"] < 1
     assert report["identical_same_shape"]["total"] == 2
@@ -255,7 +255,7 @@ def test_the_report_of_the_speed_phase_is_written_first(
 
     monkeypatch.setattr(evaluation, "prove", proven)
     monkeypatch.setattr("draftsmith.decode.evaluate.arms.GROUP", 2)
-    asked = f"drafter={folders / 'draft'}", "proof_minutes=0"
+    asked = f"drafter={folders / 'draft'}", "proof_minutes=0", "temperature=1"
     report = report_of(folders, tmp_path, *asked)
     assert not schema_problems(early) and early["speedup"] == report["speedup"]
     assert early["identical"] is None and early["alpha"] is None
