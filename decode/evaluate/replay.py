@@ -1,7 +1,7 @@
 """What an arm that wasn't run would draft and keep, on answers that are known.
 
 Greedy, or with shared noise, an answer is the same whatever drafts it. So the decoder decodes with
-a target that isn't computed: it says the answer's next token, whatever it is asked (`Known`), and
+a target that isn't computed: it says the answer's next token, whatever it is asked (`KnownTarget`), and
 what a drafter reads of its states comes of one pass over each answer. All else is the decoder's
 own: any tree and policy drafts, and is kept, as in a run. A round takes the target's isolated
 forward (policies/timing.py), and what lies between two of them: the least of all rounds of as many
@@ -38,7 +38,7 @@ from draftsmith.models.taps import target_states
 Rounds = list[tuple[int, float]]  # of each its nodes, and the seconds since the pass before
 
 
-class Known(Runner):
+class KnownTarget(Runner):
     """A target that knows what comes, for rows that hold these answers in order. Its states [.., 1]
     are next tokens. rounds: notes every pass.
     """
@@ -95,7 +95,7 @@ def replay(
             own.append([])
         for turn in range(max(map(len, together))):
             asked = [turns[turn] for turns in together if turn < len(turns)]
-            known = Known(runner, asked)
+            known = KnownTarget(runner, asked)
             for arm, own, decoder in zip(arms, rounds, decoders, strict=True):
                 decoder.runner = decoder.stepper.runner = known
                 known.rounds = []
