@@ -1,12 +1,11 @@
 """What an arm that wasn't run would draft and keep, on answers that are known.
 
 Greedy, or with shared noise, an answer is the same whatever drafts it. So the decoder decodes with
-a target that isn't computed: it says the answer's next token, whatever it is asked (`KnownTarget`), and
-what a drafter reads of its states comes of one pass over each answer. All else is the decoder's
-own: any tree and policy drafts, and is kept, as in a run. A round takes the target's isolated
-forward (policies/timing.py), and what lies between two of them: the least of all rounds of as many
-nodes, since a busy machine only ever adds; on CUDA, where rounds are recorded, isolated forwards
-alone.
+a target that isn't computed, which says the answer's next token whatever it is asked; what a
+drafter reads of its states comes of one pass over each answer. All else is the decoder's own: any
+tree and policy drafts, and is kept, as in a run. A round takes the target's isolated forward
+(policies/timing.py), and what lies between two of them: the least of all rounds of as many nodes,
+since a busy machine only ever adds; on CUDA, where rounds are recorded, isolated forwards alone.
 
 Shapes: B rows, N nodes, R answers that were decoded together, T tokens of prompt and answer, U
 width of the taps, V vocabulary.
