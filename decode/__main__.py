@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from draftsmith.command import parse, run_command
-from draftsmith.decode.evaluate.advice import pays
+from draftsmith.decode.evaluate.advice import in_words, pays
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import evaluate
 from draftsmith.decode.report import results
@@ -27,11 +27,17 @@ def main(argv: list[str]) -> None:
     """Evaluate, write report.json and report.html, print the table."""
     console = Console()
     settings = parse(Evaluation, argv)
-    reports = evaluate(settings, arms(settings.drafter.split(",")))
-    for name, result in reports.items():
-        folder = Path(settings.out) / (name if len(reports) > 1 else "")
-        write(result, folder)
-        advice = result.get("advice")
+
+    def written(reports: dict[str, dict[str, Any]]) -> dict[str, Path]:
+        several = len(reports) > 1
+        folders = {name: Path(settings.out) / (name if several else "") for name in reports}
+        for name, folder in folders.items():
+            write(reports[name], folder)
+        return folders
+
+    reports = evaluate(settings, arms(settings.drafter.split(",")), written)
+    for name, folder in written(reports).items():
+        result, advice = reports[name], reports[name].get("advice")
         if advice and not pays(advice):
             print(advice["says"])
         console.print(table(result))
@@ -41,23 +47,29 @@ def main(argv: list[str]) -> None:
     rows = [results.row(name, result) for name, result in reports.items()]
     if len(rows) > 1:
         console.print(comparison(rows))
+        print_table(results.PAIRED, results.differences(rows), results.PAIRED[1:2])
     results.publish(f"Drafters for {settings.target}", rows, Path(settings.out))
 
 
 def tell(advice: dict[str, Any], drafter: dict[str, Any], settings: Evaluation) -> None:
-    """What every depth would give, the advice, and with `save` the lines that then serve it."""
-    rows = [
-        [str(one["K"]), number(one["tau"]), times_as(one["speedup"]), bracket(one["interval"])]
-        for one in advice["depths"]
-    ]
-    print_table(["K", "tau", "speed-up, foretold", "95%"], rows)
+    """What every way would give, the advice, and with `save` the lines that then serve it."""
+    rows = []
+    for one in advice["depths"]:
+        words = [str(one["K"]), one["tree"], one["policy"], number(one["tau"])]
+        words += [times_as(one["speedup"]), bracket(one["interval"])]
+        rows.append([*words, times_as(one["measured"]), bracket(one["measured_interval"])])
+    head = ["K", "tree", "policy", "tau", "speed-up, foretold", "95%", "measured", "its 95%"]
+    print_table(head, rows, head[1:3])
     print(advice["says"])
     if settings.save and not pays(advice):
         print(f"nothing saved: {drafter['path']} keeps its K")
     elif settings.save:
-        folder = Path(drafter["path"])
-        save_defaults(folder, K=advice["best"])
-        print(f"saved: K={advice['best']} in {folder}; to serve it:")
+        folder, tree = Path(drafter["path"]), advice["tree"]
+        kept = {"K": advice["best"], "policy": advice["policy"], "served_K": advice["served_K"]}
+        if Path(tree).is_file():
+            tree = str(Path(tree).resolve())
+        save_defaults(folder, **kept, tree=None if tree == "chain" else tree)
+        print(f"saved: {in_words(advice | {'K': advice['best']})} in {folder}; to serve it:")
         print(serve_line(folder, settings.target))
 
 

@@ -1,28 +1,38 @@
-"""How many tokens to draft with this drafter, here: what every depth would give, from what was run.
+"""How to draft with this drafter, here: what each depth, policy and tree would give.
 
-    speed-up(k) = measured speed-up x tau(k) / tau x t(round as run) / t(round of depth k)
-    tau(k)      = 1 + sum over i <= k of the share of rounds that kept at least i drafted tokens
+    speed-up(way) = measured speed-up x tau(way) / tau x t(round as run) / t(round of that way)
+    tau(k)        = 1 + sum over i <= k of the share of rounds that kept at least i drafted tokens
 
-K = 0 is plain decoding. Times are those of isolated forwards (policies/timing.py); what the loop
-adds to them is in the measured speed-up, and taken to grow with the round. Depths that weren't
-drafted are foretold by the conditional acceptance of the last that was. The best depth is then run.
+K = 0 is plain decoding. Depths are foretold from the run's counts, and by times of isolated
+forwards (policies/timing.py); those that weren't drafted by the conditional acceptance of the last
+that was. Policies and other trees are replayed on the run's answers (`replay`), which only answers
+that don't depend on the drafter allow. What the loop adds is in the measured speed-up, and taken to
+grow with the round. The best is then run, and where nothing pays K = 1, if it might.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import metrics, speed
 from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded, time_arms
-from draftsmith.decode.policies.policy import Costs
+from draftsmith.decode.evaluate.replay import replay
+from draftsmith.decode.policies.policy import Cost, Costs
 from draftsmith.decode.policies.timing import measured_costs
 from draftsmith.decode.prompts.prompts import Prompt
-from draftsmith.decode.tree_shapes import Plan, chain_plan
+from draftsmith.decode.report.printed import bracket
+from draftsmith.decode.tree_shapes import PUBLISHED, Plan
 
 Values = dict[str, Any]
 BEYOND = 4  # depths foretold past those that were drafted
+REPLAYED = 32  # prompts, or batches of them, that are replayed
+UNTRAINED = ("confidence", "entropy", "depth")  # policies by the draft's law alone
+DYNAMIC = "dynamic:4,4,17"
+CALIBRATED = "tree.json"  # where a drafter folder may keep the tree that `calibrate` found
 
 
 @dataclass(frozen=True)
@@ -56,43 +66,148 @@ def advise(
     timed: Arms,
     tick: Callable[[], None],
 ) -> Values | None:
-    """The report's `advice`: `depths` (K, tau, foretold speed-up, its 95% interval over prompts or
-    batches), the `best` K, what was then measured with it, and `says`, a sentence for a user. None
-    for a policy that chooses its own depths.
+    """The report's `advice`: `depths`, a row for every K, policy and tree (tau, foretold speed-up,
+    its 95% interval over prompts or batches, what was measured where it was); the `best` K, `tree`
+    and `policy`, and what was measured with them; `served_K`, the best of a chain alone, which is
+    what servers draft; and `says`, a sentence for a user. None where nothing can be foretold.
     """
-    plan, drafter = pair.decoding[name].plan, pair.drafters[name]
-    if settings.policy != "fixed" or plan.levels < 1:
+    own, plain, spec = pair.decoding[name], timed[None], timed[name]
+    depths, others = candidates(settings, pair, name)
+    if not depths and not others:
         return None
-    spec, plain = timed[name], timed[None]
-    plans = [plan.cut(k) for k in range(1, plan.levels + 1)]
-    if plan.is_chain:
-        deepest = min(plan.levels + BEYOND, drafter.levels)
-        plans += [chain_plan(k) for k in range(plan.levels + 1, deepest + 1)]
-    costs = costs_of(settings, pair, name, spec, plans[-1])
-    cost_K = np.array([costs.of(one) for one in plans])
-    found = counted(spec, settings.batch, plan.levels, cost_K)
+    ways = [*depths, *others]
+    largest = max((how.plan for how in ways), key=lambda plan: plan.nodes)
+    costs = costs_of(settings, pair, name, spec, largest)
+    every, taus = np.arange(len(spec.tokens)), []
+    gains: list[Callable[[np.ndarray], np.ndarray]] = []
+    if depths:
+        cost_K = np.array([costs.of(how.plan) for how in depths])
+        found = counted(spec, settings.batch, own.plan.levels, cost_K)
+        taus, gains = [*found.taus(every)], [found.gains]
+    if others:
+        told, gain = replayed(settings, pair, name, [own, *others], spec, costs, tick)
+        taus, gains = [*taus, *told], [*gains, gain]
 
     def speedups(groups: np.ndarray) -> np.ndarray:
-        return speed.speedup(plain, spec, groups) * found.gains(groups)
+        return speed.speedup(plain, spec, groups) * np.concatenate([of(groups) for of in gains])
 
-    every = np.arange(len(found.kept_GD))
     between = metrics.bootstraps(speedups, len(every)) if len(every) > 1 else None
-    depths: list[Values] = [{"K": 0, "tau": 1.0, "speedup": 1.0, "interval": None}]
-    for k, (tau, speedup) in enumerate(zip(found.taus(every), speedups(every), strict=True)):
-        told = {"K": k + 1, "tau": float(tau), "speedup": float(speedup)}
-        depths.append(told | {"interval": None if between is None else between[:, k].tolist()})
-    best = max(depths, key=lambda one: one["speedup"])
-    if best["K"] not in (0, plan.levels):
-        decoding = {name: replace(pair.decoding[name], K=best["K"])}
-        alone = replace(pair, drafters={name: drafter}, decoding=decoding)
-        again = time_arms(replace(settings, baseline="native"), alone, prompts, tick)
-        spec, plain = again[name], again[None]
-    measured: Values = speed.speedups(plain, spec, settings.batch) if best["K"] else {}
-    advice: Values = {"depths": depths, "best": best["K"], "foretold": best["speedup"]}
-    advice["measured"] = measured.get("speedup")
-    advice["measured_interval"] = measured.get("speedup_interval")
-    paid = f"draft K={best['K']}: {_speed_of(advice)}" if pays(advice) else ""
-    return advice | {"says": paid or _why_not(advice, costs, plans[0])}
+    rows: list[Values] = [row_of(0, "", "", 1.0, 1.0, None)]
+    for i, (how, speedup) in enumerate(zip(ways, speedups(every), strict=True)):
+        interval = None if between is None else between[:, i].tolist()
+        rows.append(row_of(how.plan.levels, how.tree, how.policy, taus[i], speedup, interval))
+        if (how.plan, how.policy) == (own.plan, own.policy):
+            rows[-1] |= as_measured(speed.speedups(plain, spec, settings.batch))
+
+    def measure(row: Values) -> None:
+        if row["measured"] is None:
+            how = ways[rows.index(row) - 1]
+            alone = replace(pair, drafters={name: pair.drafters[name]}, decoding={name: how})
+            again = time_arms(replace(settings, baseline="native"), alone, prompts, tick)
+            row |= as_measured(speed.speedups(again[None], again[name], settings.batch))
+
+    best = chosen(rows, measure)
+    servable = [row for row in rows[1:] if (row["tree"], row["policy"]) == ("chain", "fixed")]
+    served = max(servable or [best], key=lambda row: row["speedup"])
+    advice = {"depths": rows, "best": best["K"], "served_K": served["K"]}
+    advice["foretold"] = best["speedup"]
+    advice |= {key: best[key] for key in ("tree", "policy", "measured", "measured_interval")}
+    paid = f"draft with {in_words(best)}: {_speed_of(best)}" if pays(advice) else ""
+    return advice | {"says": paid or _why_not(rows, best, costs, ways[0].plan)}
+
+
+def candidates(
+    settings: Evaluation, pair: Loaded, name: str
+) -> tuple[list[DecodeSettings], list[DecodeSettings]]:
+    """What the counts of a run foretell, every depth of its tree; and what only a replay does:
+    policies at the deepest of these, published, dynamic and calibrated trees, and if the run had a
+    policy every depth too.
+    """
+    own, drafter = pair.decoding[name], pair.drafters[name]
+    levels = own.plan.levels
+    if not levels:
+        return [], []
+    deepest = min(levels + BEYOND, drafter.levels)
+    last = deepest if own.plan.is_chain else levels
+    depths = [replace(own, K=k, policy="fixed") for k in range(1, last + 1)]
+    if not settings.comparable:
+        return (depths if own.policy == "fixed" else []), []
+    policies = ["cost", *(UNTRAINED if drafter.samples else ())]
+    policies += ["acceptance"] if drafter.acceptance else []
+    chain = replace(own, tree="chain", policy="fixed", rule="coupled", K=deepest)
+    others = [replace(chain, policy=policy) for policy in policies]
+    if drafter.trees:
+        kept = Path(pair.folders.get(name, "")) / CALIBRATED
+        trees = [*PUBLISHED, DYNAMIC, *([str(kept)] if kept.is_file() else [])]
+        uncut = [replace(chain, tree=tree, K=None) for tree in trees]
+        others += [how.reaching(drafter.levels) for how in uncut]
+    if not own.plan.is_chain:
+        others += [replace(chain, K=k) for k in range(1, deepest + 1)]
+    if own.policy != "fixed":
+        depths, others = [], [*depths, own, *others]
+    new = {(how.plan, how.policy): how for how in reversed([*depths, *others])}
+    return depths, [how for how in others if new[how.plan, how.policy] is how]
+
+
+def replayed(
+    settings: Evaluation,
+    pair: Loaded,
+    name: str,
+    ways: Sequence[DecodeSettings],
+    spec: Arm,
+    costs: Costs,
+    tick: Callable[[], None],
+) -> tuple[list[float], Callable[[np.ndarray], np.ndarray]]:
+    """Of all ways but the first, as run: tau, and over some of the groups how many times as many
+    tokens a second.
+    """
+    decoders = []
+    for how in ways:
+        made = replace(pair, decoding={name: how}).decoder(settings, name, fast=False)
+        if isinstance(made.policy, Cost):
+            made.policy.costs = costs
+        decoders.append(made)
+    questions = spec.questions[: REPLAYED * settings.batch]
+    base, *arms = replay(decoders, questions, settings.params, settings.batch, costs, tick)
+
+    def gain(groups: np.ndarray) -> np.ndarray:
+        first = groups[groups < REPLAYED]
+        return np.array([speed.speedup(base, arm, first) for arm in arms])
+
+    return [metrics.block_efficiency(arm.counters) for arm in arms], gain
+
+
+def chosen(rows: Sequence[Values], measure: Callable[[Values], None]) -> Values:
+    """The row to advise, measured: the one foretold to be best, unless it can't pay; where it
+    doesn't, K = 1 if that might. rows: plain decoding first, then K = 1.
+    """
+    tried: list[Values] = []
+    for row in (max(rows[1:], key=lambda row: row["speedup"]), rows[1]):
+        if row["speedup"] > 1 or row["interval"] is None or row["interval"][1] >= 1:
+            measure(row)
+            tried.append(row)
+            if row["measured"] > 1:
+                return row
+    return max(tried, key=lambda row: row["measured"], default=rows[0])
+
+
+def row_of(
+    K: int, tree: str, policy: str, tau: float, speedup: float, interval: list[float] | None
+) -> Values:
+    """A row of `depths`, not measured."""
+    row = {"K": K, "tree": tree, "policy": policy, "tau": float(tau), "speedup": float(speedup)}
+    return row | {"interval": interval, "measured": None, "measured_interval": None}
+
+
+def as_measured(found: Values) -> Values:
+    """What `speed.speedups` found, as a row has it."""
+    return {"measured": found["speedup"], "measured_interval": found["speedup_interval"]}
+
+
+def in_words(row: Values) -> str:
+    """How to ask for a row."""
+    tree = "" if row["tree"] == "chain" else f" tree={row['tree']}"
+    return f"K={row['K']}{tree}" + ("" if row["policy"] == "fixed" else f" policy={row['policy']}")
 
 
 def costs_of(settings: Evaluation, pair: Loaded, name: str, spec: Arm, largest: Plan) -> Costs:
@@ -115,22 +230,22 @@ def counted(spec: Arm, size: int, levels: int, cost_K: np.ndarray) -> Depths:
 
 
 def pays(advice: Values) -> bool:
-    """Whether drafting is faster than plain decoding, as measured with the advised K."""
+    """Whether drafting is faster than plain decoding, as measured with what is advised."""
     return bool(advice["best"]) and advice["measured"] > 1
 
 
-def _speed_of(found: Values) -> str:
-    low_high = found["measured_interval"]
-    between = f" [{low_high[0]:.2f}, {low_high[1]:.2f}]" if low_high else ""
+def _speed_of(row: Values) -> str:
+    between = f" {bracket(row['measured_interval'])}".rstrip()
     return (
-        f"{found['measured']:.2f}{between} times as fast as plain decoding "
-        f"(foretold {found['foretold']:.2f})"
+        f"{row['measured']:.2f}{between} times as fast as plain decoding "
+        f"(foretold {row['speedup']:.2f})"
     )
 
 
-def _why_not(advice: Values, costs: Costs, first: Plan) -> str:
+def _why_not(rows: Sequence[Values], best: Values, costs: Costs, first: Plan) -> str:
     """Whether acceptance or cost is nearer to where K = 1, by the tree `first`, breaks even."""
-    tau, speedup = advice["depths"][1]["tau"], advice["depths"][1]["speedup"]
+    one = rows[1]
+    tau, speedup = one["tau"], one["speedup"] if one["measured"] is None else one["measured"]
     plain_s, verify_s = costs.verify[0], costs.verifying(first)
     accepted, c = tau - 1, (costs.of(first) - verify_s) / plain_s
     # A round takes tau / speed-up plain steps; what the loop adds to isolated forwards is a factor.
@@ -145,5 +260,5 @@ def _why_not(advice: Values, costs: Costs, first: Plan) -> str:
         less = f"c = {c_wanted:.2f} of a plain step, not {c:.2f}"
         ways.append((c / c_wanted, f"a draft call costs too much: it would have to be {less}"))
     why = ", or ".join(way for _, way in sorted(ways)) or "a pass over two tokens costs too much"
-    tried = f" (K={advice['best']}: {_speed_of(advice)})" if advice["best"] else ""
+    tried = f" ({in_words(best)}: {_speed_of(best)})" if best["K"] else ""
     return f"drafting doesn't pay here{tried}: {why}"

@@ -5,6 +5,7 @@ An arm is plain decoding (None), a drafter (its name), or plain decoding through
 """
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -31,6 +32,7 @@ from draftsmith.models.folder.hub import local_folder
 from draftsmith.models.target import TargetSpec, device_of
 
 BASELINES = ("native", "same-shape")
+GROUP = 32  # prompts whose identity is proven before the clock is looked at
 
 
 @dataclass
@@ -44,8 +46,8 @@ class Evaluation:
     out: str = "runs/evaluate"
     K: int | None = None  # draft calls a round; none: the drafter folder's default, else 4
     rule: str = "coupled"
-    tree: str = "chain"  # or medusa-63, eagle-25, dynamic:levels,width,nodes, a JSON file of paths
-    policy: str = "fixed"  # when to stop drafting
+    tree: str = ""  # chain, medusa-63, dynamic:levels,width,nodes, a JSON file; empty: the folder's
+    policy: str = ""  # when to stop drafting; empty: the drafter folder's own, else fixed
     lossy: str = ""  # extra acceptance: the output is no longer the target's; needs allow_lossy
     allow_lossy: bool = False  # that the report says so
     attention: str = "auto"  # auto | masked | split | varlen | flex
@@ -68,8 +70,9 @@ class Evaluation:
     dtype: str = "bfloat16"  # speed is measured in it; identity always in fp32
     ignore_eos: bool = False  # answers go on after the end token
     identity: bool = True  # also prove token identity in fp32
-    advice: bool = True  # also say which K is best here, and measure it
-    save: bool = False  # write that K into the drafter folder: servers' lines then carry it
+    proof_minutes: float = 10.0  # of that, at most: of as many prompts as fit
+    advice: bool = True  # also say which K, policy and tree are best here, and measure them
+    save: bool = False  # write them into the drafter folder: servers' lines then carry the K
     baseline: str = "native"  # same-shape: compare in `dtype` with the drafter's rounds, none kept
     allow_target_mismatch: bool = False  # a drafter that was made for another target
     adapter: str = ""  # a LoRA folder for the target, merged into its weights
@@ -87,10 +90,12 @@ class Evaluation:
                 f"max_new_tokens: got {self.max_new_tokens}, expected at least 2; the first token "
                 "of an answer comes with the prefill, which is not measured"
             )
-        if self.save and (not self.advice or (self.tree, self.policy) != ("chain", "fixed")):
+        homeless = [p for p in self.drafter.split(",") if not (Path(p) / META).is_file()]
+        if self.save and (not self.advice or homeless):
             raise ValueError(
-                f"save: got true with advice={self.advice} tree={self.tree} policy={self.policy}; "
-                "expected advice=true tree=chain policy=fixed, whose K is what a folder keeps"
+                f"save: got true with advice={self.advice} drafter={self.drafter}; expected "
+                "advice=true, and drafters that each have a folder to save into, with a "
+                f"{META}{': not ' if homeless else ''}{', '.join(homeless)}"
             )
         # Makes the decoder's settings and the sampling's too, so that they are checked here.
         if not self.comparable and self.baseline == "same-shape":
@@ -106,7 +111,8 @@ class Evaluation:
     @property
     def decoding(self) -> DecodeSettings:
         """How a drafter's decoder decodes."""
-        return DecodeSettings.of(self, attention=self.backend)
+        said = {"tree": self.tree or "chain", "policy": self.policy or "fixed"}
+        return DecodeSettings.of(self, attention=self.backend, **said)
 
     @property
     def backend(self) -> str:
@@ -150,12 +156,13 @@ Arms = dict[str | None, Arm]
 
 @dataclass
 class Loaded:
-    """The pair in one dtype: the target, and by name every drafter and how it decodes."""
+    """The pair in one dtype: the target, and by name every drafter, how it decodes, its folder."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     drafters: dict[str, Drafter]
     decoding: dict[str, DecodeSettings]
+    folders: dict[str, str] = field(default_factory=dict)
 
     def fits(self, tokens: Sequence[int], settings: Evaluation) -> bool:
         """Whether every arm has room for a prompt and the longest answer to it."""
@@ -183,28 +190,28 @@ def load(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
     spec = TargetSpec(settings.target, dtype=dtype, adapter=settings.adapter or None)
     target, tokenizer = load_decoded(spec, settings.device)
     set_template(tokenizer, settings.thinking, settings.template_kwargs)
-    pair = Loaded(target, tokenizer, {}, {})
+    pair = Loaded(target, tokenizer, {}, {}, drafters)
     allow = {"allow_target_mismatch": settings.allow_target_mismatch}
     for name, path in drafters.items():
         drafter = load_drafter(path, target, tokenizer, **allow)
         if drafter is None:
             raise ValueError(f"drafter: got {path!r}, expected a drafter folder or ngram")
         pair.drafters[name] = drafter
-        K = settings.K or default_K(path, settings.tree)
-        pair.decoding[name] = replace(settings.decoding, K=K).reaching(drafter.levels)
+        how = replace(settings.decoding, **unsaid(path, settings.K, settings.tree, settings.policy))
+        pair.decoding[name] = how.reaching(drafter.levels)
     return pair
 
 
-def default_K(path: str, tree: str) -> int | None:
-    """The depth of a chain as the drafter folder's draftsmith.json has it; None, the decoder's own
-    default, without one, and for a tree.
+def unsaid(path: str, K: int | None, tree: str, policy: str) -> dict[str, Any]:
+    """K, tree and policy as they were said, else as the drafter folder's draftsmith.json has them.
+    Its K is the depth of a chain; of a tree, and without a folder, the decoder has its own.
     """
-    if tree != "chain" or path in ("none", "ngram"):
-        return None
-    meta = local_folder(path) / META
-    if not meta.is_file():
-        return None
-    return int((DEFAULTS | read_json(meta).get("defaults", {}))["K"])
+    given = path not in ("none", "ngram") and local_folder(path) / META
+    found = read_json(given).get("defaults", {}) if given and given.is_file() else {"K": None}
+    kept = DEFAULTS | found
+    tree = tree or kept["tree"] or "chain"
+    depth = kept["K"] if tree == "chain" else None
+    return {"K": K or depth, "tree": tree, "policy": policy or kept["policy"]}
 
 
 def time_arms(
@@ -242,13 +249,20 @@ def warm_ups(prompts: Sequence[Prompt], device: str) -> list[list[int]]:
 def prove(
     settings: Evaluation, pair: Loaded, prompts: Sequence[Prompt], tick: Callable[[], None]
 ) -> Arms:
-    """fp32 answers of plain decoding and, if identity is asked for, of every drafter; eight at a
-    time, since neither batch nor drafter may change an answer.
+    """fp32 answers of plain decoding and of every drafter whose answers must equal them; eight at a
+    time, since neither batch nor drafter may change an answer. It ends early, after a group of
+    prompts, once `proof_minutes` are over.
     """
+    started = time.perf_counter()
     decoders = pair.decoders(settings, batch_size=max(8, settings.batch))
-    if not (settings.identity and settings.comparable):
+    if not settings.comparable:
         decoders = {None: decoders[None]}
-    return converse(settings, pair, prompts, decoders, len(prompts), tick)
+
+    def late() -> bool:
+        tick()
+        return time.perf_counter() - started > 60 * settings.proof_minutes
+
+    return converse(settings, pair, prompts, decoders, GROUP, late)
 
 
 def converse(
@@ -257,11 +271,11 @@ def converse(
     prompts: Sequence[Prompt],
     decoders: dict[str | None, Decoder],
     size: int,
-    tick: Callable[[], None],
+    tick: Callable[[], object],
 ) -> Arms:
-    """Groups of `size` prompts, turn by turn. At a later turn every arm reads the plain decoder's
-    answers to the earlier ones: all arms answer the same, whatever was accepted. A conversation
-    ends where the next turn has no room in the context.
+    """Groups of `size` prompts, turn by turn, until `tick` says that it is enough. At a later turn
+    every arm reads the plain decoder's answers to the earlier ones: all arms answer the same,
+    whatever was accepted. A conversation ends where the next turn has no room in the context.
     """
     order = list(decoders)
     found: Arms = {arm: Arm() for arm in order}
@@ -287,7 +301,8 @@ def converse(
                     later[i] = next_turn(prompts[i], said[i], pair.tokenizer)
             asked = {i: ids for i, ids in later.items() if pair.fits(ids, settings)}
         order = order[1:] + order[:1]
-        tick()
+        if tick():
+            break
     return found
 
 

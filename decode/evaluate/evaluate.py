@@ -3,14 +3,17 @@
     draftsmith evaluate target=TARGET drafter=DRAFTER prompts=prompts.jsonl temperature=1
 
 Speed is measured in `dtype` (bf16), with plain decoding and every drafter taking turns on each
-group of prompts, in an order that rotates, after a warm-up. Identity is proven in fp32 on the same
-prompts, by models that are loaded once the others are gone. Alpha is taken where the target's own
-fp32 answers lead. Several drafters (`drafter=a,b,ngram`) share the plain runs, and each writes its
-own folder.
+group of prompts, in an order that rotates, after a warm-up; the report of that is written first.
+Identity is then proven in fp32 on as many of the same prompts as fit, by models that are loaded
+once the others are gone. Alpha is taken where the target's own fp32 answers lead; with
+`identity=false` nothing is loaded in fp32, and it is taken in `dtype`. Several drafters
+(`drafter=a,b,ngram`) share the plain runs; each writes its own folder, and the last page compares.
 """
 
 import gc
 import time
+import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.decode.engine.memory import size
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate import metrics, speed
 from draftsmith.decode.evaluate.advice import advise
@@ -30,17 +34,27 @@ from draftsmith.decode.evaluate.answers import (
 )
 from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded, load, prove, time_arms
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
+from draftsmith.decode.forward.size import available
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
+from draftsmith.decode.report.printed import bracket
 from draftsmith.decode.report.schema import AnswerDifference, Report
 from draftsmith.models.disk.provenance import command_line, git_commit, versions
 from draftsmith.models.tokenizer import vocab_size
 
 Values = dict[str, Any]  # of a report, or a part of it
+FEW = 30  # prompts; fewer are warned about
+NO_ALPHA = dict.fromkeys(("alpha", "alpha_interval", "coupled_acceptance"))
+UNPROVEN: Values = {**NO_ALPHA, "identical": None, "identical_same_shape": None, "divergences": []}
 
 
-def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Values]:
-    """The report of each drafter, by its name in `drafters` (name -> folder or "ngram"). ValueError
-    for whatever does not load or fit; see `load_target`, `open_drafter`, `load_prompts`.
+def evaluate(
+    settings: Evaluation,
+    drafters: dict[str, str],
+    early: Callable[[dict[str, Values]], object] | None = None,
+) -> dict[str, Values]:
+    """The report of each drafter, by its name in `drafters` (name -> folder or "ngram"). early: is
+    given the reports of the speed phase, before anything is loaded in fp32. ValueError for whatever
+    does not load or fit; see `load_target`, `open_drafter`, `load_prompts`.
     """
     started = time.perf_counter()
     if settings.threads:
@@ -59,38 +73,77 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Values
         asked = sum(max(1, len(prompt.turns)) for prompt in prompts)
         skipped["turns"] = asked - len(timed[None].completions)  # no room in the context
         reports = {}
-        for name, path in drafters.items():
-            report = settings_part(settings, len(prompts))
-            report["drafter"] = {"kind": pair.drafters[name].kind, "path": path}
-            report |= speed.speed_part(settings, pair, name, timed)
-            plain, spec = timed[None], timed[name]
-            report |= speed.by_category(prompts, plain, spec, settings.batch)
-            # Tau never stands alone where the answers may differ from the target's own.
-            report["task"] = exact_match(prompts, plain.questions, spec.questions)
-            same = agreement(plain.questions, spec.questions) if settings.lossy else None
-            report["agreement"] = same
-            report["rules"] = tau_by_rule(settings, pair, name, plain, report["tau"])
-            report["skipped"] = skipped
-            report["example"] = example(pair.tokenizer, timed[name].completions[0])
-            report["advice"] = None
+        for name in drafters:
+            report = speed_report(settings, pair, name, prompts, timed)
+            report |= {"skipped": skipped, "advice": None, **UNPROVEN}
             if settings.advice:
-                bar = progress.add_task("the advised depth", total=groups, visible=False)
+                bar = progress.add_task("the advice", total=3 * groups, visible=False)
                 tick = partial(progress.update, bar, advance=1, visible=True)
                 report["advice"] = advise(settings, pair, name, prompts, timed, tick)
+            report["seconds"] = time.perf_counter() - started
             reports[name] = report
-        if settings.dtype != "float32":
+            warn_of_few(name, report)
+        if early is not None:
+            early(reports)
+        proofs, exact = timed, settings.identity and fits_in_float32(pair)
+        if exact and settings.dtype != "float32":
             del pair  # before its like in fp32 is loaded: an 8B target in both would be 48 GB
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             pair = load(settings, drafters, "float32")
-        bar = progress.add_task("the same in float32", total=1)
-        proofs = prove(settings, pair, prompts, lambda: progress.advance(bar))
+        if exact:
+            bar = progress.add_task("the same in float32", total=None)
+            proofs = prove(settings, pair, prompts, lambda: progress.advance(bar))
         for name, report in reports.items():
             report |= acceptance_part(settings, pair, name, proofs[None])
-            report |= exactness_part(settings, pair, name, proofs, timed)
+            report |= exactness_part(settings, pair, name, proofs if exact else {}, timed)
             report["seconds"] = time.perf_counter() - started
     return reports
+
+
+def speed_report(
+    settings: Evaluation, pair: Loaded, name: str, prompts: Sequence[Prompt], timed: Arms
+) -> Values:
+    """What the timed runs say of a drafter, beside the others of the same runs."""
+    plain, spec, how = timed[None], timed[name], pair.decoding[name]
+    report = settings_part(settings, len(prompts)) | {"tree": how.tree, "policy": how.policy}
+    report["drafter"] = {"kind": pair.drafters[name].kind, "path": pair.folders[name]}
+    report |= speed.speed_part(settings, pair, name, timed)
+    report |= speed.by_category(prompts, plain, spec, settings.batch)
+    # Tau never stands alone where the answers may differ from the target's own.
+    report["task"] = exact_match(prompts, plain.questions, spec.questions)
+    report["agreement"] = agreement(plain.questions, spec.questions) if settings.lossy else None
+    report["rules"] = tau_by_rule(settings, pair, name, plain, report["tau"])
+    report["example"] = example(pair.tokenizer, spec.completions[0])
+    others = [other for other in pair.drafters if other != name]
+    report["over"] = {other: speed.paired(plain, spec, timed[other]) for other in others}
+    return report
+
+
+def warn_of_few(name: str, report: Values) -> None:
+    """A warning, with the interval that so few prompts give."""
+    if report["n_prompts"] < FEW:
+        between = bracket(report["speedup_interval"]) or "none at all"
+        warnings.warn(
+            f"{name}: {report['n_prompts']} prompts are few: the speed-up's 95% interval is "
+            f"{between}; {FEW} or more narrow it",
+            stacklevel=3,
+        )
+
+
+def fits_in_float32(pair: Loaded) -> bool:
+    """Whether there is room for the pair's weights in fp32 in place of these; a warning if not."""
+    weights = list(pair.target.parameters())
+    more, free = sum(4 * w.numel() - w.nbytes for w in weights), available(weights[0].device)
+    if free is None or more <= free:
+        return True
+    warnings.warn(
+        f"identity: not proven: the target's weights in float32 take {size(more)} more, and "
+        f"{size(free)} are free; prove it on a larger machine",
+        stacklevel=3,
+    )
+    return False
 
 
 def choose_prompts(settings: Evaluation, pair: Loaded) -> tuple[list[Prompt], dict[str, int]]:
@@ -145,7 +198,7 @@ def acceptance_part(settings: Evaluation, pair: Loaded, name: str, plain: Arm) -
     """
     drafter = pair.drafters[name]
     if not drafter.samples:
-        return dict.fromkeys(("alpha", "alpha_interval", "coupled_acceptance"))
+        return dict(NO_ALPHA)
     runner = pair.decoder(settings, None).runner
     rows = teacher_forced(runner, drafter, plain.completions, settings.params)
     by_prompt = [[0.0, 0] for _ in plain.questions]
@@ -164,8 +217,9 @@ def acceptance_part(settings: Evaluation, pair: Loaded, name: str, plain: Arm) -
 def exactness_part(
     settings: Evaluation, exact: Loaded, name: str, proofs: Arms, timed: Arms
 ) -> Values:
-    """The fp32 verdict, that of the same shapes where asked for, and where the answers in the speed
-    dtype part ways with plain decoding.
+    """The fp32 verdict, and where the answers in the speed dtype part ways with plain decoding,
+    both only with `proofs`; the verdict of the same shapes where asked for. exact: the pair in
+    fp32, without proofs in the speed dtype.
     """
     report: Values = {"identical": None, "identical_same_shape": None}
     found: list[AnswerDifference] = []
@@ -173,17 +227,17 @@ def exactness_part(
     def compare(plain: Arm, spec: Arm, dtype: str, baseline: str = "native") -> Values:
         want, got = plain.completions, spec.completions
         kind = {"dtype": dtype, "baseline": baseline}
-        size = vocab_size(exact.tokenizer)
-        new = divergences(want, got, exact.target, settings.params, vocab_size=size, **kind)
+        vocab = vocab_size(exact.tokenizer)
+        new = divergences(want, got, exact.target, settings.params, vocab_size=vocab, **kind)
         found.extend(new)
         return verdict(new, len(want), **kind)
 
-    if settings.comparable and settings.identity:
+    if settings.comparable and proofs:
         report["identical"] = compare(proofs[None], proofs[name], "float32")
     if settings.baseline == "same-shape":
         shapes = timed[f"{name}: {settings.baseline}"]
         report["identical_same_shape"] = compare(shapes, timed[name], settings.dtype, "same-shape")
-    if settings.comparable and settings.dtype != "float32":
+    if settings.comparable and proofs and settings.dtype != "float32":
         compare(timed[None], timed[name], settings.dtype)
     return report | {"divergences": [difference._asdict() for difference in found]}
 
@@ -192,7 +246,7 @@ def tau_by_rule(
     settings: Evaluation, pair: Loaded, name: str, plain: Arm, tau: float
 ) -> dict[str, float] | None:
     """tau under coupled and under block acceptance, which differ above temperature 0: of chains."""
-    unlike = settings.params.greedy or settings.lossy or settings.tree != "chain"
+    unlike = settings.params.greedy or settings.lossy or not pair.decoding[name].plan.is_chain
     if unlike or not pair.drafters[name].samples:
         return None
     taus = {settings.rule: tau}

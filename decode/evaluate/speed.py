@@ -105,6 +105,26 @@ def speedup(plain: Arm, spec: Arm, groups: np.ndarray) -> float:
     return float((a / b) / (c / d)) if b and c else float("nan")
 
 
+def paired(plain: Arm, spec: Arm, other: Arm) -> dict[str, Any]:
+    """How much more tau and speed-up one drafter has than another on the same prompts, or batches
+    of them, with the intervals of these differences.
+    """
+    counted = [
+        ([c.emitted for c in arm.counters], [c.rounds for c in arm.counters])
+        for arm in (spec, other)
+    ]
+    tau, tau_interval = metrics.paired_difference(*counted)
+    every, interval = np.arange(len(spec.tokens)), None
+
+    def difference(i: np.ndarray) -> float:
+        return speedup(plain, spec, i) - speedup(plain, other, i)
+
+    if len(every) > 1:
+        interval = metrics.bootstrap(difference, len(every))
+    found = {"tau": tau, "tau_interval": tau_interval, "speedup": difference(every)}
+    return found | {"speedup_interval": interval}
+
+
 def rates_ratio(plain: Arm, spec: Arm, questions: np.ndarray) -> float:
     """The ratio of the two mean rates over some questions."""
     return float(rates(spec)[questions].mean() / rates(plain)[questions].mean())

@@ -30,8 +30,10 @@ from draftsmith.command import parse
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.evaluate.metrics import ratio_interval
 from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import load_prompts
+from draftsmith.decode.report.printed import bracket
 from draftsmith.decode.sampling import SamplingParams, request_race
 from draftsmith.decode.tree_shapes import RankPath, StaticTree
 from draftsmith.models.disk.provenance import command_line, git_commit
@@ -68,11 +70,14 @@ class Calibration:
 
 
 class Calibrated(NamedTuple):
-    """A tree, the value of each of its paths, over how many rounds; sharpness: of dynamic ones."""
+    """A tree, the value of each of its paths, over how many rounds; interval: 95%, of tau over
+    answers, None of one alone; sharpness: of dynamic trees.
+    """
 
     tree: StaticTree
     values: tuple[float, ...]
     rounds: int
+    interval: list[float] | None = None
     sharpness: float = 1.0
 
     @property
@@ -101,8 +106,15 @@ def calibrate(ranks: Sequence[Sequence[int]], nodes: int, levels: int) -> Calibr
         tree = StaticTree.from_paths(best)
         starts = [walk(row, tree) for row in ranks]
     values = path_values(ranks, starts, levels)
-    rounds = sum(map(len, starts))
-    return Calibrated(tree, tuple(values.get(path, 0.0) for path in tree.paths), rounds)
+    told = [row for row in zip(ranks, starts, strict=True) if row[1]]
+    kept = []
+    for row, begun in told:
+        own = path_values([row], [begun], levels)
+        kept.append(len(begun) * (1 + sum(own.get(path, 0.0) for path in tree.paths)))
+    rounds = [len(begun) for _, begun in told]
+    interval = ratio_interval(kept, rounds) if len(told) > 1 else None
+    own_values = tuple(values.get(path, 0.0) for path in tree.paths)
+    return Calibrated(tree, own_values, sum(rounds), interval)
 
 
 def path_values(
@@ -166,13 +178,15 @@ def main(argv: list[str]) -> None:
     made, out = run(settings), Path(settings.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {"paths": made.tree.paths, "values": made.values}
-    about |= {"expected_tau": made.tau, "rounds": made.rounds, "sharpness": made.sharpness}
+    about |= {"expected_tau": made.tau, "expected_tau_interval": made.interval}
+    about |= {"rounds": made.rounds, "sharpness": made.sharpness}
     about |= {"commit": git_commit(), "command": command_line()}
     out.write_text(json.dumps(about, indent=1))
     dynamic = f"dynamic:{settings.levels},4,{settings.nodes + 1},{made.sharpness:.2g}"
     print(
-        f"{made.tree}, {made.tree.levels} levels: expected tau {made.tau:.3f} over {made.rounds} "
-        f"rounds\nwritten: {out}; decode with it: tree={out}\n"
+        f"{made.tree}, {made.tree.levels} levels: expected tau {made.tau:.3f} "
+        f"{bracket(made.interval, 3)} over {made.rounds} rounds of the answers it was chosen on\n"
+        f"written: {out}; decode with it: tree={out}\n"
         f"the draft's scores foretell the answers best times {made.sharpness:.2g}: tree={dynamic}"
     )
 

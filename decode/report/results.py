@@ -19,13 +19,16 @@ COPIED = (
     *("identical", "identical_same_shape", "K", "N", "tree", "policy", "rule", "dtype", "threads"),
     *("batch", "n_prompts", "max_new_tokens", "seconds", "commit", "command", "versions"),
 )
+PAIRED = ("T", "drafter", "tau, more by", "95%", "speed-up, more by", "its 95%")
 HEAD = ("T", "drafter", "alpha", "tau", "speed-up", "tokens/s (plain)", "loop rate", "identical")
 
 
 def row(what: str, report: dict[str, Any]) -> dict[str, Any]:
     """The row of one report; what: the arm."""
     head = {"what": what, "target": report["target"], "data": report["prompts"]}
-    return head | {name: report[name] for name in COPIED} | {"machine": machine()}
+    copied = {name: report[name] for name in COPIED}
+    copied |= {"over": report["over"]} if report.get("over") else {}
+    return head | copied | {"machine": machine()}
 
 
 def publish(title: str, rows: list[dict[str, Any]], folder: Path) -> None:
@@ -52,7 +55,26 @@ def page(title: str, rows: list[dict[str, Any]]) -> str:
         "|" + "---|" * len(HEAD),
         *(f"| {' | '.join(cells(row))} |" for row in rows),
     ]
+    if more := differences(rows):
+        lines += ["", "What one drafter has more than another, on the same prompts:", ""]
+        lines += [f"| {' | '.join(PAIRED)} |", "|" + "---|" * len(PAIRED)]
+        lines += [f"| {' | '.join(one)} |" for one in more]
     return "\n".join(lines) + "\n"
+
+
+def differences(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The paired differences of every two drafters that were run together, by PAIRED."""
+    found = []
+    for place, row in enumerate(rows):
+        temperature = row["temperature"]
+        before = {one["what"] for one in rows[:place] if one["temperature"] == temperature}
+        for other, one in row.get("over", {}).items():
+            if other in before:
+                words = [f"{temperature:g}", f"{row['what']} over {other}"]
+                for name in ("tau", "speedup"):
+                    words += [f"{one[name]:+.2f}", bracket(one[f"{name}_interval"])]
+                found.append(words)
+    return found
 
 
 def cells(row: dict[str, Any]) -> list[str]:

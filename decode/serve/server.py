@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.command import parse
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.evaluate.arms import default_K
+from draftsmith.decode.evaluate.arms import unsaid
 from draftsmith.decode.serve.engine_thread import Service
 from draftsmith.decode.serve.http import make_app
 from draftsmith.decode.serve.journal import Journal
@@ -57,8 +57,8 @@ class ServerConfig:
     rows: int = 8  # answers of a lane that are decoded at a time
     max_len: int = 2048  # tokens of prompt and answer; at most the context
     K: int | None = None  # draft calls a round; none: the drafter folder's default
-    tree: str = "chain"
-    policy: str = "fixed"
+    tree: str = ""  # empty: the drafter folder's, else chain
+    policy: str = ""  # empty: the drafter folder's, else fixed
     device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "auto"
     api_key: str = ""  # that clients must show; empty: DRAFTSMITH_API_KEY, and without it none
@@ -118,9 +118,7 @@ class Backend:
                 tokenizer,
                 drafter,
                 batch_size=settings.rows,
-                K=settings.K or default_K(path, settings.tree),
-                tree=settings.tree,
-                policy=settings.policy,
+                **unsaid(path, settings.K, settings.tree, settings.policy),
             )
             if self.learning and drafter is not None and drafter.kind in learning_kinds():
                 self.learning.add_lane(tag, path)

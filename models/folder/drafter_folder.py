@@ -44,7 +44,8 @@ from draftsmith.models.vocab import DraftVocab, read_vocab
 
 SCHEMA = 1
 META = "draftsmith.json"
-DEFAULTS = {"K": 4, "policy": "fixed", "rule": "coupled", "tree": None}
+# How to decode; served_K: of servers, which draft chains alone, None where that is K.
+DEFAULTS = {"K": 4, "policy": "fixed", "rule": "coupled", "tree": None, "served_K": None}
 
 
 def save_drafter(

@@ -61,7 +61,7 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
     model, tokenizer = outline(target), load_tokenizer(target)
     given: Any = {"target_tokenizer": tokenizer, "target_config": model.config}
     opened = open_drafter(drafter, fingerprint(model, tokenizer, target), **given)
-    kind, K = opened.kind, opened.meta["defaults"]["K"]
+    kind, K = opened.kind, served_K(opened.meta)
     stacks = about(kind).stacks
     if to not in stacks:
         able = [name for name in LAYOUTS if name in stacks]
@@ -95,7 +95,7 @@ def serve_line(folder_path: str | Path, target: str) -> str:
     """
     folder, quoted = Path(folder_path), shlex.quote(target)
     meta = read_meta(folder)
-    kind, K, known = meta["kind"], meta["defaults"]["K"], about(meta["kind"])
+    kind, K, known = meta["kind"], served_K(meta), about(meta["kind"])
     title, stacks = known.title, known.stacks
     if not stacks:
         return (
@@ -117,6 +117,12 @@ def serve_line(folder_path: str | Path, target: str) -> str:
     without = [STACKS[stack].name for stack in ("vllm", "sglang") if stack not in stacks]
     lines += [f"# {' and '.join(without)} load no {title}"] if without else []
     return "\n".join([*lines, *(_notes(folder, meta) if kind == "lm" else [])])
+
+
+def served_K(meta: dict[str, Any]) -> int:
+    """Drafted tokens a round of a server."""
+    defaults = meta["defaults"]
+    return int(defaults["served_K"] or defaults["K"])
 
 
 def launch(stack: str, method: str, folder: Path, target: str, K: int) -> str:

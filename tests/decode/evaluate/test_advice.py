@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from evaluated import arguments
 
-from draftsmith.decode.__main__ import main
+from draftsmith.decode.__main__ import main, tell
 from draftsmith.decode.engine.request import Completion, Counters
+from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import advice
-from draftsmith.decode.evaluate.arms import Arm, Evaluation
+from draftsmith.decode.evaluate.arms import Arm, Evaluation, Loaded, load, unsaid
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.report.schema import schema_problems
-from draftsmith.decode.tree_shapes import chain_plan
+from draftsmith.decode.tree_shapes import PUBLISHED, parse_tree
 from draftsmith.models.folder.drafter_folder import read_meta
 
 GROUPS = 3
@@ -39,10 +40,14 @@ def arm(rounds: list[int], round_s: float) -> Arm:
 
 
 def advised(
-    monkeypatch: pytest.MonkeyPatch, c: float, loop: float = 1.0, verify: float = 1.0
+    monkeypatch: pytest.MonkeyPatch,
+    c: float,
+    loop: float = 1.0,
+    verify: float = 1.0,
+    again: float = 1.0,
 ) -> dict[str, Any]:
     """In a world where a plain step takes a second, a draft call c, a round `loop` times its
-    forwards, and half of what is drafted is kept.
+    forwards (`again` times that, when it is run again), and half of what is drafted is kept.
     """
     sizes = (1, 2, 4, 8, 16)
     costs = Costs(sizes, (1.0, *[verify] * 4), (c,) * 5)
@@ -51,19 +56,17 @@ def advised(
     def world(settings: Evaluation, pair: Any, *_: Any) -> dict[str | None, Arm]:
         K = pair.decoding["d"].K
         rounds = [2 ** (4 - k) for k in range(1, K + 1)] + [2 ** (4 - K)]
-        return {None: arm([16], 1.0), "d": arm(rounds, loop * (verify + K * c))}
+        return {None: arm([16], 1.0), "d": arm(rounds, again * loop * (verify + K * c))}
 
     monkeypatch.setattr(advice, "time_arms", world)
-    drafter, plan = SimpleNamespace(levels=5), SimpleNamespace(plan=chain_plan(4))
-    pair = SimpleNamespace(
-        drafters={"d": drafter},
-        decoding={"d": plan},
-        decoder=lambda *_: SimpleNamespace(runner=None),
-    )
-    monkeypatch.setattr(advice, "replace", lambda one, **new: SimpleNamespace(**new))
+    monkeypatch.setattr(Loaded, "decoder", lambda *_: SimpleNamespace(runner=None))
+    drafter: Any = SimpleNamespace(levels=5)
+    nothing: Any = None
+    pair = Loaded(nothing, nothing, {"d": drafter}, {"d": DecodeSettings(K=4)})
     timed = {None: arm([16], 1.0), "d": arm(HISTOGRAM, loop * (verify + 4 * c))}
-    settings: Any = SimpleNamespace(policy="fixed", batch=1)
-    found = advice.advise(settings, pair, "d", [], timed, lambda: None)  # type: ignore[arg-type]
+    # By rejection, whose answers no replay knows.
+    settings = Evaluation(target="t", drafter="d", rule="leviathan", temperature=1.0)
+    found = advice.advise(settings, pair, "d", [], timed, lambda: None)
     assert found is not None
     return found
 
@@ -81,7 +84,7 @@ def test_every_depth_is_foretold_from_one_run(monkeypatch: pytest.MonkeyPatch, l
     low, high = found["depths"][1]["interval"]
     assert low == pytest.approx(high) == pytest.approx(speedup[1])  # all groups are alike
     assert advice.pays(found)
-    assert f"draft K=1: {found['measured']:.2f}" in found["says"]
+    assert f"draft with K=1: {found['measured']:.2f}" in found["says"]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,21 @@ def test_where_drafting_does_not_pay_it_says_which_is_at_fault(
     assert words in found["says"]
 
 
+@pytest.mark.parametrize(("c", "again", "tried"), [(0.49, 1.2, [1, 4]), (0.15, 1.5, [1, 2, 4])])
+def test_drafting_does_not_pay_only_where_one_token_was_tried(
+    monkeypatch: pytest.MonkeyPatch, c: float, again: float, tried: list[int]
+) -> None:
+    """What was foretold to pay, and K = 1, are run first; a run slower than foretold ends so."""
+    found = advised(monkeypatch, c=c, again=again)
+    measured = {one["K"]: one["measured"] for one in found["depths"] if one["measured"]}
+    assert sorted(measured) == tried and max(measured[K] for K in tried[:-1]) < 1
+    best = max(tried[:-1], key=lambda K: measured[K])
+    assert found["best"] == best and not advice.pays(found)
+    assert f"doesn't pay here (K={best}: {measured[best]:.2f}" in found["says"]
+    # By how much: from what was measured, not from what was foretold.
+    assert f"keep {100 * (1.5 / measured[1] - 1):.0f}% of its first" in found["says"]
+
+
 def test_the_advised_k_is_measured_saved_and_served(
     folders: Path,
     tmp_path: Path,
@@ -115,22 +133,51 @@ def test_the_advised_k_is_measured_saved_and_served(
     sizes = (1, 2, 4, 8, 16)
     free = Costs(sizes, (1.0,) * 5, (0.0,) * 5)
     monkeypatch.setattr(advice, "measured_costs", lambda *_: free)
-    monkeypatch.setattr(advice, "pays", lambda found: True)  # whatever this machine's clock says
-    monkeypatch.setattr("draftsmith.decode.__main__.pays", lambda found: True)
+    twice = {"speedup": 2.0, "speedup_interval": [1.9, 2.1], "speedup_specbench": 2.0}
+    monkeypatch.setattr(advice.speed, "speedups", lambda *_: twice)  # whatever the clock says
     asked = (f"drafter={tmp_path / 'itself'}", "advice=true", "save=true", "identity=false")
     out = tmp_path / "out"
     main(arguments(folders, out, *asked, "dtype=float32"))
     report = json.loads((out / "report.json").read_text())
     assert not schema_problems(report)
     found = report["advice"]
-    assert [one["K"] for one in found["depths"]] == list(range(8))
-    speedups = [one["speedup"] for one in found["depths"]]
-    assert found["best"] == speedups.index(max(speedups)) > 0
-    assert found["measured"] > 0 and found["measured"] != report["speedup"]
+    rows = found["depths"]
+    deep = [one["K"] for one in rows if (one["tree"], one["policy"]) == ("chain", "fixed")]
+    assert deep == list(range(1, 8)) and rows[0]["K"] == 0
+    assert {one["policy"] for one in rows} >= {"cost", "confidence", "entropy", "depth"}
+    assert {one["tree"] for one in rows} >= {*PUBLISHED, advice.DYNAMIC}
+    best = max(rows, key=lambda one: one["speedup"])
+    chosen = {"K": found["best"], "tree": found["tree"], "policy": found["policy"]}
+    assert chosen.items() <= best.items()
+    assert found["measured"] == best["measured"] == 2.0 and found["best"] > 0
+    for one in rows:  # what is always right keeps its best path
+        if one["tree"] in PUBLISHED:
+            assert one["tau"] == 15 / -(-15 // (1 + one["K"]))
     told = capsys.readouterr().out
-    assert f"draft K={found['best']}" in told and "speed-up, foretold" in told
-    assert f'"num_speculative_tokens": {found["best"]}' in told
-    assert read_meta(tmp_path / "itself")["defaults"]["K"] == found["best"]
+    assert f"draft with K={found['best']}" in told and "speed-up, foretold" in told
+    assert f'"num_speculative_tokens": {found["served_K"]}' in told
+    kept = read_meta(tmp_path / "itself")["defaults"]
+    assert (kept["K"], kept["policy"], kept["served_K"]) == (
+        *(found["best"], found["policy"], found["served_K"]),
+    )
+
+
+def test_a_tree_is_saved_for_us_and_a_chain_for_servers(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(folders / "draft", folder)
+    settings = Evaluation(target=str(folders / "target"), drafter=str(folder), save=True)
+    row = advice.row_of(5, "eagle-25", "fixed", 3.0, 1.6, None)
+    row |= {"measured": 1.5, "measured_interval": [1.4, 1.6]}
+    says = {"depths": [row], "best": 5, "served_K": 2, "says": "draft"}
+    tell(row | says, {"path": str(folder)}, settings)
+    told = capsys.readouterr().out
+    assert "saved: K=5 tree=eagle-25" in told and '"num_speculative_tokens": 2' in told
+    assert "--speculative-num-steps 2" in told
+    again = load(settings, {"d": str(folder)}, "float32")
+    assert again.decoding["d"].plan == parse_tree("eagle-25", None)
+    assert unsaid(str(folder), None, "chain", "cost") == {"K": 5, "tree": "chain", "policy": "cost"}
 
 
 def test_nothing_is_saved_where_drafting_does_not_pay(

@@ -72,7 +72,15 @@ def test_evaluate_writes_reports(folders: Path, tmp_path: Path, temperature: str
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [row["what"] for row in rows] == ["draft", "itself", "ngram"]
     assert [row["tau"] for row in rows] == [reports[row["what"]]["tau"] for row in rows]
-    assert (tmp_path / "results.md").read_text().count("6 of 6") == 3
+    page = (tmp_path / "results.md").read_text()
+    assert page.count("6 of 6") == 3
+    # What one has more than another, on the same prompts.
+    for pair in ("itself over draft", "ngram over draft", "ngram over itself"):
+        assert f"| {temperature} | {pair} |" in page
+    more = own["over"]["ngram"]
+    assert more["tau"] == pytest.approx(own["tau"] - reports["ngram"]["tau"])
+    assert more["speedup"] == pytest.approx(own["speedup"] - reports["ngram"]["speedup"])
+    assert more["tau_interval"][0] <= more["tau"] <= more["tau_interval"][1]
 
 
 def report_of(root: Path, out: Path, *more: str) -> dict[str, Any]:
@@ -207,7 +215,7 @@ def test_one_dtype_is_held_at_a_time(
         return pair
 
     monkeypatch.setattr(evaluation, "load", watched)
-    report_of(folders, tmp_path, f"drafter={folders / 'draft'}", "limit=2")
+    report_of(folders, tmp_path, f"drafter={folders / 'draft'}", "limit=2", "advice=true")
     assert alive == [False, False]
 
 
@@ -334,6 +342,7 @@ def test_the_fp64_recheck_excuses_only_a_tie(
         ("rule=blok", "blok"),
         ("K=0", "K: got 0"),
         ("save=true", "save: got true with advice=False"),
+        ("drafter=ngram --save=true --advice=true", "a folder to save into"),
         ("temprature=1", "temperature"),
         ("temperature=-1", "temperature"),
         ("max_new_tokens=1", "max_new_tokens: got 1"),
@@ -354,7 +363,7 @@ def test_bad_input_is_one_clear_line(
 ) -> None:
     argv = arguments(folders, tmp_path, f"drafter={folders / 'draft'}", "dtype=float32")
     key = change.split("=")[0]
-    argv = [a for a in argv if not a.startswith(f"{key}=")] + [change]
+    argv = [a for a in argv if not a.startswith(f"{key}=")] + change.split()
     assert guarded(main, argv) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: ") and printed.count("\n") == 1

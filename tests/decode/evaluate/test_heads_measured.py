@@ -68,6 +68,7 @@ def folders(
 def test_a_heads_report_is_whole(folders: Path, tmp_path: Path) -> None:
     asked = f"drafter={folders / 'knows'},{folders / 'random'}"
     argv = arguments(folders, tmp_path, asked, "temperature=1", "dtype=float32", "split=all")
+    argv = [word.replace("advice=false", "advice=true") for word in argv]
     main(argv)
     found = {n: json.loads((tmp_path / n / "report.json").read_text()) for n in ("knows", "random")}
     for name, report in found.items():
@@ -82,6 +83,9 @@ def test_a_heads_report_is_whole(folders: Path, tmp_path: Path) -> None:
         assert report["c"] == pytest.approx(t["draft"] / t["plain"])
         assert 1 < report["tau"] / report["mbsu"] < 4
         assert 0 < report["alpha"] < 1 and 0 <= report["coupled_acceptance"] < 1
+        told = {(one["tree"], one["policy"]): one for one in report["advice"]["depths"]}
+        assert {"medusa-63", "eagle-25", "dynamic:4,4,17"} < {tree for tree, _ in told}
+        assert told["eagle-25", "fixed"]["tau"] >= told["chain", "cost"]["tau"]
     assert found["knows"]["tau"] > 2 > found["random"]["tau"]
     assert found["knows"]["alpha"] > 0.5 > found["random"]["alpha"]
 

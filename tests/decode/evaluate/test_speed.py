@@ -1,6 +1,8 @@
 """Speed over all prompts and by category, on counts and seconds small enough to check by hand."""
 
+import random
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -139,3 +141,28 @@ def test_rows_that_shared_a_batch_have_no_speed_of_their_own() -> None:
     nothing = arm((0, 0, 1.0, 0.0))
     row = speed.by_category(prompts("a"), nothing, nothing, 1)["categories"]["a"]
     assert row == {"tau": None, "speedup": None, "speedup_specbench": None, "n_prompts": 1}
+
+
+def test_costs_agree_where_other_work_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls in three are held up, for longer than they take: medians say nothing there."""
+    rng, now = random.Random(3), [0.0]
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def busy(seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            held_up = rng.expovariate(1 / 8e-3) if rng.random() < 2 / 3 else 0.0
+            now[0] += seconds * rng.uniform(1, 1.2) + held_up
+
+        return call
+
+    cpu, calls = torch.device("cpu"), {"plain": busy(5e-3), "draft": busy(0.5e-3)}
+
+    def spread(times: Callable[..., dict[str, float]]) -> float:
+        c = [found["draft"] / found["plain"] for found in (times(calls, cpu) for _ in range(5))]
+        return max(c) / min(c) - 1
+
+    assert spread(measure.least_times) < 0.1 < spread(measure.median_times)
+    # Slow calls end after some turns.
+    slow, before = {"plain": busy(5.0)}, now[0]
+    measure.least_times(slow, cpu)
+    assert 3 * 5 * measure.LEAST <= now[0] - before < 3 * 7 * measure.LEAST

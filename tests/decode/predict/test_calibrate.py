@@ -40,6 +40,10 @@ def test_expected_tau_is_that_of_other_texts(nodes: int, levels: int) -> None:
     tau, rounds = measured(traces(200, 500, seed=1), made.tree)
     assert rounds > 20_000
     assert abs(made.tau / tau - 1) < 0.05
+    assert made.interval is not None
+    low, high = made.interval
+    assert low <= made.tau <= high and high - low < 0.1 * tau  # of 100 answers
+    assert calibrate(traces(1, 500, seed=0), 4, 4).interval is None
     assert len(made.tree.paths) == len(made.values) == nodes
 
 

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from draftsmith.models.disk import store as disk
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder import drafter_folder
-from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
+from draftsmith.models.folder.drafter_folder import DEFAULTS, open_drafter, save_drafter
 from draftsmith.models.servers.export import serve_line
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import load_tokenizer
@@ -69,7 +69,7 @@ def test_round_trip(
 ) -> None:
     opened = open_drafter(folder, mark, target_tokenizer=tiny_tokenizer)
     assert opened.kind == "lm" and opened.meta["schema"] == 1
-    assert opened.meta["defaults"] == {"K": 5, "policy": "fixed", "rule": "coupled", "tree": None}
+    assert opened.meta["defaults"] == DEFAULTS | {"K": 5}
     assert opened.meta["target"] == mark and opened.meta["vocabulary_map"] is None
     model = opened.model()
     assert not model.training

@@ -1,0 +1,73 @@
+"""A replay on known answers counts what the decoder counts that gave them."""
+
+from dataclasses import replace
+
+import pytest
+from eagle_drafts import VOCAB, counting
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.load import drafter_of
+from draftsmith.decode.drafters.ngram import NgramDrafter
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.evaluate.replay import replay
+from draftsmith.decode.policies.policy import Costs
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.heads.medusa import Medusa, MedusaConfig
+
+COSTS = Costs((1, 64), (1.0, 1.0), (0.0, 0.0))
+UNTIMED = {"prefill_seconds": 0.0, "decode_seconds": 0.0}
+WAYS = {
+    "chain": {"K": 4},
+    "eagle-25": {"tree": "eagle-25"},
+    "dynamic": {"tree": "dynamic:3,3,9"},
+    "confidence": {"policy": "confidence:0.02", "K": 5},
+    "entropy": {"policy": "entropy:0.02,0.6", "K": 5},
+    "depth": {"policy": "depth:0.01", "K": 5},
+}
+
+
+def pair_of(
+    kind: str, target: PreTrainedModel, draft: PreTrainedModel
+) -> tuple[PreTrainedModel, Drafter]:
+    """A target and a drafter, of heads one that is often right."""
+    if kind in ("lm", "itself"):
+        return target, LMDrafter(draft if kind == "lm" else target, VOCAB)
+    if kind == "eagle1":
+        target, head = counting(wrong=0.35)
+        return target, drafter_of(head, target, VOCAB)
+    if kind == "medusa":
+        head = Medusa(MedusaConfig(hidden=target.config.hidden_size, rows=VOCAB, heads=5))
+        return target, drafter_of(head.eval().requires_grad_(False), target, VOCAB)
+    return target, NgramDrafter()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["lm", "itself", "eagle1", "medusa", "ngram"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_replay_counts_what_decoding_does(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    temperature: float,
+    kind: str,
+    batch: int,
+) -> None:
+    params = SamplingParams(temperature=temperature, max_new_tokens=18, ignore_eos=True, seed=5)
+    prompts = [[5, 9, 30, 5, 9], [7] * 9, [8, 3]]
+    target, drafter = pair_of(kind, tiny_target, tiny_draft)
+    ways = WAYS if drafter.trees else {"chain": WAYS["chain"]}
+    for name, how in ways.items():
+        decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=batch, **how)
+        done = decoder.generate(prompts, params)
+        # Counts only: not from the run's own, and by a policy that begins anew.
+        blank = [[replace(answer, counters=type(answer.counters)())] for answer in done]
+        again = Decoder(target, tiny_tokenizer, drafter, batch_size=batch, **how)
+        [arm] = replay([again], blank, params, batch, COSTS, lambda: None)
+        for one, other in zip(arm.completions, done, strict=True):
+            counts = [replace(c.counters, **UNTIMED) for c in (one, other)]
+            assert counts[0] == counts[1] and one.tokens == other.tokens, (name, one.index)
+        assert sum(arm.tokens) == sum(c.counters.emitted for c in done)
+        most = max if batch > 1 else sum
+        assert sum(arm.seconds) >= most(c.counters.rounds for c in done)
