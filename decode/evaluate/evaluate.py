@@ -31,7 +31,7 @@ from draftsmith.decode.evaluate.answers import (
 from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded, load, prove, time_arms
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
-from draftsmith.decode.report.schema import AnswerDifference, Report
+from draftsmith.decode.report.schema import REPORT_KEYS, AnswerDifference
 from draftsmith.models.disk.provenance import command_line, git_commit, versions
 from draftsmith.models.tokenizer import vocab_size
 
@@ -123,7 +123,7 @@ def choose_prompts(settings: Evaluation, pair: Loaded) -> tuple[list[Prompt], di
 
 
 def settings_part(settings: Evaluation, prompts: int) -> Values:
-    told = {key: getattr(settings, key) for key in Report._fields if hasattr(settings, key)}
+    told = {key: getattr(settings, key) for key in REPORT_KEYS if hasattr(settings, key)}
     return told | {
         "schema": 1,
         "lossless": not settings.lossy,  # every rule in RULES is, without a mask
@@ -185,7 +185,7 @@ def exactness_part(
         report["identical_same_shape"] = compare(shapes, timed[name], settings.dtype, "same-shape")
     if settings.comparable and settings.dtype != "float32":
         compare(timed[None], timed[name], settings.dtype)
-    return report | {"divergences": [difference._asdict() for difference in found]}
+    return report | {"divergences": [difference.model_dump() for difference in found]}
 
 
 def tau_by_rule(

@@ -293,11 +293,11 @@ def test_verdict_counts_and_lists() -> None:
     kind = {"dtype": "float32", "baseline": "native"}
     none = {"same": 5, "excused": 0, "total": 5, "worst_margin": None}
     assert verdict([], 5, **kind) == kind | none
-    tie = AnswerDifference(2, 7, "float32", 3e-5, near_tie=True, baseline="native")
-    bug = AnswerDifference(4, 1, "float32", 0.25, near_tie=False, baseline="native")
+    tie = AnswerDifference(prompt=2, position=7, margin=3e-5, near_tie=True, **kind)
+    bug = AnswerDifference(prompt=4, position=1, margin=0.25, near_tie=False, **kind)
     two = {"same": 3, "excused": 1, "total": 5, "worst_margin": 0.25}
     assert verdict([tie, bug], 5, **kind) == kind | two
-    assert [found._asdict() for found in (tie, bug)] == [
+    assert [found.model_dump() for found in (tie, bug)] == [
         kind | {"prompt": 2, "position": 7, "margin": 3e-5, "near_tie": True},
         kind | {"prompt": 4, "position": 1, "margin": 0.25, "near_tie": False},
     ]
