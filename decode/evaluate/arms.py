@@ -271,7 +271,7 @@ def converse(
             arm.seconds.append(0.0)
         while asked:
             for name in order:
-                done = answers(decoders[name], asked, settings.params)
+                done = answers(decoders[name], asked, settings.params, tick)
                 found[name].completions += done
                 found[name].tokens[-1] += sum(c.counters.emitted for c in done)
                 found[name].seconds[-1] += max(c.counters.decode_seconds for c in done)
@@ -285,15 +285,16 @@ def converse(
                     later[i] = next_turn(prompts[i], said[i], pair.tokenizer)
             asked = {i: ids for i, ids in later.items() if pair.fits(ids, settings)}
         order = order[1:] + order[:1]
-        tick()
     return found
 
 
 def answers(
-    decoder: Decoder, asked: dict[int, list[int]], params: SamplingParams
+    decoder: Decoder, asked: dict[int, list[int]], params: SamplingParams, tick: Callable[[], None]
 ) -> list[Completion]:
-    """One turn of some prompts, by their numbers in the run, of which the noise is made."""
-    done = decoder.generate(list(asked.values()), params, indices=list(asked))
+    """One turn of some prompts, by their numbers in the run, of which the noise is made; a tick
+    for each answer.
+    """
+    done = decoder.generate(list(asked.values()), params, indices=list(asked), tick=tick)
     for completion, index in zip(done, asked, strict=True):
         completion.index = index
         if completion.finish_reason == "error":

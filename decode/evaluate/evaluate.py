@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.engine.request import Completion
@@ -34,6 +33,7 @@ from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
 from draftsmith.decode.report.schema import REPORT_KEYS, AnswerDifference
 from draftsmith.models.disk.provenance import command_line, git_commit, versions
 from draftsmith.models.tokenizer import vocab_size
+from draftsmith.progress import LongWork
 
 Values = dict[str, Any]  # of a report, or a part of it
 
@@ -47,17 +47,17 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Values
         torch.set_num_threads(settings.threads)
     pair = load(settings, drafters, settings.dtype)
     prompts, skipped = choose_prompts(settings, pair)
-    with Progress(transient=True) as progress:
-        groups = -(-len(prompts) // settings.batch)
-        bar = progress.add_task(f"decoding in turns ({settings.dtype})", total=groups)
+    turns = sum(max(1, len(prompt.turns)) for prompt in prompts)
+    with LongWork(transient=True) as progress:
+        arms = 1 + len(drafters) * (1 + (settings.baseline == "same-shape"))
+        bar = progress.add_task(f"decoding in turns ({settings.dtype})", total=arms * turns)
         timed = time_arms(settings, pair, prompts, lambda: progress.advance(bar))
         if not sum(timed[None].tokens):
             raise ValueError(
                 "every answer ended with its first token: nothing to measure; look at the prompts, "
                 "or say ignore_eos=true"
             )
-        asked = sum(max(1, len(prompt.turns)) for prompt in prompts)
-        skipped["turns"] = asked - len(timed[None].completions)  # no room in the context
+        skipped["turns"] = turns - len(timed[None].completions)  # no room in the context
         reports = {}
         for name, path in drafters.items():
             report = settings_part(settings, len(prompts))
@@ -74,7 +74,7 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Values
             report["example"] = example(pair.tokenizer, timed[name].completions[0])
             report["advice"] = None
             if settings.advice:
-                bar = progress.add_task("the advised depth", total=groups, visible=False)
+                bar = progress.add_task("the advised depth", total=2 * turns, visible=False)
                 tick = partial(progress.update, bar, advance=1, visible=True)
                 report["advice"] = advise(settings, pair, name, prompts, timed, tick)
             reports[name] = report
@@ -84,7 +84,8 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Values
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             pair = load(settings, drafters, "float32")
-        bar = progress.add_task("the same in float32", total=1)
+        arms = 1 + len(drafters) * (settings.identity and settings.comparable)
+        bar = progress.add_task("the same in float32", total=arms * turns)
         proofs = prove(settings, pair, prompts, lambda: progress.advance(bar))
         for name, report in reports.items():
             report |= acceptance_part(settings, pair, name, proofs[None])

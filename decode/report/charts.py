@@ -164,25 +164,18 @@ def scatter(
     return Chart(title, draw, x_label, y_label)
 
 
-def inline(chart: Chart) -> str:
-    """A chart as an SVG element of a page that has the style sheet."""
-    return _svg([chart], (), "")
-
-
-def drawing(charts: Sequence[Chart], legend: Sequence[tuple[str, str]]) -> str:
-    """Charts below one another, with their titles, as a picture file; legend: (colour, words)."""
-    svg = _svg(charts, legend, f"<style>{STYLE}</style>")
-    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return svg.replace("<svg", f'<svg {spaces} width="{1.5 * WIDTH:g}"', 1) + "\n"
-
-
-def _svg(charts: Sequence[Chart], legend: Sequence[tuple[str, str]], style: str) -> str:
+def drawing(
+    charts: Sequence[Chart], legend: Sequence[tuple[str, str]] = (), *, alone: bool = True
+) -> str:
+    """Charts below one another, with their titles, as a picture file; legend: (colour, words).
+    alone=False: without titles, as an SVG element of a page that has the style sheet.
+    """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    heights = [chart.height + 30 * bool(style) for chart in charts]
+    heights = [chart.height + 30 * alone for chart in charts]
     height, written = sum(heights) + 24 * bool(legend), io.StringIO()
     with matplotlib.rc_context(fname=LOOK):
         size = WIDTH / 72, height / 72
@@ -191,7 +184,7 @@ def _svg(charts: Sequence[Chart], legend: Sequence[tuple[str, str]], style: str)
         for axes, chart in zip(panels, charts, strict=True):
             chart.draw(axes)
             axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
-            axes.set_title(chart.title if style else "", loc="left", pad=30)
+            axes.set_title(chart.title if alone else "", loc="left", pad=30)
         if legend:
             keys = [Patch(color=PAINT[css], label=words) for css, words in legend]
             picture.legend(handles=keys, loc="outside upper left", ncols=len(keys))
@@ -199,7 +192,10 @@ def _svg(charts: Sequence[Chart], legend: Sequence[tuple[str, str]], style: str)
     body = _body(written.getvalue())
     spoken = [*(escape(c.title) for c in charts), *re.findall("<title>(.*?)</title>", body)]
     frame = f'viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{"; ".join(spoken)}"'
-    return f"<svg {frame}>{style}{body}</svg>"
+    if not alone:
+        return f"<svg {frame}>{body}</svg>"
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return f'<svg {spaces} width="{1.5 * WIDTH:g}" {frame}><style>{STYLE}</style>{body}</svg>\n'
 
 
 def _body(svg: str) -> str:

@@ -7,6 +7,7 @@ temperature, top-k, top-p.
 """
 
 import math
+from itertools import starmap
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from draftsmith.decode.report import printed
 from draftsmith.decode.report.printed import bracket, number, share, thousandths, times_as
-from draftsmith.decode.report.schema import Report, differences_of
+from draftsmith.decode.report.schema import CategoryRow, Report, differences_of
 from draftsmith.decode.verify.rules import RULES
 
 TEMPLATES = Environment(
@@ -28,7 +29,6 @@ TEMPLATES = Environment(
 TEMPLATES.globals["infinity"] = math.inf
 TEMPLATES.filters["times"] = times_as
 
-
 ENTRIES = [
     line.split(" | ")
     for line in Path(__file__).with_name("figures.txt").read_text("utf-8").splitlines()
@@ -37,14 +37,8 @@ SHOWN = {key: getattr(printed, words) for key, words, *_ in ENTRIES if words != 
 NAMES = {key.partition(".")[0]: name for key, _, name, _ in ENTRIES}
 FORMULAS = {key.partition(".")[0]: formula for key, _, _, formula in ENTRIES}
 CATEGORY_COLUMNS = ("category", "prompts", "tau", "speed-up", "speed-up, Spec-Bench way")
-DIFFERENCE_COLUMNS = [
-    "prompt",
-    "answer token",
-    "dtype",
-    "baseline",
-    "fp32 margin",
-    "near-tie in fp32",
-]
+NEAR = "near-tie in fp32"
+DIFFERENCE_COLUMNS = ("prompt", "answer token", "dtype", "baseline", "fp32 margin", NEAR)
 
 
 class Figure(NamedTuple):
@@ -120,13 +114,12 @@ def category_tables(report: Report) -> dict[str, list[tuple[str, ...]]]:
         "By category": report.categories,
         "By category, as Spec-Bench groups them": report.specbench,
     }
-    found: dict[str, list[tuple[str, ...]]] = {}
-    for title, table in tables.items():
-        for name, row in table.items():
-            speeds = map(times_as, (row.speedup, row.speedup_specbench))
-            cells = (name, number(row.n_prompts), number(row.tau), *speeds)
-            found.setdefault(title, []).append(cells)
-    return found
+
+    def cells(name: str, row: CategoryRow) -> tuple[str, ...]:
+        speeds = map(times_as, (row.speedup, row.speedup_specbench))
+        return (name, number(row.n_prompts), number(row.tau), *speeds)
+
+    return {title: list(starmap(cells, rows.items())) for title, rows in tables.items() if rows}
 
 
 def difference_rows(report: Report) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from draftsmith.decode.report import charts, figures, printed
-from draftsmith.decode.report.schema import REPORT_KEYS, NamedDrafter, Report, as_report
+from draftsmith.decode.report.schema import REPORT_KEYS, Report, as_report
 from draftsmith.models.disk.store import write_atomically
 
 SIGNS_OF_SPACE = {"\n": "⏎", "\t": "⇥"}
@@ -35,13 +35,11 @@ def write(values: dict[str, Any], folder: Path) -> None:
 def page(report: Report) -> str:
     """The whole report.html."""
     figures.TEMPLATES.filters |= {"visible": visible, "words": _words}
-    path, rounds, verdict = report.drafter.path, report.accepted_histogram, figures.verdict(report)
+    path, rounds = report.drafter.path, report.accepted_histogram
     return figures.TEMPLATES.get_template("page.html.jinja").render(
         report=report,
         drafter=PurePath(path).name if path else report.drafter.kind,
         target=PurePath(report.target).name,
-        verdict=verdict,
-        headline=figures.sentence("headline", report, verdict.level),
         charts=charts,
         shares=[100 * n / max(1, sum(rounds)) for n in rounds],
         percent=lambda share: f"{share:.0f}%" if share >= 1 else f"{share:.1g}%",
@@ -66,8 +64,6 @@ def visible(text: str) -> Markup:
 
 
 def _words(value: Any) -> str:
-    if isinstance(value, NamedDrafter):
-        value = value.model_dump()
     if isinstance(value, dict):
         return ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
     if isinstance(value, list):

@@ -180,13 +180,11 @@ def schema_problems(values: dict[str, Any]) -> list[str]:
 
 
 def _contradictions(report: Report) -> Iterator[str]:
-    levels, conditional = len(report.acceptance_by_position), len(report.acceptance_conditional)
-    rounds = len(report.accepted_histogram)
+    keys = ("acceptance_by_position", "acceptance_conditional", "accepted_histogram")
+    levels, conditional, rounds = (len(getattr(report, key)) for key in keys)
     if conditional != levels or rounds not in (0, levels + 1):
-        yield (
-            f"acceptance_by_position, acceptance_conditional, accepted_histogram: got {levels}, "
-            f"{conditional} and {rounds} values, expected D, D and D + 1"
-        )
+        got = f"{levels}, {conditional} and {rounds} values"
+        yield f"{', '.join(keys)}: got {got}, expected D, D and D + 1"
     if (report.alpha is None) != (report.alpha_interval is None):
         both = f"{report.alpha}, but alpha_interval {report.alpha_interval}"
         yield f"alpha: got {both}; expected both or neither"

@@ -150,9 +150,10 @@ def fit(
     if settings.track == "wandb" and main:
         tracker = wandb_tracker(run.folder, dataclasses.asdict(settings))
     metrics, done = run.metrics if main else None, at.step if resumed else -1
+    lap = settings.eval_every if getattr(batches, "endless", False) else 0
     with (
         stop_request() as stop,
-        Log(metrics, step=done, steps=settings.steps, tracker=tracker) as log,
+        Log(metrics, step=done, steps=settings.steps, lap=lap, tracker=tracker) as log,
     ):
         if heed := getattr(batches, "heed", None):
             heed(stop)
