@@ -42,7 +42,7 @@ from draftsmith.train.text.prepared import (
     claim,
     read_answers,
     summary,
-    watched,
+    with_bar,
 )
 from draftsmith.train.text.tokenise import load_rows
 
@@ -144,7 +144,7 @@ def main(argv: list[str]) -> None:
         left = [ask for ask in mine if ask.index not in done]
         console.print(f"{out}: {len(mine) - len(left):,} of {len(mine):,} answers are there")
         try:
-            for answer in watched(answered(writer, left, params), len(left), console):
+            for answer in with_bar(answered(writer, left, params), len(left), console):
                 append(answer)
         except (GivenUp, Refused, KeyboardInterrupt) as stop:
             message = f"finished answers are in {out}; the same command goes on"

@@ -10,7 +10,7 @@ Shapes: B rows, R of them just admitted, L = D + 1 tokens that one round can emi
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -122,17 +122,25 @@ class Decoder:
         return cls.from_pretrained(settings.target, settings.drafter, **how | others)
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, indices: Indices = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        indices: Indices = None,
+        tick: Callable[[], None] | None = None,
     ) -> list[Completion]:
         """The completions, in the order of the prompts (texts or token ids). indices: each prompt's
-        global number, from which its noise seed is made; by default 0, 1, ...
+        global number, from which its noise seed is made; by default 0, 1, ... tick: called as each
+        ends.
 
         ValueError for an empty prompt or one that leaves no room in the context. A prompt whose
         logits turn out broken (NaN) ends with finish_reason "error"; the others go on.
         """
-        done = [
-            request.completion for request, _, end in self._run(prompts, params, indices) if end
-        ]
+        done = []
+        for request, _, end in self._run(prompts, params, indices):
+            if end:
+                done.append(request.completion)
+                if tick:
+                    tick()
         return sorted(done, key=lambda made: made.index)
 
     def stream(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate.metrics import paired_difference, ratio_interval
 from draftsmith.decode.prompts.prompts import Prompt
-from draftsmith.decode.report.schema import AnswerDifference, Count
+from draftsmith.decode.report.schema import AnswerDifference
 from draftsmith.decode.sampling import SamplingParams, request_race
 
 NEAR_TIE = 1e-4  # fp32 logits closer than this may be swapped by the rounding of another shape
@@ -54,8 +54,11 @@ def divergences(
             best, margin_64 = top_two(double, *request)
             pair = {*want.tokens[at : at + 1], *have.tokens[at : at + 1]}
             near = margin_64 < NEAR_TIE and pair == best
-        place = Count(want.index), Count(at)
-        found.append(AnswerDifference(*place, dtype, margin, near, baseline))
+        words = {"dtype": dtype, "baseline": baseline}
+        new = AnswerDifference(
+            prompt=want.index, position=at, margin=margin, near_tie=near, **words
+        )
+        found.append(new)
     return found
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -259,10 +260,9 @@ def prove(
         decoders = {None: decoders[None]}
 
     def late() -> bool:
-        tick()
         return time.perf_counter() - started > 60 * settings.proof_minutes
 
-    return converse(settings, pair, prompts, decoders, GROUP, late)
+    return converse(settings, pair, prompts, decoders, GROUP, tick, late)
 
 
 def converse(
@@ -271,11 +271,12 @@ def converse(
     prompts: Sequence[Prompt],
     decoders: dict[str | None, Decoder],
     size: int,
-    tick: Callable[[], object],
+    tick: Callable[[], None],
+    enough: Callable[[], bool] = bool,
 ) -> Arms:
-    """Groups of `size` prompts, turn by turn, until `tick` says that it is enough. At a later turn
-    every arm reads the plain decoder's answers to the earlier ones: all arms answer the same,
-    whatever was accepted. A conversation ends where the next turn has no room in the context.
+    """Groups of `size` prompts, turn by turn, until it is `enough`. At a later turn every arm reads
+    the plain decoder's answers to the earlier ones: all arms answer the same, whatever was accepted.
+    A conversation ends where the next turn has no room in the context.
     """
     order = list(decoders)
     found: Arms = {arm: Arm() for arm in order}
@@ -287,7 +288,7 @@ def converse(
             arm.seconds.append(0.0)
         while asked:
             for name in order:
-                done = answers(decoders[name], asked, settings.params)
+                done = answers(decoders[name], asked, settings.params, tick)
                 found[name].completions += done
                 found[name].tokens[-1] += sum(c.counters.emitted for c in done)
                 found[name].seconds[-1] += max(c.counters.decode_seconds for c in done)
@@ -301,16 +302,18 @@ def converse(
                     later[i] = next_turn(prompts[i], said[i], pair.tokenizer)
             asked = {i: ids for i, ids in later.items() if pair.fits(ids, settings)}
         order = order[1:] + order[:1]
-        if tick():
+        if enough():
             break
     return found
 
 
 def answers(
-    decoder: Decoder, asked: dict[int, list[int]], params: SamplingParams
+    decoder: Decoder, asked: dict[int, list[int]], params: SamplingParams, tick: Callable[[], None]
 ) -> list[Completion]:
-    """One turn of some prompts, by their numbers in the run, of which the noise is made."""
-    done = decoder.generate(list(asked.values()), params, indices=list(asked))
+    """One turn of some prompts, by their numbers in the run, of which the noise is made; a tick
+    for each answer.
+    """
+    done = decoder.generate(list(asked.values()), params, indices=list(asked), tick=tick)
     for completion, index in zip(done, asked, strict=True):
         completion.index = index
         if completion.finish_reason == "error":

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.engine.memory import size
@@ -37,9 +36,10 @@ from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
 from draftsmith.decode.report.printed import bracket
-from draftsmith.decode.report.schema import AnswerDifference, Report
+from draftsmith.decode.report.schema import REPORT_KEYS, AnswerDifference
 from draftsmith.models.disk.provenance import command_line, git_commit, versions
 from draftsmith.models.tokenizer import vocab_size
+from draftsmith.progress import LongWork
 
 Values = dict[str, Any]  # of a report, or a part of it
 FEW = 30  # prompts; fewer are warned about
@@ -61,23 +61,23 @@ def evaluate(
         torch.set_num_threads(settings.threads)
     pair = load(settings, drafters, settings.dtype)
     prompts, skipped = choose_prompts(settings, pair)
-    with Progress(transient=True) as progress:
-        groups = -(-len(prompts) // settings.batch)
-        bar = progress.add_task(f"decoding in turns ({settings.dtype})", total=groups)
+    turns = sum(max(1, len(prompt.turns)) for prompt in prompts)
+    with LongWork(transient=True) as progress:
+        arms = 1 + len(drafters) * (1 + (settings.baseline == "same-shape"))
+        bar = progress.add_task(f"decoding in turns ({settings.dtype})", total=arms * turns)
         timed = time_arms(settings, pair, prompts, lambda: progress.advance(bar))
         if not sum(timed[None].tokens):
             raise ValueError(
                 "every answer ended with its first token: nothing to measure; look at the prompts, "
                 "or say ignore_eos=true"
             )
-        asked = sum(max(1, len(prompt.turns)) for prompt in prompts)
-        skipped["turns"] = asked - len(timed[None].completions)  # no room in the context
+        skipped["turns"] = turns - len(timed[None].completions)  # no room in the context
         reports = {}
         for name in drafters:
             report = speed_report(settings, pair, name, prompts, timed)
             report |= {"skipped": skipped, "advice": None, **UNPROVEN}
             if settings.advice:
-                bar = progress.add_task("the advice", total=3 * groups, visible=False)
+                bar = progress.add_task("the advice", total=None, visible=False)
                 tick = partial(progress.update, bar, advance=1, visible=True)
                 report["advice"] = advise(settings, pair, name, prompts, timed, tick)
             report["seconds"] = time.perf_counter() - started
@@ -93,7 +93,8 @@ def evaluate(
                 torch.cuda.empty_cache()
             pair = load(settings, drafters, "float32")
         if exact:
-            bar = progress.add_task("the same in float32", total=None)
+            arms = 1 + len(drafters) * settings.comparable
+            bar = progress.add_task("the same in float32", total=arms * turns)
             proofs = prove(settings, pair, prompts, lambda: progress.advance(bar))
         for name, report in reports.items():
             report |= acceptance_part(settings, pair, name, proofs[None])
@@ -176,7 +177,7 @@ def choose_prompts(settings: Evaluation, pair: Loaded) -> tuple[list[Prompt], di
 
 
 def settings_part(settings: Evaluation, prompts: int) -> Values:
-    told = {key: getattr(settings, key) for key in Report._fields if hasattr(settings, key)}
+    told = {key: getattr(settings, key) for key in REPORT_KEYS if hasattr(settings, key)}
     return told | {
         "schema": 1,
         "lossless": not settings.lossy,  # every rule in RULES is, without a mask
@@ -239,7 +240,7 @@ def exactness_part(
         report["identical_same_shape"] = compare(shapes, timed[name], settings.dtype, "same-shape")
     if settings.comparable and proofs and settings.dtype != "float32":
         compare(timed[None], timed[name], settings.dtype)
-    return report | {"divergences": [difference._asdict() for difference in found]}
+    return report | {"divergences": [difference.model_dump() for difference in found]}
 
 
 def tau_by_rule(

@@ -98,11 +98,10 @@ def replay(
             for arm, own, decoder in zip(arms, rounds, decoders, strict=True):
                 decoder.runner = decoder.stepper.runner = known
                 known.rounds = []
-                done = answers(decoder, {a.index: a.prompt_tokens for a in asked}, params)
+                done = answers(decoder, {a.index: a.prompt_tokens for a in asked}, params, tick)
                 arm.completions += done
                 arm.tokens[-1] += sum(answer.counters.emitted for answer in done)
                 own[-1] += known.rounds[1:]  # the first is the prefill
-        tick()
     for arm, own, decoder in zip(arms, rounds, decoders, strict=True):
         arm.seconds = seconds_of(own, decoder, costs)
     return arms

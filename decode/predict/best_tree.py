@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.progress import track
 
 from draftsmith.command import parse
 from draftsmith.decode.drafters.lm import LMDrafter
@@ -39,6 +38,7 @@ from draftsmith.decode.tree_shapes import RankPath, StaticTree
 from draftsmith.models.disk.provenance import command_line, git_commit
 from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.folder.drafter_folder import open_drafter
+from draftsmith.progress import watched
 
 SHARPNESS = (0.5, 0.7, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4, 2.8, 3.4, 4.0, 4.8, 5.7, 6.7, 8.0)
 PASSES = 4  # of walking the trace; the values change by under a percent after two
@@ -207,7 +207,7 @@ def run(settings: Calibration) -> Calibrated:
     # The answers are plain decoding's, whatever drafts: so they may be drafted.
     events = decoder.stream([prompt.tokens for prompt in prompts], params)
     done = (event.completion for event in events if event.completion is not None)
-    answers = list(track(done, "decoding", total=len(prompts), transient=True))
+    answers = list(watched(done, "decoding", len(prompts)))
     assert isinstance(decoder.drafter, LMDrafter)
     ranks, sharpness = answer_ranks(decoder.drafter, answers, params)
     return calibrate(ranks, settings.nodes, settings.levels)._replace(sharpness=sharpness)

@@ -16,33 +16,13 @@ from typing import Any, NamedTuple
 from draftsmith.decode.report.printed import short_count
 
 STYLE = Path(__file__).with_name("style.css").read_text("utf-8")
+LOOK = Path(__file__).with_name("charts.mplstyle")
 WIDTH, HEIGHT, LANE = 480, 250, 50
 # matplotlib writes colours as numbers: these stand for variables until all is drawn.
 NAMES = ("a", "b", "c", "d", "on-a", "on-b", "on-c", "on-d", "ink", "soft", "line", "card")
 PAINT = {name: f"#c0ffe{i:x}" for i, name in enumerate(NAMES)}
 HINT = "hint: "  # begins the id of what tells its value
-RC: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "draftsmith",
-    "font.size": 12,
-    "text.color": PAINT["ink"],
-    "text.parse_math": False,
-    "axes.labelcolor": PAINT["soft"],
-    "axes.edgecolor": PAINT["soft"],
-    "axes.facecolor": "none",
-    "axes.axisbelow": True,
-    "axes.titlesize": 12,
-    "figure.constrained_layout.h_pad": 0.08,
-    "legend.handlelength": 0.9,
-    "legend.handleheight": 0.9,
-    "legend.frameon": False,
-    "grid.color": PAINT["line"],
-    **{f"axes.spines.{side}": False for side in ("left", "right", "top")},
-    **{f"axes.{axis}margin": 0 for axis in "xy"},
-    **{f"{axis}tick.color": PAINT["soft"] for axis in "xy"},
-    **{f"{axis}tick.{kind}.size": 0 for axis in "xy" for kind in ("major", "minor")},
-    **{f"{axis}tick.major.pad": 7 for axis in "xy"},
-}
+Point = tuple[float, float]
 
 
 class Series(NamedTuple):
@@ -55,8 +35,8 @@ class Series(NamedTuple):
 
 
 class LyingBar(NamedTuple):
-    """A lying bar: its name, its (css, length, words) parts from left to right, the note at its
-    end, and the whisker of an interval.
+    """Its name, its (css, length, words) parts from left to right, the note at its end, and the
+    whisker of an interval.
     """
 
     name: str
@@ -72,29 +52,25 @@ class Trend(NamedTuple):
 
     name: str
     css: str
-    points: Sequence[tuple[float, float]]
-    apart: Sequence[tuple[float, float]]
-    line: Sequence[tuple[float, float]]
+    points: Sequence[Point]
+    apart: Sequence[Point]
+    line: Sequence[Point]
 
 
 class Chart(NamedTuple):
-    """What `draw` draws on matplotlib's axes."""
+    """What `draw` draws on matplotlib's axes, with the names of both ways."""
 
     title: str
     draw: Callable[[Any], None]
+    x_label: str
+    y_label: str = ""
     height: float = HEIGHT
 
 
 def columns(
-    title: str,
-    places: Sequence[str],
-    series: Sequence[Series],
-    *,
-    x_label: str,
-    y_label: str,
-    top: float | None = None,
+    title: str, places: list[str], series: list[Series], x_label: str, y_label: str, top: float = 0
 ) -> Chart:
-    """Grouped columns, one group a place. top: the axis ends there; by default at the largest."""
+    """Grouped columns, one group a place. top: what the axis reaches at least."""
 
     def draw(axes: Any) -> None:
         group = 0.87 * WIDTH / max(1, len(places))
@@ -110,19 +86,15 @@ def columns(
                 axes.bar_label(bars, fmt=one.label, padding=4, **style)
         every = math.ceil(18 / group)  # a place's name needs this much
         axes.set_xticks(range(0, len(places), every), places[::every])
-        axes.set(xlim=(-0.5, len(places) - 0.5), xlabel=x_label, ylabel=y_label)
-        axes.update_datalim([(0, top or 0)])
+        axes.set_xlim(-0.5, len(places) - 0.5)
+        axes.update_datalim([(0, top)])
         _round(axes.yaxis)
 
-    return Chart(title, draw)
+    return Chart(title, draw, x_label, y_label)
 
 
 def lanes(
-    title: str,
-    rows: Sequence[LyingBar],
-    *,
-    x_label: str,
-    reference: tuple[float, str] | None = None,
+    title: str, rows: list[LyingBar], *, x_label: str, reference: tuple[float, str] | None = None
 ) -> Chart:
     """Lying bars from 0. reference: (x, words) of a dashed upright line across all of them."""
     ends = [max(sum(p[1] for p in row.parts), *(row.interval or [0])) for row in rows]
@@ -145,11 +117,11 @@ def lanes(
             _beside(axes, row.name, (0, at - 0.25), (0, 8))
         if reference:
             _mark(axes, *reference)
-        axes.set(ylim=(len(rows) - 0.6, -0.8), yticks=[], xlabel=x_label)
+        axes.set(ylim=(len(rows) - 0.6, -0.8), yticks=[])
         axes.spines.bottom.set_visible(False)
         _round(axes.xaxis)
 
-    return Chart(title, draw, (len(rows) + 1.4) * LANE)
+    return Chart(title, draw, x_label, height=(len(rows) + 1.4) * LANE)
 
 
 def scatter(
@@ -182,52 +154,48 @@ def scatter(
             _beside(axes, name, (x, highest), (10, 0), fontsize=10.5, weight="bold")
         for nth, (place, words) in enumerate(marks):  # neighbours at different heights
             _mark(axes, place, words, 8 + 13 * (nth % 2))
-        axes.set(xscale="log" if log else "linear", xlabel=x_label, ylabel=y_label)
         if log:
             points = sorted({at for one in trends for at, _ in (*one.points, *one.apart)})
+            axes.set_xscale("log")
             axes.set_xticks(points, map(short_count, points))
             axes.set_xticks([], minor=True)
         axes.margins(x=0.02)
 
-    return Chart(title, draw)
+    return Chart(title, draw, x_label, y_label)
 
 
-def inline(chart: Chart) -> str:
-    """A chart as an SVG element of a page that has the style sheet."""
-    return _svg([chart], (), "")
-
-
-def drawing(charts: Sequence[Chart], legend: Sequence[tuple[str, str]]) -> str:
-    """Charts below one another, with their titles, as a picture file; legend: (colour, words)."""
-    svg = _svg(charts, legend, f"<style>{STYLE}</style>")
-    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return svg.replace("<svg", f'<svg {spaces} width="{1.5 * WIDTH:g}"', 1) + "\n"
-
-
-def _svg(charts: Sequence[Chart], legend: Sequence[tuple[str, str]], style: str) -> str:
+def drawing(
+    charts: Sequence[Chart], legend: Sequence[tuple[str, str]] = (), *, alone: bool = True
+) -> str:
+    """Charts below one another, with their titles, as a picture file; legend: (colour, words).
+    alone=False: without titles, as an SVG element of a page that has the style sheet.
+    """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    heights = [chart.height + 30 * bool(style) for chart in charts]
+    heights = [chart.height + 30 * alone for chart in charts]
     height, written = sum(heights) + 24 * bool(legend), io.StringIO()
-    with matplotlib.rc_context(RC):
+    with matplotlib.rc_context(fname=LOOK):
         size = WIDTH / 72, height / 72
         picture = Figure(size, dpi=72, facecolor=PAINT["card"], layout="constrained")
         panels = picture.subplots(len(charts), 1, squeeze=False, height_ratios=heights)[:, 0]
         for axes, chart in zip(panels, charts, strict=True):
             chart.draw(axes)
-            axes.set_title(chart.title if style else "", loc="left", pad=30)
+            axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
+            axes.set_title(chart.title if alone else "", loc="left", pad=30)
         if legend:
             keys = [Patch(color=PAINT[css], label=words) for css, words in legend]
             picture.legend(handles=keys, loc="outside upper left", ncols=len(keys))
         FigureCanvasSVG(picture).print_svg(written)  # savefig would draw it twice
     body = _body(written.getvalue())
-    titles = [escape(chart.title) for chart in charts]
-    spoken = "; ".join(titles + re.findall("<title>(.*?)</title>", body))
-    frame = f'viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{spoken}"'
-    return f"<svg {frame}>{style}{body}</svg>"
+    spoken = [*(escape(c.title) for c in charts), *re.findall("<title>(.*?)</title>", body)]
+    frame = f'viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{"; ".join(spoken)}"'
+    if not alone:
+        return f"<svg {frame}>{body}</svg>"
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return f'<svg {spaces} width="{1.5 * WIDTH:g}" {frame}><style>{STYLE}</style>{body}</svg>\n'
 
 
 def _body(svg: str) -> str:

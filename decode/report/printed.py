@@ -1,6 +1,7 @@
 """Numbers as the terminal, the page and the results pages print them; None is an em dash."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -19,9 +20,14 @@ def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     return f"{value:,d}{unit}" if isinstance(value, int) else f"{value:,.{digits}f}{unit}"
 
 
-def short(value: float) -> str:
-    """A number as short as it can be: 4, 3.25."""
-    return f"{value:.4g}"
+tenths, thousandths = partial(number, digits=1), partial(number, digits=3)
+times_as = partial(number, unit=TIMES)  # a ratio, as in 1.62 times
+short: Callable[[float], str] = "{:.4g}".format  # as short as it can be: 4, 3.25
+
+
+def sequence(values: Sequence[float]) -> str:
+    """Numbers in a row."""
+    return "  ".join(map(number, values)) or ABSENT
 
 
 def short_count(count: float) -> str:
@@ -30,11 +36,6 @@ def short_count(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g}{sign}"
     return f"{count:g}"
-
-
-def times_as(value: float | None) -> str:
-    """A ratio, as in 1.62 times."""
-    return number(value, 2, TIMES)
 
 
 def share(value: float | None) -> str:
@@ -62,10 +63,8 @@ def as_table(
     """
     table = Table(box=SIMPLE_HEAD, **about)
     for name in head:
-        style: Any = (
-            {"overflow": "fold"} if name in words else {"justify": "right", "no_wrap": True}
-        )
-        table.add_column(name, **style)
+        number_style: dict[str, Any] = {"justify": "right", "no_wrap": True}
+        table.add_column(name, **({"overflow": "fold"} if name in words else number_style))
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table

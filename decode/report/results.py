@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.decode.report.figures import TEMPLATES
 from draftsmith.decode.report.printed import bracket, number
 
 COPIED = (
@@ -40,26 +42,9 @@ def publish(title: str, rows: list[dict[str, Any]], folder: Path) -> None:
 
 def page(title: str, rows: list[dict[str, Any]]) -> str:
     """Markdown, from the rows alone."""
-    first = rows[0]
-    lines = [
-        f"# {title}",
-        "",
-        f"`{first['command']}` at commit {first['commit']}, on {first['machine']}. Target "
-        f"{first['target']}, {first['n_prompts']} prompts of {first['data']}, "
-        f"{first['max_new_tokens']} new tokens, K = {first['K']:g}, {first['dtype']}, "
-        f"{first['threads']} thread(s), seed {first['seed']}. Intervals: 95%, bootstrap over "
-        "prompts, of speed-ups over batches where prompts were batched. Identical: answers equal "
-        f"to plain decoding in float32, token by token.{unrepeatable(rows)}",
-        "",
-        f"| {' | '.join(HEAD)} |",
-        "|" + "---|" * len(HEAD),
-        *(f"| {' | '.join(cells(row))} |" for row in rows),
-    ]
-    if more := differences(rows):
-        lines += ["", "What one drafter has more than another, on the same prompts:", ""]
-        lines += [f"| {' | '.join(PAIRED)} |", "|" + "---|" * len(PAIRED)]
-        lines += [f"| {' | '.join(one)} |" for one in more]
-    return "\n".join(lines) + "\n"
+    about = {"head": HEAD, "table": map(cells, rows), "unrepeatable": unrepeatable(rows)}
+    about |= {"paired_head": PAIRED, "paired": differences(rows)}
+    return TEMPLATES.get_template("results.md.jinja").render(title=title, rows=rows, **about)
 
 
 def differences(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -110,9 +95,7 @@ def machine() -> str:
     """The processor or GPU in words, and the cores."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [s for s in cpuinfo.read_text().splitlines() if s.startswith("model name")]
-        name = models[0].partition(":")[2].strip() if models else name
+    found = cpuinfo.exists() and re.search(r"^model name.*?: (.*)", cpuinfo.read_text(), re.M)
+    name = found[1] if found else platform.processor() or platform.machine()
     return f"{os.cpu_count()} cores of {name}"

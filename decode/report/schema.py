@@ -1,36 +1,51 @@
-"""What a `report.json` holds: one named tuple, whose fields' types say which values are sound.
+"""What a `report.json` holds: a model whose fields' types say which values are sound.
 
 A report is one evaluation of one drafter on one target. Keys are stable; more may be added.
 """
 
-import math
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, NewType, get_args, get_origin, get_type_hints
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-Share = NewType("Share", float)
-Count = NewType("Count", int)
-Interval = NewType("Interval", list[float])
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
 ROUNDING = 1e-6  # a share is a quotient of fp32 sums
+Share = Annotated[float, Field(ge=0, le=1 + ROUNDING)]
+Count = Annotated[int, Field(ge=0)]
 
 
-class NamedDrafter(NamedTuple):
+def _in_order(interval: list[float]) -> list[float]:
+    if interval != sorted(interval):
+        raise ValueError("expected [low, high] with low <= high")
+    return interval
+
+
+Interval = Annotated[list[float], Field(min_length=2, max_length=2), AfterValidator(_in_order)]
+
+
+class ReportPart(BaseModel):
+    """What all parts share: numbers are finite, nothing is converted, other keys are left out."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
+
+
+class NamedDrafter(ReportPart):
     kind: str
     path: str | None
 
 
-class SkippedPrompts(NamedTuple):
+class SkippedPrompts(ReportPart):
     prompts: Count
     of: Count
     context: Count
     turns: Count
 
 
-class DecodeSpeeds(NamedTuple):
+class DecodeSpeeds(ReportPart):
     plain: float
     speculative: float
 
 
-class ForwardTimes(NamedTuple):
+class ForwardTimes(ReportPart):
     plain: float
     verify: float
     draft: float | None
@@ -38,7 +53,7 @@ class ForwardTimes(NamedTuple):
     prefill: float | None
 
 
-class TaskScore(NamedTuple):
+class TaskScore(ReportPart):
     name: str
     n: Count
     plain: Share
@@ -47,12 +62,12 @@ class TaskScore(NamedTuple):
     difference_interval: Interval
 
 
-class PlainAgreement(NamedTuple):
+class PlainAgreement(ReportPart):
     share: Share
     interval: Interval
 
 
-class EqualAnswers(NamedTuple):
+class EqualAnswers(ReportPart):
     dtype: str
     baseline: str
     same: Count
@@ -60,7 +75,7 @@ class EqualAnswers(NamedTuple):
     worst_margin: float | None
 
 
-class AnswerDifference(NamedTuple):
+class AnswerDifference(ReportPart):
     """The first token at which two answers to one prompt differ. margin: of the best score over the
     second best there, in fp32; near_tie: it is below 1e-4, and in fp64 between the same two tokens;
     baseline: the plain decoding it was compared with.
@@ -74,15 +89,15 @@ class AnswerDifference(NamedTuple):
     baseline: str
 
 
-class CategoryRow(NamedTuple):
+class CategoryRow(ReportPart):
     tau: float | None
     speedup: float | None
     speedup_specbench: float | None
     n_prompts: Count
 
 
-class Report(NamedTuple):
-    schema: Literal[1]
+class Report(ReportPart):
+    version: Literal[1] = Field(alias="schema")
     target: str
     drafter: NamedDrafter
     rule: str
@@ -145,81 +160,31 @@ class Report(NamedTuple):
     seconds: float | None = None  # of the whole evaluation
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_interval(value: Any) -> bool:
-    pair = isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
-    return pair and value[0] <= value[1]
-
-
-LEAVES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    Any: ("anything", lambda value: True),
-    Literal[1]: ("the number 1", lambda value: value == 1),
-    str: ("a text", lambda value: isinstance(value, str)),
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    float: ("a finite number", _is_number),
-    Share: ("a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1 + ROUNDING),
-    Count: ("a whole number from 0", lambda v: type(v) is int and v >= 0),
-    Interval: ("[low, high] with low <= high", _is_interval),
-}
+REPORT_KEYS = [field.alias or name for name, field in Report.model_fields.items()]
 
 
 def as_report(values: dict[str, Any]) -> Report:
     """The report that a sound dict is; keys beyond the schema are left out."""
     problems = schema_problems(values)
     assert not problems, "not a report:\n" + "\n".join(problems)
-    return _read(Report, values, "", problems)
+    return Report.model_validate(values)
 
 
 def schema_problems(values: dict[str, Any]) -> list[str]:
     """A line for each key that is missing, of a wrong type, or at odds with another; else none."""
-    problems: list[str] = []
-    report = _read(Report, values, "", problems)
-    return problems or list(_contradictions(report))
-
-
-def _read(kind: Any, value: Any, place: str, problems: list[str]) -> Any:
-    """`value` as its type has it; for what isn't sound there is a line in `problems`."""
-    words, inside = _words(kind), get_args(kind)
-    if type(None) in inside:
-        if value is None:
-            return None
-        kind, inside = inside[0], get_args(inside[0])
-    if hasattr(kind, "_fields") and isinstance(value, dict):
-        found = {}
-        for name, hint in get_type_hints(kind).items():
-            key = f"{place}.{name}".lstrip(".")
-            if name in value:
-                found[name] = _read(hint, value[name], key, problems)
-            elif name not in kind._field_defaults:
-                problems.append(f"{key}: missing, expected {_words(hint)}")
-        return None if problems else kind(**found)
-    if get_origin(kind) is dict and isinstance(value, dict):
-        return {k: _read(inside[1], v, f"{place}.{k}", problems) for k, v in value.items()}
-    if get_origin(kind) is list and isinstance(value, list):
-        return [_read(inside[0], v, f"{place}[{i}]", problems) for i, v in enumerate(value)]
-    if kind not in LEAVES or not LEAVES[kind][1](value):
-        problems.append(f"{place}: got {value!r:.60}, expected {words}")
-    return value
-
-
-def _words(kind: Any) -> str:
-    if type(None) in get_args(kind):
-        return f"{_words(get_args(kind)[0])}, or null"
-    other = "a list" if get_origin(kind) is list else "an object"
-    return LEAVES[kind][0] if kind in LEAVES else other
+    try:
+        return list(_contradictions(Report.model_validate(values)))
+    except ValidationError as unsound:
+        found = [(".".join(map(str, e["loc"])), e["input"], e["msg"]) for e in unsound.errors()]
+        return [f"{place}: got {value!r:.60}: {message}" for place, value, message in found]
 
 
 def _contradictions(report: Report) -> Iterator[str]:
-    levels, conditional = len(report.acceptance_by_position), len(report.acceptance_conditional)
-    rounds = len(report.accepted_histogram)
+    keys = ("acceptance_by_position", "acceptance_conditional", "accepted_histogram")
+    levels, conditional, rounds = (len(getattr(report, key)) for key in keys)
     if conditional != levels or rounds not in (0, levels + 1):
-        yield (
-            f"acceptance_by_position, acceptance_conditional, accepted_histogram: got {levels}, "
-            f"{conditional} and {rounds} values, expected D, D and D + 1"
-        )
+        got = f"{levels}, {conditional} and {rounds} values"
+        yield f"{', '.join(keys)}: got {got}, expected D, D and D + 1"
     if (report.alpha is None) != (report.alpha_interval is None):
         both = f"{report.alpha}, but alpha_interval {report.alpha_interval}"
         yield f"alpha: got {both}; expected both or neither"

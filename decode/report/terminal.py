@@ -42,7 +42,7 @@ def table(values: dict[str, Any]) -> RenderableType:
         left = f"{len(rows) - LISTED} more in report.json" if len(rows) > LISTED else None
         title = "where answers part from plain decoding's"
         parts.append(as_table(figures.DIFFERENCE_COLUMNS, rows[:LISTED], title=title, caption=left))
-    if skipped := figures.left_out(report):
+    if skipped := figures.sentence("left_out", report):
         parts.append(Text(skipped))
     parts.append(Text.assemble((headline, COLOURS[level]), ". ", detail))
     return Group(*parts)

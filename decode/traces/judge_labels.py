@@ -28,7 +28,6 @@ from decimal import Decimal
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,6 +46,7 @@ from draftsmith.decode.traces.store import TraceWriter, made_by, read_traces
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.taps import target_states
 from draftsmith.models.target import TargetSpec
+from draftsmith.progress import watched
 
 Columns = dict[str, Tensor]
 LabelRow = tuple[int, int, bool, Tensor]  # position, token, kept, state
@@ -229,7 +229,7 @@ def label(settings: Labels) -> str:
         miner = Miner(target, tokenizer, drafter, settings.batch, settings.max_new_tokens)
         found = miner.mine(todo)
     try:
-        for index, columns in track(found, "labels", total=len(todo), transient=True):
+        for index, columns in watched(found, "labels", len(todo)):
             writer.add(index, columns)
             if writer.full:
                 break

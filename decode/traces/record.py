@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.progress import Progress
 from torch import Tensor
 
 from draftsmith.command import parse
@@ -38,6 +37,7 @@ from draftsmith.decode.sampling import SamplingParams, position_keys
 from draftsmith.decode.traces.store import TraceWriter, made_by, read_traces
 from draftsmith.models.disk.provenance import git_commit
 from draftsmith.models.fingerprint import fingerprint
+from draftsmith.progress import LongWork
 
 SOURCES = ("decoder", "mixed")
 NUMBERS = 46  # bytes of a row beside its states
@@ -119,7 +119,7 @@ def trace(settings: Tracing) -> TraceWriter:
     )
     numbers = list(asked)
     try:
-        with Progress(transient=True) as progress:
+        with LongWork(transient=True) as progress:
             bar = progress.add_task("decoding", total=len(asked))
             for event in decoder.stream(list(asked.values()), params, numbers):
                 if (answer := event.completion) is not None:

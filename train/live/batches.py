@@ -17,6 +17,7 @@ import torch
 
 from draftsmith.decode.serve.buffer import ReplayBuffer, Served
 from draftsmith.models.taps import TargetStates
+from draftsmith.progress import LINE_SECONDS, seconds_left
 from draftsmith.train.live.idle_time import Duty
 from draftsmith.train.losses.top_k import TopKRows
 from draftsmith.train.run.loop import GO_ON
@@ -24,7 +25,6 @@ from draftsmith.train.text.batches import Batch
 
 Read = TypeVar("Read")
 POLL_SECONDS = 0.2
-SILENT_S = 30.0
 Alpha = tuple[float, float]  # the sum of sum_v min(p, q) of some positions, and how many they are
 
 
@@ -177,6 +177,7 @@ class Buffered:
 
     def __post_init__(self) -> None:
         self.to_go_on = self.feed.to_go_on
+        self.endless = self.tell is not None  # requests come for as long as a server runs
         self.silent_s = 0.0  # that a step waits before it says so; the first says it at once
         self.first = -1  # the number from which requests are counted
         self.steps = 0  # of the run, the one that was asked for last included
@@ -216,8 +217,8 @@ class Buffered:
 
     def _wait(self, step: int) -> None:
         """Until requests for `step` are there, one of them with something to train."""
-        told: set[bool] = set()
         began = time.monotonic()
+        due, had, told = began + self.silent_s, -1, -1  # had: requests at the first look
         while not self.stop:
             there = self._look()
             per_step = self.mix.requests_per_step
@@ -233,11 +234,11 @@ class Buffered:
             enough = come >= need
             if enough and self._trainable():
                 return
-            silent = time.monotonic() - began < self.silent_s
-            if self.tell is not None and enough not in told and not silent:
-                told.add(enough)
-                self.silent_s = SILENT_S
-                news = f"{come} of {need}"
+            now, had = time.monotonic(), come if had < 0 else had
+            if self.tell is not None and come != told and now >= due:
+                self.silent_s, due, told = LINE_SECONDS, now + LINE_SECONDS, come
+                left = seconds_left(come - had, need - had, now - began)
+                news = f"{come} of {need}{left and ', '}{left}"
                 if enough:
                     news += (
                         f", none with a token to train at positions={self.mix.positions} and "

@@ -13,9 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from draftsmith.command import kinds
 from draftsmith.models.disk.store import read_lines, write_atomically
+from draftsmith.progress import LINE_SECONDS
 from draftsmith.train.run.settings import Settings, setting
 
-LINE_SECONDS = 10.0  # between two plain lines where the output is no terminal
 SHOWN = ("loss", "alpha", "grad_norm")
 Tracker = Callable[[dict[str, Any], int], None]
 
@@ -25,7 +25,8 @@ class Log:
 
     metrics: the metrics.jsonl to append to, None on all but the main process; records after `step`
     are dropped first, since a resumed run will write them again. step, steps: the last finished
-    one, and the run's length. tracker: receives each record and its step, too.
+    one, and the run's length. lap: the steps between two goals of a run that has no end, which
+    time left counts to; 0: to the end. tracker: receives each record and its step, too.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Log:
         *,
         step: int,
         steps: int,
+        lap: int = 0,
         tracker: Tracker | None = None,
         console: Console | None = None,
     ) -> None:
@@ -41,7 +43,7 @@ class Log:
         if metrics:
             keep_through(metrics, step)
             self._file = metrics.open("a", encoding="utf-8")
-        self._tracker, self._steps = tracker, steps
+        self._tracker, self._steps, self._lap = tracker, steps, lap
         self._seconds, self._tokens, self._trained = 0.0, 0, 0
         self._last_line = time.monotonic()
         self.console = console or Console(quiet=metrics is None)
@@ -78,8 +80,10 @@ class Log:
         figures = " ".join(f"{k}={record[k]:.4f}" for k in SHOWN if k in record)
         step, speed = record["step"], ""
         if self._seconds:
-            left = (self._steps - step) * self._seconds / self._trained
-            speed = f"{self._tokens / self._seconds:,.0f} tokens/s, {left:,.0f} s left"
+            ahead = self._lap - step % self._lap if self._lap else self._steps - step
+            goal = " to the next evaluation" if self._lap else ""
+            left = f"{ahead * self._seconds / self._trained:,.0f} s left{goal}"
+            speed = f"{self._tokens / self._seconds:,.0f} tokens/s, {left}"
         self._bar.update(self._task, completed=step, figures=f"{figures} {speed}")
         due = time.monotonic() - self._last_line > LINE_SECONDS and not self.console.is_terminal
         if due or held_out or step == self._steps:

@@ -152,9 +152,10 @@ def fit(
     if amount := getattr(batches, "amount", None):
         size = settings.batch_size * settings.accumulation * accelerator.num_processes
         accelerator.print(amount(settings.steps, size))
+    lap = settings.eval_every if getattr(batches, "endless", False) else 0
     with (
         stop_request() as stop,
-        Log(metrics, step=done, steps=settings.steps, tracker=accelerator.log) as log,
+        Log(metrics, step=done, steps=settings.steps, lap=lap, tracker=accelerator.log) as log,
     ):
         if heed := getattr(batches, "heed", None):
             heed(stop)

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from rich.progress import track
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.models.disk.store import Manifest, open_shard, save_shard
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.taps import Tap, target_states
+from draftsmith.progress import watched
 from draftsmith.train.run.frozen_target import in_company
 from draftsmith.train.text.batches import Batches
 
@@ -131,7 +131,7 @@ class TokenShards:
         """
         assert autocast_type(self.target.device.type) == self.identity["autocast"]
         mine = range(rank, len(self), world)
-        for shard in track(mine, self.what, disable=rank > 0, transient=True):
+        for shard in watched(mine, self.what, len(mine), shown=not rank):
             if self.path(shard).exists():
                 with open_shard(self.path(shard), REMEDY, of=self._mark(self._tensors(shard))):
                     pass

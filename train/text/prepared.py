@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from draftsmith.models.disk.store import Manifest, appending, read_lines
+from draftsmith.progress import LongWork
 from draftsmith.train.text.batches import Examples
 
 Answer = dict[str, Any]
 MANIFEST = Manifest("prepare.json", "train/prepare.py", schema=1, decides="identity")
-LINE_SECONDS = 30.0  # between two plain lines
 
 
 def is_prepared(folder: str | Path) -> bool:
@@ -83,21 +83,16 @@ def summary(folder: Path, requests: int) -> str:
     return "\n".join(lines)
 
 
-def watched(answers: Iterable[Answer], total: int, console: Console) -> Iterator[Answer]:
-    """The answers, with a progress bar that tells tokens a second (without a terminal: lines)."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    started = last_line = time.monotonic()
-    tokens = 0
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("", total=total)
-        for count, answer in enumerate(answers, start=1):
-            now = time.monotonic()
+def with_bar(answers: Iterable[Answer], total: int, console: Console) -> Iterator[Answer]:
+    """The answers, with a progress bar that tells tokens a second."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
+    started, tokens = time.monotonic(), 0
+    with LongWork(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("answers", total=total, figures="")
+        for answer in answers:
             tokens += len(answer["token_ids"])
-            rate = f"{tokens / (now - started):,.0f} tokens/s"
-            bar.update(task, advance=1, description=rate)
-            if not console.is_terminal and now - last_line > LINE_SECONDS:
-                console.print(f"{count:,} of {total:,} answers, {rate}", highlight=False)
-                last_line = now
+            rate = f"{tokens / (time.monotonic() - started):,.0f} tokens/s"
+            bar.update(task, advance=1, figures=rate)
             yield answer
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -124,7 +125,10 @@ def test_every_arm_answers_the_same_second_turn(
     pair = load(settings, {"draft": str(folders / "draft")}, "float32")
     pair.tokenizer = tokenizer
     prompts = load_prompts(str(tmp_path / "turns.jsonl"), tokenizer, limit=None)
-    arms = converse(settings, pair, prompts, pair.decoders(settings), 2, lambda: None)
+    ticks: list[None] = []
+    tick = partial(ticks.append, None)
+    arms = converse(settings, pair, prompts, pair.decoders(settings), 2, tick)
+    assert len(ticks) == 2 * 3, "one for each answer"
     plain, spec = (arms[name].questions for name in (None, "draft"))
     assert [len(turns) for turns in plain] == [len(turns) for turns in spec] == [2, 1]
     assert plain[0][0].tokens != spec[0][0].tokens
@@ -134,7 +138,8 @@ def test_every_arm_answers_the_same_second_turn(
     # Without room for a second turn the conversation ends; nothing else changes.
     settings.max_new_tokens = 512 - len(plain[0][1].prompt_tokens) + 1
     assert pair.fits(prompts[0].tokens, settings)
-    short = converse(settings, pair, prompts[:1], {None: pair.decoder(settings, None)}, 1, print)
+    alone = {None: pair.decoder(settings, None)}
+    short = converse(settings, pair, prompts[:1], alone, 1, tick)
     assert [len(turns) for turns in short[None].questions] == [1]
 
 
@@ -142,7 +147,7 @@ def test_a_row_that_failed_is_named() -> None:
     """Figures over the rows that are left would look like those of all."""
 
     class Broken:
-        def generate(self, prompts: list, params: SamplingParams, indices: list) -> list:
+        def generate(self, prompts: list, params: SamplingParams, **how: Any) -> list:
             return [Completion(0, [1]), Completion(1, [2], finish_reason="error", error="NaN")]
 
     with pytest.raises(ValueError, match="prompt 9: NaN"):
@@ -301,11 +306,11 @@ def test_verdict_counts_and_lists() -> None:
     kind = {"dtype": "float32", "baseline": "native"}
     none = {"same": 5, "excused": 0, "total": 5, "worst_margin": None}
     assert verdict([], 5, **kind) == kind | none
-    tie = AnswerDifference(2, 7, "float32", 3e-5, near_tie=True, baseline="native")
-    bug = AnswerDifference(4, 1, "float32", 0.25, near_tie=False, baseline="native")
+    tie = AnswerDifference(prompt=2, position=7, margin=3e-5, near_tie=True, **kind)
+    bug = AnswerDifference(prompt=4, position=1, margin=0.25, near_tie=False, **kind)
     two = {"same": 3, "excused": 1, "total": 5, "worst_margin": 0.25}
     assert verdict([tie, bug], 5, **kind) == kind | two
-    assert [found._asdict() for found in (tie, bug)] == [
+    assert [found.model_dump() for found in (tie, bug)] == [
         kind | {"prompt": 2, "position": 7, "margin": 3e-5, "near_tie": True},
         kind | {"prompt": 4, "position": 1, "margin": 0.25, "near_tie": False},
     ]

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import pytest
 from rich.console import Console, RenderableType
@@ -32,12 +32,12 @@ from draftsmith.decode.report.terminal import comparison, table
 
 def keys(kind: Any, prefix: str = "") -> Iterator[str]:
     """Every key that a sound report must have, those of the objects in it dotted."""
-    for name, hint in get_type_hints(kind).items():
-        if name in kind._field_defaults:
+    for name, field in kind.model_fields.items():
+        if not field.is_required():
             continue  # it may be absent
-        yield prefix + name
-        for inner in (hint, *get_args(hint)):
-            if hasattr(inner, "_fields") and get_origin(hint) not in (list, dict):
+        yield prefix + (field.alias or name)
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if hasattr(inner, "model_fields") and get_origin(field.annotation) not in (list, dict):
                 yield from keys(inner, f"{name}.")
 
 
@@ -72,27 +72,30 @@ def test_every_wrong_type_is_named(key: str) -> None:
     report = a_full_report()
     outer, _, inner = key.rpartition(".")
     (report[outer] if outer else report)[inner] = object()
-    assert [problem.split(": got")[0] for problem in schema_problems(report)] == [key]
+    assert [problem.split(": ")[0] for problem in schema_problems(report)] == [key]
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"tau": float("nan")}, "tau: got nan, expected a finite number"),
-        ({"tau": True}, "tau: got True, expected a finite number"),
-        ({"tau_interval": [2.4, 2.1]}, "tau_interval: got .2.4, 2.1., expected .low, high."),
-        ({"alpha": 1.1}, "alpha: got 1.1, expected a number from 0 to 1, or null"),
-        ({"n_prompts": 4.0}, "n_prompts: got 4.0, expected a whole number"),
+        ({"tau": float("nan")}, "tau: got nan: .* a finite number"),
+        ({"tau": True}, "tau: got True: .* a valid number"),
+        ({"tau_interval": [2.4, 2.1]}, "tau_interval: got .2.4, 2.1.: .*expected .low, high."),
+        ({"alpha": 1.1}, "alpha: got 1.1: .* less than or equal to 1"),
+        ({"n_prompts": 4.0}, "n_prompts: got 4.0: .* a valid integer"),
         ({"alpha": None}, "alpha: got None, but alpha_interval"),
         ({"acceptance_conditional": [0.75]}, "got 2, 1 and 3 values, expected D, D and D . 1"),
         ({"accepted_histogram": [1, 2]}, "got 2, 2 and 2 values"),
         ({"n_prompts": 5}, "categories: got 4 prompts in them, expected n_prompts = 5"),
-        ({"categories": {"a": {"tau": 2.0, "n_prompts": 4}}}, "categories.a.speedup: missing"),
-        ({"categories": {"a": 3}}, "categories.a: got 3, expected an object"),
+        (
+            {"categories": {"a": {"tau": 2.0, "n_prompts": 4}}},
+            "categories.a.speedup: .* required",
+        ),
+        ({"categories": {"a": 3}}, "categories.a: got 3: .* a valid dictionary"),
         ({"lossless": False}, "lossless: got False with lossy = ''"),
         ({"lossless": False, "lossy": "typical"}, "a lossy run: got neither task nor agreement"),
-        ({"specbench": {"qa": {"tau": 2.0}}}, "specbench.qa.speedup: missing"),
-        ({"divergences": [{"prompt": 1}]}, r"divergences\[0\].position: missing"),
+        ({"specbench": {"qa": {"tau": 2.0}}}, "specbench.qa.speedup: got .* required"),
+        ({"divergences": [{"prompt": 1}]}, r"divergences.0.position: got .* required"),
     ],
 )
 def test_what_cannot_be_is_named(changes: Report, problem: str) -> None:

@@ -288,7 +288,7 @@ def test_ticks_are_few_round_and_reach_the_peak(peak: float) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(charts.RC):
+    with matplotlib.rc_context(fname=charts.LOOK):
         axes = Figure().subplots()
     axes.bar([0, 1], [0, peak])
     charts._round(axes.yaxis)

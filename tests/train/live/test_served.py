@@ -23,7 +23,7 @@ from draftsmith.decode.serve.buffer import ReplayBuffer, Served
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.target import vocab_size
-from draftsmith.train.live.batches import Buffered, Mix, kept_states
+from draftsmith.train.live.batches import Buffered, Feed, Mix, kept_states
 from draftsmith.train.live.idle_time import Duty
 from draftsmith.train.live.learner import open_learner
 from draftsmith.train.objectives.distillation import Distillation
@@ -198,6 +198,29 @@ def test_a_step_waits_for_its_requests(tmp_path: Path, by_lm: dict[int, Served])
     assert "step 1 waits for requests in" in said[0] and "0 of 3" in said[0]
     assert len(said) == 1, "a short wait isn't told again"
     assert batches.state(3) == {"first": 0}
+
+
+def test_a_long_wait_tells_when_its_requests_will_be_there(
+    tmp_path: Path, by_lm: dict[int, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, said, clock = ReplayBuffer(tmp_path), [], [0.0]
+    monkeypatch.setattr("draftsmith.train.live.batches.time.monotonic", lambda: clock[0])
+
+    class EveryTwentySeconds(Feed):
+        def more(self) -> bool:
+            clock[0] += 20
+            buffer.add(by_lm[0])
+            return True
+
+    mix, one = Mix(requests_per_step=5), {"batch_size": 1, "seed": 0}
+    feed = EveryTwentySeconds()
+    batches = Buffered(mix, buffer, lambda r, n: whole(r), feed, Duty(1.0), said.append, **one)
+    batches.batch(0, 0, 0, accumulation=1, world=1)
+    assert [line.rpartition(": ")[2] for line in said] == [
+        "0 of 5",
+        "2 of 5, 60 s left",
+        "4 of 5, 20 s left",
+    ]
     batches.heed([15])
     stopped = batches.batch(3, 0, 0, accumulation=1, world=1)
     assert not stopped.loss_mask.any() and feed.looks == 9, "a signal ends the waiting"
