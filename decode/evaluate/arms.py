@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.command import check_least
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
@@ -80,8 +81,7 @@ class Evaluation:
             if getattr(self, name) not in known:
                 choices = ", ".join(filter(None, known))
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {choices}")
-        if self.turns is not None and self.turns < 1:
-            raise ValueError(f"turns: got {self.turns}, expected at least 1, or none for all")
+        check_least(self, turns=1, limit=1, prompt_tokens=1, threads=0)
         if self.max_new_tokens < 2:
             raise ValueError(
                 f"max_new_tokens: got {self.max_new_tokens}, expected at least 2; the first token "

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from draftsmith.command import check_least
+
 
 @dataclass(kw_only=True)
 class Settings:
@@ -40,9 +42,10 @@ class Settings:
     show: str = "changes"  # printed at the start: changes (what isn't as by default) | all
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"got {name}={getattr(self, name)}, expected at least 1")
+        check_least(self, **LEAST)
+        for name in ("beta1", "beta2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected a share in [0, 1)")
         for name, choices in CHOICES.items():
             got = getattr(self, name)
             if got not in choices:
@@ -63,6 +66,8 @@ def setting(config: object, key: str) -> Any:
     return config
 
 
+LEAST = dict.fromkeys(("steps", "batch_size", "accumulation"), 1)
+LEAST |= dict.fromkeys(("warmup", "eval_every", "patience", "save_every", "processes"), 0)
 CHOICES = {
     "optimizer": ("adamw", "sgd", "muon"),
     "schedule": ("cosine", "linear", "constant"),
