@@ -50,8 +50,8 @@ class Settings:
             got = getattr(self, name)
             if got not in choices:
                 raise ValueError(f"got {name}={got!r}, expected one of {', '.join(choices)}")
-        if self.clip_norm < 0 or self.lr <= 0:
-            raise ValueError(f"got lr={self.lr}, clip_norm={self.clip_norm}, expected > 0, >= 0")
+        if not self.lr > 0:
+            raise ValueError(f"lr: got {self.lr}, expected more than 0")
 
     @property
     def dtype(self) -> str:
@@ -67,7 +67,8 @@ def setting(config: object, key: str) -> Any:
 
 
 LEAST = dict.fromkeys(("steps", "batch_size", "accumulation"), 1)
-LEAST |= dict.fromkeys(("warmup", "eval_every", "patience", "save_every", "processes"), 0)
+LEAST |= dict.fromkeys(("seed", "warmup", "lr_floor", "weight_decay", "clip_norm"), 0)
+LEAST |= dict.fromkeys(("eval_every", "patience", "save_every", "processes"), 0)
 CHOICES = {
     "optimizer": ("adamw", "sgd", "muon"),
     "schedule": ("cosine", "linear", "constant"),
