@@ -27,6 +27,7 @@ def main(argv: list[str]) -> None:
     """Evaluate, write report.json and report.html, print the table."""
     console = Console()
     settings = parse(Evaluation, argv)
+    Path(settings.out).mkdir(parents=True, exist_ok=True)  # or an error, before all the decoding
 
     def written(reports: dict[str, dict[str, Any]]) -> dict[str, Path]:
         several = len(reports) > 1

@@ -80,6 +80,8 @@ class SamplingParams:
                     f"{name}: got {getattr(self, name)} with temperature 0, which always takes the "
                     f"best token; expected {off} (off), or a temperature above 0"
                 )
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed: got {self.seed}, expected a signed 64-bit integer")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: got {self.max_new_tokens}, expected at least 1")
         if self.json_schema and self.ignore_eos:

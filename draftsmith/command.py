@@ -22,6 +22,10 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from draftsmith.manual import manual
 
+OF_PATHS = (
+    *(FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError),
+    PermissionError,
+)
 T = TypeVar("T")
 Main = Callable[[list[str]], int | None]
 
@@ -65,7 +69,7 @@ def guarded(main: Main, argv: list[str], keys: Callable[[], Collection[str]] = t
         helps = [what for key, what in LESS.items() if key in keys()]
         tell(MemoryError(f"{lack}; expected less{': ' if helps else ''}{', '.join(helps)}"))
         return 1
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, *OF_PATHS) as error:
         tell(error)
         return USERS_ERROR
     except KeyboardInterrupt as stop:
@@ -107,7 +111,11 @@ def tell(error: Exception) -> None:
     places = [("__main__", 0), *((frame.f_globals["__name__"], line) for frame, line in trace)]
     module, line = places[-1]
     where = "" if module.startswith(("draftsmith.", "__main__")) else f" ({module}:{line})"
-    print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
+    says = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        expected = "expected a path that can be read or written"
+        says, where = f"got {error.filename} ({error.strerror}), {expected}; correct it", ""
+    print(f"error: {says}{where}", file=sys.stderr)
 
 
 def spelled(argv: list[str]) -> list[str]:
@@ -175,6 +183,14 @@ def kinds(schema: Any, group: str = "") -> dict[str, Any]:
 def place(key: str, known: Collection[str]) -> str:
     """The full key of what is said of `key`: of a group, its first."""
     return key if key in known else next((k for k in known if k.startswith(f"{key}.")), key)
+
+
+def check_least(settings: Any, **least: float) -> None:
+    """ValueError for a field below the least that it may be, or not a number."""
+    for name, number in least.items():
+        got = getattr(settings, name)
+        if got is not None and not got >= number:
+            raise ValueError(f"{name}: got {got}, expected at least {number}")
 
 
 def unknown(what: str, word: str, known: Collection[str]) -> str:

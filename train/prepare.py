@@ -23,14 +23,14 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
-from draftsmith.command import run_command
+from draftsmith.command import check_least, run_command
 from draftsmith.decode.drafters.load import load_decoded
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.prompts.chat import set_template, thinks
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.disk.provenance import git_commit, versions
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.target import TargetSpec
+from draftsmith.models.target import TargetSpec, device_of
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.answers.asks import Ask, fitting, from_rows, prompts_hash
 from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused, write_answers
@@ -88,6 +88,11 @@ class Prepare:
     device: str = "auto"  # auto | cpu
     endpoint: EndpointSpec = field(default_factory=EndpointSpec)
     show: str = "changes"  # printed at the start: changes (what isn't as by default) | all
+
+    def __post_init__(self) -> None:
+        check_least(self, limit=0, max_prompt_tokens=0, max_new_tokens=0)
+        check_least(self, samples=1, batch_size=1, prompt_length=1)
+        device_of(self.device)  # refuses one that isn't here
 
 
 def main(argv: list[str]) -> None:

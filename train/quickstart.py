@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftsmith.command import parse
+from draftsmith.command import check_least, parse
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import evaluate
 from draftsmith.decode.evaluate.metrics import paired_difference
@@ -45,10 +45,14 @@ class Quickstart:
     max_new_tokens: int = 96  # of each answer
     K: int = 4  # drafted tokens a round
 
+    def __post_init__(self) -> None:
+        check_least(self, steps=0)
+
 
 def main(argv: list[str]) -> int:
     console, settings = Console(), parse(Quickstart, argv)
     out, started = Path(settings.out), time.perf_counter()
+    asked(settings, temperature=0)  # refuses what step 4 would
 
     # --------------------------------------------------------------- training
     for number, (name, entry) in enumerate(ENTRIES.items(), start=1):

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.command import check_least
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
@@ -84,8 +85,7 @@ class Evaluation:
             if getattr(self, name) not in known:
                 choices = ", ".join(filter(None, known))
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {choices}")
-        if self.turns is not None and self.turns < 1:
-            raise ValueError(f"turns: got {self.turns}, expected at least 1, or none for all")
+        check_least(self, turns=1, limit=1, prompt_tokens=1, threads=0)
         if self.max_new_tokens < 2:
             raise ValueError(
                 f"max_new_tokens: got {self.max_new_tokens}, expected at least 2; the first token "
@@ -275,8 +275,8 @@ def converse(
     enough: Callable[[], bool] = bool,
 ) -> Arms:
     """Groups of `size` prompts, turn by turn, until it is `enough`. At a later turn every arm reads
-    the plain decoder's answers to the earlier ones: all arms answer the same, whatever was accepted.
-    A conversation ends where the next turn has no room in the context.
+    the plain decoder's answers to the earlier ones: all arms answer the same, whatever was
+    accepted. A conversation ends where the next turn has no room in the context.
     """
     order = list(decoders)
     found: Arms = {arm: Arm() for arm in order}

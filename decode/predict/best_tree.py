@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.command import parse
+from draftsmith.command import check_least, parse
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
@@ -67,6 +67,9 @@ class Calibration:
     seed: int = 0
     device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        check_least(self, nodes=1, levels=1, batch=1, prompt_tokens=1)
 
 
 class Calibrated(NamedTuple):
@@ -175,8 +178,9 @@ def answer_ranks(
 def main(argv: list[str]) -> None:
     """Decode plainly, count, write the tree."""
     settings = parse(Calibration, argv)
-    made, out = run(settings), Path(settings.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out = Path(settings.out)
+    out.parent.mkdir(parents=True, exist_ok=True)  # or an error, before anything is decoded
+    made = run(settings)
     about: dict[str, Any] = {"paths": made.tree.paths, "values": made.values}
     about |= {"expected_tau": made.tau, "expected_tau_interval": made.interval}
     about |= {"rounds": made.rounds, "sharpness": made.sharpness}

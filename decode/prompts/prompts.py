@@ -146,7 +146,7 @@ def windows(row: Row, tokenizer: PreTrainedTokenizerBase, length: int) -> list[l
     start = beginning("", tokenizer)
     step = length - len(start)
     if step < 1:
-        raise ValueError(f"length: got {length}, expected more than {len(start)} tokens")
+        raise ValueError(f"got prompts of {length} tokens, expected more than {len(start)}")
     ids = tokenizer(row.completion, add_special_tokens=False, verbose=False)["input_ids"]
     return [start + ids[i : i + step] for i in range(0, len(ids) - step + 1, step)]
 

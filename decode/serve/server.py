@@ -13,6 +13,7 @@ A server from its settings: target and lanes loaded, threads started, and ended 
 import logging
 import os
 import re
+import socket
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from fastapi import FastAPI
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.command import parse
+from draftsmith.command import check_least, parse
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.arms import unsaid
@@ -75,10 +76,7 @@ class ServerConfig:
     threads: int = 0  # of the CPU; 0: as torch chooses
 
     def __post_init__(self) -> None:
-        for field, least in LEAST.items():
-            if not getattr(self, field) >= least:
-                got = getattr(self, field)
-                raise ValueError(f"{field}: got {got}, expected at least {least}")
+        check_least(self, **LEAST)
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s: got {self.timeout_s}, expected more than 0")
         if not 0 <= self.port < 1 << 16:
@@ -191,12 +189,27 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def bound(host: str, port: int) -> socket.socket:
+    """The address, taken before anything is loaded; ValueError for one that can't be."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        raise ValueError(
+            f"got host={host} port={port} ({error.strerror}), expected a free port of an address "
+            "of this machine; give another one, or end what uses it"
+        ) from error
+    return found
+
+
 def main(argv: list[str]) -> int:
     """Serve until told to end: 0, or 1 where decoding failed. ValueError for what doesn't load."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     settings, console = parse(ServerConfig, argv), Console()
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    place = bound(settings.host, settings.port)
     spec = TargetSpec(settings.target, dtype=settings.dtype)
     target, tokenizer = load_decoded(spec, settings.device)
     backend = Backend(settings, target, tokenizer)
@@ -211,7 +224,7 @@ def main(argv: list[str]) -> int:
         console.print("[yellow]open to the network without a key; set DRAFTSMITH_API_KEY[/yellow]")
     backend.start()
     try:
-        server.run()
+        server.run([place])
     finally:
         backend.stop()
     if backend.service.lack is not None:

@@ -29,7 +29,7 @@ def load_config(path: str | Path, *, local_files_only: bool = False) -> Pretrain
         return AutoConfig.from_pretrained(
             str(path), trust_remote_code=False, local_files_only=local_files_only
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(_unreadable(path, error)) from error
 
 
@@ -54,7 +54,7 @@ def load_lm(path: str | Path, *, dtype: str, allow_unknown: bool) -> PreTrainedM
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(_unreadable(path, error)) from error
     model, info = loaded
     faults = {"missing": info["missing_keys"], "of another shape": info["mismatched_keys"]}

@@ -91,6 +91,8 @@ def prompts_for_development(
     on: never those of final figures. length: in tokens, of a prompt that is a document's window.
     ValueError: prepared answers, which have no held-out side; no rows; too few windows.
     """
+    if count < 1:
+        raise ValueError(f"heldout.prompts: got {count}, expected at least 1")
     if is_prepared(data):
         raise ValueError(
             f"{data} holds answers to training prompts only: say heldout.data=<what the prompts "

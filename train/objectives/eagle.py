@@ -77,7 +77,7 @@ class EagleObjective(OnStates):
         self, unroll: Unroll, head: Eagle, target: PreTrainedModel, *given: Any, loss: str = "fkl"
     ) -> None:
         if unroll.steps < 1:
-            raise ValueError(f"steps: got {unroll.steps}, expected at least 1")
+            raise ValueError(f"unroll.steps: got {unroll.steps}, expected at least 1")
         if not 0 < unroll.step_decay <= 1:
             raise ValueError(f"step_decay: got {unroll.step_decay}, expected above 0 and at most 1")
         super().__init__(head, target, *given, depths=unroll.steps)

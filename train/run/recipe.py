@@ -76,7 +76,9 @@ def load(schema: type[T], argv: list[str]) -> T:
         OmegaConf.update(config, key, value)
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
-        hint = "" if chosen else f", or choose a recipe: {', '.join(names())}"
+        says = f"entry: {config.get('entry')}\n"
+        ours = [name for name in names() if says in (RECIPES / f"{name}.yaml").read_text()]
+        hint = "" if chosen else f", or choose a recipe: {', '.join(ours)}"
         raise ValueError(f"no value for {', '.join(missing)}: give {missing[0]}=...{hint}")
     result: Any = OmegaConf.to_object(config)
     return result

@@ -5,6 +5,8 @@ from typing import Any
 
 from accelerate.utils import LoggerType
 
+from draftsmith.command import check_least
+
 
 @dataclass(kw_only=True)
 class Settings:
@@ -42,15 +44,16 @@ class Settings:
     show: str = "changes"  # printed at the start: changes (what isn't as by default) | all
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"got {name}={getattr(self, name)}, expected at least 1")
+        check_least(self, **LEAST)
+        for name in ("beta1", "beta2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected a share in [0, 1)")
         for name, choices in CHOICES.items():
             got = getattr(self, name)
             if got not in choices:
                 raise ValueError(f"got {name}={got!r}, expected one of {', '.join(choices)}")
-        if self.clip_norm < 0 or self.lr <= 0:
-            raise ValueError(f"got lr={self.lr}, clip_norm={self.clip_norm}, expected > 0, >= 0")
+        if not self.lr > 0:
+            raise ValueError(f"lr: got {self.lr}, expected more than 0")
 
     @property
     def dtype(self) -> str:
@@ -65,6 +68,9 @@ def setting(config: object, key: str) -> Any:
     return config
 
 
+LEAST = dict.fromkeys(("steps", "batch_size", "accumulation"), 1)
+LEAST |= dict.fromkeys(("seed", "warmup", "lr_floor", "weight_decay", "clip_norm"), 0)
+LEAST |= dict.fromkeys(("eval_every", "patience", "save_every", "processes"), 0)
 CHOICES = {
     "optimizer": ("adamw", "sgd", "muon"),
     "schedule": ("cosine", "linear", "constant"),

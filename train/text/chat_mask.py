@@ -49,7 +49,10 @@ def chat_tokens(
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
-        raise ValueError("a chat without an assistant's message has nothing to learn from")
+        raise ValueError(
+            "a chat without an assistant's message has nothing to learn from; let "
+            "train/prepare.py write answers, or take the row away"
+        )
     messages = messages[: turns[-1] + 1]
     if GENERATION_MARK.search(template_of(tokenizer)):
         return _marked(messages, turns, tokenizer, tools)
