@@ -109,7 +109,6 @@ def test_rules_by_rejection_follow_it_too(
     made = ask(decoder, replace(DRAWN, json_schema='{"type": "string", "maxLength": 20}'))
     texts = [json.loads(one.text) for one in made]
     assert all(isinstance(text, str) and len(text) <= 20 for text in texts)
-    assert sum(sum(one.accepted) for one in made) > 0
 
 
 def test_a_session_of_answers_with_and_without_one(
