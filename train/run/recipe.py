@@ -100,7 +100,7 @@ def check_made(config: Any) -> None:
     """
     said = {} if config.target.shrink else flat(show(config))
     paths = {k: v for k, v in said.items() if isinstance(v, str) and v and k != "out"}
-    for key, path in paths.items():
+    for key, path in sorted(paths.items(), key=lambda said: said[0] != "target.path"):
         if Path(path).exists() or not path.startswith("runs/"):
             continue
         for name in names():
