@@ -94,9 +94,9 @@ def show(config: Any, what: str = "all") -> str:
     return OmegaConf.to_yaml(tree if what == "all" else _changes(tree, usual))
 
 
-def check_made(config: Any) -> None:
-    """ValueError, with the command, where a recipe reads what another makes, and that isn't there;
-    a trial of a recipe reads nothing.
+def check_made(config: Any) -> Any:
+    """The same; ValueError, with the command, where a recipe reads what another makes, and that
+    isn't there. A trial of a recipe reads nothing.
     """
     said = {} if config.target.shrink else flat(show(config))
     paths = {k: v for k, v in said.items() if isinstance(v, str) and v and k != "out"}
@@ -109,6 +109,7 @@ def check_made(config: Any) -> None:
                 entry = f"{'' if entry_of(name) == 'prepare' else 'train '}{entry_of(name)}"
                 first = f"run first: draftsmith {entry} recipe={name}"
                 raise ValueError(f"{key}: got {path}, which isn't there; {first}")
+    return config
 
 
 def run_of(config: Any, *, main: bool) -> Run:
