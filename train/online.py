@@ -77,8 +77,7 @@ class OnlineRun(Settings):
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
-    config = recipe.load(OnlineRun, argv)
-    recipe.check_made(config)
+    config: OnlineRun = recipe.check_made(recipe.load(OnlineRun, argv))
     if config.target.shrink:
         config = shrunk(config)
         write_stream(Path(config.replay.stream))

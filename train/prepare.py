@@ -96,8 +96,7 @@ class Prepare:
 
 
 def main(argv: list[str]) -> None:
-    config = load(Prepare, argv)
-    check_made(config)
+    config: Prepare = check_made(load(Prepare, argv))
     if config.target.shrink:  # to try a recipe: some prompts, short answers
         config = replace(config, limit=4, max_new_tokens=8)
     served = config.endpoint

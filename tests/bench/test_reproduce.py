@@ -13,7 +13,7 @@ import pytest
 
 from draftsmith.__main__ import COMMANDS
 from draftsmith.bench import joined, reproduce
-from draftsmith.command import guarded, parse
+from draftsmith.command import given, guarded
 from draftsmith.decode.report import results
 from draftsmith.train.run import recipe
 
@@ -42,11 +42,11 @@ def test_every_command_of_a_step_can_be_given(name: str) -> None:
     program, *words = reproduce.words_of(name, "runs/results")
     if program == "python":
         script = (Path.cwd() / words[0]).resolve().relative_to(ROOT).as_posix()
-        parse(getattr(module_of(script), BENCHES[script]), words[1:])
+        given(getattr(module_of(script), BENCHES[script]), words[1:])
         return
     command = next(c for c in COMMANDS if words[: c.count(" ") + 1] == c.split())
     place, schema, _ = COMMANDS[command]
-    read = recipe.load if command.startswith(("train ", "prepare")) else parse
+    read = recipe.load if command.startswith(("train ", "prepare")) else given
     module = importlib.import_module(f"draftsmith.{place}")
     read(getattr(module, schema), words[command.count(" ") + 1 :])
 
@@ -135,11 +135,11 @@ def test_joined_evaluations_are_one_table(tmp_path: Path) -> None:
         (tmp_path / str(T)).mkdir()
         (tmp_path / str(T) / "results.json").write_text(json.dumps(of_T))
     where = f"reports=[{tmp_path / '0'},{tmp_path / '1'}]"
-    given = ["name=gsm8k", "title=GSM8K, a 15M target", where, f"out={tmp_path / 'out'}"]
-    joined.main([*given, "names=[before,after,ngram]"])
+    argv = ["name=gsm8k", "title=GSM8K, a 15M target", where, f"out={tmp_path / 'out'}"]
+    joined.main([*argv, "names=[before,after,ngram]"])
     assert json.loads((tmp_path / "out/gsm8k.json").read_text()) == rows
     assert (tmp_path / "out/gsm8k.md").read_text() == (RESULTS / "gsm8k.md").read_text()
-    joined.main(given)
+    joined.main(argv)
     assert json.loads((tmp_path / "out/gsm8k.json").read_text())[0]["what"] == "before-drafter"
     with pytest.raises(ValueError, match=r"got no nowhere/results\.json"):
         joined.main(["name=x", "title=x", "reports=nowhere"])

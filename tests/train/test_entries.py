@@ -24,6 +24,7 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import distill, pretrain
 from draftsmith.train.run import recipe
+from draftsmith.train.text.stream import Corpus, first_texts
 from draftsmith.train.text.tokenise import load_examples
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -315,28 +316,29 @@ def test_bad_input_to_pretraining(tmp_path: Path, corpus: Path, target: Path) ->
 def test_a_target_of_a_corpus_has_its_tokenizer_and_a_template(
     tmp_path: Path, corpus: Path
 ) -> None:
-    """Words of both sources are tokens, and chats are trained by their answers."""
+    """Of the beginnings of all sources, without what is held out; roles are tokens."""
     chats = tmp_path / "chats.jsonl"
     rows = [{"prompt": f"zebra {i}", "completion": f"walrus {i}"} for i in range(60)]
     chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = Corpus(sources=[str(chats), str(corpus)], shuffle=8)
+    texts = list(first_texts(both, {"zebra 1\nwalrus 1"}, 100))
+    assert texts[:2] == ["zebra 0\nwalrus 0", "zebra 2\nwalrus 2"]
+    assert [text[:5] for text in texts].count("row 0") == 1 and 7 < len(texts) < 10
     model = "model={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}"
     size = ["tokenizer_size=300", "text.max_length=32", "corpus.shuffle=8", "heldout_sequences=2"]
-    sources = ["data=" + str(chats), f"corpus.sources=[{chats},{corpus}]", "precision=fp32"]
+    sources = [f"data={chats}", f"corpus.sources=[{chats},{corpus}]", "precision=fp32"]
     where = [f"out={tmp_path / 'run'}", "steps=1", "batch_size=2", "tokenizer=train-chat"]
     pretrain.main([model, *size, *sources, *where])
     tokenizer = load_tokenizer(tmp_path / "run/model")
-    assert {"Ġwalrus", "walrus"} & tokenizer.get_vocab().keys() and tokenizer.chat_template
-    assert tokenizer.tokenize("<|user|> row 1")[0] == "<|user|>"
-    assert len(tokenizer.tokenize(" row")) == 1
+    assert tokenizer.chat_template and tokenizer.tokenize("<|user|> row")[0] == "<|user|>"
 
 
 def test_a_recipe_says_which_one_makes_what_it_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    target = (
-        r"target\.path: got runs/gsm8k/target/model, .* draftsmith train pretrain recipe=gsm8k/t"
-    )
+    first = "draftsmith train pretrain recipe=gsm8k/target"
+    target = rf"target\.path: got runs/gsm8k/target/model, .*run first: {first}"
     for name in ("gsm8k/distill", "gsm8k/prepare", "online/gsm8k", "eagle3/gsm8k"):
         module = importlib.import_module(f"draftsmith.train.{recipe.entry_of(name)}")
         with pytest.raises(ValueError, match=target):

@@ -34,8 +34,7 @@ def begin(
     a word, where the run is finished. shrunk: makes a trial of the recipe. ValueError: what
     `recipe.load`, `check_made`, `start` and `Run` refuse.
     """
-    config: Any = recipe.load(schema, argv)
-    recipe.check_made(config)
+    config: Any = recipe.check_made(recipe.load(schema, argv))
     config = shrunk(config) if config.target.shrink else config
     accelerator = start(config)
     run = recipe.run_of(config, main=accelerator.is_main_process)

@@ -96,21 +96,21 @@ def show(config: Any, what: str = "all") -> str:
     return OmegaConf.to_yaml(tree if what == "all" else _changes(tree, usual))
 
 
-def check_made(config: Any) -> None:
-    """ValueError, with the command, where a recipe reads what another makes, and that isn't there;
-    a trial of a recipe reads nothing.
+def check_made(config: Any) -> Any:
+    """The same; ValueError, with the command, where a recipe reads what another makes, and that
+    isn't there. A trial of a recipe reads nothing.
     """
     said = {} if config.target.shrink else flat(show(config))
-    paths = {k: v for k, v in said.items() if isinstance(v, str) and v and k != "out"}
-    for key, path in paths.items():
-        if Path(path).exists() or not path.startswith("runs/"):
-            continue
-        for name in names():
-            made = str(_plain(OmegaConf.load(RECIPES / f"{name}.yaml")).get("out"))
-            if Path(path).is_relative_to(made) and made != config.out:
+    lacking = [k for k, v in said.items() if str(v).startswith("runs/") and not Path(v).exists()]
+    files = {name: (RECIPES / f"{name}.yaml").read_text() for name in names() if lacking}
+    outs = {name: str(yaml.safe_load(text).get("out")) for name, text in files.items()}
+    for key in sorted(lacking, key=lambda key: key != "target.path"):  # that first: others need it
+        for name, out in outs.items():
+            if key != "out" and Path(said[key]).is_relative_to(out) and out != config.out:
                 entry = f"{'' if entry_of(name) == 'prepare' else 'train '}{entry_of(name)}"
                 first = f"run first: draftsmith {entry} recipe={name}"
-                raise ValueError(f"{key}: got {path}, which isn't there; {first}")
+                raise ValueError(f"{key}: got {said[key]}, which isn't there; {first}")
+    return config
 
 
 def run_of(config: Any, *, main: bool) -> Run:
