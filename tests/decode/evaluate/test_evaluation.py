@@ -151,7 +151,7 @@ def test_a_row_that_failed_is_named() -> None:
             return [Completion(0, [1]), Completion(1, [2], finish_reason="error", error="NaN")]
 
     with pytest.raises(ValueError, match="prompt 9: NaN"):
-        answers(cast(Decoder, Broken()), {4: [1], 9: [2]}, SamplingParams())
+        answers(cast(Decoder, Broken()), {4: [1], 9: [2]}, SamplingParams(), lambda: None)
 
 
 def test_two_turns_skipped_prompts_and_same_shapes_are_reported(

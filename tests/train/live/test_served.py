@@ -198,6 +198,28 @@ def test_a_step_waits_for_its_requests(tmp_path: Path, by_lm: dict[int, Served])
     assert "step 1 waits for requests in" in said[0] and "0 of 3" in said[0]
     assert len(said) == 1, "a short wait isn't told again"
     assert batches.state(3) == {"first": 0}
+    batches.heed([15])
+    stopped = batches.batch(3, 0, 0, accumulation=1, world=1)
+    assert not stopped.loss_mask.any() and feed.looks == 9, "a signal ends the waiting"
+    assert batches.to_go_on == "ask again"
+    empty = Buffered(
+        mix, ReplayBuffer(tmp_path / "no"), lambda r, n: whole(r), NoMore(), Duty(1.0), **one
+    )
+    with pytest.raises(ValueError, match="got 0 requests to train on"):
+        empty.batch(0, 0, 0, accumulation=1, world=1)
+    # A learner that comes back after 1,000 steps, while the server began its buffer anew, or after
+    # more requests than are still there: what is there counts once.
+    for first in (0, -5000):
+        back = Buffered(mix, buffer, lambda r, n: whole(r), NoMore(), Duty(1.0), **one)
+        back.restore({"first": first})
+        for step in range(1000, 1003):
+            back.batch(step, 0, 0, accumulation=1, world=1)
+            assert back.state(step) == {"first": 9 - 9 - 3000}
+    mix = Mix(requests_per_step=1, max_length=3)  # all prompts are longer
+    short = Buffered(mix, buffer, lambda r, n: whole(r), NoMore(), Duty(1.0), said.append, **one)
+    with pytest.raises(ValueError, match="none of them with a trained token"):
+        short.batch(0, 0, 0, accumulation=1, world=1)
+    assert "9 of 1, none with a token to train at positions=all and max_length=3" in said[-1]
 
 
 def test_a_long_wait_tells_when_its_requests_will_be_there(
@@ -221,25 +243,3 @@ def test_a_long_wait_tells_when_its_requests_will_be_there(
         "2 of 5, 60 s left",
         "4 of 5, 20 s left",
     ]
-    batches.heed([15])
-    stopped = batches.batch(3, 0, 0, accumulation=1, world=1)
-    assert not stopped.loss_mask.any() and feed.looks == 9, "a signal ends the waiting"
-    assert batches.to_go_on == "ask again"
-    empty = Buffered(
-        mix, ReplayBuffer(tmp_path / "no"), lambda r, n: whole(r), NoMore(), Duty(1.0), **one
-    )
-    with pytest.raises(ValueError, match="got 0 requests to train on"):
-        empty.batch(0, 0, 0, accumulation=1, world=1)
-    # A learner that comes back after 1,000 steps, while the server began its buffer anew, or after
-    # more requests than are still there: what is there counts once.
-    for first in (0, -5000):
-        back = Buffered(mix, buffer, lambda r, n: whole(r), NoMore(), Duty(1.0), **one)
-        back.restore({"first": first})
-        for step in range(1000, 1003):
-            back.batch(step, 0, 0, accumulation=1, world=1)
-            assert back.state(step) == {"first": 9 - 9 - 3000}
-    mix = Mix(requests_per_step=1, max_length=3)  # all prompts are longer
-    short = Buffered(mix, buffer, lambda r, n: whole(r), NoMore(), Duty(1.0), said.append, **one)
-    with pytest.raises(ValueError, match="none of them with a trained token"):
-        short.batch(0, 0, 0, accumulation=1, world=1)
-    assert "9 of 1, none with a token to train at positions=all and max_length=3" in said[-1]
