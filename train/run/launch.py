@@ -5,6 +5,7 @@ write the same files. Each is an error here. recipes/accelerate holds configurat
 """
 
 import atexit
+import importlib
 import json
 import logging
 import os
@@ -31,7 +32,7 @@ def begin(
 ) -> tuple[Config, Accelerator, Run | None]:
     """The recipe of a training entry, the accelerator of this process, the run folder: None, after
     a word, where the run is finished. shrunk: makes a trial of the recipe. ValueError: what
-    `recipe.load`, `start` and `Run` refuse.
+    `recipe.load`, `start` and `Run` refuse, and what can't fit here (train/plan/refuse.py).
     """
     config: Any = recipe.load(schema, argv)
     config = shrunk(config) if config.target.shrink else config
@@ -42,6 +43,10 @@ def begin(
         accelerator.print(f"{done['result']} is finished: nothing to do")
         return config, accelerator, None
     accelerator.print(recipe.show(config, config.show))
+    # By its name: the planner runs what is trained, which knows this room.
+    planner = importlib.import_module("draftsmith.train.plan.refuse")
+    way = mode(accelerator).replace("replicated", "ddp")
+    planner.refuse(config, argv, accelerator.device, way, accelerator.num_processes)
     return config, accelerator, run
 
 
