@@ -34,6 +34,8 @@ def refuse(config: Any, argv: list[str], device: torch.device, way: str, world: 
     try:
         with torch.random.fork_rng(devices=[]):
             told = _beyond(argv, device.type, free, way, world)
+    except ValueError:
+        return  # of what can't be loaded the entry says more
     except RuntimeError as error:  # a family that can't run without its numbers
         warnings.warn(f"not planned before the run: {error}", stacklevel=2)
         return
