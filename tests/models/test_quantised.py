@@ -90,6 +90,7 @@ def test_a_head_is_trained_on_it(folder: Path, tmp_path: Path) -> None:
     eagle.main([*argv, f"out={tmp_path / 'run'}"])
     assert (tmp_path / "run/drafter/model.safetensors").is_file()
     with pytest.raises(ValueError, match="target body"):
-        eagle.main([*argv, "target.quantise=", f"out={tmp_path / 'other'}"])
+        exact = [text for text in argv if text != "target.quantise=int8"]
+        eagle.main([*exact, f"out={tmp_path / 'other'}"])
     with pytest.raises(ValueError, match="got 'int3', expected int8"):
         load_target(TargetSpec(str(folder), quantise="int3"), "cpu")
