@@ -2,6 +2,8 @@
 trains heads.
 """
 
+import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ PROMPTS = [[5, 9, 17, 33], [101, 7], [250, 3, 3, 90, 14, 60]]
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_target, tiny_tokenizer) -> Path:
-    tiny_target.save_pretrained(tmp_path / "target")
+    copy.deepcopy(tiny_target).bfloat16().save_pretrained(tmp_path / "target")
     tiny_tokenizer.save_pretrained(tmp_path / "target")
     return tmp_path / "target"
 
@@ -82,7 +84,17 @@ def test_a_head_is_trained_on_it(folder: Path, tmp_path: Path) -> None:
     """From kept states, with its layers away between evaluations; the exact target's states are
     refused for it.
     """
-    small = ["steps=2", "batch_size=2", "text.max_length=40", "unroll=2", "eval_every=2"]
+    lines = (f"row {row} " + " ".join(str(row * i) for i in range(40)) for row in range(40))
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    small = [
+        f"data={text}",
+        "steps=2",
+        "batch_size=2",
+        "text.max_length=40",
+        "unroll=2",
+        "eval_every=2",
+    ]
     small += ["heldout={prompts: 2, prompt_tokens: 8, max_new_tokens: 8}"]
     cache = [f"cache.path={tmp_path / 'states'}", "cache.offload_target=true"]
     argv = [f"target.path={folder}", "target.quantise=int8", *small, *cache]

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from draftsmith.train import distill
 from draftsmith.train.plan import refuse
 from draftsmith.train.plan.refuse import _beyond
+from draftsmith.train.plan.table import PlanRequest, outlined
 from draftsmith.train.run.recipe import load
 
 MIB = 1 << 20
@@ -26,8 +27,8 @@ def recipe(tmp_path: Path) -> list[str]:
         num_key_value_heads=2,
         architectures=["LlamaForCausalLM"],
     ).save_pretrained(tmp_path / "target")
-    given = ["steps=2", "draft.hidden=64", "text.max_length=64", "heldout.max_new_tokens=8"]
-    return [f"target.path={tmp_path / 'target'}", f"out={tmp_path / 'run'}", "batch_size=4", *given]
+    given = ["steps=2", "draft.hidden=64", "text.max_length=256", "heldout.max_new_tokens=8"]
+    return [f"target.path={tmp_path / 'target'}", f"out={tmp_path / 'run'}", "batch_size=8", *given]
 
 
 def test_a_run_that_cannot_fit_never_loads(
@@ -44,9 +45,10 @@ def test_a_run_that_cannot_fit_never_loads(
 def test_on_a_gpu_the_flags_that_would_fit_are_told(recipe: list[str]) -> None:
     argv = ["entry=distill", *recipe]
     assert _beyond(argv, "cuda", 1 << 40, "ddp", 1) == ""
-    told = _beyond(argv, "cuda", 28 * MIB, "ddp", 1)
-    assert "step" in told and "expected at most 26 MiB" in told, told
-    assert told.endswith("would fit") and "batch_size=1 accumulation=4" in told, told
+    choices = outlined(PlanRequest(), argv, 1 << 40).choices
+    told = _beyond(argv, "cuda", min(choice.held.total for choice in choices), "ddp", 1)
+    assert "step, at the fullest moment" in told and "expected at most" in told, told
+    assert told.endswith("would fit") and "batch_size=1 accumulation=8" in told, told
     assert _beyond(argv, "cuda", MIB, "ddp", 1).endswith("or take a larger GPU")
 
 
