@@ -36,6 +36,7 @@ from draftsmith.train.objectives.distillation import Distillation, Losses, stage
 from draftsmith.train.objectives.heldout import HeldOutPrompts, draft_figures, open_heldout
 from draftsmith.train.objectives.heldout import shrunk as shrunk_run
 from draftsmith.train.objectives.token_selection import Weighting
+from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.frozen_target import offloaded, open_target
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import StepBatches, fit
@@ -85,7 +86,7 @@ class DistillConfig(Settings):
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
-    config, accelerator, run = begin(DistillConfig, argv, shrunk)
+    config, accelerator, run = begin(DistillConfig, argv, shrunk, refuse)
     if run is None:
         return
 

@@ -5,7 +5,6 @@ write the same files. Each is an error here. recipes/accelerate holds configurat
 """
 
 import atexit
-import importlib
 import json
 import logging
 import os
@@ -28,11 +27,14 @@ Config = TypeVar("Config", bound=Settings)
 
 
 def begin(
-    schema: type[Config], argv: list[str], shrunk: Callable[[Config], Config]
+    schema: type[Config],
+    argv: list[str],
+    shrunk: Callable[[Config], Config],
+    refuse: Callable[[Any, list[str], torch.device, str, int], None],
 ) -> tuple[Config, Accelerator, Run | None]:
     """The recipe of a training entry, the accelerator of this process, the run folder: None, after
-    a word, where the run is finished. shrunk: makes a trial of the recipe. ValueError: what
-    `recipe.load`, `start` and `Run` refuse, and what can't fit here (train/plan/refuse.py).
+    a word, where the run is finished. shrunk: makes a trial of the recipe; refuse: what can't fit
+    here (train/plan/refuse.py). ValueError: also what `recipe.load`, `start` and `Run` refuse.
     """
     config: Any = recipe.load(schema, argv)
     config = shrunk(config) if config.target.shrink else config
@@ -43,10 +45,8 @@ def begin(
         accelerator.print(f"{done['result']} is finished: nothing to do")
         return config, accelerator, None
     accelerator.print(recipe.show(config, config.show))
-    # By its name: the planner runs what is trained, which knows this room.
-    planner = importlib.import_module("draftsmith.train.plan.refuse")
     way = mode(accelerator).replace("replicated", "ddp")
-    planner.refuse(config, argv, accelerator.device, way, accelerator.num_processes)
+    refuse(config, argv, accelerator.device, way, accelerator.num_processes)
     return config, accelerator, run
 
 

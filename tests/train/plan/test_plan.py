@@ -135,10 +135,11 @@ def steps_on_kept_states(outline: Outline, target: LlamaForCausalLM) -> None:
 
 def test_one_card_holds_what_its_plan_says(tmp_path: Path) -> None:
     """Within 10%, with the flags that the planner gives: the target's layers are away while the
-    head trains, and what stays of it (embeddings, LM head, norm) was there before.
+    head trains, and what stays of it (embeddings, LM head, norm) was there before. Few logits: a
+    CPU's products in bf16 hold a copy of them of their own.
     """
-    target_at(tmp_path, 8192, layers=4)
-    sizes = (f"target.path={tmp_path}", f"cache.path={tmp_path}/states", "head.draft_vocab=2048")
+    target_at(tmp_path, 1024, layers=4)
+    sizes = (f"target.path={tmp_path}", f"cache.path={tmp_path}/states", "head.draft_vocab=256")
     short = ("heldout.prompt_tokens=4", "heldout.max_new_tokens=8", "gpu=cpu")
     outline = plan(["recipe=eagle3/qwen3-8b", *sizes, *ONE_CARD, *short])
     family = LlamaConfig.from_pretrained(tmp_path)

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 
 from draftsmith.train import distill
-from draftsmith.train.plan import refuse
+from draftsmith.train.plan import refuse, table
 from draftsmith.train.plan.refuse import _beyond
 from draftsmith.train.plan.table import PlanRequest, outlined
 from draftsmith.train.run.recipe import load
@@ -42,13 +42,16 @@ def test_a_run_that_cannot_fit_never_loads(
         distill.main([*recipe, "plan=false"])
 
 
-def test_on_a_gpu_the_flags_that_would_fit_are_told(recipe: list[str]) -> None:
+def test_on_a_gpu_the_flags_that_would_fit_are_told(
+    recipe: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     argv = ["entry=distill", *recipe]
     assert _beyond(argv, "cuda", 1 << 40, "ddp", 1) == ""
     choices = outlined(PlanRequest(), argv, 1 << 40).choices
     told = _beyond(argv, "cuda", min(choice.held.total for choice in choices), "ddp", 1)
     assert "step, at the fullest moment" in told and "expected at most" in told, told
     assert told.endswith("would fit") and "batch_size=1 accumulation=8" in told, told
+    monkeypatch.setattr(table, "remedies", lambda config: [])
     assert _beyond(argv, "cuda", MIB, "ddp", 1).endswith("or take a larger GPU")
 
 
