@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.models.target import is_quantised
 from draftsmith.models.tokenizer import vocab_size
 
 SAMPLED_ROWS = 64
@@ -80,7 +81,8 @@ def _body(model: PreTrainedModel) -> dict[str, str]:
     weights = list(model.base_model.parameters())
     if any(weight.is_meta for weight in weights):
         return {}
-    flat = (weight.detach().flatten() for weight in weights)
+    plain = (weight.dequantize() if is_quantised(weight) else weight for weight in weights)
+    flat = (weight.detach().flatten() for weight in plain)
     sampled = [x[:: max(1, len(x) // SAMPLED_WEIGHTS)][:SAMPLED_WEIGHTS] for x in flat]
     return {"body": _digest(sampled)}
 

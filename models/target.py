@@ -31,6 +31,7 @@ class TargetSpec:
     # A tiny random model of the same family: tries a recipe without its weights.
     shrink: bool = False
     adapter: str | None = None  # a folder with a PEFT adapter, merged into the weights
+    quantise: str = ""  # int8: the maps of its decoder layers, by torchao; empty: as they are
 
     def resolved(self, dtype: str) -> "TargetSpec":
         """The same with `dtype` where it says "auto"."""
@@ -58,6 +59,8 @@ def load_target(
     if head is not None:
         check_logit_width(head.weight.shape[0], tokenizer, f"the target {spec.path}")
     model.requires_grad_(False)
+    if spec.quantise:
+        quantise(model, spec.quantise)
     return model.eval().to(place), tokenizer
 
 
@@ -158,6 +161,43 @@ def _wrong_adapter(folder: str, what: str) -> ValueError:
         f"target.adapter: got {folder} with {what}, expected an adapter trained on this very "
         "target; check target.path, or base_model_name_or_path in its adapter_config.json"
     )
+
+
+def quantised_maps(model: PreTrainedModel) -> list[nn.Linear]:
+    """The linear maps that quantising a target changes: all but its output head."""
+    head = model.get_output_embeddings()
+    return [part for part in model.modules() if type(part) is nn.Linear and part is not head]
+
+
+def quantise(model: PreTrainedModel, kind: str) -> None:
+    """Round a frozen model's maps, weights alone: int8 with a scale a row, from their fp32 values,
+    so that it is the same target in bf16 and in fp32, on every device. ValueError for another kind,
+    or where torchao isn't installed.
+    """
+    if kind != "int8":
+        raise ValueError(f"target.quantise: got {kind!r}, expected int8, or nothing")
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        raise ValueError(
+            f"target.quantise: got {kind} without torchao; install it: draftsmith[quantised]"
+        ) from error
+    config = Int8WeightOnlyConfig(set_inductor_config=False)
+    for part in quantised_maps(model):
+        dtype = part.weight.dtype
+        quantize_(part.float(), config)
+        part.to(dtype)
+
+
+def is_quantised(tensor: torch.Tensor) -> bool:
+    """Whether a weight is one of torchao's, which multiplies but isn't a plain tensor."""
+    return hasattr(tensor, "qdata")
+
+
+def bytes_read(weight: torch.Tensor) -> int:
+    """Bytes of a weight as it lies in memory."""
+    kept = (weight.qdata, weight.scale) if is_quantised(weight) else (weight,)  # type: ignore[attr-defined]
+    return sum(tensor.nbytes for tensor in kept)
 
 
 def unwrapped(model: PreTrainedModel) -> PreTrainedModel:

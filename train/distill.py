@@ -36,7 +36,8 @@ from draftsmith.train.objectives.distillation import Distillation, Losses, stage
 from draftsmith.train.objectives.heldout import HeldOutPrompts, draft_figures, open_heldout
 from draftsmith.train.objectives.heldout import shrunk as shrunk_run
 from draftsmith.train.objectives.token_selection import Weighting
-from draftsmith.train.run.frozen_target import open_target
+from draftsmith.train.plan.refuse import refuse
+from draftsmith.train.run.frozen_target import offloaded, open_target
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import StepBatches, fit
 from draftsmith.train.run.lora import Lora, to_save
@@ -85,7 +86,7 @@ class DistillConfig(Settings):
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
-    config, accelerator, run = begin(DistillConfig, argv, shrunk)
+    config, accelerator, run = begin(DistillConfig, argv, shrunk, refuse)
     if run is None:
         return
 
@@ -113,7 +114,7 @@ def main(argv: list[str]) -> None:
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
     heldout = open_heldout(config, config.warp, accelerator, target, tokenizer, run)
-    evaluate = draft_figures(heldout, objective, snapshot, config.K)
+    evaluate = offloaded(config, target, draft_figures(heldout, objective, snapshot, config.K))
 
     # ---- fit, and keep what accepted most ----------------------------------------------------
     ended = fit(accelerator, objective, batches, config, run, evaluate)

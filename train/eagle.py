@@ -32,7 +32,8 @@ from draftsmith.train.objectives.eagle import EagleObjective, Unroll
 from draftsmith.train.objectives.head_run import check_context, head_figures, save_head
 from draftsmith.train.objectives.heldout import HeldOutPrompts, open_heldout
 from draftsmith.train.objectives.heldout import shrunk as shrunk_run
-from draftsmith.train.run.frozen_target import open_target
+from draftsmith.train.plan.refuse import refuse
+from draftsmith.train.run.frozen_target import offloaded, open_target
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import fit
 from draftsmith.train.run.settings import Settings
@@ -63,7 +64,7 @@ class EagleRun(Settings):
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
-    config, accelerator, run = begin(EagleRun, argv, shrunk)
+    config, accelerator, run = begin(EagleRun, argv, shrunk, refuse)
     if run is None:
         return
 
@@ -97,7 +98,7 @@ def main(argv: list[str]) -> None:
 
     # ---- fit, and keep what accepted most ----------------------------------------------------
     evaluate = head_figures(heldout, objective, config.K, config.tree)
-    ended = fit(accelerator, objective, batches, config, run, evaluate)
+    ended = fit(accelerator, objective, batches, config, run, offloaded(config, target, evaluate))
     run.load_best(objective)
 
     # ---- save --------------------------------------------------------------------------------

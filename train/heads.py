@@ -33,7 +33,8 @@ from draftsmith.train.objectives.head_run import check_context, head_figures, sa
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.objectives.heldout import HeldOutPrompts, open_heldout, shrunk
 from draftsmith.train.objectives.medusa import JointMedusa, JointTraining
-from draftsmith.train.run.frozen_target import open_target
+from draftsmith.train.plan.refuse import refuse
+from draftsmith.train.run.frozen_target import offloaded, open_target
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import fit
 from draftsmith.train.run.lora import Lora
@@ -80,7 +81,7 @@ class HeadsConfig(Settings):
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
-    config, accelerator, run = begin(HeadsConfig, argv, shrunk)
+    config, accelerator, run = begin(HeadsConfig, argv, shrunk, refuse)
     if run is None:
         return
 
@@ -100,7 +101,7 @@ def main(argv: list[str]) -> None:
 
     # ---- fit, and keep what accepted most ----------------------------------------------------
     evaluate = head_figures(heldout, objective, config.K, config.tree)
-    ended = fit(accelerator, objective, batches, config, run, evaluate)
+    ended = fit(accelerator, objective, batches, config, run, offloaded(config, target, evaluate))
     run.load_best(objective)
 
     # ---- save --------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from draftsmith.train.live.publishing import Publisher, Publishing
 from draftsmith.train.live.replay import Replay, ReplayFeed, draw, read_stream
 from draftsmith.train.objectives.distillation import Losses
 from draftsmith.train.objectives.eagle import Unroll
+from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run import recipe
 from draftsmith.train.run.launch import start
 from draftsmith.train.run.loop import fit
@@ -92,6 +93,7 @@ def main(argv: list[str]) -> None:
         print(f"{config.out} is finished: nothing to do")
         return
     print(recipe.show(config, config.show))
+    refuse(config, argv, accelerator.device, "ddp", 1)
 
     # ---- the frozen target, the draft as it serves now ---------------------------------------
     config.target = config.target.resolved(config.dtype)

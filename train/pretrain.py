@@ -39,6 +39,7 @@ from draftsmith.train.drafts.start import TINY, ModelStart, fresh_draft, place
 from draftsmith.train.objectives import heldout as held
 from draftsmith.train.objectives.distillation import Distillation, Losses, NextToken, stages
 from draftsmith.train.objectives.heldout import HeldOutPrompts
+from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import Evaluate, StepBatches, fit
 from draftsmith.train.run.lora import Lora, to_save, with_lora
@@ -74,7 +75,7 @@ class PretrainConfig(Settings):
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
-    config, accelerator, run = begin(PretrainConfig, argv, shrunk)
+    config, accelerator, run = begin(PretrainConfig, argv, shrunk, refuse)
     if run is None:
         return
 

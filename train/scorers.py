@@ -32,6 +32,7 @@ from draftsmith.command import run_command
 from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.scorers import Scorer, ScorerConfig, check_threshold
 from draftsmith.models.target import TargetSpec
+from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import fit
 from draftsmith.train.run.settings import Settings
@@ -82,7 +83,7 @@ class ScorersConfig(Settings):
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
-    config, accelerator, run = begin(ScorersConfig, argv, shrunk)
+    config, accelerator, run = begin(ScorersConfig, argv, shrunk, refuse)
     if run is None:
         return
 

@@ -12,7 +12,7 @@ from draftsmith.decode.drafters.grow_tree import grow
 from draftsmith.decode.forward.runner import Runner, Seen, context_of, round_up
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
-from draftsmith.models.target import output_head
+from draftsmith.models.target import bytes_read, output_head
 from draftsmith.models.vocab import DraftVocab
 
 
@@ -98,5 +98,5 @@ def weights_read(model: PreTrainedModel) -> int:
     """Bytes of weights a one-token forward reads; a tied table counts once, as the LM head."""
     embedding, head = model.get_input_embeddings().weight, output_head(model)[1]
     assert isinstance(embedding, Tensor)
-    total = sum(p.nbytes for p in model.parameters())
+    total = sum(map(bytes_read, model.parameters()))
     return total if head is embedding else total - embedding.nbytes

@@ -78,6 +78,7 @@ class Evaluation:
     baseline: str = "native"  # same-shape: compare in `dtype` with the drafter's rounds, none kept
     allow_target_mismatch: bool = False  # a drafter that was made for another target
     adapter: str = ""  # a LoRA folder for the target, merged into its weights
+    quantise: str = ""  # int8: the target's weights, as `target.quantise` of a training run
 
     def __post_init__(self) -> None:
         self.device = str(device_of(self.device))
@@ -188,7 +189,8 @@ class Loaded:
 
 def load(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
     """Target and drafters in one dtype on the settings' device."""
-    spec = TargetSpec(settings.target, dtype=dtype, adapter=settings.adapter or None)
+    changes: Any = {"adapter": settings.adapter or None, "quantise": settings.quantise}
+    spec = TargetSpec(settings.target, dtype=dtype, **changes)
     target, tokenizer = load_decoded(spec, settings.device)
     set_template(tokenizer, settings.thinking, settings.template_kwargs)
     pair = Loaded(target, tokenizer, {}, {}, drafters)

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftsmith.models.target import is_quantised
+
 PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
 HALF = (torch.bfloat16, torch.float16)
 # Whether this torch multiplies half-precision matrices into fp32.
@@ -123,7 +125,7 @@ def version(parameter: Tensor) -> int:
 def packs(weight: Tensor) -> bool:
     """Whether products with it are faster by a packed copy."""
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    return on_cpu and torch.backends.mkldnn.is_available()
+    return on_cpu and not is_quantised(weight) and torch.backends.mkldnn.is_available()
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ def lay_side_by_side(model: nn.Module) -> None:
     for layer in model.modules():
         for names in TOGETHER:
             maps: list[Any] = [getattr(layer, name, None) for name in names]
-            if all(type(one) is nn.Linear and not packs(one.weight) for one in maps):
+            if all(type(one) is nn.Linear and _moves(one.weight) for one in maps):
                 for parts in zip(*(one.parameters() for one in maps), strict=True):
                     whole = torch.cat([part.detach() for part in parts])
                     views = whole.split([len(part) for part in parts])
@@ -153,9 +155,13 @@ def lay_side_by_side(model: nn.Module) -> None:
                         part.data = view
 
 
+def _moves(weight: Tensor) -> bool:
+    return not packs(weight) and not is_quantised(weight)
+
+
 def joined(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The one tensor that these are rows of, one after another in memory; else as they are."""
-    if len(parts) < 2:
+    if len(parts) < 2 or is_quantised(parts[0]):
         return tuple(parts)
     first, place = parts[0], parts[0].data_ptr()
     for part in parts:

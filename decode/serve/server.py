@@ -62,6 +62,7 @@ class ServerConfig:
     policy: str = ""  # empty: the drafter folder's, else fixed
     device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "auto"
+    quantise: str = ""  # int8: the target's weights, as `target.quantise` of a training run
     api_key: str = ""  # that clients must show; empty: DRAFTSMITH_API_KEY, and without it none
     max_queue: int = 64  # answers of a lane that may wait for a row
     max_tokens: int = 1024  # of one answer; a chat that doesn't say may have so many
@@ -210,7 +211,7 @@ def main(argv: list[str]) -> int:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     place = bound(settings.host, settings.port)
-    spec = TargetSpec(settings.target, dtype=settings.dtype)
+    spec = TargetSpec(settings.target, dtype=settings.dtype, quantise=settings.quantise)
     target, tokenizer = load_decoded(spec, settings.device)
     backend = Backend(settings, target, tokenizer)
     server = Server(backend)

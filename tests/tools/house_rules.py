@@ -30,8 +30,9 @@ PACKAGED = ("draftsmith", "models", "decode", "train", "recipes")
 ENTRIES = {"prepare", "distill", "pretrain", "heads", "eagle", "scorers", "online", "quickstart"}
 MODEL_LIBRARIES = {"torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "numpy"}
 MODEL_LIBRARIES |= {"filelock"}
-MODEL_LIBRARIES |= {"peft"}  # optional: adapters on a target
-OPTIONAL = ("hydra", "omegaconf", "datasets", "deepspeed", "openai", "peft", "wandb", "llguidance")
+MODEL_LIBRARIES |= {"peft", "torchao"}  # optional: adapters on a target, its weights in int8
+OPTIONAL = ("hydra", "omegaconf", "datasets", "deepspeed", "openai", "peft", "torchao", "wandb")
+OPTIONAL += ("llguidance",)
 VAGUE = {"utils", "util", "helpers", "helper", "misc", "common"}
 # A recipe's entry is compared by train/run/recipe.py while it is still a key, not an attribute.
 # These import torch and one another, nothing else.

@@ -212,6 +212,35 @@ def test_two_runs_from_one_cache(tmp_path: Path, arguments) -> None:
     assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "states").iterdir()}
 
 
+def test_an_offloaded_target_changes_nothing(tmp_path: Path, arguments, monkeypatch) -> None:
+    """Its layers are elsewhere while steps run (here their weights are gone), and back in every
+    evaluation: the same figures, to the last bit.
+    """
+    more = [*arguments, f"cache={tmp_path}/states"]
+    here = run(tmp_path / "here", more)
+    moved: list[str] = []
+    to = torch.nn.ModuleList.to
+
+    def away(layers: torch.nn.ModuleList, device: str | torch.device) -> torch.nn.ModuleList:
+        moved.append(str(device))
+        if len(moved) % 2:
+            for weight in layers.parameters():
+                weight.kept = weight.data  # type: ignore[attr-defined]
+                weight.data = torch.empty(0)
+        else:
+            for weight in layers.parameters():
+                weight.data = weight.kept  # type: ignore[attr-defined]
+        return to(layers, device)
+
+    monkeypatch.setattr(torch.nn.ModuleList, "to", away)
+    there = run(tmp_path / "there", [*more, "cache.offload_target=true"])
+    assert moved == ["cpu"] * (2 * 4 + 1)  # at first, and around each of the four evaluations
+    for one, other in zip(here, there, strict=True):
+        assert {k: v for k, v in one.items() if k != "seconds"} == {
+            k: v for k, v in other.items() if k != "seconds"
+        }
+
+
 def test_a_shrunk_run_keeps_no_states(tmp_path: Path, arguments) -> None:
     """Of its tiny target they would be other ones than the folder is for."""
     kept = [f"cache={tmp_path}/states", "cache.int8=true", "target.shrink=true"]

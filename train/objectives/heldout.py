@@ -29,7 +29,6 @@ from draftsmith.train.text.batches import Batch, Batches, Examples
 from draftsmith.train.text.on_policy import Snapshot, text_at_hand
 
 Score = Callable[[Batch], StepOutput]
-DECODER_ROWS = 16
 FEW = 30  # held-out prompts
 
 
@@ -62,6 +61,7 @@ class HeldOutPrompts:
     prompts: int = 32
     prompt_tokens: int = 32  # of a document, where it is to be continued
     max_new_tokens: int = 128
+    rows: int = 16  # that are decoded together
 
     def params(self, temperature: float) -> SamplingParams:
         """How the target writes the answers, and how tau is decoded."""
@@ -112,7 +112,8 @@ def open_heldout(
     asked = config.heldout
     size = {"count": asked.prompts, "length": asked.prompt_tokens}
     prompts = prompts_for_development(asked.data or config.data, tokenizer, **size)
-    heldout = HeldOut(accelerator, target, tokenizer, prompts, params, config.batch_size)
+    rows = config.batch_size, asked.rows
+    heldout = HeldOut(accelerator, target, tokenizer, prompts, params, *rows)
     heldout.write_answers(run.cache / "heldout.safetensors")
     return heldout
 
@@ -127,6 +128,7 @@ class HeldOut:
     prompts: list[list[int]]
     params: SamplingParams  # how it answers, and how tau is decoded
     batch_size: int  # rows of the teacher-forced passes
+    rows: int = 16  # that are decoded together
     warned: bool = False  # that they are few
 
     def write_answers(self, cache: Path) -> None:
@@ -135,7 +137,7 @@ class HeldOut:
         """
         with in_company(self.target):
             if self.accelerator.is_main_process and not cache.exists():
-                decoder = Decoder(self.target, self.tokenizer, batch_size=DECODER_ROWS)
+                decoder = Decoder(self.target, self.tokenizer, batch_size=self.rows)
                 answers = decoder.generate(self.prompts, self.params)
                 written = [made.tokens for made in answers]
                 Examples.answered(zip(self.prompts, written, strict=True)).save(cache)
@@ -158,7 +160,7 @@ class HeldOut:
         """Block efficiency: tokens emitted a target call. The processes share the prompts."""
         accelerator = self.accelerator
         mine = range(accelerator.process_index, len(self.prompts), accelerator.num_processes)
-        how: dict[str, Any] = {"K": K, "tree": tree, "batch_size": DECODER_ROWS}
+        how: dict[str, Any] = {"K": K, "tree": tree, "batch_size": self.rows}
         decoder = Decoder(self.target, self.tokenizer, drafter, **how)
         with in_company(self.target):
             made = decoder.generate([self.prompts[i] for i in mine], self.params, list(mine))

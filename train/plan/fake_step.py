@@ -7,10 +7,12 @@ gradient checkpointing. What depends on data is answered as for the fullest batc
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -20,9 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from draftsmith.train.losses import chunked
 from draftsmith.train.losses.chunked import CHUNK_LOGITS, TILE_LOGITS
 
 aten = torch.ops.aten
+GRADIENTS = "gradients"
 MOST_TILES = 256  # larger ones than on a CPU: by 2% of the logits in fp32
 # torch's own table lacks the CPU's attention, which is what runs here: its products of length by
 # length, and which argument is the queries.
@@ -65,21 +69,63 @@ def _places(index: Tensor | None) -> Sequence[Tensor | None]:
     return index.new_zeros(index.ndim, index.numel(), dtype=torch.int64).unbind()
 
 
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+class Moment(NamedTuple):
+    """Bytes of new tensors that are alive together, by where they were made."""
+
+    parts: dict[str, int]
+
+    @property
+    def gradients(self) -> int:
+        return self.parts.get(GRADIENTS, 0)
+
+    def size(self, share: float) -> float:
+        """All of them, with `share` of the weights' gradients."""
+        return sum(self.parts.values()) - (1 - share) * self.gradients
+
+
 class Step(WithoutData):
     """What an optimizer step's passes hold and cost, counted while they run.
 
-    at: bytes of new tensors alive after each one, as (all but gradients of weights, these);
-    gradients: all of these; flops: of a micro-batch's matrix products, 2 a multiply-add, attention
-    counted in full.
+    at: the moment after each new tensor; flops: of a micro-batch's matrix products, 2 a
+    multiply-add, attention counted in full.
+
+    Parts: gradients of weights; the target's pass; weights' copies in the low type, as autocast
+    makes them; the losses' sweep over the vocabulary (logits, copies of LM heads, its gradients);
+    other activations of the forward; what else the backward makes.
     """
 
     yes = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.total = self.gradients = self.flops = 0
-        self.at: list[tuple[int, int]] = [(0, 0)]
+        self.sizes: dict[int, tuple[str, int]] = {}
+        self.parts: Counter[str] = Counter()
+        self.flops = 0
+        self.at = [Moment({})]
+        self.part = "activations"
+
+    @contextmanager
+    def making(self, part: str) -> Iterator[None]:
+        """While it lasts, new tensors are of this part."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    def named(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, whose tensors are of this part."""
+
+        @wraps(work)
+        def inside(*given: Any, **named: Any) -> Any:
+            with self.making(part):
+                return work(*given, **named)
+
+        return inside
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -90,43 +136,66 @@ class Step(WithoutData):
             self.flops += 2 * products * args[first].numel() * args[first + 1].shape[2]
         elif known := flop_registry.get(func._overloadpacket):
             self.flops += int(known(*args, **(kwargs or {}), out_val=made))
-        for storage in (x.untyped_storage() for x in tree_leaves(made) if isinstance(x, Tensor)):
+        copied = func is aten._to_copy.default and isinstance(args[0], nn.Parameter)
+        part = "weights' copies" if copied and self.part == "activations" else self.part
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(made):
             key = storage._cdata
-            if key not in self.sizes:
-                self.sizes[key] = storage.nbytes()
-                self.total += storage.nbytes()
-                self.at.append((self.total - self.gradients, self.gradients))
+            # A view, of a weight say, is nothing new.
+            if key not in self.sizes and key not in given:
+                self.sizes[key] = part, storage.nbytes()
+                self.parts[part] += storage.nbytes()
+                self.at.append(Moment(dict(self.parts)))
                 weakref.finalize(storage, self._drop, key).atexit = False
         return made
 
     def _drop(self, key: int) -> None:
-        self.total -= self.sizes.pop(key)
+        part, size = self.sizes.pop(key)
+        self.parts[part] -= size
 
-    def peak(self, share: float) -> tuple[int, int]:
-        """The fullest moment as (all but gradients, gradients), `share` of these being kept."""
-        other, gradients = max(self.at, key=lambda moment: moment[0] + share * moment[1])
-        return other, int(share * gradients)
+    def arrived(self, gradient: Tensor) -> None:
+        """This tensor turns out to be a weight's gradient."""
+        key = gradient.untyped_storage()._cdata
+        part, size = self.sizes[key]
+        self.sizes[key] = GRADIENTS, size
+        self.parts[part] -= size
+        self.parts[GRADIENTS] += size
+
+    def peak(self, share: float) -> Moment:
+        """The fullest moment, `share` of the gradients being kept."""
+        return max(self.at, key=lambda moment: moment.size(share))
 
 
 def rehearse(
-    story: Callable[[], Tensor], trained: Sequence[nn.Parameter], *, autocast: bool, micros: int
+    story: Callable[[], Tensor],
+    trained: Sequence[nn.Parameter],
+    frozen: nn.Module | None,
+    *,
+    autocast: bool,
+    micros: int,
 ) -> Step:
-    """Run forward and backward of `story`, which gives a loss, on fake tensors; micros: how often,
-    but what more than two micro-batches would hold is what two hold.
+    """Run forward and backward of `story`, which gives a loss, on fake tensors; frozen: the
+    target's body; micros: how often, but what more than two micro-batches would hold is what two
+    hold.
     """
     step, awaited, micros = Step(), {id(p) for p in trained}, min(micros, 2)
 
     def arrived(parameter: Tensor) -> None:
         if id(parameter) in awaited and parameter.grad is not None:
             awaited.remove(id(parameter))
-            step.gradients += parameter.grad.nbytes
+            step.arrived(parameter.grad)
 
     hooks = [p.register_post_accumulate_grad_hook(arrived) for p in trained]
-    with step:
+    swept = patch.object(chunked, "_sweep", step.named("losses", chunked._sweep))
+    passed: Any = nullcontext()
+    if frozen is not None:
+        passed = patch.object(frozen, "forward", step.named("target's pass", frozen.forward))
+    with step, swept, passed:
         for _ in range(micros):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = story()
-            loss.backward()
+            with step.making("backward"):
+                loss.backward()
             del loss
     for hook, parameter in zip(hooks, trained, strict=True):
         hook.remove()

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from draftsmith.decode.engine import memory
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import parse_tree
+from draftsmith.models.target import output_head
 from draftsmith.train.objectives.distillation import Distillation
-from draftsmith.train.objectives.heldout import DECODER_ROWS
-from draftsmith.train.plan.fake_step import Step, rehearse, sweeping_as_on
+from draftsmith.train.plan.fake_step import GRADIENTS, Step, rehearse, sweeping_as_on
 from draftsmith.train.plan.models import Staged, remade
 from draftsmith.train.run.optim import optimizers
 from draftsmith.train.run.settings import setting
@@ -31,6 +31,7 @@ from draftsmith.train.run.sharding import decoder_layers
 
 # DeepSpeed's defaults, in elements: a bucket of gradients, and what ZeRO-3 keeps gathered.
 BUCKET, GATHERED = 500_000_000, 1_000_000_000
+EVALUATION = "an evaluation"
 SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")  # ways to share out
 STATES = {"AdamW": 2, "Muon": 1, "SGD": 1}  # fp32 numbers a weight
 
@@ -49,17 +50,24 @@ class ModuleSizes(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Bytes of a rank, at its fullest moment."""
+    """Bytes of a rank, at its fullest moment; parts: of `step`; when: what it does then."""
 
     weights: int
     optimizer: int
     gradients: int
     target: int
     step: int
+    parts: dict[str, int]
+    when: str
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """What is held together, by name."""
+        return dict(zip(self._fields[:5], self[:5], strict=True))
 
     @property
     def total(self) -> int:
-        return sum(self)
+        return sum(self.columns.values())
 
 
 def sizes_of(staged: Staged) -> ModuleSizes:
@@ -74,7 +82,7 @@ def sizes_of(staged: Staged) -> ModuleSizes:
                     state += 4 * numbers * sum(p.numel() for p in group["params"])
     layers = [sum(p.nbytes for p in layer.parameters()) for layer in decoder_layers(trained)]
     learned = sum(p.numel() for p in trained.parameters() if p.requires_grad)
-    target = _frozen(staged.target) if staged.target else 0
+    target = staged.bytes_of(staged.target) if staged.target else 0
     edge, largest = weights - sum(layers), max(layers, default=0)
     return ModuleSizes(weights, learned, state, target, edge, largest)
 
@@ -91,6 +99,7 @@ def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
         found: Tensor = objective(staged.batch()).loss
         return found
 
+    body = output_head(staged.target)[0] if staged.target else None
     logits = config.batch_size * staged.length * staged.vocab
     # transformers' new names of checkpointing, of which it warns, aren't in its older versions.
     quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
@@ -107,8 +116,9 @@ def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
         for first in getattr(objective, "stages", [0]):
             if isinstance(objective, Distillation):
                 objective.steps_done = torch.tensor(first)  # one that can be read
-            steps.append(rehearse(loss, learned, autocast=autocast, micros=config.accumulation))
-    return max(steps, key=lambda step: sum(step.peak(1.0)))
+            how = {"autocast": autocast, "micros": config.accumulation}
+            steps.append(rehearse(loss, learned, body, **how))
+    return max(steps, key=lambda step: step.peak(1.0).size(1.0))
 
 
 def held(staged: Staged, sizes: ModuleSizes, step: Step, way: str, *, world: int) -> Held:
@@ -128,21 +138,30 @@ def held(staged: Staged, sizes: ModuleSizes, step: Step, way: str, *, world: int
         around = sizes.edge + 2 * sizes.layer  # the next layer's are fetched meanwhile
     if zero == 3:
         around += min(sizes.weights // 4, GATHERED) * low
-    target = sizes.target + staged.spare
-    shared = staged.target if setting(staged.config, "shard_target") else None
+    shared, resting = staged.target if setting(staged.config, "shard_target") else None, 0
     layers = [_frozen(layer) for layer in decoder_layers(shared)] if shared else []
+    target = sizes.target + staged.spare
     if layers:
         target -= sum(layers) - sum(layers) // world - 2 * max(layers)
+    if staged.target and setting(staged.config, "cache.offload_target"):
+        resting = sum(map(staged.bytes_of, decoder_layers(staged.target)))
     # ---- what comes and goes: the passes, the optimizer's step, an evaluation -----------------
-    other, gradients = step.peak(share)
     fresh = 4 * learned // cut  # fp32 copies of gradients, or the roots that AdamW takes of all
+    fresh *= zero > 0 or staged.device != "cpu"
+    passes = step.peak(share).parts
+    last = int(share * step.at[-1].gradients)
     moments = [
-        (around + other, gradients),
-        (around + fresh * (zero > 0 or staged.device != "cpu"), int(share * step.gradients)),
-        (around + _decoding(staged), 0),
+        ("a step's passes", {**passes, GRADIENTS: int(share * passes.get(GRADIENTS, 0))}, resting),
+        ("an optimizer's step", {GRADIENTS: last, "its own": fresh}, resting),
+        (EVALUATION, {"keys, values, a round": _decoding(staged)}, 0),
     ]
-    working, gradients = max(moments, key=sum)
-    return Held(weights, sizes.optimizer // cut, gradients, target, working)
+    found = []
+    for when, parts, away in moments:
+        parts = {**parts, "buckets, gathers": around}
+        gradients = parts.pop(GRADIENTS, 0)
+        own = (weights, sizes.optimizer // cut, gradients, target - away, sum(parts.values()))
+        found.append(Held(*own, parts, when))
+    return max(found, key=lambda held: held.total)
 
 
 def _decoding(staged: Staged) -> int:
@@ -153,10 +172,7 @@ def _decoding(staged: Staged) -> int:
         return 0
     asked, how = replay or config.heldout, replay or config
     new, vocab = asked.max_new_tokens, staged.vocab
-    rows, prompt = (
-        getattr(asked, "rows", DECODER_ROWS),
-        max(asked.prompt_tokens, staged.length - new),
-    )
+    rows, prompt = asked.rows, max(asked.prompt_tokens, staged.length - new)
     params = SamplingParams(how.temperature, max_new_tokens=new)
     tree = parse_tree(getattr(config, "tree", "chain"), how.K)
     work = memory.Work(rows, prompt, new, vocab, params, tree)

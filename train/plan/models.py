@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from draftsmith.models.disk.read_lm import load_config, read_json
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.taps import Tap, TargetStates
-from draftsmith.models.target import load_target
+from draftsmith.models.target import load_target, quantised_maps
 from draftsmith.models.tokenizer import load_tokenizer, vocab_size
 from draftsmith.train.drafts.start import TINY, open_draft, open_head, tiny_draft
 from draftsmith.train.live.batches import ServedBatch
@@ -37,6 +37,7 @@ from draftsmith.train.losses.top_k import TopKRows
 from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.plan.fake_step import WithoutData
 from draftsmith.train.run import recipe
+from draftsmith.train.run.frozen_target import check_frozen
 from draftsmith.train.run.loop import Objective
 from draftsmith.train.run.lora import Lora, with_lora
 from draftsmith.train.run.settings import setting
@@ -86,10 +87,20 @@ class Staged:
             with contextlib.suppress(ValueError):
                 tokenizer = load_tokenizer(spec.path, local_files_only=True)
         self.vocab = vocab_size(tokenizer)
+        check_frozen(self.config)
         joint = setting(self.config, "joint.enabled")
         target = model_of(family, getattr(torch, spec.dtype), self.config.lora if joint else None)
         self.target = self.masked(target if joint else target.requires_grad_(False).eval())
         return self.target, tokenizer
+
+    def bytes_of(self, part: nn.Module) -> int:
+        """Frozen weights of the target, or of a part of it, quantised as the recipe says."""
+        found = sum(p.nbytes for p in part.parameters() if not p.requires_grad)
+        if self.target is not None and self.config.target.quantise:
+            maps = {id(one) for one in quantised_maps(self.target)}
+            weights: list[Any] = [one.weight for one in part.modules() if id(one) in maps]
+            found -= sum(w.nbytes - w.numel() - 4 * len(w) for w in weights)  # a scale a row
+        return found
 
     def masked(self, model: Any) -> Any:
         """The model, with the masks that the run's batches ask for."""
@@ -215,8 +226,10 @@ def _eagle(cast: Staged, entry: Any) -> None:
         counts_V = torch.zeros(len(target.get_output_embeddings().weight), dtype=torch.int64)
         head = open_head(config.head, target, tokenizer, counts_V, config.seed)
     given = (head, target, tokenizer, cast.states(target, head.taps))
-    cast.objective = EagleObjective(config.unroll, *given, loss=config.loss)
+    cast.objective = made = EagleObjective(config.unroll, *given, loss=config.loss)
     cast.also(head, target.dtype)
+    if not head.vocab.is_full:  # the target's rows of the tokens that it drafts
+        cast.spare += made._p_heads[0].nbytes
 
 
 def _online(cast: Staged, entry: Any) -> None:
@@ -309,11 +322,12 @@ def read_config(field: str, path: str, *, head: bool = False) -> Any:
         return read_json(file)
     with contextlib.suppress(ValueError):
         if not head:
-            return load_config(path, local_files_only=True)
+            return load_config(path)  # of a hub name this one file is fetched
     other = "try target.shrink=true" if field == "target.path" else "leave it out for sizes"
     raise ValueError(
-        f"{field}: got {path}, expected {file} on this machine (weights aren't needed to plan); "
-        f"put that one file there, correct the path, or {other}"
+        f"{field}: got {path}, expected {file} on this machine, or a name of the hub, whose "
+        "config.json is fetched (weights aren't needed to plan); put that one file there, correct "
+        f"the path, or {other}"
     )
 
 

@@ -13,8 +13,9 @@ for aren't. docs/scale.md compares plans with measured peaks.
 
 import contextlib
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -61,12 +62,14 @@ class Choice(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """recipe: its arguments; tokens: of a step of all ranks; choices: the simplest first; best: the
-    simplest that fits, with checkpointing, which costs time, where it must be.
+    """recipe: its arguments; room: bytes that a rank may hold; tokens: of a step of all ranks;
+    choices: the simplest first; best: the simplest that fits, with checkpointing, which costs time,
+    where it must be.
     """
 
     asked: PlanRequest
     recipe: list[str]
+    room: float
     staged: Staged
     sizes: memory.ModuleSizes
     tokens: int
@@ -85,6 +88,19 @@ def main(argv: list[str]) -> None:
 def plan(argv: list[str]) -> Outline:
     """What the recipe in `argv` needs; ValueError also for what `staged` refuses."""
     asked, recipe = parted(PlanRequest, argv)
+    return outlined(asked, recipe, MACHINES[asked.gpu].gib * GIB * (1 - SPARE))
+
+
+def outlined(
+    asked: PlanRequest,
+    recipe: list[str],
+    room: float,
+    only: str = "",
+    known: dict[Any, Step] | None = None,
+) -> Outline:
+    """The plan for ranks that may hold `room` bytes; only: this one way to share out; known: steps
+    that were rehearsed, which is what takes time, and here are added to.
+    """
     cast = staged(recipe, "cpu" if asked.gpu == "cpu" else "cuda")
     config, sizes = cast.config, memory.sizes_of(cast)
     check_shards(config, asked.gpus)
@@ -92,30 +108,31 @@ def plan(argv: list[str]) -> Outline:
         raise ValueError(f"got gpus={asked.gpus}, expected 1: a draft that learns has one learner")
     ways = []
     for way in memory.SHARDINGS[: len(memory.SHARDINGS) if asked.gpus > 1 else 1]:
-        if config.entry in SMALL and way in ("zero3", "fsdp2"):
+        if (config.entry in SMALL and way in ("zero3", "fsdp2")) or way != (only or way):
             continue
         with contextlib.suppress(ValueError):  # a run of this kind wouldn't start
             check_mode("replicated" if way == "ddp" else way, config)
             ways.append(way)
-    room = MACHINES[asked.gpu].gib * GIB * (1 - SPARE)
     recomputed = [True] if config.gradient_checkpointing else [False, True]
     if cast.layered is None:
         recomputed = [False]
-    steps = {  # low weights don't come back
-        (low, checkpointing): memory.rehearsed(cast, checkpointing=checkpointing, low=low)
-        for low in sorted({way.startswith("zero") for way in ways})
-        for checkpointing in recomputed
-    }
+    cached, steps = bool(setting(config, "cache.path")), {} if known is None else known
+    text = config.batch_size, config.accumulation, cast.length, cached
+    for low in sorted({way.startswith("zero") for way in ways}):  # they don't come back
+        for checkpointing in recomputed:
+            if (low, checkpointing, *text) not in steps:
+                step = memory.rehearsed(cast, checkpointing=checkpointing, low=low)
+                steps[low, checkpointing, *text] = step
     choices = []
     for way in ways:
         for checkpointing in recomputed:
-            step = steps[way.startswith("zero"), checkpointing]
+            step = steps[way.startswith("zero"), checkpointing, *text]
             found = memory.held(cast, sizes, step, way, world=asked.gpus)
             seconds = _seconds(cast, sizes, step, asked, way)
             choices.append(Choice(way, checkpointing, found, seconds, found.total <= room))
     best = min((c for c in choices if c.fits), key=lambda c: c.checkpointing, default=None)
     tokens = config.batch_size * config.accumulation * asked.gpus * (cast.length or 1)
-    return Outline(asked, recipe, cast, sizes, tokens, choices, best)
+    return Outline(asked, recipe, room, cast, sizes, tokens, choices, best)
 
 
 def _seconds(
@@ -132,37 +149,88 @@ def _seconds(
     return passes + moved / (gpu.bandwidth * 1e9)
 
 
+def remedied(outline: Outline, only: str = "") -> tuple[list[str], Outline] | None:
+    """Flags with which a recipe fits, and its plan with them: the first of `remedies` that does."""
+    known: dict[Any, Step] = {}
+    for offer in remedies(outline.staged.config):
+        for flags in (offer, [*offer, "heldout.rows=4"]):
+            set_here = {flag.split("=")[0] for flag in flags}
+            kept = [text for text in outline.recipe if text.split("=")[0] not in set_here]
+            try:
+                found = outlined(outline.asked, [*kept, *flags], outline.room, only, known)
+            except ValueError:  # flags that this run doesn't take
+                break
+            if found.best is not None:
+                return flags, found
+            if found.choices[-1].held.when != memory.EVALUATION:
+                break
+    return None
+
+
+def remedies(config: Any) -> Iterator[list[str]]:
+    """What needs less memory: rows of a step one at a time, then the target in int8 and shorter
+    rows; then the target in host memory while steps read its states from disk, which costs disk
+    (EAGLE-3 of an 8B target 32 KB a token), and both.
+    """
+    rows, length = config.batch_size, setting(config, "text.max_length")
+    fewer = ["batch_size=1", f"accumulation={rows * config.accumulation}"] if rows > 1 else []
+    rounded = ["target.quantise=int8"] if config.target.path else []
+    path = setting(config, "cache.path")
+    kept = [f"cache.path={config.out}/states"] if path == "" else []
+    resting = [*kept, "cache.offload_target=true"] if path is not None else []
+    lengths = [f"text.max_length={length // part}" for part in (2, 4)] if length else []
+    for ways in ([[], rounded], [resting, [*rounded, *resting]]):
+        for shorter in ([], *([one] for one in lengths)):
+            for way in ways:
+                if flags := [*fewer, *shorter, *way]:
+                    yield flags
+
+
 def show(outline: Outline, console: Console) -> None:
-    """Print the choices as a table, and how to launch the best one."""
+    """Print the choices as a table, what the step of one is made of, and how to launch the best; if
+    none fits, the flags with which one does, and that plan.
+    """
     asked, config, best = outline.asked, outline.staged.config, outline.best
     title = f"{asked.gpus} x {asked.gpu}, {MACHINES[asked.gpu].gib:g} GiB each"
     table = Table("sharding", "checkpointing", title=title, title_justify="left")
-    for name in (*memory.Held._fields, "GiB a rank", "fits", "s/step", "hours"):
+    for name in (*outline.choices[0].held.columns, "GiB a rank", "fits", "s/step", "hours"):
         table.add_column(name, justify="right")
     for choice in outline.choices:
         table.add_row(
             choice.way if asked.gpus > 1 else "one",
             "yes" if choice.checkpointing else "no",
-            *(f"{part / GIB:.2f}" for part in (*choice.held, choice.held.total)),
+            *(f"{part / GIB:.2f}" for part in (*choice.held.columns.values(), choice.held.total)),
             "[green]yes[/green]" if choice.fits else "[red]no[/red]",
             f"{choice.seconds:.3g}",
             f"{choice.seconds * config.steps / 3600:.3g}",
             style="bold" if choice is best else "",
         )
     console.print(table)
+    console.print(made_of((best or outline.choices[-1]).held))
     tokens = f"{outline.tokens:,} tokens a step, {outline.tokens * config.steps:,} in all"
     console.print(f"{outline.sizes.learned:,} trained weights; at most {tokens}")
     if best is None:
         remedy = "lower batch_size or text.max_length, or take more or larger GPUs"
         if asked.gpus > 1 and not getattr(config, "shard_target", True):
             remedy += ", or share the target's layers out (shard_target=true)"
-        console.print(f"nothing fits: {remedy}")
+        if found := remedied(outline):
+            console.print(f"nothing fits as it is; this does: {' '.join(found[0])}", soft_wrap=True)
+            show(found[1], console)
+        else:
+            console.print(f"nothing fits: {remedy}")
         return
     speed, hours = outline.tokens / best.seconds, best.seconds * config.steps / 3600
     console.print(
         f"{speed:,.0f} tokens/s at {asked.mfu:.0%} of the peak: {hours * asked.gpus:.3g} GPU hours"
     )
     console.print(launch_line(outline, best), soft_wrap=True, highlight=False)
+
+
+def made_of(held: memory.Held) -> str:
+    """The column `step` in its parts, GiB."""
+    parts = sorted(held.parts.items(), key=lambda part: -part[1])
+    told = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size > GIB / 200)
+    return f"step, at the fullest moment ({held.when}): {told or 'under 0.01'}"
 
 
 def launch_line(outline: Outline, best: Choice) -> str:

@@ -23,6 +23,7 @@ from draftsmith.decode.prompts.chat import set_template
 from draftsmith.models.fingerprint import remember_body
 from draftsmith.models.taps import decoder_layers
 from draftsmith.models.target import load_target, output_head
+from draftsmith.train.run.loop import Evaluate
 from draftsmith.train.run.settings import setting
 
 
@@ -34,6 +35,7 @@ def open_target(
     `load_target`, `set_template` and `check_shards` refuse.
     """
     check_shards(config, accelerator.num_processes)
+    check_frozen(config)
     # Whole in the host's memory alone if cut: the device sees one whole layer at a time.
     place = "cpu" if config.shard_target else accelerator.device
     target, tokenizer = load_target(config.target.resolved(config.dtype), place)
@@ -58,6 +60,41 @@ def check_shards(config: Any, processes: int) -> None:
     ):
         if shared and setting(config, key):
             raise ValueError(f"got shard_target=true and {why}: say shard_target=false")
+
+
+def check_frozen(config: Any) -> None:
+    """ValueError for a recipe that needs of its target what it says not to keep: its layers, where
+    they wait elsewhere, or exact weights, where they are quantised.
+    """
+    steps = ("shard_target", "on_policy.share", "head.weight", "joint.enabled")
+    exact = ("shard_target", "joint.enabled")
+    for key, needs in (("cache.offload_target", steps), ("target.quantise", exact)):
+        said = setting(config, key)
+        wrong = [f"{name}={value}" for name in needs if (value := setting(config, name))]
+        if key == "target.quantise" and setting(config, "draft.init") == "target":
+            wrong.append("draft.init=target")
+        if key == "cache.offload_target" and said and not config.cache.path:
+            wrong.append("no cache.path")
+        if said and wrong:
+            raise ValueError(f"got {key}={said} with {', '.join(wrong)}: leave one of them out")
+
+
+def offloaded(config: Any, target: PreTrainedModel, evaluate: Evaluate) -> Evaluate:
+    """With `cache.offload_target` the target's decoder layers wait in the host's memory from now
+    on, and come back while `evaluate` runs. Embeddings and LM head stay: steps read their rows.
+    """
+    if not config.cache.offload_target:
+        return evaluate
+    device, layers = target.device, nn.ModuleList(decoder_layers(target)).to("cpu")
+
+    def brought_back() -> dict[str, float]:
+        layers.to(device)
+        try:
+            return evaluate()
+        finally:
+            layers.to("cpu")
+
+    return brought_back
 
 
 def share_out(target: PreTrainedModel, device: torch.device) -> None:

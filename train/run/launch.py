@@ -28,11 +28,15 @@ Config = TypeVar("Config", bound=Settings)
 
 
 def begin(
-    schema: type[Config], argv: list[str], shrunk: Callable[[Config], Config]
+    schema: type[Config],
+    argv: list[str],
+    shrunk: Callable[[Config], Config],
+    refuse: Callable[[Any, list[str], torch.device, str, int], None],
 ) -> tuple[Config, Accelerator, Run | None]:
     """The recipe of a training entry, the accelerator of this process, the run folder: None, after
-    a word, where the run is finished. shrunk: makes a trial of the recipe. ValueError: what
-    `recipe.load`, `check_made`, `start` and `Run` refuse.
+    a word, where the run is finished. shrunk: makes a trial of the recipe; refuse: what can't fit
+    here (train/plan/refuse.py). ValueError: also what `recipe.load`, `check_made`, `start` and
+    `Run` refuse.
     """
     config: Any = recipe.check_made(recipe.load(schema, argv))
     config = shrunk(config) if config.target.shrink else config
@@ -43,6 +47,8 @@ def begin(
         accelerator.print(f"{done['result']} is finished: nothing to do")
         return config, accelerator, None
     accelerator.print(recipe.show(config, config.show))
+    way = mode(accelerator).replace("replicated", "ddp")
+    refuse(config, argv, accelerator.device, way, accelerator.num_processes)
     return config, accelerator, run
 
 

@@ -40,6 +40,7 @@ class Settings:
     processes: int = 0  # how many the launch must have; 0: as launched
     allow_resize: bool = False  # resume on other batches or processes where that isn't exact
     save_dtype: str = "bfloat16"  # of the result: bfloat16 | float32
+    plan: bool = True  # refuse what can't fit, before weights are loaded
     track: str = "none"  # none | wandb | tensorboard | mlflow, or another of accelerate's
     show: str = "changes"  # printed at the start: changes (what isn't as by default) | all
 

@@ -37,6 +37,8 @@ class Cache:
     path: str = ""  # a folder; empty: they are made anew at each step
     int8: bool = False  # at half the size
     top_k: int = 0  # instead of states, so many of the likeliest tokens; 0: states, exact
+    # The target's layers wait in the host's memory while steps read the cache.
+    offload_target: bool = False
 
 
 class OnlineTaps:

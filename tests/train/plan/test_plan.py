@@ -4,14 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.command import guarded
+from draftsmith.decode.engine.memory import GIB
+from draftsmith.decode.predict.machines import MACHINES
+from draftsmith.models.taps import TargetStates
 from draftsmith.models.tokenizer import stand_in_tokenizer
-from draftsmith.train.drafts.start import fresh_draft
+from draftsmith.train.drafts.start import fresh_draft, open_head
 from draftsmith.train.objectives.distillation import Distillation, stages
+from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.plan.fake_step import measured_peak
 from draftsmith.train.plan.memory import Held, held, rehearsed
+from draftsmith.train.plan.models import sized_tokenizer
 from draftsmith.train.plan.table import Outline, main, plan
 from draftsmith.train.run.optim import optimizers
 from draftsmith.train.teachers.teachers import StateTeacher
@@ -20,6 +25,7 @@ from draftsmith.train.text.on_policy import Snapshot
 
 MIB = 1 << 20
 SHAPE = ("draft.heads=4", "draft.kv_heads=2", "steps=10", "heldout.prompt_tokens=4")
+SHAPE += ("heldout.rows=1",)
 # Prompts are short, so that training is what needs most.
 WIDE = ("draft.layers=1", "draft.hidden=64", "draft.intermediate=128", "text.max_length=64")
 WIDE += ("heldout.max_new_tokens=60", "batch_size=4")
@@ -92,6 +98,103 @@ def test_a_plan_is_what_two_real_steps_hold(
     assert best is not None
     expected, found = best.held.total, measured_peak(lambda: two_steps(outline))
     assert 0.8 < expected / found < 1.2, f"{expected / MIB:.1f} MiB planned, {found / MIB:.1f} held"
+
+
+# What the planner prints for eagle3/qwen3-8b on a card of 24 GB, with rows of this size.
+ONE_CARD = ("batch_size=1", "accumulation=4", "text.max_length=256", "cache.offload_target=true")
+ONE_CARD += ("heldout.rows=1",)
+
+
+def steps_on_kept_states(outline: Outline, target: LlamaForCausalLM) -> None:
+    """Two optimizer steps of a planned EAGLE-3 run, whose states come from elsewhere."""
+    config, vocab = outline.staged.config, outline.staged.vocab
+    counts_V, tokenizer = torch.arange(vocab), sized_tokenizer(vocab)
+    head = open_head(config.head, target, tokenizer, counts_V, seed=0)
+    hidden, shape = target.config.hidden_size, (1, config.text.max_length)
+
+    def kept(batch: Batch) -> TargetStates:
+        states_BTU = torch.randn(*shape, hidden * (1 + len(head.taps))).bfloat16()
+        return TargetStates(states_BTU[..., :hidden], states_BTU[..., hidden:])
+
+    objective = EagleObjective(config.unroll, head, target, tokenizer, kept).train()
+    snapshot = Snapshot(head, torch.bfloat16)
+    learners = optimizers(objective, config)
+    for _ in range(2):
+        for _ in range(config.accumulation):
+            ids_BT = torch.randint(vocab, shape)
+            at_BT = torch.arange(shape[1])[None]
+            batch = Batch(ids_BT, at_BT, torch.ones_like(ids_BT, dtype=torch.bool), None, ())
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = objective(batch).loss
+            (loss / ids_BT.numel()).backward()
+        for learner in learners:
+            learner.step()
+            learner.zero_grad()
+    assert snapshot.take() is not head
+
+
+def test_one_card_holds_what_its_plan_says(tmp_path: Path) -> None:
+    """Within 10%, with the flags that the planner gives: the target's layers are away while the
+    head trains, and what stays of it (embeddings, LM head, norm) was there before. Few logits: a
+    CPU's products in bf16 hold a copy of them of their own.
+    """
+    target_at(tmp_path, 1024, layers=4)
+    sizes = (f"target.path={tmp_path}", f"cache.path={tmp_path}/states", "head.draft_vocab=256")
+    short = ("heldout.prompt_tokens=4", "heldout.max_new_tokens=8", "gpu=cpu")
+    outline = plan(["recipe=eagle3/qwen3-8b", *sizes, *ONE_CARD, *short])
+    family = LlamaConfig.from_pretrained(tmp_path)
+    target = LlamaForCausalLM(family).bfloat16().eval().requires_grad_(False)
+    stays = sum(p.nbytes for p in target.parameters())
+    stays -= sum(p.nbytes for p in target.model.layers.parameters())
+    (choice,) = outline.choices
+    assert choice.held.when == "a step's passes" and choice.held.parts["losses"] > 0
+    assert choice.held.target - outline.staged.spare == stays
+    found = measured_peak(lambda: steps_on_kept_states(outline, target))
+    expected = choice.held.total - stays
+    assert 0.9 < expected / found < 1.1, f"{expected / MIB:.1f} MiB planned, {found / MIB:.1f} held"
+
+
+def test_a_frozen_weight_that_is_read_is_nothing_new(tmp_path: Path) -> None:
+    """Views of weights are no new tensors: a deep target's pass holds what a flat one's does."""
+    flat, deep = (planned(tmp_path, 1024, *WIDE, layers=layers) for layers in (2, 8))
+    parts = [outline.choices[0].held.parts for outline in (flat, deep)]
+    assert parts[0] == parts[1]
+
+
+def test_a_step_is_broken_down(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    held = planned(tmp_path, 32000, *WIDE).choices[0].held
+    assert sum(held.parts.values()) == held.step and min(held.parts.values()) >= 0
+    assert {"activations", "losses", "weights' copies", "target's pass"} <= held.parts.keys()
+    main(["recipe=gsm8k/distill", "target.shrink=true", "gpu=cpu"])
+    assert "step, at the fullest moment (" in capsys.readouterr().out
+
+
+def test_flags_that_would_fit_are_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of the planner's offers that fits, with the run's tokens a step kept."""
+    given = ["recipe=eagle3/qwen3-8b", target_at(tmp_path, 8192, layers=2), "out=x", "gpu=l40s"]
+    given += ["head.draft_vocab=2048", "heldout.rows=1"]
+    needed = plan(given).choices[0].held.total / GIB
+    monkeypatch.setitem(MACHINES, "l40s", MACHINES["l40s"]._replace(gib=0.95 * needed))
+    main(given)
+    shown = capsys.readouterr().out
+    assert "this does: batch_size=1 accumulation=4" in shown and shown.count("1 x l40s") == 2
+    last = shown.splitlines()[-1]
+    assert "train/eagle.py recipe=eagle3/qwen3-8b" in last and "accumulation=4" in last
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["cache.offload_target=true"], "with no cache.path"),
+        (["cache={path: x, offload_target: true}", "on_policy=0.5"], "on_policy.share=0.5"),
+        (["target.quantise=int8", "draft.init=target"], "draft.init=target"),
+    ],
+)
+def test_flags_that_contradict_are_refused(flags: list[str], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        planned(tmp_path, 1024, *WIDE, *flags)
 
 
 def test_weights_and_states_are_counted_one_by_one(tmp_path: Path) -> None:
