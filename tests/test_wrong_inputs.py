@@ -188,6 +188,8 @@ CASES = [
     (f"{SERVE} port=99999", "port: got 99999, expected 0 to 65535"),
     (f"{SERVE} port=TAKEN", "port=TAKEN (Address already in use), expected a free port"),
     (f"{SERVE} host=no.such.host", "got host=no.such.host port=0", "expected"),
+    (f"{SERVE} K=0", "K: got 0, expected at least 1"),
+    (f"{TRIM} limit=0", "limit: got 0, expected at least 1"),
     (f"{SERVE} rows=0", "rows: got 0, expected at least 1"),
     (f"{SERVE} drafter=ngram online=new", "online: got new and no draft that can learn, expected"),
     ("export drafter=draft target=target to=vlm", "to: got 'vlm', expected one of sglang"),
