@@ -72,7 +72,7 @@ def load_tokenizer(path: str | Path, *, local_files_only: bool = False) -> PreTr
         return AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=False, local_files_only=local_files_only, **heads
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"got {path}, from which no tokenizer can be read ({first_line(error)}); expected "
             "tokenizer files in transformers' layout; check the path, or copy the files again"

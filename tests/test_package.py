@@ -131,7 +131,7 @@ def test_the_four_commands_run_from_the_wheel_alone(
     ]
     assert subprocess.check_output(python, **how).startswith(str(installed.parents[1]))
     target, small = "target=my-model", ["max_new_tokens=8", "limit=40"]
-    assert "38 of 38 answers" in ran("prepare", target, "data=prompts.jsonl", "out=answers", *small)
+    assert "40 of 40 answers" in ran("prepare", target, "data=prompts.jsonl", "out=answers", *small)
     brief = [
         "steps=2",
         "heldout.data=prompts.jsonl",

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.command import run_command
+from draftsmith.command import check_least, run_command
 from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.models.disk.provenance import provenance
@@ -71,6 +71,10 @@ class PretrainConfig(Settings):
     heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)  # prompts 0: the loss alone
     temperature: float = 1.0  # of the held-out figures
     K: int = 4  # drafted tokens a round: for tau and MBSU, and the result's default
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, heldout_sequences=1)
 
 
 def main(argv: list[str]) -> None:

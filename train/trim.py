@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.command import parse
+from draftsmith.command import check_least, parse
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
 from draftsmith.decode.drafters.load import drafter_in, load_decoded
@@ -86,6 +86,9 @@ class Trim:
     seed: int = 0
     device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        check_least(self, K=1, limit=1, prompt_tokens=1)
 
     @property
     def compared(self) -> list[int]:

@@ -86,7 +86,7 @@ class Evaluation:
             if getattr(self, name) not in known:
                 choices = ", ".join(filter(None, known))
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {choices}")
-        check_least(self, turns=1, limit=1, prompt_tokens=1, threads=0)
+        check_least(self, turns=1, limit=1, prompt_tokens=1, threads=0, seed=0)
         if self.max_new_tokens < 2:
             raise ValueError(
                 f"max_new_tokens: got {self.max_new_tokens}, expected at least 2; the first token "

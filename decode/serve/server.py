@@ -41,7 +41,7 @@ from draftsmith.models.target import TargetSpec
 
 DEFAULT = "default"  # the tag of the first lane
 LEAST = {"max_len": 2, "keep_requests": 2, "max_queue": 0, "drain_s": 0, "log_s": 0, "threads": 0}
-LEAST |= dict.fromkeys(("rows", "max_tokens", "max_body", "keep_top_k"), 1)
+LEAST |= dict.fromkeys(("rows", "max_tokens", "max_body", "keep_top_k", "K"), 1)
 FLUSH_S = 5  # that answers have to reach their clients once they are whole
 
 

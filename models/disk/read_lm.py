@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -29,7 +30,7 @@ def load_config(path: str | Path, *, local_files_only: bool = False) -> Pretrain
         return AutoConfig.from_pretrained(
             str(path), trust_remote_code=False, local_files_only=local_files_only
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(_unreadable(path, error)) from error
 
 

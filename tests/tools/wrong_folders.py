@@ -26,9 +26,10 @@ def make_folders(
     """Whole: target, draft, eagle and medusa for it, rows of every kind. Beside them:
 
     torn (the target, half of its weights), no_weights, plain (no chat template), no_tokens (no
-    tokenizer), t5 (no causal LM), other (a target of other weights), other_draft (for it),
-    foreign (a draft with other tokens), a_file, nothing (an empty folder), ran (a finished run),
-    answered (of train/prepare.py, three answers asked and none there).
+    tokenizer), no_words (an empty one), odd (of an unknown family), t5 (no causal LM), other (a
+    target of other weights), other_draft (for it), foreign (a draft with other tokens), a_file,
+    nothing (an empty folder), ran (a finished run), answered (of train/prepare.py, three answers
+    asked and none there).
     """
     save_pair(root, target, draft, tokenizer)
     mark = fingerprint(target, tokenizer)
@@ -36,8 +37,13 @@ def make_folders(
         save(root / kind, kind, head_folders.made(kind, target), tokenizer, mark)
     (root / "eagle3").rename(root / "eagle")
 
-    for copy, of in (("torn", "target"), ("no_weights", "draft"), ("no_tokens", "target")):
+    copies = {"no_weights": "draft"} | dict.fromkeys(
+        ("torn", "no_tokens", "odd", "no_words"), "target"
+    )
+    for copy, of in copies.items():
         shutil.copytree(root / of, root / copy)
+    (root / "odd/config.json").write_text('{"model_type": "lamma"}')
+    (root / "no_words/tokenizer.json").write_text("{}")
     weights = (root / "torn/model.safetensors").read_bytes()
     (root / "torn/model.safetensors").write_bytes(weights[: len(weights) // 2])
     (root / "no_weights/model.safetensors").unlink()

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.command import check_least
 from draftsmith.models.draft_init import start_from_target
 from draftsmith.models.draft_lm import draft_from_config, load_draft, recast
 from draftsmith.models.fingerprint import fingerprint
@@ -255,7 +257,15 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle:
     }
     sizes = layer_like(target, source.layers).to_dict() | {k: v for k, v in named.items() if v}
     kept = {k: sizes[k] for k in (*LAYER_FIELDS, "rope_parameters") if sizes.get(k) is not None}
-    config = EagleConfig(LAYER_CONFIGS[source.layer](**kept), source.version, **three)
+    check_least(source, layers=1, heads=0, kv_heads=0, head_dim=0, intermediate=0)
+    try:
+        layer = LAYER_CONFIGS[source.layer](**kept)
+    except StrictDataclassError as error:
+        why = str(error).splitlines()[-1].strip()
+        raise ValueError(
+            f"head: got sizes that don't fit ({why}); expected ones that do"
+        ) from error
+    config = EagleConfig(layer, source.version, **three)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         return Eagle(config)
