@@ -67,12 +67,12 @@ class Prepare:
     """What to ask the target, and how it answers."""
 
     target: TargetSpec  # with endpoint=, only its tokenizer is read
-    data: str  # rows with prompts, or documents, of which windows are prompts
+    prompts: str  # rows with prompts, or documents, of which windows are prompts
     out: str  # the folder that answers go to
     entry: str = "prepare"
     split: str = "train"  # train | heldout | all
-    limit: int = 0  # prompts; 0: one a row
-    prompt_length: int = 64  # tokens of a window of a document
+    limit: int | None = None  # of them; none: one a row
+    prompt_tokens: int = 64
     max_prompt_tokens: int = 0  # leave longer prompts out; 0: one beyond the context is an error
     samples: int = 1  # answers a prompt
     max_new_tokens: int = 0  # 0: 256, and 2048 of a model that thinks before it answers
@@ -114,9 +114,9 @@ def main(argv: list[str]) -> None:
     params = sampling(config, THINKING_LENGTH if thinks(tokenizer) else LENGTH)
 
     # ---- prompts -----------------------------------------------------------------------------
-    asked = {"limit": config.limit, "window": config.prompt_length, "samples": config.samples}
-    asked |= {"seed": config.seed, "top_logprobs": served.top_logprobs}
-    asks = from_rows(load_rows(config.data, config.split), tokenizer, **asked)
+    asked: dict[str, Any] = {"limit": config.limit, "window": config.prompt_tokens}
+    asked |= {"samples": config.samples, "seed": config.seed, "top_logprobs": served.top_logprobs}
+    asks = from_rows(load_rows(config.prompts, config.split), tokenizer, **asked)
     longest = min(room, config.max_prompt_tokens or room)
     asks = fitting(asks, longest=longest, leave_out=config.max_prompt_tokens > 0)
 

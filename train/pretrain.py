@@ -59,7 +59,7 @@ class PretrainConfig(Settings):
     text: Text = field(default_factory=Text)
     corpus: Corpus = field(default_factory=Corpus)
     heldout_sequences: int = 64  # at each evaluation
-    heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)  # prompts 0: the loss alone
+    heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)  # limit 0: the loss alone
     temperature: float = 1.0  # of the held-out figures
     K: int = 4  # drafted tokens a round: for tau and MBSU, and the result's default
 
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
     source: Examples | CorpusStream
     batches: StepBatches
     if sources := config.corpus.sources:
-        left_out = held_out_texts(config.data, config.heldout.data)
+        left_out = held_out_texts(config.data, config.heldout.prompts)
         batches = source = CorpusStream(config.corpus, config.text, config, tokenizer, left_out)
         amount = f"text from {', '.join(sources)}"
     else:
@@ -130,7 +130,7 @@ def target_and_tokenizer(
     target: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
     if config.target.path:
-        where = device if config.heldout.prompts else "cpu"
+        where = device if config.heldout.limit else "cpu"
         target, tokenizer = load_target(config.target.resolved(config.dtype), where)
         if config.model.path:
             check_same_tokenizer(tokenizer, load_tokenizer(config.model.path))
@@ -158,7 +158,7 @@ def make_objective(
     tokenizer: PreTrainedTokenizerBase,
 ) -> NextToken | Distillation:
     """Cross-entropy with the text; as a distillation where figures with the target are asked."""
-    if target is None or not config.heldout.prompts:
+    if target is None or not config.heldout.limit:
         return NextToken(model)
     size, warp = vocab_size(tokenizer), config.heldout.params(config.temperature)
     teacher, ce = StateTeacher(target, size), stages(Losses(name="ce"), 1)
@@ -168,7 +168,7 @@ def make_objective(
 def shrunk(config: PretrainConfig) -> PretrainConfig:
     """Two steps of a tiny model on little text: shows that a recipe composes and runs."""
     short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "heldout_sequences": 2}
-    short["heldout"] = HeldOutPrompts(prompts=2, prompt_tokens=8, max_new_tokens=8)
+    short["heldout"] = HeldOutPrompts(limit=2, prompt_tokens=8, max_new_tokens=8)
     sources = list(dict.fromkeys(map(text_at_hand, config.corpus.sources)))
     short["corpus"] = replace(config.corpus, sources=sources, weights=[], shuffle=8)
     short |= {"model": TINY, "lora": Lora(), "tokenizer_size": 300}

@@ -70,7 +70,7 @@ def advise(
         plans += [chain_plan(k) for k in range(plan.levels + 1, deepest + 1)]
     costs = costs_of(settings, pair, name, spec, plans[-1])
     cost_K = np.array([costs.of(one) for one in plans])
-    found = counted(spec, settings.batch, plan.levels, cost_K)
+    found = counted(spec, settings.batch_size, plan.levels, cost_K)
 
     def speedups(groups: np.ndarray) -> np.ndarray:
         return speed.speedup(plain, spec, groups) * found.gains(groups)
@@ -87,7 +87,7 @@ def advise(
         alone = replace(pair, drafters={name: drafter}, decoding=decoding)
         again = time_arms(replace(settings, baseline="native"), alone, prompts, tick)
         spec, plain = again[name], again[None]
-    measured: Values = speed.speedups(plain, spec, settings.batch) if best["K"] else {}
+    measured: Values = speed.speedups(plain, spec, settings.batch_size) if best["K"] else {}
     advice: Values = {"depths": depths, "best": best["K"], "foretold": best["speedup"]}
     advice["measured"] = measured.get("speedup")
     advice["measured_interval"] = measured.get("speedup_interval")
@@ -100,7 +100,7 @@ def costs_of(settings: Evaluation, pair: Loaded, name: str, spec: Arm, largest: 
     answers = spec.completions
     twice = sum(2 * len(c.prompt_tokens) + len(c.tokens) for c in answers) // len(answers)
     runner = pair.decoder(settings, None).runner
-    return measured_costs(runner, pair.drafters[name], largest, settings.batch, twice)
+    return measured_costs(runner, pair.drafters[name], largest, settings.batch_size, twice)
 
 
 def counted(spec: Arm, size: int, levels: int, cost_K: np.ndarray) -> Depths:

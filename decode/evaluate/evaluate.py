@@ -48,7 +48,7 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Values
     pair = load(settings, drafters, settings.dtype)
     prompts, skipped = choose_prompts(settings, pair)
     with Progress(transient=True) as progress:
-        groups = -(-len(prompts) // settings.batch)
+        groups = -(-len(prompts) // settings.batch_size)
         bar = progress.add_task(f"decoding in turns ({settings.dtype})", total=groups)
         timed = time_arms(settings, pair, prompts, lambda: progress.advance(bar))
         if not sum(timed[None].tokens):
@@ -64,7 +64,7 @@ def evaluate(settings: Evaluation, drafters: dict[str, str]) -> dict[str, Values
             report["drafter"] = {"kind": pair.drafters[name].kind, "path": path}
             report |= speed.speed_part(settings, pair, name, timed)
             plain, spec = timed[None], timed[name]
-            report |= speed.by_category(prompts, plain, spec, settings.batch)
+            report |= speed.by_category(prompts, plain, spec, settings.batch_size)
             # Tau never stands alone where the answers may differ from the target's own.
             report["task"] = exact_match(prompts, plain.questions, spec.questions)
             same = agreement(plain.questions, spec.questions) if settings.lossy else None
@@ -197,7 +197,7 @@ def tau_by_rule(
         return None
     taus = {settings.rule: tau}
     for rule in sorted({"coupled", "block"} - {settings.rule}):
-        decoder = pair.decoder(settings, name, rule=rule, batch_size=max(8, settings.batch))
+        decoder = pair.decoder(settings, name, rule=rule, batch_size=max(8, settings.batch_size))
         asked, numbers = zip(*((c.prompt_tokens, c.index) for c in plain.completions), strict=True)
         done = decoder.generate(asked, settings.params, indices=numbers)
         taus[rule] = metrics.block_efficiency([c.counters for c in done])

@@ -61,7 +61,7 @@ class Calibration:
     prompt_tokens: int = 64
     thinking: bool | None = None
     template_kwargs: str = ""
-    batch: int = 8
+    batch_size: int = 8
     seed: int = 0
     device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "bfloat16"
@@ -188,7 +188,7 @@ def run(settings: Calibration) -> Calibrated:
         decoder.tokenizer,
         limit=settings.limit,
         prompt_tokens=settings.prompt_tokens,
-        part="tune",
+        split="tune",
     )
     # The answers are plain decoding's, whatever drafts: so they may be drafted.
     events = decoder.stream([prompt.tokens for prompt in prompts], params)

@@ -54,8 +54,8 @@ def mean_output(
 class HeldOutPrompts:
     """The group `heldout` of a recipe: what a draft is measured on with its target as it trains."""
 
-    data: str = ""  # whose prompts the target answers; empty: the held-out side of the run's data
-    prompts: int = 32
+    prompts: str = ""  # that the target answers; empty: of the held-out side of the run's data
+    limit: int = 32  # of them
     prompt_tokens: int = 32  # of a document, where it is to be continued
     max_new_tokens: int = 128
 
@@ -68,9 +68,9 @@ def shrunk(config: Any) -> Any:
     """Two steps of a recipe on a tiny random target, whose states aren't worth keeping: shows that
     it composes and runs.
     """
-    prompts_from = text_at_hand(config.heldout.data or config.data)
+    prompts_from = text_at_hand(config.heldout.prompts or config.data)
     data = config.data if Path(config.data).exists() else prompts_from
-    few = HeldOutPrompts(data=prompts_from, prompts=2, prompt_tokens=8, max_new_tokens=8)
+    few = HeldOutPrompts(prompts=prompts_from, limit=2, prompt_tokens=8, max_new_tokens=8)
     text = replace(config.text, max_length=min(config.text.max_length, 256))
     short = {"steps": 2, "warmup": 0, "batch_size": 2}
     return replace(config, data=data, heldout=few, text=text, cache=Cache(), **short)
@@ -106,8 +106,8 @@ def open_heldout(
     `prompts_for_development` pass.
     """
     asked = config.heldout
-    size = {"count": asked.prompts, "length": asked.prompt_tokens}
-    prompts = prompts_for_development(asked.data or config.data, tokenizer, **size)
+    size = {"limit": asked.limit, "prompt_tokens": asked.prompt_tokens}
+    prompts = prompts_for_development(asked.prompts or config.data, tokenizer, **size)
     heldout = HeldOut(accelerator, target, tokenizer, prompts, params, config.batch_size)
     heldout.write_answers(run.cache / "heldout.safetensors")
     return heldout

@@ -84,7 +84,7 @@ def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
     autocast, as DeepSpeed has it. The weights stay so, since there is no way back.
     """
     config, objective = staged.config, staged.objective
-    bf16 = config.precision == "bf16"
+    bf16 = config.dtype == "bfloat16"
     autocast = bf16 and not low
 
     def loss() -> Tensor:
@@ -114,7 +114,7 @@ def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
 def held(staged: Staged, sizes: ModuleSizes, step: Step, way: str, *, world: int) -> Held:
     """What a rank of `world` holds. step: rehearsed with low weights where `way` is of ZeRO."""
     zero = int(way[-1]) if way.startswith("zero") else 0  # DeepSpeed's stage
-    learned, low = sizes.learned, 2 if staged.config.precision == "bf16" else 4
+    learned, low = sizes.learned, 2 if staged.config.dtype == "bfloat16" else 4
     # ---- what lasts: weights, optimizer state, frozen models, buffers -------------------------
     weights, around, cut = sizes.weights, 0, 1 if way == "ddp" else world
     share = 1 / world if zero >= 2 or way == "fsdp2" else 1.0

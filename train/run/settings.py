@@ -25,7 +25,7 @@ class Settings:
     beta2: float = 0.95
     momentum: float = 0.95  # of sgd and muon
     clip_norm: float = 1.0  # 0: no clipping
-    precision: str = "bf16"  # bf16: autocast over fp32 weights | fp32
+    dtype: str = "bfloat16"  # bfloat16: autocast over float32 weights | float32
     gradient_checkpointing: bool = False
     compile: bool = False  # the draft's decoder layers, by torch.compile
     eval_every: int = 100
@@ -50,11 +50,6 @@ class Settings:
         if self.clip_norm < 0 or self.lr <= 0:
             raise ValueError(f"got lr={self.lr}, clip_norm={self.clip_norm}, expected > 0, >= 0")
 
-    @property
-    def dtype(self) -> str:
-        """Of frozen models, and of copies to decode with."""
-        return "bfloat16" if self.precision == "bf16" else "float32"
-
 
 def setting(config: object, key: str) -> Any:
     """The value of a key such as `text.max_length`; None where this entry has no such key."""
@@ -66,7 +61,7 @@ def setting(config: object, key: str) -> Any:
 CHOICES = {
     "optimizer": ("adamw", "sgd", "muon"),
     "schedule": ("cosine", "linear", "constant"),
-    "precision": ("bf16", "fp32"),
+    "dtype": ("bfloat16", "float32"),
     "best_mode": ("min", "max"),
     "save_dtype": ("bfloat16", "float32"),
     "track": ("none", "wandb"),
