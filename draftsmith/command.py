@@ -26,6 +26,25 @@ T = TypeVar("T")
 Main = Callable[[list[str]], int | None]
 
 USERS_ERROR, INTERRUPTED = 2, 130
+# Keys that had another name: `docs/words.md`.
+RENAMED = {
+    "batch": "batch_size",
+    "data": "prompts",
+    "device": "gpu",
+    "drafts": "drafters",
+    "fit": "results",
+    "folder": "drafter online",
+    "head.prompts": "head.limit",
+    "heldout.data": "heldout.prompts",
+    "max_len": "max_length",
+    "max_tokens": "max_new_tokens",
+    "part": "split",
+    "precision": "dtype",
+    "prompt_length": "prompt_tokens",
+    "replay.part": "replay.split",
+    "replay.rows": "replay.batch_size",
+    "rows": "batch_size results",
+}
 OTHERS_WAIT_S = 60.0  # for the first process to tell the same error; the launcher ends them then
 
 
@@ -135,6 +154,8 @@ def place(key: str, known: Collection[str]) -> str:
 
 def unknown(what: str, word: str, known: Collection[str]) -> str:
     """What to answer: words with the same last part, those that it begins, or the nearest one."""
+    if now := [name for name in RENAMED.get(word, "").split() if name in known]:
+        return f"unknown {what} {word!r}: it is {now[0]} now"
     begun = [one for one in known if one.startswith(f"{word} ")]
     near = [one for one in known if one.rpartition(".")[2] == word.rpartition(".")[2]]
     if near := near or ([] if begun else difflib.get_close_matches(word, known, n=1)):

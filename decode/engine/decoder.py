@@ -156,8 +156,8 @@ class Decoder:
         it before anything else is decoded.
 
         batch_size: rows that decode at a time; max_length: tokens of the longest, prompt and
-        answer; finished: called as requests end, with what the target knew of their answers if `harvest`. ValueError
-        for a rule by rejection, whose answers would depend on the drafter.
+        answer; finished: called as requests end, with what the target knew of their answers if
+        `harvest`. ValueError for a rule by rejection, whose answers would depend on the drafter.
         """
         how = self.settings
         if not RULES[how.rule].identical or how.same_shape or how.lossy:

@@ -93,8 +93,8 @@ def read_rows(file: str) -> list[Row]:
         absent = [name for name in FIELDS if name not in row]
         if absent:
             raise ValueError(
-                f"results: got row {number} of {file} without {', '.join(absent)}; expected each to "
-                f"have {', '.join(FIELDS)}"
+                f"results: got row {number} of {file} without {', '.join(absent)}; expected each "
+                f"to have {', '.join(FIELDS)}"
             )
         if not all(isinstance(row[axis], int | float) and row[axis] > 0 for axis in AXES):
             raise ValueError(

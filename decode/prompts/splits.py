@@ -21,9 +21,9 @@ SHARED_LINE_LEAST = 12
 
 
 def load_rows(data: str, split: str) -> list[Row]:
-    """The rows of one split of `data` (see `sources.read_source`), in its order: `train`, `heldout`,
-    of that `tune` or `report` (see `part_of`), or `all` for a set that is wholly one or the other.
-    ValueError for another, or an empty one.
+    """The rows of one split of `data` (see `sources.read_source`), in its order: `train`,
+    `heldout`, of that `tune` or `report` (see `part_of`), or `all` for a set that is wholly one or
+    the other. ValueError for another, or an empty one.
     """
     if split not in SPLITS:
         raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")

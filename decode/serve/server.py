@@ -1,7 +1,7 @@
 """An OpenAI-compatible server whose drafts may learn while it serves.
 
     draftsmith serve target=TARGET drafter=DRAFTER
-    draftsmith serve target=TARGET drafter=DRAFTER drafts='["code=DRAFTER_2"]' \\
+    draftsmith serve target=TARGET drafter=DRAFTER drafters='["code=DRAFTER_2"]' \\
         online=FOLDER        # train/online.py learns from FOLDER beside it: docs/online.md
 
 An answer is a function of target, prompt and seed alone: which draft helps, who else is being
@@ -99,8 +99,8 @@ class ServerConfig:
             tag, _, path = draft.partition("=")
             if not re.fullmatch(r"[\w-][\w.-]*", tag) or tag in self.lanes or not path:
                 raise ValueError(
-                    f"drafters: got {draft!r}, expected TAG=FOLDER with a tag of its own of letters, "
-                    "digits, - and _"
+                    f"drafters: got {draft!r}, expected TAG=FOLDER with a tag of its own of "
+                    "letters, digits, - and _"
                 )
             self.lanes[tag] = path
 

@@ -42,8 +42,8 @@ def from_rows(
     """`samples` requests for each prompt: one prompt a row, or `limit` windows of documents.
     ValueError for documents without a limit, or what `prompt_ids` and `text_prompts` raise.
 
-    limit: prompts at most, None for all rows; window: tokens of a document's; seed: the run's, which
-    places the windows and makes each request's seed; top_logprobs: of each request.
+    limit: prompts at most, None for all rows; window: tokens of a document's; seed: the run's,
+    which places the windows and makes each request's seed; top_logprobs: of each request.
     """
     prompts: list[tuple[list[int], tuple[Message, ...], tuple[dict[str, Any], ...]]] = []
     if rows[0].kind == "text":

@@ -59,6 +59,13 @@ class HeldOutPrompts:
     prompt_tokens: int = 32  # of a document, where it is to be continued
     max_new_tokens: int = 128
 
+    def __post_init__(self) -> None:
+        if self.prompts.isdecimal():
+            raise ValueError(
+                f"heldout.prompts: got {self.prompts}, expected rows with prompts, such as a file; "
+                "how many of them is heldout.limit"
+            )
+
     def params(self, temperature: float) -> SamplingParams:
         """How the target writes the answers, and how tau is decoded."""
         return SamplingParams(temperature, max_new_tokens=self.max_new_tokens)

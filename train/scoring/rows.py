@@ -270,8 +270,8 @@ def check_about(
     settings = about.get("settings", {})
     if settings.get("split") in HELD_OUT_PARTS:
         raise ValueError(
-            f"{folder}: got a trace of split={settings['split']}, which stopping rules are tuned or "
-            "reported on, expected split=train; trace the training side"
+            f"{folder}: got a trace of split={settings['split']}, which stopping rules are tuned "
+            "or reported on, expected split=train; trace the training side"
         )
     if reading.labels == "soft" and settings.get("temperature") == 0:
         raise ValueError(
