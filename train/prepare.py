@@ -1,7 +1,7 @@
 """Answers to prompts, written by the target itself, so that a draft learns what the target says.
 
     draftsmith prepare recipe=gsm8k/prepare
-    draftsmith prepare target=my/target data=prompts.jsonl out=data/answers
+    draftsmith prepare target=my/target prompts=prompts.jsonl out=data/answers
     draftsmith prepare ... endpoint=http://localhost:8000      # any OpenAI-compatible server
 
     answer[n, s] ~ p(. | prompt[n]),  with the seed request_seeds(seed, n * samples + s)

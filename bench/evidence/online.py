@@ -101,7 +101,7 @@ def distil_offline(settings: Evidence) -> None:
     """The frozen drafts and the ceilings, unless that was done (answers to GSM8K are what
     recipe=gsm8k/prepare and a first draft what recipe=gsm8k/draft left).
     """
-    trained, few = Path(settings.trained), ("heldout.prompts=16", "heldout.max_new_tokens=64")
+    trained, few = Path(settings.trained), ("heldout.limit=16", "heldout.max_new_tokens=64")
     answers = trained / "python-answers"
     written = ("data=stdlib", "limit=2000", "max_new_tokens=64")
     train("prepare", answers / "answers-00000-of-00001.jsonl", "recipe=gsm8k/prepare", *written)
@@ -201,7 +201,7 @@ class Seed:
         settings, draw = self.settings, random.Random(self.seed)
         prompts = {
             topic: [
-                p.tokens for p in load_prompts(source, self.tokenizer, limit=6000, part="train")
+                p.tokens for p in load_prompts(source, self.tokenizer, limit=6000, split="train")
             ]
             for topic, source in (("maths", settings.gsm8k), ("python", "stdlib"))
         }
@@ -227,9 +227,9 @@ class Seed:
             *(sys.executable, "-m", "draftsmith", "serve", f"target={settings.target}"),
             *(f"drafter={self.drafters['frozen']}", "name=target", f"port={port}", "threads=1"),
             *(
-                f"rows={settings.rows}",
+                f"batch_size={settings.rows}",
                 f"K={settings.K}",
-                "max_len=1024",
+                "max_length=1024",
                 "max_queue=100000",
                 "dtype=float32",
                 *more,

@@ -24,12 +24,12 @@ from draftsmith.train.run import recipe
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
     "prepare": ["limit=2", "max_new_tokens=4"],
-    "pretrain": ["precision=fp32"],
-    "distill": ["precision=fp32"],
-    "heads": ["precision=fp32"],
-    "eagle": ["precision=fp32"],
-    "scorers": ["precision=fp32"],
-    "online": ["precision=fp32"],
+    "pretrain": ["dtype=float32"],
+    "distill": ["dtype=float32"],
+    "heads": ["dtype=float32"],
+    "eagle": ["dtype=float32"],
+    "scorers": ["dtype=float32"],
+    "online": ["dtype=float32"],
 }
 Argv = list[str]
 
@@ -55,8 +55,8 @@ def target(
 
 @pytest.fixture
 def distilling(tmp_path: Path, target: Path, corpus: Path) -> Argv:
-    sizes = ["draft={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}", "precision=fp32"]
-    text = ["text.max_length=40", "heldout={prompts: 2, prompt_tokens: 8, max_new_tokens: 8}"]
+    sizes = ["draft={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}", "dtype=float32"]
+    text = ["text.max_length=40", "heldout={limit: 2, prompt_tokens: 8, max_new_tokens: 8}"]
     paths = [f"target.path={target}", f"data={corpus}", f"out={tmp_path / 'run'}"]
     return [*sizes, *text, *paths, "batch_size=2", "steps=3"]
 
@@ -105,7 +105,7 @@ def test_quickstart_recipes_launched_in_a_row(tmp_path: Path, corpus: Path) -> N
         (
             "distill",
             "distill",
-            [target, f"draft={draft}", "heldout.prompts=2", "heldout.max_new_tokens=8"],
+            [target, f"draft={draft}", "heldout.limit=2", "heldout.max_new_tokens=8"],
         ),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -179,7 +179,7 @@ def test_pretraining_goes_on_from_a_checkpoint(
     shape = [
         "text.max_length=32",
         "batch_size=2",
-        "precision=fp32",
+        "dtype=float32",
         "save_dtype=float32",
         "lr=1e-9",
     ]
@@ -274,7 +274,7 @@ def test_bad_input_to_distillation(
 
 
 def test_bad_input_to_pretraining(tmp_path: Path, corpus: Path, target: Path) -> None:
-    arguments = [f"data={corpus}", f"out={tmp_path / 'run'}", "steps=1", "precision=fp32"]
+    arguments = [f"data={corpus}", f"out={tmp_path / 'run'}", "steps=1", "dtype=float32"]
     with pytest.raises(ValueError, match="tokenizer_size: got 100, expected at least 258"):
         pretrain.main([*arguments, "tokenizer_size=100"])
     with pytest.raises(ValueError, match="the text gives only"):

@@ -62,7 +62,7 @@ def advised(
     )
     monkeypatch.setattr(advice, "replace", lambda one, **new: SimpleNamespace(**new))
     timed = {None: arm([16], 1.0), "d": arm(HISTOGRAM, loop * (verify + 4 * c))}
-    settings: Any = SimpleNamespace(policy="fixed", batch=1)
+    settings: Any = SimpleNamespace(policy="fixed", batch_size=1)
     found = advice.advise(settings, pair, "d", [], timed, lambda: None)  # type: ignore[arg-type]
     assert found is not None
     return found

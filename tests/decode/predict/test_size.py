@@ -157,7 +157,7 @@ def test_the_command_reads_a_config_alone(
         "device=tpu": "expected one of h100, h200",
         "K=-1": "expected K >= 0",
         "budget=1000": "which no draft",
-        "fit=/nowhere": "expected a JSON list",
+        "results=/nowhere": "expected a JSON list",
         "bandwith=3": "did you mean",
     }
     for argument, words in wrong.items():

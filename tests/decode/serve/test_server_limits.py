@@ -107,7 +107,7 @@ def running(
     tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Live]:
     drafts = ("twin=ngram", "lookup=ngram")
-    with live(tiny_target, tiny_tokenizer, rows=16, drafts=drafts) as made:
+    with live(tiny_target, tiny_tokenizer, batch_size=16, drafters=drafts) as made:
         yield made
 
 
@@ -183,7 +183,7 @@ def test_a_client_that_never_reads_holds_up_nobody(
 def test_a_full_queue_says_when_to_come_back(
     tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with live(tiny_target, tiny_tokenizer, rows=1, max_queue=1) as made:
+    with live(tiny_target, tiny_tokenizer, batch_size=1, max_queue=1) as made:
         threads = [threading.Thread(target=made.post, args=(LONG,)) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -257,7 +257,7 @@ def test_draining_finishes_what_is_on_its_way(
         temperature=1.0, seed=0, ignore_eos=True, max_new_tokens=450,
     )  # fmt: skip
     answers: list[httpx.Response] = []
-    with live(tiny_target, tiny_tokenizer, rows=1, drain_s=600.0) as made:
+    with live(tiny_target, tiny_tokenizer, batch_size=1, drain_s=600.0) as made:
         ask = LONG | {"return_token_ids": True}
         threads = [
             threading.Thread(target=lambda: answers.append(made.post(ask))) for _ in range(2)
@@ -280,7 +280,7 @@ def test_what_a_drain_cuts_off_hears_503(
     tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     answers: list[httpx.Response] = []
-    with live(tiny_target, tiny_tokenizer, rows=1, drain_s=0.1) as made:
+    with live(tiny_target, tiny_tokenizer, batch_size=1, drain_s=0.1) as made:
         asking = threading.Thread(
             target=lambda: answers.extend(made.post(LONG | {"n": 4}) for _ in range(1))
         )
@@ -316,7 +316,7 @@ def test_an_engine_that_fails_says_so(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rows": 0}, "rows"),
+        ({"batch_size": 0}, "batch_size"),
         ({"port": 1 << 16}, "port"),
         ({"timeout_s": float("nan")}, "timeout_s"),
         ({"drafts": ("a=x", "a=y")}, "drafts"),
@@ -329,8 +329,8 @@ def test_an_engine_that_fails_says_so(
 def test_settings_that_make_no_server(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ServerConfig(target="t", **settings)
-    with pytest.raises(ValueError, match="rows: got 0"):
-        serve(["target=nowhere", "rows=0"])
+    with pytest.raises(ValueError, match="batch_size: got 0"):
+        serve(["target=nowhere", "batch_size=0"])
 
 
 def test_a_draft_that_cannot_learn_is_not_kept_for(
@@ -350,7 +350,7 @@ def test_the_command_drains_and_exits_with_0(
     port = free_port()
     target, draft = save_pair(tmp_path, tiny_target, tiny_draft, tiny_tokenizer)
     command = [sys.executable, "-m", "draftsmith", "serve", f"target={target}", f"port={port}"]
-    command += [f"drafter={draft}", "max_len=512", "rows=2", "drain_s=600"]
+    command += [f"drafter={draft}", "max_length=512", "batch_size=2", "drain_s=600"]
     environment = os.environ | {"DRAFTSMITH_API_KEY": "k"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     url = f"http://127.0.0.1:{port}"

@@ -114,7 +114,7 @@ def test_bf16_autocasts_and_keeps_fp32_weights(tmp_path: Path) -> None:
             seen.append(self.mix(self.norm(self.table(batch.input_ids))).dtype)
             return super().forward(batch)
 
-    _, objective, _ = train(settings(tmp_path / "a", steps=1, precision="bf16"), Watching())
+    _, objective, _ = train(settings(tmp_path / "a", steps=1, dtype="bfloat16"), Watching())
     assert seen == [torch.bfloat16]
     assert {p.dtype for p in objective.parameters()} == {torch.float32}
 
