@@ -249,7 +249,7 @@ class Seed:
     def learner(self, place: Path, *how: str) -> Iterator[None]:
         """The learner, which runs when nobody else does."""
         command = [
-            *(sys.executable, "train/online.py", "recipe=online/gsm8k", f"folder={place}"),
+            *(sys.executable, "train/online.py", "recipe=online/gsm8k", f"online={place}"),
             *(f"drafter={self.drafters['frozen']}", f"out={self.folder / 'learner'}"),
             *(f"target.path={self.settings.target}", f"seed={self.seed}", *how),
         ]

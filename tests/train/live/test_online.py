@@ -245,7 +245,7 @@ def test_a_learner_waits_for_its_server_and_goes_on_after_a_signal(
     tiny_tokenizer.save_pretrained(target)
     folder = folder_of(tmp_path / "draft", kind, draft, tiny_target, tiny_tokenizer)
     arguments = [f"target.path={target}", f"drafter={folder}", f"out={out}", "tag=sums"]
-    arguments += [f"folder={tmp_path / 'online'}", f"kind={kind}", "loss=fkl", "steps=100"]
+    arguments += [f"online={tmp_path / 'online'}", f"kind={kind}", "loss=fkl", "steps=100"]
     arguments += [
         "dtype=float32",
         "mix.requests_per_step=2",
