@@ -33,7 +33,7 @@ RENAMED = {
     "device": "gpu",
     "drafts": "drafters",
     "fit": "results",
-    "folder": "drafter online",
+    "folder": "online drafter",
     "head.prompts": "head.limit",
     "heldout.data": "heldout.prompts",
     "max_len": "max_length",

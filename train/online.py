@@ -2,7 +2,7 @@
 Speculative Decoding, arXiv 2310.07177).
 
     draftsmith serve target=... drafter=DRAFTER online=FOLDER                     (decodes)
-    draftsmith train online recipe=online/gsm8k drafter=DRAFTER folder=FOLDER     (learns)
+    draftsmith train online recipe=online/gsm8k drafter=DRAFTER online=FOLDER     (learns)
     draftsmith train online recipe=online/replay replay=gsm8k:300+stdlib:1000     (both)
 
     loss = sum_t D(p_t, q_t) / number of tokens,   p_t as the target said it while it served

@@ -126,6 +126,7 @@ def settings_part(settings: Evaluation, prompts: int) -> Values:
     told = {key: getattr(settings, key) for key in Report._fields if hasattr(settings, key)}
     return told | {
         "schema": 1,
+        "batch": settings.batch_size,
         "lossless": not settings.lossy,  # every rule in RULES is, without a mask
         "lossy": str(settings.decoding.acceptance or ""),
         "threads": torch.get_num_threads(),

@@ -78,8 +78,8 @@ def test_every_recipe_runs_two_steps_on_a_tiny_target(
         prompts = tmp_path / "prompts.jsonl"
         rows = [{"prompt": f"What is {row} and {row}?"} for row in range(60)]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        given = recipe.load(module.Prepare, arguments).data
-        arguments += [] if (ROOT / given).exists() else [f"data={prompts}"]
+        given = recipe.load(module.Prepare, arguments).prompts
+        arguments += [] if (ROOT / given).exists() else [f"prompts={prompts}"]
     module.main(arguments)
     if entry != "prepare":
         assert [record["step"] for record in records(out)] == [0, 1, 2]
@@ -292,7 +292,7 @@ def test_prepared_answers_have_no_held_out_side(distilling: Argv, tmp_path: Path
     (folder / "prepare.json").write_text(json.dumps({"schema": 1, "identity": {"requests": 1}}))
     answer = {"index": 0, "prompt_ids": [5, 6, 7], "token_ids": [8, 9, 0]}
     (folder / "answers-00000-of-00001.jsonl").write_text(json.dumps(answer) + "\n")
-    with pytest.raises(ValueError, match=r"say heldout\.data="):
+    with pytest.raises(ValueError, match=r"say heldout\.prompts="):
         distill.main([*distilling, f"data={folder}"])
 
 

@@ -40,11 +40,14 @@ def from_rows(
     top_logprobs: int = 0,
 ) -> list[Ask]:
     """`samples` requests for each prompt: one prompt a row, or `limit` windows of documents.
-    ValueError for documents without a limit, or what `prompt_ids` and `text_prompts` raise.
+    ValueError for documents without a limit, one below 1, or what `prompt_ids` and `text_prompts`
+    raise.
 
     limit: prompts at most, None for all rows; window: tokens of a document's; seed: the run's,
     which places the windows and makes each request's seed; top_logprobs: of each request.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit: got {limit}, expected at least 1, or none for one a row")
     prompts: list[tuple[list[int], tuple[Message, ...], tuple[dict[str, Any], ...]]] = []
     if rows[0].kind == "text":
         if limit is None:

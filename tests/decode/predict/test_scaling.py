@@ -100,6 +100,6 @@ def test_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(ValueError, match=words):
             all_fits(read_rows(str(file)))
     file.write_text("[{")
-    with pytest.raises(ValueError, match=r"rows: got .*, expected a JSON list of rows"):
+    with pytest.raises(ValueError, match=r"results: got .*, expected a JSON list of rows"):
         read_rows(str(file))
     assert guarded(scaling.main, [f"results={file}"]) == 2 and "error" in capsys.readouterr().err
