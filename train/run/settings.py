@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(kw_only=True)
 class Settings:
@@ -25,7 +27,8 @@ class Settings:
     beta2: float = 0.95
     momentum: float = 0.95  # of sgd and muon
     clip_norm: float = 1.0  # 0: no clipping
-    dtype: str = "bfloat16"  # bfloat16: autocast over float32 weights | float32
+    # bfloat16: autocast over float32 weights | float32 | auto: bfloat16 where the GPU computes in it
+    dtype: str = "bfloat16"
     gradient_checkpointing: bool = False
     compile: bool = False  # the draft's decoder layers, by torch.compile
     eval_every: int = 100
@@ -49,6 +52,9 @@ class Settings:
                 raise ValueError(f"got {name}={got!r}, expected one of {', '.join(choices)}")
         if self.clip_norm < 0 or self.lr <= 0:
             raise ValueError(f"got lr={self.lr}, clip_norm={self.clip_norm}, expected > 0, >= 0")
+        if self.dtype == "auto":
+            slow = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False)
+            self.dtype = "float32" if slow else "bfloat16"
 
 
 def setting(config: object, key: str) -> Any:
@@ -61,7 +67,7 @@ def setting(config: object, key: str) -> Any:
 CHOICES = {
     "optimizer": ("adamw", "sgd", "muon"),
     "schedule": ("cosine", "linear", "constant"),
-    "dtype": ("bfloat16", "float32"),
+    "dtype": ("bfloat16", "float32", "auto"),
     "best_mode": ("min", "max"),
     "save_dtype": ("bfloat16", "float32"),
     "track": ("none", "wandb"),
