@@ -27,7 +27,7 @@ class Settings:
     beta2: float = 0.95
     momentum: float = 0.95  # of sgd and muon
     clip_norm: float = 1.0  # 0: no clipping
-    # bfloat16: autocast over float32 weights | float32 | auto: bfloat16 where the GPU computes in it
+    # bfloat16: autocast over float32 weights | float32 | auto: bfloat16 where the GPU has it
     dtype: str = "bfloat16"
     gradient_checkpointing: bool = False
     compile: bool = False  # the draft's decoder layers, by torch.compile
