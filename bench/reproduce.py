@@ -41,7 +41,7 @@ PAIR = "target=runs/quickstart/target/model drafter=runs/quickstart/distill/draf
 TREES = {"chain": "chain", "eagle-25": "eagle-25", "calibrated": "runs/trees/t{T}.json"}
 TREES |= {"dynamic": "dynamic:4,4,17,2.4"}
 DRAFTS = "runs/gsm8k/draft/drafter,runs/gsm8k/distill/drafter,ngram"
-SCALING = "steps=120 eval_every=15 warmup=10 heldout.prompts=24 heldout.max_new_tokens=64"
+SCALING = "steps=120 eval_every=15 warmup=10 heldout.limit=24 heldout.max_new_tokens=64"
 TRAIN = "draftsmith train pretrain recipe="
 STEPS = {
     # What several tables begin from.

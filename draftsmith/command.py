@@ -30,21 +30,37 @@ T = TypeVar("T")
 Main = Callable[[list[str]], int | None]
 
 USERS_ERROR, INTERRUPTED = 2, 130
+# Keys that had another name: `docs/words.md`.
+RENAMED = {
+    "batch": "batch_size",
+    "data": "prompts",
+    "device": "gpu",
+    "drafts": "drafters",
+    "fit": "results",
+    "folder": "online drafter",
+    "head.prompts": "head.limit",
+    "heldout.data": "heldout.prompts",
+    "max_len": "max_length",
+    "max_tokens": "max_new_tokens",
+    "part": "split",
+    "precision": "dtype",
+    "prompt_length": "prompt_tokens",
+    "replay.part": "replay.split",
+    "replay.rows": "replay.batch_size",
+    "rows": "batch_size results",
+}
 OTHERS_WAIT_S = 60.0  # for the first process to tell the same error; the launcher ends them then
 # What needs less memory, by the key that a command may have; the first that it has come first.
 LESS = {
     "batch_size": "a smaller batch_size",
     "accumulation": "as much more accumulation",
-    "batch": "a smaller batch",
-    "rows": "fewer rows",
-    "max_len": "a shorter max_len",
+    "max_length": "a shorter max_length",
     "max_new_tokens": "fewer max_new_tokens",
     "text.max_length": "a shorter text.max_length",
     "gradient_checkpointing": "gradient_checkpointing=true",
     "cache.path": "cache.path=FOLDER",
     "shard_target": "shard_target=true",
     "dtype": "dtype=bfloat16",
-    "precision": "precision=bf16",
 }
 
 
@@ -195,6 +211,8 @@ def check_least(settings: Any, **least: float) -> None:
 
 def unknown(what: str, word: str, known: Collection[str]) -> str:
     """What to answer: words with the same last part, those that it begins, or the nearest one."""
+    if now := [name for name in RENAMED.get(word, "").split() if name in known]:
+        return f"unknown {what} {word!r}: it is {now[0]} now"
     begun = [one for one in known if one.startswith(f"{word} ")]
     near = [one for one in known if one.rpartition(".")[2] == word.rpartition(".")[2]]
     if near := near or ([] if begun else difflib.get_close_matches(word, known, n=1)):

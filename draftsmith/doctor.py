@@ -1,4 +1,4 @@
-"""`draftsmith doctor FOLDER [target=TARGET]`: what is wrong with a drafter folder."""
+"""`draftsmith doctor DRAFTER [target=TARGET]`: what is wrong with a drafter folder."""
 
 from dataclasses import dataclass
 
@@ -19,17 +19,17 @@ SERVERS = ("server", "with this folder")
 class Doctor:
     """What to examine, and for which target."""
 
-    folder: str  # a drafter, ours or a downloaded one; the key may be left out
+    drafter: str  # a drafter, ours or a downloaded one; the key may be left out
     target: str | None = None  # a folder or a hub's name: to see whether the drafter fits
 
 
 def main(argv: list[str]) -> int:
     """Print what was found; 1 after a fault."""
-    settings = parse(Doctor, argv, first="folder")
-    layout, findings = examine(settings.folder, settings.target)
+    settings = parse(Doctor, argv, first="drafter")
+    layout, findings = examine(settings.drafter, settings.target)
     console = Console()
     # In one piece, however long: a path that is broken over lines can't be copied.
-    console.print(f"{settings.folder}: {about(layout).title}", markup=False, soft_wrap=True)
+    console.print(f"{settings.drafter}: {about(layout).title}", markup=False, soft_wrap=True)
     checks = [
         (one.check, Text(one.verdict, COLOURS[one.verdict]), one.says, one.mend) for one in findings
     ]

@@ -31,7 +31,7 @@ COMMON = {
     "prompt_tokens": "of a prompt cut from running text",
     "thinking": "true | false, of a thinking model's chat template; none: as it does by itself",
     "template_kwargs": "JSON of other names that the chat template reads",
-    "batch": "prompts decoded together",
+    "batch_size": "prompts decoded together",
     "K": "draft calls a round",
     "tree": "chain, medusa-63, eagle-25, dynamic:levels,width,nodes, or a JSON file of paths",
     "rule": "coupled | point_mass | leviathan | block | recursive | traversal",

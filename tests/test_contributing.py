@@ -62,8 +62,8 @@ def test_the_worked_example_is_a_family(
     paths = [f"target.path={target}", f"data={tmp_path / 'text.jsonl'}", f"out={tmp_path / 'run'}"]
     sizes = ["head.heads=3", "K=3", "steps=40", "batch_size=4", "lr=0.01", "eval_every=40"]
     text = ["loss=fkl", "text.max_length=40"]
-    heldout = [f"heldout.{few}" for few in ("prompt_tokens=8", "max_new_tokens=8", "prompts=2")]
-    types = ["precision=fp32", "save_dtype=float32"]
+    heldout = [f"heldout.{few}" for few in ("prompt_tokens=8", "max_new_tokens=8", "limit=2")]
+    types = ["dtype=float32", "save_dtype=float32"]
     heads_entry.main([f"head.kind={family}", *paths, *sizes, *text, *heldout, *types])
     log = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [record["eval_loss"] for record in log if "eval_loss" in record]

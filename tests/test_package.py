@@ -131,11 +131,12 @@ def test_the_four_commands_run_from_the_wheel_alone(
     ]
     assert subprocess.check_output(python, **how).startswith(str(installed.parents[1]))
     target, small = "target=my-model", ["max_new_tokens=8", "limit=40"]
-    assert "40 of 40 answers" in ran("prepare", target, "data=prompts.jsonl", "out=answers", *small)
+    asked = [target, "prompts=prompts.jsonl"]
+    assert "40 of 40 answers" in ran("prepare", *asked, "out=answers", *small)
     brief = [
         "steps=2",
-        "heldout.data=prompts.jsonl",
-        "heldout.prompts=1",
+        "heldout.prompts=prompts.jsonl",
+        "heldout.limit=1",
         "heldout.max_new_tokens=4",
     ]
     saved = ran("train", "eagle", target, "data=answers", *brief, "out=eagle")

@@ -21,19 +21,19 @@ PAIR = "target=target drafter=draft"
 BRIEF = "max_new_tokens=8 limit=2 advice=false identity=false"
 EVALUATE = f"evaluate {PAIR} prompts=text.jsonl prompt_tokens=8 {BRIEF}"
 SERVE = f"serve {PAIR} port=0"
-TRAIN = "target=target data=text.jsonl steps=1 precision=fp32"
-FEW = "heldout.prompts=2 heldout.prompt_tokens=8 heldout.max_new_tokens=4 text.max_length=40"
+TRAIN = "target=target data=text.jsonl steps=1 dtype=float32"
+FEW = "heldout.limit=2 heldout.prompt_tokens=8 heldout.max_new_tokens=4 text.max_length=40"
 EAGLE = f"train eagle {TRAIN} {FEW}"
 HEADS = f"train heads {TRAIN} {FEW} head.kind=medusa"
 DISTILL = f"train distill {TRAIN} {FEW}"
-PRETRAIN = f"train pretrain data=text.jsonl steps=1 precision=fp32 tokenizer=target {FEW}"
+PRETRAIN = f"train pretrain data=text.jsonl steps=1 dtype=float32 tokenizer=target {FEW}"
 SCORERS = "train scorers target=target steps=1 reading.kind=acceptance reading.drafter=draft"
-ONLINE = "train online target=target drafter=draft steps=1 idle_priority=false precision=fp32"
-PREPARE = "prepare target=target data=text.jsonl prompt_length=8 max_new_tokens=4 limit=2"
-TRACE = f"trace {PAIR} prompts=text.jsonl part=train prompt_tokens=8 max_new_tokens=4 limit=2"
+ONLINE = "train online target=target drafter=draft steps=1 idle_priority=false dtype=float32"
+PREPARE = "prepare target=target prompts=text.jsonl prompt_tokens=8 max_new_tokens=4 limit=2"
+TRACE = f"trace {PAIR} prompts=text.jsonl split=train prompt_tokens=8 max_new_tokens=4 limit=2"
 CALIBRATE = f"calibrate {PAIR} prompts=text.jsonl prompt_tokens=8 max_new_tokens=8"
 TRIM = f"trim {PAIR} data=text.jsonl sizes=300 prompt_tokens=8 max_new_tokens=8 limit=2"
-SIZE = "size target=target device=cpu"
+SIZE = "size target=target gpu=cpu"
 PLAN = "plan recipe=quickstart/distill gpu=cpu"
 SHOW = "data show data=text.jsonl tokenizer=target"
 
@@ -48,7 +48,7 @@ CASES = [
         "train eagle target=target",
         "no value for steps: give steps=..., or choose a recipe: eagle1/",
     ),
-    (f"{EAGLE} heldout.promts=2", "unknown key 'heldout.promts': did you mean heldout.prompts?"),
+    (f"{EAGLE} heldout.promts=x", "unknown key 'heldout.promts': did you mean heldout.prompts?"),
     (f"{EAGLE} recipe=eagle3/quikstart", "unknown recipe 'eagle3/quikstart': did you mean eagle3/"),
     (f"{EAGLE} recipe=quickstart/distill", "is for train/distill.py, this is eagle.py"),
     (f"{EAGLE} steps=many", "steps: got 'many', expected int"),
@@ -92,7 +92,7 @@ CASES = [
     (f"{EVALUATE} top_p=0 temperature=1", "top_p: got 0.0, expected a share in (0, 1]"),
     (f"{EVALUATE} lossy=typical", "lossy: got 'typical'", "say allow_lossy=true"),
     (f"{EVALUATE} attention=flash", "attention: got 'flash', expected"),
-    (f"{EVALUATE} batch=0", "got 0, expected at least 1"),
+    (f"{EVALUATE} batch_size=0", "got 0, expected at least 1"),
     (f"{EVALUATE} max_new_tokens=0", "max_new_tokens: got 0, expected at least 2"),
     (f"{EVALUATE} max_new_tokens=9999", "max_new_tokens=9999 exceeds the context of", "lower"),
     (f"{EVALUATE} limit=0", "limit: got 0, expected at least 1"),
@@ -120,7 +120,7 @@ CASES = [
         f"{EVALUATE} prompts=short.jsonl split=all prompt_tokens=99",
         "expected longer texts or smaller",
     ),
-    (f"{EVALUATE} split=test", "split: got 'test', expected heldout, or all"),
+    (f"{EVALUATE} split=test", "split: got 'test', expected one of report, tune, train, all"),
     (f"{EVALUATE} target=plain drafter=ngram prompts=chats.jsonl", "has no chat template; set its"),
     (f"{EVALUATE} thinking=true prompts=chats.jsonl", "thinking: got true, but the chat template"),
     (f"{EAGLE} data=unanswered.jsonl", "unanswered.jsonl:", "train/prepare.py"),
@@ -154,7 +154,7 @@ CASES = [
     (f"{EAGLE} head.path=draft", "head.path: got draft of kind lm, expected eagle3"),
     (f"{EAGLE} unroll.steps=0", "unroll.steps: got 0, expected"),
     (f"{EAGLE} text.max_length=1", "max_length: got 1, expected at least 2"),
-    (f"{EAGLE} heldout.prompts=0", "heldout.prompts: got 0, expected"),
+    (f"{EAGLE} heldout.limit=0", "heldout.limit: got 0, expected"),
     (f"{EAGLE} out=a_file", "a_file", "expected"),
     (f"{EAGLE} out=a_file/run", "got a_file/run", "expected a path that can be read or written"),
     (f"{EAGLE} out=ran", "ran holds a run with another recipe (", "choose another folder"),
@@ -184,13 +184,13 @@ CASES = [
     (f"{ONLINE} duty=2", "duty: got 2.0, expected"),
     # ---- the other commands ------------------------------------------------------------------
     (f"{SERVE} drafter=absent", "got absent", "expected a drafter folder"),
-    (f"{SERVE} drafts=code", "drafts: got 'code', expected TAG=FOLDER"),
+    (f"{SERVE} drafters=code", "drafters: got 'code', expected TAG=FOLDER"),
     (f"{SERVE} port=99999", "port: got 99999, expected 0 to 65535"),
     (f"{SERVE} port=TAKEN", "port=TAKEN (Address already in use), expected a free port"),
     (f"{SERVE} host=no.such.host", "got host=no.such.host port=0", "expected"),
     (f"{SERVE} K=0", "K: got 0, expected at least 1"),
     (f"{TRIM} limit=0", "limit: got 0, expected at least 1"),
-    (f"{SERVE} rows=0", "rows: got 0, expected at least 1"),
+    (f"{SERVE} batch_size=0", "batch_size: got 0, expected at least 1"),
     (f"{SERVE} drafter=ngram online=new", "online: got new and no draft that can learn, expected"),
     ("export drafter=draft target=target to=vlm", "to: got 'vlm', expected one of sglang"),
     (
@@ -202,7 +202,7 @@ CASES = [
         "export drafter=medusa target=target to=vllm",
         "to=vllm: got a drafter of kind medusa",
     ),
-    ("doctor", "missing: folder=..."),
+    ("doctor", "missing: drafter=..."),
     ("doctor absent", "got absent", "expected"),
     (f"{TRIM} sizes=some", "sizes: got 'some', expected numbers of tokens, such as 512,1024"),
     (f"{TRIM} sizes=9999", "9999", "expected"),
@@ -211,7 +211,7 @@ CASES = [
     (f"{CALIBRATE} nodes=0", "nodes: got 0, expected"),
     (f"{CALIBRATE} levels=0", "levels: got 0, expected"),
     (f"{TRACE} source=drafter", "source: got 'drafter', expected one of decoder, mixed"),
-    (f"{TRACE} part=tuen", "part: got 'tuen', expected one of"),
+    (f"{TRACE} split=tuen", "split: got 'tuen', expected one of"),
     (f"{TRACE} drafter=ngram", "drafter=ngram, expected a drafter with a q"),
     (f"{TRACE} source=mixed mixing=2", "mixing: got 2.0, expected"),
     ("stopping tune=absent c=0.1", "absent: got no", "expected a folder that"),
@@ -226,15 +226,15 @@ CASES = [
     (f"{PLAN} gpus=0", "got gpus=0", "expected 1 or more"),
     ("plan gpu=cpu", "plan: got ''", "expected recipe=..."),
     (f"{SIZE} target=absent", "got absent, which is neither a folder here nor"),
-    (f"{SIZE} device=gpu", "device: got 'gpu', expected one of"),
+    (f"{SIZE} gpu=gpu", "gpu: got 'gpu', expected one of"),
     (f"{SIZE} budget=10", "got budget=10 and min_layers=2", "raise the budget"),
-    (f"{SIZE} fit=absent.json", "rows: got absent.json, expected a JSON list of rows"),
+    (f"{SIZE} results=absent.json", "results: got absent.json, expected a JSON list of rows"),
     (
-        "scaling rows=laws.json",
+        "scaling results=laws.json",
         "got row 1 of laws.json without parameters",
         "expected each to have",
     ),
-    ("scaling rows=empty.json", "rows: got", "expected"),
+    ("scaling results=empty.json", "results: got", "expected"),
     (f"{SHOW} index=999", "index: got 999, expected 0.."),
     (
         f"{SHOW} tokenizer=absent",

@@ -151,7 +151,7 @@ def shrunk(config: DistillConfig) -> DistillConfig:
     few = replace(config.on_policy, prompt_tokens=8, max_new_tokens=8)
     short: dict[str, Any] = {"on_policy": few, "draft": TINY, "lora": Lora()}
     if config.head.weight:  # cold, random models disagree
-        short |= {"temperature": 0.1, "head": replace(config.head, prompts=40)}
+        short |= {"temperature": 0.1, "head": replace(config.head, limit=40)}
     if config.tokens.reference:  # of the real draft
         short["tokens"] = replace(config.tokens, reference="", select="random")
     return replace(shrunk_run(config), **short)

@@ -2,7 +2,7 @@
 Speculative Decoding, arXiv 2310.07177).
 
     draftsmith serve target=... drafter=DRAFTER online=FOLDER                     (decodes)
-    draftsmith train online recipe=online/gsm8k drafter=DRAFTER folder=FOLDER     (learns)
+    draftsmith train online recipe=online/gsm8k drafter=DRAFTER online=FOLDER     (learns)
     draftsmith train online recipe=online/replay replay=gsm8k:300+stdlib:1000     (both)
 
     loss = sum_t D(p_t, q_t) / number of tokens,   p_t as the target said it while it served
@@ -58,7 +58,7 @@ class OnlineRun(Settings):
     target: TargetSpec
     drafter: str  # the drafter folder that the server was started with
     kind: str = "lm"  # of the drafter: lm | eagle1 | eagle3
-    folder: str = ""  # the server's `online`; of a replay, by default in the run folder
+    online: str = ""  # the server's; of a replay, by default in the run folder
     tag: str = "default"
     loss: Losses = field(default_factory=lambda: Losses(name="jsd"))
     unroll: Unroll = field(default_factory=lambda: Unroll(steps=4))  # of EAGLE heads
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
     # ---- the frozen target, the draft as it serves now ---------------------------------------
     config.target = config.target.resolved(config.dtype)
     target, tokenizer = load_target(config.target, accelerator.device)
-    place = Path(config.folder or run.folder / "online") / config.tag
+    place = Path(config.online or run.folder / "online") / config.tag
     buffer, versions = ReplayBuffer(place / "buffer"), Versions(place)
     _, path = versions.current()
     asked = read_stream(replay, tokenizer, config.seed) if replay.stream else []
@@ -115,7 +115,7 @@ def main(argv: list[str]) -> None:
     if replay.stream:
         drafts.compare_with(replay.ceiling)
         first = drafts.drafter(path)
-        decoder = Decoder(target, tokenizer, first, K=replay.K, batch_size=replay.rows)
+        decoder = Decoder(target, tokenizer, first, K=replay.K, batch_size=replay.batch_size)
         feed = ReplayFeed(replay, asked, decoder, buffer, drafts.arms, record)
         drafts.swapped = feed.swap
     batch_of = partial(drafts.batch_of, rejected=config.mix.positions == "rejected")
@@ -148,7 +148,7 @@ def shrunk(config: OnlineRun) -> OnlineRun:
     replay = replace(config.replay, stream=stream, max_new_tokens=8, ceiling="")
     mix = replace(config.mix, requests_per_step=4)
     short: dict[str, Any] = {"batch_size": 2, "warmup": 0, "mix": mix, "replay": replay}
-    return replace(config, **short, drafter=drafter, folder="", idle_priority=False, duty=1.0)
+    return replace(config, **short, drafter=drafter, online="", idle_priority=False, duty=1.0)
 
 
 def write_stream(path: Path) -> None:

@@ -1,7 +1,7 @@
 """Answers to prompts, written by the target itself, so that a draft learns what the target says.
 
     draftsmith prepare recipe=gsm8k/prepare
-    draftsmith prepare target=my/target data=prompts.jsonl out=data/answers
+    draftsmith prepare target=my/target prompts=prompts.jsonl out=data/answers
     draftsmith prepare ... endpoint=http://localhost:8000      # any OpenAI-compatible server
 
     answer[n, s] ~ p(. | prompt[n]),  with the seed request_seeds(seed, n * samples + s)
@@ -67,12 +67,12 @@ class Prepare:
     """What to ask the target, and how it answers."""
 
     target: TargetSpec  # with endpoint=, only its tokenizer is read
-    data: str  # rows with prompts, or documents, of which windows are prompts
+    prompts: str  # rows with prompts, or documents, of which windows are prompts
     out: str  # the folder that answers go to
     entry: str = "prepare"
     split: str = "train"  # train | heldout | all
-    limit: int = 0  # prompts; 0: one a row
-    prompt_length: int = 64  # tokens of a window of a document
+    limit: int | None = None  # of them; none: one a row
+    prompt_tokens: int = 64
     max_prompt_tokens: int = 0  # leave longer prompts out; 0: one beyond the context is an error
     samples: int = 1  # answers a prompt
     max_new_tokens: int = 0  # 0: 256, and 2048 of a model that thinks before it answers
@@ -90,8 +90,8 @@ class Prepare:
     show: str = "changes"  # printed at the start: changes (what isn't as by default) | all
 
     def __post_init__(self) -> None:
-        check_least(self, limit=0, max_prompt_tokens=0, max_new_tokens=0)
-        check_least(self, samples=1, batch_size=1, prompt_length=1)
+        check_least(self, limit=1, max_prompt_tokens=0, max_new_tokens=0)
+        check_least(self, samples=1, batch_size=1, prompt_tokens=1)
         device_of(self.device)  # refuses one that isn't here
 
 
@@ -107,9 +107,8 @@ def main(argv: list[str]) -> None:
     writer: Decoder | Endpoint
     if served.url:
         tokenizer = load_tokenizer(config.target.path)
-        how: dict[str, Any] = {"model": served.model, "api": served.api, "retries": served.retries}
-        how |= {"concurrency": served.concurrency, "timeout_s": served.timeout_s}
-        writer = Endpoint(served.url, tokenizer, **how)
+        own = ("model", "api", "retries", "concurrency", "timeout_s")
+        writer = Endpoint(served.url, tokenizer, **{key: getattr(served, key) for key in own})
         target, room = fingerprint(None, tokenizer, writer.model), sys.maxsize
     else:
         model, tokenizer = load_decoded(config.target, state.device)
@@ -119,9 +118,9 @@ def main(argv: list[str]) -> None:
     params = sampling(config, THINKING_LENGTH if thinks(tokenizer) else LENGTH)
 
     # ---- prompts -----------------------------------------------------------------------------
-    asked = {"limit": config.limit, "window": config.prompt_length, "samples": config.samples}
-    asked |= {"seed": config.seed, "top_logprobs": served.top_logprobs}
-    asks = from_rows(load_rows(config.data, config.split), tokenizer, **asked)
+    asked: dict[str, Any] = {"limit": config.limit, "window": config.prompt_tokens}
+    asked |= {"samples": config.samples, "seed": config.seed, "top_logprobs": served.top_logprobs}
+    asks = from_rows(load_rows(config.prompts, config.split), tokenizer, **asked)
     longest = min(room, config.max_prompt_tokens or room)
     asks = fitting(asks, longest=longest, leave_out=config.max_prompt_tokens > 0)
 

@@ -68,7 +68,7 @@ class PretrainConfig(Settings):
     text: Text = field(default_factory=Text)
     corpus: Corpus = field(default_factory=Corpus)
     heldout_sequences: int = 64  # at each evaluation
-    heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)  # prompts 0: the loss alone
+    heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)  # limit 0: the loss alone
     temperature: float = 1.0  # of the held-out figures
     K: int = 4  # drafted tokens a round: for tau and MBSU, and the result's default
 
@@ -89,11 +89,9 @@ def main(argv: list[str]) -> None:
         train_rows, heldout_rows = train_rows[:20], heldout_rows[:2]
     source: Examples | CorpusStream
     batches: StepBatches
-    texts: Iterator[str] = (row.text for row in train_rows)
-    left_out = set[str]()
-    if sources := config.corpus.sources:
-        left_out = held_out_texts(config.data, config.heldout.data)
-        texts = first_texts(config.corpus, left_out, BPE_LETTERS)
+    sources, own = config.corpus.sources, (row.text for row in train_rows)
+    left_out = held_out_texts(config.data, config.heldout.prompts) if sources else set[str]()
+    texts = first_texts(config.corpus, left_out, BPE_LETTERS) if sources else own
     target, tokenizer = target_and_tokenizer(config, texts, accelerator.device)
     if sources:
         batches = source = CorpusStream(config.corpus, config.text, config, tokenizer, left_out)
@@ -108,7 +106,7 @@ def main(argv: list[str]) -> None:
     model = place(with_lora(model, config.lora, given=given, seed=config.seed), accelerator.device)
     objective: NextToken | Distillation = NextToken(model)
     figures: Evaluate = dict  # none
-    if target is not None and config.heldout.prompts:  # those of a distillation, with the target
+    if target is not None and config.heldout.limit:  # those of a distillation, with the target
         size, warp = vocab_size(tokenizer), config.heldout.params(config.temperature)
         teacher, ce = StateTeacher(target, size), stages(Losses(name="ce"), 1)
         objective = Distillation(model, teacher, ce, vocab_size=size, warp=warp)
@@ -149,7 +147,7 @@ def target_and_tokenizer(
     target: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
     if config.target.path:
-        where = device if config.heldout.prompts else "cpu"
+        where = device if config.heldout.limit else "cpu"
         target, tokenizer = load_target(config.target.resolved(config.dtype), where)
         if config.model.path:
             check_same_tokenizer(tokenizer, load_tokenizer(config.model.path))
@@ -165,7 +163,7 @@ def target_and_tokenizer(
 def shrunk(config: PretrainConfig) -> PretrainConfig:
     """Two steps of a tiny model on little text: shows that a recipe composes and runs."""
     short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2, "heldout_sequences": 2}
-    short["heldout"] = HeldOutPrompts(prompts=2, prompt_tokens=8, max_new_tokens=8)
+    short["heldout"] = HeldOutPrompts(limit=2, prompt_tokens=8, max_new_tokens=8)
     sources = list(dict.fromkeys(map(text_at_hand, config.corpus.sources)))
     short["corpus"] = replace(config.corpus, sources=sources, weights=[], shuffle=8)
     short |= {"model": TINY, "lora": Lora(), "tokenizer_size": 300}

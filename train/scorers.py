@@ -54,7 +54,7 @@ class ScorersConfig(Settings):
     reject_weight: float = 6.0  # w; 0: both classes weigh the same
     threshold: float = 0.0  # the result's default; 0: the paper's
     batch_size: int = 1024  # rows in a micro-batch of one process
-    precision: str = "fp32"
+    dtype: str = "float32"
     save_dtype: str = "float32"
     best_metric: str = "brier"
 

@@ -72,8 +72,7 @@ class Trim:
     sizes: str = "512,1024,2048"  # tokens to keep, to compare
     size: int | None = None  # the one to write; none: the best of them
     prompts: str = ""  # for alpha and tau; empty: the held-out side of `data`
-    split: str = "heldout"
-    limit: int = 16  # prompts of each part
+    limit: int = 16  # prompts of the tune split, and of the report split
     prompt_tokens: int = 64
     max_new_tokens: int = 128
     thinking: bool | None = None
@@ -200,16 +199,16 @@ def measured(
     arms: dict[Hashable, Trimmable],
     counts_V: Tensor,
     examples: Examples,
-    part: str,
+    split: str,
 ) -> list[Row]:
-    """One row an arm, all on the target's own answers to one part's prompts. counted, written:
+    """One row an arm, all on the target's own answers to one split's prompts. counted, written:
     share of counts_V, and of these answers, that the draft has tokens for; tau_change: from the
     first arm's; bytes: read by a draft call; c: its time over that of the target's forward of one
     token.
     """
     runner, K, params = plain.runner, settings.K or 1, SamplingParams.of(settings)
     context = min(plain.context, *(arm.context for arm in arms.values()))
-    prompts = prompts_of(settings, plain.tokenizer, examples, context, part)
+    prompts = prompts_of(settings, plain.tokenizer, examples, context, split)
     answers = plain.generate(prompts, params)
     written = torch.tensor([token for answer in answers for token in answer.tokens])
     written_V = torch.bincount(written, minlength=len(counts_V))
@@ -223,7 +222,7 @@ def measured(
         sides.append(([c.emitted for c in counters], [c.rounds for c in counters]))
         change, interval = metrics.paired_difference(sides[-1], sides[0])
         forced = teacher_forced(runner, drafter, answers, params)
-        times = isolated_times(runner, drafter, chain_plan(K), **at) if part == "report" else None
+        times = isolated_times(runner, drafter, chain_plan(K), **at) if split == "report" else None
         vocab, read = drafter.vocab, drafter.parameter_bytes
         rows.append(
             {
@@ -278,17 +277,16 @@ def refuse_others(settings: Trim) -> None:
 
 
 def prompts_of(
-    settings: Trim, tokenizer: PreTrainedTokenizerBase, examples: Examples, context: int, part: str
+    settings: Trim, tokenizer: PreTrainedTokenizerBase, examples: Examples, context: int, split: str
 ) -> list[list[int]]:
-    """One part's prompts; ValueError for counted ones among them, or none that fits."""
+    """One split's prompts; ValueError for counted ones among them, or none that fits."""
     if not settings.prompts and is_prepared(settings.data):
         raise ValueError(
             f"{settings.data} holds answers to training prompts only: say prompts=<what the "
             "prompts came from>"
         )
     source, length = settings.prompts or settings.data, settings.prompt_tokens
-    how: dict[str, Any] = {"limit": None, "prompt_tokens": length, "split": settings.split}
-    found = load_prompts(source, tokenizer, part=part, **how)
+    found = load_prompts(source, tokenizer, limit=None, prompt_tokens=length, split=split)
     kept = [one for one in found if len(one.tokens) + settings.max_new_tokens <= context]
     seen = {tuple(examples.prompt(i)) for i in range(len(examples))}
     counted_too = sum(tuple(one.tokens) in seen for one in kept)

@@ -281,7 +281,7 @@ class Bench:
     def answered(self, part: str) -> HeldOut:
         """Held-out prompts of a part with the target's answers."""
         many, data = self.pair["prompts"], self.text
-        asked = load_prompts(data, self.tokenizer, limit=many, part=part, prompt_tokens=32)
+        asked = load_prompts(data, self.tokenizer, limit=many, split=part, prompt_tokens=32)
         prompts = [prompt.tokens for prompt in asked]
         params = SamplingParams(1.0, max_new_tokens=ANSWER)
         heldout = HeldOut(

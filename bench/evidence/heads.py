@@ -64,7 +64,7 @@ class Heads:
     seeds: int = 3
     prompts: int = 24
     max_new_tokens: int = 64
-    batch: int = 24
+    batch_size: int = 24
     deepest: int = 5  # chain that is tried for equal draft time, with the first seed
     threads: int = 1
     trained: str = "runs/heads"  # the runs, <what>-<seed> each
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> None:
 
 def asked_for(settings: Heads) -> str:
     """What a measurement is a function of, beside the head: it is kept under this name."""
-    parts = (settings.prompts, settings.max_new_tokens, settings.batch, settings.deepest)
+    parts = (settings.prompts, settings.max_new_tokens, settings.batch_size, settings.deepest)
     return "-".join(map(str, parts))
 
 
@@ -124,7 +124,7 @@ def train(settings: Heads, what: str, seed: int) -> None:
     need("answers")
     entry, recipe = KINDS[what]
     given = [f"recipe={recipe}", f"seed={seed}", f"out={out}", f"target.path={settings.target}"]
-    launch(entry, *given, f"heldout.data={settings.data}", *settings.options.split())
+    launch(entry, *given, f"heldout.prompts={settings.data}", *settings.options.split())
 
 
 def trained_by(settings: Heads, what: str, seed: int) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def measured(
     arms |= {f"chain {K}": ("chain", K) for K in range(1, min(settings.deepest, most) + 1)}
     rows = []
     for tree, (plan, K) in arms.items():
-        options: dict[str, Any] = {"K": K, "tree": plan, "batch_size": settings.batch}
+        options: dict[str, Any] = {"K": K, "tree": plan, "batch_size": settings.batch_size}
         decoder = Decoder(target, tokenizer, drafter, **options)
         cost = costs(decoder, drafter)
         for temperature in (0.0, 1.0):

@@ -52,7 +52,7 @@ class Bench:
     questions: int = 300
     K: int = 8
     max_new_tokens: int = 100  # the longest true answer has about 80
-    batch: int = 150
+    batch_size: int = 150
     trained: str = "runs/judge/bench"
     out: str = "docs/results"
     threads: int = 1
@@ -93,7 +93,7 @@ def trained_judge(settings: Bench, seed: int) -> Path:
             limit=settings.labelled,
             seed=seed,
             max_new_tokens=settings.max_new_tokens,
-            batch=settings.labelled,
+            batch_size=settings.labelled,
             dtype="float32",
         )
         print(judge_labels.label(mined), f"{time.perf_counter() - started:.0f} s", flush=True)
@@ -134,7 +134,7 @@ class Runs:
 
     def run(self, what: str, value: float | None, seed: int, lossy: str) -> dict[str, Any]:
         settings, started = self.settings, time.perf_counter()
-        options: dict[str, Any] = {"K": settings.K, "batch_size": settings.batch}
+        options: dict[str, Any] = {"K": settings.K, "batch_size": settings.batch_size}
         if lossy:
             options |= {"lossy": lossy, "allow_lossy": True}
         decoder = Decoder(self.target, self.tokenizer, self.drafter, **options)

@@ -106,7 +106,7 @@ def distil_offline(settings: Evidence) -> None:
     need("target", settings.target)
     need("answers")
     need("draft")
-    trained, few = Path(settings.trained), ("heldout.prompts=16", "heldout.max_new_tokens=64")
+    trained, few = Path(settings.trained), ("heldout.limit=16", "heldout.max_new_tokens=64")
     answers = trained / "python-answers"
     written = ("data=stdlib", "limit=2000", "max_new_tokens=64")
     train("prepare", answers / "answers-00000-of-00001.jsonl", "recipe=gsm8k/prepare", *written)
@@ -206,7 +206,7 @@ class Seed:
         settings, draw = self.settings, random.Random(self.seed)
         prompts = {
             topic: [
-                p.tokens for p in load_prompts(source, self.tokenizer, limit=6000, part="train")
+                p.tokens for p in load_prompts(source, self.tokenizer, limit=6000, split="train")
             ]
             for topic, source in (("maths", settings.gsm8k), ("python", "stdlib"))
         }
@@ -232,9 +232,9 @@ class Seed:
             *(sys.executable, "-m", "draftsmith", "serve", f"target={settings.target}"),
             *(f"drafter={self.drafters['frozen']}", "name=target", f"port={port}", "threads=1"),
             *(
-                f"rows={settings.rows}",
+                f"batch_size={settings.rows}",
                 f"K={settings.K}",
-                "max_len=1024",
+                "max_length=1024",
                 "max_queue=100000",
                 "dtype=float32",
                 *more,
@@ -255,7 +255,7 @@ class Seed:
         """The learner, which runs when nobody else does."""
         command = [
             *(sys.executable, "-m", "draftsmith", "train", "online", "processes=1"),
-            *("recipe=online/gsm8k", f"folder={place}"),
+            *("recipe=online/gsm8k", f"online={place}"),
             *(f"drafter={self.drafters['frozen']}", f"out={self.folder / 'learner'}"),
             *(f"target.path={self.settings.target}", f"seed={self.seed}", *how),
         ]

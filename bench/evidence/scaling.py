@@ -31,7 +31,7 @@ from draftsmith.train.run.recipe import gsm8k
 SIZES = "1x64,1x128,2x128,2x256,4x256,4x384"
 RECIPE = (
     *("recipe=gsm8k/distill", "draft=", "loss=0.5*ce+0.5*fkl", "processes=1", "save_every=0"),
-    *("schedule=constant", "warmup=20", "steps=800", "eval_every=100", "heldout.prompts=64"),
+    *("schedule=constant", "warmup=20", "steps=800", "eval_every=100", "heldout.limit=64"),
 )
 
 

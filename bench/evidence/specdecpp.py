@@ -65,7 +65,7 @@ HEADS: dict[str, tuple[str, ...]] = {
     "head": ("train", "recipe=specdecpp/gsm8k"),
     "head-paper": (
         *("mixed", "recipe=specdecpp/paper", "lr=2e-3", "steps=600", "warmup=20"),
-        *("batch_size=1024", "precision=fp32", "eval_every=100"),
+        *("batch_size=1024", "dtype=float32", "eval_every=100"),
     ),
 }
 
@@ -192,7 +192,7 @@ class Seed:
             [
                 prompt.tokens
                 for prompt in load_prompts(
-                    name, tokenizer, limit=count, prompt_tokens=length, part=part
+                    name, tokenizer, limit=count, prompt_tokens=length, split=part
                 )
             ]
             for name, length in ((settings.gsm8k, 64), ("stdlib", 64), ("stdlib", WINDOW))

@@ -1,4 +1,4 @@
-"""Distillation against TRL's GKDTrainer: the same pair, rows, loss, optimizer and precision.
+"""Distillation against TRL's GKDTrainer: the same pair, rows, loss, optimizer and dtype.
 
     python bench/speed/gkd.py                     # two cores, small models; four minutes
     python bench/speed/gkd.py device=cuda         # a draft of 1B for a target of 8B
@@ -83,7 +83,7 @@ def weights(shape: Shape) -> int:
 
 def measure(settings: Bench, name: str, case: Case, arms: list[str]) -> Runs:
     """The turns of each arm but the first; without those of a peer that died on the way."""
-    fields = ("device", "pairs", "precision", "tiny")
+    fields = ("device", "pairs", "dtype", "tiny")
     flags = [f"{field}={getattr(settings, field)}" for field in fields]
     runs: Runs = {arm: [] for arm in arms}
     for group in [arms] if settings.device == "cpu" else [[arm] for arm in arms]:
@@ -103,7 +103,7 @@ def measure(settings: Bench, name: str, case: Case, arms: list[str]) -> Runs:
             process.close()
     if PEER in runs and not case.on_policy:
         losses = [runs[arm][0]["loss"] for arm in (IDENTICAL, PEER)]
-        near = 1e-3 if settings.precision == "fp32" else 2e-2
+        near = 1e-3 if settings.dtype == "float32" else 2e-2
         assert abs(losses[0] / losses[1] - 1) < near, f"the first losses are {losses}"
     return {arm: turns[1:] for arm, turns in runs.items()}
 
@@ -168,7 +168,7 @@ def main(argv: list[str]) -> None:
         if settings.case not in ("", name):
             continue
         runs = measure(settings, name, case, arms)
-        about = f"{name}, {settings.precision} {settings.device}"
+        about = f"{name}, {settings.dtype} {settings.device}"
         rows += compare(case, runs, about) + (utilisation(case, runs, about) if cuda else [])
         publish("gkd", rows, out)
 

@@ -64,7 +64,7 @@ class Bench:
     device: str = "cpu"
     out: str = "runs/bench"
     pairs: int = 5
-    precision: str = "bf16"  # | fp32
+    dtype: str = "bfloat16"  # | float32
     tiny: bool = False
     case: str = ""
     arm: str = ""
@@ -158,7 +158,7 @@ class Inputs:
             schedule="constant",
             weight_decay=0.0,
             beta2=0.999,
-            precision=settings.precision,
+            dtype=settings.dtype,
             eval_every=0,
             save_every=0,
             text=Text(max_length=case.length, packing=settings.arm in (PACKED, CACHED)),
@@ -221,7 +221,7 @@ def theirs(x: Inputs, gate: Gate, steps: int, *, checkpointing: bool) -> None:
         adam_beta1=c.beta1,
         adam_beta2=c.beta2,
         max_grad_norm=c.clip_norm,
-        bf16=c.precision == "bf16",
+        bf16=c.dtype == "bfloat16",
         gradient_checkpointing=checkpointing,
         logging_strategy="no",
         save_strategy="no",

@@ -70,7 +70,7 @@ def tokens_per_second(settings: Ranks, folder: Path, ranks: int, batch: int) -> 
         "warmup": 0,
         "eval_every": 0,
         "save_every": 0,
-        "heldout.prompts": 1,
+        "heldout.limit": 1,
         "heldout.max_new_tokens": 2,
         "processes": ranks,
     }

@@ -153,14 +153,19 @@ class Decoder:
             yield Event(request.completion.index, tokens, text, completion)
 
     def open_session(
-        self, rows: int, max_len: int, *, finished: Finished | None = None, harvest: bool = False
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        finished: Finished | None = None,
+        harvest: bool = False,
     ) -> Session:
         """A batch that stays open: requests of any sampling parameters enter it at any step. Close
         it before anything else is decoded.
 
-        rows: that decode at a time; max_len: tokens of the longest, prompt and answer; finished:
-        called as requests end, with what the target knew of their answers if `harvest`. ValueError
-        for a rule by rejection, whose answers would depend on the drafter.
+        batch_size: rows that decode at a time; max_length: tokens of the longest, prompt and
+        answer; finished: called as requests end, with what the target knew of their answers if
+        `harvest`. ValueError for a rule by rejection, whose answers would depend on the drafter.
         """
         how = self.settings
         if not RULES[how.rule].identical or how.same_shape or how.lossy:
@@ -169,10 +174,10 @@ class Decoder:
                 f"same_shape={how.same_shape}, expected rule=coupled alone: a session's "
                 "answers are the target's, whatever drafts them"
             )
-        length = min(max_len, self.context)
+        length = min(max_length, self.context)
         # The largest that its rows may ask for: a prompt of nearly all, filters that sort.
         widest = SamplingParams(temperature=0.5, top_p=0.5)
-        batch = self._make_room(rows, length - 1, 1, widest, MOST_STOPS)
+        batch = self._make_room(batch_size, length - 1, 1, widest, MOST_STOPS)
         self._decoding = True
         if harvest:
             hidden, taps = self.runner.config.hidden_size, len(self.runner.taps)

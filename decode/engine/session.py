@@ -78,7 +78,7 @@ class Session:
             raise ValueError(
                 f"prompt {request.completion.index}: got {length} tokens with the answer's and "
                 f"{len(request.stop_ids)} ids that end it, expected at most {self.context} and "
-                f"{most} in this session; open it with a larger max_len, or ask for less"
+                f"{most} in this session; open it with a larger max_length, or ask for less"
             )
         self.batch.rows.waiting.append(request)
 

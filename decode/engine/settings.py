@@ -40,9 +40,9 @@ class DecodeSettings:
 
     @classmethod
     def of(cls, settings: Any, **others: Any) -> "DecodeSettings":
-        """What a command's settings say under the same names (`batch`: batch_size), and others."""
-        said = {f.name: getattr(settings, f.name, f.default) for f in fields(cls)}
-        return cls(**said | {"batch_size": getattr(settings, "batch", 1)} | others)
+        """What a command's settings say under the same names, and others."""
+        said: dict[str, Any] = {f.name: getattr(settings, f.name, f.default) for f in fields(cls)}
+        return cls(**said | others)
 
     def __post_init__(self) -> None:
         if self.K is not None and not 1 <= self.K <= 64:

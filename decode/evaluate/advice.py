@@ -82,7 +82,7 @@ def advise(
     gains: list[Callable[[np.ndarray], np.ndarray]] = []
     if depths:
         cost_K = np.array([costs.of(how.plan) for how in depths])
-        found = counted(spec, settings.batch, own.plan.levels, cost_K)
+        found = counted(spec, settings.batch_size, own.plan.levels, cost_K)
         taus, gains = [*found.taus(every)], [found.gains]
     if others:
         told, gain = replayed(settings, pair, name, [own, *others], spec, costs, tick)
@@ -97,14 +97,14 @@ def advise(
         interval = None if between is None else between[:, i].tolist()
         rows.append(row_of(how.plan.levels, how.tree, how.policy, taus[i], speedup, interval))
         if (how.plan, how.policy) == (own.plan, own.policy):
-            rows[-1] |= as_measured(speed.speedups(plain, spec, settings.batch))
+            rows[-1] |= as_measured(speed.speedups(plain, spec, settings.batch_size))
 
     def measure(row: Values) -> None:
         if row["measured"] is None:
             how = ways[rows.index(row) - 1]
             alone = replace(pair, drafters={name: pair.drafters[name]}, decoding={name: how})
             again = time_arms(replace(settings, baseline="native"), alone, prompts, tick)
-            row |= as_measured(speed.speedups(again[None], again[name], settings.batch))
+            row |= as_measured(speed.speedups(again[None], again[name], settings.batch_size))
 
     best = chosen(rows, measure)
     servable = [row for row in rows[1:] if (row["tree"], row["policy"]) == ("chain", "fixed")]
@@ -167,8 +167,8 @@ def replayed(
         if isinstance(made.policy, Cost):
             made.policy.costs = costs
         decoders.append(made)
-    questions = spec.questions[: REPLAYED * settings.batch]
-    base, *arms = replay(decoders, questions, settings.params, settings.batch, costs, tick)
+    questions = spec.questions[: REPLAYED * settings.batch_size]
+    base, *arms = replay(decoders, questions, settings.params, settings.batch_size, costs, tick)
 
     def gain(groups: np.ndarray) -> np.ndarray:
         first = groups[groups < REPLAYED]
@@ -215,7 +215,7 @@ def costs_of(settings: Evaluation, pair: Loaded, name: str, spec: Arm, largest: 
     answers = spec.completions
     twice = sum(2 * len(c.prompt_tokens) + len(c.tokens) for c in answers) // len(answers)
     runner = pair.decoder(settings, None).runner
-    return measured_costs(runner, pair.drafters[name], largest, settings.batch, twice)
+    return measured_costs(runner, pair.drafters[name], largest, settings.batch_size, twice)
 
 
 def counted(spec: Arm, size: int, levels: int, cost_K: np.ndarray) -> Depths:

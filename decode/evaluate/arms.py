@@ -44,7 +44,7 @@ class Evaluation:
     target: str
     drafter: str  # a folder, a hub name, ngram, or several of them with commas between
     prompts: str = "stdlib"  # a file (JSONL, text) or the embedded corpus
-    split: str = "heldout"  # "all" takes a file whole: one that nothing was trained on
+    split: str = "report"  # of what is held out; or all of a file that nothing was trained on
     out: str = "runs/evaluate"
     K: int | None = None  # draft calls a round; none: the drafter folder's default, else 4
     rule: str = "coupled"
@@ -65,7 +65,7 @@ class Evaluation:
     thinking: bool | None = None
     template_kwargs: str = ""
     task: str = ""  # gsm8k: the prompts must have known answers; empty: scored where they have
-    batch: int = 1
+    batch_size: int = 1
     seed: int = 0
     threads: int = 0  # of the CPU; 0 as torch has it. Small models are fastest on one
     device: str = "auto"  # a GPU where there is one, else cpu
@@ -177,7 +177,7 @@ class Loaded:
 
     def decoder(self, settings: Evaluation, name: str | None, **changes: Any) -> Decoder:
         """A drafter's decoder, or for None that of plain decoding."""
-        plain = {"batch_size": settings.batch, "attention": settings.backend}
+        plain = {"batch_size": settings.batch_size, "attention": settings.backend}
         options = plain if name is None else asdict(self.decoding[name])
         drafter = None if name is None else self.drafters[name]
         return Decoder(self.target, self.tokenizer, drafter, **options | changes)
@@ -230,8 +230,8 @@ def time_arms(
             decoders[f"{name}: {settings.baseline}"] = shapes
     for decoder in decoders.values():
         for tokens in warm_ups(prompts, settings.device):
-            decoder.generate([tokens] * settings.batch, settings.params)
-    return converse(settings, pair, prompts, decoders, settings.batch, tick)
+            decoder.generate([tokens] * settings.batch_size, settings.params)
+    return converse(settings, pair, prompts, decoders, settings.batch_size, tick)
 
 
 def warm_ups(prompts: Sequence[Prompt], device: str) -> list[list[int]]:
@@ -257,7 +257,7 @@ def prove(
     prompts, once `proof_minutes` are over.
     """
     started = time.perf_counter()
-    decoders = pair.decoders(settings, batch_size=max(8, settings.batch))
+    decoders = pair.decoders(settings, batch_size=max(8, settings.batch_size))
     if not settings.comparable:
         decoders = {None: decoders[None]}
 

@@ -111,7 +111,7 @@ def speed_report(
     report = settings_part(settings, len(prompts)) | {"tree": how.tree, "policy": how.policy}
     report["drafter"] = {"kind": pair.drafters[name].kind, "path": pair.folders[name]}
     report |= speed.speed_part(settings, pair, name, timed)
-    report |= speed.by_category(prompts, plain, spec, settings.batch)
+    report |= speed.by_category(prompts, plain, spec, settings.batch_size)
     # Tau never stands alone where the answers may differ from the target's own.
     report["task"] = exact_match(prompts, plain.questions, spec.questions)
     report["agreement"] = agreement(plain.questions, spec.questions) if settings.lossy else None
@@ -180,6 +180,7 @@ def settings_part(settings: Evaluation, prompts: int) -> Values:
     told = {key: getattr(settings, key) for key in REPORT_KEYS if hasattr(settings, key)}
     return told | {
         "schema": 1,
+        "batch": settings.batch_size,
         "lossless": not settings.lossy,  # every rule in RULES is, without a mask
         "lossy": str(settings.decoding.acceptance or ""),
         "threads": torch.get_num_threads(),
@@ -252,7 +253,7 @@ def tau_by_rule(
         return None
     taus = {settings.rule: tau}
     for rule in sorted({"coupled", "block"} - {settings.rule}):
-        decoder = pair.decoder(settings, name, rule=rule, batch_size=max(8, settings.batch))
+        decoder = pair.decoder(settings, name, rule=rule, batch_size=max(8, settings.batch_size))
         asked, numbers = zip(*((c.prompt_tokens, c.index) for c in plain.completions), strict=True)
         done = decoder.generate(asked, settings.params, indices=numbers)
         taus[rule] = metrics.block_efficiency([c.counters for c in done])

@@ -28,7 +28,7 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> di
     one = metrics.total(counters)
     K, nodes = (count / max(1, one.rounds) for count in (one.drafted, one.nodes))
     tau = metrics.block_efficiency(counters)
-    speeds = speedups(plain, spec, settings.batch)
+    speeds = speedups(plain, spec, settings.batch_size)
     answers = spec.completions
     asked = sum(len(c.prompt_tokens) for c in answers)
     context = int((asked + sum(len(c.tokens) for c in answers) / 2) / len(answers))
@@ -37,7 +37,7 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> di
         pair.decoder(settings, None).runner,
         drafter,
         pair.decoding[name].plan,
-        batch=settings.batch,
+        batch=settings.batch_size,
         context=context,
         prompt=asked // len(answers),
         nodes=1 + round(nodes),

@@ -63,13 +63,13 @@ class Calibration:
     prompt_tokens: int = 64
     thinking: bool | None = None
     template_kwargs: str = ""
-    batch: int = 8
+    batch_size: int = 8
     seed: int = 0
     device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        check_least(self, nodes=1, levels=1, batch=1, prompt_tokens=1)
+        check_least(self, nodes=1, levels=1, batch_size=1, prompt_tokens=1)
 
 
 class Calibrated(NamedTuple):
@@ -206,7 +206,7 @@ def run(settings: Calibration) -> Calibrated:
         decoder.tokenizer,
         limit=settings.limit,
         prompt_tokens=settings.prompt_tokens,
-        part="tune",
+        split="tune",
     )
     # The answers are plain decoding's, whatever drafts: so they may be drafted.
     events = decoder.stream([prompt.tokens for prompt in prompts], params)

@@ -1,6 +1,6 @@
 """Which draft for a target: depth and width by predicted speed-up, before anything is trained.
 
-    draftsmith size target=Qwen/Qwen3-8B device=h100 budget=300e6
+    draftsmith size target=Qwen/Qwen3-8B gpu=h100 budget=300e6
 
     speed-up = tau t_plain / (t_verify + K t_draft)
     tau = 1 + alpha + ... + alpha^K,   alpha = a log10(parameters) + b
@@ -70,10 +70,10 @@ class Sizing:
     target: str  # a folder, a config.json or a hub name
     budget: float = 0.0  # parameters of the draft at most; 0: no bound
     K: int = 0  # drafted tokens a round; 0: the best for each size
-    device: str = "h100"  # of MACHINES, such as cpu, a100 or h100, to model
-    bandwidth: float = 0.0  # GB/s, in place of the device's
-    layer_overhead_us: float = -1.0  # in place of the device's
-    fit: str = ""  # rows of `draftsmith scaling`, in place of FastDraft's law
+    gpu: str = "h100"  # of MACHINES, such as cpu, a100 or h100, to model
+    bandwidth: float = 0.0  # GB/s, in place of the GPU's
+    layer_overhead_us: float = -1.0  # in place of the GPU's
+    results: str = ""  # rows of `draftsmith scaling`, in place of FastDraft's law
     min_layers: int = 2  # below two layers size alone doesn't tell quality (arXiv 2001.08361)
     measure: bool = False  # time models of these shapes here, on the GPU if there is one
 
@@ -101,7 +101,7 @@ class Draft:
 def main(argv: list[str]) -> None:
     """Print what is proposed."""
     settings = parse(Sizing, argv)
-    law, machine = law_of(settings.fit), machine_of(settings)
+    law, machine = law_of(settings.results), machine_of(settings)
     file = Path(settings.target)
     folder = file.parent if file.name == "config.json" else settings.target
     config = load_config(folder).get_text_config()
@@ -115,14 +115,14 @@ def main(argv: list[str]) -> None:
 
 def machine_of(settings: Sizing) -> Machine:
     """The named device with the numbers given in place of its own."""
-    if settings.device not in MACHINES:
-        raise ValueError(f"device: got {settings.device!r}, expected one of {', '.join(MACHINES)}")
+    if settings.gpu not in MACHINES:
+        raise ValueError(f"gpu: got {settings.gpu!r}, expected one of {', '.join(MACHINES)}")
     if settings.K < 0 or settings.bandwidth < 0 or settings.min_layers < 1:
         raise ValueError(
             f"got K={settings.K}, bandwidth={settings.bandwidth:g}, min_layers="
             f"{settings.min_layers}, expected K >= 0, bandwidth >= 0 and min_layers >= 1"
         )
-    machine = MACHINES[settings.device]
+    machine = MACHINES[settings.gpu]
     if settings.bandwidth:
         machine = machine._replace(bandwidth=settings.bandwidth)
     if settings.layer_overhead_us >= 0:
@@ -130,20 +130,22 @@ def machine_of(settings: Sizing) -> Machine:
     return machine
 
 
-def law_of(fit: str) -> Law:
+def law_of(results: str) -> Law:
     """FastDraft's law, or the line over sizes at the most tokens of a file of scaling rows."""
-    if not fit:
+    if not results:
         return FASTDRAFT
-    rows = read_rows(fit)
+    rows = read_rows(results)
     most = max(row["tokens"] for row in rows)
     rows = [row for row in rows if row["tokens"] == most and row["what"] == rows[0]["what"]]
     axis = "non_embedding" if all("non_embedding" in row for row in rows) else "parameters"
     if len({row[axis] for row in rows}) < 3:
-        raise ValueError(f"fit: got {fit} with fewer than 3 sizes at {most} tokens, expected more")
+        raise ValueError(
+            f"results: got {results} with fewer than 3 sizes at {most} tokens, expected more"
+        )
     line = fit_line(rows, "alpha", axis, rows[0]["what"], most)
     places = [place for place, _ in line.points]
     source = (
-        f"{fit}: {axis} of {short_count(places[0])} to {short_count(places[-1])} after "
+        f"{results}: {axis} of {short_count(places[0])} to {short_count(places[-1])} after "
         f"{short_count(most)} tokens, off by {line.error:+.3f} at {short_count(line.held_out[0])}"
     )
     return Law(line.slope, line.intercept, source, with_tables=axis == "parameters")

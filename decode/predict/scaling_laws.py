@@ -1,6 +1,6 @@
 """How acceptance grows with a draft's size and its training text: lines over a logarithm.
 
-    draftsmith scaling rows=runs/scaling/rows.json out=docs/results
+    draftsmith scaling results=runs/scaling/rows.json out=docs/results
 
     value = a log10(tokens) + b   of each size,   value = a log10(parameters) + b   of each text
 
@@ -36,7 +36,7 @@ FEWEST = 3  # places of a line, beside the one that is held out
 class Scaling:
     """The measurements, and where the fits go."""
 
-    rows: str  # JSON: a list with what, parameters, tokens, seed, alpha, tau of each measurement
+    results: str  # JSON: a list with what, parameters, tokens, seed, alpha, tau of each measurement
     out: str = "docs/results"  # the folder of scaling.json, .md and .svg
 
 
@@ -72,7 +72,7 @@ class Fit(NamedTuple):
 def main(argv: list[str]) -> None:
     """Fit, print and publish."""
     settings = parse(Scaling, argv)
-    rows = read_rows(settings.rows)
+    rows = read_rows(settings.results)
     fits = all_fits(rows)
     print_table(HEAD, map(cells, fits), HEAD)
     publish(rows, fits, Path(settings.out))
@@ -84,21 +84,21 @@ def read_rows(file: str) -> list[Row]:
     try:
         rows = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"rows: got {file}, expected a JSON list of rows ({error})") from error
+        raise ValueError(f"results: got {file}, expected a JSON list of rows ({error})") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"rows: got {file} without a list of rows, expected [{{...}}, ...]")
+        raise ValueError(f"results: got {file} without a list of rows, expected [{{...}}, ...]")
     # A published file also holds its fits.
     rows = [row for row in rows if "slope" not in row]
     for number, row in enumerate(rows, 1):
         absent = [name for name in FIELDS if name not in row]
         if absent:
             raise ValueError(
-                f"rows: got row {number} of {file} without {', '.join(absent)}; expected each to "
-                f"have {', '.join(FIELDS)}"
+                f"results: got row {number} of {file} without {', '.join(absent)}; expected each "
+                f"to have {', '.join(FIELDS)}"
             )
         if not all(isinstance(row[axis], int | float) and row[axis] > 0 for axis in AXES):
             raise ValueError(
-                f"rows: got row {number} of {file} with tokens={row['tokens']} and parameters="
+                f"results: got row {number} of {file} with tokens={row['tokens']} and parameters="
                 f"{row['parameters']}, expected numbers above 0, whose logarithm is taken"
             )
     return rows
@@ -115,7 +115,7 @@ def all_fits(rows: Sequence[Row]) -> list[Fit]:
     if not whole:
         most = [max([n for k, n in places.items() if k[0] == axis], default=0) for axis in AXES]
         raise ValueError(
-            f"rows: got at most {most[0]} token counts of one size and {most[1]} sizes at one "
+            f"results: got at most {most[0]} token counts of one size and {most[1]} sizes at one "
             f"token count, expected {FEWEST} points to draw a line through and one more to hold "
             "out; measure more"
         )

@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.prompts.chat import chat_prompt
 from draftsmith.decode.prompts.rows import Message, Row
-from draftsmith.decode.prompts.splits import load_rows, part_of
+from draftsmith.decode.prompts.splits import load_rows
 
 CATEGORIES = {"question": "grade-school maths", "chat": "chat", "text": "running text"}
 CATEGORIES["instruction"] = "instructions"
 # Rows that are a chat of two where the tokenizer has a template, and else plain text.
 ASKING = ("question", "instruction", "turns")
+ASKED_SPLITS = ("report", "tune", "train", "all")
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,20 @@ def load_prompts(
     *,
     limit: int | None,
     prompt_tokens: int = 64,
-    split: str = "heldout",
-    part: str = "report",
+    split: str = "report",
     turns: int | None = None,
 ) -> list[Prompt]:
-    """The prompts of one part of a source, in its order.
+    """The prompts of one split of a source, in its order.
 
     Args:
         source: what `sources.read_source` reads, `stdlib`, or a .txt file with a prompt a line.
         limit: that many, spread evenly over the source, whose categories so keep their shares; None
             for all. A source with fewer gives what it has.
         prompt_tokens: the length of a window of running text.
-        split: `heldout`: what the same source's training side lacks; `all`: a source that nothing
-            was trained on. Benchmarks (prompts with a category) and .txt files are taken whole.
-        part: `report`, or `tune` for choices made on the way (see `splits.part_of`), or `train` for
-            the training side; a source that is taken whole is for reporting only.
+        split: `report`: of what the source's training side lacks, the part for figures; `tune`: the
+            part for choices made on the way; `train`: that side; `all`: a source that nothing was
+            trained on. Benchmarks (prompts with a category) and .txt files are taken whole, and are
+            for reporting only.
         turns: of a user's turns (Spec-Bench, MT-bench) that many at most; None for all.
 
     ValueError for a missing or empty source, a row of unknown layout, an empty part, a chat without
@@ -67,7 +67,7 @@ def load_prompts(
     if limit is not None and limit < 1:
         raise ValueError(f"limit: got {limit}, expected at least 1, or none for all prompts")
     prompts: list[Prompt] = []
-    for row in _rows(source, split, part):
+    for row in _rows(source, split):
         category = row.category or CATEGORIES.get(row.kind) or Path(source).stem
         if source == "stdlib":
             category = "library source"
@@ -159,20 +159,18 @@ def beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids
 
 
-def _rows(source: str, split: str, part: str) -> list[Row]:
-    if split not in ("heldout", "all"):
-        raise ValueError(f"split: got {split!r}, expected heldout, or all")
-    if Path(source).suffix == ".txt":
-        rows, whole = _lines(Path(source)), True
-    else:
-        whole = split == "all" or (source != "stdlib" and _of_benchmark(load_rows(source, "all")))
-        rows = load_rows(source, "all" if whole else "train" if part == "train" else split)
-    if whole and part != "report":
+def _rows(source: str, split: str) -> list[Row]:
+    if split not in ASKED_SPLITS:
+        raise ValueError(f"split: got {split!r}, expected one of {', '.join(ASKED_SPLITS)}")
+    lines = Path(source).suffix == ".txt"
+    whole = lines or split == "all"
+    whole = whole or (source != "stdlib" and _of_benchmark(load_rows(source, "all")))
+    if whole and split in ("train", "tune"):
         raise ValueError(
             f"prompts: {source!r} is taken whole, to report on; choices need other prompts, such "
             "as the held-out side of the training data"
         )
-    return rows if whole or part == "train" else part_of(rows, part)
+    return _lines(Path(source)) if lines else load_rows(source, "all" if whole else split)
 
 
 def _of_benchmark(rows: list[Row]) -> bool:

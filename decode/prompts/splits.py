@@ -12,8 +12,8 @@ from itertools import chain
 from draftsmith.decode.prompts.rows import Row
 from draftsmith.decode.prompts.sources import read_source
 
-SPLITS = ("train", "heldout", "all")
-PARTS = ("tune", "report")
+HELD_OUT_PARTS = ("tune", "report")  # of the held-out side
+SPLITS = ("train", "heldout", *HELD_OUT_PARTS, "all")
 HELD_OUT_SHARE = 0.05
 GSM8K_HELD_OUT, GSM8K_TUNE = 300, 100
 # Shorter lines ("else:", "return None") stand everywhere and leak nothing.
@@ -21,9 +21,9 @@ SHARED_LINE_LEAST = 12
 
 
 def load_rows(data: str, split: str) -> list[Row]:
-    """The rows of one side of `data` (see `sources.read_source`), in its order. split: `train`,
-    `heldout`, or `all` for a set that is wholly one or the other; ValueError for another, or an
-    empty side.
+    """The rows of one split of `data` (see `sources.read_source`), in its order: `train`,
+    `heldout`, of that `tune` or `report` (see `part_of`), or `all` for a set that is wholly one or
+    the other. ValueError for another, or an empty one.
     """
     if split not in SPLITS:
         raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
@@ -31,6 +31,8 @@ def load_rows(data: str, split: str) -> list[Row]:
     rows = list(chain.from_iterable(files))
     if split == "all":
         return rows
+    if split in HELD_OUT_PARTS:
+        return part_of(load_rows(data, "heldout"), split)
     held_out = _held_out_gsm8k(files) | _held_out_by_hash(rows, by_file=data == "stdlib")
     chosen = [row for row in rows if (row.where in held_out) == (split == "heldout")]
     if data == "stdlib" and split == "heldout":
@@ -51,8 +53,8 @@ def part_of(rows: Sequence[Row], part: str) -> list[Row]:
     order of their sizes, so that both parts hold about as much; of other rows a third, by a hash.
     ValueError for an unknown part, or an empty one.
     """
-    if part not in PARTS:
-        raise ValueError(f"part: got {part!r}, expected one of {', '.join(PARTS)}")
+    if part not in HELD_OUT_PARTS:
+        raise ValueError(f"part: got {part!r}, expected one of {', '.join(HELD_OUT_PARTS)}")
     library = [row for row in rows if row.where.startswith("stdlib:")]
     questions = [row for row in rows if row.kind == "question"]
     others = {row.text for row in rows} - {row.text for row in (*library, *questions)}

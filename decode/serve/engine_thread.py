@@ -98,7 +98,12 @@ class Service:
         return "failed" if self.error else "draining" if self.draining else "ok"
 
     def add_lane(
-        self, tag: str, model: str, decoder: Decoder, max_len: int, harvest: Harvest | None = None
+        self,
+        tag: str,
+        model: str,
+        decoder: Decoder,
+        max_length: int,
+        harvest: Harvest | None = None,
     ) -> None:
         """A lane for this decoder, before `start`; errors of `open_session` pass. harvest: called
         on the engine thread with what is to be learned from a finished request, and the version of
@@ -112,7 +117,10 @@ class Service:
                 harvest(lane, lane.version if version is None else version, request, found)
 
         session = decoder.open_session(
-            rows=self.rows, max_len=max_len, finished=finished, harvest=harvest is not None
+            batch_size=self.rows,
+            max_length=max_length,
+            finished=finished,
+            harvest=harvest is not None,
         )
         lane = self.lanes[tag] = Lane(tag, model, decoder, session)
         self.metrics.watch(model, lane)

@@ -1,7 +1,7 @@
 """An OpenAI-compatible server whose drafts may learn while it serves.
 
     draftsmith serve target=TARGET drafter=DRAFTER
-    draftsmith serve target=TARGET drafter=DRAFTER drafts='["code=DRAFTER_2"]' \\
+    draftsmith serve target=TARGET drafter=DRAFTER drafters='["code=DRAFTER_2"]' \\
         online=FOLDER        # train/online.py learns from FOLDER beside it: docs/online.md
 
 An answer is a function of target, prompt and seed alone: which draft helps, who else is being
@@ -40,8 +40,15 @@ from draftsmith.decode.serve.versions import learning_kinds
 from draftsmith.models.target import TargetSpec
 
 DEFAULT = "default"  # the tag of the first lane
-LEAST = {"max_len": 2, "keep_requests": 2, "max_queue": 0, "drain_s": 0, "log_s": 0, "threads": 0}
-LEAST |= dict.fromkeys(("rows", "max_tokens", "max_body", "keep_top_k", "K"), 1)
+LEAST = {
+    "max_length": 2,
+    "keep_requests": 2,
+    "max_queue": 0,
+    "drain_s": 0,
+    "log_s": 0,
+    "threads": 0,
+}
+LEAST |= dict.fromkeys(("batch_size", "max_new_tokens", "max_body", "keep_top_k", "K"), 1)
 FLUSH_S = 5  # that answers have to reach their clients once they are whole
 
 
@@ -51,12 +58,12 @@ class ServerConfig:
 
     target: str
     drafter: str = "none"  # a folder, a hub name, ngram, or none: plain decoding
-    drafts: tuple[str, ...] = ()  # more of them, TAG=DRAFTER, each served as NAME:TAG
+    drafters: tuple[str, ...] = ()  # more of them, TAG=DRAFTER, each served as NAME:TAG
     name: str = ""  # of the model; empty: the target folder's name
     host: str = "127.0.0.1"  # 0.0.0.0: every address of this machine
     port: int = 8000
-    rows: int = 8  # answers of a lane that are decoded at a time
-    max_len: int = 2048  # tokens of prompt and answer; at most the context
+    batch_size: int = 8  # answers of a lane that are decoded at a time
+    max_length: int = 2048  # tokens of prompt and answer; at most the context
     K: int | None = None  # draft calls a round; none: the drafter folder's default
     tree: str = ""  # empty: the drafter folder's, else chain
     policy: str = ""  # empty: the drafter folder's, else fixed
@@ -65,7 +72,7 @@ class ServerConfig:
     quantise: str = ""  # int8: the target's weights, as `target.quantise` of a training run
     api_key: str = ""  # that clients must show; empty: DRAFTSMITH_API_KEY, and without it none
     max_queue: int = 64  # answers of a lane that may wait for a row
-    max_tokens: int = 1024  # of one answer; a chat that doesn't say may have so many
+    max_new_tokens: int = 1024  # of one answer; a chat that doesn't say may have so many
     timeout_s: float = 300.0  # of one request
     drain_s: float = 30.0  # that requests on their way have when the server is told to end
     max_body: int = 1_048_576  # bytes of one request
@@ -87,12 +94,12 @@ class ServerConfig:
         self.name = self.name or Path(self.target).resolve().name
         self.api_key = self.api_key or os.environ.get("DRAFTSMITH_API_KEY", "")
         self.lanes = {DEFAULT: self.drafter}  # by tag, the default one first
-        for draft in self.drafts:
+        for draft in self.drafters:
             tag, _, path = draft.partition("=")
             if not re.fullmatch(r"[\w-][\w.-]*", tag) or tag in self.lanes or not path:
                 raise ValueError(
-                    f"drafts: got {draft!r}, expected TAG=FOLDER with a tag of its own of letters, "
-                    "digits, - and _"
+                    f"drafters: got {draft!r}, expected TAG=FOLDER with a tag of its own of "
+                    "letters, digits, - and _"
                 )
             self.lanes[tag] = path
 
@@ -105,7 +112,7 @@ class Backend:
     ) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         self.load = partial(load_drafter, target=target, tokenizer=tokenizer)
-        self.service = Service(Metrics(), rows=settings.rows, max_queue=settings.max_queue)
+        self.service = Service(Metrics(), rows=settings.batch_size, max_queue=settings.max_queue)
         self.learning: Learning | None = None
         if settings.online:
             kept = (settings.keep_top_k, settings.keep_requests)
@@ -116,14 +123,14 @@ class Backend:
                 target,
                 tokenizer,
                 drafter,
-                batch_size=settings.rows,
+                batch_size=settings.batch_size,
                 **unsaid(path, settings.K, settings.tree, settings.policy),
             )
             if self.learning and drafter is not None and drafter.kind in learning_kinds():
                 self.learning.add_lane(tag, path)
                 harvest = self.learning.offer
             model = settings.name if tag == DEFAULT else f"{settings.name}:{tag}"
-            self.service.add_lane(tag, model, decoder, settings.max_len, harvest)
+            self.service.add_lane(tag, model, decoder, settings.max_length, harvest)
         if self.learning and not self.learning.first:
             raise ValueError(
                 f"online: got {settings.online} and no draft that can learn, expected one of "
@@ -133,7 +140,7 @@ class Backend:
 
     def app(self) -> FastAPI:
         how = self.settings
-        limits = Limits(how.max_tokens, how.timeout_s, how.max_body, how.seed)
+        limits = Limits(how.max_new_tokens, how.timeout_s, how.max_body, how.seed)
         return make_app(self.service, self.tokenizer, limits, how.api_key)
 
     def start(self) -> None:
@@ -218,7 +225,7 @@ def main(argv: list[str]) -> int:
     for lane in backend.service.lanes.values():
         drafter = lane.decoder.drafter
         kind = "plain decoding" if drafter is None else f"a draft of kind {drafter.kind}"
-        console.print(f"{lane.model}: {kind}, {settings.rows} rows of {lane.session.context}")
+        console.print(f"{lane.model}: {kind}, {settings.batch_size} rows of {lane.session.context}")
     console.print(f"http://{settings.host}:{settings.port}/v1", markup=False)
     loopback = settings.host.startswith("127.") or settings.host in ("localhost", "::1")
     if not settings.api_key and not loopback:

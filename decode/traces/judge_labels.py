@@ -74,7 +74,7 @@ class Miner:
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     drafter: Drafter
-    batch: int
+    batch_size: int
     max_new_tokens: int
 
     def __post_init__(self) -> None:
@@ -84,12 +84,12 @@ class Miner:
                 "every position; prompt lookup has none"
             )
         self.params = SamplingParams(max_new_tokens=self.max_new_tokens)
-        self.decoder = Decoder(self.target, self.tokenizer, batch_size=self.batch)
+        self.decoder = Decoder(self.target, self.tokenizer, batch_size=self.batch_size)
 
     def mine(self, rows: Sequence[tuple[int, Row]]) -> Iterator[tuple[int, Columns]]:
         """(index, label rows) of each question; none where the target's own answer is wrong."""
-        for start in range(0, len(rows), self.batch):
-            group = rows[start : start + self.batch]
+        for start in range(0, len(rows), self.batch_size):
+            group = rows[start : start + self.batch_size]
             prompts = [prompt_ids(row, self.tokenizer) for _, row in group]
             written = self.decoder.generate(prompts, self.params)
             answers = []
@@ -187,7 +187,7 @@ class Labels:
     limit: int | None = 400  # questions, drawn by the seed; none: all
     seed: int = 0
     max_new_tokens: int = 256
-    batch: int = 64
+    batch_size: int = 64
     thinking: bool | None = None
     template_kwargs: str = ""
     max_gb: float = 2.0  # of the folder
@@ -226,7 +226,7 @@ def label(settings: Labels) -> str:
     if drafter is None:
         found = labelled(target, tokenizer, todo)
     else:
-        miner = Miner(target, tokenizer, drafter, settings.batch, settings.max_new_tokens)
+        miner = Miner(target, tokenizer, drafter, settings.batch_size, settings.max_new_tokens)
         found = miner.mine(todo)
     try:
         for index, columns in watched(found, "labels", len(todo)):

@@ -2,9 +2,9 @@
 
     draftsmith trace target=TARGET drafter=DRAFTER prompts=train.jsonl out=runs/trace
 
-    part=train              the training side, for acceptance heads (train/scorers.py)
-    part=tune every=true    a round at every position: stopping rules are tuned on it, see
-                            `decode/traces/simulate_stops.py`; part=report every=true for the
+    split=train             the training side, for acceptance heads (train/scorers.py)
+    split=tune every=true   a round at every position: stopping rules are tuned on it, see
+                            `decode/traces/simulate_stops.py`; split=report every=true for the
                             evidence
     source=mixed            SpecDec++'s rows, from the target's answers alone (`mixed_rows`)
 
@@ -42,7 +42,7 @@ from draftsmith.progress import LongWork
 SOURCES = ("decoder", "mixed")
 NUMBERS = 46  # bytes of a row beside its states
 # They decide how much is recorded, where and how fast, not what a prompt's rows are.
-FREE = ("target", "drafter", "out", "limit", "max_gb", "batch", "device")
+FREE = ("target", "drafter", "out", "limit", "max_gb", "batch_size", "device")
 
 
 @dataclass
@@ -53,8 +53,7 @@ class Tracing:
     drafter: str
     prompts: str = "stdlib"
     out: str = "runs/trace"
-    part: str = "train"  # train | tune | report
-    split: str = "heldout"  # "all" takes a file whole: one that nothing was trained on
+    split: str = "train"  # train | tune | report | all of a file that nothing was trained on
     limit: int | None = 256  # prompts, spread evenly; none: all
     prompt_tokens: int = 64
     source: str = "decoder"  # decoder: drafted nodes | mixed: draws along the answers
@@ -68,7 +67,7 @@ class Tracing:
     top_p: float = 1.0
     min_p: float = 0.0
     max_new_tokens: int = 128
-    batch: int = 8
+    batch_size: int = 8
     seed: int = 0
     thinking: bool | None = None
     template_kwargs: str = ""
@@ -107,7 +106,6 @@ def trace(settings: Tracing) -> TraceWriter:
         limit=settings.limit,
         prompt_tokens=settings.prompt_tokens,
         split=settings.split,
-        part=settings.part,
     )
     fitting = [p for p in prompts if len(p.tokens) + settings.max_new_tokens <= decoder.context]
     most = int(settings.max_gb * 1e9)

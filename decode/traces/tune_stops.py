@@ -1,7 +1,7 @@
 """Which rule should stop drafting, and at which threshold: replayed on traces, not decoded.
 
-    draftsmith trace target=T drafter=D part=tune every=true out=runs/tune
-    draftsmith trace target=T drafter=D part=report every=true out=runs/report
+    draftsmith trace target=T drafter=D split=tune every=true out=runs/tune
+    draftsmith trace target=T drafter=D split=report every=true out=runs/report
     draftsmith stopping tune=runs/tune report=runs/report drafter=D target=T save=true
 
 Fixed K, confidence, the product of q, entropy, and the acceptance head of the drafter folder if it

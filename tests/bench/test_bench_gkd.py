@@ -52,7 +52,7 @@ def test_their_rows_are_our_batches(
     """Same tokens in the same order; trained where ours are, on-policy after the same prompts."""
     for on_policy in (0.0, 1.0):
         case = gkd.replace(gkd.CASES["cpu"]["on-policy"], **gkd.TINY, on_policy=on_policy)
-        x = arms.Inputs(case, arms.Bench(precision="fp32"), str(tmp_path))
+        x = arms.Inputs(case, arms.Bench(dtype="float32"), str(tmp_path))
         assert len(x.tokenizer) == case.target[-1] == x.draft.get_output_embeddings().out_features
         rows = list(arms.their_rows(x.batches, x.config, 3))
         for step in range(3):
@@ -96,7 +96,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_arm_waits_for_its_turns(tmp_path: Path) -> None:
     """One process: a line on stdin for each turn, and a line about it on stdout."""
-    arm = ["tiny=true", "case=vocabulary 4k", "arm=identical batches", "precision=fp32"]
+    arm = ["tiny=true", "case=vocabulary 4k", "arm=identical batches", "dtype=float32"]
     done = subprocess.run(
         [sys.executable, "bench/speed/gkd.py", *arm, f"out={tmp_path}"],
         cwd=ROOT,

@@ -70,5 +70,5 @@ class Bigram(Objective):
 
 
 def settings(folder: Path, **changes: object) -> Settings:
-    values = {"steps": 5, "precision": "fp32", "eval_every": 0, "save_every": 0, "lr": 0.1}
+    values = {"steps": 5, "dtype": "float32", "eval_every": 0, "save_every": 0, "lr": 0.1}
     return Settings(out=str(folder), **(values | changes))  # type: ignore[arg-type]

@@ -134,7 +134,13 @@ def live(
 ) -> Iterator[Live]:
     """A server with these settings; it is drained at the end, unless it has ended before."""
     port = free_port()
-    defaults = {"target": "tiny", "port": port, "rows": 4, "max_len": 512, "drain_s": 600.0}
+    defaults = {
+        "target": "tiny",
+        "port": port,
+        "batch_size": 4,
+        "max_length": 512,
+        "drain_s": 600.0,
+    }
     how = ServerConfig(**(defaults | settings))
     how.api_key = settings.get("api_key", "")  # whatever the environment says
     backend = Backend(how, target, tokenizer)

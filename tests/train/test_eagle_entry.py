@@ -136,8 +136,8 @@ def arguments(tmp_path: Path, tiny_target, tiny_tokenizer) -> list[str]:
     text = tmp_path / "text.jsonl"
     lines = (f"row {row} " + " ".join(str(row * i) for i in range(40)) for row in range(60))
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    settings = ["precision=fp32", "steps=3", "batch_size=2", "text.max_length=40", "unroll=2"]
-    settings += ["heldout={prompts: 2, prompt_tokens: 8, max_new_tokens: 8}", "eval_every=1"]
+    settings = ["dtype=float32", "steps=3", "batch_size=2", "text.max_length=40", "unroll=2"]
+    settings += ["heldout={limit: 2, prompt_tokens: 8, max_new_tokens: 8}", "eval_every=1"]
     return [*settings, f"target.path={tmp_path / 'target'}", f"data={text}", "save_dtype=float32"]
 
 

@@ -30,12 +30,12 @@ from draftsmith.train.text.tokenise import load_examples
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
     "prepare": ["limit=2", "max_new_tokens=4"],
-    "pretrain": ["precision=fp32"],
-    "distill": ["precision=fp32"],
-    "heads": ["precision=fp32"],
-    "eagle": ["precision=fp32"],
-    "scorers": ["precision=fp32"],
-    "online": ["precision=fp32"],
+    "pretrain": ["dtype=float32"],
+    "distill": ["dtype=float32"],
+    "heads": ["dtype=float32"],
+    "eagle": ["dtype=float32"],
+    "scorers": ["dtype=float32"],
+    "online": ["dtype=float32"],
 }
 Argv = list[str]
 
@@ -61,8 +61,8 @@ def target(
 
 @pytest.fixture
 def distilling(tmp_path: Path, target: Path, corpus: Path) -> Argv:
-    sizes = ["draft={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}", "precision=fp32"]
-    text = ["text.max_length=40", "heldout={prompts: 2, prompt_tokens: 8, max_new_tokens: 8}"]
+    sizes = ["draft={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}", "dtype=float32"]
+    text = ["text.max_length=40", "heldout={limit: 2, prompt_tokens: 8, max_new_tokens: 8}"]
     paths = [f"target.path={target}", f"data={corpus}", f"out={tmp_path / 'run'}"]
     return [*sizes, *text, *paths, "batch_size=2", "steps=3"]
 
@@ -105,8 +105,8 @@ def test_every_recipe_runs_two_steps_on_a_tiny_target(
         prompts = tmp_path / "prompts.jsonl"
         rows = [{"prompt": f"What is {row} and {row}?"} for row in range(60)]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        given = recipe.load(module.Prepare, arguments).data
-        arguments += [] if (ROOT / given).exists() else [f"data={prompts}"]
+        given = recipe.load(module.Prepare, arguments).prompts
+        arguments += [] if (ROOT / given).exists() else [f"prompts={prompts}"]
     module.main(arguments)
     if entry != "prepare":
         assert [record["step"] for record in records(out)] == [0, 1, 2]
@@ -132,7 +132,7 @@ def test_quickstart_recipes_launched_in_a_row(tmp_path: Path, corpus: Path) -> N
         (
             "distill",
             "distill",
-            [target, f"draft={draft}", "heldout.prompts=2", "heldout.max_new_tokens=8"],
+            [target, f"draft={draft}", "heldout.limit=2", "heldout.max_new_tokens=8"],
         ),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -206,7 +206,7 @@ def test_pretraining_goes_on_from_a_checkpoint(
     shape = [
         "text.max_length=32",
         "batch_size=2",
-        "precision=fp32",
+        "dtype=float32",
         "save_dtype=float32",
         "lr=1e-9",
     ]
@@ -301,7 +301,7 @@ def test_bad_input_to_distillation(
 
 
 def test_bad_input_to_pretraining(tmp_path: Path, corpus: Path, target: Path) -> None:
-    arguments = [f"data={corpus}", f"out={tmp_path / 'run'}", "steps=1", "precision=fp32"]
+    arguments = [f"data={corpus}", f"out={tmp_path / 'run'}", "steps=1", "dtype=float32"]
     with pytest.raises(ValueError, match="tokenizer_size: got 100, expected at least 258"):
         pretrain.main([*arguments, "tokenizer_size=100"])
     with pytest.raises(ValueError, match="the text gives only"):
@@ -326,7 +326,7 @@ def test_a_target_of_a_corpus_has_its_tokenizer_and_a_template(
     assert [text[:5] for text in texts].count("row 0") == 1 and 7 < len(texts) < 10
     model = "model={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}"
     size = ["tokenizer_size=300", "text.max_length=32", "corpus.shuffle=8", "heldout_sequences=2"]
-    sources = [f"data={chats}", f"corpus.sources=[{chats},{corpus}]", "precision=fp32"]
+    sources = [f"data={chats}", f"corpus.sources=[{chats},{corpus}]", "dtype=float32"]
     where = [f"out={tmp_path / 'run'}", "steps=1", "batch_size=2", "tokenizer=train-chat"]
     pretrain.main([model, *size, *sources, *where])
     tokenizer = load_tokenizer(tmp_path / "run/model")
@@ -355,7 +355,7 @@ def test_prepared_answers_have_no_held_out_side(distilling: Argv, tmp_path: Path
     (folder / "prepare.json").write_text(json.dumps({"schema": 1, "identity": {"requests": 1}}))
     answer = {"index": 0, "prompt_ids": [5, 6, 7], "token_ids": [8, 9, 0]}
     (folder / "answers-00000-of-00001.jsonl").write_text(json.dumps(answer) + "\n")
-    with pytest.raises(ValueError, match=r"say heldout\.data="):
+    with pytest.raises(ValueError, match=r"say heldout\.prompts="):
         distill.main([*distilling, f"data={folder}"])
 
 

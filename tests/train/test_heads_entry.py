@@ -33,8 +33,8 @@ def training(tmp_path: Path, target: Path) -> Argv:
     corpus = tmp_path / "text.jsonl"
     corpus.write_text("".join(json.dumps(line) + "\n" for line in lines))
     paths = [f"target.path={target}", f"data={corpus}", f"out={tmp_path / 'run'}"]
-    text = ["text.max_length=40", "heldout={prompts: 4, prompt_tokens: 8, max_new_tokens: 12}"]
-    return [*paths, *text, "steps=3", "batch_size=4", "precision=fp32", "save_dtype=float32"]
+    text = ["text.max_length=40", "heldout={limit: 4, prompt_tokens: 8, max_new_tokens: 12}"]
+    return [*paths, *text, "steps=3", "batch_size=4", "dtype=float32", "save_dtype=float32"]
 
 
 def records(folder: Path) -> list[dict[str, float]]:

@@ -55,7 +55,7 @@ def folder(
 
 
 def arguments(folder: Path, out: Path, **changes: Any) -> list[str]:
-    settings = {"data": folder / "rows.jsonl", "split": "all", **SETTINGS, **changes}
+    settings = {"prompts": folder / "rows.jsonl", "split": "all", **SETTINGS, **changes}
     pairs = [f"{name}={value}" for name, value in settings.items()]
     return [f"target.path={folder / 'target'}", f"out={out}", *pairs]
 
@@ -231,7 +231,7 @@ def test_long_prompts_are_an_error_or_left_out(
 ) -> None:
     rows = [{"prompt": text} for text in ("def f", "x " * 600, "def g")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {"data": tmp_path / "rows.jsonl", "max_new_tokens": 4, "samples": 1}
+    changes = {"prompts": tmp_path / "rows.jsonl", "max_new_tokens": 4, "samples": 1}
     out = tmp_path / "out"
     with pytest.raises(ValueError, match=r"1 of 3 prompts longer than 511 tokens, request 1"):
         main(arguments(folder, out, **changes))
@@ -244,7 +244,7 @@ def test_long_prompts_are_an_error_or_left_out(
 def test_documents_give_windows(folder: Path, tmp_path: Path) -> None:
     rows = [{"text": "def function(argument):\n    return argument\n" * 20}] * 3
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {"data": tmp_path / "rows.jsonl", "max_new_tokens": 4, "prompt_length": 16}
+    changes = {"prompts": tmp_path / "rows.jsonl", "max_new_tokens": 4, "prompt_tokens": 16}
     with pytest.raises(ValueError, match="say limit=<how many windows>"):
         main(arguments(folder, tmp_path / "out", **changes))
     main(arguments(folder, tmp_path / "out", **changes, limit=5))

@@ -290,8 +290,10 @@ def test_what_the_command_refuses(pair: Any, at_hand: dict[str, str], tmp_path: 
         refuse(why, drafter=str(head))
     refuse("less than the 320 there are", sizes="320")
     refuse("say prompts=", prompts="")
-    # Taken whole, the prompts hold those that were counted.
-    refuse("were counted", split="all", size=40)
+    # A text file is taken whole: its prompts hold those that were counted.
+    whole = tmp_path / "whole.txt"
+    whole.write_text("\n".join(f"word {i} of {i * i}" for i in range(120)))
+    refuse("were counted", prompts=str(whole), size=40)
     refuse("fit the context", max_new_tokens=600)
     with pytest.warns(UserWarning, match="no folder of train/prepare"):
         run(asking(at_hand, tmp_path / "rows", data=at_hand["prompts"], sizes="6", size=6), [])

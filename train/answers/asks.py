@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.prompts.chat import before_answer
 from draftsmith.decode.prompts.prompts import as_chat, prompt_ids
 from draftsmith.decode.prompts.rows import Message, Row
-from draftsmith.decode.prompts.splits import load_rows, part_of
+from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.decode.sampling import request_seeds
 from draftsmith.train.text.prepared import is_prepared
 from draftsmith.train.text.tokenise import text_prompts
@@ -33,7 +33,7 @@ def from_rows(
     rows: list[Row],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    limit: int,
+    limit: int | None,
     window: int,
     samples: int,
     seed: int,
@@ -42,17 +42,17 @@ def from_rows(
     """`samples` requests for each prompt: one prompt a row, or `limit` windows of documents.
     ValueError for documents without a limit, or what `prompt_ids` and `text_prompts` raise.
 
-    limit: prompts at most, 0 for all rows; window: tokens of a document's; seed: the run's, which
-    places the windows and makes each request's seed; top_logprobs: of each request.
+    limit: prompts at most, None for all rows; window: tokens of a document's; seed: the run's,
+    which places the windows and makes each request's seed; top_logprobs: of each request.
     """
     prompts: list[tuple[list[int], tuple[Message, ...], tuple[dict[str, Any], ...]]] = []
     if rows[0].kind == "text":
-        if limit < 1:
+        if limit is None:
             raise ValueError("documents have no prompts of their own: say limit=<how many windows>")
         windows = text_prompts(rows, tokenizer, count=limit, length=window, seed=seed)
         prompts += [(ids, (), ()) for ids in windows]
     else:
-        for row in rows[: limit or None]:
+        for row in rows[:limit]:
             chat = as_chat(row, tokenizer)
             before = tuple(before_answer(chat)) if chat else ()
             prompts.append((prompt_ids(row, tokenizer), before, row.tools))
@@ -85,19 +85,19 @@ def prompts_hash(asks: list[Ask]) -> str:
 
 
 def prompts_for_development(
-    data: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int
+    data: str, tokenizer: PreTrainedTokenizerBase, *, limit: int, prompt_tokens: int
 ) -> list[list[int]]:
-    """At most `count` prompts that choices are made on while training, of the held-out part to tune
-    on: never those of final figures. length: in tokens, of a prompt that is a document's window.
+    """At most `limit` prompts that choices are made on while training, of the held-out part to tune
+    on: never those of final figures. prompt_tokens: of a prompt that is a document's window.
     ValueError: prepared answers, which have no held-out side; no rows; too few windows.
     """
-    if count < 1:
-        raise ValueError(f"heldout.prompts: got {count}, expected at least 1")
+    if limit < 1:
+        raise ValueError(f"heldout.limit: got {limit}, expected at least 1")
     if is_prepared(data):
         raise ValueError(
-            f"{data} holds answers to training prompts only: say heldout.data=<what the prompts "
+            f"{data} holds answers to training prompts only: say heldout.prompts=<what the prompts "
             "came from>"
         )
-    rows = part_of(load_rows(data, "heldout"), "tune")
-    asks = from_rows(rows, tokenizer, limit=count, window=length, samples=1, seed=0)
+    rows = load_rows(data, "tune")
+    asks = from_rows(rows, tokenizer, limit=limit, window=prompt_tokens, samples=1, seed=0)
     return [ask.ids for ask in asks]

@@ -49,11 +49,11 @@ class Replay:
     # +), each a source and how many of its prompts; mix takes from all before it in turn.
     stream: str = ""
     sources: dict[str, str] = field(default_factory=dict)  # what names in it stand for
-    part: str = "report"  # of a source: report | tune | train, see prompts.load_prompts
+    split: str = "report"  # of a source: report | tune | train, see prompts.load_prompts
     prompt_tokens: int = 32  # of a document, where it is to be continued
     max_new_tokens: int = 128
     temperature: float = 1.0
-    rows: int = 8  # requests decoded at a time
+    batch_size: int = 8  # requests decoded at a time
     K: int = 4  # drafted tokens a round
     keep_top_k: int = 64  # likeliest tokens of a position that are kept
     ceiling: str = ""  # a drafter folder that was distilled on all topics; empty: none
@@ -83,7 +83,7 @@ def read_stream(
                 tokenizer,
                 limit=None,
                 prompt_tokens=replay.prompt_tokens,
-                part=replay.part,
+                split=replay.split,
             )
             order = np.random.default_rng((seed, len(left))).permutation(len(found))
             left[name] = [found[i].tokens for i in order]
@@ -141,7 +141,7 @@ class ReplayFeed(Feed):
         how |= {"end_ids": decoder.eos_ids}
         how |= {"params": SamplingParams(replay.temperature, max_new_tokens=replay.max_new_tokens)}
         self.session = decoder.open_session(
-            replay.rows, longest, finished=self._finished, harvest=True
+            replay.batch_size, longest, finished=self._finished, harvest=True
         )
         for index, one in enumerate(asked):
             self.session.submit(open_request(one.tokens, index, index, **how))

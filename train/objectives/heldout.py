@@ -57,11 +57,18 @@ def mean_output(
 class HeldOutPrompts:
     """The group `heldout` of a recipe: what a draft is measured on with its target as it trains."""
 
-    data: str = ""  # whose prompts the target answers; empty: the held-out side of the run's data
-    prompts: int = 32
+    prompts: str = ""  # that the target answers; empty: of the held-out side of the run's data
+    limit: int = 32  # of them
     prompt_tokens: int = 32  # of a document, where it is to be continued
     max_new_tokens: int = 128
-    rows: int = 16  # that are decoded together
+    batch_size: int = 16  # of them, decoded together
+
+    def __post_init__(self) -> None:
+        if self.prompts.isdecimal():
+            raise ValueError(
+                f"heldout.prompts: got {self.prompts}, expected rows with prompts, such as a file; "
+                "how many of them is heldout.limit"
+            )
 
     def params(self, temperature: float) -> SamplingParams:
         """How the target writes the answers, and how tau is decoded."""
@@ -72,9 +79,9 @@ def shrunk(config: Any) -> Any:
     """Two steps of a recipe on a tiny random target, whose states aren't worth keeping: shows that
     it composes and runs.
     """
-    prompts_from = text_at_hand(config.heldout.data or config.data)
+    prompts_from = text_at_hand(config.heldout.prompts or config.data)
     data = config.data if Path(config.data).exists() else prompts_from
-    few = HeldOutPrompts(data=prompts_from, prompts=2, prompt_tokens=8, max_new_tokens=8)
+    few = HeldOutPrompts(prompts=prompts_from, limit=2, prompt_tokens=8, max_new_tokens=8)
     text = replace(config.text, max_length=min(config.text.max_length, 256))
     short = {"steps": 2, "warmup": 0, "batch_size": 2}
     return replace(config, data=data, heldout=few, text=text, cache=Cache(), **short)
@@ -110,9 +117,9 @@ def open_heldout(
     `prompts_for_development` pass.
     """
     asked = config.heldout
-    size = {"count": asked.prompts, "length": asked.prompt_tokens}
-    prompts = prompts_for_development(asked.data or config.data, tokenizer, **size)
-    rows = config.batch_size, asked.rows
+    size = {"limit": asked.limit, "prompt_tokens": asked.prompt_tokens}
+    prompts = prompts_for_development(asked.prompts or config.data, tokenizer, **size)
+    rows = config.batch_size, asked.batch_size
     heldout = HeldOut(accelerator, target, tokenizer, prompts, params, *rows)
     heldout.write_answers(run.cache / "heldout.safetensors")
     return heldout
@@ -173,8 +180,8 @@ class HeldOut:
             if accelerator.is_main_process:
                 warnings.warn(
                     f"got {len(counts)} held-out prompts, of which tau may be {where} (95%, over "
-                    f"such prompts); expected at least {FEW}; raise heldout.prompts, or give more "
-                    "rows by heldout.data",
+                    f"such prompts); expected at least {FEW}; raise heldout.limit, or give more "
+                    "rows by heldout.prompts",
                     stacklevel=2,
                 )
         return float(sum(emitted) / max(1, sum(rounds)))

@@ -92,7 +92,7 @@ def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
     autocast, as DeepSpeed has it. The weights stay so, since there is no way back.
     """
     config, objective = staged.config, staged.objective
-    bf16 = config.precision == "bf16"
+    bf16 = config.dtype == "bfloat16"
     autocast = bf16 and not low
 
     def loss() -> Tensor:
@@ -124,7 +124,7 @@ def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
 def held(staged: Staged, sizes: ModuleSizes, step: Step, way: str, *, world: int) -> Held:
     """What a rank of `world` holds. step: rehearsed with low weights where `way` is of ZeRO."""
     zero = int(way[-1]) if way.startswith("zero") else 0  # DeepSpeed's stage
-    learned, low = sizes.learned, 2 if staged.config.precision == "bf16" else 4
+    learned, low = sizes.learned, 2 if staged.config.dtype == "bfloat16" else 4
     # ---- what lasts: weights, optimizer state, frozen models, buffers -------------------------
     weights, around, cut = sizes.weights, 0, 1 if way == "ddp" else world
     share = 1 / world if zero >= 2 or way == "fsdp2" else 1.0
@@ -172,7 +172,7 @@ def _decoding(staged: Staged) -> int:
         return 0
     asked, how = replay or config.heldout, replay or config
     new, vocab = asked.max_new_tokens, staged.vocab
-    rows, prompt = asked.rows, max(asked.prompt_tokens, staged.length - new)
+    rows, prompt = asked.batch_size, max(asked.prompt_tokens, staged.length - new)
     params = SamplingParams(how.temperature, max_new_tokens=new)
     tree = parse_tree(getattr(config, "tree", "chain"), how.K)
     work = memory.Work(rows, prompt, new, vocab, params, tree)

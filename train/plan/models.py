@@ -203,7 +203,7 @@ def _pretrain(cast: Staged, entry: Any) -> None:
         model = cast.masked(entry.make_model(config, tokenizer, target))
     cast.objective = entry.make_objective(config, model, target, tokenizer)
     cast.draft = cast.layered = model
-    if target is None or not config.heldout.prompts:
+    if target is None or not config.heldout.limit:
         cast.target = None  # it stays on the CPU
     else:
         cast.also(model, target.dtype)

@@ -153,7 +153,7 @@ def remedied(outline: Outline, only: str = "") -> tuple[list[str], Outline] | No
     """Flags with which a recipe fits, and its plan with them: the first of `remedies` that does."""
     known: dict[Any, Step] = {}
     for offer in remedies(outline.staged.config):
-        for flags in (offer, [*offer, "heldout.rows=4"]):
+        for flags in (offer, [*offer, "heldout.batch_size=4"]):
             set_here = {flag.split("=")[0] for flag in flags}
             kept = [text for text in outline.recipe if text.split("=")[0] not in set_here]
             try:

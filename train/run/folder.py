@@ -22,7 +22,7 @@ from draftsmith.models.disk.store import hold, settle, what_differs, write_atomi
 
 KEPT_CHECKPOINTS = 2
 # Where the run lies, what it prints and who watches it don't change what it computes.
-FREE_KEYS = {"out", "track", "show", "plan", "cache.offload_target", "heldout.rows"}
+FREE_KEYS = {"out", "track", "show", "plan", "cache.offload_target", "heldout.batch_size"}
 # How a step is divided may change on the way; checkpoint.load says when that is exact.
 DIVISION_KEYS = {"batch_size", "accumulation", "processes", "allow_resize"}
 

@@ -84,7 +84,7 @@ def start(settings: Settings) -> Accelerator:
     accelerator = Accelerator(
         # DeepSpeed quietly becomes DDP under cpu=True, and finds the CPU by itself.
         cpu=no_device and not deepspeed,
-        mixed_precision={"bf16": "bf16", "fp32": "no"}[settings.precision],
+        mixed_precision="bf16" if settings.dtype == "bfloat16" else "no",
         gradient_accumulation_steps=settings.accumulation if deepspeed else 1,
         deepspeed_plugin=plugin,
         kwargs_handlers=handlers,
@@ -132,14 +132,14 @@ def check_deepspeed(settings: Settings) -> None:
         given[f"{kind}.enabled"] = given.get(kind, {}).get("enabled")
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is what it says by itself
     given["mixed_precision"] = None if launched == "no" else launched
-    half = settings.precision == "bf16"
+    half = settings.dtype == "bfloat16"
     for name, field, ours in (
         ("gradient_accumulation_steps", "accumulation", settings.accumulation),
         ("gradient_clipping", "clip_norm", settings.clip_norm),
         ("train_micro_batch_size_per_gpu", "batch_size", settings.batch_size),
-        ("bf16.enabled", "precision", half),
-        ("fp16.enabled", "precision", False),
-        ("mixed_precision", "precision", "bf16" * half),
+        ("bf16.enabled", "dtype", half),
+        ("fp16.enabled", "dtype", False),
+        ("mixed_precision", "dtype", "bf16" * half),
     ):
         if given.get(name) not in (None, "auto", ours):
             raise ValueError(

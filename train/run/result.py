@@ -35,7 +35,8 @@ def save_draft(
     """A drafter folder for a recipe's target; prints the line that evaluates it on the held-out
     rows to report on, then those that serve it.
     """
-    path, data, drawn = config.target.path, config.heldout.data or config.data, config.temperature
+    path, drawn = config.target.path, config.temperature
+    prompts = config.heldout.prompts or config.data
     kind = draft.kind if isinstance(draft, Head) else "lm"
     save_drafter(
         folder,
@@ -46,9 +47,10 @@ def save_draft(
         provenance=made,
         defaults={"K": config.K},
     )
-    asked = {"target": path, "drafter": str(folder), "prompts": data}
+    asked = {"target": path, "drafter": str(folder), "prompts": prompts}
     asked |= {"temperature": f"{drawn:g}"} if drawn else {}
-    asked |= {"adapter": config.target.adapter} if config.target.adapter else {}
+    changed = {"adapter": config.target.adapter, "quantise": config.target.quantise}
+    asked |= {key: value for key, value in changed.items() if value}
     keys = " ".join(shlex.quote(f"{key}={value}") for key, value in asked.items())
     print(f"python -m draftsmith evaluate {keys}")
     print(serve_line(folder, path))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from accelerate.utils import LoggerType
 
 from draftsmith.command import check_least
@@ -29,7 +30,8 @@ class Settings:
     beta2: float = 0.95
     momentum: float = 0.95  # of sgd and muon
     clip_norm: float = 1.0  # 0: no clipping
-    precision: str = "bf16"  # bf16: autocast over fp32 weights | fp32
+    # bfloat16: autocast over float32 weights | float32 | auto: bfloat16 where the GPU has it
+    dtype: str = "bfloat16"
     gradient_checkpointing: bool = False
     compile: bool = False  # the draft's decoder layers, by torch.compile
     eval_every: int = 100
@@ -55,11 +57,9 @@ class Settings:
                 raise ValueError(f"got {name}={got!r}, expected one of {', '.join(choices)}")
         if not self.lr > 0:
             raise ValueError(f"lr: got {self.lr}, expected more than 0")
-
-    @property
-    def dtype(self) -> str:
-        """Of frozen models, and of copies to decode with."""
-        return "bfloat16" if self.precision == "bf16" else "float32"
+        if self.dtype == "auto":
+            slow = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False)
+            self.dtype = "float32" if slow else "bfloat16"
 
 
 def setting(config: object, key: str) -> Any:
@@ -75,7 +75,7 @@ LEAST |= dict.fromkeys(("eval_every", "patience", "save_every", "processes"), 0)
 CHOICES = {
     "optimizer": ("adamw", "sgd", "muon"),
     "schedule": ("cosine", "linear", "constant"),
-    "precision": ("bf16", "fp32"),
+    "dtype": ("bfloat16", "float32", "auto"),
     "best_mode": ("min", "max"),
     "save_dtype": ("bfloat16", "float32"),
     "track": ("none", *(str(one) for one in LoggerType if one != LoggerType.ALL)),

@@ -40,7 +40,7 @@ class JointHead:
     scalars: list[str] = field(default_factory=lambda: list(NUMBERS))
     blocks: int = 2
     width: int = 64
-    prompts: int = 100  # held-out ones, decoded at the end to calibrate and check it
+    limit: int = 100  # held-out ones, decoded at the end to calibrate and check it
 
 
 class AcceptanceLoss(nn.Module):

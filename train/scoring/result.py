@@ -173,8 +173,8 @@ def finish_head(
     part that choices are made on; half of them calibrate. ValueError for rounds that kept all, or
     nothing.
     """
-    asked = {"count": config.head.prompts, "length": config.heldout.prompt_tokens}
-    prompts = prompts_for_development(config.heldout.data or config.data, tokenizer, **asked)
+    asked = {"limit": config.head.limit, "prompt_tokens": config.heldout.prompt_tokens}
+    prompts = prompts_for_development(config.heldout.prompts or config.data, tokenizer, **asked)
     numbers = (number for number in count() if part(number) in KEPT_APART)
     result, trace = run.folder / "drafter", run.cache / "rounds"
     record(trace, result, target, tokenizer, dict(zip(numbers, prompts, strict=False)), config.warp)

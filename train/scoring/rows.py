@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.decode.prompts.splits import HELD_OUT_PARTS
 from draftsmith.decode.traces.store import Trace, read_traces
 from draftsmith.models.fingerprint import differences, fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter
@@ -29,7 +30,6 @@ from draftsmith.train.text.batches import EpochOrder
 PARTS = {"fit": 0.8, "calibrate": 0.9, "check": 1.0}  # where each ends, in shares of the prompts
 TRACES = {"acceptance": ("decoder", "mixed"), "judge": ("judge",)}  # that a scorer learns from
 LABELS = ("soft", "hard")
-PARTS_HELD_OUT = ("tune", "report")
 TRACED = ("rule", "temperature", "top_k", "top_p", "min_p", "tree")  # a head is good for these
 CHUNK = 1 << 14  # rows turned to fp32 at a time
 
@@ -268,10 +268,10 @@ def check_about(
             "the scorer is for; trace that target"
         )
     settings = about.get("settings", {})
-    if settings.get("part") in PARTS_HELD_OUT and settings.get("split") != "all":
+    if settings.get("split") in HELD_OUT_PARTS:
         raise ValueError(
-            f"{folder}: got a trace of part={settings['part']}, which stopping rules are tuned or "
-            "reported on, expected part=train; trace the training side"
+            f"{folder}: got a trace of split={settings['split']}, which stopping rules are tuned "
+            "or reported on, expected split=train; trace the training side"
         )
     if reading.labels == "soft" and settings.get("temperature") == 0:
         raise ValueError(

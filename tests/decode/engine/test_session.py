@@ -93,7 +93,7 @@ def test_requests_of_every_kind_share_a_batch(
     plain = Decoder(tiny_target, tiny_tokenizer)
     drafter = drafter_of(kind, tiny_target, tiny_draft)
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, tree=tree, K=3)
-    session = decoder.open_session(rows=6, max_len=200)
+    session = decoder.open_session(batch_size=6, max_length=200)
     order = random.Random(0)
     left = [request_for(decoder, i, WAYS[i % len(WAYS)]) for i in range(15)]
     cancelled = {4, 9}
@@ -126,7 +126,7 @@ def test_a_cancelled_request_leaves_the_queue_too(
     tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     decoder = Decoder(tiny_target, tiny_tokenizer)
-    session = decoder.open_session(rows=1, max_len=200)
+    session = decoder.open_session(batch_size=1, max_length=200)
     first, second = (request_for(decoder, i, WAYS[0]) for i in range(2))
     session.submit(first)
     session.submit(second)
@@ -143,7 +143,7 @@ def test_what_a_session_cannot_hold_is_refused(
     tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     decoder = Decoder(tiny_target, tiny_tokenizer)
-    session = decoder.open_session(rows=1, max_len=40)
+    session = decoder.open_session(batch_size=1, max_length=40)
     with pytest.raises(ValueError, match="expected at most 40 and 16 in this session"):
         session.submit(request_for(decoder, 0, SamplingParams(max_new_tokens=60)))
     with pytest.raises(ValueError, match="in the middle of another stream"):
@@ -152,7 +152,7 @@ def test_what_a_session_cannot_hold_is_refused(
     assert decoder.generate(["a"], SamplingParams(max_new_tokens=2))[0].tokens
     for other in ({"rule": "leviathan"}, {"lossy": "typical", "allow_lossy": True}):
         with pytest.raises(ValueError, match="expected rule=coupled alone"):
-            Decoder(tiny_target, tiny_tokenizer, **other).open_session(rows=1, max_len=40)
+            Decoder(tiny_target, tiny_tokenizer, **other).open_session(batch_size=1, max_length=40)
 
 
 def test_a_drafter_is_swapped_between_rounds(
@@ -165,7 +165,7 @@ def test_a_drafter_is_swapped_between_rounds(
     with torch.no_grad():
         broken.model.norm.weight.fill_(torch.nan)
     decoder = Decoder(tiny_target, tiny_tokenizer, LMDrafter(stranger, vocab), K=4)
-    session = decoder.open_session(rows=2, max_len=200)
+    session = decoder.open_session(batch_size=2, max_length=200)
     rates = {}
     for name, model in (("broken", broken), ("stranger", stranger), ("itself", tiny_target)):
         early = [request_for(decoder, i, WAYS[i % 3]) for i in range(2)]
@@ -225,7 +225,7 @@ def test_the_harvest_is_what_a_pass_over_the_text_gives(
         assert harvested is not None
         found.append((request.completion, harvested))
 
-    session = decoder.open_session(rows=2, max_len=200, finished=finished, harvest=True)
+    session = decoder.open_session(batch_size=2, max_length=200, finished=finished, harvest=True)
     for i in range(6):
         session.submit(request_for(decoder, i, WAYS[i % len(WAYS)]))
     until_idle(session)

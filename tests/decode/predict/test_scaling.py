@@ -69,7 +69,7 @@ def test_the_command_publishes_what_it_can_read_again(
 ) -> None:
     file, out = tmp_path / "rows.json", tmp_path / "out"
     file.write_text(json.dumps(rows(noise=0.003)))
-    scaling.main([f"rows={file}", f"out={out}"])
+    scaling.main([f"results={file}", f"out={out}"])
     assert "0.0" in capsys.readouterr().out
     published = json.loads((out / "scaling.json").read_text())
     assert len(published) == 60 + 18 and read_rows(str(out / "scaling.json")) == published[:60]
@@ -100,6 +100,6 @@ def test_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(ValueError, match=words):
             all_fits(read_rows(str(file)))
     file.write_text("[{")
-    with pytest.raises(ValueError, match=r"rows: got .*, expected a JSON list of rows"):
+    with pytest.raises(ValueError, match=r"results: got .*, expected a JSON list of rows"):
         read_rows(str(file))
-    assert guarded(scaling.main, [f"rows={file}"]) == 2 and "error" in capsys.readouterr().err
+    assert guarded(scaling.main, [f"results={file}"]) == 2 and "error" in capsys.readouterr().err

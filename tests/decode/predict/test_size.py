@@ -149,15 +149,15 @@ def test_the_command_reads_a_config_alone(
         eos_token_id=0,
     ).save_pretrained(tmp_path)
     for target in (tmp_path, tmp_path / "config.json"):
-        sizing.main([f"target={target}", "device=a100", "bandwidth=100", "K=3"])
+        sizing.main([f"target={target}", "gpu=a100", "bandwidth=100", "K=3"])
     said = capsys.readouterr().out
     assert "recipe: draft.layers=" in said and "modelled" in said and "assumed" in said
     assert "100 GB/s" in said and "FastDraft" in said
     wrong = {
-        "device=tpu": "expected one of h100, h200",
+        "gpu=tpu": "expected one of h100, h200",
         "K=-1": "expected K >= 0",
         "budget=1000": "which no draft",
-        "fit=/nowhere": "expected a JSON list",
+        "results=/nowhere": "expected a JSON list",
         "bandwith=3": "did you mean",
     }
     for argument, words in wrong.items():
@@ -170,7 +170,7 @@ def test_measured_times_are_of_these_shapes(monkeypatch: pytest.MonkeyPatch) -> 
     small = LlamaConfig(**{**CONFIG.to_dict(), "hidden_size": 128, "num_attention_heads": 2})
     small.num_key_value_heads, small.num_hidden_layers, small.intermediate_size = 1, 4, 256
     small.head_dim, small.vocab_size = 64, 512
-    at = options(device="cpu", K=2, min_layers=1)
+    at = options(gpu="cpu", K=2, min_layers=1)
     target, drafts = propose(small, at, FASTDRAFT, machine_of(at))
     modelled = {draft.layers: draft.seconds for draft in drafts}
     target, timed = measured(small, target, drafts, FASTDRAFT)

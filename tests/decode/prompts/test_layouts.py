@@ -137,7 +137,7 @@ def test_tools_and_their_calls_go_through_the_template(tokenizer: PreTrainedToke
     # Tables have unlike objects as texts.
     texts = {"messages": list(map(json.dumps, TOOLS["messages"])), "tools": json.dumps([TOOL])}
     assert parse(texts, "x:1") == row
-    [ask] = from_rows([row], tokenizer, limit=0, window=8, samples=1, seed=0)
+    [ask] = from_rows([row], tokenizer, limit=None, window=8, samples=1, seed=0)
     assert ask.tools == (TOOL,) and ask.messages[-1]["content"] == "3"
     other = parse(TOOLS | {"tools": []}, "x:1")
     assert other.text == row.text != parse({"messages": TOOLS["messages"][2:]}, "x:1").text

@@ -29,7 +29,7 @@ def running(
     folder = tmp_path_factory.mktemp("draft") / "draft"
     save_tiny(folder, tiny_draft, tiny_target, tiny_tokenizer)
     drafts = ("lookup=ngram", "plain=none")
-    with live(tiny_target, tiny_tokenizer, drafter=str(folder), drafts=drafts, K=3) as made:
+    with live(tiny_target, tiny_tokenizer, drafter=str(folder), drafters=drafts, K=3) as made:
         yield made
 
 

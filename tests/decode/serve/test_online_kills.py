@@ -102,11 +102,11 @@ def test_a_server_and_its_learner_may_be_killed_anywhere(
     ]
     versions, url = Versions(online / "default"), f"http://127.0.0.1:{port}"
     serve = [f"target={target}", f"drafter={draft}", f"online={online}", f"port={port}"]
-    serve += ["max_len=64", "rows=4", "keep_top_k=8", "threads=1"]
-    learn = [f"target.path={target}", f"drafter={draft}", f"folder={online}", "loss=fkl"]
+    serve += ["max_length=64", "batch_size=4", "keep_top_k=8", "threads=1"]
+    learn = [f"target.path={target}", f"drafter={draft}", f"online={online}", "loss=fkl"]
     learn += [
         f"out={tmp_path / 'run'}",
-        "precision=fp32",
+        "dtype=float32",
         "mix.requests_per_step=1",
         "batch_size=2",
     ]

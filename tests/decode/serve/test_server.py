@@ -44,7 +44,7 @@ def running(
     draft_folder: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Live]:
     drafts = (f"twin={draft_folder}", "lookup=ngram", "plain=none")
-    how = {"drafter": str(draft_folder), "drafts": drafts, "rows": 16, "K": 2}
+    how = {"drafter": str(draft_folder), "drafters": drafts, "batch_size": 16, "K": 2}
     with live(tiny_target, tiny_tokenizer, **how) as made:
         yield made
 

@@ -112,7 +112,7 @@ def running(
     tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Live]:
     drafts = ("twin=ngram", "lookup=ngram")
-    with live(tiny_target, tiny_tokenizer, rows=16, drafts=drafts) as made:
+    with live(tiny_target, tiny_tokenizer, batch_size=16, drafters=drafts) as made:
         yield made
 
 
@@ -188,7 +188,7 @@ def test_a_client_that_never_reads_holds_up_nobody(
 def test_a_full_queue_says_when_to_come_back(
     tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with live(tiny_target, tiny_tokenizer, rows=1, max_queue=1) as made:
+    with live(tiny_target, tiny_tokenizer, batch_size=1, max_queue=1) as made:
         threads = [threading.Thread(target=made.post, args=(LONG,)) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -262,7 +262,7 @@ def test_draining_finishes_what_is_on_its_way(
         temperature=1.0, seed=0, ignore_eos=True, max_new_tokens=450,
     )  # fmt: skip
     answers: list[httpx.Response] = []
-    with live(tiny_target, tiny_tokenizer, rows=1, drain_s=600.0) as made:
+    with live(tiny_target, tiny_tokenizer, batch_size=1, drain_s=600.0) as made:
         ask = LONG | {"return_token_ids": True}
         threads = [
             threading.Thread(target=lambda: answers.append(made.post(ask))) for _ in range(2)
@@ -285,7 +285,7 @@ def test_what_a_drain_cuts_off_hears_503(
     tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     answers: list[httpx.Response] = []
-    with live(tiny_target, tiny_tokenizer, rows=1, drain_s=0.1) as made:
+    with live(tiny_target, tiny_tokenizer, batch_size=1, drain_s=0.1) as made:
         asking = threading.Thread(
             target=lambda: answers.extend(made.post(LONG | {"n": 4}) for _ in range(1))
         )
@@ -322,21 +322,21 @@ def test_an_engine_that_fails_says_so(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rows": 0}, "rows"),
+        ({"batch_size": 0}, "batch_size"),
         ({"port": 1 << 16}, "port"),
         ({"timeout_s": float("nan")}, "timeout_s"),
-        ({"drafts": ("a=x", "a=y")}, "drafts"),
-        ({"drafts": ("default=x",)}, "drafts"),
-        ({"drafts": ("../a=x",)}, "drafts"),
-        ({"drafts": ("folder",)}, "drafts"),
+        ({"drafters": ("a=x", "a=y")}, "drafters"),
+        ({"drafters": ("default=x",)}, "drafters"),
+        ({"drafters": ("../a=x",)}, "drafters"),
+        ({"drafters": ("folder",)}, "drafters"),
         ({"keep_requests": 1}, "keep_requests"),
     ],
 )
 def test_settings_that_make_no_server(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ServerConfig(target="t", **settings)
-    with pytest.raises(ValueError, match="rows: got 0"):
-        serve(["target=nowhere", "rows=0"])
+    with pytest.raises(ValueError, match="batch_size: got 0"):
+        serve(["target=nowhere", "batch_size=0"])
 
 
 def test_a_draft_that_cannot_learn_is_not_kept_for(
@@ -356,7 +356,7 @@ def test_the_command_drains_and_exits_with_0(
     port = free_port()
     target, draft = save_pair(tmp_path, tiny_target, tiny_draft, tiny_tokenizer)
     command = [sys.executable, "-m", "draftsmith", "serve", f"target={target}", f"port={port}"]
-    command += [f"drafter={draft}", "max_len=512", "rows=2", "drain_s=600"]
+    command += [f"drafter={draft}", "max_length=512", "batch_size=2", "drain_s=600"]
     environment = os.environ | {"DRAFTSMITH_API_KEY": "k"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     url = f"http://127.0.0.1:{port}"

@@ -57,7 +57,12 @@ def test_ten_thousand_requests_leave_no_trace(
         for which in range(DIFFERENT)
     ]
     command = [sys.executable, "-m", "draftsmith", "serve", f"target={target}", f"port={port}"]
-    command += [f"drafter={draft}", "max_len=64", "rows=16", f"online={tmp_path / 'online'}"]
+    command += [
+        f"drafter={draft}",
+        "max_length=64",
+        "batch_size=16",
+        f"online={tmp_path / 'online'}",
+    ]
     process = subprocess.Popen(command)
     url = f"http://127.0.0.1:{port}"
     try:

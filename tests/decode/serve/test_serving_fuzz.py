@@ -29,7 +29,7 @@ CHECKS = [
 def backend(
     tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Backend]:
-    how = ServerConfig(target="tiny", rows=16, max_queue=16, max_len=64, max_tokens=4)
+    how = ServerConfig(target="tiny", batch_size=16, max_queue=16, max_length=64, max_new_tokens=4)
     made = Backend(how, tiny_target, tiny_tokenizer)
     made.start()
     yield made

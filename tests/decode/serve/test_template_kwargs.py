@@ -15,7 +15,7 @@ def test_a_request_says_whether_to_think(tiny_target: LlamaForCausalLM) -> None:
     tokenizer.chat_template = TEMPLATE
     messages = [{"role": "user", "content": "f?"}]
     body = {"model": "tiny", "messages": messages, "max_tokens": 4, "seed": 1, "temperature": 0}
-    with live(tiny_target, tokenizer, rows=2) as server:
+    with live(tiny_target, tokenizer, batch_size=2) as server:
 
         def post(**more: Any) -> Any:
             reply = server.post({**body, **more}, "chat/completions")

@@ -231,7 +231,7 @@ def test_the_command_goes_on_where_it_was_interrupted(
         whole(self, prompt, columns)
 
     monkeypatch.setattr(TraceWriter, "add", interrupted)
-    two = [*folders, *every, f"out={tmp_path / 'two'}", "batch=1"]
+    two = [*folders, *every, f"out={tmp_path / 'two'}", "batch_size=1"]
     assert guarded(tracing.main, two) == 130
     assert "what is whole is kept" in capsys.readouterr().err
     monkeypatch.undo()
@@ -268,7 +268,7 @@ def test_the_command_mixes_rows_and_keeps_to_its_bound(
         (["source=mixed", "mixing=1"], "mixing: got 1.0"),
         (["source=other"], "expected one of decoder, mixed"),
         (["tree=dynamic:2,2,4"], "recording: got tree=dynamic"),
-        (["part=dev"], "part: got 'dev'"),
+        (["split=dev"], "split: got 'dev'"),
     ):
         assert guarded(tracing.main, [*folders, *wrong, f"out={tmp_path / 'wrong'}"]) == 2
         assert message in capsys.readouterr().err

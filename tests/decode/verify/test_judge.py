@@ -190,7 +190,7 @@ def test_labels_are_those_of_the_slow_miner(pair: Pair, monkeypatch: pytest.Monk
     target, tokenizer, drafter = pair
     monkeypatch.setattr(judge_labels.Miner, "ends_in", lambda self, tokens, right: fine(tokens))
     monkeypatch.setattr(judge_labels, "prompt_ids", lambda row, tokenizer: PROMPTS[int(row.prompt)])
-    miner = judge_labels.Miner(target, tokenizer, drafter, batch=3, max_new_tokens=7)
+    miner = judge_labels.Miner(target, tokenizer, drafter, batch_size=3, max_new_tokens=7)
     asked = [(i, Row("question", "here", str(i), "#### 1")) for i in range(4)]
     found = dict(miner.mine(asked))
     assert list(found) == [0, 1, 2, 3]
@@ -210,7 +210,7 @@ def test_a_state_is_the_targets_at_the_drafts_token(
     target, tokenizer, drafter = pair
     monkeypatch.setattr(judge_labels.Miner, "ends_in", lambda self, tokens, right: True)
     monkeypatch.setattr(judge_labels, "prompt_ids", lambda row, tokenizer: PROMPTS[0])
-    miner = judge_labels.Miner(target, tokenizer, drafter, batch=2, max_new_tokens=6)
+    miner = judge_labels.Miner(target, tokenizer, drafter, batch_size=2, max_new_tokens=6)
     ((_, columns),) = miner.mine([(0, Row("question", "here", "q", "#### 1"))])
     first, token = int(columns["position"][0]), int(columns["token"][0])
     with torch.no_grad():
@@ -265,7 +265,7 @@ def test_the_command_goes_on_where_it_was_stopped(
     asked = [{"question": f"What is {i} and {i}?", "answer": f"#### {2 * i}"} for i in range(310)]
     data.write_text("".join(json.dumps(row) + "\n" for row in asked))
     monkeypatch.setattr(judge_labels.Miner, "ends_in", lambda self, tokens, right: fine(tokens))
-    common = [f"target={tmp_path / 'target'}", "dtype=float32", "max_new_tokens=6", "batch=2"]
+    common = [f"target={tmp_path / 'target'}", "dtype=float32", "max_new_tokens=6", "batch_size=2"]
     mine = [*common, f"drafter={tmp_path / 'draft'}", f"data={data}"]
     for limits, out in (((2, 5), "parts"), ((5,), "whole")):
         for limit in limits:

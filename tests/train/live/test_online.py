@@ -214,7 +214,7 @@ def test_streams(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Non
 
     def of(words: str) -> Any:
         return read_stream(
-            Replay(stream=words, sources=sources, part="train"), tiny_tokenizer, seed=0
+            Replay(stream=words, sources=sources, split="train"), tiny_tokenizer, seed=0
         )
 
     asked = of("a:5,b:3+mix:6")
@@ -245,9 +245,9 @@ def test_a_learner_waits_for_its_server_and_goes_on_after_a_signal(
     tiny_tokenizer.save_pretrained(target)
     folder = folder_of(tmp_path / "draft", kind, draft, tiny_target, tiny_tokenizer)
     arguments = [f"target.path={target}", f"drafter={folder}", f"out={out}", "tag=sums"]
-    arguments += [f"folder={tmp_path / 'online'}", f"kind={kind}", "loss=fkl", "steps=100"]
+    arguments += [f"online={tmp_path / 'online'}", f"kind={kind}", "loss=fkl", "steps=100"]
     arguments += [
-        "precision=fp32",
+        "dtype=float32",
         "mix.requests_per_step=2",
         "batch_size=2",
         "idle_priority=false",
@@ -335,7 +335,7 @@ def test_a_draft_learns_a_topic_while_it_serves(
     (tmp_path / "asked.jsonl").write_text("\n".join(asked))
     out = tmp_path / "run"
     arguments = [f"target.path={target}", f"drafter={folder}", f"out={out}", "seed=1"]
-    arguments += [f"replay={tmp_path / 'asked.jsonl'}", "steps=1", "precision=fp32", "duty=1"]
+    arguments += [f"replay={tmp_path / 'asked.jsonl'}", "steps=1", "dtype=float32", "duty=1"]
     arguments += ["replay.max_new_tokens=24", "mix.requests_per_step=4", "eval_every=4", "lr=0.01"]
     arguments += [
         "publish.heldout_least=3",

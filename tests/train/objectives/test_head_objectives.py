@@ -252,7 +252,7 @@ def test_one_batch_of_eight_equals_four_of_two(kind: str, tmp_path: Path) -> Non
             optimizer="sgd",
             momentum=0.0,
             lr=0.1,
-            precision="fp32",
+            dtype="float32",
             eval_every=0,
             save_every=0,
         )

@@ -25,7 +25,7 @@ from draftsmith.train.text.on_policy import Snapshot
 
 MIB = 1 << 20
 SHAPE = ("draft.heads=4", "draft.kv_heads=2", "steps=10", "heldout.prompt_tokens=4")
-SHAPE += ("heldout.rows=1",)
+SHAPE += ("heldout.batch_size=1",)
 # Prompts are short, so that training is what needs most.
 WIDE = ("draft.layers=1", "draft.hidden=64", "draft.intermediate=128", "text.max_length=64")
 WIDE += ("heldout.max_new_tokens=60", "batch_size=4")
@@ -102,7 +102,7 @@ def test_a_plan_is_what_two_real_steps_hold(
 
 # What the planner prints for eagle3/qwen3-8b on a card of 24 GB, with rows of this size.
 ONE_CARD = ("batch_size=1", "accumulation=4", "text.max_length=256", "cache.offload_target=true")
-ONE_CARD += ("heldout.rows=1",)
+ONE_CARD += ("heldout.batch_size=1",)
 
 
 def steps_on_kept_states(outline: Outline, target: LlamaForCausalLM) -> None:
@@ -174,7 +174,7 @@ def test_flags_that_would_fit_are_printed(
 ) -> None:
     """The first of the planner's offers that fits, with the run's tokens a step kept."""
     given = ["recipe=eagle3/qwen3-8b", target_at(tmp_path, 8192, layers=2), "out=x", "gpu=l40s"]
-    given += ["head.draft_vocab=2048", "heldout.rows=1"]
+    given += ["head.draft_vocab=2048", "heldout.batch_size=1"]
     needed = plan(given).choices[0].held.total / GIB
     monkeypatch.setitem(MACHINES, "l40s", MACHINES["l40s"]._replace(gib=0.95 * needed))
     main(given)

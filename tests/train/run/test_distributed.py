@@ -133,7 +133,7 @@ def test_distillation_in_two_processes(
     command += ["draft={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}", "text.max_length=48"]
     share = 0.5 if launcher in ("cpu_ddp2", "zero2") else 0.0
     command += [f"on_policy={{share: {share}, prompt_tokens: 8, max_new_tokens: 8}}"]
-    command += ["heldout={prompts: 4, prompt_tokens: 8, max_new_tokens: 8}"]
+    command += ["heldout={limit: 4, prompt_tokens: 8, max_new_tokens: 8}"]
     command += ["steps=6", "batch_size=2", "accumulation=2", "processes=2", f"out={tmp_path}/run"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)

@@ -114,7 +114,7 @@ def test_bf16_autocasts_and_keeps_fp32_weights(tmp_path: Path) -> None:
             seen.append(self.mix(self.norm(self.table(batch.input_ids))).dtype)
             return super().forward(batch)
 
-    _, objective, _ = train(settings(tmp_path / "a", steps=1, precision="bf16"), Watching())
+    _, objective, _ = train(settings(tmp_path / "a", steps=1, dtype="bfloat16"), Watching())
     assert seen == [torch.bfloat16]
     assert {p.dtype for p in objective.parameters()} == {torch.float32}
 
@@ -278,10 +278,10 @@ def test_learning_rate(tmp_path: Path) -> None:
     [
         ({"optimizer": "adam"}, "optimizer='adam'"),
         ({"schedule": "step"}, "schedule='step'"),
-        ({"precision": "fp16"}, "precision='fp16'"),
-        ({"steps": 0}, "steps=0"),
-        ({"accumulation": 0}, "accumulation=0"),
-        ({"lr": 0.0}, "lr=0.0"),
+        ({"dtype": "float16"}, "dtype='float16'"),
+        ({"steps": 0}, "steps: got 0"),
+        ({"accumulation": 0}, "accumulation: got 0"),
+        ({"lr": 0.0}, "lr: got 0.0"),
         ({"track": "notes"}, "track='notes', expected one of none, .*wandb"),
         ({"processes": 2}, "1 processes, but processes= 2"),
     ],
@@ -289,6 +289,18 @@ def test_learning_rate(tmp_path: Path) -> None:
 def test_settings_out_of_range(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(settings(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "native", "dtype"),
+    [(False, False, "bfloat16"), (True, True, "bfloat16"), (True, False, "float32")],
+)
+def test_dtype_auto(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, gpu: bool, native: bool, dtype: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: emulated or native)
+    assert settings(tmp_path, dtype="auto").dtype == dtype
 
 
 def test_launches_that_fail_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,8 @@ def distilling(pair: Path, *others: str) -> Argv:
         "text.max_length=40",
         "lr=0.02",
     ]
-    heldout = ["heldout.prompts=2", "heldout.max_new_tokens=6", "heldout.prompt_tokens=8"]
-    kind = ["precision=fp32", "save_dtype=float32", "lora.rank=4", "lora.dropout=0.1"]
+    heldout = ["heldout.limit=2", "heldout.max_new_tokens=6", "heldout.prompt_tokens=8"]
+    kind = ["dtype=float32", "save_dtype=float32", "lora.rank=4", "lora.dropout=0.1"]
     kind += ["lora.targets=[q_proj,down_proj]"]
     paths = [f"target.path={pair}/target", f"draft={pair}/draft", f"data={pair}/task.jsonl"]
     return replaced([*short, *heldout, *kind, *paths, f"out={pair}/run"], others)
@@ -75,7 +75,7 @@ def distilling(pair: Path, *others: str) -> Argv:
 
 def tuning(pair: Path, *others: str) -> Argv:
     short = ["steps=3", "eval_every=3", "batch_size=8", "text.max_length=40", "heldout_sequences=8"]
-    kind = ["precision=fp32", "lr=0.02", "save_dtype=float32"]
+    kind = ["dtype=float32", "lr=0.02", "save_dtype=float32"]
     paths = [f"model={pair}/target", f"data={pair}/task.jsonl"]
     return replaced([*short, *kind, *paths], others)
 

@@ -130,7 +130,7 @@ def test_distillation_survives_kill_9(
         "draft={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}",
         "text.max_length=48",
     ]
-    arguments += ["heldout={prompts: 4, prompt_tokens: 8, max_new_tokens: 8}", "batch_size=2"]
+    arguments += ["heldout={limit: 4, prompt_tokens: 8, max_new_tokens: 8}", "batch_size=2"]
     arguments += ["on_policy.prompt_tokens=8", "on_policy.max_new_tokens=8"]
     arguments += ["steps=40", "save_every=4", "eval_every=20", "lr=0.02"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -167,7 +167,7 @@ def test_heads_survive_kill_9(
     tiny_target.save_pretrained(tmp_path / "target")
     tiny_tokenizer.save_pretrained(tmp_path / "target")
     arguments = [f"target.path={tmp_path / 'target'}", f"data={corpus}", "loss=lk"]
-    arguments += ["text.max_length=48", "heldout={prompts: 4, prompt_tokens: 8, max_new_tokens: 8}"]
+    arguments += ["text.max_length=48", "heldout={limit: 4, prompt_tokens: 8, max_new_tokens: 8}"]
     arguments += ["batch_size=2", "steps=40", "save_every=4", "eval_every=20", "lr=0.01"]
     arguments += [option.replace("{folder}", str(tmp_path)) for option in HEADS[entry]]
     straight, broken = tmp_path / "straight", tmp_path / "broken"

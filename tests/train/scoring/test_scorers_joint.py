@@ -42,10 +42,10 @@ def joint(
     (tmp_path / "text.jsonl").write_text(rows)
     argv = [
         "draft={hidden: 32, heads: 2, kv_heads: 1, intermediate: 64}",
-        "precision=fp32",
+        "dtype=float32",
         "lr=0.01",
     ]
-    argv += ["text.max_length=40", "heldout={prompts: 2, prompt_tokens: 8, max_new_tokens: 8}"]
+    argv += ["text.max_length=40", "heldout={limit: 2, prompt_tokens: 8, max_new_tokens: 8}"]
     argv += [f"target.path={tmp_path / 'target'}", f"data={tmp_path / 'text.jsonl'}"]
     return [*argv, f"out={tmp_path / 'run'}", "batch_size=8", "head.weight=1", "head.prompts=40"]
 

@@ -242,7 +242,7 @@ def served(tmp_path: Path, tiny_tokenizer, tiny_target, monkeypatch: pytest.Monk
         )
 
     with running(tiny_tokenizer, likely=likely) as server:
-        argv = [f"target.path={tmp_path / 'target'}", f"data={tmp_path / 'rows.jsonl'}"]
+        argv = [f"target.path={tmp_path / 'target'}", f"prompts={tmp_path / 'rows.jsonl'}"]
         argv += [f"out={tmp_path / 'out'}", f"endpoint={server.url}", "split=all", "device=cpu"]
         yield (
             [*argv, "max_new_tokens=20", "endpoint.top_logprobs=3", "endpoint.retries=0"],
@@ -285,9 +285,9 @@ def test_distill_trains_on_what_a_server_told(served, tmp_path: Path, capsys) ->
     prepare(argv)
     AcceleratorState._reset_state(reset_partial_state=True)
     sizes = ["draft.hidden=16", "draft.heads=2", "draft.kv_heads=1", "draft.intermediate=32"]
-    sizes += ["precision=fp32", "steps=2"]
+    sizes += ["dtype=float32", "steps=2"]
     text = ["text.max_length=40", "heldout.prompt_tokens=8", "heldout.max_new_tokens=8"]
-    text += ["heldout.prompts=2", "heldout=stdlib"]
+    text += ["heldout.limit=2", "heldout=stdlib"]
     told = [f"target.path={tmp_path / 'target'}", f"data={tmp_path / 'out'}", "batch_size=2"]
     distill.main([*sizes, *text, *told, f"out={tmp_path / 'run'}"])
     assert "compares with the log-probabilities there" in " ".join(capsys.readouterr().out.split())

@@ -137,7 +137,7 @@ def test_checkpoints_are_chosen_on_prompts_that_no_figure_is_of(
 ) -> None:
     """Of 400 questions 0 to 99 are trained on, and 200 to 399 are for the figures."""
     data = write_rows(tmp_path / "train.jsonl", questions(400))
-    found = prompts_for_development(data, tiny_tokenizer, count=1000, length=8)
+    found = prompts_for_development(data, tiny_tokenizer, limit=1000, prompt_tokens=8)
     numbers = [re.findall(r"(\d+) \+ 1\?", tiny_tokenizer.decode(ids)) for ids in found]
     assert numbers == [[str(i)] for i in range(100, 200)]
 

@@ -147,8 +147,8 @@ def test_models_without_a_template_do_not_think(tiny_tokenizer: PreTrainedTokeni
 def test_who_thinks_is_given_room(
     folder: Path, tmp_path: Path, said: list[str], tokens: int
 ) -> None:
-    data = f"data={folder / 'rows.jsonl'}"
-    prepare([f"target={folder}", data, "split=all", "device=cpu", f"out={tmp_path}", *said])
+    asked = f"prompts={folder / 'rows.jsonl'}"
+    prepare([f"target={folder}", asked, "split=all", "device=cpu", f"out={tmp_path}", *said])
     assert read_identity(tmp_path)["sampling"]["max_new_tokens"] == tokens
     [answer] = read_answers(tmp_path)
     asked = tokenizer_with().decode(answer["prompt_ids"])
