@@ -29,6 +29,7 @@ from draftsmith.decode.tree_shapes import PUBLISHED, Plan
 
 Values = dict[str, Any]
 BEYOND = 4  # depths foretold past those that were drafted
+LEAST = 0.98  # of the lower end of the interval of a speed-up that is advised
 REPLAYED = 32  # prompts, or batches of them, that are replayed
 UNTRAINED = ("confidence", "entropy", "depth")  # policies by the draft's law alone
 DYNAMIC = "dynamic:4,4,17"
@@ -112,8 +113,14 @@ def advise(
     advice = {"depths": rows, "best": best["K"], "served_K": served["K"]}
     advice["foretold"] = best["speedup"]
     advice |= {key: best[key] for key in ("tree", "policy", "measured", "measured_interval")}
-    paid = f"draft with {in_words(best)}: {_speed_of(best)}" if pays(advice) else ""
-    return advice | {"says": paid or _why_not(rows, best, costs, ways[0].plan)}
+    if pays(advice):
+        says = f"draft with {in_words(best)}: {_speed_of(best)}"
+    elif best["K"] and best["measured"] > 1:
+        found = f"draft with {in_words(best)}: {_speed_of(best)}"
+        says = f"not decided whether drafting pays here ({found}): give more prompts"
+    else:
+        says = _why_not(rows, best, costs, ways[0].plan)
+    return advice | {"says": says}
 
 
 def candidates(
@@ -230,8 +237,11 @@ def counted(spec: Arm, size: int, levels: int, cost_K: np.ndarray) -> Depths:
 
 
 def pays(advice: Values) -> bool:
-    """Whether drafting is faster than plain decoding, as measured with what is advised."""
-    return bool(advice["best"]) and advice["measured"] > 1
+    """Whether drafting as advised is measured to be no slower than plain decoding: by the lower end
+    of its interval, which one prompt or batch alone doesn't have.
+    """
+    between = advice["measured_interval"]
+    return bool(advice["best"]) and advice["measured"] > 1 and bool(between and between[0] >= LEAST)
 
 
 def _speed_of(row: Values) -> str:

@@ -1,8 +1,8 @@
 """Which rows are trained on, which are held out, and which of those a figure may be tuned on.
 
 Held out, everywhere and always the same: of GSM8K the last 300 rows of the file; of anything else
-about 5 %, chosen by a hash of the file's path (standard library) or of the row's text, so that
-equal rows fall on one side.
+about 5 % (of fewer than 1,200 rows 60, or a fifth), chosen by a hash of the file's path (standard
+library) or of the row's text, so that equal rows fall on one side.
 """
 
 import hashlib
@@ -15,6 +15,8 @@ from draftsmith.decode.prompts.sources import read_source
 HELD_OUT_PARTS = ("tune", "report")  # of the held-out side
 SPLITS = ("train", "heldout", *HELD_OUT_PARTS, "all")
 HELD_OUT_SHARE = 0.05
+# Of rows that aren't many: so many, which a figure needs, up to this share of them.
+HELD_OUT_LEAST, HELD_OUT_MOST = 60, 0.2
 GSM8K_HELD_OUT, GSM8K_TUNE = 300, 100
 # Shorter lines ("else:", "return None") stand everywhere and leak nothing.
 SHARED_LINE_LEAST = 12
@@ -84,7 +86,7 @@ def _held_out_gsm8k(files: list[list[Row]]) -> set[str]:
 
 
 def _held_out_by_hash(rows: list[Row], *, by_file: bool) -> set[str]:
-    """`where` of about 5 % (of the bytes by file, else of the rows), least hash first."""
+    """`where` of the share held out (of the bytes by file, else of the rows), least hash first."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row.kind != "question":
@@ -92,7 +94,9 @@ def _held_out_by_hash(rows: list[Row], *, by_file: bool) -> set[str]:
     if not groups:
         return set()
     sizes = {k: sum(len(row.completion) if by_file else 1 for row in groups[k]) for k in groups}
-    room = max(HELD_OUT_SHARE * sum(sizes.values()), min(sizes.values()))
+    whole = sum(sizes.values())
+    least = 0 if by_file else min(HELD_OUT_LEAST, HELD_OUT_MOST * whole)
+    room = max(HELD_OUT_SHARE * whole, least, min(sizes.values()))
     held_out: set[str] = set()
     for key in sorted(groups, key=_digest):
         if sizes[key] <= room:
