@@ -116,8 +116,8 @@ def advise(
     if pays(advice):
         says = f"draft with {in_words(best)}: {_speed_of(best)}"
     elif best["K"] and best["measured"] > 1:
-        found = f"draft with {in_words(best)}: {_speed_of(best)}"
-        says = f"not decided whether drafting pays here ({found}): give more prompts"
+        fast = f"{in_words(best)}: {_speed_of(best)}"
+        says = f"not decided whether drafting pays here ({fast}): give more prompts"
     else:
         says = _why_not(rows, best, costs, ways[0].plan)
     return advice | {"says": says}
