@@ -20,7 +20,7 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import COUPLED
 from draftsmith.decode.tree_shapes import Plan, chain_plan
 
-REPEATS = 50
+REPEATS, SHORT = 50, 25
 TURNS, LEAST, LONGEST = 100, 12, 20.0  # of `least_times`: turns, and seconds for all of them
 SANE, TRIES = 0.7, 3  # of the time of one token: what no larger pass takes less than
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # tokens a row, of `measured_costs`
@@ -38,9 +38,9 @@ def isolated_times(
     prompt: int,
     nodes: int,
 ) -> dict[str, Any]:
-    """Median seconds of the forwards a round is made of; the report's `times`. draft: the mean of a
-    round's draft calls; extend: the pass by which heads take the round's states in, None for
-    drafters without taps.
+    """Seconds (`least_times`) of the forwards a round is made of; the report's `times`. draft: the
+    mean of a round's draft calls; extend: the pass by which heads take the round's states in, None
+    for drafters without taps.
 
     plan: the tree that is drafted; batch, context, prompt, nodes: the run's mean rows, tokens in
     the KV, tokens of a prompt, and tokens of a round's verification, the root included.
@@ -59,7 +59,7 @@ def isolated_times(
             calls["extend"] = extend_call(twin, target, plan.levels + 1, **at)
     calls = {name: graphed(call, target.device) for name, call in calls.items()}
     calls["prefill"] = prefill_call(target, batch=batch, length=prompt)
-    times: dict[str, Any] = {"extend": None} | median_times(calls, target.device)
+    times: dict[str, Any] = {"extend": None} | least_times(calls, target.device, SHORT)
     times["draft"] /= plan.levels
     return times
 
@@ -235,7 +235,9 @@ def median_times(
 
 
 @torch.inference_mode()
-def least_times(calls: dict[Any, Call], device: torch.device) -> dict[Any, float]:
+def least_times(
+    calls: dict[Any, Call], device: torch.device, turns: int = TURNS
+) -> dict[Any, float]:
     """What each call takes while nothing else runs: the least of its seconds in many short turns,
     two in a row after one that isn't counted. Six measurements each on a machine shared by six: by
     medians c differed by 98% (a draft LM) and 65% (EAGLE-3), by the least of the same calls by 7%
@@ -243,7 +245,7 @@ def least_times(calls: dict[Any, Call], device: torch.device) -> dict[Any, float
     """
     seconds: dict[Any, list[float]] = {name: [] for name in calls}
     ends = time.perf_counter() + LONGEST
-    for turn in range(TURNS):
+    for turn in range(turns):
         if turn >= LEAST and time.perf_counter() > ends:
             break
         for name, call in calls.items():

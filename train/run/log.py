@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from draftsmith.command import kinds
+from draftsmith.models.disk.read_lm import first_line
 from draftsmith.models.disk.store import read_lines, write_atomically
 from draftsmith.progress import LINE_SECONDS
 from draftsmith.train.run.settings import Settings, setting
@@ -101,7 +102,7 @@ def keep_through(metrics: Path, step: int) -> None:
 
 def open_tracker(accelerator: Accelerator, folder: Path, settings: Settings, step: int) -> None:
     """Begin the run in the tracker that the accelerator was made with, if any; or go on with it
-    after `step`, where its tracker can.
+    after `step`, where its tracker can. ValueError for one that isn't set up.
     """
     name, main = settings.track, accelerator.is_main_process
     stored = folder / f"{name}_id"
@@ -116,7 +117,13 @@ def open_tracker(accelerator: Accelerator, folder: Path, settings: Settings, ste
     }
     values = {key: setting(settings, key) for key in kinds(type(settings))}
     plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items()}
-    accelerator.init_trackers("draftsmith", None if known else plain, how)
+    try:
+        accelerator.init_trackers("draftsmith", None if known else plain, how)
+    except Exception as error:  # of the tracker's own classes
+        raise ValueError(
+            f"track: got {name}, which doesn't begin ({first_line(error)}); expected one that is "
+            "set up: log in to it, or keep its records here, as WANDB_MODE=offline does"
+        ) from error
     if main and accelerator.trackers and not known:
         made = accelerator.trackers[0]
         stored.write_text(made.tracker.info.run_id if name == "mlflow" else ident)

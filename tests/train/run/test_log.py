@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import bigram
 import pytest
@@ -13,7 +15,7 @@ from bigram import settings
 from rich.console import Console
 
 from draftsmith.train.run.launch import start
-from draftsmith.train.run.log import Log, keep_through
+from draftsmith.train.run.log import Log, keep_through, open_tracker
 
 RECORDS = [
     {"step": 0, "eval_alpha": 0.25},
@@ -121,3 +123,12 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("accelerate.tracking._available_trackers", [])
     with pytest.raises(ValueError, match=r"track: got mlflow, .*: pip install mlflow$"):
         start(settings(tmp_path, track="mlflow"))
+
+
+def test_a_tracker_that_is_not_set_up(tmp_path: Path) -> None:
+    def begin(*_: object) -> None:
+        raise ConnectionError("no API key")
+
+    asked: Any = SimpleNamespace(is_main_process=True, trackers=[], init_trackers=begin)
+    with pytest.raises(ValueError, match=r"track: got mlflow, which doesn't begin \(no API key\);"):
+        open_tracker(asked, tmp_path, settings(tmp_path, track="mlflow"), 0)
