@@ -175,7 +175,7 @@ ON_CUDA = (
     [
         ("train distill", ("a smaller batch_size", "gradient_check", "text.max_length"), "rows"),
         ("evaluate", ("a smaller batch", "max_new_tokens", "dtype=bfloat16"), "accumulation"),
-        ("serve", ("fewer rows", "a shorter max_len", "dtype="), "batch"),
+        ("serve", ("a smaller batch_size", "a shorter max_length", "dtype="), "text.max_length"),
     ],
 )
 def test_a_lack_of_memory_is_one_line(

@@ -101,18 +101,12 @@ def main(argv: list[str]) -> None:
     heldout = make_batches(config.text, config, tokenise(heldout_rows, tokenizer), tokenizer)
 
     # ---- model and objective -----------------------------------------------------------------
-    start, given = config.model, bool(config.model.path)
-    model = load_draft(start.path) if given else fresh_draft(start, target, tokenizer, config.seed)
-    model = place(with_lora(model, config.lora, given=given, seed=config.seed), accelerator.device)
-    objective: NextToken | Distillation = NextToken(model)
+    model = place(make_model(config, tokenizer, target), accelerator.device)
     figures: Evaluate = dict  # none
-    if target is not None and config.heldout.limit:  # those of a distillation, with the target
-        size, warp = vocab_size(tokenizer), config.heldout.params(config.temperature)
-        teacher, ce = StateTeacher(target, size), stages(Losses(name="ce"), 1)
-        objective = Distillation(model, teacher, ce, vocab_size=size, warp=warp)
-        prompts = held.open_heldout(config, warp, accelerator, target, tokenizer, run)
+    objective = make_objective(config, model, target, tokenizer).to(accelerator.device)
+    if target is not None and isinstance(objective, Distillation):
+        prompts = held.open_heldout(config, objective.warp, accelerator, target, tokenizer, run)
         figures = held.draft_figures(prompts, objective, Snapshot(model, target.dtype), config.K)
-    objective = objective.to(accelerator.device)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     accelerator.print(f"{model.num_parameters():,} parameters")
@@ -158,6 +152,29 @@ def target_and_tokenizer(
         target, tokenizer = None, load_tokenizer(source)
     set_template(tokenizer, config.text.thinking, config.text.template_kwargs)
     return target, tokenizer
+
+
+def make_model(
+    config: PretrainConfig, tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel | None
+) -> PreTrainedModel:
+    """The given one, a draft of the target's family, or a random Llama (`fresh_draft`)."""
+    start, seed, given = config.model, config.seed, bool(config.model.path)
+    made = load_draft(start.path) if given else fresh_draft(start, target, tokenizer, seed)
+    return with_lora(made, config.lora, given=given, seed=seed)
+
+
+def make_objective(
+    config: PretrainConfig,
+    model: PreTrainedModel,
+    target: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> NextToken | Distillation:
+    """Cross-entropy with the text; as a distillation where figures with the target are asked."""
+    if target is None or not config.heldout.limit:
+        return NextToken(model)
+    size, warp = vocab_size(tokenizer), config.heldout.params(config.temperature)
+    teacher, ce = StateTeacher(target, size), stages(Losses(name="ce"), 1)
+    return Distillation(model, teacher, ce, vocab_size=size, warp=warp)
 
 
 def shrunk(config: PretrainConfig) -> PretrainConfig:

@@ -67,5 +67,5 @@ def test_bench_compares_every_arm_and_writes_rows_page_and_picture(
 
 def test_a_missing_pair_is_named(tmp_path: Path) -> None:
     done = bench(f"target={tmp_path / 'none'}")
-    assert done.returncode == 1
-    assert f"no folder {tmp_path / 'none'}; run `make quickstart` first" in done.stderr
+    assert done.returncode == 2
+    assert f"{tmp_path / 'none'}; run first: draftsmith quickstart" in done.stderr

@@ -117,9 +117,14 @@ def open_tracker(accelerator: Accelerator, folder: Path, settings: Settings, ste
     }
     values = {key: setting(settings, key) for key in kinds(type(settings))}
     plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items()}
+    errors: tuple[type[Exception], ...] = (ConnectionError,)
+    if name == "wandb":
+        from wandb.errors import Error
+
+        errors += (Error,)
     try:
         accelerator.init_trackers("draftsmith", None if known else plain, how)
-    except Exception as error:  # of the tracker's own classes
+    except errors as error:
         raise ValueError(
             f"track: got {name}, which doesn't begin ({first_line(error)}); expected one that is "
             "set up: log in to it, or keep its records here, as WANDB_MODE=offline does"

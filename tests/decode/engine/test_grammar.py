@@ -124,7 +124,7 @@ def test_a_session_of_answers_with_and_without_one(
     alone = Decoder(tiny_target, tiny_tokenizer).generate(PROMPTS, free)
     for late in (False, True):
         monkeypatch.setattr(decoder, "late", late)
-        session = decoder.open_session(rows=3, max_len=400)
+        session = decoder.open_session(batch_size=3, max_length=400)
         how: dict[str, Any] = {"tokenizer": tiny_tokenizer, "context": 400, "end_ids": (0,)}
         requests = [
             open_request(PROMPTS[i % 2], i, i % 2, params=params, **how)

@@ -106,7 +106,7 @@ def test_a_recording_looks_at_every_committed_slot(top: int) -> None:
     """Slots are rounded up to a power of two, at least `SMALLEST`."""
     asked = []
     stepper = SimpleNamespace(step=lambda batch, plan, top, policy: asked.append(top))
-    batch = SimpleNamespace(params=SamplingParams(), listed=None)
+    batch = SimpleNamespace(params=SamplingParams(), listed=None, grammars=None)
     Graphs(stepper, lambda run: run).step(batch, None, top)
     assert asked[0] >= max(top, SMALLEST) and asked[0] < max(2 * top, SMALLEST + 1)
     assert asked[0].bit_count() == 1

@@ -23,7 +23,7 @@ def test_the_log_and_the_live_numbers_add_up_to_the_answers(
 ) -> None:
     folder = save_tiny(tmp_path / "draft", tiny_draft, tiny_target, tiny_tokenizer)
     caplog.set_level(logging.INFO, "draftsmith")
-    how = {"drafter": str(folder), "drafts": ("plain=none", "idle=ngram"), "log_s": 0.02, "K": 2}
+    how = {"drafter": str(folder), "drafters": ("plain=none", "idle=ngram"), "log_s": 0.02, "K": 2}
     held, go_on, steps = threading.Event(), threading.Event(), itertools.count()
     with live(tiny_target, tiny_tokenizer, **how) as made:
         step = made.lane.session.step

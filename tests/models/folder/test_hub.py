@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.command import guarded
 from draftsmith.decode.drafters.load import load_drafter
-from draftsmith.decode.evaluate.arms import default_K
+from draftsmith.decode.evaluate.arms import unsaid
 from draftsmith.models.folder import hub
 from draftsmith.models.folder.drafter_folder import META, save_defaults
 from draftsmith.models.folder.hub import local_folder
@@ -42,7 +42,9 @@ def test_a_drafter_folder_of_the_hub(
     save_defaults(folder, K=2)
     assert (folder / META).is_file()
     drafter = load_drafter("an/draft", tiny_target, tiny_tokenizer)
-    assert drafter is not None and drafter.kind == "lm" and default_K("an/draft", "chain") == 2
+    assert (
+        drafter is not None and drafter.kind == "lm" and unsaid("an/draft", None, "", "")["K"] == 2
+    )
     with live(tiny_target, tiny_tokenizer, drafter="an/draft") as server:
         assert server.lane.decoder.settings.K == 2 and server.lane.draft["kind"] == "lm"
 

@@ -28,7 +28,11 @@ def test_prepare_keeps_what_a_server_answered(
     prompts = [{"prompt": f"def f{i}"} for i in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     out = tmp_path / "out"
-    argv = [f"target.path={tmp_path / 'target'}", f"data={tmp_path / 'rows.jsonl'}", f"out={out}"]
+    argv = [
+        f"target.path={tmp_path / 'target'}",
+        f"prompts={tmp_path / 'rows.jsonl'}",
+        f"out={out}",
+    ]
     with running(tiny_tokenizer, ids=False, apis="text", extra_tokens=1) as server:
         argv += [
             f"endpoint={server.url}",

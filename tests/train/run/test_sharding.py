@@ -221,7 +221,12 @@ def test_what_a_mode_cannot_do(
             "gradient_clipping=0.3, the recipe says clip_norm=1.0",
         ),
         ({"fp16": {"enabled": True}}, {}, {}, "fp16.enabled=True, the recipe says dtype=float32"),
-        ({"bf16": {"enabled": False}}, {}, {"dtype": "bfloat16"}, "bf16.enabled=False.*=bf16"),
+        (
+            {"bf16": {"enabled": False}},
+            {},
+            {"dtype": "bfloat16"},
+            "bf16.enabled=F.*=bfloat16",
+        ),
         (None, {"ACCELERATE_GRADIENT_CLIPPING": "2.0"}, {}, "gradient_clipping=2.0.*clip_norm=1.0"),
         (None, {"ACCELERATE_MIXED_PRECISION": "fp16"}, {}, "mixed_precision=fp16.*dtype=float32"),
         ({"gradient_accumulation_steps": "auto", "gradient_clipping": 1}, {}, {}, ""),

@@ -47,7 +47,7 @@ def joint(
     ]
     argv += ["text.max_length=40", "heldout={limit: 2, prompt_tokens: 8, max_new_tokens: 8}"]
     argv += [f"target.path={tmp_path / 'target'}", f"data={tmp_path / 'text.jsonl'}"]
-    return [*argv, f"out={tmp_path / 'run'}", "batch_size=8", "head.weight=1", "head.prompts=40"]
+    return [*argv, f"out={tmp_path / 'run'}", "batch_size=8", "head.weight=1", "head.limit=40"]
 
 
 def records(folder: Path) -> list[dict[str, float]]:
