@@ -41,6 +41,7 @@ def test_a_draft_that_is_always_right_or_wrong() -> None:
         assert (draft(ids).logits.argmax(-1) == (ids + step)).all()
 
 
+@pytest.mark.slow
 def test_cpu_mode_runs_every_part(tmp_path: Path) -> None:
     command = [
         sys.executable,

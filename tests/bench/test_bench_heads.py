@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import head_folders
+import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.bench.evidence import head_page
@@ -68,6 +69,7 @@ def test_differences_that_may_be_chance_are_said_to_be() -> None:
     assert line.endswith("not told apart")
 
 
+@pytest.mark.slow
 def test_trained_heads_are_measured(
     tmp_path: Path, tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -98,6 +98,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{ident}/run-{ident}.wandb"))) == 2
 
 
+@pytest.mark.slow
 def test_tensorboard_goes_on_where_it_was(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -153,7 +153,8 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("entry", [pytest.param("eagle", marks=pytest.mark.slow), "heads"])
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", HEADS)
 def test_heads_survive_kill_9(
     entry: str,
     tmp_path: Path,
