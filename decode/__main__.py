@@ -68,7 +68,7 @@ def tell(advice: dict[str, Any], drafter: dict[str, Any], settings: Evaluation) 
         folder, tree = Path(drafter["path"]), advice["tree"]
         kept = {"K": advice["best"], "policy": advice["policy"], "served_K": advice["served_K"]}
         if Path(tree).is_file():
-            tree = str(Path(tree).resolve())
+            tree = str(Path(tree).resolve()).removeprefix(f"{folder.resolve()}/")
         save_defaults(folder, **kept, tree=None if tree == "chain" else tree)
         print(f"saved: {in_words(advice | {'K': advice['best']})} in {folder}; to serve it:")
         print(serve_line(folder, settings.target))

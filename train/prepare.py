@@ -128,7 +128,7 @@ def main(argv: list[str]) -> None:
     identity = {
         "target": target,
         "dtype": config.target.dtype,
-        "sampling": asdict(params[0]) if len(params) == 1 else [asdict(p) for p in params],
+        "sampling": as_stored(params),
         "prompts": prompts_hash(asks),
         "requests": len(asks),
         "top_logprobs": served.top_logprobs or None,  # as a folder without has it
@@ -155,6 +155,12 @@ def main(argv: list[str]) -> None:
                 raise KeyboardInterrupt(message) from stop
             raise SystemExit(f"{stop}\n{message}") from stop
     console.print(summary(out, len(asks)))
+
+
+def as_stored(params: list[SamplingParams]) -> Any:
+    """As a folder's identity has it: without a schema, which none of its answers follows."""
+    every = [{k: v for k, v in asdict(p).items() if k != "json_schema"} for p in params]
+    return every[0] if len(every) == 1 else every
 
 
 def sampling(config: Prepare, length: int) -> list[SamplingParams]:

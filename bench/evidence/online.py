@@ -108,7 +108,7 @@ def distil_offline(settings: Evidence) -> None:
     need("draft")
     trained, few = Path(settings.trained), ("heldout.limit=16", "heldout.max_new_tokens=64")
     answers = trained / "python-answers"
-    written = ("data=stdlib", "limit=2000", "max_new_tokens=64")
+    written = ("prompts=stdlib", "limit=2000", "max_new_tokens=64")
     train("prepare", answers / "answers-00000-of-00001.jsonl", "recipe=gsm8k/prepare", *written)
     for seed in range(settings.first, settings.seeds):
         frozen, ceiling = (trained / f"seed-{seed}" / name / "drafter" for name in DRAFTS)

@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
             row["tokens"] = tokens
     everything = Path(settings.trained) / "rows.json"
     everything.write_text(json.dumps(rows, indent=1))
-    return scaling.main([f"rows={everything}", f"out={settings.out}"])
+    return scaling.main([f"results={everything}", f"out={settings.out}"])
 
 
 def folder(settings: Grid, size: str, seed: int) -> Path:

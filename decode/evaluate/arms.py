@@ -207,13 +207,17 @@ def load(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
 
 def unsaid(path: str, K: int | None, tree: str, policy: str) -> dict[str, Any]:
     """K, tree and policy as they were said, else as the drafter folder's draftsmith.json has them.
-    Its K is the depth of a chain; of a tree, and without a folder, the decoder has its own.
+    Its K is the depth of a chain, and of its own tree; of others, and without a folder, the decoder
+    has its own. Its tree may be a file in the folder.
     """
     given = path not in ("none", "ngram") and local_folder(path) / META
     found = read_json(given).get("defaults", {}) if given and given.is_file() else {"K": None}
     kept = DEFAULTS | found
+    own = tree in ("", kept["tree"] or "chain")
     tree = tree or kept["tree"] or "chain"
-    depth = kept["K"] if tree == "chain" else None
+    if own and given and (given.parent / tree).is_file():
+        tree = str(given.parent / tree)
+    depth = kept["K"] if own or tree == "chain" else None
     return {"K": K or depth, "tree": tree, "policy": policy or kept["policy"]}
 
 

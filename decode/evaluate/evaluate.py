@@ -38,6 +38,7 @@ from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
 from draftsmith.decode.report.printed import bracket
 from draftsmith.decode.report.schema import REPORT_KEYS, AnswerDifference
 from draftsmith.models.disk.provenance import command_line, git_commit, versions
+from draftsmith.models.target import is_quantised
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.progress import LongWork
 
@@ -135,7 +136,7 @@ def warn_of_few(name: str, report: Values) -> None:
 
 def fits_in_float32(pair: Loaded) -> bool:
     """Whether there is room for the pair's weights in fp32 in place of these; a warning if not."""
-    weights = list(pair.target.parameters())
+    weights = [weight for weight in pair.target.parameters() if not is_quantised(weight)]
     more, free = sum(4 * w.numel() - w.nbytes for w in weights), available(weights[0].device)
     if free is None or more <= free:
         return True

@@ -92,7 +92,7 @@ def prompts_for_development(
     ValueError: prepared answers, which have no held-out side; no rows; too few windows.
     """
     if limit < 1:
-        raise ValueError(f"heldout.limit: got {limit}, expected at least 1")
+        raise ValueError(f"limit: got {limit}, expected at least 1")
     if is_prepared(data):
         raise ValueError(
             f"{data} holds answers to training prompts only: say heldout.prompts=<what the prompts "

@@ -17,6 +17,7 @@ from draftsmith.train.plan import memory
 from draftsmith.train.plan.models import staged
 from draftsmith.train.plan.table import SPARE, PlanRequest, made_of, outlined, remedied
 
+UNPLANNED = (RuntimeError, AttributeError, KeyError, TypeError, AssertionError, ImportError)
 SMALL_SHARE = 16  # targets on a CPU whose files, times this, fit aren't planned
 
 
@@ -36,7 +37,7 @@ def refuse(config: Any, argv: list[str], device: torch.device, way: str, world: 
             told = _beyond(argv, device.type, free, way, world)
     except ValueError:
         return  # of what can't be loaded the entry says more
-    except RuntimeError as error:  # a family that can't run without its numbers
+    except UNPLANNED as error:  # a family that can't run without its numbers
         warnings.warn(f"not planned before the run: {error}", stacklevel=2)
         return
     if told:

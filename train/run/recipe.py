@@ -101,12 +101,13 @@ def check_made(config: Any) -> Any:
     isn't there. A trial of a recipe reads nothing.
     """
     said = {} if config.target.shrink else flat(show(config))
-    lacking = [k for k, v in said.items() if str(v).startswith("runs/") and not Path(v).exists()]
+    read = {key: str(v) for key, v in said.items() if key not in ("out", "cache.path")}
+    lacking = [k for k, v in read.items() if v.startswith("runs/") and not Path(v).exists()]
     files = {name: (RECIPES / f"{name}.yaml").read_text() for name in names() if lacking}
     outs = {name: str(yaml.safe_load(text).get("out")) for name, text in files.items()}
     for key in sorted(lacking, key=lambda key: key != "target.path"):  # that first: others need it
         for name, out in outs.items():
-            if key != "out" and Path(said[key]).is_relative_to(out) and out != config.out:
+            if Path(said[key]).is_relative_to(out) and out != config.out:
                 entry = f"{'' if entry_of(name) == 'prepare' else 'train '}{entry_of(name)}"
                 first = f"run first: draftsmith {entry} recipe={name}"
                 raise ValueError(f"{key}: got {said[key]}, which isn't there; {first}")

@@ -268,9 +268,10 @@ def check_about(
             "the scorer is for; trace that target"
         )
     settings = about.get("settings", {})
-    if settings.get("split") in HELD_OUT_PARTS:
+    part = settings.get("part", settings.get("split"))  # older traces have the one for the other
+    if part in HELD_OUT_PARTS:
         raise ValueError(
-            f"{folder}: got a trace of split={settings['split']}, which stopping rules are tuned "
+            f"{folder}: got a trace of split={part}, which stopping rules are tuned "
             "or reported on, expected split=train; trace the training side"
         )
     if reading.labels == "soft" and settings.get("temperature") == 0:

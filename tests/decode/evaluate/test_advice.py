@@ -17,7 +17,7 @@ from draftsmith.decode.evaluate.arms import Arm, Evaluation, Loaded, load, unsai
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.report.schema import schema_problems
 from draftsmith.decode.tree_shapes import PUBLISHED, parse_tree
-from draftsmith.models.folder.drafter_folder import read_meta
+from draftsmith.models.folder.drafter_folder import META, read_meta
 
 GROUPS = 3
 HISTOGRAM = [8, 4, 2, 1, 1]  # every drafted token is kept half the time, K = 4
@@ -194,3 +194,15 @@ def test_nothing_is_saved_where_drafting_does_not_pay(
     told = capsys.readouterr().out
     assert told.lstrip().startswith("drafting doesn't pay here: a draft call costs too much")
     assert "nothing saved" in told and read_meta(draft)["defaults"]["K"] == 3
+
+
+def test_what_is_saved_is_what_is_decoded_with(tmp_path: Path) -> None:
+    """A tree that was cut keeps its depth; a tree of the folder's own moves with it."""
+    kept = {"K": 2, "tree": "eagle-25", "policy": "fixed"}
+    (tmp_path / META).write_text(json.dumps({"defaults": kept}))
+    assert unsaid(str(tmp_path), None, "", "") == kept
+    assert unsaid(str(tmp_path), 3, "", "")["K"] == 3
+    assert unsaid(str(tmp_path), None, "medusa-63", "")["K"] is None
+    (tmp_path / META).write_text(json.dumps({"defaults": kept | {"tree": "tree.json"}}))
+    (tmp_path / "tree.json").write_text("[[0]]")
+    assert unsaid(str(tmp_path), None, "", "")["tree"] == str(tmp_path / "tree.json")
