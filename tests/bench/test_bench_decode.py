@@ -36,6 +36,7 @@ def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
 
 
+@pytest.mark.slow
 def test_bench_compares_every_arm_and_writes_rows_page_and_picture(
     tmp_path: Path, pair: list[str]
 ) -> None:

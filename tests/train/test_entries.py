@@ -114,6 +114,7 @@ def test_every_recipe_runs_two_steps_on_a_tiny_target(
         assert Path(done["result"], "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_quickstart_recipes_launched_in_a_row(tmp_path: Path, corpus: Path) -> None:
     """Target, draft, distilled draft, decoding: each step takes what the one before has left."""
     small = [

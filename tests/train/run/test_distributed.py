@@ -74,6 +74,7 @@ def test_ddp_and_on_with_one_process(
     assert_same_run(one_process, tmp_path)
 
 
+@pytest.mark.slow
 def test_ddp_of_a_head(tmp_path: Path) -> None:
     """Hydra++ by `lk`, which weighs by the alphas of all processes in the step before."""
     plain = PLAIN | {"head": "hydra++", "lr": 0.1, "clip_norm": 0.195}

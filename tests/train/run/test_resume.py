@@ -61,6 +61,7 @@ def corpus(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_pretraining_survives_ctrl_c_and_kill_9(tmp_path: Path, corpus: Path) -> None:
     """muon has two optimizers and state in both; the evaluation and best weights resume too; the
     corpus is streamed, in several windows an epoch.
