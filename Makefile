@@ -2,7 +2,7 @@
 # make test         set up, run the tests (under 15 minutes on two cores)
 # make check        lint, types, house rules, fast tests (under a minute)
 # make setup        only the environment, .venv
-# make test-slow    the slow tests: the quickstart's claims, in full (about ten minutes)
+# make test-slow    the slow tests: what takes long, the quickstart's claims in full (under 40 minutes)
 # make test-oldest  the tests with the oldest torch and transformers supported
 # make bench        speed against peers and how costs grow, on the quickstart's pair
 # make reproduce    a table of docs/results from nothing: TABLE=heads, dry=true for its commands alone
