@@ -43,7 +43,6 @@ from draftsmith.models.tokenizer import vocab_size
 from draftsmith.progress import LongWork
 
 Values = dict[str, Any]  # of a report, or a part of it
-FEW = 30  # prompts; fewer are warned about
 NO_ALPHA = dict.fromkeys(("alpha", "alpha_interval", "coupled_acceptance"))
 UNPROVEN: Values = {**NO_ALPHA, "identical": None, "identical_same_shape": None, "divergences": []}
 
@@ -125,11 +124,11 @@ def speed_report(
 
 def warn_of_few(name: str, report: Values) -> None:
     """A warning, with the interval that so few prompts give."""
-    if report["n_prompts"] < FEW:
+    if report["n_prompts"] < metrics.FEW:
         between = bracket(report["speedup_interval"]) or "none at all"
         warnings.warn(
             f"{name}: {report['n_prompts']} prompts are few: the speed-up's 95% interval is "
-            f"{between}; {FEW} or more narrow it",
+            f"{between}; {metrics.FEW} or more narrow it",
             stacklevel=3,
         )
 

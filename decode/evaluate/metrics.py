@@ -9,6 +9,8 @@ import numpy as np
 
 from draftsmith.decode.engine.request import Completion, Counters
 
+FEW = 30  # prompts; of fewer an interval is wide, and a warning says how wide
+
 
 def total(counters: Sequence[Counters]) -> Counters:
     """What several requests counted, as one."""

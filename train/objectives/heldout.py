@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.evaluate.metrics import ratio_interval
+from draftsmith.decode.evaluate.metrics import FEW, ratio_interval
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import vocab_size
 from draftsmith.train.answers.asks import prompts_for_development
@@ -29,7 +29,6 @@ from draftsmith.train.text.batches import Batch, Batches, Examples
 from draftsmith.train.text.on_policy import Snapshot, text_at_hand
 
 Score = Callable[[Batch], StepOutput]
-FEW = 30  # held-out prompts
 
 
 def mean_output(

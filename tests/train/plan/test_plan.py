@@ -1,5 +1,6 @@
 """The planner against real steps: what it says a run needs, and what it refuses."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -75,14 +76,27 @@ def two_steps(outline: Outline) -> None:
     mask[:, :, length // 2 :, : length // 2] = False
     positions_BT = torch.arange(length).remainder(length // 2).expand(rows, -1)
     batch = Batch(ids_BT, positions_BT, torch.ones_like(ids_BT, dtype=torch.bool), mask, ())
+    optimize(objective, learners, lambda: batch, micros=1)
+    assert snapshot.take() is not draft
+
+
+def optimize(
+    objective: torch.nn.Module,
+    learners: Sequence[torch.optim.Optimizer],
+    next_batch: Callable[[], Batch],
+    *,
+    micros: int,
+) -> None:
+    """Two optimizer steps of so many micro-batches, in bf16 as a run has it."""
     for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = objective(batch).loss
-        (loss / ids_BT.numel()).backward()
+        for _ in range(micros):
+            batch = next_batch()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = objective(batch).loss
+            (loss / batch.input_ids.numel()).backward()
         for learner in learners:
             learner.step()
             learner.zero_grad()
-    assert snapshot.take() is not draft
 
 
 @pytest.mark.parametrize(
@@ -119,17 +133,12 @@ def steps_on_kept_states(outline: Outline, target: LlamaForCausalLM) -> None:
     objective = EagleObjective(config.unroll, head, target, tokenizer, kept).train()
     snapshot = Snapshot(head, torch.bfloat16)
     learners = optimizers(objective, config)
-    for _ in range(2):
-        for _ in range(config.accumulation):
-            ids_BT = torch.randint(vocab, shape)
-            at_BT = torch.arange(shape[1])[None]
-            batch = Batch(ids_BT, at_BT, torch.ones_like(ids_BT, dtype=torch.bool), None, ())
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = objective(batch).loss
-            (loss / ids_BT.numel()).backward()
-        for learner in learners:
-            learner.step()
-            learner.zero_grad()
+
+    def drawn() -> Batch:
+        ids_BT, at_BT = torch.randint(vocab, shape), torch.arange(shape[1])[None]
+        return Batch(ids_BT, at_BT, torch.ones_like(ids_BT, dtype=torch.bool), None, ())
+
+    optimize(objective, learners, drawn, micros=config.accumulation)
     assert snapshot.take() is not head
 
 
