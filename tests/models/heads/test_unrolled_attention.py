@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.models.heads import unrolled_attention
+from draftsmith.models.heads import flash as attention
 from draftsmith.models.heads.unrolled_attention import Unrolled, concatenated, merged
 
 B, T, E = 2, 19, 8
@@ -33,8 +33,8 @@ def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
 @pytest.fixture
 def kernels(monkeypatch, flash):
     """With the kernel of the CPU, or without it: plain products, as where there is none."""
-    assert unrolled_attention.HAS_CPU, "this torch's kernel takes other arguments"
-    monkeypatch.setattr(unrolled_attention, "HAS_CPU", flash)
+    assert attention.HAS_CPU, "this torch's kernel takes other arguments"
+    monkeypatch.setattr(attention, "HAS_CPU", flash)
 
 
 @FLASH
