@@ -24,7 +24,7 @@ from draftsmith.decode.forward.runner import round_up
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.head import Head
-from draftsmith.models.heads.layer import Attention, causal
+from draftsmith.models.heads.layer import Attention, Keep, causal
 
 Where = tuple[Tensor, Attention]  # positions [B, N], and how they attend
 
@@ -125,10 +125,23 @@ class HeadKV(KVPool):
 
     def prefill(self, rows_R: Tensor, length: int) -> Where:
         """Of prompts that begin in rows R; position i is kept in slot i."""
+        at_RN, flat_N = self._begun(rows_R, length)
+        return at_RN, partial(attend, SlotCache(self, flat_N, prefix=0), None)
+
+    def taken(self, rows_R: Tensor, length: int) -> tuple[Tensor, Keep]:
+        """The same where nothing attends: positions, and what takes keys and values in."""
+        at_RN, flat_N = self._begun(rows_R, length)
+        return at_RN, SlotCache(self, flat_N, prefix=0).write
+
+    def added(self, at_BN: Tensor) -> tuple[Tensor, Keep]:
+        """Of the next tokens of rows 0..B-1, likewise."""
+        keep = SlotCache(self, self.flat(at_BN), prefix=0).write
+        return at_BN.clamp(max=self.context - 1), keep
+
+    def _begun(self, rows_R: Tensor, length: int) -> tuple[Tensor, Tensor]:
         self.clear(rows_R)
         at_RN = torch.arange(length, device=rows_R.device).expand(len(rows_R), -1)
-        flat = (rows_R[:, None] * self.slots + at_RN).flatten()
-        return at_RN, partial(attend, SlotCache(self, flat, prefix=0), None)
+        return at_RN, (rows_R[:, None] * self.slots + at_RN).flatten()
 
     def fed(self, at_BN: Tensor, slots_BN: Tensor, seen: Seen) -> Where:
         """Of new tokens of rows 0..B-1, which are kept in these slots."""

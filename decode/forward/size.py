@@ -16,13 +16,14 @@ from draftsmith.models.taps import NORM
 class ModelSize:
     """config: of the text model, or of a head's layers; beside: further numbers alive for each
     token of a pass: taps inside a target, or a head's wide input; handed: numbers of a token's
-    states that a drafter is given.
+    states that a drafter is given; scratch: slots that a pass needs beyond a row's own.
     """
 
     config: PreTrainedConfig
     dtype: torch.dtype
     beside: int = 0
     handed: int = 0
+    scratch: int = 0
 
     @classmethod
     def of(cls, runner: Runner) -> "ModelSize":
@@ -33,7 +34,7 @@ class ModelSize:
 
     def kv(self, rows: int, slots: int) -> int:
         """Bytes of a pool."""
-        return prod(kv_shape(self.config, rows, slots)) * self.dtype.itemsize
+        return prod(kv_shape(self.config, rows, slots + self.scratch)) * self.dtype.itemsize
 
     @property
     def token(self) -> int:

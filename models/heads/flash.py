@@ -8,7 +8,6 @@ Shapes: B rows, T queries, A query heads, K key-value heads, G = A / K, E head w
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor

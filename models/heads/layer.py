@@ -23,6 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 # (layer, queries [B, T, A, E], keys, values [B, T, K, E]) -> mixed [B, T, A * E]
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Keep = Callable[[int, Tensor, Tensor], object]  # (layer, keys, values [B, T, K, E]): takes them in
 ATTENTIONS = {"llama": LlamaAttention, "qwen3": Qwen3Attention}
 MLPS = {"llama": LlamaMLP, "qwen3": Qwen3MLP}
 LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -113,6 +114,16 @@ class EagleLayer(nn.Module):
             query, key = part.q_norm(query), part.k_norm(key)
         query, key = apply_rotary_pos_emb(query, key, *rotary, unsqueeze_dim=2)
         return query, key, value
+
+    def remember(self, entry_BTH: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values alone [B, T, K, E], of states that nothing is asked about."""
+        part = self.self_attn
+        shape = (*entry_BTH.shape[:-1], -1, part.head_dim)
+        key, value = (project(entry_BTH).view(shape) for project in (part.k_proj, part.v_proj))
+        if hasattr(part, "k_norm"):
+            key = part.k_norm(key)
+        # Its first two arguments are turned alike.
+        return apply_rotary_pos_emb(key, key, *rotary, unsqueeze_dim=2)[0], value
 
     def leave(self, residual_BTH: Tensor, mixed_BTO: Tensor) -> Tensor:
         """The layer's output from the residual and what attention mixed."""

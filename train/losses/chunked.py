@@ -97,7 +97,7 @@ def chunked_divergence(
 def chunked_steps(
     losses: Sequence[Loss],
     q_hidden_SNH: Sequence[Tensor],
-    q_head_DH: Tensor,
+    q_head_DH: Heads,
     p_hidden_NG: Tensor,
     p_head_DG: Tensor,
     weight_SN: Tensor,

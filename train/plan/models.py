@@ -26,6 +26,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from draftsmith.models.disk.read_lm import load_config, read_json
+from draftsmith.models.heads.block import Block
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.taps import Tap, TargetStates
 from draftsmith.models.target import load_target, quantised_maps
@@ -34,6 +35,7 @@ from draftsmith.train.drafts.start import TINY, open_draft, open_head, tiny_draf
 from draftsmith.train.live.batches import ServedBatch
 from draftsmith.train.live.learner import make_objective
 from draftsmith.train.losses.top_k import TopKRows
+from draftsmith.train.objectives.block import BlockObjective
 from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.plan.fake_step import WithoutData
 from draftsmith.train.run import recipe
@@ -232,6 +234,17 @@ def _eagle(cast: Staged, entry: Any) -> None:
         cast.spare += made._p_heads[0].nbytes
 
 
+def _blocks(cast: Staged, entry: Any) -> None:
+    config, (target, tokenizer) = cast.config, cast.open_target()
+    if config.head.path:
+        head = Block.from_json(read_config("head.path", config.head.path, head=True)).bind(target)
+    else:
+        head = open_block(config.head, target, tokenizer, config.seed)
+    given = (head, target, tokenizer, cast.states(target, head.taps))
+    cast.objective = BlockObjective(config.anchors, *given, loss=config.loss)
+    cast.also(head, target.dtype)
+
+
 def _online(cast: Staged, entry: Any) -> None:
     config, (target, tokenizer) = cast.config, cast.open_target()
     draft: Any
@@ -337,6 +350,7 @@ ENTRIES: dict[str, tuple[str, Callable[[Staged, Any], None]]] = {
     "pretrain": ("PretrainConfig", _pretrain),
     "heads": ("HeadsConfig", _heads),
     "eagle": ("EagleRun", _eagle),
+    "blocks": ("BlocksRun", _blocks),
     "online": ("OnlineRun", _online),
     "scorers": ("ScorersConfig", _scorers),
 }

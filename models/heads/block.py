@@ -1,0 +1,284 @@
+"""Block drafters: one pass of a few layers drafts a whole block of tokens.
+
+A block stands at the pending token x_a, whose state the target hasn't computed. Its first row is
+that token's embedding, the others one learnt MASK; they read the target's states c_i of all i < a,
+and each other, and draft x_{a+1}, x_{a+2}, ... at once:
+
+    c_i = norm(fc [taps]);  a layer's keys and values: W c of the context beside W u of the rows
+    logits of depth k = LM head (state of row k) + what the light head makes of the path
+
+c is made once, when a token is committed: layers don't change it, so its keys and values never
+roll back. The light heads are in `block_lights.py`. With `noise` the drafter reads the target's own
+noise of the tokens ahead: after the first layer each row guesses its token by it, and tells the
+next row (see docs/one_pass.md); no other drafter does.
+
+The published ones are settings of this one (`KINDS`). Labels: "shifted", row k drafts x_{a+1+k};
+"same", row k drafts x_{a+k}, and the first nothing. Where we differ: MASK is a vector of the
+head's own, not a row of the target's table; the selector ranks all tokens, not 16 candidates.
+
+Shapes: B rows of text, T its positions, M anchors, b rows of a block, n depths (b or b - 1),
+R = M * b, H hidden, U width of the taps side by side, I = H + the light head's rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from draftsmith.models.heads.block_attention import Blocks
+from draftsmith.models.heads.block_lights import LIGHTS, light_of
+from draftsmith.models.heads.head import Head, Kind, entry
+from draftsmith.models.heads.layer import (
+    LAYER_CONFIGS,
+    Attention,
+    EagleLayer,
+    Keep,
+    Rotary,
+    layer_json,
+    read_layer,
+)
+from draftsmith.models.taps import Tap, decoder_layers
+
+# States [B, R, H] that the LM head could multiply -> the tokens [B, R] that they win.
+Guess = Callable[[Tensor], Tensor]
+LABELS, MASKS = ("shifted", "same"), ("full", "causal")
+# What the published drafters are; "block" is any other.
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": {"light": "none", "labels": "same", "mask": "full", "convs": False},
+    "dflash2": {"light": "selector", "labels": "same", "mask": "full", "convs": True},
+    "dspark": {"light": "markov", "labels": "shifted", "mask": "full", "convs": False},
+    "domino": {"light": "gru", "labels": "same", "mask": "full", "convs": False},
+    "jetspec": {"light": "none", "labels": "same", "mask": "causal", "convs": False},
+    "treeflash": {"light": "swiglu", "labels": "same", "mask": "full", "convs": False},
+}
+TITLES = {"dflash": "DFlash", "dflash2": "DFlash-2", "dspark": "DSpark", "domino": "Domino"}
+TITLES |= {"jetspec": "JetSpec", "treeflash": "TreeFlash", "block": "a block drafter"}
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """layer: sizes of the trunk's layers, hidden_size and vocab_size the target's; taps: at least
+    one; levels: depths that are drafted, n; light: one of `LIGHTS`, of this rank; labels, mask (of
+    a block's rows among themselves), noise: see above; convs: DFlash-2's short convolutions.
+    """
+
+    layer: PretrainedConfig
+    taps: tuple[Tap, ...]
+    levels: int = 7
+    light: str = "markov"
+    rank: int = 256
+    labels: str = "shifted"
+    mask: str = "causal"
+    convs: bool = False
+    noise: bool = False
+
+    def __post_init__(self) -> None:
+        for name, got, known in (
+            ("light", self.light, LIGHTS),
+            ("labels", self.labels, LABELS),
+            ("mask", self.mask, MASKS),
+            ("layers of kind", self.layer.model_type, tuple(LAYER_CONFIGS)),
+        ):
+            if got not in known:
+                raise ValueError(f"block: got {name}={got!r}, expected one of {', '.join(known)}")
+        if min(self.levels, self.rank, len(self.taps)) < 1:
+            raise ValueError(
+                f"block: got {self.levels} levels, rank {self.rank}, {len(self.taps)} taps, "
+                "expected at least 1 of each"
+            )
+        if self.noise and (self.labels, self.mask) != ("shifted", "causal"):
+            raise ValueError(
+                f"block: got noise with labels={self.labels}, mask={self.mask}, expected shifted "
+                "and causal: a row tells the next one what it guessed"
+            )
+
+    @property
+    def kind(self) -> str:
+        """What such a drafter is called."""
+        own = {name: getattr(self, name) for name in KINDS["dflash"]}
+        found = [kind for kind, settings in KINDS.items() if settings == own and not self.noise]
+        return found[0] if found else "block"
+
+
+class TwoTap(nn.Module):
+    """DFlash-2's depthwise convolution: y_t = sum_o (base_o + delta_o(x_t)) x_{t-o}, o in {0, 1},
+    delta of groups of 16 numbers; x_{-1} = 0. The identity at first.
+    """
+
+    GROUP = 16
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.stack([torch.ones(hidden), torch.zeros(hidden)]))
+        self.delta = nn.Linear(hidden, 2 * (hidden // self.GROUP), bias=False)
+        nn.init.zeros_(self.delta.weight)
+
+    def forward(self, x_XbH: Tensor) -> Tensor:
+        before_XbH = torch.cat([torch.zeros_like(x_XbH[..., :1, :]), x_XbH[..., :-1, :]], -2)
+        each = self.delta(x_XbH).repeat_interleave(self.GROUP, -1).chunk(2, -1)
+        now_XbH, then_XbH = (base + delta for base, delta in zip(self.base, each, strict=True))
+        return now_XbH * x_XbH + then_XbH * before_XbH
+
+
+class Block(Head):
+    """A block drafter; `kind` says whose."""
+
+    kinds: ClassVar = {kind: Kind(title) for kind, title in TITLES.items()}
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        layer = config.layer
+        self.config, self.kind, self.taps = config, config.kind, config.taps
+        self.hidden, self.rows = layer.hidden_size, layer.vocab_size
+        self.context, self.levels = layer.max_position_embeddings, config.levels
+        self.first = int(config.labels == "same")  # row that drafts the first token
+        self.block = config.levels + self.first  # b
+        norm = {"eps": layer.rms_norm_eps}
+        self.fc = nn.Linear(len(config.taps) * self.hidden, self.hidden, bias=False)
+        self.hidden_norm = LlamaRMSNorm(self.hidden, **norm)
+        self.layers: Any = nn.ModuleList(
+            EagleLayer(layer, i, wide=False, bare=False) for i in range(layer.num_hidden_layers)
+        )
+        self.convs: Any = nn.ModuleList(
+            nn.ModuleList(TwoTap(self.hidden) for _ in range(4))
+            for _ in range(layer.num_hidden_layers * config.convs)
+        )
+        self.norm, self.rotary = LlamaRMSNorm(self.hidden, **norm), Rotary(layer)
+        self.mask = nn.Parameter(torch.randn(self.hidden) * layer.initializer_range)
+        self.light = light_of(config.light, self.hidden, self.rows, config.rank)
+        if config.noise:
+            self.guess = nn.Linear(self.hidden, self.hidden, bias=False)
+            nn.init.zeros_(self.guess.weight)
+
+    @torch.no_grad()
+    def init_from(self, target: PreTrainedModel) -> Self:
+        """Bind the target; the trunk begins as its last layers where their parts are alike."""
+        theirs = decoder_layers(target)[-len(self.layers) :]
+        for own, layer in zip(self.layers, theirs, strict=False):
+            found = {name: part for name, part in layer.named_parameters()}
+            for name, part in own.named_parameters():
+                if name in found and found[name].shape == part.shape:
+                    part.copy_(found[name])
+        self.mask.copy_(target.get_input_embeddings().weight.float().mean(0))
+        return self.bind(target)
+
+    @property
+    def heads(self) -> tuple[Tensor, ...]:
+        """What multiplies the two parts of `drafted`: the target's LM head, and `after`."""
+        after = (self.light.after.weight,) if self.light.rank else ()
+        return (self.target_head_VH, *after)
+
+    def fuse(self, taps_XU: Tensor) -> Tensor:
+        """The context states c [..., H] of the target's taps side by side."""
+        normed_XH: Tensor = self.hidden_norm(self.fc(taps_XU))
+        return normed_XH
+
+    def keep(self, context_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
+        """Hand each layer's keys and values of the context to `keep`."""
+        rotary = self.rotary(context_BTH, positions_BT)
+        for index, layer in enumerate(self.layers):
+            keep(index, *layer.remember(context_BTH, rotary))
+
+    def trunk(
+        self,
+        tokens_BM: Tensor,
+        positions_BR: Tensor,
+        attention: Attention,
+        guess: Guess | None = None,
+    ) -> Tensor:
+        """Before the final norm, [B, M, n, H], of blocks at these pending tokens; guess: by the
+        noise, of a head that reads it.
+        """
+        first_BM1H = self.embed(tokens_BM).unsqueeze(2)
+        masks_BMrH = self.mask.to(first_BM1H).expand(*tokens_BM.shape, self.block - 1, -1)
+        hidden_BRH = torch.cat([first_BM1H, masks_BMrH], 2).flatten(1, 2)
+        rotary = self.rotary(hidden_BRH, positions_BR)
+        for index, layer in enumerate(self.layers):
+            hidden_BRH = self.layer(index, layer, hidden_BRH, rotary, attention)
+            if index == 0 and self.config.noise:
+                assert guess is not None, "a drafter that reads the noise is given it"
+                told_BRH = self.embed(guess(self.norm(hidden_BRH)))
+                told_BMbH = self.guess(told_BRH).unflatten(1, (-1, self.block))
+                told_BMbH = torch.cat([torch.zeros_like(told_BMbH[:, :, :1]), told_BMbH], 2)
+                hidden_BRH = hidden_BRH + told_BMbH[:, :, :-1].flatten(1, 2)
+        return hidden_BRH.unflatten(1, (-1, self.block))[:, :, self.first :]
+
+    def layer(
+        self, index: int, layer: Any, hidden_BRH: Tensor, rotary: Any, attention: Attention
+    ) -> Tensor:
+        """One layer of the trunk, with its convolutions where it has them."""
+        entry_BRH, _ = layer.enter(hidden_BRH, hidden_BRH, normed_residual=False)
+        if not len(self.convs):
+            mixed_BRO = attention(index, *layer.project(entry_BRH, rotary))
+            left_BRH: Tensor = layer.leave(hidden_BRH, mixed_BRO)
+            return left_BRH
+        before, after, into, out = (self._by_block(conv) for conv in self.convs[index])
+        mixed_BRO = attention(index, *layer.project(before(entry_BRH), rotary))
+        hidden_BRH = hidden_BRH + after(layer.self_attn.o_proj(mixed_BRO))
+        inner_BRH = into(layer.post_attention_layernorm(hidden_BRH))
+        return hidden_BRH + out(layer.mlp(inner_BRH))
+
+    def _by_block(self, conv: TwoTap) -> Callable[[Tensor], Tensor]:
+        def of_rows(x_BRH: Tensor) -> Tensor:
+            made_BMbH: Tensor = conv(x_BRH.unflatten(1, (-1, self.block)))
+            return made_BMbH.flatten(1, 2)
+
+        return of_rows
+
+    def drafted(
+        self,
+        taps_BTU: Tensor,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        anchors_BM: Tensor,
+        guess: Guess | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What blocks at these anchors of a text draft, its own tokens taken for the drafted ones:
+        states [B, M, n, H] without the light head, and with it [B, M, n, I], I in the parts that
+        `heads` multiply. positions: from 0 in each document; an anchor reads its document alone.
+        """
+        at_BM = positions_BT.gather(1, anchors_BM)
+        column_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        first_BM1, anchors_BM1 = (anchors_BM - at_BM)[..., None], anchors_BM[..., None]
+        allowed_BMT = (column_T >= first_BM1) & (column_T < anchors_BM1)
+        # An anchor that begins a document has no context, and isn't trained: any will do.
+        allowed_BMT = allowed_BMT | ((at_BM == 0)[..., None] & (column_T == anchors_BM1))
+        attention = Blocks(allowed_BMT, self.block, causal=self.config.mask == "causal")
+        self.keep(self.fuse(taps_BTU), positions_BT, attention.keep)
+        row_b = torch.arange(self.block, device=anchors_BM.device)
+        positions_BR = (at_BM[..., None] + row_b).flatten(1).clamp(max=self.context - 1)
+        tokens_BM = tokens_BT.gather(1, anchors_BM)
+        output_BMnH = self.trunk(tokens_BM, positions_BR, attention, guess)
+        return self.norm(output_BMnH), self._lit(output_BMnH, tokens_BT, anchors_BM)
+
+    def _lit(self, output_BMnH: Tensor, tokens_BT: Tensor, anchors_BM: Tensor) -> Tensor:
+        """The states of all depths with the light head, after the text's own tokens."""
+        step_n = torch.arange(self.levels, device=anchors_BM.device)
+        at_BMn = (anchors_BM[..., None] + step_n).clamp(max=tokens_BT.shape[1] - 1)
+        path_BMn = tokens_BT.gather(1, at_BMn.flatten(1)).view_as(at_BMn)
+        embedded_BMnH = self.embed(path_BMn)
+        output_BMnH = self.light.changed(output_BMnH, embedded_BMnH)
+        state_BMnH, lows = self.norm(output_BMnH), []
+        carried_BMS = state_BMnH.new_zeros(*anchors_BM.shape, self.light.width)
+        for depth in range(self.levels):
+            given = (state_BMnH[:, :, depth], path_BMn[:, :, depth], embedded_BMnH[:, :, depth])
+            low_BMR, carried_BMS = self.light.low(*given, carried_BMS)
+            lows.append(low_BMR)
+        return torch.cat([state_BMnH, torch.stack(lows, 2).to(state_BMnH)], -1)
+
+    def to_json(self) -> dict[str, Any]:
+        about = asdict(self.config)
+        del about["layer"]
+        return layer_json(self.config.layer) | about | {"architectures": ["BlockDrafter"]}
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> "Block":
+        flags = {name: entry(config, name, bool) for name in ("convs", "noise")}
+        words = {name: entry(config, name, str) for name in ("light", "labels", "mask")}
+        sizes = {name: entry(config, name, int) for name in ("levels", "rank")}
+        taps = tuple(entry(config, "taps", list))
+        return cls(BlockConfig(read_layer(config), taps, **sizes, **words, **flags))
