@@ -16,6 +16,7 @@ Legend: B rows, T positions, M anchors, n depths, N = B * M * n, R rows of block
 of the draft / the target, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -157,13 +158,9 @@ class BlockObjective(OnStates):
         taps_BTU = seen.taps_BTF.to(head.fc.weight.dtype)
         text = (taps_BTU, batch.input_ids, batch.position_ids, drawn.at_BM)
         base_BMnH, lit_BMnI = head.drafted(*text, guess)
-        depth_n = (
-            torch.exp(-step_n / self.anchors.decay) if self.anchors.decay else step_n * 0 + 1.0
-        )
+        depth_n = torch.exp(-step_n / (self.anchors.decay or math.inf))
         weight_BMn = drawn.pair_BMn * drawn.weight_BM1 * (depth_n / depth_n.sum())
-        share = (
-            self._base_share() if lit_BMnI.shape[3] > base_BMnH.shape[3] or head.light.deep else 0
-        )
+        share = self._base_share() if head.light.rank or head.light.deep else 0.0
         heads = tuple(cut_rows(rows_VX, self.vocab_size) for rows_VX in head.heads)
         lit_NI, base_NH = lit_BMnI.flatten(0, 2), base_BMnH.flatten(0, 2)
         weight_N, q = weight_BMn.flatten(), (lit_NI, heads)

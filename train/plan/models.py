@@ -31,6 +31,7 @@ from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.taps import Tap, TargetStates
 from draftsmith.models.target import load_target, quantised_maps
 from draftsmith.models.tokenizer import load_tokenizer, vocab_size
+from draftsmith.train.drafts.blocks import open_block
 from draftsmith.train.drafts.start import TINY, open_draft, open_head, tiny_draft
 from draftsmith.train.live.batches import ServedBatch
 from draftsmith.train.live.learner import make_objective
