@@ -2,8 +2,8 @@
 
 A row of n committed tokens keeps the trunk's keys and values of their context states, position i in
 slot i, made once. The block's own lie beyond, from slot n on: they are of this round alone,
-whatever of it is kept. At depth k the nodes fed are the tokens before the drafted ones; they share the
-trunk's row k, and the light head tells them apart.
+whatever of it is kept. At depth k the nodes fed are the tokens before the drafted ones; they share
+the trunk's row k, and the light head tells them apart.
 
 Shapes: B rows, N tokens, F nodes fed, M anchors, b rows of a block, n depths, R rows or ranks, H
 hidden, S numbers carried along a path, V vocabulary.

@@ -255,22 +255,6 @@ def test_tied_head_collects_both_gradients() -> None:
     torch.testing.assert_close(grad(ours), grad(expected))
 
 
-def test_several_heads_are_one_that_is_as_wide(small_tiles: None) -> None:
-    """Values and gradients; a frozen one gets none; heads that differ in length are refused."""
-    c = case(dtype=torch.float64)
-    whole = chunked_divergence(named("jsd"), *c).total
-    d_hidden, d_head = torch.autograd.grad(whole, [c.q_hidden, c.q_head])
-    frozen, learnt = (part.clone() for part in c.q_head.detach().tensor_split([5], 1))
-    learnt.requires_grad_()
-    parted = chunked_divergence(named("jsd"), c.q_hidden, (frozen, learnt), *c[2:]).total
-    of_hidden, of_learnt = torch.autograd.grad(parted, [c.q_hidden, learnt])
-    torch.testing.assert_close(parted, whole)
-    torch.testing.assert_close(of_hidden, d_hidden)
-    torch.testing.assert_close(of_learnt, d_head[:, 5:])
-    with pytest.raises(ValueError, match="as many rows in each"):
-        chunked_divergence(named("jsd"), c.q_hidden, (frozen, learnt[1:]), *c[2:])
-
-
 def test_backward_scales_and_a_retained_graph_runs_twice() -> None:
     c = case()
     theirs = naive(named("fkl"), c, None)
