@@ -92,6 +92,11 @@ class BlockConfig:
                 f"block: got {self.levels} levels, rank {self.rank}, {len(self.taps)} taps, "
                 "expected at least 1 of each"
             )
+        if self.convs and self.layer.hidden_size % TwoTap.GROUP:
+            raise ValueError(
+                f"block: expected a hidden size in groups of {TwoTap.GROUP}, got "
+                f"{self.layer.hidden_size}; leave convs out"
+            )
         if self.noise and (self.labels, self.mask) != ("shifted", "causal"):
             raise ValueError(
                 f"block: got noise with labels={self.labels}, mask={self.mask}, expected shifted "
