@@ -204,8 +204,8 @@ class Block(Head):
         attention: Attention,
         guess: Guess | None = None,
     ) -> Tensor:
-        """Before the final norm, [B, M, n, H], of blocks at these pending tokens, of as many rows as
-        there are positions (a causal block may be cut short); guess: by the noise, of a head that
+        """Before the final norm, [B, M, n, H], of blocks at these pending tokens, as many rows each
+        as the positions say (a causal block may be cut short); guess: by the noise, of a head that
         reads it.
         """
         rows = positions_BR.shape[1] // tokens_BM.shape[1]
