@@ -97,6 +97,9 @@ class Call:
 Enough = Callable[[Call], Tensor]
 # Log chance [B, C] that a call adds to the paths of its children.
 Chance = Callable[[Call], Tensor]
+# How many nodes of a grown tree are verified, of the log chances [B, N] that they are kept, the
+# root's first and falling, and the rows that decode [B].
+HowMany = Callable[[Tensor, Tensor], int]
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ class Round:
     token of each level, shared with the target, None when greedy or the law isn't coupled; seeds_B:
     of the noise that laws of independent draws use, fresh each round; want_q: whether the tree must
     carry the draft's logits; enough: asked after each call; chance: what paths are judged by;
-    orders: whether a dynamic tree's nodes are chosen by it too; calls: takes in every call.
+    orders: whether a dynamic tree's nodes are chosen by it too; keep: asked once it has grown;
+    calls: takes in every call.
     """
 
     plan: Plan
@@ -123,6 +127,7 @@ class Round:
     enough: Enough | None = None
     chance: Chance | None = None
     orders: bool = False
+    keep: HowMany | None = None
     calls: list[Call] | None = None
 
 

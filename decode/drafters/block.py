@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
-from draftsmith.decode.drafters.head_drafter import HeadDrafter, HeadKV
+from draftsmith.decode.drafters.head_drafter import HeadDrafter, HeadKV, keep_last
 from draftsmith.decode.drafters.medusa import output_product
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.product import VocabHead, head_logits
@@ -27,7 +27,6 @@ class BlockDrafter(HeadDrafter):
     """One pass for all depths, and a light product a node."""
 
     head: Block
-    held = ("pool",)
 
     def __init__(self, head: Block, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config.layer)
@@ -42,12 +41,16 @@ class BlockDrafter(HeadDrafter):
 
     def reset(self, rows: int, slots: int) -> None:
         layer, slots = self.head.config.layer, slots + self.head.block
-        self.pool = HeadKV(layer, rows, slots, self.context, self.head.mask.detach())
+        self.state_BH = torch.zeros(rows, self.head.hidden, dtype=self.dtype, device=self.device)
+        self.pool = HeadKV(layer, rows, slots, self.context, self.state_BH)
 
     def prefill(self, admitted: Admitted) -> None:
         assert admitted.taps_RNU is not None, "the engine gives what `taps` asks for"
         at_RN, keep = self.pool.taken(admitted.rows_R, admitted.tokens_RN.shape[1])
-        self.head.keep(self.head.fuse(admitted.taps_RNU.to(self.dtype)), at_RN, keep)
+        context_RNH = self.head.fuse(admitted.taps_RNU.to(self.dtype))
+        self.head.keep(context_RNH, at_RN, keep)
+        last_R1 = admitted.lens_R[:, None] - 1
+        self.state_BH[admitted.rows_R] = picked(context_RNH, last_R1)[:, 0]
 
     def extend(self, kept: Kept) -> None:
         """What is made beyond the kept tokens is overwritten before anything sees it."""
@@ -56,6 +59,7 @@ class BlockDrafter(HeadDrafter):
         at_BL = kept.lens_B[:, None] + torch.arange(length, device=self.device)
         context_BLH = self.head.fuse(kept.taps_BLU.to(self.dtype))
         self.head.keep(context_BLH, *self.pool.added(at_BL))
+        keep_last(self.state_BH, context_BLH, kept.n_new_B)
 
     def feed(self, request: Round) -> Feed:
         light = self.head.light
@@ -96,7 +100,8 @@ class BlockDrafter(HeadDrafter):
         seen = Seen(request.lens_B, width, block_bb, row_b)
         where = self.pool.fed(at_Bb, at_Bb, seen)
         guess = self._guess(request) if self.head.config.noise else None
-        return self.head.trunk(request.pending_B[:, None], *where, guess)[:, 0]
+        given = request.pending_B[:, None], self.state_BH[:, None]
+        return self.head.trunk(*given, *where, guess)[:, 0]
 
     def _guess(self, request: Round) -> Guess:
         """The tokens that rows win by the round's own noise, where it has any."""

@@ -75,6 +75,7 @@ class BlockConfig:
     mask: str = "causal"
     convs: bool = False
     noise: bool = False
+    last: bool = False
 
     def __post_init__(self) -> None:
         for name, got, known in (
@@ -150,6 +151,8 @@ class Block(Head):
         self.norm, self.rotary = LlamaRMSNorm(self.hidden, **norm), Rotary(layer)
         self.mask = nn.Parameter(torch.randn(self.hidden) * layer.initializer_range)
         self.light = light_of(config.light, self.hidden, self.rows, config.rank)
+        if config.last:
+            self.last = nn.Linear(self.hidden, self.hidden, bias=False)
         if config.noise:
             self.guess = nn.Linear(self.hidden, self.hidden, bias=False)
             nn.init.zeros_(self.guess.weight)
@@ -186,6 +189,7 @@ class Block(Head):
     def trunk(
         self,
         tokens_BM: Tensor,
+        last_BMH: Tensor,
         positions_BR: Tensor,
         attention: Attention,
         guess: Guess | None = None,
@@ -195,7 +199,10 @@ class Block(Head):
         """
         first_BM1H = self.embed(tokens_BM).unsqueeze(2)
         masks_BMrH = self.mask.to(first_BM1H).expand(*tokens_BM.shape, self.block - 1, -1)
-        hidden_BRH = torch.cat([first_BM1H, masks_BMrH], 2).flatten(1, 2)
+        hidden_BMbH = torch.cat([first_BM1H, masks_BMrH], 2)
+        if self.config.last:
+            hidden_BMbH = hidden_BMbH + self.last(last_BMH).unsqueeze(2)
+        hidden_BRH = hidden_BMbH.flatten(1, 2)
         rotary = self.rotary(hidden_BRH, positions_BR)
         for index, layer in enumerate(self.layers):
             hidden_BRH = self.layer(index, layer, hidden_BRH, rotary, attention)
@@ -248,11 +255,14 @@ class Block(Head):
         # An anchor that begins a document has no context, and isn't trained: any will do.
         allowed_BMT = allowed_BMT | ((at_BM == 0)[..., None] & (column_T == anchors_BM1))
         attention = Blocks(allowed_BMT, self.block, causal=self.config.mask == "causal")
-        self.keep(self.fuse(taps_BTU), positions_BT, attention.keep)
+        context_BTH = self.fuse(taps_BTU)
+        self.keep(context_BTH, positions_BT, attention.keep)
         row_b = torch.arange(self.block, device=anchors_BM.device)
         positions_BR = (at_BM[..., None] + row_b).flatten(1).clamp(max=self.context - 1)
         tokens_BM = tokens_BT.gather(1, anchors_BM)
-        output_BMnH = self.trunk(tokens_BM, positions_BR, attention, guess)
+        before_BM1 = (anchors_BM - 1).clamp(min=0)[..., None]
+        last_BMH = context_BTH.gather(1, before_BM1.expand(-1, -1, self.hidden))
+        output_BMnH = self.trunk(tokens_BM, last_BMH, positions_BR, attention, guess)
         return self.norm(output_BMnH), self._lit(output_BMnH, tokens_BT, anchors_BM)
 
     def _lit(self, output_BMnH: Tensor, tokens_BT: Tensor, anchors_BM: Tensor) -> Tensor:
@@ -277,7 +287,7 @@ class Block(Head):
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Block":
-        flags = {name: entry(config, name, bool) for name in ("convs", "noise")}
+        flags = {name: entry(config, name, bool) for name in ("convs", "noise", "last")}
         words = {name: entry(config, name, str) for name in ("light", "labels", "mask")}
         sizes = {name: entry(config, name, int) for name in ("levels", "rank")}
         taps = tuple(entry(config, "taps", list))

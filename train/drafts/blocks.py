@@ -25,6 +25,7 @@ class BlockSource:
     mask: str = "causal"  # of a block's rows among themselves: full | causal
     convs: bool = False  # short convolutions around each half of a layer
     noise: bool = False  # reads the noise that the target will draw with
+    last: bool = False  # the last context state enters the rows
     levels: int = 7  # tokens of a block
     layers: int = 2
     rank: int = 256  # of the light head
@@ -56,7 +57,7 @@ def open_block(
                 "give another folder"
             )
         return place(head, target.device).bind(target)
-    if source.kind not in ("", "block", *KINDS) or source.init not in ("target", "random"):
+    if source.kind not in ("", "block", *KINDS) or source.init not in ("target", "random", "fc"):
         raise ValueError(
             f"head: got kind={source.kind!r}, init={source.init!r}, expected one of "
             f"{', '.join(KINDS)}, and target or random"
@@ -66,9 +67,16 @@ def open_block(
     settings |= KINDS.get(source.kind, {})
     taps = tuple(source.taps or block_taps(target.config.get_text_config().num_hidden_layers))
     sizes: Any = {"levels": source.levels, "rank": source.rank, "noise": source.noise}
+    sizes |= {"last": source.last}
     config = BlockConfig(layer_like(target, source.layers), taps, **sizes, **settings)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         head = Block(config)
     place(head, target.device)
-    return head.init_from(target) if source.init == "target" else head.bind(target)
+    if source.init == "fc":
+        with torch.no_grad():
+            head.fc.weight.mul_(0.1)
+            head.fc.weight[:, -head.hidden :] += torch.eye(head.hidden)
+            if source.last:
+                head.last.weight.mul_(0.1).add_(torch.eye(head.hidden), alpha=0.5)
+    return head.init_from(target) if source.init != "random" else head.bind(target)
