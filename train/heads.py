@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.command import run_command
+from draftsmith.command import check_least, run_command
 from draftsmith.models.heads.head import Head, family, heads
 from draftsmith.models.heads.medusa import Medusa
 from draftsmith.models.target import TargetSpec
@@ -77,6 +77,10 @@ class HeadsConfig(Settings):
     tree: str = "chain"  # for tau
     best_metric: str = "tau"
     best_mode: str = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, decay=0, noise=0)
 
 
 def main(argv: list[str]) -> None:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.command import check_least
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.taps import TargetStates
 from draftsmith.models.target import cut_rows, head_weight
@@ -42,6 +43,9 @@ class Unroll:
     step_decay: float = 0.8  # of EAGLE-3, from one step to the next
     token_weight: float = 0.1  # of EAGLE-1's divergence
     noise: float = 0.2  # of EAGLE-1, on the target's states
+
+    def __post_init__(self) -> None:
+        check_least(self, token_weight=0, noise=0)
 
 
 NOISE_LENGTH = 512  # EAGLE-1's noise falls with the length of the text, and is 0.2 wide at this one

@@ -22,6 +22,7 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Columns, Recorder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.traces.store import TraceWriter
+from draftsmith.models.disk.hub import local_folder
 from draftsmith.models.disk.store import whole_folder, write_atomically
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.scorers import FOLDER, Scorer, save_scorer, weights_mark
@@ -87,8 +88,9 @@ def save_result(folder: Path, scorer: Scorer, about: dict[str, Any], drafter: st
     in place. Whole or not at all; see `save_scorer` for `about`.
     """
     with whole_folder(folder) as half:
-        for file in sorted(Path(drafter).rglob("*")) if drafter else ():
-            place = half / file.relative_to(drafter)
+        source = local_folder(drafter)
+        for file in sorted(source.rglob("*")) if drafter else ():
+            place = half / file.relative_to(source)
             if not file.is_file() or place.is_relative_to(half / FOLDER):
                 continue
             place.parent.mkdir(parents=True, exist_ok=True)
