@@ -35,7 +35,6 @@ from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.policies.timing import isolated_times
 from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import load_prompts, spread
-from draftsmith.decode.report.printed import print_table
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.disk.provenance import git_commit
@@ -47,6 +46,7 @@ from draftsmith.models.servers.export import about, serve_line
 from draftsmith.models.target import TargetSpec
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.printed import print_table
 from draftsmith.train.drafts.start import counted
 from draftsmith.train.text.batches import Examples
 from draftsmith.train.text.prepared import is_prepared

@@ -24,8 +24,8 @@ from draftsmith.decode.evaluate.replay import replay
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.policies.timing import measured_costs
 from draftsmith.decode.prompts.prompts import Prompt
-from draftsmith.decode.report.printed import bracket
 from draftsmith.decode.tree_shapes import PUBLISHED, Plan
+from draftsmith.printed import bracket
 
 Values = dict[str, Any]
 BEYOND = 4  # depths foretold past those that were drafted
