@@ -196,6 +196,7 @@ class Drafter(Protocol):
     samples: bool = True  # whether it can draw from a q of its own, as rules by rejection need
     taps: tuple[Tap, ...] = ()  # states of the target that it reads
     levels: int = ANY_DEPTH  # of the deepest tree that it can draft
+    one_pass: bool = False  # whether a round's first draft call makes what the later ones look up
     acceptance: Scored | None = None  # foretells what is kept, where its folder holds such a head
     held: tuple[str, ...]  # the attributes that are its state of the rows
 

@@ -27,6 +27,7 @@ class BlockDrafter(HeadDrafter):
     """One pass for all depths, and a light product a node."""
 
     head: Block
+    one_pass = True
 
     def __init__(self, head: Block, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config.layer)

@@ -24,17 +24,21 @@ from draftsmith.models.scorers import Scored, Scorer, check_threshold, within
 class Costs(NamedTuple):
     """Measured seconds: verify[i] of a pass over nodes[i] tokens a row, draft[i] of a draft call
     that feeds as many; between them, straight lines. A head's first call feeds nothing, but it
-    takes in what was kept, which is charged in its place, as one pass.
+    takes in what was kept, which is charged in its place, as one pass; first: what a round spends
+    on both where that is no such pass.
     """
 
     nodes: tuple[int, ...]
     verify: tuple[float, ...]
     draft: tuple[float, ...]
+    first: float | None = None
 
     def of(self, plan: Plan) -> float:
         """Seconds of a round of this plan."""
-        drafting = sum(float(np.interp(n, self.nodes, self.draft)) for n in plan.fed)
-        return drafting + self.verifying(plan)
+        calls = [float(np.interp(n, self.nodes, self.draft)) for n in plan.fed]
+        if self.first is not None:
+            calls[0] = self.first
+        return sum(calls) + self.verifying(plan)
 
     def verifying(self, plan: Plan) -> float:
         """Of these, the target's pass."""

@@ -71,7 +71,8 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
     true.
 
     A draft call of so many nodes is the second one of a round: heads know the root's law before any
-    is fed; what a round spends on that is spent in `extend`.
+    is fed; what a round spends on that is spent in `extend`. Of drafters of one pass the first call
+    is timed too, with `extend`.
     """
     sizes = tuple(size for size in SIZES if size < 2 * plan.nodes)
     room = min(target.context, drafter.context) - sizes[-1] - 1
@@ -85,6 +86,9 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
         for n in sizes:
             fed = (1, n) if drafter.levels > 1 else (1,)
             calls["draft", n] = LastDraftCall(twin, fed, device=target.device, **at)
+        if drafter.one_pass:
+            calls["first"] = LastDraftCall(twin, (1,), device=target.device, **at)
+            calls["extend"] = extend_call(twin, target, plan.levels + 1, **at)
     calls = {name: graphed(call, target.device) for name, call in calls.items()}
     for _ in range(TRIES):
         times = least_times(calls, target.device)
@@ -98,7 +102,8 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
             "else runs, or give each process its own cores (threads=1)"
         )
     drafts = tuple(times.get(("draft", n), 0.0) for n in sizes)
-    return Costs(sizes, tuple(times[n] for n in sizes), drafts)
+    first = times["first"] + times["extend"] if drafter.one_pass else None
+    return Costs(sizes, tuple(times[n] for n in sizes), drafts, first)
 
 
 @torch.inference_mode()
