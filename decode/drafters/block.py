@@ -12,6 +12,7 @@ hidden, S numbers carried along a path, V vocabulary.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Embedding
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
@@ -93,11 +94,13 @@ class BlockDrafter(HeadDrafter):
 
     def _trunk(self, request: Round) -> Tensor:
         """The trunk's rows of all depths, [B, n, H]; a causal block only as deep as the plan."""
-        row_b = torch.arange(self.head.block, device=self.device)
+        causal = self.head.config.mask == "causal"
+        rows = self.head.first + request.plan.levels if causal else self.head.block
+        row_b = torch.arange(rows, device=self.device)
         at_Bb = request.lens_B[:, None] + row_b
-        block_bb = torch.ones(len(row_b), len(row_b), dtype=torch.bool, device=self.device)
-        block_bb = block_bb.tril() if self.head.config.mask == "causal" else block_bb
-        width = self.pool.width(request.top + len(row_b))
+        block_bb = torch.ones(rows, rows, dtype=torch.bool, device=self.device)
+        block_bb = block_bb.tril() if causal else block_bb
+        width = self.pool.width(request.top + rows)
         seen = Seen(request.lens_B, width, block_bb, row_b)
         where = self.pool.fed(at_Bb, at_Bb, seen)
         guess = self._guess(request) if self.head.config.noise else None
@@ -110,9 +113,7 @@ class BlockDrafter(HeadDrafter):
         def guess(states_BbH: Tensor) -> Tensor:
             scores_BbV = request.params.transform(self.lm_head.logits(states_BbH))
             if request.race_BDV is not None:
-                known_BbV = request.race_BDV[:, : self.head.block]
-                beyond = self.head.block - known_BbV.shape[1]
-                scores_BbV = scores_BbV - F.pad(known_BbV, (0, 0, 0, beyond))
+                scores_BbV = scores_BbV - request.race_BDV[:, : scores_BbV.shape[1]]
             return scores_BbV.argmax(-1)
 
         return guess
@@ -136,4 +137,10 @@ class BlockDrafter(HeadDrafter):
 
     @property
     def parameter_bytes(self) -> int:
-        return super().parameter_bytes + self.head.target_head_VH.nbytes // self.levels
+        """The trunk's share and a light head's own; of a table of embeddings one row is read."""
+        light, lm_head = self.head.light, self.head.target_head_VH.nbytes
+        own = sum(p.nbytes for p in light.parameters())
+        whole = sum(p.nbytes for p in self.head.parameters()) - own
+        own -= sum(part.weight.nbytes for part in light.children() if isinstance(part, Embedding))
+        once, each = (whole, own + lm_head) if light.deep else (whole + lm_head, own)
+        return once // self.levels + each

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from draftsmith.decode.forward.kv import kv_shape
-from draftsmith.decode.forward.runner import Runner, windowed
+from draftsmith.decode.forward.runner import Runner, round_up, windowed
 from draftsmith.models.taps import NORM
 
 
@@ -34,7 +34,8 @@ class ModelSize:
 
     def kv(self, rows: int, slots: int) -> int:
         """Bytes of a pool."""
-        return prod(kv_shape(self.config, rows, slots + self.scratch)) * self.dtype.itemsize
+        slots = round_up(slots + self.scratch)
+        return prod(kv_shape(self.config, rows, slots)) * self.dtype.itemsize
 
     @property
     def token(self) -> int:

@@ -22,6 +22,7 @@ R = M * b, H hidden, U width of the taps side by side, I = H + the light head's 
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -46,6 +47,8 @@ from draftsmith.models.taps import Tap, decoder_layers
 # States [B, R, H] that the LM head could multiply -> the tokens [B, R] that they win.
 Guess = Callable[[Tensor], Tensor]
 LABELS, MASKS = ("shifted", "same"), ("full", "causal")
+Layer = Callable[[int, Tensor], Tensor]  # (its number, states [B, R, H]) -> states
+KEPT: Any = [lambda x_BRH: x_BRH] * 4  # in the place of a layer's convolutions
 # What the published drafters are; "block" is any other.
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {"light": "none", "labels": "same", "mask": "full", "convs": False},
@@ -118,11 +121,18 @@ class TwoTap(nn.Module):
         self.delta = nn.Linear(hidden, 2 * (hidden // self.GROUP), bias=False)
         nn.init.zeros_(self.delta.weight)
 
-    def forward(self, x_XbH: Tensor) -> Tensor:
-        before_XbH = torch.cat([torch.zeros_like(x_XbH[..., :1, :]), x_XbH[..., :-1, :]], -2)
-        each = self.delta(x_XbH).repeat_interleave(self.GROUP, -1).chunk(2, -1)
-        now_XbH, then_XbH = (base + delta for base, delta in zip(self.base, each, strict=True))
-        return now_XbH * x_XbH + then_XbH * before_XbH
+    def forward(self, x_BRH: Tensor, rows: int) -> Tensor:
+        """Of blocks of so many rows."""
+        x_BMbH = x_BRH.unflatten(1, (-1, rows))
+        before_BMbH = shifted(x_BMbH)
+        each = self.delta(x_BMbH).repeat_interleave(self.GROUP, -1).chunk(2, -1)
+        now_BMbH, then_BMbH = (base + delta for base, delta in zip(self.base, each, strict=True))
+        return (now_BMbH * x_BMbH + then_BMbH * before_BMbH).flatten(1, 2)
+
+
+def shifted(x_BMbH: Tensor) -> Tensor:
+    """Each row of a block what the row before it was, the first 0."""
+    return torch.cat([torch.zeros_like(x_BMbH[:, :, :1]), x_BMbH[:, :, :-1]], 2)
 
 
 class Block(Head):
@@ -145,7 +155,7 @@ class Block(Head):
             EagleLayer(layer, i, wide=False, bare=False) for i in range(layer.num_hidden_layers)
         )
         self.convs: Any = nn.ModuleList(
-            nn.ModuleList(TwoTap(self.hidden) for _ in range(4))
+            nn.ModuleList(TwoTap(self.hidden) for _ in KEPT)
             for _ in range(layer.num_hidden_layers * config.convs)
         )
         self.norm, self.rotary = LlamaRMSNorm(self.hidden, **norm), Rotary(layer)
@@ -186,55 +196,48 @@ class Block(Head):
         for index, layer in enumerate(self.layers):
             keep(index, *layer.remember(context_BTH, rotary))
 
+    def run(self, positions_BR: Tensor, attention: Attention, rows: int) -> Layer:
+        """The trunk's layers on blocks of so many rows at these positions."""
+        rotary = self.rotary(self.mask[None, None], positions_BR)
+
+        def run(index: int, hidden_BRH: Tensor) -> Tensor:
+            layer = self.layers[index]
+            convs = [partial(conv, rows=rows) for conv in self.convs[index]] if self.convs else KEPT
+            before, after, into, out = convs
+            entry_BRH = before(layer.input_layernorm(hidden_BRH))
+            mixed_BRO = attention(index, *layer.project(entry_BRH, rotary))
+            hidden_BRH = hidden_BRH + after(layer.self_attn.o_proj(mixed_BRO))
+            inner_BRH = into(layer.post_attention_layernorm(hidden_BRH))
+            return hidden_BRH + out(layer.mlp(inner_BRH))
+
+        return run
+
     def trunk(
         self,
         tokens_BM: Tensor,
         last_BMH: Tensor,
-        positions_BR: Tensor,
-        attention: Attention,
+        rows: int,
+        run: Layer,
         guess: Guess | None = None,
     ) -> Tensor:
-        """Before the final norm, [B, M, n, H], of blocks at these pending tokens; guess: by the
-        noise, of a head that reads it.
+        """Before the final norm, [B, M, n, H], of blocks at these pending tokens, after contexts
+        whose last states these are, of so many rows (a causal block may be cut short); run: see
+        above; guess: by the noise, of a head that reads it.
         """
         first_BM1H = self.embed(tokens_BM).unsqueeze(2)
-        masks_BMrH = self.mask.to(first_BM1H).expand(*tokens_BM.shape, self.block - 1, -1)
+        masks_BMrH = self.mask.to(first_BM1H).expand(*tokens_BM.shape, rows - 1, -1)
         hidden_BMbH = torch.cat([first_BM1H, masks_BMrH], 2)
         if self.config.last:
             hidden_BMbH = hidden_BMbH + self.last(last_BMH).unsqueeze(2)
         hidden_BRH = hidden_BMbH.flatten(1, 2)
-        rotary = self.rotary(hidden_BRH, positions_BR)
-        for index, layer in enumerate(self.layers):
-            hidden_BRH = self.layer(index, layer, hidden_BRH, rotary, attention)
+        for index in range(len(self.layers)):
+            hidden_BRH = run(index, hidden_BRH)
             if index == 0 and self.config.noise:
                 assert guess is not None, "a drafter that reads the noise is given it"
-                told_BRH = self.embed(guess(self.norm(hidden_BRH)))
-                told_BMbH = self.guess(told_BRH).unflatten(1, (-1, self.block))
-                told_BMbH = torch.cat([torch.zeros_like(told_BMbH[:, :, :1]), told_BMbH], 2)
-                hidden_BRH = hidden_BRH + told_BMbH[:, :, :-1].flatten(1, 2)
-        return hidden_BRH.unflatten(1, (-1, self.block))[:, :, self.first :]
-
-    def layer(
-        self, index: int, layer: Any, hidden_BRH: Tensor, rotary: Any, attention: Attention
-    ) -> Tensor:
-        """One layer of the trunk, with its convolutions where it has them."""
-        entry_BRH, _ = layer.enter(hidden_BRH, hidden_BRH, normed_residual=False)
-        if not len(self.convs):
-            mixed_BRO = attention(index, *layer.project(entry_BRH, rotary))
-            left_BRH: Tensor = layer.leave(hidden_BRH, mixed_BRO)
-            return left_BRH
-        before, after, into, out = (self._by_block(conv) for conv in self.convs[index])
-        mixed_BRO = attention(index, *layer.project(before(entry_BRH), rotary))
-        hidden_BRH = hidden_BRH + after(layer.self_attn.o_proj(mixed_BRO))
-        inner_BRH = into(layer.post_attention_layernorm(hidden_BRH))
-        return hidden_BRH + out(layer.mlp(inner_BRH))
-
-    def _by_block(self, conv: TwoTap) -> Callable[[Tensor], Tensor]:
-        def of_rows(x_BRH: Tensor) -> Tensor:
-            made_BMbH: Tensor = conv(x_BRH.unflatten(1, (-1, self.block)))
-            return made_BMbH.flatten(1, 2)
-
-        return of_rows
+                told_BRH = self.guess(self.embed(guess(self.norm(hidden_BRH))))
+                told_BMbH = shifted(told_BRH.unflatten(1, (-1, rows)))
+                hidden_BRH = hidden_BRH + told_BMbH.flatten(1, 2)
+        return hidden_BRH.unflatten(1, (-1, rows))[:, :, self.first :]
 
     def drafted(
         self,
@@ -262,7 +265,8 @@ class Block(Head):
         tokens_BM = tokens_BT.gather(1, anchors_BM)
         before_BM1 = (anchors_BM - 1).clamp(min=0)[..., None]
         last_BMH = context_BTH.gather(1, before_BM1.expand(-1, -1, self.hidden))
-        output_BMnH = self.trunk(tokens_BM, last_BMH, positions_BR, attention, guess)
+        run = self.run(positions_BR, attention, self.block)
+        output_BMnH = self.trunk(tokens_BM, last_BMH, self.block, run, guess)
         return self.norm(output_BMnH), self._lit(output_BMnH, tokens_BT, anchors_BM)
 
     def _lit(self, output_BMnH: Tensor, tokens_BT: Tensor, anchors_BM: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan, parse_tree
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
+from draftsmith.models.heads.block import KINDS, Block, BlockConfig
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.head import Head
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
@@ -234,12 +235,22 @@ def large(kind: str, vocab: int) -> tuple[PreTrainedModel, Drafter]:
         "medusa-shared": lambda: Medusa(MedusaConfig(**sizes, own_heads=False)),
         "hydra": lambda: Hydra(HydraConfig(**sizes)),
         "hydra++": lambda: Hydra(HydraConfig(**sizes, prefix=config(vocab, 1))),
+        "dspark": lambda: block("dspark", vocab),
+        "dflash": lambda: block("dflash", vocab),
+        "domino": lambda: block("domino", vocab),
+        "treeflash": lambda: block("treeflash", vocab),
+        "block": lambda: block("dspark", vocab, mask="causal", noise=True),
     }
     head = heads[kind]().eval().requires_grad_(False)
     return target, drafter_of(head, target, vocab)
 
 
+def block(kind: str, vocab: int, **own: Any) -> Block:
+    return Block(BlockConfig(config(vocab, 1), (0, 1, 2), 5, rank=16, **KINDS[kind] | own))
+
+
 HEADS = ["eagle1", "eagle3", "medusa", "medusa-shared", "hydra", "hydra++"]
+HEADS += ["dspark", "dflash", "domino", "treeflash", "block"]
 
 
 @pytest.mark.parametrize("kind", HEADS)
