@@ -42,7 +42,7 @@ class BlockDrafter(HeadDrafter):
 
     def reset(self, rows: int, slots: int) -> None:
         layer, slots = self.head.config.layer, slots + self.head.block
-        self.pool = HeadKV(layer, rows, slots, self.context, self.head.mask.detach())
+        self.pool = HeadKV(layer, rows, slots, self.context, self.head.fc.weight.detach())
 
     def prefill(self, admitted: Admitted) -> None:
         assert admitted.taps_RNU is not None, "the engine gives what `taps` asks for"
@@ -59,7 +59,7 @@ class BlockDrafter(HeadDrafter):
 
     def feed(self, request: Round) -> Feed:
         light = self.head.light
-        output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.mask
+        output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.fc.weight
 
         def feed(frontier: Frontier) -> Fed:
             nonlocal output_BnH, state_BnH, logits_BnV, carried_BFS

@@ -14,7 +14,8 @@ next row (see docs/one_pass.md); no other drafter does.
 
 The published ones are settings of this one (`KINDS`). Labels: "shifted", row k drafts x_{a+1+k};
 "same", row k drafts x_{a+k}, and the first nothing. Where we differ: MASK is a vector of the
-head's own, not a row of the target's table; the selector ranks all tokens, not 16 candidates.
+head's own unless `mask_token` names a row of the target's table, as theirs all do; the selector
+ranks all tokens, not 16 candidates.
 
 Shapes: B rows of text, T its positions, M anchors, b rows of a block, n depths (b or b - 1),
 R = M * b, H hidden, U width of the taps side by side, I = H + the light head's rank.
@@ -31,7 +32,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.heads.block_attention import Blocks
 from draftsmith.models.heads.block_lights import LIGHTS, light_of
-from draftsmith.models.heads.head import Head, Kind, entry
+from draftsmith.models.heads.block_layouts import block_exported
+from draftsmith.models.heads.head import Exported, Head, Kind, Reads, entry
 from draftsmith.models.heads.layer import (
     LAYER_CONFIGS,
     Attention,
@@ -57,13 +59,20 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 TITLES = {"dflash": "DFlash", "dflash2": "DFlash-2", "dspark": "DSpark", "domino": "Domino"}
 TITLES |= {"jetspec": "JetSpec", "treeflash": "TreeFlash", "block": "a block drafter"}
+STACKS = {
+    "dflash": {"vllm": Reads("dflash"), "sglang": Reads("DFLASH"), "speculators": Reads()},
+    "dspark": {"vllm": Reads("dspark"), "sglang": Reads("DSPARK"), "speculators": Reads()},
+    "jetspec": {"vllm": Reads("dflash")},
+    "block": {"speculators": Reads()},
+}
 
 
 @dataclass(frozen=True)
 class BlockConfig:
     """layer: sizes of the trunk's layers, hidden_size and vocab_size the target's; taps: at least
     one; levels: depths that are drafted, n; light: one of `LIGHTS`, of this rank; labels, mask (of
-    a block's rows among themselves), noise: see above; convs: DFlash-2's short convolutions.
+    a block's rows among themselves), noise: see above; convs: DFlash-2's short convolutions;
+    mask_token: the token whose embedding MASK is, -1: MASK is the head's own.
     """
 
     layer: PretrainedConfig
@@ -75,6 +84,7 @@ class BlockConfig:
     mask: str = "causal"
     convs: bool = False
     noise: bool = False
+    mask_token: int = -1
 
     def __post_init__(self) -> None:
         for name, got, known in (
@@ -89,6 +99,11 @@ class BlockConfig:
             raise ValueError(
                 f"block: got {self.levels} levels, rank {self.rank}, {len(self.taps)} taps, "
                 "expected at least 1 of each"
+            )
+        if not -1 <= self.mask_token < self.layer.vocab_size:
+            raise ValueError(
+                f"block: got mask_token={self.mask_token}, expected a token, 0 to "
+                f"{self.layer.vocab_size - 1}, or -1: MASK is a vector of the head's own"
             )
         if self.noise and (self.labels, self.mask) != ("shifted", "causal"):
             raise ValueError(
@@ -127,7 +142,7 @@ class TwoTap(nn.Module):
 class Block(Head):
     """A block drafter; `kind` says whose."""
 
-    kinds: ClassVar = {kind: Kind(title) for kind, title in TITLES.items()}
+    kinds: ClassVar = {kind: Kind(title, STACKS.get(kind, {})) for kind, title in TITLES.items()}
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -148,7 +163,8 @@ class Block(Head):
             for _ in range(layer.num_hidden_layers * config.convs)
         )
         self.norm, self.rotary = LlamaRMSNorm(self.hidden, **norm), Rotary(layer)
-        self.mask = nn.Parameter(torch.randn(self.hidden) * layer.initializer_range)
+        if config.mask_token < 0:
+            self.mask = nn.Parameter(torch.randn(self.hidden) * layer.initializer_range)
         self.light = light_of(config.light, self.hidden, self.rows, config.rank)
         if config.noise:
             self.guess = nn.Linear(self.hidden, self.hidden, bias=False)
@@ -163,7 +179,8 @@ class Block(Head):
             for name, part in own.named_parameters():
                 if name in found and found[name].shape == part.shape:
                     part.copy_(found[name])
-        self.mask.copy_(target.get_input_embeddings().weight.float().mean(0))
+        if self.config.mask_token < 0:
+            self.mask.copy_(target.get_input_embeddings().weight.float().mean(0))
         return self.bind(target)
 
     @property
@@ -171,6 +188,13 @@ class Block(Head):
         """What multiplies the two parts of `drafted`: the target's LM head, and `after`."""
         after = (self.light.after.weight,) if self.light.rank else ()
         return (self.target_head_VH, *after)
+
+    @property
+    def mask_H(self) -> Tensor:
+        """MASK."""
+        if self.config.mask_token < 0:
+            return self.mask
+        return self.embed(torch.tensor(self.config.mask_token, device=self.fc.weight.device))
 
     def fuse(self, taps_XU: Tensor) -> Tensor:
         """The context states c [..., H] of the target's taps side by side."""
@@ -194,7 +218,7 @@ class Block(Head):
         noise, of a head that reads it.
         """
         first_BM1H = self.embed(tokens_BM).unsqueeze(2)
-        masks_BMrH = self.mask.to(first_BM1H).expand(*tokens_BM.shape, self.block - 1, -1)
+        masks_BMrH = self.mask_H.to(first_BM1H).expand(*tokens_BM.shape, self.block - 1, -1)
         hidden_BRH = torch.cat([first_BM1H, masks_BMrH], 2).flatten(1, 2)
         rotary = self.rotary(hidden_BRH, positions_BR)
         for index, layer in enumerate(self.layers):
@@ -275,10 +299,14 @@ class Block(Head):
         del about["layer"]
         return layer_json(self.config.layer) | about | {"architectures": ["BlockDrafter"]}
 
+    def exported(self, to: str, target: PreTrainedModel, K: int) -> Exported:
+        return block_exported(to, self.to_json(), self.on_disk(), target)
+
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Block":
         flags = {name: entry(config, name, bool) for name in ("convs", "noise")}
         words = {name: entry(config, name, str) for name in ("light", "labels", "mask")}
         sizes = {name: entry(config, name, int) for name in ("levels", "rank")}
+        sizes["mask_token"] = entry(config, "mask_token", int, -1)
         taps = tuple(entry(config, "taps", list))
         return cls(BlockConfig(read_layer(config), taps, **sizes, **words, **flags))
