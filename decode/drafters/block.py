@@ -65,7 +65,7 @@ class BlockDrafter(HeadDrafter):
 
     def feed(self, request: Round) -> Feed:
         light = self.head.light
-        output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.mask
+        output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.fc.weight
 
         def feed(frontier: Frontier) -> Fed:
             nonlocal output_BnH, state_BnH, logits_BnV, carried_BFS

@@ -1,5 +1,5 @@
 """Heads that other toolkits wrote, read as ours: official EAGLE-1 and EAGLE-3 folders, those of
-`speculators`, Medusa and Hydra.
+`speculators`, block drafters, Medusa and Hydra.
 
 Nothing is copied on disk, and the values are the same, bit for bit: see `Foreign`.
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from draftsmith.models.disk.read_lm import read_json
+from draftsmith.models.folder.block_imports import BLOCKS, official_block, speculators_block
 from draftsmith.models.folder.foreign import (
     EAGLE,
     Changes,
@@ -52,7 +53,10 @@ def recognise(folder: str | Path, target: Target = None) -> tuple[Foreign, Check
 def layout_of(config: dict[str, Any], names: set[str], file: str) -> str | None:
     """Which toolkit's head a folder holds, a key of `READERS`; None for none."""
     if "speculators_model_type" in config:
-        return "speculators"
+        block = config["speculators_model_type"] in BLOCKS
+        return "speculators-block" if block else "speculators"
+    if "dflash_config" in config or "target_layer_ids" in config:
+        return "official-block"
     if file.startswith("medusa") or "medusa_num_heads" in config:
         return "medusa"
     if file.startswith("hydra") or "hydra_num_heads" in config:
@@ -121,7 +125,8 @@ def _eagle3(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
 def _speculators(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
     kind = config["speculators_model_type"]
     if kind != "eagle3":
-        raise unfit(checkpoint, f"holds a speculator of type {kind!r}", "eagle3")
+        known = ", ".join(("eagle3", *BLOCKS))
+        raise unfit(checkpoint, f"holds a speculator of type {kind!r}", f"one of {known}")
     layer = config.get("transformer_layer_config") or {}
     if layer.get("model_type") not in EAGLE3_NAMES:
         got = f"has a transformer_layer_config of model_type {layer.get('model_type')!r}"
@@ -270,6 +275,8 @@ READERS: dict[str, Callable[[Config, Checkpoint, Target], Foreign]] = {
     "eagle1": _eagle1,
     "eagle3": _eagle3,
     "speculators": _speculators,
+    "speculators-block": speculators_block,
+    "official-block": official_block,
     "medusa": _medusa,
     "hydra": _hydra,
 }

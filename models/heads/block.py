@@ -14,7 +14,8 @@ next row (see docs/one_pass.md); no other drafter does.
 
 The published ones are settings of this one (`KINDS`). Labels: "shifted", row k drafts x_{a+1+k};
 "same", row k drafts x_{a+k}, and the first nothing. Where we differ: MASK is a vector of the
-head's own, not a row of the target's table; the selector ranks all tokens, not 16 candidates.
+head's own unless `mask_token` names a row of the target's table, as theirs all do; the selector
+ranks all tokens, not 16 candidates.
 
 Shapes: B rows of text, T its positions, M anchors, b rows of a block, n depths (b or b - 1),
 R = M * b, H hidden, U width of the taps side by side, I = H + the light head's rank.
@@ -31,8 +32,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.heads.block_attention import Blocks
+from draftsmith.models.heads.block_layouts import block_exported
 from draftsmith.models.heads.block_lights import LIGHTS, light_of
-from draftsmith.models.heads.head import Head, Kind, entry
+from draftsmith.models.heads.head import Exported, Head, Kind, Reads, entry
 from draftsmith.models.heads.layer import (
     LAYER_CONFIGS,
     Attention,
@@ -60,13 +62,20 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 TITLES = {"dflash": "DFlash", "dflash2": "DFlash-2", "dspark": "DSpark", "domino": "Domino"}
 TITLES |= {"jetspec": "JetSpec", "treeflash": "TreeFlash", "block": "a block drafter"}
+STACKS = {
+    "dflash": {"vllm": Reads("dflash"), "sglang": Reads("DFLASH"), "speculators": Reads()},
+    "dspark": {"vllm": Reads("dspark"), "sglang": Reads("DSPARK"), "speculators": Reads()},
+    "jetspec": {"vllm": Reads("dflash")},
+    "block": {"speculators": Reads()},
+}
 
 
 @dataclass(frozen=True)
 class BlockConfig:
     """layer: sizes of the trunk's layers, hidden_size and vocab_size the target's; taps: at least
     one; levels: depths that are drafted, n; light: one of `LIGHTS`, of this rank; labels, mask (of
-    a block's rows among themselves), noise: see above; convs: DFlash-2's short convolutions.
+    a block's rows among themselves), noise: see above; convs: DFlash-2's short convolutions;
+    mask_token: the token whose embedding MASK is, -1: MASK is the head's own.
     """
 
     layer: PretrainedConfig
@@ -79,6 +88,7 @@ class BlockConfig:
     convs: bool = False
     noise: bool = False
     last: bool = False
+    mask_token: int = -1
 
     def __post_init__(self) -> None:
         for name, got, known in (
@@ -93,6 +103,11 @@ class BlockConfig:
             raise ValueError(
                 f"block: got {self.levels} levels, rank {self.rank}, {len(self.taps)} taps, "
                 "expected at least 1 of each"
+            )
+        if not -1 <= self.mask_token < self.layer.vocab_size:
+            raise ValueError(
+                f"block: got mask_token={self.mask_token}, expected a token, 0 to "
+                f"{self.layer.vocab_size - 1}, or -1: MASK is a vector of the head's own"
             )
         if self.noise and (self.labels, self.mask) != ("shifted", "causal"):
             raise ValueError(
@@ -138,7 +153,7 @@ def shifted(x_BMbH: Tensor) -> Tensor:
 class Block(Head):
     """A block drafter; `kind` says whose."""
 
-    kinds: ClassVar = {kind: Kind(title) for kind, title in TITLES.items()}
+    kinds: ClassVar = {kind: Kind(title, STACKS.get(kind, {})) for kind, title in TITLES.items()}
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -159,7 +174,8 @@ class Block(Head):
             for _ in range(layer.num_hidden_layers * config.convs)
         )
         self.norm, self.rotary = LlamaRMSNorm(self.hidden, **norm), Rotary(layer)
-        self.mask = nn.Parameter(torch.randn(self.hidden) * layer.initializer_range)
+        if config.mask_token < 0:
+            self.mask = nn.Parameter(torch.randn(self.hidden) * layer.initializer_range)
         self.light = light_of(config.light, self.hidden, self.rows, config.rank)
         if config.last:
             self.last = nn.Linear(self.hidden, self.hidden, bias=False)
@@ -176,7 +192,8 @@ class Block(Head):
             for name, part in own.named_parameters():
                 if name in found and found[name].shape == part.shape:
                     part.copy_(found[name])
-        self.mask.copy_(target.get_input_embeddings().weight.float().mean(0))
+        if self.config.mask_token < 0:
+            self.mask.copy_(target.get_input_embeddings().weight.float().mean(0))
         return self.bind(target)
 
     @property
@@ -184,6 +201,13 @@ class Block(Head):
         """What multiplies the two parts of `drafted`: the target's LM head, and `after`."""
         after = (self.light.after.weight,) if self.light.rank else ()
         return (self.target_head_VH, *after)
+
+    @property
+    def mask_H(self) -> Tensor:
+        """MASK."""
+        if self.config.mask_token < 0:
+            return self.mask
+        return self.embed(torch.tensor(self.config.mask_token, device=self.fc.weight.device))
 
     def fuse(self, taps_XU: Tensor) -> Tensor:
         """The context states c [..., H] of the target's taps side by side."""
@@ -198,7 +222,7 @@ class Block(Head):
 
     def run(self, positions_BR: Tensor, attention: Attention, rows: int) -> Layer:
         """The trunk's layers on blocks of so many rows at these positions."""
-        rotary = self.rotary(self.mask[None, None], positions_BR)
+        rotary = self.rotary(self.fc.weight[None], positions_BR)
 
         def run(index: int, hidden_BRH: Tensor) -> Tensor:
             layer = self.layers[index]
@@ -225,7 +249,7 @@ class Block(Head):
         above; guess: by the noise, of a head that reads it.
         """
         first_BM1H = self.embed(tokens_BM).unsqueeze(2)
-        masks_BMrH = self.mask.to(first_BM1H).expand(*tokens_BM.shape, rows - 1, -1)
+        masks_BMrH = self.mask_H.to(first_BM1H).expand(*tokens_BM.shape, rows - 1, -1)
         hidden_BMbH = torch.cat([first_BM1H, masks_BMrH], 2)
         if self.config.last:
             hidden_BMbH = hidden_BMbH + self.last(last_BMH).unsqueeze(2)
@@ -289,10 +313,14 @@ class Block(Head):
         del about["layer"]
         return layer_json(self.config.layer) | about | {"architectures": ["BlockDrafter"]}
 
+    def exported(self, to: str, target: PreTrainedModel, K: int) -> Exported:
+        return block_exported(to, self.to_json(), self.on_disk(), target)
+
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Block":
         flags = {name: entry(config, name, bool) for name in ("convs", "noise", "last")}
         words = {name: entry(config, name, str) for name in ("light", "labels", "mask")}
         sizes = {name: entry(config, name, int) for name in ("levels", "rank")}
+        sizes["mask_token"] = entry(config, "mask_token", int, -1)
         taps = tuple(entry(config, "taps", list))
         return cls(BlockConfig(read_layer(config), taps, **sizes, **words, **flags))

@@ -32,6 +32,7 @@ from draftsmith.models.heads.layer import (
     Rotary,
     layer_json,
     read_layer,
+    rope_fields,
 )
 from draftsmith.models.heads.unrolled_attention import Unrolled
 from draftsmith.models.taps import NORM, Tap
@@ -224,12 +225,9 @@ class Eagle(Head):
 
     def to_json(self) -> dict[str, Any]:
         config = self.config
-        rope, kind = config.layer.rope_parameters or {}, config.layer.model_type
+        kind = config.layer.model_type
         made = layer_json(config.layer) | {
-            # Servers of today and of yesterday read different fields.
-            "rope_parameters": rope,
-            "rope_theta": rope.get("rope_theta", 10000.0),
-            "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
+            **rope_fields(config.layer.rope_parameters or {}),
             "tie_word_embeddings": False,
             "use_cache": True,
             "torch_dtype": str(self.fc.weight.dtype).removeprefix("torch."),

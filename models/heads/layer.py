@@ -41,6 +41,15 @@ def layer_json(layer: PretrainedConfig) -> dict[str, Any]:
     return {name: content[name] for name in names if content.get(name) is not None}
 
 
+def rope_fields(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters as servers of today and of yesterday read them."""
+    return {
+        "rope_parameters": rope,
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
+    }
+
+
 def read_layer(content: dict[str, Any]) -> PretrainedConfig:
     """The layers' config in a config.json; ValueError for layers of another kind."""
     kind = content.get("model_type")

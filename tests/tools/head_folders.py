@@ -11,6 +11,7 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase, 
 
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
+from draftsmith.models.heads.block import KINDS, Block, BlockConfig
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.head import Head
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
@@ -48,6 +49,9 @@ def made(kind: str, target: PreTrainedModel, **about: Any) -> Head:
     elif kind == "eagle3":
         about = {"taps": (1, 2), "draft_vocab": DRAFTED} | about
         head = Eagle(EagleConfig(config, 3, **about))
+    elif kind in ("block", *KINDS):
+        own = {"mask_token": 7, "taps": (1, 2), "levels": 4, "rank": 6} | KINDS.get(kind, {})
+        head = Block(BlockConfig(config, **own | about))
     elif kind == "medusa":
         head = Medusa(MedusaConfig(**sizes, heads=3, layers=layers, **about))
     else:

@@ -10,6 +10,7 @@ from draftsmith.command import check_least
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.heads.block import KINDS, Block, BlockConfig
+from draftsmith.models.heads.layer import LAYER_CONFIGS, layer_json, read_layer
 from draftsmith.models.taps import Tap, default_taps
 from draftsmith.train.drafts.start import layer_like, place
 
@@ -27,7 +28,9 @@ class BlockSource:
     noise: bool = False  # reads the noise that the target will draw with
     last: bool = False  # the last context state enters the rows
     levels: int = 7  # tokens of a block
+    mask_token: int = -1  # whose embedding MASK is, as other stacks want it; -1: a learnt vector
     layers: int = 2
+    layer: str = ""  # llama | qwen3, the one that other stacks read; empty: as the target's
     rank: int = 256  # of the light head
     taps: list[int] = field(default_factory=list)  # empty: `block_taps`
     init: str = "target"  # target: the trunk begins as its last layers | random
@@ -63,12 +66,18 @@ def open_block(
             f"{', '.join(KINDS)}, and target or random"
         )
     check_least(source, levels=1, layers=1, rank=1)
+    if source.layer not in ("", *LAYER_CONFIGS):
+        raise ValueError(
+            f"head.layer: got {source.layer!r}, expected one of {', '.join(LAYER_CONFIGS)}"
+        )
+    layer = layer_like(target, source.layers)
+    layer = read_layer(layer_json(layer) | {"model_type": source.layer or layer.model_type})
     settings: dict[str, Any] = {key: getattr(source, key) for key in KINDS["dflash"]}
     settings |= KINDS.get(source.kind, {})
     taps = tuple(source.taps or block_taps(target.config.get_text_config().num_hidden_layers))
-    sizes: Any = {"levels": source.levels, "rank": source.rank, "noise": source.noise}
-    sizes |= {"last": source.last}
-    config = BlockConfig(layer_like(target, source.layers), taps, **sizes, **settings)
+    given = ("levels", "rank", "noise", "last", "mask_token")
+    sizes: Any = {key: getattr(source, key) for key in given}
+    config = BlockConfig(layer, taps, **sizes, **settings)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         head = Block(config)
