@@ -214,6 +214,11 @@ class Block(Head):
         normed_XH: Tensor = self.hidden_norm(self.fc(taps_XU))
         return normed_XH
 
+    def normed(self, output_XH: Tensor) -> Tensor:
+        """What the LM head multiplies."""
+        normed_XH: Tensor = self.norm(output_XH)
+        return normed_XH
+
     def keep(self, context_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
         """Hand each layer's keys and values of the context to `keep`."""
         rotary = self.rotary(context_BTH, positions_BT)
