@@ -124,7 +124,8 @@ class Cut(Policy):
             return self.plans[-1].nodes
         # NaN, of a broken draft or an idle row, must not decide for the other rows.
         chance_BN = (log_chance_BN.exp() * active_B[:, None]).nan_to_num(nan=0.0)
-        promised = torch.cumsum(chance_BN.sum(0), 0).tolist()  # the one reading of the device
+        best_BN = chance_BN.sort(1, descending=True).values
+        promised = best_BN.sum(0).cumsum(0).tolist()  # the one reading of the device
         self.rows = max(1.0, promised[0])
         takes = [float(np.interp(n, self.costs.nodes, self.costs.verify)) for n in self.sizes]
         whole = self.plans[-1]
