@@ -41,7 +41,9 @@ class BlockDrafter(HeadDrafter):
 
     @property
     def size(self) -> ModelSize:
-        return ModelSize(self.head.config.layer, self.dtype, scratch=self.head.block)
+        head = self.head
+        ahead = 0 if head.light.deep else head.levels + 2 * (head.light.rank > 0)
+        return ModelSize(head.config.layer, self.dtype, scratch=head.block, ahead=ahead)
 
     def reset(self, rows: int, slots: int) -> None:
         layer, slots = self.head.config.layer, slots + self.head.block

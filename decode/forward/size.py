@@ -16,7 +16,8 @@ from draftsmith.models.taps import NORM
 class ModelSize:
     """config: of the text model, or of a head's layers; beside: further numbers alive for each
     token of a pass: taps inside a target, or a head's wide input; handed: numbers of a token's
-    states that a drafter is given; scratch: slots that a pass needs beyond a row's own.
+    states that a drafter is given; scratch: slots that a pass needs beyond a row's own; ahead:
+    logits [B, V] that are alive beside a call's own.
     """
 
     config: PreTrainedConfig
@@ -24,6 +25,7 @@ class ModelSize:
     beside: int = 0
     handed: int = 0
     scratch: int = 0
+    ahead: int = 0
 
     @classmethod
     def of(cls, runner: Runner) -> "ModelSize":

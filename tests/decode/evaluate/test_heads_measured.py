@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.__main__ import main
 from draftsmith.decode.drafters.base import Drafter, Fed, Feed, Frontier, Round
+from draftsmith.decode.drafters.block import BlockDrafter
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import drafter_of
@@ -273,7 +274,9 @@ def test_a_heads_memory_is_planned(
     vocab: int,
     prompt: int,
 ) -> None:
-    """Its pool to the byte; a run's peak within five per cent, taps included."""
+    """Its pool to the byte; a run's peak within five per cent, taps included (a block's prefill is
+    planned as if its context were asked about).
+    """
     monkeypatch.setattr("draftsmith.decode.engine.decoder.vocab_size", lambda tokenizer: vocab)
     target, drafter = large(kind, vocab)
     if settings.get("K", 0) > drafter.levels:
@@ -290,4 +293,5 @@ def test_a_heads_memory_is_planned(
     assert planned is not None
     pool = getattr(drafter, "pool", None)
     assert planned.drafter_kv == (0 if pool is None else pool.kv_2LBSHE.nbytes)
-    assert abs(planned.total / used - 1) < 0.05, (planned.total, used)
+    most = 1.06 if isinstance(drafter, BlockDrafter) else 1.05
+    assert 0.95 < planned.total / used < most, (planned.total, used)
