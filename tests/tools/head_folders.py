@@ -15,6 +15,7 @@ from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.head import Head
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
+from draftsmith.models.heads.peagle import PEagle, PEagleConfig
 from draftsmith.models.vocab import DraftVocab
 
 DRAFTED = 160
@@ -48,6 +49,9 @@ def made(kind: str, target: PreTrainedModel, **about: Any) -> Head:
     elif kind == "eagle3":
         about = {"taps": (1, 2), "draft_vocab": DRAFTED} | about
         head = Eagle(EagleConfig(config, 3, **about))
+    elif kind == "peagle":
+        about = {"taps": (1, 2), "draft_vocab": DRAFTED, "parallel": 6} | about
+        head = PEagle(PEagleConfig(config, 3, **about))
     elif kind == "medusa":
         head = Medusa(MedusaConfig(**sizes, heads=3, layers=layers, **about))
     else:
