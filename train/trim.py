@@ -177,14 +177,14 @@ def trimmed(
     """A drafter with the same weights that drafts those of a tokenizer's `tokens` in `vocab`."""
     if isinstance(drafter, LMDrafter):
         return LMDrafter(drafter.runner.model, tokens, vocab)
-    return EagleDrafter(trimmed_head(drafter.head, vocab), target, tokens)
+    return type(drafter)(trimmed_head(drafter.head, vocab), target, tokens)
 
 
 def trimmed_head(head: Any, vocab: DraftVocab) -> Eagle:
     """An EAGLE-3 head with the LM-head rows of some of its tokens; the other weights are shared."""
     rows_DH = head.lm_head.weight.detach()
     with torch.device("meta"):
-        made = Eagle(replace(head.config, draft_vocab=len(vocab.ids_D)))
+        made: Eagle = type(head)(replace(head.config, draft_vocab=len(vocab.ids_D)))
     kept_D = torch.isin(head.vocab.ids_D, vocab.ids_D.to(rows_DH.device))
     maps = {"d2t": vocab.d2t_D, "t2d": vocab.t2d_V}
     state = head.state_dict() | {name: ids.to(rows_DH.device) for name, ids in maps.items()}

@@ -240,16 +240,10 @@ class Eagle(Head):
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Eagle":
-        layer, taps = read_layer(config), config.get(IDS)
         if config.get("architectures") not in [[name] for name in EAGLE3_NAMES.values()]:
+            layer = read_layer(config)
             return cls(EagleConfig(layer, 1, fc_bias=bool(config.get("bias", True))))
-        if not isinstance(taps, list):
-            raise ValueError(
-                f"config.json: got no {IDS} at its top level, expected the list of taps; `python "
-                "-m draftsmith doctor` says what such a folder needs"
-            )
-        flags = {name: bool(config.get(name, False)) for name in FLAGS}
-        return cls(EagleConfig(layer, 3, tuple(taps), int(config["draft_vocab_size"]), **flags))
+        return cls(EagleConfig(**read_eagle3(config)))
 
     def on_disk(self) -> dict[str, Tensor]:
         state = dict(self.state_dict())
@@ -268,6 +262,19 @@ class Eagle(Head):
             limit = max(limit, config["max_position_embeddings"])
             config["max_position_embeddings"] = limit
         return LAYOUTS[self.kind, to](config, self.on_disk(), target, K)
+
+
+def read_eagle3(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of EAGLE-3's `EagleConfig` from a config.json."""
+    layer, taps = read_layer(config), config.get(IDS)
+    if not isinstance(taps, list):
+        raise ValueError(
+            f"config.json: got no {IDS} at its top level, expected the list of taps; `python "
+            "-m draftsmith doctor` says what such a folder needs"
+        )
+    read: dict[str, Any] = {name: bool(config.get(name, False)) for name in FLAGS}
+    read |= {"draft_vocab": int(config["draft_vocab_size"]), "taps": tuple(taps)}
+    return read | {"layer": layer, "version": 3}
 
 
 def tap_fields(taps: tuple[Tap, ...]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.head import Head
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
+from draftsmith.models.heads.peagle import PEagle, PEagleConfig
 from draftsmith.models.vocab import DraftVocab
 
 DRAFTED = 160
@@ -52,6 +53,9 @@ def made(kind: str, target: PreTrainedModel, **about: Any) -> Head:
     elif kind in ("block", *KINDS):
         own = {"mask_token": 7, "taps": (1, 2), "levels": 4, "rank": 6} | KINDS.get(kind, {})
         head = Block(BlockConfig(config, **own | about))
+    elif kind == "peagle":
+        about = {"taps": (1, 2), "draft_vocab": DRAFTED, "parallel": 6} | about
+        head = PEagle(PEagleConfig(config, 3, **about))
     elif kind == "medusa":
         head = Medusa(MedusaConfig(**sizes, heads=3, layers=layers, **about))
     else:

@@ -87,6 +87,9 @@ WRONG = [
     ({"version": 1, "draft_vocab": 9, "freeze_head": True}, "got draft_vocab and freeze_head, exp"),
     ({"version": 1, "init_head": "random"}, "eagle 1: got init_head, expected none of draft_vocab"),
     ({"draft_vocab": ROWS + 1}, "draft_vocab=321, expected 1 to the target's 320"),
+    ({"version": 1, "parallel": 4}, "eagle 1: got parallel, expected none of draft_vocab"),
+    ({"parallel": -1}, "parallel"),
+    ({"parallel": 4, "norm_output": True}, "peagle: got .* no output is fed back"),
 ]
 
 
@@ -165,6 +168,22 @@ def test_a_run_leaves_a_folder_that_opens(
     best = load_file(tmp_path / "run/best/weights.safetensors")
     saved = load_file(drafter / "model.safetensors")
     assert torch.equal(saved["fc.weight"], best["head.fc.weight"])
+
+
+def test_a_run_of_a_head_that_drafts_in_one_pass(tmp_path: Path, arguments) -> None:
+    """As deep as the head, whatever `unroll.steps`; another goes on from it."""
+    more = [*arguments, "head={parallel: 3, layers: 2, draft_vocab: 300}", "K=3", "lr=1e-2"]
+    first = run(tmp_path / "first", more)
+    assert {f"eval_alpha_{depth}" in first[-1] for depth in range(3)} == {True}
+    assert "eval_alpha_3" not in first[-1]
+    head = open_drafter(tmp_path / "first/drafter", None).head()
+    assert (head.kind, head.levels, len(head.layers)) == ("peagle", 3, 2)
+    best = max(first, key=lambda record: record["eval_tau"])
+    path = f"head.path={tmp_path}/first/drafter"
+    second = run(tmp_path / "second", [*arguments, "K=3", path, "head.parallel=3"])
+    assert second[0]["eval_loss"] == pytest.approx(best["eval_loss"], rel=1e-5)
+    with pytest.raises(ValueError, match="kind peagle, expected eagle3; set head.version and head"):
+        run(tmp_path / "third", [*arguments, path])
 
 
 def test_a_run_goes_on_from_an_earlier_head(tmp_path: Path, arguments) -> None:

@@ -22,6 +22,7 @@ from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.eagle_layouts import FLAGS
 from draftsmith.models.heads.layer import LAYER_CONFIGS, LAYER_FIELDS
+from draftsmith.models.heads.peagle import PEagle, PEagleConfig
 from draftsmith.models.taps import default_taps
 from draftsmith.models.target import head_weight
 from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer, vocab_size
@@ -177,6 +178,8 @@ class EagleSource:
     draft_vocab: int = 0  # of EAGLE-3: the tokens that the text has most; 0: all
     init_head: str = "target"  # of EAGLE-3: target (its LM head's rows) | random
     freeze_head: bool = False  # of EAGLE-3: its LM head stays as it begins
+    parallel: int = 0  # P-EAGLE: tokens that one pass drafts; 0: one, and on from there
+    own_masks: bool = False  # of P-EAGLE: a MASK for each depth, as ParallelSpec has
     fc_norm: bool = False  # these four: EAGLE-3.1's, see models/heads/eagle.py
     norm_output: bool = False
     norm_before_residual: bool = False
@@ -198,7 +201,7 @@ def open_head(
     """The head of `source` in fp32, bound to `target` and on its device. ValueError: sizes, taps or
     flags that a head can't have, or an earlier head of another kind or target.
     """
-    of_3 = {"draft_vocab": 0, "init_head": "target", "freeze_head": False}
+    of_3 = {"draft_vocab": 0, "init_head": "target", "freeze_head": False, "parallel": 0}
     set_too = [name for name, unset in of_3.items() if getattr(source, name) != unset]
     if source.version == 1 and set_too:
         raise ValueError(
@@ -225,10 +228,11 @@ def _earlier(
 ) -> Eagle:
     given: Any = {"target_tokenizer": tokenizer, "target_config": target.config.get_text_config()}
     folder = open_drafter(source.path, fingerprint(target, tokenizer), **given)
-    if folder.kind != f"eagle{source.version}":
+    kind = "peagle" if source.parallel else f"eagle{source.version}"
+    if folder.kind != kind:
         raise ValueError(
-            f"head.path: got {source.path} of kind {folder.kind}, expected eagle{source.version}; "
-            "set head.version, or give another folder"
+            f"head.path: got {source.path} of kind {folder.kind}, expected {kind}; set "
+            "head.version and head.parallel, or give another folder"
         )
     head = folder.head("float32")
     assert isinstance(head, Eagle)
@@ -257,7 +261,7 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle:
     }
     sizes = layer_like(target, source.layers).to_dict() | {k: v for k, v in named.items() if v}
     kept = {k: sizes[k] for k in (*LAYER_FIELDS, "rope_parameters") if sizes.get(k) is not None}
-    check_least(source, layers=1, heads=0, kv_heads=0, head_dim=0, intermediate=0)
+    check_least(source, layers=1, heads=0, kv_heads=0, head_dim=0, intermediate=0, parallel=0)
     try:
         layer = LAYER_CONFIGS[source.layer](**kept)
     except StrictDataclassError as error:
@@ -266,9 +270,12 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle:
             f"head: got sizes that don't fit ({why}); expected ones that do"
         ) from error
     config = EagleConfig(layer, source.version, **three)
+    if source.parallel:
+        own = {"parallel": source.parallel, "own_masks": source.own_masks}
+        config = PEagleConfig(layer, source.version, **three, **own)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        return Eagle(config)
+        return PEagle(config) if isinstance(config, PEagleConfig) else Eagle(config)
 
 
 def layer_like(target: PreTrainedModel, layers: int = 1) -> PretrainedConfig:

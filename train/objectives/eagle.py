@@ -39,10 +39,12 @@ from draftsmith.train.text.batches import Batch
 class Unroll:
     """The group `unroll` of a recipe: how a head is trained to go on from its own outputs."""
 
-    steps: int = 7  # S; of EAGLE-1, the depths that are measured
+    steps: int = 7  # S; of EAGLE-1, the depths that are measured; of P-EAGLE it is head.parallel
     step_decay: float = 0.8  # of EAGLE-3, from one step to the next
     token_weight: float = 0.1  # of EAGLE-1's divergence
     noise: float = 0.2  # of EAGLE-1, on the target's states
+    keep: float = 0.7  # of P-EAGLE, the share of places that goes on from one depth to the next
+    least: float = 0.2  # of P-EAGLE, the least share of them at any depth
 
     def __post_init__(self) -> None:
         check_least(self, token_weight=0, noise=0)
