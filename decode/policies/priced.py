@@ -4,7 +4,6 @@ Shapes: B rows, N nodes of a grown tree, the root included.
 """
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from draftsmith.decode.policies.policy import Outcome, Policy

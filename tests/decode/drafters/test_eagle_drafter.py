@@ -19,7 +19,6 @@ from draftsmith.decode.drafters.base import Kept
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.lean_heads import LeanEagle
-from draftsmith.decode.policies.timing import round_of
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import chain_plan, parse_tree
 from draftsmith.models.heads.eagle import Eagle
