@@ -97,7 +97,7 @@ class Call:
 Enough = Callable[[Call], Tensor]
 # Log chance [B, C] that a call adds to the paths of its children.
 Chance = Callable[[Call], Tensor]
-# Of a grown tree how many nodes, its best ones, are verified, of the log chances [B, N] that they are
+# How many of a grown tree's nodes, the best, are verified: by the log chances [B, N] that they are
 # kept (the root's, 0, first) and the rows that decode [B].
 HowMany = Callable[[Tensor, Tensor], int]
 
