@@ -33,7 +33,11 @@ STRANGE = {
 # Numbers that change the draft's logits or states, and what they must be here.
 NEUTRAL = {"output_multiplier": 1, "final_logit_softcapping": 0, "input_embedding_scale": 1}
 NEUTRAL |= {"attention_value_scale": 1, "logit_scale": 1}
-BODY = ((r"^model\.", ""), (r"^encoder\.fc\.", "fc."), (r"^encoder\.output_norm_enc", "hidden_norm"))
+BODY = (
+    (r"^model\.", ""),
+    (r"^encoder\.fc\.", "fc."),
+    (r"^encoder\.output_norm_enc", "hidden_norm"),
+)
 
 
 def speculators_block(config: Config, checkpoint: Checkpoint, target: Any) -> Foreign:
@@ -75,7 +79,9 @@ def _block(
     size, mask = config.get("block_size"), config.get("mask_token_id")
     if not taps or not isinstance(size, int) or not isinstance(mask, int):
         got = f"says layers {taps}, block_size={size}, mask_token_id={mask}"
-        raise unfit(checkpoint, got, "all three: no reader agrees with another on what else to take")
+        raise unfit(
+            checkpoint, got, "all three: no reader agrees with another on what else to take"
+        )
     names = our_names(checkpoint, (*BODY, *(("^" + MARKOV_HEAD + n, o) for o, n in NAMES.items())))
     notes = []
     if any(name.startswith("confidence_head.") for name in names):
@@ -84,8 +90,8 @@ def _block(
     made = layer_config(config, "qwen3", vocab=int(rows))
     reads, wanted = checkpoint.meta.get("fc.weight"), len(taps) * made["hidden_size"]
     if reads is not None and reads.shape[1] != wanted:
-        raise unfit(checkpoint, f"has an fc.weight that reads {reads.shape[1]} numbers, and "
-                    f"{len(taps)} layers", f"{wanted} of them: its layer ids are of another head")  # fmt: skip
+        got = f"has an fc.weight that reads {reads.shape[1]} numbers, and {len(taps)} layers"
+        raise unfit(checkpoint, got, f"{wanted} of them: its layer ids are of another head")
     causal, window = _causal(config, checkpoint)
     notes += [window] if window else []
     head_type = config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None
