@@ -90,8 +90,8 @@ def _block(
     made = layer_config(config, "qwen3", vocab=int(rows))
     reads, wanted = checkpoint.meta.get("fc.weight"), len(taps) * made["hidden_size"]
     if reads is not None and reads.shape[1] != wanted:
-        raise unfit(checkpoint, f"has an fc.weight that reads {reads.shape[1]} numbers, and "
-                    f"{len(taps)} layers", f"{wanted} of them: its layer ids are of another head")  # fmt: skip
+        got = f"has an fc.weight that reads {reads.shape[1]} numbers, and {len(taps)} layers"
+        raise unfit(checkpoint, got, f"{wanted} of them: its layer ids are of another head")
     causal, window = _causal(config, checkpoint)
     notes += [window] if window else []
     head_type = config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None

@@ -28,8 +28,10 @@ KINDS: dict[str, type] = {
     **dict.fromkeys(("draft_vocab_size", "target_hidden_size", "max_position_embeddings"), int),
     **dict.fromkeys(("medusa_num_heads", "hydra_num_heads"), int),
     **dict.fromkeys(("eagle_config", "transformer_layer_config", "speculators_config"), dict),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "prefix"), dict),
-    "eagle_aux_hidden_state_layer_ids": list,
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "prefix", "dflash_config"), dict),
+    **dict.fromkeys(("block_size", "mask_token_id", "markov_rank"), int),
+    **dict.fromkeys(("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"), list),
+    "target_layer_ids": list,
 }
 SAYS = {int: "a whole number", dict: "an object", list: "a list of numbers of layers"}
 # What a toolkit calls a tensor -> what we do, one change after the other.

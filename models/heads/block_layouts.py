@@ -52,7 +52,7 @@ def block_exported(to: str, config: Config, tensors: Tensors, target: PreTrained
         made = said | speculators_fields("dspark" if spark else "dflash", target, config["levels"])
         made |= {
             "architectures": ["DSparkSpeculator" if spark else "DFlashSpeculator"],
-            "aux_hidden_state_layer_ids": config["taps"],
+            "aux_hidden_state_layer_ids": list(config["taps"]),
             "draft_vocab_size": config["vocab_size"],
             "dtype": dtype,
             "sample_from_anchor": config["labels"] == "shifted",
@@ -89,7 +89,7 @@ def unread(to: str, config: Config, layers: int) -> str | None:
          config["model_type"] != "qwen3"),
         ("its MASK is a vector of its own: train it with head.mask_token, a token's embedding",
          config["mask_token"] < 0),
-        (f"readers differ in what taps {config['taps']} are, other than 1 to {layers - 1}",
+        (f"readers differ in what taps {list(config['taps'])} are, other than 1 to {layers - 1}",
          not inside),
         (f"it knows no light head of kind {light}", light not in ("none", *MARKOV)),
         ("it has no short convolutions as these are (convs)", config["convs"]),

@@ -1,5 +1,5 @@
-"""DFlash and DSpark against the real `speculators`: the same weights, text and anchors; logits, loss
-and gradients; and their folders, both ways.
+"""DFlash and DSpark against the real `speculators`: the same weights, text and anchors; logits,
+loss and gradients; and their folders, both ways.
 
 Its loss of a block's row k is weighed by exp(-k / gamma), and all is divided by the rows trained.
 """
@@ -75,7 +75,7 @@ def written(head: Block, target: LlamaForCausalLM) -> tuple[dict[str, Any], dict
 
 
 def their_model(head: Block, target: LlamaForCausalLM) -> Any:
-    """Their draft of the config and tensors that we write; its verifier's parts are the target's."""
+    """Their draft of the config and tensors that we write; its verifier's are the target's."""
     oracle.speculators()
     from speculators import SpeculatorModel, SpeculatorModelConfig
 
