@@ -47,12 +47,13 @@ from draftsmith.train.text.on_policy import Text, make_batches, training_example
 class HeadSizes:
     """The group `head`."""
 
-    kind: str  # medusa | hydra, or another family of `HeadObjective`
+    kind: str  # medusa | hydra | clover2 | falcon, or another family of `HeadObjective`
     heads: int = 4  # tokens ahead
-    layers: int = 1  # blocks of a head
+    layers: int = 1  # blocks of a head; of clover2, decoder layers
     own_heads: bool = True  # medusa: an LM head for each; else all multiply the target's
     prefix: bool = False  # hydra: Hydra++'s decoder layer
     dropout: float = 0.0  # of hydra
+    block: int = 2  # falcon: tokens of a pass
 
 
 @dataclass(kw_only=True)
@@ -70,6 +71,8 @@ class HeadsConfig(Settings):
     loss: str = "ce"  # or a key of losses.DIVERGENCES
     decay: float = 1.0  # of a head's weight, from one depth to the next
     noise: float = 0.0  # hydra: alpha of NEFTune's noise on the states read
+    state: float = 0.0  # clover2, falcon: weight of smooth-L1 to the target's states
+    glance: float = 0.4  # falcon: share of wrong tokens that are shown, falling to 0
     cache: Cache = field(default_factory=Cache)
     heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)
     temperature: float = 1.0  # of held-out tau, and of the answers that figures are taken on

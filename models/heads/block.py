@@ -41,6 +41,7 @@ from draftsmith.models.heads.layer import (
     EagleLayer,
     Keep,
     Rotary,
+    begin_as,
     layer_json,
     read_layer,
 )
@@ -188,10 +189,7 @@ class Block(Head):
         """Bind the target; the trunk begins as its last layers where their parts are alike."""
         theirs = decoder_layers(target)[-len(self.layers) :]
         for own, layer in zip(self.layers, theirs, strict=False):
-            found = {name: part for name, part in layer.named_parameters()}
-            for name, part in own.named_parameters():
-                if name in found and found[name].shape == part.shape:
-                    part.copy_(found[name])
+            begin_as(own, layer)
         if self.config.mask_token < 0:
             self.mask.copy_(target.get_input_embeddings().weight.float().mean(0))
         return self.bind(target)

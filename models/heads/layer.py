@@ -60,6 +60,15 @@ def read_layer(content: dict[str, Any]) -> PretrainedConfig:
     return LAYER_CONFIGS[kind](**{name: content[name] for name in fields if name in content})
 
 
+@torch.no_grad()
+def begin_as(own: nn.Module, theirs: nn.Module) -> None:
+    """Copy what of a module has the same name and shape as in another."""
+    found = dict(theirs.named_parameters())
+    for name, part in own.named_parameters():
+        if name in found and found[name].shape == part.shape:
+            part.copy_(found[name])
+
+
 class Rotary(LlamaRotaryEmbedding):  # the same for Qwen3
     """transformers' rotary embeddings, whose frequencies stay as they are when a head is cast:
     rounded to bfloat16 they turn up to a radian too far at position 1,000.
