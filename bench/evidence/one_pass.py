@@ -22,14 +22,15 @@ from draftsmith.command import parse, run_command, unknown
 LEVELS, WIDTH = 5, 6
 NODES = (5, 8, 16, 32)
 BLOCK = ("blocks", "block/gsm8k")
+PUBLISHED = (*BLOCK, "head.noise=false", "head.last=false", "anchors.base=0")
 KINDS: Kinds = {
     "eagle3": ("eagle", "eagle3/gsm8k"),
-    "dflash": (*BLOCK, "head.kind=dflash", "head.noise=false", "loss=ce"),
-    "jetspec": (*BLOCK, "head.kind=jetspec", "head.noise=false", "anchors.decay=0"),
-    "dspark": (*BLOCK, "head.kind=dspark", "head.noise=false", "loss=0.1*ce+1.8*tv"),
-    "dspark, KL": (*BLOCK, "head.kind=dspark", "head.noise=false"),
-    "domino": (*BLOCK, "head.kind=domino", "head.noise=false", "loss=ce", "anchors.base_ends=50"),
-    "dflash2": (*BLOCK, "head.kind=dflash2", "head.noise=false", "loss=ce"),
+    "dflash": (*PUBLISHED, "head.kind=dflash", "loss=ce"),
+    "jetspec": (*PUBLISHED, "head.kind=jetspec", "anchors.decay=0"),
+    "dspark": (*PUBLISHED, "head.kind=dspark", "loss=0.1*ce+1.8*tv"),
+    "dspark, KL": (*PUBLISHED, "head.kind=dspark"),
+    "domino": (*PUBLISHED, "head.kind=domino", "loss=ce", "anchors.base=1", "anchors.base_ends=50"),
+    "dflash2": (*PUBLISHED, "head.kind=dflash2", "loss=ce"),
     "ours, no noise": (*BLOCK, "head.noise=false"),
     "ours": BLOCK,
 }

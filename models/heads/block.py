@@ -120,8 +120,8 @@ class BlockConfig:
     def kind(self) -> str:
         """What such a drafter is called."""
         own = {name: getattr(self, name) for name in KINDS["dflash"]}
-        found = [kind for kind, settings in KINDS.items() if settings == own and not self.noise]
-        return found[0] if found else "block"
+        found = [kind for kind, settings in KINDS.items() if settings == own]
+        return found[0] if found and not (self.noise or self.last) else "block"
 
 
 class TwoTap(nn.Module):
@@ -186,10 +186,16 @@ class Block(Head):
 
     @torch.no_grad()
     def init_from(self, target: PreTrainedModel) -> Self:
-        """Bind the target; the trunk begins as its last layers where their parts are alike."""
+        """Bind the target; the trunk begins as its last layers where their parts are alike, and the
+        context states as its deepest tap.
+        """
         theirs = decoder_layers(target)[-len(self.layers) :]
         for own, layer in zip(self.layers, theirs, strict=False):
             begin_as(own, layer)
+        deepest_HH = torch.eye(self.hidden, device=self.fc.weight.device)
+        self.fc.weight.mul_(0.1)[:, -self.hidden :] += deepest_HH
+        if self.config.last:
+            self.last.weight.mul_(0.1).add_(deepest_HH, alpha=0.5)
         if self.config.mask_token < 0:
             self.mask.copy_(target.get_input_embeddings().weight.float().mean(0))
         return self.bind(target)

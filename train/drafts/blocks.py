@@ -26,14 +26,14 @@ class BlockSource:
     mask: str = "causal"  # of a block's rows among themselves: full | causal
     convs: bool = False  # short convolutions around each half of a layer
     noise: bool = False  # reads the noise that the target will draw with
-    last: bool = False  # the last context state enters the rows
+    last: bool = False  # the last context state is added to every row
     levels: int = 7  # tokens of a block
     mask_token: int = -1  # whose embedding MASK is, as other stacks want it; -1: a learnt vector
     layers: int = 2
     layer: str = ""  # llama | qwen3, the one that other stacks read; empty: as the target's
     rank: int = 256  # of the light head
     taps: list[int] = field(default_factory=list)  # empty: `block_taps`
-    init: str = "target"  # target: the trunk begins as its last layers | random
+    init: str = "target"  # target: as its last layers, reading its deepest tap | random
 
 
 def block_taps(layers: int) -> tuple[Tap, ...]:
@@ -62,7 +62,7 @@ def open_block(
                 "give another folder"
             )
         return place(head, target.device).bind(target)
-    if source.kind not in ("", "block", *KINDS) or source.init not in ("target", "random", "fc"):
+    if source.kind not in ("", "block", *KINDS) or source.init not in ("target", "random"):
         raise ValueError(
             f"head: got kind={source.kind!r}, init={source.init!r}, expected one of "
             f"{', '.join(KINDS)}, and target or random"
@@ -84,10 +84,4 @@ def open_block(
         torch.default_generator.manual_seed(seed)
         head = Block(config)
     place(head, target.device)
-    if source.init == "fc":
-        with torch.no_grad():
-            head.fc.weight.mul_(0.1)
-            head.fc.weight[:, -head.hidden :] += torch.eye(head.hidden)
-            if source.last:
-                head.last.weight.mul_(0.1).add_(torch.eye(head.hidden), alpha=0.5)
-    return head.init_from(target) if source.init != "random" else head.bind(target)
+    return head.init_from(target) if source.init == "target" else head.bind(target)
