@@ -76,7 +76,8 @@ class BlockConfig:
     """layer: sizes of the trunk's layers, hidden_size and vocab_size the target's; taps: at least
     one; levels: depths that are drafted, n; light: one of `LIGHTS`, of this rank; labels, mask (of
     a block's rows among themselves), noise: see above; convs: DFlash-2's short convolutions;
-    mask_token: the token whose embedding MASK is, -1: MASK is the head's own.
+    last: whether the last context state is added to every row; mask_token: the token whose
+    embedding MASK is, -1: MASK is the head's own.
     """
 
     layer: PretrainedConfig
@@ -109,6 +110,11 @@ class BlockConfig:
             raise ValueError(
                 f"block: got mask_token={self.mask_token}, expected a token, 0 to "
                 f"{self.layer.vocab_size - 1}, or -1: MASK is a vector of the head's own"
+            )
+        if self.convs and self.layer.hidden_size % TwoTap.GROUP:
+            raise ValueError(
+                f"block: expected a hidden size in groups of {TwoTap.GROUP}, got "
+                f"{self.layer.hidden_size}; leave convs out"
             )
         if self.noise and (self.labels, self.mask) != ("shifted", "causal"):
             raise ValueError(

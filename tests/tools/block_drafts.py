@@ -4,10 +4,12 @@ obvious loop: the head run over a text that a path has been written into.
 Shapes: T positions of a text, U width of the taps, V vocabulary.
 """
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from eagle_drafts import SIZES, VOCAB
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
@@ -48,7 +50,7 @@ def made(name: str, **changes: Any) -> Block:
         if parameter.ndim == 1 and part != "mask":
             parameter.copy_(1 + torch.randn_like(parameter) / 3)
         else:
-            nn.init.normal_(parameter, std=0.5 if part.startswith("light") else 0.2)
+            nn.init.normal_(parameter, std=1.0 if part.startswith("light") else 0.2)
     return head
 
 
@@ -92,20 +94,23 @@ def racing(head: Block, params: SamplingParams, race_DV: Tensor | None, vocab: i
     return guess
 
 
-def law(
-    head: Block, target: PreTrainedModel, text: list[int], path: list[int], guess: Guess, vocab: int
-) -> Tensor:
-    """Raw logits [V] of what comes after a path of drafted tokens, the pending one first, by
+def laws(
+    head: Block, target: PreTrainedModel, text: list[int], guess: Guess, vocab: int
+) -> Callable[[list[int]], Tensor]:
+    """Path of drafted tokens, the pending one first -> raw logits [V] of what comes after it, by
     `Block.drafted` over the text with the path written behind it.
     """
-    whole = torch.tensor([[*text, *path, *[0] * head.block]])
-    at = torch.tensor([[len(text)]])
-    taps_1TU = torch.zeros(*whole.shape, len(head.taps) * head.hidden)  # none of what comes later
-    seen = target_states(target, head.taps, input_ids=torch.tensor([text]))
-    taps_1TU[:, : len(text)] = seen.taps_BTF
-    given = taps_1TU, whole, torch.arange(whole.shape[1])[None], at, guess
-    state_I = head.drafted(*given)[1][0, 0, len(path) - 1]
-    return (torch.cat(head.heads, 1) @ state_I)[:vocab]
+    taps_1TU = target_states(target, head.taps, input_ids=torch.tensor([text])).taps_BTF
+    taps_1TU = F.pad(taps_1TU, (0, 0, 0, 2 * head.block))  # none of what comes later
+    at_1T, anchor_11 = torch.arange(taps_1TU.shape[1])[None], torch.tensor([[len(text)]])
+
+    def law(path: list[int]) -> Tensor:
+        whole = [*text, *path, *[0] * (2 * head.block - len(path))]
+        given = taps_1TU, torch.tensor([whole]), at_1T, anchor_11, guess
+        state_I = head.drafted(*given)[1][0, 0, len(path) - 1]
+        return (torch.cat(head.heads, 1) @ state_I)[:vocab]
+
+    return law
 
 
 def drafter(head: Block, target: PreTrainedModel) -> BlockDrafter:

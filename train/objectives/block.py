@@ -72,17 +72,15 @@ def draw(batch: Batch, count: int, levels: int, *, evenly: bool = False) -> Draw
     """
     can_BT = trainable(batch)
     count = min(count, can_BT.shape[1])
-    if evenly:  # the k-th of so many stands in the middle of its share
-        place_BT = can_BT.cumsum(1) - 1
-        share_B1 = (can_BT.sum(1, keepdim=True) / count).clamp(min=1)
-        middle_BT = (place_BT / share_B1).floor() * share_B1 + (share_B1 - 1) / 2
-        order_BT = (place_BT == middle_BT.round()).float()
+    if evenly or count == can_BT.shape[1]:  # one in the middle of each share; all, where few
+        place_BT, many_B1 = can_BT.cumsum(1), can_BT.sum(1, keepdim=True).clamp(min=1)
+        upto_BT, before_BT = (2 * (place_BT - 1 + ends) * count + many_B1 for ends in (1, 0))
+        order_BT = (upto_BT // (2 * many_B1) > before_BT // (2 * many_B1)).float()
     else:
-        order_BT = torch.rand(can_BT.shape, device=can_BT.device)
-    drawn = torch.where(can_BT, order_BT, -1.0).topk(count, 1)
-    least = 0.5 if evenly else 0.0
+        order_BT = 1 + torch.rand(can_BT.shape, device=can_BT.device)
+    drawn = (can_BT * order_BT).topk(count, 1)
     at_BM, order = drawn.indices.sort(1)
-    real_BM = (drawn.values >= least).gather(1, order)
+    real_BM = (drawn.values > 0).gather(1, order)
     step_n = torch.arange(levels, device=at_BM.device)
     at_BMn = (at_BM[..., None] + step_n).clamp(max=can_BT.shape[1] - 1)
     trained_BMn = batch.loss_mask.gather(1, at_BMn.flatten(1)).view_as(at_BMn)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_drafts import FORMS, GRID, LEVELS, counting, drafter, law, made, racing
+from block_drafts import FORMS, GRID, LEVELS, counting, drafter, laws, made, racing
 from eagle_drafts import VOCAB
 from eagle_drafts import counting as counting_pair
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,7 +74,8 @@ def test_state_after_each_round_equals_a_fresh_prefill(
             begin(fresh, target, text)
             ours = own.pool.kv_2LBSHE[:, :, row, :length]
             assert torch.allclose(ours, fresh.pool.kv_2LBSHE[:, :, 0, :length], atol=1e-5)
-            own.pool.kv_2LBSHE[:, :, row, length:] = 100.0  # of no round to come
+            with torch.inference_mode():
+                own.pool.kv_2LBSHE[:, :, row, length:] = 100.0  # of no round to come
     assert len(kept - {0}) >= 3, kept
 
 
@@ -96,8 +97,8 @@ def check_rounds(
     target, tree, params = given
     own = drafter(head, target)
     seen = watched(own)
-    decoder = Decoder(target, tokenizer, own, batch_size=3, **tree)
-    session = decoder._open(PROMPTS[:3], params, None)
+    decoder = Decoder(target, tokenizer, own, batch_size=2, **tree)
+    session = decoder._open(PROMPTS[:2], params, None)
     session.admit()
     differ = 0
     for _ in range(rounds):
@@ -123,13 +124,14 @@ def check_tree(
     request, tree = round_
     race_DV = None if request.race_BDV is None else request.race_BDV[row]
     guess = racing(head, params, race_DV, VOCAB)
+    law = laws(head, target, text[:-1], guess, VOCAB)
     tokens = tree.tokens_BN[row].tolist()
     parents = tree.topology.parent.expand(len(tree.tokens_BN), -1)[row].tolist()
     paths, kinds = [[text[-1]]], set()
     assert tokens[0] == text[-1]
     for node in range(1, len(tokens)):
         path = paths[parents[node]]
-        score_V = params.transform(law(head, target, text[:-1], path, guess, VOCAB))
+        score_V = params.transform(law(path))
         if race_DV is not None:
             score_V = score_V - race_DV[len(path) - 1]
         siblings = [n for n in range(1, node) if parents[n] == parents[node]]
@@ -148,9 +150,8 @@ def test_every_node_is_what_an_obvious_loop_drafts(
 ) -> None:
     """Children are their own path's where there is a light head, and a marginal's where none is."""
     params, head = replace(SETTINGS[1], max_new_tokens=12), made(name)
-    for tree, rounds in ((TREES[2], 1), (TREES[3], 2)):
-        given = tiny_target, tree, params
-        differ = check_rounds(head, tiny_tokenizer, given, rounds)
+    for tree in TREES[2:]:
+        differ = check_rounds(head, tiny_tokenizer, (tiny_target, tree, params), 1)
         assert (differ > 0) == (head.config.light != "none"), (tree, differ)
     check_rounds(head, tiny_tokenizer, (tiny_target, TREES[1], SETTINGS[0]), 1)
 
@@ -188,7 +189,7 @@ def test_what_a_path_carries_goes_to_its_own_children(
         check_rounds(made(name), tiny_tokenizer, given, 4)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", ["jetspec", "gru-two", "noise-markov", "dspark"])
 @torch.no_grad()
 def test_a_causal_block_does_not_know_how_deep_the_round_is(
     tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, name: str
@@ -202,7 +203,8 @@ def test_a_causal_block_does_not_know_how_deep_the_round_is(
     for K in (1, 2, LEVELS):
         own = drafter(head, tiny_target)
         seen = watched(own)
-        Decoder(tiny_target, tiny_tokenizer, own, K=K).generate(["def f"], SETTINGS[1])
+        params = replace(SETTINGS[1], max_new_tokens=4)
+        Decoder(tiny_target, tiny_tokenizer, own, K=K).generate(["def f"], params)
         drafted.append(seen[0][1].tokens_BN[0, 1:].tolist())
     assert all(short == drafted[-1][: len(short)] for short in drafted)
     rows = {head.first + K for K in (1, 2, LEVELS)}
@@ -222,5 +224,5 @@ def test_teacher_forced_logits_are_those_of_the_first_draft(
     assert not all_TV[0].any()
     guess = racing(head, SETTINGS[0], None, VOCAB)
     for end in range(2, len(text) + 1):
-        wanted_V = law(head, tiny_target, text[: end - 1], text[end - 1 : end], guess, VOCAB)
+        wanted_V = laws(head, tiny_target, text[: end - 1], guess, VOCAB)(text[end - 1 : end])
         assert torch.allclose(all_TV[end - 1], wanted_V, atol=1e-4)
