@@ -97,7 +97,9 @@ def test_a_run_that_was_stopped_goes_on(training: Argv, tmp_path: Path) -> None:
     run(tmp_path / "parts", [*training, "save_every=2", "steps=2", "schedule=constant"])
     run(tmp_path / "straight", [*training, "schedule=constant"])
     parts = run(tmp_path / "parts", [*training, "save_every=2", "schedule=constant"])
-    found = [load_file(tmp_path / f"{name}/best/weights.safetensors") for name in ("parts", "straight")]
+    found = [
+        load_file(tmp_path / f"{name}/best/weights.safetensors") for name in ("parts", "straight")
+    ]
     assert all(torch.equal(found[1][key], value) for key, value in found[0].items())
     assert parts[-1]["step"] == whole[-1]["step"] == 4
 
@@ -139,7 +141,10 @@ def test_a_folder_of_another_kind_is_refused(
 ) -> None:
     head = head_made("eagle3", tiny_target)
     folder = ours(tmp_path / "eagle", head, tiny_target, tiny_tokenizer)
-    for path, told in ((folder, "of kind eagle3, expected a block drafter"), ("nowhere", "nowhere")):
+    for path, told in (
+        (folder, "of kind eagle3, expected a block drafter"),
+        ("nowhere", "nowhere"),
+    ):
         with pytest.raises(ValueError, match=told) as raised:
             run(tmp_path / "run", [*training, f"head.path={path}"])
         assert "\n" not in str(raised.value)

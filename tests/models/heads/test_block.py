@@ -254,7 +254,9 @@ def test_the_trunk_begins_as_the_targets_last_layers() -> None:
     for own, theirs in zip(head.layers, target.model.layers[1:], strict=True):
         ours = dict(own.named_parameters())
         assert all(torch.equal(ours[name], p) for name, p in theirs.named_parameters())
-        assert not {p.data_ptr() for p in ours.values()} & {p.data_ptr() for p in theirs.parameters()}
+        assert not {p.data_ptr() for p in ours.values()} & {
+            p.data_ptr() for p in theirs.parameters()
+        }
     assert torch.allclose(head.mask, target.model.embed_tokens.weight.mean(0), atol=1e-6)
 
 
