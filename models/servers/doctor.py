@@ -219,6 +219,7 @@ EVERY: dict[str, Check] = {"finite numbers": finite, "dtype": dtype, "target": f
 CHECKS: dict[str, dict[str, Check]] = {
     "eagle1": EAGLE1 | {"positions": positions} | EVERY,
     **dict.fromkeys(("eagle3", "speculators"), EAGLE3 | {"positions": positions} | EVERY),
+    "mtp": {"positions": positions} | EVERY,
     "medusa": {"heads and file": medusa_file} | EVERY,
     "hydra": {"positions": positions} | EVERY,
     "lm": {"logits": draft_lm} | {name: EVERY[name] for name in ("finite numbers", "dtype")},

@@ -7,6 +7,7 @@ Legend: B rows, T positions, N = B * T, G hidden size of the target, J listed to
 import contextlib
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,11 +224,14 @@ def _heads(cast: Staged, entry: Any) -> None:
 
 def _eagle(cast: Staged, entry: Any) -> None:
     config, (target, tokenizer) = cast.config, cast.open_target()
-    if config.head.path:
-        head = Eagle.from_json(read_config("head.path", config.head.path, head=True)).bind(target)
+    source = config.head
+    if source.mtp:  # an earlier one has its target's sizes too, and may stand in that one's folder
+        source = replace(source, path="")
+    if source.path:
+        head = Eagle.from_json(read_config("head.path", source.path, head=True)).bind(target)
     else:
         counts_V = torch.zeros(len(target.get_output_embeddings().weight), dtype=torch.int64)
-        head = open_head(config.head, target, tokenizer, counts_V, config.seed)
+        head = open_head(source, target, tokenizer, counts_V, config.seed)
     given = (head, target, tokenizer, cast.states(target, head.taps))
     cast.objective = made = EagleObjective(config.unroll, *given, loss=config.loss)
     cast.also(head, target.dtype)
