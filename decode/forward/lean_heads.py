@@ -37,12 +37,14 @@ class LeanEagle:
         self.fc = Product.of([head.fc])
         self.layers = [LeanLayer(layer, i) for i, layer in enumerate(head.layers)]
         self.wide = head.config.version == 3
+        self.norm = norm_of(getattr(head, "norm", None))
+        self.of_token = norm_of(getattr(head, "pre_fc_norm_embedding", None))
+        self.of_state = norm_of(getattr(head, "pre_fc_norm_hidden", None))
         if self.wide:
             first = head.layers[0]
             self.of_token = norm_of(first.input_layernorm)
             self.of_state = norm_of(first.hidden_norm)
             self.layers[0].entry = (None, *self.layers[0].entry[1:])
-            self.norm = norm_of(head.norm)
             self.of_taps = [norm_of(norm) for norm in getattr(head, "fc_norm", ())]
             self.of_all = norm_of(head.input_norm if head.config.norm_before_fc else None)
         self.cos_SE, self.sin_SE = rotary_tables(head.rotary, head.context, head.fc.weight)
@@ -67,7 +69,9 @@ class LeanEagle:
                 hidden_BTH = normed_BTH
             del normed_BTH
         else:
-            entry_BTI = hidden_BTH = self.fc(torch.cat([embedded_BTH, hidden_BTH], -1))
+            parts = normed(self.of_token, embedded_BTH), normed(self.of_state, hidden_BTH)
+            entry_BTI = hidden_BTH = self.fc(torch.cat(parts, -1))
+            del parts
         del embedded_BTH  # a prompt's is large
         for layer in self.layers:
             # No names for what lies between: it is free as soon as it has been used.
@@ -80,10 +84,11 @@ class LeanEagle:
         return hidden_BTH
 
     def before_head(self, output_XH: Tensor) -> Tensor:
-        return normed(self.norm, output_XH) if self.wide else output_XH
+        return normed(self.norm, output_XH)
 
     def fed_back(self, output_XH: Tensor) -> Tensor:
-        return normed(self.norm, output_XH) if self.config.norm_output else output_XH
+        fed = self.config.norm_output or self.config.mtp
+        return normed(self.norm, output_XH) if fed else output_XH
 
 
 class LeanBlock:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from draftsmith.models.disk.read_lm import tensor_faults
 from draftsmith.models.folder.tensors import Checkpoint
@@ -133,6 +133,17 @@ def check_types(config: dict[str, Any]) -> None:
             )
         if isinstance(value, dict):
             check_types(value)
+
+
+def rows_of(config: dict[str, Any], checkpoint: Checkpoint, target: PretrainedConfig | None) -> int:
+    """V: of what covers the target's tokens in the file, else the config's, else the target's."""
+    for name, tensor in checkpoint.meta.items():
+        if name.endswith(("t2d", "embed_tokens.weight")):
+            return tensor.shape[0]
+    rows = config.get("vocab_size") or (target and target.vocab_size)
+    if not rows:
+        raise needs(checkpoint, "how many tokens there are")
+    return int(rows)
 
 
 def is_finite(value: Tensor) -> bool:

@@ -231,6 +231,7 @@ CHECKS: dict[str, dict[str, Check]] = {
     "eagle1": EAGLE1 | {"positions": positions} | EVERY,
     **dict.fromkeys(("eagle3", "speculators"), EAGLE3 | {"positions": positions} | EVERY),
     **dict.fromkeys(BLOCK_LAYOUTS, BLOCK | {"positions": positions} | EVERY),
+    "mtp": {"positions": positions} | EVERY,
     "medusa": {"heads and file": medusa_file} | EVERY,
     "hydra": {"positions": positions} | EVERY,
     "lm": {"logits": draft_lm} | {name: EVERY[name] for name in ("finite numbers", "dtype")},

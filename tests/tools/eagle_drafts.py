@@ -75,6 +75,8 @@ THREE: dict[str, Any] = {"version": 3, "taps": (1, 2), "draft_vocab": VOCAB // 2
 HEADS: dict[str, dict[str, Any]] = {
     "eagle1": {"version": 1, "fc_bias": True},
     "eagle1-two": {"version": 1, "layers": 2},
+    "mtp": {"version": 1, "mtp": True},
+    "mtp-qwen": {"version": 1, "mtp": True, "kind": Qwen3Config},
     "eagle3": THREE,
     "eagle3-two": THREE | {"layers": 2, "taps": (0, 1, 2), "fc_norm": True, "norm_output": True},
     "eagle3-norms": THREE | {"norm_before_residual": True, "norm_before_fc": True},

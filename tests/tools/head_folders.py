@@ -47,6 +47,8 @@ def made(kind: str, target: PreTrainedModel, **about: Any) -> Head:
     head: Head
     if kind == "eagle1":
         head = Eagle(EagleConfig(config, 1, **about))
+    elif kind == "mtp":
+        head = Eagle(EagleConfig(config, 1, mtp=True, **about))
     elif kind == "eagle3":
         about = {"taps": (1, 2), "draft_vocab": DRAFTED} | about
         head = Eagle(EagleConfig(config, 3, **about))

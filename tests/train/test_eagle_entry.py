@@ -8,6 +8,7 @@ import torch
 from accelerate.state import AcceleratorState
 from head_folders import made
 from official_eagle import official_eagle1, official_eagle3
+from official_mtp import official
 from safetensors.torch import load_file
 
 from draftsmith.models.fingerprint import fingerprint
@@ -216,6 +217,29 @@ def test_a_run_goes_on_from_an_official_head(
     saved = open_drafter(tmp_path / "run/drafter", None).head()
     assert saved.taps == ((NORM,) if kind == "eagle1" else (1, 2))
     assert torch.allclose(saved.fc.weight, head.fc.weight, atol=1e-6)
+
+
+def test_an_mtp_module_from_a_fresh_one_and_from_the_targets_own(
+    tmp_path: Path, arguments, tiny_target, tiny_tokenizer
+) -> None:
+    """The second stands in the checkpoint of the target; where the first ended a third begins."""
+    more = [*arguments, "head.mtp=true", "unroll.step_decay=0.6"]
+    first = run(tmp_path / "first", [*more, "lr=1e-2"])
+    folder = open_drafter(tmp_path / "first/drafter", fingerprint(tiny_target, tiny_tokenizer))
+    assert folder.kind == "mtp" and len(folder.meta["provenance"]["acceptance_by_depth"]) == 2
+    best = max(first, key=lambda record: record["eval_tau"])
+    third = run(tmp_path / "third", [*more, f"head.path={tmp_path}/first/drafter"])
+    assert third[0]["eval_loss"] == pytest.approx(best["eval_loss"], rel=1e-5)
+
+    theirs = official("deepseek", tmp_path / "theirs", tiny_target)
+    with pytest.warns(UserWarning, match="in the layout of an MTP module"):
+        run(tmp_path / "second", [*more, f"head.path={tmp_path}/theirs", "lr=1e-9"])
+    saved = open_drafter(tmp_path / "second/drafter", None).head()
+    assert torch.allclose(saved.fc.weight, theirs.eh_proj.weight, atol=1e-6)
+    with pytest.raises(ValueError, match=r"kind mtp, expected eagle3; set head.version"):
+        run(tmp_path / "fourth", [*arguments, f"head.path={tmp_path}/first/drafter"])
+    with pytest.raises(ValueError, match=r"mtp: got draft_vocab, expected none"):
+        run(tmp_path / "fifth", [*more, "head.draft_vocab=20"])
 
 
 def test_two_runs_from_one_cache(tmp_path: Path, arguments) -> None:

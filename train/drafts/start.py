@@ -5,7 +5,7 @@ Shapes: V rows of the target's LM head, D of the draft's.
 """
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -168,6 +168,7 @@ class EagleSource:
 
     path: str = ""  # a drafter folder to go on from: all but freeze_head is then as it is there
     version: int = 3  # 1 | 3
+    mtp: bool = False  # an MTP module, whatever version and layer say: its layers are the target's
     layer: str = "llama"  # llama | qwen3, which SGLang doesn't load
     layers: int = 1
     heads: int = 0  # 0, as in the next three: as many as the target's layers have
@@ -185,6 +186,13 @@ class EagleSource:
     norm_before_residual: bool = False
     norm_before_fc: bool = False
 
+    @property
+    def kind(self) -> str:
+        """Of the head."""
+        if self.mtp:
+            return "mtp"
+        return "peagle" if self.parallel else f"eagle{self.version}"
+
 
 def counted(examples: Examples, rows: int) -> Tensor:
     """How often each of the target's tokens is trained on, [V]."""
@@ -201,15 +209,19 @@ def open_head(
     """The head of `source` in fp32, bound to `target` and on its device. ValueError: sizes, taps or
     flags that a head can't have, or an earlier head of another kind or target.
     """
+    kind = source.kind
+    if source.mtp:
+        source = replace(source, version=1, layer=layer_like(target).model_type)
     of_3 = {"draft_vocab": 0, "init_head": "target", "freeze_head": False, "parallel": 0}
     set_too = [name for name, unset in of_3.items() if getattr(source, name) != unset]
     if source.version == 1 and set_too:
         raise ValueError(
-            f"eagle 1: got {' and '.join(set_too)}, expected none of {', '.join(of_3)}: it drafts "
+            f"{kind}: got {' and '.join(set_too)}, expected none of {', '.join(of_3)}: it drafts "
             "by the target's own LM head; leave them out, or set head.version=3"
         )
     head = _earlier(source, target, tokenizer) if source.path else _fresh(source, target, seed)
-    place(head, target.device).bind(target)
+    place(head, target.device)
+    head = head.bind(target) if source.path else head.init_from(target)
     if source.version == 3 and not source.path:
         vocab = DraftVocab.most_frequent(counts_V, head.config.draft_vocab)
         if not vocab.is_full:
@@ -228,11 +240,10 @@ def _earlier(
 ) -> Eagle:
     given: Any = {"target_tokenizer": tokenizer, "target_config": target.config.get_text_config()}
     folder = open_drafter(source.path, fingerprint(target, tokenizer), **given)
-    kind = "peagle" if source.parallel else f"eagle{source.version}"
-    if folder.kind != kind:
+    if folder.kind != source.kind:
         raise ValueError(
-            f"head.path: got {source.path} of kind {folder.kind}, expected {kind}; set "
-            "head.version and head.parallel, or give another folder"
+            f"head.path: got {source.path} of kind {folder.kind}, expected {source.kind}; set "
+            "head.version, head.mtp and head.parallel, or give another folder"
         )
     head = folder.head("float32")
     assert isinstance(head, Eagle)
@@ -269,7 +280,7 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle:
         raise ValueError(
             f"head: got sizes that don't fit ({why}); expected ones that do"
         ) from error
-    config = EagleConfig(layer, source.version, **three)
+    config = EagleConfig(layer, source.version, mtp=source.mtp, **three)
     if source.parallel:
         own = {"parallel": source.parallel, "own_masks": source.own_masks}
         config = PEagleConfig(layer, source.version, **three, **own)
@@ -300,7 +311,8 @@ def tiny_draft(
     if kind == "lm":
         return fresh_draft(TINY, target, tokenizer, seed=0)
     counts_V = torch.ones(target.get_output_embeddings().weight.shape[0])
-    return open_head(EagleSource(version=int(kind[-1])), target, tokenizer, counts_V, seed=0)
+    source = EagleSource(version=3 if kind == "eagle3" else 1, mtp=kind == "mtp")
+    return open_head(source, target, tokenizer, counts_V, seed=0)
 
 
 def tiny_drafter(

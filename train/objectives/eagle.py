@@ -1,7 +1,7 @@
 """What EAGLE heads are trained for: to run on from a frozen target's states by themselves.
 
     EAGLE-1: sum_t m [ smooth-L1(f'_t, f_{t+1}) + 0.1 KL(p_{t+1} || q_t) ], inputs f_t with noise
-    EAGLE-3: sum_s decay^s sum_t m loss(p_{t+1+s}, q_{t,s}): S steps on its own outputs
+    EAGLE-3, MTP: sum_s decay^s sum_t m loss(p_{t+1+s}, q_{t,s}): S steps on its own outputs
 
 Step s at position t reads the token x_{t+1+s} and predicts x_{t+2+s}. Rows are kept by the target's
 position n = t + 1 + s; (t, s) is trained where `Batch.loss_mask[n]` says so and t is of the same
@@ -88,7 +88,7 @@ class EagleObjective(OnStates):
             raise ValueError(f"step_decay: got {unroll.step_decay}, expected above 0 and at most 1")
         super().__init__(head, target, *given, depths=unroll.steps)
         self.unroll, self.steps, self.loss = unroll, unroll.steps, parse_loss(loss)
-        self.first = head.config.version == 1
+        self.first = head.kind == "eagle1"
         mixed(self.loss)  # what is wrong with it shows now
         # Rows past the tokenizer's are no tokens. The ids ascend: what is left is a prefix.
         ids_D = head.vocab.ids_D.to(target.device)

@@ -219,6 +219,28 @@ def test_eagle3_is_the_formula_pair_by_pair(options, draft_vocab, steps) -> None
         assert torch.allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.parametrize("loss", ["fkl", "lk"])
+def test_mtp_is_the_formula_pair_by_pair(loss) -> None:
+    """FastMTP's weights over the depths, by the target's LM head; no noise, no loss on states."""
+    head = eagle(llama(), version=1, mtp=True)
+    output = build(head, steps=3, step_decay=0.6, loss=loss)(batch())
+    pairs, totals = Pairs(head, 3), []
+    for decay, shift in ((0.6, 0), (0.8, 0), (0.6, 1)):
+        total = torch.zeros(())
+        for step, (row, t), p, q in pairs:
+            if shift:  # a twin: what is compared lies a token too early
+                p = pairs.p_head @ pairs.norm_BTG[row, t + step]
+            total = total + decay**step * mixed(parse_loss(loss))(p, q)
+        totals.append(total)
+    assert torch.allclose(output.loss, totals[0], rtol=1e-5)
+    assert not any(torch.allclose(output.loss, wrong, rtol=1e-4) for wrong in totals[1:])
+    weights = list(head.parameters())
+    theirs = torch.autograd.grad(totals[0], weights)
+    for a, b in zip(torch.autograd.grad(output.loss, weights), theirs, strict=True):
+        assert torch.allclose(a, b, atol=2e-5)
+    assert output.metrics.keys() == {f"{n}_{s}" for n in ("alpha", "count") for s in range(3)}
+
+
 @pytest.mark.parametrize(("version", "draft_vocab"), [(1, 0), (3, 97), (3, 48)])
 def test_measuring_is_over_the_whole_vocabulary(version, draft_vocab) -> None:
     """Without noise, on every pair; alpha is 1 - TV with nothing drafted outside."""
