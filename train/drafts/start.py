@@ -209,7 +209,7 @@ def open_head(
     """The head of `source` in fp32, bound to `target` and on its device. ValueError: sizes, taps or
     flags that a head can't have, or an earlier head of another kind or target.
     """
-    kind = source.kind
+    kind = "mtp" if source.mtp else f"eagle {source.version}"
     if source.mtp:
         source = replace(source, version=1, layer=layer_like(target).model_type)
     of_3 = {"draft_vocab": 0, "init_head": "target", "freeze_head": False, "parallel": 0}
