@@ -35,21 +35,29 @@ class Unrolled:
 
     def __init__(self, mask: Tensor | None = None) -> None:
         self._mask = mask
-        self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._kept: dict[int, list[tuple[Tensor, ...]]] = {}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        kept = self._kept.setdefault(layer, [])
-        query, key, value = in_autocast(query, key, value)
+        query = in_autocast(query)[0]
+        self.keep(layer, key, value)
         if self._mask is not None and self._mask.dtype != query.dtype:
             # What the kernels add to scores; made once for all steps.
             allowed, self._mask = self._mask, torch.zeros_like(self._mask, dtype=query.dtype)
             self._mask.masked_fill_(~allowed, -torch.inf)
-        kept.append((key.transpose(1, 2), value.transpose(1, 2)))
-        mixed_BATE = merged(query.transpose(1, 2), kept, self._mask)
+        mixed_BATE = merged(query.transpose(1, 2), self._kept[layer], self._mask)
         return mixed_BATE.transpose(1, 2).flatten(2)
 
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Take in the keys and values of a step that asks nothing."""
+        sides = (side.transpose(1, 2) for side in in_autocast(key, value))
+        self._kept.setdefault(layer, []).append(tuple(sides))
 
-Kept = Sequence[tuple[Tensor, Tensor]]  # (keys, values) of each step, [B, K, T, E] each
+    def forget(self, layer: int) -> None:
+        """Let go of the last step's keys and values."""
+        self._kept[layer].pop()
+
+
+Kept = Sequence[tuple[Tensor, ...]]  # (keys, values) of each step, [B, K, T, E] each
 
 
 def concatenated(query_BATE: Tensor, kept: Kept, bias_B1TT: Tensor | None = None) -> Tensor:
