@@ -72,7 +72,6 @@ class HeadsConfig(Settings):
     loss: str = "ce"  # or a key of losses.DIVERGENCES
     decay: float = 1.0  # of a head's weight, from one depth to the next
     noise: float = 0.0  # hydra: alpha of NEFTune's noise on the states read
-    feature: float = 0.0  # chimera: weight of its states' squared distance from the target's
     cache: Cache = field(default_factory=Cache)
     heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)
     temperature: float = 1.0  # of held-out tau, and of the answers that figures are taken on

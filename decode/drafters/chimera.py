@@ -1,11 +1,9 @@
 """Chimera as the drafter: a pass of its layer a level.
 
-A row of n committed tokens keeps the layer's keys and values of h_0 .. h_{n-1}. A node of this
-round lies beyond, in the slot of its number: as a trigram while it is fed, then as f, for those
-below it. After the verdict the kept tokens' h lie there.
+A row of n committed tokens keeps the layer's keys and values of h_0 .. h_{n-1}. A node lies beyond,
+of this round alone: as a trigram while it is fed, then as f, for those below it.
 
-Shapes: B rows, R of them just admitted, N tokens of a prompt, L of a kept path, F nodes fed, T
-tokens of a text, H hidden, V vocabulary.
+Shapes: B rows, R just admitted, L tokens of a kept path, F nodes fed, T tokens of a text, H hidden.
 """
 
 import torch
@@ -37,22 +35,21 @@ class ChimeraDrafter(HeadDrafter):
 
     def prefill(self, admitted: Admitted) -> None:
         assert admitted.taps_RNU is not None, "the engine gives what `taps` asks for"
-        rows_R, lens_R1 = admitted.rows_R, admitted.lens_R[:, None]
-        norm_RNH = admitted.taps_RNU.to(self.dtype)
+        rows_R, norm_RNH = admitted.rows_R, admitted.taps_RNU.to(self.dtype)
         self.head.keep(norm_RNH, *self.pool.taken(rows_R, norm_RNH.shape[1]))
-        last_R2 = (lens_R1 - torch.arange(2, 0, -1, device=self.device)).clamp(min=0)
-        tail_R2 = admitted.tokens_RN.gather(1, last_R2)
-        self.tail_B3[rows_R] = torch.cat([tail_R2, admitted.pending_R[:, None]], 1)
-        self.state_BH[rows_R] = picked(norm_RNH, lens_R1 - 1)[:, 0]
+        last_R2 = admitted.lens_R[:, None] - torch.arange(2, 0, -1, device=self.device)
+        tail = admitted.tokens_RN.gather(1, last_R2.clamp(min=0)), admitted.pending_R[:, None]
+        self.tail_B3[rows_R] = torch.cat(tail, 1)
+        self.state_BH[rows_R] = picked(norm_RNH, last_R2[:, 1:])[:, 0]
 
     def extend(self, kept: Kept) -> None:
         """What is made beyond the kept tokens is overwritten before anything sees it."""
         assert kept.taps_BLU is not None, "the engine gives what `taps` asks for"
-        norm_BLH, n_new_B1 = kept.taps_BLU.to(self.dtype), kept.n_new_B[:, None]
+        norm_BLH = kept.taps_BLU.to(self.dtype)
         at_BL = kept.lens_B[:, None] + torch.arange(norm_BLH.shape[1], device=self.device)
         self.head.keep(norm_BLH, *self.pool.added(at_BL))
-        known_BM = torch.cat([self.tail_B3, kept.tokens_BL], 1)
-        self.tail_B3.copy_(known_BM.gather(1, n_new_B1 + torch.arange(3, device=self.device)))
+        last_B3 = kept.n_new_B[:, None] + torch.arange(3, device=self.device)
+        self.tail_B3.copy_(torch.cat([self.tail_B3, kept.tokens_BL], 1).gather(1, last_B3))
         keep_last(self.state_BH, norm_BLH, kept.n_new_B)
 
     def feed(self, request: Round) -> Feed:
@@ -62,9 +59,9 @@ class ChimeraDrafter(HeadDrafter):
         def feed(frontier: Frontier) -> Fed:
             nonlocal grams_BF3
             if frontier.depth:
-                of_BF = frontier.of_BF  # None: of the only node
-                before_BF3 = grams_BF3 if of_BF is None else picked(grams_BF3, of_BF)
-                grams_BF3 = torch.cat([before_BF3[..., 1:], frontier.tokens_BF[..., None]], -1)
+                if frontier.of_BF is not None:
+                    grams_BF3 = picked(grams_BF3, frontier.of_BF)
+                grams_BF3 = torch.cat([grams_BF3[..., 1:], frontier.tokens_BF[..., None]], -1)
             at_BF, slots_BF, seen = frontier.placed(request.lens_B[:, None], width)
             at_BF, attention = self.pool.fed(at_BF, slots_BF, seen)
             f_BFH = self.head.step(grams_BF3, at_BF, attention)

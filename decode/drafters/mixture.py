@@ -1,9 +1,9 @@
 """Mixture of Attentions as the drafter.
 
-A row of n committed tokens keeps, in slot i, the self-attention's keys and values of x_{i+1} and
-the cross-attention's of memory_i; the pair of the pending token, read as it was committed, gives
-the root's children without another pass. Drafted tokens are this round's alone, in slots beyond;
-they ask the n slots of memory, and add none.
+A row of n committed tokens keeps, in slot i, keys and values of x_{i+1} in one layer and of
+memory_i in the other; the pair of the pending token, read as it was committed, gives the root's
+children without another pass. Drafted tokens lie in slots beyond, of this round alone: they ask the
+memory's n slots, and add none.
 
 Shapes: B rows, F nodes fed, T tokens of a text, U width of the taps side by side, H hidden.
 """
@@ -17,7 +17,7 @@ from draftsmith.decode.drafters.head_drafter import HeadDrafter, Where
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
-from draftsmith.models.heads.mixture import Mixture, apart
+from draftsmith.models.heads.mixture import Mixture
 
 
 class MixtureDrafter(HeadDrafter):
@@ -31,7 +31,7 @@ class MixtureDrafter(HeadDrafter):
 
     @property
     def size(self) -> ModelSize:
-        # Layer attention has a row for each tap, of a layer's input, output and feed-forward.
+        # A row for each tap: a layer's input, output and feed-forward.
         beside = len(self.taps) * (3 * self.head.hidden + 4 * self.head.config.intermediate_size)
         return ModelSize(self.head.config, self.dtype, beside)
 
@@ -41,19 +41,16 @@ class MixtureDrafter(HeadDrafter):
 
     def feed(self, request: Round) -> Feed:
         width = self.pool.width(request.top + request.plan.slots)
-        last_B1 = request.lens_B[:, None] - 1
         lens_B = request.lens_B.clamp(min=1)  # a row that nothing is in reads zeros
 
         def feed(frontier: Frontier) -> Fed:
             if frontier.depth == 0:
                 return self.first(self.state_BH[:, None])
-            at_BF, slots_BF, seen = frontier.placed(last_B1, width)
+            at_BF, slots_BF, seen = frontier.placed(request.lens_B[:, None] - 1, width)
             none_F1 = torch.zeros_like(at_BF[0, :, None], dtype=torch.bool)
-            at_BF, own = self.pool.fed(at_BF, slots_BF, seen)
-            memory = Seen(lens_B, width, none_F1)
-            asks = self.pool.fed(at_BF, slots_BF[:, :0], memory)[1]
-            attention = apart(own, asks)
-            return self.first(self.head.step(None, frontier.tokens_BF, at_BF, attention))
+            asks = self.pool.fed(at_BF, slots_BF[:, :0], Seen(lens_B, width, none_F1))[1]
+            own = self.pool.fed(at_BF, slots_BF, seen)
+            return self.first(self.head.step(None, frontier.tokens_BF, *own, asks))
 
         return feed
 
@@ -63,6 +60,6 @@ class MixtureDrafter(HeadDrafter):
 
     @property
     def parameter_bytes(self) -> int:
-        """The memory's are read once a round, beside the target's pass."""
+        """What the memory is made of is read once a round, beside the target's pass."""
         read = [*self.head.layers.parameters(), self.lm_head.weight]
         return sum(tensor.nbytes for tensor in read)

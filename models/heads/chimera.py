@@ -1,21 +1,18 @@
 """Chimera (Zeng et al., arXiv 2402.15758): one decoder layer stands in for the target's states.
 
-A token that the target hasn't read yet stands as a trigram, read among the states that it has:
-
-    g_i = map([e(x_{i-2}); e(x_{i-1}); e(x_i)])      of a residual block; e: the target's embeddings
+    g_i = map([e(x_{i-2}); e(x_{i-1}); e(x_i)])       a residual block; e: the target's embeddings
     f_i = norm(layer(g_i after h_0 .. h_t, f_{t+1} .. f_{i-1}))
     logits of x_{t+2+d} = W_d [h_t; f_{t+1+d}]
 
-h is the target's state after its final norm. To the tokens after it, f_i stands where h_i will.
+h is the target's state after its final norm; to the tokens after x_i, f_i stands where h_i will.
+Where we differ from the public code (kafkayu/Chimera): a query sees one trigram, its own, as in
+decoding (there, while training, all before it); f has a norm, as h has; W_d begins as [0, LM head]
+(there the LM head twice); tokens missing before a document are its first.
 
-Where we differ from the public code (kafkayu/Chimera): a query sees one trigram, its own, as it
-does in decoding (theirs sees all before it in training alone); f has a norm, as h has; W_d begins
-as [0, LM head] for a law of f alone (theirs repeats the LM head, which says h_t's token again); a
-document's first tokens repeat the very first one for those missing before it.
-
-Shapes: B rows, T positions, H hidden, V rows of the target's LM head, D depths.
+Shapes: B rows, T positions, H hidden, V rows of the target's LM head.
 """
 
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -39,7 +36,7 @@ from draftsmith.models.taps import NORM
 
 
 class Chimera(Head):
-    """layer: sizes of the decoder layer, hidden_size and vocab_size the target's; levels: D."""
+    """layer: sizes of its layer, hidden_size and vocab_size the target's; levels: tokens ahead."""
 
     kind = "chimera"
     kinds: ClassVar = {kind: Kind("Chimera")}
@@ -47,17 +44,19 @@ class Chimera(Head):
 
     def __init__(self, layer: PretrainedConfig, levels: int) -> None:
         super().__init__()
-        self.config, self.levels = layer, levels
-        self.hidden, self.rows = layer.hidden_size, layer.vocab_size
-        check_sizes(self.kind, self.hidden, self.rows, levels, layer.num_hidden_layers)
-        self.context, wide = layer.max_position_embeddings, 3 * layer.hidden_size
-        narrowed = nn.Linear(wide, self.hidden, bias=False)
-        self.trigram = nn.Sequential(ResidualBlock(wide), narrowed)
-        self.layer = EagleLayer(layer, 0, wide=False, bare=False)
-        self.norm, self.rotary = LlamaRMSNorm(self.hidden, eps=layer.rms_norm_eps), Rotary(layer)
-        self.heads: Any = nn.ModuleList(
-            OutputHead(2 * self.hidden, self.rows, bias=False) for _ in range(levels)
+        self.config, self.levels, hidden = layer, levels, layer.hidden_size
+        self.hidden, self.rows, self.context = (
+            hidden,
+            layer.vocab_size,
+            layer.max_position_embeddings,
         )
+        check_sizes(self.kind, hidden, self.rows, levels, layer.num_hidden_layers)
+        narrow = nn.Linear(3 * hidden, hidden, bias=False)
+        self.trigram = nn.Sequential(ResidualBlock(3 * hidden), narrow)
+        self.layer = EagleLayer(layer, 0, wide=False, bare=False)
+        self.norm, self.rotary = LlamaRMSNorm(hidden, eps=layer.rms_norm_eps), Rotary(layer)
+        heads = (OutputHead(2 * hidden, self.rows, bias=False) for _ in range(levels))
+        self.heads: Any = nn.ModuleList(heads)
 
     @torch.no_grad()
     def init_from(self, target: PreTrainedModel) -> Self:
@@ -69,22 +68,18 @@ class Chimera(Head):
 
     def head_VH(self, depth: int) -> Tensor:
         """The LM head [V, 2H] of one depth."""
-        weight: Tensor = self.heads[depth].weight
-        return weight
+        weight_VI: Tensor = self.heads[depth].weight
+        return weight_VI
 
     def keep(self, states_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
         """Hand the keys and values of states, h or f, to `keep`."""
-        entry_BTH, _ = self.layer.enter(states_BTH, states_BTH, normed_residual=False)
+        entry_BTH = self.layer.input_layernorm(states_BTH)
         keep(0, *self.layer.remember(entry_BTH, self.rotary(entry_BTH, positions_BT)))
 
-    def step(self, tokens_BT3: Tensor, positions_BT: Tensor, attention: Attention) -> Tensor:
-        """f [B, T, H] of tokens, each after the two before it."""
-        g_BTH = self.trigram(self.embed(tokens_BT3).flatten(-2))
-        entry_BTH, _ = self.layer.enter(g_BTH, g_BTH, normed_residual=False)
-        rotary = self.rotary(entry_BTH, positions_BT)
-        f_BTH: Tensor = self.layer.leave(
-            g_BTH, attention(0, *self.layer.project(entry_BTH, rotary))
-        )
+    def step(self, grams_BT3: Tensor, positions_BT: Tensor, attention: Attention) -> Tensor:
+        """f [B, T, H] of tokens, the third ones here."""
+        g_BTH = self.trigram(self.embed(grams_BT3).flatten(-2))
+        f_BTH: Tensor = self.layer.run(g_BTH, self.rotary(g_BTH, positions_BT), attention, 0)
         return self.norm(f_BTH)
 
     def unroll(
@@ -96,9 +91,8 @@ class Chimera(Head):
         *,
         steps: int,
     ) -> list[Tensor]:
-        """From each h_t of a text on, by the text's own tokens: [h_t; f_{t+1+s}], [B, T, 2H], of
-        each step s. mask: [B, 1, T, T] bool, who sees whose h; None: causal. Past the row's end it
-        reads token 0.
+        """[h_t; f_{t+1+s}] of each step s, by a text's own tokens; past the row's end by token 0.
+        mask: [B, 1, T, T] bool, who sees whose h; None: causal.
         """
         at_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         before = [tokens_BT.gather(1, at_T - positions_BT.clamp(max=back)) for back in (2, 1)]
@@ -108,8 +102,7 @@ class Chimera(Head):
         for step in range(1, steps + 1):
             grams_BT3 = F.pad(grams_BT3[:, 1:], (0, 0, 0, 1))
             f_BTH = self.step(grams_BT3, positions_BT + step, attention)
-            attention.forget(0)
-            self.keep(f_BTH, positions_BT + step, attention.keep)
+            self.keep(f_BTH, positions_BT + step, partial(attention.keep, instead=True))
             states.append(torch.cat([norm_BTH, f_BTH], -1))
         return states
 

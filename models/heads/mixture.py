@@ -1,19 +1,16 @@
 """Mixture of Attentions (Zimmer et al., arXiv 2410.03804): a draft that asks the target's memory.
 
     memory_i = norm(fc [mean over l of layer attention([tap_1(i); ..; tap_m(i)])])
-    f'_t = cross(self(e(x_{t+1}) after e(x_1) .. e(x_t)); memory_0 .. memory_a)     -> x_{t+2}
+    f'_t = asks(own(e(x_1) .. e(x_{t+1})); memory_0 .. memory_a)     -> x_{t+2}
 
-Layer attention is a decoder layer over the target's layers at one token, each in the place of a
-position. Self-attention reads the draft's tokens, cross-attention the memory alone, up to the last
-token a that the target has read: a drafted token adds nothing to it, so nothing rolls back. f' is
-to be the target's state after its final norm, which its LM head multiplies.
-
-A pair (memory_i, x_{i+1}) sits at rotary position i, in training and in decoding; so the first
-token of all is read by the memory alone.
+Layer attention is a decoder layer over the target's layers at one token. `own` reads the draft's
+tokens, and `asks` the memory alone, up to the last token a that the target has read: what is
+drafted adds nothing to it. f' is to be the target's state after its final norm. A pair (memory_i,
+x_{i+1}) sits at position i, in training and in decoding.
 
 Where we differ from the public code (huawei-noah/HEBO): layer attention reads the states after
-layers, not the keys and values in them, through a map to the width that these have there; no
-target layers behind (its "target layer inference" of 0); the memory has a norm.
+layers, not the keys and values in them, mapped to the width of these; no layers of the target
+follow (its target_layer_inference=0); the memory has a norm; `own` doesn't read x_0.
 
 Shapes: B rows, T positions, H hidden, m taps, U = m * H, W width of layer attention, N = B * T.
 """
@@ -39,14 +36,13 @@ from draftsmith.models.heads.layer import (
 from draftsmith.models.taps import Tap
 from draftsmith.models.vocab import DraftVocab
 
-OWN, ASKS = 0, 1  # its layers: over the draft's own tokens, and over the memory
-
 
 class Mixture(Head):
     """layer: sizes of its two layers, hidden_size and vocab_size the target's."""
 
     kind = "mixture"
     kinds: ClassVar = {kind: Kind("Mixture of Attentions")}
+    levels = ANY_DEPTH
 
     def __init__(self, layer: PretrainedConfig, taps: tuple[Tap, ...]) -> None:
         super().__init__()
@@ -55,20 +51,17 @@ class Mixture(Head):
                 f"mixture: got {len(taps)} taps, {layer.num_hidden_layers} layers, expected at "
                 "least one, and two: one over the draft's tokens, one over the memory"
             )
-        self.config, self.taps, self.levels = layer, taps, ANY_DEPTH
+        self.config, self.taps, self.context = layer, taps, layer.max_position_embeddings
         self.hidden, self.rows = layer.hidden_size, layer.vocab_size
-        self.context, eps = layer.max_position_embeddings, layer.rms_norm_eps
-        narrow = copy.copy(layer)
-        narrow.hidden_size = 2 * layer.num_key_value_heads * layer.head_dim  # W
-        narrow.intermediate_size = layer.intermediate_size * narrow.hidden_size // self.hidden
-        self.tap_norm = LlamaRMSNorm(self.hidden, eps=eps)
-        self.narrow = nn.Linear(self.hidden, narrow.hidden_size, bias=False)
-        self.among = EagleLayer(narrow, 0, wide=False, bare=False)
-        self.fc = nn.Linear(narrow.hidden_size, self.hidden)
-        self.memory_norm, self.rotary = LlamaRMSNorm(self.hidden, eps=eps), Rotary(layer)
-        self.layers: Any = nn.ModuleList(
-            EagleLayer(layer, index, wide=False, bare=False) for index in (OWN, ASKS)
-        )
+        within = copy.copy(layer)
+        within.hidden_size = wide = 2 * layer.num_key_value_heads * layer.head_dim  # W
+        within.intermediate_size = layer.intermediate_size * wide // self.hidden
+        self.narrow = nn.Linear(self.hidden, wide, bias=False)
+        self.among = EagleLayer(within, 0, wide=False, bare=False)
+        self.fc = nn.Linear(wide, self.hidden)
+        self.norm, self.rotary = LlamaRMSNorm(self.hidden, eps=layer.rms_norm_eps), Rotary(layer)
+        both = (EagleLayer(layer, index, wide=False, bare=False) for index in range(2))
+        self.layers: Any = nn.ModuleList(both)
 
     @property
     def vocab(self) -> DraftVocab:
@@ -81,36 +74,34 @@ class Mixture(Head):
 
     def fuse(self, taps_BTU: Tensor) -> Tensor:
         """The memory [B, T, H] of the target's taps side by side."""
-        states_BTmH = self.tap_norm(taps_BTU.unflatten(-1, (len(self.taps), -1)))
-        states_NmW = self.narrow(states_BTmH).flatten(0, 1)
-        at_1m = torch.arange(len(self.taps), device=taps_BTU.device)[None]
-        entry_NmW, _ = self.among.enter(states_NmW, states_NmW, normed_residual=False)
-        queries_and = self.among.project(entry_NmW, self.rotary(entry_NmW, at_1m))
-        all_mm = torch.ones(1, 1, len(self.taps), len(self.taps), device=at_1m.device) > 0
-        mixed_NmO = causal(all_mm)(0, *queries_and)
-        mean_NW = self.among.leave(states_NmW, mixed_NmO).mean(1)
-        memory_BTH: Tensor = self.memory_norm(self.fc(mean_NW)).unflatten(0, taps_BTU.shape[:2])
-        return memory_BTH
+        states_NmW = self.narrow(taps_BTU.unflatten(-1, (len(self.taps), -1))).flatten(0, 1)
+        layer_1m = torch.arange(len(self.taps), device=taps_BTU.device)[None]
+        everyone = causal(torch.ones_like(layer_1m, dtype=torch.bool)[:, None, None])
+        rotary = self.rotary(states_NmW, layer_1m)
+        mean_NW = self.among.run(states_NmW, rotary, everyone, 0).mean(1)
+        memory_NH: Tensor = self.norm(self.fc(mean_NW))
+        return memory_NH.unflatten(0, taps_BTU.shape[:2])
 
     def step(
         self,
         memory_BTH: Tensor | None,
         tokens_BT: Tensor,
         positions_BT: Tensor,
-        attention: Attention,
+        own: Attention,
+        asks: Attention | None = None,
     ) -> Tensor:
-        """f' [B, T, H] of tokens; memory: of the tokens before them; None: of drafted ones, whose
-        cross-attention is handed no keys.
+        """f' [B, T, H] of tokens. memory: of the tokens before them; None: of drafted ones, whose
+        `asks` is handed no keys. asks: where it isn't as `own` is.
         """
         hidden_BTH = self.embed(tokens_BT)
-        rotary = self.rotary(hidden_BTH, positions_BT)
-        for index, layer in enumerate(self.layers):
-            entry_BTH, _ = layer.enter(hidden_BTH, hidden_BTH, normed_residual=False)
-            query, key, value = layer.project(entry_BTH, rotary)
-            if index == ASKS:
-                none = key[:, :0], value[:, :0]
-                key, value = none if memory_BTH is None else layer.remember(memory_BTH, rotary)
-            hidden_BTH = layer.leave(hidden_BTH, attention(index, query, key, value))
+        rotary, (first, second) = self.rotary(hidden_BTH, positions_BT), self.layers
+        hidden_BTH = first.run(hidden_BTH, rotary, own, 0)
+        query, *sides = second.project(second.input_layernorm(hidden_BTH), rotary)
+        if memory_BTH is None:
+            sides = [side[:, :0] for side in sides]
+        else:
+            sides = second.remember(memory_BTH, rotary)
+        hidden_BTH = second.leave(hidden_BTH, (asks or own)(1, query, *sides))
         return hidden_BTH
 
     def unroll(
@@ -124,36 +115,24 @@ class Mixture(Head):
         stale_BT: Tensor | None = None,
     ) -> list[Tensor]:
         """f' of each step s, where t's has read x_{t+1+s} and the memory up to t alone. mask: [B,
-        1, T, T] bool, who may attend whom; None: causal. stale: of one step, how many tokens the
-        memory ends before t.
+        1, T, T] bool, who may attend whom; None: causal. stale: of a lone step, how far before t
+        the memory ends.
         """
         at_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        tokens_BT = F.pad(tokens_BT[:, 1:], (0, 1))
         seen_B1TT = (at_T <= at_T[:, None])[None, None] if mask is None else mask
-        states = []
+        tokens_BT, states = F.pad(tokens_BT[:, 1:], (0, 1)), []
         for step in range(steps):
             last_BT = at_T[None] - (step if stale_BT is None else stale_BT)
             asked_B1TT = seen_B1TT & (at_T <= last_BT[..., None])[:, None]
             # Rows before a document's first of this step count for nothing: they see anything.
-            asked_B1TT = asked_B1TT | ~asked_B1TT.any(-1, keepdim=True)
-            attention = apart(causal(mask), causal(asked_B1TT))
-            output_BTH = self.step(memory_BTH, tokens_BT, positions_BT, attention)
+            asks = causal(asked_B1TT | ~asked_B1TT.any(-1, keepdim=True))
+            output_BTH = self.step(memory_BTH, tokens_BT, positions_BT, causal(mask), asks)
             states.append(output_BTH.roll(-step, 1))
         return states
 
     def to_json(self) -> dict[str, Any]:
-        made = {"architectures": ["MixtureOfAttentions"], "taps": self.taps}
-        return layer_json(self.config) | made
+        return layer_json(self.config) | {"architectures": ["Mixture"], "taps": self.taps}
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Mixture":
         return cls(read_layer(config), tuple(entry(config, "taps", list)))
-
-
-def apart(own: Attention, asks: Attention) -> Attention:
-    """Its self-attention by one, its cross-attention by the other."""
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return (own if layer == OWN else asks)(layer, query, key, value)
-
-    return attend

@@ -47,14 +47,10 @@ class Unrolled:
         mixed_BATE = merged(query.transpose(1, 2), self._kept[layer], self._mask)
         return mixed_BATE.transpose(1, 2).flatten(2)
 
-    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Take in the keys and values of a step that asks nothing."""
-        sides = (side.transpose(1, 2) for side in in_autocast(key, value))
-        self._kept.setdefault(layer, []).append(tuple(sides))
-
-    def forget(self, layer: int) -> None:
-        """Let go of the last step's keys and values."""
-        self._kept[layer].pop()
+    def keep(self, layer: int, key: Tensor, value: Tensor, *, instead: bool = False) -> None:
+        """Take in keys and values that nothing is asked with; instead: of the last ones."""
+        kept, sides = self._kept.setdefault(layer, []), in_autocast(key, value)
+        kept[len(kept) - instead :] = [tuple(side.transpose(1, 2) for side in sides)]
 
 
 Kept = Sequence[tuple[Tensor, ...]]  # (keys, values) of each step, [B, K, T, E] each

@@ -7,12 +7,13 @@ Shapes: T positions, H hidden, V rows of the target's LM head, N tokens that the
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.models.heads.chimera import Chimera
 from draftsmith.models.heads.layer import Attention
-from draftsmith.models.heads.mixture import Mixture, apart
+from draftsmith.models.heads.mixture import Mixture
 from draftsmith.models.taps import target_states
 
 KINDS = ("chimera", "mixture")
@@ -65,25 +66,34 @@ def plainly(allowed_TT: Tensor) -> Attention:
 def following(
     head: Serial, target: PreTrainedModel, read: list[int], path: list[int], twin: str = ""
 ) -> Tensor:
-    """Logits [V] after `read`, which the target has read, and the tokens of a path.
+    """Logits [V] after `read`, which the target has read, and the tokens of a path. Twins: as in
+    `standing`.
+    """
+    state_I = standing(head, target, read, path, twin)
+    head_VI = head.head_DH if isinstance(head, Mixture) else head.head_VH(len(path) - 1)
+    return head_VI @ state_I
+
+
+def standing(
+    head: Serial, target: PreTrainedModel, read: list[int], path: list[int], twin: str = ""
+) -> Tensor:
+    """What the LM head multiplies there: f' [H], or [h; f].
 
     Twins: "turned", the path stands one position further; "order", a trigram is read backwards;
     "grams", trigrams stand for the tokens between; "grown", the memory goes on over the path.
     """
     text, n = [*read, *path], len(read)
-    states = target_states(
-        target, head.taps, input_ids=torch.tensor([read if twin != "grown" else text])
-    )
+    known = torch.tensor([text if twin == "grown" else read])
+    states = target_states(target, head.taps, input_ids=known)
     if isinstance(head, Mixture):
         known_1NH = head.fuse(states.taps_BTF)
-        rows, last = torch.arange(len(text) - 1), n - 1 if twin != "grown" else len(text)
-        memory_1TH = torch.full((1, len(rows), head.hidden), 1e4)  # what lies beyond is unseen
-        memory_1TH[:, : known_1NH.shape[1]] = known_1NH[:, : len(rows)]
+        rows, last = torch.arange(len(text) - 1), known.shape[1] - 1
+        beyond = (0, 0, 0, max(0, len(rows) - known.shape[1]))
+        memory_1TH = F.pad(known_1NH, beyond, value=1e4)[:, : len(rows)]  # is unseen
         seen_TT = rows <= rows[:, None]
-        attention = apart(plainly(seen_TT), plainly(seen_TT & (rows <= last)))
         at_1T = (rows + (rows >= n) * (twin == "turned"))[None]
-        output_1TH = head.step(memory_1TH, torch.tensor([text[1:]]), at_1T, attention)
-        return head.head_DH @ output_1TH[0, -1]
+        each = plainly(seen_TT), plainly(seen_TT & (rows <= last))
+        return head.step(memory_1TH, torch.tensor([text[1:]]), at_1T, *each)[0, -1]
     stand_NH = states.norm_BTG[0]
     for place in range(n, len(text)):
         gram = [text[max(0, place - back)] for back in (2, 1, 0)]
@@ -97,5 +107,4 @@ def following(
         mixed_1TO = plainly(torch.ones(place + 1, place + 1) > 0)(0, *sides)
         f_1H = head.norm(head.layer.leave(rows_1TH, mixed_1TO))[0, -1:]
         stand_NH = torch.cat([stand_NH, g_1H if twin == "grams" else f_1H])
-    state_I = torch.cat([states.norm_BTG[0, -1], f_1H[0]])
-    return head.head_VH(len(path) - 1) @ state_I
+    return torch.cat([states.norm_BTG[0, -1], f_1H[0]])

@@ -96,7 +96,7 @@ class EagleObjective(OnStates):
 
     def forward(self, batch: Batch) -> StepOutput:
         seen = self._states[0](batch)
-        if self.first and self.unroll.noise:
+        if self.head.kind == "eagle1" and self.unroll.noise:
             width_BT1 = self.unroll.noise * NOISE_LENGTH / batch.lengths.unsqueeze(2)
             noise_BTF = (torch.rand_like(seen.taps_BTF) - 0.5) * width_BT1
             seen = seen._replace(taps_BTF=seen.taps_BTF + noise_BTF)
