@@ -1,4 +1,5 @@
-"""EAGLE-1, EAGLE-3 and P-EAGLE heads on a frozen target (arXiv 2401.15077, 2503.01840, 2602.01469).
+"""Heads that go on alone from a frozen target's states: EAGLE-1 (arXiv 2401.15077), EAGLE-3
+(2503.01840), P-EAGLE (2602.01469), MTP modules (2412.19437), Mixture of Attentions (2410.03804).
 
     draftsmith train eagle recipe=eagle3/quickstart lr=1e-3
     accelerate launch train/eagle.py ...           (the same)
@@ -12,6 +13,7 @@ output. EAGLE-3 goes on for S steps from its own outputs, as it will in decoding
 test); P-EAGLE (`head.parallel`) reads a learnt MASK there, and drafts all in one pass. D is a key
 of losses.DIVERGENCES or a sum such as 0.5*fkl+0.5*tv. The target's states are computed at each
 step, or kept in a folder (`cache`). EAGLE-2 is a way to decode: tree=dynamic.
+head.kind=mixture: EAGLE-1's loss, see train/objectives/mixture.py.
 
 Where this differs from the papers:
 1. All depths are divided by the trained tokens of the step; the official code by masked ones too.

@@ -1,4 +1,5 @@
-"""Medusa (arXiv 2401.10774) and Hydra (2402.05109) heads on a frozen target, and Medusa-2.
+"""Medusa (arXiv 2401.10774), Hydra (2402.05109) and Chimera (2402.15758) heads on a frozen target,
+and Medusa-2.
 
     draftsmith train heads recipe=medusa/quickstart lr=1e-3
     accelerate launch train/heads.py ...           (the same)
@@ -6,8 +7,9 @@
     loss = sum_d decay^d sum_t l(head d at t, token t+2+d) / number of trained tokens
 
 Head d reads the target's last state at t; Hydra's also the tokens up to t+1+d, and Hydra++'s
-(`head.prefix`) the states before t through a decoder layer. l is cross-entropy with the text, or a
-divergence from the target's own distribution there (train/losses/pure.py). `joint` is Medusa-2
+(`head.prefix`) the states before t through a decoder layer; Chimera (train/objectives/chimera.py)
+runs such a layer for each token. l is cross-entropy with the text, or a divergence from the
+target's own distribution there (train/losses/pure.py). `joint` is Medusa-2
 (train/objectives/medusa.py): it changes the target too, and writes `target/` beside `drafter/`.
 
 Where this differs from the papers:

@@ -143,6 +143,13 @@ class EagleLayer(nn.Module):
         # Its first two arguments are turned alike.
         return apply_rotary_pos_emb(key, key, *rotary, unsqueeze_dim=2)[0], value
 
+    def run(
+        self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, index: int
+    ) -> Tensor:
+        """Output of an ordinary layer, the attention's number `index`."""
+        entry_BTH, _ = self.enter(hidden_BTH, hidden_BTH, normed_residual=False)
+        return self.leave(hidden_BTH, attention(index, *self.project(entry_BTH, rotary)))
+
     def leave(self, residual_BTH: Tensor, mixed_BTO: Tensor) -> Tensor:
         """The layer's output from the residual and what attention mixed."""
         hidden_BTH = residual_BTH + self.self_attn.o_proj(mixed_BTO)

@@ -35,7 +35,7 @@ class Unrolled:
 
     def __init__(self, mask: Tensor | None = None) -> None:
         self._mask = mask
-        self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._kept: dict[int, list[tuple[Tensor, ...]]] = {}
 
     def go_on(self, at_BM: Tensor) -> None:
         """After step 0: queries of the next steps are at these positions, in this order; each step
@@ -48,20 +48,25 @@ class Unrolled:
         self._mask = self._mask.take_along_dim(at_BM[:, None, :, None], 2)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        kept, count = self._kept.setdefault(layer, []), query.shape[1]
-        query, key, value = in_autocast(query, key, value)
+        count, query = query.shape[1], in_autocast(query)[0]
+        self.keep(layer, key, value)
         if self._mask is not None and self._mask.dtype != query.dtype:
             # What the kernels add to scores; made once for all steps.
             allowed, self._mask = self._mask, torch.zeros_like(self._mask, dtype=query.dtype)
             self._mask.masked_fill_(~allowed, -torch.inf)
-        kept.append((key.transpose(1, 2), value.transpose(1, 2)))
-        sides = kept[:1] + [(key[:, :, :count], value[:, :, :count]) for key, value in kept[1:]]
+        first, *later = self._kept[layer]
+        sides = [first, *((key[:, :, :count], value[:, :, :count]) for key, value in later)]
         bias = None if self._mask is None else self._mask[:, :, :count]
         mixed_BATE = merged(query.transpose(1, 2), sides, bias)
         return mixed_BATE.transpose(1, 2).flatten(2)
 
+    def keep(self, layer: int, key: Tensor, value: Tensor, *, instead: bool = False) -> None:
+        """Take in keys and values that nothing is asked with; instead: of the last ones."""
+        kept, sides = self._kept.setdefault(layer, []), in_autocast(key, value)
+        kept[len(kept) - instead :] = [tuple(side.transpose(1, 2) for side in sides)]
 
-Kept = Sequence[tuple[Tensor, Tensor]]  # (keys, values) of each step, [B, K, T, E] each
+
+Kept = Sequence[tuple[Tensor, ...]]  # (keys, values) of each step, [B, K, T, E] each
 
 
 def concatenated(query_BATE: Tensor, kept: Kept, bias_B1TT: Tensor | None = None) -> Tensor:

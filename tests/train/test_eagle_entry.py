@@ -223,7 +223,7 @@ def test_an_mtp_module_from_a_fresh_one_and_from_the_targets_own(
     tmp_path: Path, arguments, tiny_target, tiny_tokenizer
 ) -> None:
     """The second stands in the checkpoint of the target; where the first ended a third begins."""
-    more = [*arguments, "head.mtp=true", "unroll.step_decay=0.6"]
+    more = [*arguments, "head.kind=mtp", "unroll.step_decay=0.6"]
     first = run(tmp_path / "first", [*more, "lr=1e-2"])
     folder = open_drafter(tmp_path / "first/drafter", fingerprint(tiny_target, tiny_tokenizer))
     assert folder.kind == "mtp" and len(folder.meta["provenance"]["acceptance_by_depth"]) == 2

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.command import check_least
-from draftsmith.models.heads.eagle import Eagle
+from draftsmith.models.heads.head import Head
 from draftsmith.models.taps import TargetStates
 from draftsmith.models.target import cut_rows, head_weight
 from draftsmith.train.losses.chunked import chunked_steps, measure_steps
@@ -77,10 +77,10 @@ class EagleObjective(OnStates):
     argmaxes agree.
     """
 
-    head: Eagle
+    head: Any
 
     def __init__(
-        self, unroll: Unroll, head: Eagle, target: PreTrainedModel, *given: Any, loss: str = "fkl"
+        self, unroll: Unroll, head: Head, target: PreTrainedModel, *given: Any, loss: str = "fkl"
     ) -> None:
         if unroll.steps < 1:
             raise ValueError(f"unroll.steps: got {unroll.steps}, expected at least 1")
@@ -88,11 +88,11 @@ class EagleObjective(OnStates):
             raise ValueError(f"step_decay: got {unroll.step_decay}, expected above 0 and at most 1")
         super().__init__(head, target, *given, depths=unroll.steps)
         self.unroll, self.steps, self.loss = unroll, unroll.steps, parse_loss(loss)
-        self.first = head.kind == "eagle1"
+        self.first = head.kind in ("eagle1", "mixture")
         mixed(self.loss)  # what is wrong with it shows now
         # Rows past the tokenizer's are no tokens. The ids ascend: what is left is a prefix.
-        ids_D = head.vocab.ids_D.to(target.device)
-        own = slice(self.vocab_size) if head.vocab.is_full else ids_D < self.vocab_size
+        ids_D = self.head.vocab.ids_D.to(target.device)
+        own = slice(self.vocab_size) if self.head.vocab.is_full else ids_D < self.vocab_size
         ids_D = ids_D[own]
         head_VG = cut_rows(head_weight(target).detach(), self.vocab_size)
         whole = len(ids_D) == len(head_VG)
@@ -102,13 +102,14 @@ class EagleObjective(OnStates):
 
     def forward(self, batch: Batch) -> StepOutput:
         seen = self._states[0](batch)
-        if self.first and self.unroll.noise:
+        if self.head.kind == "eagle1" and self.unroll.noise:
             width_BT1 = self.unroll.noise * NOISE_LENGTH / batch.lengths.unsqueeze(2)
             noise_BTF = (torch.rand_like(seen.taps_BTF) - 0.5) * width_BT1
             seen = seen._replace(taps_BTF=seen.taps_BTF + noise_BTF)
         weights_S = self._weights(seen.norm_BTG.device)
         weight_SN = trained(batch, len(weights_S)) * weights_S.unsqueeze(1)
-        losses, steps_SNH, q_head_DH, norm_NG = self._compared(batch, seen, len(weights_S))
+        given = self.drawn(batch)
+        losses, steps_SNH, q_head_DH, norm_NG = self._compared(batch, seen, len(weights_S), **given)
         total, _, alpha_SN = chunked_steps(
             losses, steps_SNH, q_head_DH, norm_NG, self._p_heads[0], weight_SN
         )
@@ -135,19 +136,22 @@ class EagleObjective(OnStates):
         metrics = _sums({"alpha": alpha_SN, "top1": top1_SN, "count": weight_SN})
         return StepOutput(total, batch.loss_mask.sum(), metrics)
 
+    def drawn(self, batch: Batch) -> dict[str, Tensor]:
+        """What a training step draws for the head's `unroll`."""
+        return {}
+
     def _weights(self, device: torch.device) -> Tensor:
         """Of the trained steps, in fp32. No buffer: DeepSpeed casts those."""
         steps_S = torch.arange(1 if self.first else self.steps, dtype=torch.float32, device=device)
         return (self.unroll.token_weight if self.first else 1.0) * self.unroll.step_decay**steps_S
 
     def _compared(
-        self, batch: Batch, seen: TargetStates, steps: int
+        self, batch: Batch, seen: TargetStates, steps: int, **drawn: Tensor
     ) -> tuple[list[Loss], list[Tensor], Tensor, Tensor]:
         """Losses, the head's states and LM head, the target's states, for `chunked_steps`."""
         hidden_BTH = self.head.fuse(seen.taps_BTF.to(self.head.fc.weight.dtype))
-        states = self.head.unroll(
-            hidden_BTH, batch.input_ids, batch.position_ids, batch.attention_mask, steps=steps
-        )
+        text = (batch.input_ids, batch.position_ids, batch.attention_mask)
+        states = self.head.unroll(hidden_BTH, *text, steps=steps, **drawn)
         losses = [mixed(self.loss, lk_weight(alpha)) for alpha in self.mean_alpha_D[:steps]]
         q_head_DH = cut_rows(self.head.head_DH, len(self._p_heads[2]))
         return losses, [s.flatten(0, 1) for s in states], q_head_DH, seen.norm_BTG.flatten(0, 1)

@@ -225,10 +225,12 @@ def _heads(cast: Staged, entry: Any) -> None:
 def _eagle(cast: Staged, entry: Any) -> None:
     config, (target, tokenizer) = cast.config, cast.open_target()
     source = config.head
-    if source.mtp:  # an earlier one has its target's sizes too, and may stand in that one's folder
+    if (
+        source.kind == "mtp"
+    ):  # an earlier one has its target's sizes too, and may stand in that one's folder
         source = replace(source, path="")
     if source.path:
-        made_by = heads()[source.kind]
+        made_by = heads()[source.makes]
         head: Any = made_by.from_json(read_config("head.path", source.path, head=True)).bind(target)
     else:
         counts_V = torch.zeros(len(target.get_output_embeddings().weight), dtype=torch.int64)
