@@ -74,5 +74,5 @@ class ChimeraDrafter(HeadDrafter):
     def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor) -> Tensor:
         """After the first token, before which there is no state, 0."""
         at_BT = torch.arange(ids_BT.shape[1], device=self.device).expand(len(ids_BT), -1)
-        states_BTI = self.head.unroll(taps_BTU.to(self.dtype), ids_BT, at_BT, steps=1)[0]
+        states_BTI = next(self.head.unroll(taps_BTU.to(self.dtype), ids_BT, at_BT))
         return F.pad(head_logits(self.outputs[0], states_BTI[:, :-1]), (0, 0, 1, 0))

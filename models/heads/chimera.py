@@ -12,6 +12,7 @@ decoding (there, while training, all before it); f has a norm, as h has; W_d beg
 Shapes: B rows, T positions, H hidden, V rows of the target's LM head.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -44,12 +45,8 @@ class Chimera(Head):
 
     def __init__(self, layer: PretrainedConfig, levels: int) -> None:
         super().__init__()
-        self.config, self.levels, hidden = layer, levels, layer.hidden_size
-        self.hidden, self.rows, self.context = (
-            hidden,
-            layer.vocab_size,
-            layer.max_position_embeddings,
-        )
+        self.config, self.levels, self.context = layer, levels, layer.max_position_embeddings
+        self.rows, self.hidden = layer.vocab_size, (hidden := layer.hidden_size)
         check_sizes(self.kind, hidden, self.rows, levels, layer.num_hidden_layers)
         narrow = nn.Linear(3 * hidden, hidden, bias=False)
         self.trigram = nn.Sequential(ResidualBlock(3 * hidden), narrow)
@@ -83,28 +80,21 @@ class Chimera(Head):
         return self.norm(f_BTH)
 
     def unroll(
-        self,
-        norm_BTH: Tensor,
-        tokens_BT: Tensor,
-        positions_BT: Tensor,
-        mask: Tensor | None = None,
-        *,
-        steps: int,
-    ) -> list[Tensor]:
+        self, norm_BTH: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None = None
+    ) -> Iterator[Tensor]:
         """[h_t; f_{t+1+s}] of each step s, by a text's own tokens; past the row's end by token 0.
         mask: [B, 1, T, T] bool, who sees whose h; None: causal.
         """
         at_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         before = [tokens_BT.gather(1, at_T - positions_BT.clamp(max=back)) for back in (2, 1)]
         grams_BT3 = torch.stack([*before, tokens_BT], -1)
-        attention, states = Unrolled(mask), []
+        attention = Unrolled(mask)
         self.keep(norm_BTH, positions_BT, attention.keep)
-        for step in range(1, steps + 1):
+        for step in range(1, self.levels + 1):
             grams_BT3 = F.pad(grams_BT3[:, 1:], (0, 0, 0, 1))
             f_BTH = self.step(grams_BT3, positions_BT + step, attention)
             self.keep(f_BTH, positions_BT + step, partial(attention.keep, instead=True))
-            states.append(torch.cat([norm_BTH, f_BTH], -1))
-        return states
+            yield torch.cat([norm_BTH, f_BTH], -1)
 
     def to_json(self) -> dict[str, Any]:
         return layer_json(self.config) | {"architectures": ["Chimera"], "levels": self.levels}

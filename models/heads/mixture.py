@@ -38,7 +38,7 @@ from draftsmith.models.vocab import DraftVocab
 
 
 class Mixture(Head):
-    """layer: sizes of its two layers, hidden_size and vocab_size the target's."""
+    """layer: of its two layers, hidden_size and vocab_size the target's; taps: at least one."""
 
     kind = "mixture"
     kinds: ClassVar = {kind: Kind("Mixture of Attentions")}
@@ -46,11 +46,8 @@ class Mixture(Head):
 
     def __init__(self, layer: PretrainedConfig, taps: tuple[Tap, ...]) -> None:
         super().__init__()
-        if not taps or layer.num_hidden_layers != 2:
-            raise ValueError(
-                f"mixture: got {len(taps)} taps, {layer.num_hidden_layers} layers, expected at "
-                "least one, and two: one over the draft's tokens, one over the memory"
-            )
+        layer = copy.copy(layer)
+        layer.num_hidden_layers = 2
         self.config, self.taps, self.context = layer, taps, layer.max_position_embeddings
         self.hidden, self.rows = layer.hidden_size, layer.vocab_size
         within = copy.copy(layer)
@@ -97,12 +94,11 @@ class Mixture(Head):
         rotary, (first, second) = self.rotary(hidden_BTH, positions_BT), self.layers
         hidden_BTH = first.run(hidden_BTH, rotary, own, 0)
         query, *sides = second.project(second.input_layernorm(hidden_BTH), rotary)
-        if memory_BTH is None:
-            sides = [side[:, :0] for side in sides]
-        else:
+        sides = [side[:, :0] for side in sides]
+        if memory_BTH is not None:
             sides = second.remember(memory_BTH, rotary)
-        hidden_BTH = second.leave(hidden_BTH, (asks or own)(1, query, *sides))
-        return hidden_BTH
+        f_BTH: Tensor = second.leave(hidden_BTH, (asks or own)(1, query, *sides))
+        return f_BTH
 
     def unroll(
         self,

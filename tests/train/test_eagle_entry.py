@@ -183,7 +183,7 @@ def test_a_run_of_a_head_that_drafts_in_one_pass(tmp_path: Path, arguments) -> N
     path = f"head.path={tmp_path}/first/drafter"
     second = run(tmp_path / "second", [*arguments, "K=3", path, "head.parallel=3"])
     assert second[0]["eval_loss"] == pytest.approx(best["eval_loss"], rel=1e-5)
-    with pytest.raises(ValueError, match="kind peagle, expected eagle3; set head.version and head"):
+    with pytest.raises(ValueError, match="kind peagle, expected eagle3; set head"):
         run(tmp_path / "third", [*arguments, path])
 
 
@@ -195,7 +195,7 @@ def test_a_run_goes_on_from_an_earlier_head(tmp_path: Path, arguments) -> None:
     second = run(tmp_path / "second", more)
     for name in ("eval_loss", "eval_alpha_0", "eval_tau"):
         assert second[0][name] == pytest.approx(best[name], rel=1e-5)
-    with pytest.raises(ValueError, match=r"kind eagle3, expected eagle1; set head.version"):
+    with pytest.raises(ValueError, match=r"kind eagle3, expected eagle1; set head"):
         run(tmp_path / "third", [*more, "head.version=1"])
 
 
@@ -236,7 +236,7 @@ def test_an_mtp_module_from_a_fresh_one_and_from_the_targets_own(
         run(tmp_path / "second", [*more, f"head.path={tmp_path}/theirs", "lr=1e-9"])
     saved = open_drafter(tmp_path / "second/drafter", None).head()
     assert torch.allclose(saved.fc.weight, theirs.eh_proj.weight, atol=1e-6)
-    with pytest.raises(ValueError, match=r"kind mtp, expected eagle3; set head.version"):
+    with pytest.raises(ValueError, match=r"kind mtp, expected eagle3; set head"):
         run(tmp_path / "fourth", [*arguments, f"head.path={tmp_path}/first/drafter"])
     with pytest.raises(ValueError, match=r"mtp: got draft_vocab, expected none"):
         run(tmp_path / "fifth", [*more, "head.draft_vocab=20"])

@@ -278,8 +278,7 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle | M
         "head_dim": source.head_dim,
         "intermediate_size": source.intermediate,
     }
-    layers = 2 if source.kind == "mixture" else source.layers
-    sizes = layer_like(target, layers).to_dict() | {k: v for k, v in named.items() if v}
+    sizes = layer_like(target, source.layers).to_dict() | {k: v for k, v in named.items() if v}
     kept = {k: sizes[k] for k in (*LAYER_FIELDS, "rope_parameters") if sizes.get(k) is not None}
     check_least(source, layers=1, heads=0, kv_heads=0, head_dim=0, intermediate=0, parallel=0)
     try:

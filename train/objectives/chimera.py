@@ -25,4 +25,4 @@ class ChimeraObjective(HeadObjective):
 
     def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
         text = (batch.input_ids, batch.position_ids, batch.attention_mask)
-        return self.head.unroll(norm_BTH, *text, steps=self.head.levels)
+        return list(self.head.unroll(norm_BTH, *text))

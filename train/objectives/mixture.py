@@ -2,7 +2,7 @@
 in decoding.
 
 A round's memory ends at its first token, however far that drafts. So it is cut at every k-th token
-of a document, k drawn for each row of text and step; up to the next cut all ask the memory to there.
+of a document, k drawn for each row of text and step; up to the next cut all see it to there.
 Held-out depth d is a memory that ends d tokens early. Legend: B rows, T positions.
 """
 
