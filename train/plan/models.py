@@ -225,9 +225,7 @@ def _heads(cast: Staged, entry: Any) -> None:
 def _eagle(cast: Staged, entry: Any) -> None:
     config, (target, tokenizer) = cast.config, cast.open_target()
     source = config.head
-    if (
-        source.kind == "mtp"
-    ):  # an earlier one has its target's sizes too, and may stand in that one's folder
+    if source.kind == "mtp":  # an earlier one has its target's sizes, and may be in its folder
         source = replace(source, path="")
     if source.path:
         made_by = heads()[source.makes]
