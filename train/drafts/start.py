@@ -219,8 +219,6 @@ def open_head(
     if source.kind == "mtp":
         source = replace(source, version=1, layer=layer_like(target).model_type)
     set_too = [name for name, unset in of_3.items() if getattr(source, name) != unset]
-    if source.kind not in ("", "mixture"):
-        raise ValueError(f"got head.kind={source.kind!r}, expected mixture, or none for EAGLE's")
     if (source.version == 1 or source.kind) and set_too:
         raise ValueError(
             f"{kind}: got {' and '.join(set_too)}, expected none of {', '.join(of_3)}: it drafts "
