@@ -13,7 +13,8 @@ key of losses.DIVERGENCES, ce, or a sum such as 0.1*ce+1.8*tv. head.kind names a
 Where this differs from the papers:
 1. Every anchor of a row stands for its share of the row's trained tokens, and all is divided by the
    trained tokens of the step; they divide by the weights.
-2. An anchor needs one trained token after it, not two. MASK is a vector of the head's own.
+2. An anchor needs one trained token after it, not two. MASK is a vector of the head's own,
+   unless `head.mask_token` names the token whose embedding it is.
 3. The trunk may begin as the target's last layers (`head.init`), theirs is random.
 4. DSpark's confidence head isn't here: scores that see the target's noise stand in for it.
 5. The weights with the best held-out tau are kept, not the last ones.
@@ -94,7 +95,9 @@ def main(argv: list[str]) -> None:
 
 def shrunk(config: BlocksRun) -> BlocksRun:
     """Two steps of a tiny drafter on a tiny random target."""
-    head = replace(config.head, path="", taps=[], rank=min(config.head.rank, 8))
+    own = config.head
+    small = {"rank": min(own.rank, 8), "mask_token": min(own.mask_token, 0)}
+    head = replace(own, path="", taps=[], **small)
     return replace(shrunk_run(config), head=head)
 
 

@@ -97,6 +97,9 @@ class Call:
 Enough = Callable[[Call], Tensor]
 # Log chance [B, C] that a call adds to the paths of its children.
 Chance = Callable[[Call], Tensor]
+# How many of a grown tree's nodes, the best, are verified: by the log chances [B, N] that they are
+# kept (the root's, 0, first) and the rows that decode [B].
+HowMany = Callable[[Tensor, Tensor], int]
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ class Round:
     token of each level, shared with the target, None when greedy or the law isn't coupled; seeds_B:
     of the noise that laws of independent draws use, fresh each round; want_q: whether the tree must
     carry the draft's logits; enough: asked after each call; chance: what paths are judged by;
-    orders: whether a dynamic tree's nodes are chosen by it too; calls: takes in every call.
+    orders: whether a dynamic tree's nodes are chosen by it too; keep: asked once it has grown;
+    calls: takes in every call.
     """
 
     plan: Plan
@@ -123,6 +127,7 @@ class Round:
     enough: Enough | None = None
     chance: Chance | None = None
     orders: bool = False
+    keep: HowMany | None = None
     calls: list[Call] | None = None
 
 
@@ -191,6 +196,7 @@ class Drafter(Protocol):
     samples: bool = True  # whether it can draw from a q of its own, as rules by rejection need
     taps: tuple[Tap, ...] = ()  # states of the target that it reads
     levels: int = ANY_DEPTH  # of the deepest tree that it can draft
+    one_pass: bool = False  # whether a round's first draft call makes what the later ones look up
     acceptance: Scored | None = None  # foretells what is kept, where its folder holds such a head
     held: tuple[str, ...]  # the attributes that are its state of the rows
 

@@ -16,9 +16,10 @@ from torch.nn import Embedding
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
-from draftsmith.decode.drafters.head_drafter import HeadDrafter, HeadKV
+from draftsmith.decode.drafters.head_drafter import HeadDrafter, HeadKV, keep_last
 from draftsmith.decode.drafters.medusa import output_product
 from draftsmith.decode.forward.attention import Seen
+from draftsmith.decode.forward.lean_heads import LeanBlock, lean_block
 from draftsmith.decode.forward.product import VocabHead, head_logits
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.block import Block, Guess
@@ -28,7 +29,7 @@ class BlockDrafter(HeadDrafter):
     """One pass for all depths, and a light product a node."""
 
     head: Block
-    held = ("pool",)
+    one_pass = True
 
     def __init__(self, head: Block, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config.layer)
@@ -36,6 +37,7 @@ class BlockDrafter(HeadDrafter):
         self.after = None
         if head.light.rank:
             self.after = output_product(head.light.after.weight, None, vocab_size)
+        self.body: Block | LeanBlock = lean_block(head) or head
 
     @property
     def size(self) -> ModelSize:
@@ -45,24 +47,29 @@ class BlockDrafter(HeadDrafter):
 
     def reset(self, rows: int, slots: int) -> None:
         layer, slots = self.head.config.layer, slots + self.head.block
-        self.pool = HeadKV(layer, rows, slots, self.context, self.head.mask.detach())
+        self.state_BH = torch.zeros(rows, self.head.hidden, dtype=self.dtype, device=self.device)
+        self.pool = HeadKV(layer, rows, slots, self.context, self.state_BH)
 
     def prefill(self, admitted: Admitted) -> None:
         assert admitted.taps_RNU is not None, "the engine gives what `taps` asks for"
         at_RN, keep = self.pool.taken(admitted.rows_R, admitted.tokens_RN.shape[1])
-        self.head.keep(self.head.fuse(admitted.taps_RNU.to(self.dtype)), at_RN, keep)
+        context_RNH = self.body.fuse(admitted.taps_RNU.to(self.dtype))
+        self.body.keep(context_RNH, at_RN, keep)
+        last_R1 = admitted.lens_R[:, None] - 1
+        self.state_BH[admitted.rows_R] = picked(context_RNH, last_R1)[:, 0]
 
     def extend(self, kept: Kept) -> None:
         """What is made beyond the kept tokens is overwritten before anything sees it."""
         assert kept.taps_BLU is not None, "the engine gives what `taps` asks for"
         length = kept.tokens_BL.shape[1]
         at_BL = kept.lens_B[:, None] + torch.arange(length, device=self.device)
-        context_BLH = self.head.fuse(kept.taps_BLU.to(self.dtype))
-        self.head.keep(context_BLH, *self.pool.added(at_BL))
+        context_BLH = self.body.fuse(kept.taps_BLU.to(self.dtype))
+        self.body.keep(context_BLH, *self.pool.added(at_BL))
+        keep_last(self.state_BH, context_BLH, kept.n_new_B)
 
     def feed(self, request: Round) -> Feed:
         light = self.head.light
-        output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.mask
+        output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.fc.weight
 
         def feed(frontier: Frontier) -> Fed:
             nonlocal output_BnH, state_BnH, logits_BnV, carried_BFS
@@ -71,14 +78,14 @@ class BlockDrafter(HeadDrafter):
                 output_BnH = self._trunk(request)
                 carried_BFS = output_BnH.new_zeros(*tokens_BF.shape, light.width)
                 if not light.deep:  # the LM head is read once for all depths
-                    state_BnH = self.head.norm(output_BnH)
+                    state_BnH = self.body.normed(output_BnH)
                     logits_BnV = self.lm_head.logits(state_BnH)
             elif frontier.of_BF is not None and light.width:
                 carried_BFS = picked(carried_BFS, frontier.of_BF)
             embedded_BFH = self.head.embed(tokens_BF)
             output_BFH = output_BnH[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
             if light.deep:
-                state_BFH = self.head.norm(light.changed(output_BFH, embedded_BFH))
+                state_BFH = self.body.normed(light.changed(output_BFH, embedded_BFH))
                 return Fed(self.lm_head.logits(state_BFH), state_BFH)
             state_BFH = state_BnH[:, depth, None].expand_as(output_BFH)
             logits_BFV = logits_BnV[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
@@ -99,9 +106,10 @@ class BlockDrafter(HeadDrafter):
         block_bb = block_bb.tril() if causal else block_bb
         width = self.pool.width(request.top + rows)
         seen = Seen(request.lens_B, width, block_bb, row_b)
-        where = self.pool.fed(at_Bb, at_Bb, seen)
+        run = self.body.run(*self.pool.fed(at_Bb, at_Bb, seen), rows)
         guess = self._guess(request) if self.head.config.noise else None
-        return self.head.trunk(request.pending_B[:, None], *where, guess)[:, 0]
+        given = request.pending_B[:, None], self.state_BH[:, None]
+        return self.head.trunk(*given, rows, run, guess)[:, 0]
 
     def _guess(self, request: Round) -> Guess:
         """The tokens that rows win by the round's own noise, where it has any."""

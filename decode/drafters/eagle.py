@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.drafters.head_drafter import HeadDrafter, Where
-from draftsmith.decode.forward.lean import LeanEagle, lean_eagle
+from draftsmith.decode.forward.lean_heads import LeanEagle, lean_eagle
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.eagle import Eagle

@@ -127,23 +127,29 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
     # The best of all, in order of creation: parents come before their children, since no node
     # scores above its parent, and ties, those of -inf too, go to the earlier one.
     order_BC = score_BC.sort(dim=1, descending=True, stable=True).indices
-    chosen_BN = order_BC[:, : plan.nodes].sort(1).values
-    topology = _topology(plan, parent_BC, depth_C, chosen_BN)
+    nodes = plan.nodes
+    chosen_BN = order_BC[:, :nodes].sort(1).values
+    if request.keep is not None:
+        kept = request.keep(score_BC.gather(1, chosen_BN), request.active_B)
+        nodes = min(kept, nodes)
+        chosen_BN = order_BC[:, :nodes].sort(1).values
+    topology = _topology(min(plan.levels, nodes - 1), parent_BC, depth_C, chosen_BN)
     tree = TokenTree(tokens_BC.gather(1, chosen_BN), topology, request.law)
     return tree, slot_BC.gather(1, chosen_BN)
 
 
-def _topology(plan: DynamicTree, parent_BC: Tensor, depth_C: Tensor, chosen_BN: Tensor) -> Topology:
-    """How the chosen candidates hang together."""
+def _topology(levels: int, parent_BC: Tensor, depth_C: Tensor, chosen_BN: Tensor) -> Topology:
+    """How the chosen candidates hang together, at most so deep."""
     # The root scores best (log 1) and was created first: it is always node 0.
     parent_BN = torch.searchsorted(chosen_BN, parent_BC.gather(1, chosen_BN))
     parent_BN[:, 0] = -1
-    eye_NN = torch.eye(plan.nodes, dtype=torch.bool, device=parent_BN.device)
+    nodes = chosen_BN.shape[1]
+    eye_NN = torch.eye(nodes, dtype=torch.bool, device=parent_BN.device)
     ancestors_BNN = eye_NN.expand(parent_BN.shape[0], -1, -1)
     up_BNN = parent_BN.clamp(min=0)[..., None].expand_as(ancestors_BNN)
-    for _ in range(plan.levels):
+    for _ in range(levels):
         ancestors_BNN = eye_NN | ancestors_BNN.gather(1, up_BNN)
-    return Topology(parent_BN, depth_C[chosen_BN], ancestors_BNN, plan.levels)
+    return Topology(parent_BN, depth_C[chosen_BN], ancestors_BNN, levels)
 
 
 def _static_frontier(plan: StaticTree, depth: int, level: Level, tokens_BN: Tensor) -> Frontier:

@@ -133,9 +133,9 @@ class HeadKV(KVPool):
         at_RN, flat_N = self._begun(rows_R, length)
         return at_RN, SlotCache(self, flat_N, prefix=0).write
 
-    def added(self, at_BN: Tensor) -> tuple[Tensor, Keep]:
-        """Of the next tokens of rows 0..B-1, likewise."""
-        keep = SlotCache(self, self.flat(at_BN), prefix=0).write
+    def added(self, at_BN: Tensor, slots_BN: Tensor | None = None) -> tuple[Tensor, Keep]:
+        """Of the next tokens of rows 0..B-1, likewise; slots: where they go, by default `at`."""
+        keep = SlotCache(self, self.flat(at_BN if slots_BN is None else slots_BN), prefix=0).write
         return at_BN.clamp(max=self.context - 1), keep
 
     def _begun(self, rows_R: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -300,6 +300,7 @@ class Stepper:
             enough=None if policy is None else policy.enough,
             chance=None if policy is None else policy.chance,
             orders=policy is not None and policy.orders,
+            keep=None if policy is None else policy.keep,
             calls=calls,
         )
         return drafter.propose(request)

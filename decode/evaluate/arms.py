@@ -28,9 +28,9 @@ from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import Prompt, next_turn
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.verify.rules import RULES
+from draftsmith.models.disk.hub import local_folder
 from draftsmith.models.disk.read_lm import read_json
 from draftsmith.models.folder.drafter_folder import DEFAULTS, META
-from draftsmith.models.folder.hub import local_folder
 from draftsmith.models.target import TargetSpec, device_of
 
 BASELINES = ("native", "same-shape")

@@ -14,7 +14,8 @@ next row (see docs/one_pass.md); no other drafter does.
 
 The published ones are settings of this one (`KINDS`). Labels: "shifted", row k drafts x_{a+1+k};
 "same", row k drafts x_{a+k}, and the first nothing. Where we differ: MASK is a vector of the
-head's own, not a row of the target's table; the selector ranks all tokens, not 16 candidates.
+head's own unless `mask_token` names a row of the target's table, as theirs all do; the selector
+ranks all tokens, not 16 candidates.
 
 Shapes: B rows of text, T its positions, M anchors, b rows of a block, n depths (b or b - 1),
 R = M * b, H hidden, U width of the taps side by side, I = H + the light head's rank.
@@ -31,14 +32,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.heads.block_attention import Blocks
+from draftsmith.models.heads.block_layouts import block_exported
 from draftsmith.models.heads.block_lights import LIGHTS, light_of
-from draftsmith.models.heads.head import Head, Kind, entry
+from draftsmith.models.heads.head import Exported, Head, Kind, Reads, entry
 from draftsmith.models.heads.layer import (
     LAYER_CONFIGS,
     Attention,
     EagleLayer,
     Keep,
     Rotary,
+    begin_as,
     layer_json,
     read_layer,
 )
@@ -47,6 +50,7 @@ from draftsmith.models.taps import Tap, decoder_layers
 # States [B, R, H] that the LM head could multiply -> the tokens [B, R] that they win.
 Guess = Callable[[Tensor], Tensor]
 LABELS, MASKS = ("shifted", "same"), ("full", "causal")
+Layer = Callable[[int, Tensor], Tensor]  # (its number, states [B, R, H]) -> states
 KEPT: Any = [lambda x_BRH: x_BRH] * 4  # in the place of a layer's convolutions
 # What the published drafters are; "block" is any other.
 KINDS: dict[str, dict[str, Any]] = {
@@ -59,13 +63,21 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 TITLES = {"dflash": "DFlash", "dflash2": "DFlash-2", "dspark": "DSpark", "domino": "Domino"}
 TITLES |= {"jetspec": "JetSpec", "treeflash": "TreeFlash", "block": "a block drafter"}
+STACKS = {
+    "dflash": {"vllm": Reads("dflash"), "sglang": Reads("DFLASH"), "speculators": Reads()},
+    "dspark": {"vllm": Reads("dspark"), "sglang": Reads("DSPARK"), "speculators": Reads()},
+    "jetspec": {"vllm": Reads("dflash")},
+    "block": {"speculators": Reads()},
+}
 
 
 @dataclass(frozen=True)
 class BlockConfig:
     """layer: sizes of the trunk's layers, hidden_size and vocab_size the target's; taps: at least
     one; levels: depths that are drafted, n; light: one of `LIGHTS`, of this rank; labels, mask (of
-    a block's rows among themselves), noise: see above; convs: DFlash-2's short convolutions.
+    a block's rows among themselves), noise: see above; convs: DFlash-2's short convolutions;
+    last: whether the last context state is added to every row; mask_token: the token whose
+    embedding MASK is, -1: MASK is the head's own.
     """
 
     layer: PretrainedConfig
@@ -77,6 +89,8 @@ class BlockConfig:
     mask: str = "causal"
     convs: bool = False
     noise: bool = False
+    last: bool = False
+    mask_token: int = -1
 
     def __post_init__(self) -> None:
         for name, got, known in (
@@ -91,6 +105,11 @@ class BlockConfig:
             raise ValueError(
                 f"block: got {self.levels} levels, rank {self.rank}, {len(self.taps)} taps, "
                 "expected at least 1 of each"
+            )
+        if not -1 <= self.mask_token < self.layer.vocab_size:
+            raise ValueError(
+                f"block: got mask_token={self.mask_token}, expected a token, 0 to "
+                f"{self.layer.vocab_size - 1}, or -1: MASK is a vector of the head's own"
             )
         if self.convs and self.layer.hidden_size % TwoTap.GROUP:
             raise ValueError(
@@ -107,8 +126,8 @@ class BlockConfig:
     def kind(self) -> str:
         """What such a drafter is called."""
         own = {name: getattr(self, name) for name in KINDS["dflash"]}
-        found = [kind for kind, settings in KINDS.items() if settings == own and not self.noise]
-        return found[0] if found else "block"
+        found = [kind for kind, settings in KINDS.items() if settings == own]
+        return found[0] if found and not (self.noise or self.last) else "block"
 
 
 class TwoTap(nn.Module):
@@ -141,7 +160,7 @@ def shifted(x_BMbH: Tensor) -> Tensor:
 class Block(Head):
     """A block drafter; `kind` says whose."""
 
-    kinds: ClassVar = {kind: Kind(title) for kind, title in TITLES.items()}
+    kinds: ClassVar = {kind: Kind(title, STACKS.get(kind, {})) for kind, title in TITLES.items()}
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -162,22 +181,29 @@ class Block(Head):
             for _ in range(layer.num_hidden_layers * config.convs)
         )
         self.norm, self.rotary = LlamaRMSNorm(self.hidden, **norm), Rotary(layer)
-        self.mask = nn.Parameter(torch.randn(self.hidden) * layer.initializer_range)
+        if config.mask_token < 0:
+            self.mask = nn.Parameter(torch.randn(self.hidden) * layer.initializer_range)
         self.light = light_of(config.light, self.hidden, self.rows, config.rank)
+        if config.last:
+            self.last = nn.Linear(self.hidden, self.hidden, bias=False)
         if config.noise:
             self.guess = nn.Linear(self.hidden, self.hidden, bias=False)
             nn.init.zeros_(self.guess.weight)
 
     @torch.no_grad()
     def init_from(self, target: PreTrainedModel) -> Self:
-        """Bind the target; the trunk begins as its last layers where their parts are alike."""
+        """Bind the target; the trunk begins as its last layers where their parts are alike, and the
+        context states as its deepest tap.
+        """
         theirs = decoder_layers(target)[-len(self.layers) :]
         for own, layer in zip(self.layers, theirs, strict=False):
-            found = {name: part for name, part in layer.named_parameters()}
-            for name, part in own.named_parameters():
-                if name in found and found[name].shape == part.shape:
-                    part.copy_(found[name])
-        self.mask.copy_(target.get_input_embeddings().weight.float().mean(0))
+            begin_as(own, layer)
+        deepest_HH = torch.eye(self.hidden, device=self.fc.weight.device)
+        self.fc.weight.mul_(0.1)[:, -self.hidden :] += deepest_HH
+        if self.config.last:
+            self.last.weight.mul_(0.1).add_(deepest_HH, alpha=0.5)
+        if self.config.mask_token < 0:
+            self.mask.copy_(target.get_input_embeddings().weight.float().mean(0))
         return self.bind(target)
 
     @property
@@ -186,9 +212,21 @@ class Block(Head):
         after = (self.light.after.weight,) if self.light.rank else ()
         return (self.target_head_VH, *after)
 
+    @property
+    def mask_H(self) -> Tensor:
+        """MASK."""
+        if self.config.mask_token < 0:
+            return self.mask
+        return self.embed(torch.tensor(self.config.mask_token, device=self.fc.weight.device))
+
     def fuse(self, taps_XU: Tensor) -> Tensor:
         """The context states c [..., H] of the target's taps side by side."""
         normed_XH: Tensor = self.hidden_norm(self.fc(taps_XU))
+        return normed_XH
+
+    def normed(self, output_XH: Tensor) -> Tensor:
+        """What the LM head multiplies."""
+        normed_XH: Tensor = self.norm(output_XH)
         return normed_XH
 
     def keep(self, context_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
@@ -197,30 +235,42 @@ class Block(Head):
         for index, layer in enumerate(self.layers):
             keep(index, *layer.remember(context_BTH, rotary))
 
-    def trunk(
-        self,
-        tokens_BM: Tensor,
-        positions_BR: Tensor,
-        attention: Attention,
-        guess: Guess | None = None,
-    ) -> Tensor:
-        """Before the final norm, [B, M, n, H], of blocks at these pending tokens, as many rows each
-        as the positions say (a causal block may be cut short); guess: by the noise, of a head that
-        reads it.
-        """
-        rows = positions_BR.shape[1] // tokens_BM.shape[1]
-        first_BM1H = self.embed(tokens_BM).unsqueeze(2)
-        masks_BMrH = self.mask.to(first_BM1H).expand(*tokens_BM.shape, rows - 1, -1)
-        hidden_BRH = torch.cat([first_BM1H, masks_BMrH], 2).flatten(1, 2)
-        rotary = self.rotary(hidden_BRH, positions_BR)
-        for index, layer in enumerate(self.layers):
+    def run(self, positions_BR: Tensor, attention: Attention, rows: int) -> Layer:
+        """The trunk's layers on blocks of so many rows at these positions."""
+        rotary = self.rotary(self.fc.weight[None], positions_BR)
+
+        def run(index: int, hidden_BRH: Tensor) -> Tensor:
+            layer = self.layers[index]
             convs = [partial(conv, rows=rows) for conv in self.convs[index]] if self.convs else KEPT
             before, after, into, out = convs
             entry_BRH = before(layer.input_layernorm(hidden_BRH))
             mixed_BRO = attention(index, *layer.project(entry_BRH, rotary))
             hidden_BRH = hidden_BRH + after(layer.self_attn.o_proj(mixed_BRO))
             inner_BRH = into(layer.post_attention_layernorm(hidden_BRH))
-            hidden_BRH = hidden_BRH + out(layer.mlp(inner_BRH))
+            return hidden_BRH + out(layer.mlp(inner_BRH))
+
+        return run
+
+    def trunk(
+        self,
+        tokens_BM: Tensor,
+        last_BMH: Tensor,
+        rows: int,
+        run: Layer,
+        guess: Guess | None = None,
+    ) -> Tensor:
+        """Before the final norm, [B, M, n, H], of blocks at these pending tokens, after contexts
+        whose last states these are, of so many rows (a causal block may be cut short); run: see
+        above; guess: by the noise, of a head that reads it.
+        """
+        first_BM1H = self.embed(tokens_BM).unsqueeze(2)
+        masks_BMrH = self.mask_H.to(first_BM1H).expand(*tokens_BM.shape, rows - 1, -1)
+        hidden_BMbH = torch.cat([first_BM1H, masks_BMrH], 2)
+        if self.config.last:
+            hidden_BMbH = hidden_BMbH + self.last(last_BMH).unsqueeze(2)
+        hidden_BRH = hidden_BMbH.flatten(1, 2)
+        for index in range(len(self.layers)):
+            hidden_BRH = run(index, hidden_BRH)
             if index == 0 and self.config.noise:
                 assert guess is not None, "a drafter that reads the noise is given it"
                 told_BRH = self.guess(self.embed(guess(self.norm(hidden_BRH))))
@@ -247,11 +297,15 @@ class Block(Head):
         # An anchor that begins a document has no context, and isn't trained: any will do.
         allowed_BMT = allowed_BMT | ((at_BM == 0)[..., None] & (column_T == anchors_BM1))
         attention = Blocks(allowed_BMT, self.block, causal=self.config.mask == "causal")
-        self.keep(self.fuse(taps_BTU), positions_BT, attention.keep)
+        context_BTH = self.fuse(taps_BTU)
+        self.keep(context_BTH, positions_BT, attention.keep)
         row_b = torch.arange(self.block, device=anchors_BM.device)
         positions_BR = (at_BM[..., None] + row_b).flatten(1).clamp(max=self.context - 1)
         tokens_BM = tokens_BT.gather(1, anchors_BM)
-        output_BMnH = self.trunk(tokens_BM, positions_BR, attention, guess)
+        before_BM1 = (anchors_BM - 1).clamp(min=0)[..., None]
+        last_BMH = context_BTH.gather(1, before_BM1.expand(-1, -1, self.hidden))
+        run = self.run(positions_BR, attention, self.block)
+        output_BMnH = self.trunk(tokens_BM, last_BMH, self.block, run, guess)
         return self.norm(output_BMnH), self._lit(output_BMnH, tokens_BT, anchors_BM)
 
     def _lit(self, output_BMnH: Tensor, tokens_BT: Tensor, anchors_BM: Tensor) -> Tensor:
@@ -274,10 +328,14 @@ class Block(Head):
         del about["layer"]
         return layer_json(self.config.layer) | about | {"architectures": ["BlockDrafter"]}
 
+    def exported(self, to: str, target: PreTrainedModel, K: int) -> Exported:
+        return block_exported(to, self.to_json(), self.on_disk(), target)
+
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Block":
-        flags = {name: entry(config, name, bool) for name in ("convs", "noise")}
+        flags = {name: entry(config, name, bool) for name in ("convs", "noise", "last")}
         words = {name: entry(config, name, str) for name in ("light", "labels", "mask")}
         sizes = {name: entry(config, name, int) for name in ("levels", "rank")}
+        sizes["mask_token"] = entry(config, "mask_token", int, -1)
         taps = tuple(entry(config, "taps", list))
         return cls(BlockConfig(read_layer(config), taps, **sizes, **words, **flags))

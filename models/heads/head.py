@@ -12,9 +12,10 @@ import copy
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -60,11 +61,15 @@ class Kind:
 
 
 class Exported(NamedTuple):
-    """A head in another layout: its config.json, its tensors, the file that they go into."""
+    """A head in another layout: its config.json, its tensors, the file that they go into; what else
+    is pickled beside it, by file; the tokens that it drafts a round, where that isn't free.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     file: str = "model.safetensors"
+    beside: Mapping[str, Any] = MappingProxyType({})
+    K: int = 0
 
 
 class Head(nn.Module):

@@ -115,11 +115,8 @@ class Hydra(Head):
         """
         if self.config.prefix is None:
             return norm_BTH
-        layer = self.prefix_layer
-        entry_BTH, residual_BTH = layer.enter(norm_BTH, norm_BTH, normed_residual=False)
         rotary = self.rotary(norm_BTH, positions_BT)
-        mixed_BTO = attention(0, *layer.project(entry_BTH, rotary))
-        normed_BTH: Tensor = self.prefix_norm(layer.leave(residual_BTH, mixed_BTO))
+        normed_BTH: Tensor = self.prefix_norm(self.prefix_layer.run(norm_BTH, rotary, attention, 0))
         return normed_BTH
 
     def state(self, depth: int, base_XH: Tensor, path_XPH: Tensor) -> Tensor:

@@ -41,6 +41,15 @@ def layer_json(layer: PretrainedConfig) -> dict[str, Any]:
     return {name: content[name] for name in names if content.get(name) is not None}
 
 
+def rope_fields(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters as servers of today and of yesterday read them."""
+    return {
+        "rope_parameters": rope,
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
+    }
+
+
 def read_layer(content: dict[str, Any]) -> PretrainedConfig:
     """The layers' config in a config.json; ValueError for layers of another kind."""
     kind = content.get("model_type")
@@ -49,6 +58,15 @@ def read_layer(content: dict[str, Any]) -> PretrainedConfig:
         raise ValueError(f"config.json: got layers of model_type={kind!r}, {wanted}")
     fields = (*LAYER_FIELDS, "rope_parameters")
     return LAYER_CONFIGS[kind](**{name: content[name] for name in fields if name in content})
+
+
+@torch.no_grad()
+def begin_as(own: nn.Module, theirs: nn.Module) -> None:
+    """Copy what of a module has the same name and shape as in another."""
+    found = dict(theirs.named_parameters())
+    for name, part in own.named_parameters():
+        if name in found and found[name].shape == part.shape:
+            part.copy_(found[name])
 
 
 class Rotary(LlamaRotaryEmbedding):  # the same for Qwen3
@@ -124,6 +142,13 @@ class EagleLayer(nn.Module):
             key = part.k_norm(key)
         # Its first two arguments are turned alike.
         return apply_rotary_pos_emb(key, key, *rotary, unsqueeze_dim=2)[0], value
+
+    def run(
+        self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, index: int
+    ) -> Tensor:
+        """Output of an ordinary layer, the attention's number `index`."""
+        entry_BTH, _ = self.enter(hidden_BTH, hidden_BTH, normed_residual=False)
+        return self.leave(hidden_BTH, attention(index, *self.project(entry_BTH, rotary)))
 
     def leave(self, residual_BTH: Tensor, mixed_BTO: Tensor) -> Tensor:
         """The layer's output from the residual and what attention mixed."""

@@ -6,13 +6,13 @@ own keys of steps 1 .. s. One softmax goes over both parts:
 
     scores(t, s) = [ q.k_0(t') for t' <= t  |  q.k_1(t), ..., q.k_s(t) ] / sqrt(E)
 
-`concatenated` is that formula. `merged` runs the first part as flash attention, which also gives
-the log of its softmax's denominator; adding the other columns to the denominator is then arithmetic
-on single numbers. Backward, a flash kernel that is handed the *merged* output and denominator
-gives exactly the first part's share of the gradient (Ring Attention, arXiv 2310.01889, splits
-its keys alike). Nothing of size [B, A, T, T] is kept.
+Steps s >= 1 may be of M <= T positions only. `concatenated` is that formula. `merged` runs the
+first part as flash attention, which also gives the log of its softmax's denominator; adding the
+other columns to the denominator is then arithmetic on single numbers. Backward, a flash kernel that
+is handed the *merged* output and denominator gives exactly the first part's share of the gradient
+(Ring Attention, arXiv 2310.01889, splits its keys alike). Nothing of size [B, A, T, T] is kept.
 
-Shapes: B rows, T positions, A query heads, K key-value heads, G = A / K, E head width.
+Shapes: B rows, T positions, M of them, A query heads, K key-value heads, G = A / K, E head width.
 """
 
 import itertools
@@ -35,26 +35,43 @@ class Unrolled:
 
     def __init__(self, mask: Tensor | None = None) -> None:
         self._mask = mask
-        self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._kept: dict[int, list[tuple[Tensor, ...]]] = {}
+
+    def go_on(self, at_BM: Tensor) -> None:
+        """After step 0: queries of the next steps are at these positions, in this order; each step
+        may have fewer, the first of those before.
+        """
+        length = self._kept[0][0][0].shape[2]
+        if self._mask is None:
+            ones_TT = torch.ones(length, length, dtype=torch.bool, device=at_BM.device)
+            self._mask = ones_TT.tril().expand(len(at_BM), 1, -1, -1)
+        self._mask = self._mask.take_along_dim(at_BM[:, None, :, None], 2)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        kept = self._kept.setdefault(layer, [])
-        query, key, value = in_autocast(query, key, value)
+        count, query = query.shape[1], in_autocast(query)[0]
+        self.keep(layer, key, value)
         if self._mask is not None and self._mask.dtype != query.dtype:
             # What the kernels add to scores; made once for all steps.
             allowed, self._mask = self._mask, torch.zeros_like(self._mask, dtype=query.dtype)
             self._mask.masked_fill_(~allowed, -torch.inf)
-        kept.append((key.transpose(1, 2), value.transpose(1, 2)))
-        mixed_BATE = merged(query.transpose(1, 2), kept, self._mask)
+        first, *later = self._kept[layer]
+        sides = [first, *((key[:, :, :count], value[:, :, :count]) for key, value in later)]
+        bias = None if self._mask is None else self._mask[:, :, :count]
+        mixed_BATE = merged(query.transpose(1, 2), sides, bias)
         return mixed_BATE.transpose(1, 2).flatten(2)
 
+    def keep(self, layer: int, key: Tensor, value: Tensor, *, instead: bool = False) -> None:
+        """Take in keys and values that nothing is asked with; instead: of the last ones."""
+        kept, sides = self._kept.setdefault(layer, []), in_autocast(key, value)
+        kept[len(kept) - instead :] = [tuple(side.transpose(1, 2) for side in sides)]
 
-Kept = Sequence[tuple[Tensor, Tensor]]  # (keys, values) of each step, [B, K, T, E] each
+
+Kept = Sequence[tuple[Tensor, ...]]  # (keys, values) of each step, [B, K, T, E] each
 
 
 def concatenated(query_BATE: Tensor, kept: Kept, bias_B1TT: Tensor | None = None) -> Tensor:
     """The formula as it stands: [B, A, T, E]. bias: added to step 0's scores; None: causal."""
-    groups, length = query_BATE.shape[1] // kept[0][0].shape[1], query_BATE.shape[2]
+    groups, length = query_BATE.shape[1] // kept[0][0].shape[1], kept[0][0].shape[2]
     keys, values = (
         [x.repeat_interleave(groups, 1) for x in side] for side in zip(*kept, strict=True)
     )
@@ -83,8 +100,8 @@ class _Merged(torch.autograd.Function):
         run = kernels(query, bias)[0]
         first_BATE, lse_BAT = run(query, spread(sides[0], groups), spread(sides[1], groups), bias)
         if len(sides) > 2:  # the columns of the later steps, their keys and values in turns
-            rows, heads, length, width = sides[0].shape
-            split = (rows, heads, -1, length, width)
+            heads, width = sides[0].shape[1], query.shape[3]
+            split = (query.shape[0], heads, -1, *query.shape[2:])
             grouped, first, lse = query.reshape(split), first_BATE.reshape(split), lse_BAT
             keys = (key.unsqueeze(2) for key in sides[2::2])
             scores = [(grouped * key).sum(-1, dtype=lse.dtype).mul_(width**-0.5) for key in keys]

@@ -15,12 +15,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftsmith.models.disk.read_lm import load_config, read_json, save_tensors, write_json
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import META, open_drafter, read_meta
 from draftsmith.models.folder.tensors import outline
 from draftsmith.models.heads.head import Kind, Reads, heads
-from draftsmith.models.server_facts import STACKS
+from draftsmith.models.server_facts import SERVES, STACKS
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.models.vocab import FILE
 
@@ -29,6 +31,12 @@ LM = {"vllm": "draft_model", "sglang": "STANDALONE", "transformers": ""}
 # Layouts that are no kind of head of ours.
 OTHERS = {
     "lm": Kind("a draft LM", {stack: Reads(name, ours=True) for stack, name in LM.items()}),
+    "speculators-block": Kind(
+        "a block drafter in speculators' format", {"vllm": Reads(), "speculators": Reads()}
+    ),
+    "official-block": Kind(
+        "a block drafter in the official layout", {"vllm": Reads(), "sglang": Reads()}
+    ),
     "speculators": Kind(
         "EAGLE-3 in speculators' format",
         {"vllm": Reads(), "sglang": Reads(says="after export to=sglang"), "speculators": Reads()},
@@ -83,9 +91,12 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
         shutil.copytree(opened.path, folder, ignore=ours, dirs_exist_ok=True)
     else:
         made = opened.head().bind(model).exported(to, model, K)
+        K = made.K or K
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", made.config)
         save_tensors(folder / made.file, made.tensors)
+        for file, content in made.beside.items():
+            torch.save(content, folder / file)
     return launch(to, stacks[to].method, folder, target, K)
 
 
@@ -96,6 +107,7 @@ def serve_line(folder_path: str | Path, target: str) -> str:
     folder, quoted = Path(folder_path), shlex.quote(target)
     meta = read_meta(folder)
     kind, K, known = meta["kind"], served_K(meta), about(meta["kind"])
+    K = read_json(folder / "config.json").get("levels", K)  # a block is drafted whole
     title, stacks = known.title, known.stacks
     if not stacks:
         return (
@@ -128,7 +140,7 @@ def served_K(meta: dict[str, Any]) -> int:
 def launch(stack: str, method: str, folder: Path, target: str, K: int) -> str:
     """The command for a folder that the stack reads; vLLM would guess the method from the path."""
     options = {"method": method, "model": str(folder), "num_speculative_tokens": K}
-    return STACKS[stack].serve.format(
+    return SERVES.get(method, STACKS[stack].serve).format(
         target=shlex.quote(target),
         folder=shlex.quote(str(folder)),
         literal=repr(str(folder)),

@@ -10,6 +10,7 @@ from draftsmith.command import check_least
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.heads.block import KINDS, Block, BlockConfig
+from draftsmith.models.heads.layer import LAYER_CONFIGS, layer_json, read_layer
 from draftsmith.models.taps import Tap, default_taps
 from draftsmith.train.drafts.start import layer_like, place
 
@@ -25,18 +26,23 @@ class BlockSource:
     mask: str = "causal"  # of a block's rows among themselves: full | causal
     convs: bool = False  # short convolutions around each half of a layer
     noise: bool = False  # reads the noise that the target will draw with
+    last: bool = False  # the last context state is added to every row
     levels: int = 7  # tokens of a block
+    mask_token: int = -1  # whose embedding MASK is, as other stacks want it; -1: a learnt vector
     layers: int = 2
+    layer: str = ""  # llama | qwen3, the one that other stacks read; empty: as the target's
     rank: int = 256  # of the light head
     taps: list[int] = field(default_factory=list)  # empty: `block_taps`
-    init: str = "target"  # target: the trunk begins as its last layers | random
+    init: str = "target"  # target: as its last layers, reading its deepest tap | random
 
 
 def block_taps(layers: int) -> tuple[Tap, ...]:
-    """DFlash's five, evenly from 1 to L - 3; of targets under ten layers `default_taps`."""
+    """DFlash's five, the outputs of layers 1 to L - 3, from 0, evenly; of targets under ten layers
+    `default_taps`.
+    """
     if layers < 10:
         return default_taps(layers)
-    return tuple(round(1 + i * (layers - 4) / 4) for i in range(5))
+    return tuple(round(1 + i * (layers - 4) / 4) + 1 for i in range(5))
 
 
 def open_block(
@@ -62,11 +68,18 @@ def open_block(
             f"{', '.join(KINDS)}, and target or random"
         )
     check_least(source, levels=1, layers=1, rank=1)
+    if source.layer not in ("", *LAYER_CONFIGS):
+        raise ValueError(
+            f"head.layer: got {source.layer!r}, expected one of {', '.join(LAYER_CONFIGS)}"
+        )
+    layer = layer_like(target, source.layers)
+    layer = read_layer(layer_json(layer) | {"model_type": source.layer or layer.model_type})
     settings: dict[str, Any] = {key: getattr(source, key) for key in KINDS["dflash"]}
     settings |= KINDS.get(source.kind, {})
     taps = tuple(source.taps or block_taps(target.config.get_text_config().num_hidden_layers))
-    sizes: Any = {"levels": source.levels, "rank": source.rank, "noise": source.noise}
-    config = BlockConfig(layer_like(target, source.layers), taps, **sizes, **settings)
+    given = ("levels", "rank", "noise", "last", "mask_token")
+    sizes: Any = {key: getattr(source, key) for key in given}
+    config = BlockConfig(layer, taps, **sizes, **settings)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         head = Block(config)

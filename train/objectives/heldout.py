@@ -178,9 +178,9 @@ class HeldOut:
             where = f"from {low:.2f} to {high:.2f}" if len(counts) > 1 else "anywhere"
             if accelerator.is_main_process:
                 warnings.warn(
-                    f"got {len(counts)} held-out prompts, of which tau may be {where} (95%, over "
-                    f"such prompts); expected at least {FEW}; raise heldout.limit, or give more "
-                    "rows by heldout.prompts",
+                    f"got {len(counts)} held-out prompts, by which tau now is {where} (95%, over "
+                    f"such prompts; wider as more is kept); expected at least {FEW}; raise "
+                    "heldout.limit, or give more rows by heldout.prompts",
                     stacklevel=2,
                 )
         return float(sum(emitted) / max(1, sum(rounds)))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from block_drafts import drafter as block_drafter
+from block_drafts import drafter
 from block_drafts import made as made_block
 from head_folders import made as made_head
 from tiny_llama import build_llama
@@ -73,8 +73,8 @@ def drafter_of(kind: str, target: PreTrainedModel, draft: PreTrainedModel) -> Dr
         "eagle3": lambda: EagleDrafter(made_head("eagle3", target), target, vocab),
         "medusa": lambda: MedusaDrafter(made_head("medusa", target), target, vocab),
         "hydra": lambda: HydraDrafter(made_head("hydra", target, prefixed=True), target, vocab),
-        "block": lambda: block_drafter(made_block("noise-markov"), target),
-        "domino": lambda: block_drafter(made_block("domino"), target),
+        "block": lambda: drafter(made_block("noise-markov"), target),
+        "domino": lambda: drafter(made_block("domino"), target),
     }
     return makers[kind]()
 

@@ -30,9 +30,9 @@ from draftsmith.train.text.on_policy import OnPolicy
 from draftsmith.train.text.stream import CorpusStream
 
 
-def of_eagle(version: int, **options: float) -> Objective:
+def of_eagle(version: int, *, mtp: bool = False, **options: float) -> Objective:
     target = llama()
-    head = eagle(target, version=version)
+    head = eagle(target, version=version, mtp=mtp)
     states = OnlineTaps(target, head.taps)
     return EagleObjective(Unroll(steps=2, **options), head, target, words(TOKENS), states)
 
@@ -73,6 +73,7 @@ EXACT: dict[str, Callable[[], Objective]] = {
     "medusa": lambda: of_heads("medusa"),
     "hydra": lambda: of_heads("hydra"),
     "eagle3": lambda: of_eagle(3),
+    "mtp": lambda: of_eagle(1, mtp=True),
     "eagle1 without noise": lambda: of_eagle(1, noise=0.0),
     "all of a block's anchors": lambda: of_block(99),
 }

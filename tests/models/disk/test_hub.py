@@ -1,5 +1,7 @@
 """Drafters by their hub names, from a cache as the hub's own client leaves it."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,14 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from draftsmith.command import guarded
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.evaluate.arms import unsaid
-from draftsmith.models.folder import hub
+from draftsmith.decode.traces import judge_labels
+from draftsmith.decode.traces import record as tracing
+from draftsmith.decode.traces.store import read_traces
+from draftsmith.models.disk import hub
+from draftsmith.models.disk.hub import local_folder
 from draftsmith.models.folder.drafter_folder import META, save_defaults
-from draftsmith.models.folder.hub import local_folder
+from draftsmith.models.scorers import FOLDER, load_acceptance, weights_mark
+from draftsmith.train import scorers
 
 
 @pytest.fixture
@@ -47,6 +54,32 @@ def test_a_drafter_folder_of_the_hub(
     )
     with live(tiny_target, tiny_tokenizer, drafter="an/draft") as server:
         assert server.lane.decoder.settings.K == 2 and server.lane.draft["kind"] == "lm"
+
+
+def test_traces_and_scorers_of_a_drafter_of_the_hub(
+    cache: Path,
+    tmp_path: Path,
+    tiny_target: LlamaForCausalLM,
+    tiny_draft: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """From a trace to an acceptance head, which is read by the name too."""
+    folder = save_tiny(snapshot(cache, "an/draft"), tiny_draft, tiny_target, tiny_tokenizer)
+    for part in (tiny_target, tiny_tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    rows = [{"prompt": f"def f{i}(", "completion": f"x\n#### {i}"} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pair, trace = [f"target={tmp_path}/target", "drafter=an/draft"], f"{tmp_path}/trace"
+    few = ["max_new_tokens=8", f"prompts={tmp_path}/rows.jsonl", "split=all"]
+    tracing.main([*pair, *few, "K=2", f"out={trace}"])
+    assert read_traces(trace).about["drafter"]["mark"] == weights_mark(folder)
+    read = ["reading.kind=acceptance", "reading.drafter=an/draft", f"reading.traces=[{trace}]"]
+    scorers.main([pair[0], *read, f"out={tmp_path}/run", "steps=2", "width=4"])
+    shutil.copytree(tmp_path / "run/drafter" / FOLDER, folder / FOLDER)
+    assert load_acceptance("an/draft", hidden=32) is not None
+    labels = [*pair, f"data={tmp_path}/rows.jsonl", "max_new_tokens=4", "limit=2"]
+    with pytest.raises(ValueError, match="a trace without rows"):  # no answer of it is right
+        judge_labels.main([*labels, f"out={tmp_path}/labels"])
 
 
 def test_another_toolkits_head_of_the_hub(

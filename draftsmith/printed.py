@@ -1,4 +1,6 @@
-"""Numbers as the terminal, the page and the results pages print them; None is an em dash."""
+"""Numbers as the terminal, the pages and the charts print them (None is an em dash), and tables for
+the terminal.
+"""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
