@@ -14,12 +14,12 @@ from head_folders import ours
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.command import guarded
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.heads.block import KINDS
 from draftsmith.train import blocks
 from draftsmith.train.drafts.blocks import BlockSource, block_taps, open_block
+from draftsmith.train.objectives.block import BlockObjective
 from draftsmith.train.plan.table import plan
 
 Argv = list[str]
@@ -76,7 +76,7 @@ def test_a_run_leaves_a_folder_that_decodes(training: Argv, tmp_path: Path) -> N
     """And from it the next run goes on, whatever sizes its recipe says."""
     noisy = [*training, "head.noise=true", "lr=1e-2", "eval_every=2"]
     log = run(tmp_path / "run", noisy)
-    best = max(log, key=lambda record: record["eval_tau"])
+    best = max((r for r in log if "eval_tau" in r), key=lambda record: record["eval_tau"])
     made = json.loads((tmp_path / "run/drafter/draftsmith.json").read_text())
     assert made["kind"] == "block" and made["defaults"]["K"] == 3
     assert made["provenance"]["tau"] == best["eval_tau"]
@@ -90,18 +90,31 @@ def test_a_run_leaves_a_folder_that_decodes(training: Argv, tmp_path: Path) -> N
         assert second[0][name] == pytest.approx(best[name], rel=1e-5)
 
 
-def test_a_run_that_was_stopped_goes_on(training: Argv, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_goes_on(
+    training: Argv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Anchors, noise and the base's share as if it hadn't been, to the last bit."""
-    training = [*training, "head.noise=true", "anchors={count: 4, base: 0.5, base_ends: 4}"]
-    whole = run(tmp_path / "whole", [*training, "save_every=2"])
-    run(tmp_path / "parts", [*training, "save_every=2", "steps=2", "schedule=constant"])
-    run(tmp_path / "straight", [*training, "schedule=constant"])
-    parts = run(tmp_path / "parts", [*training, "save_every=2", "schedule=constant"])
-    found = [
-        load_file(tmp_path / f"{name}/best/weights.safetensors") for name in ("parts", "straight")
-    ]
+    training = [*training, "head.noise=true", "save_every=2", "eval_every=4", "lr=1e-2"]
+    training += ["anchors={count: 4, base: 0.5, base_ends: 4}"]
+    whole = run(tmp_path / "whole", training)
+
+    def dying(self: BlockObjective, means: dict[str, float]) -> None:
+        observe(self, means)
+        if self.steps_done == 3:
+            raise InterruptedError
+
+    observe = BlockObjective.observe
+    monkeypatch.setattr(BlockObjective, "observe", dying)
+    with pytest.raises(InterruptedError):
+        run(tmp_path / "parts", training)
+    monkeypatch.setattr(BlockObjective, "observe", observe)
+    parts = run(tmp_path / "parts", training)
+    for name in ("loss", "grad_norm", "eval_loss", "eval_tau"):
+        assert parts[-1][name] == whole[-1][name], name
+    files = [tmp_path / f"{name}/best/weights.safetensors" for name in ("parts", "whole")]
+    found = [load_file(file) for file in files]
+    assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[1][key], value) for key, value in found[0].items())
-    assert parts[-1]["step"] == whole[-1]["step"] == 4
 
 
 WRONG: list[tuple[Argv, str]] = [
@@ -156,7 +169,6 @@ def test_the_planner_knows_the_entry(training: Argv, tmp_path: Path) -> None:
     outline = plan(sizes)
     log = run(tmp_path / "run", training)
     made = load_file(tmp_path / "run/drafter/model.safetensors")
-    assert log and f"{sum(t.numel() for t in made.values()):,} trained weights" in str(outline)
+    assert log and outline.sizes.learned == sum(tensor.numel() for tensor in made.values())
     with pytest.raises(ValueError, match="got light='lamp'"):
         plan([*sizes, "head.light=lamp"])
-    assert guarded is not None

@@ -22,7 +22,6 @@ WAYS = [replace(params, max_new_tokens=14) for params in SETTINGS]
 WAYS.append(SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=14, seed=9))
 IDS = ["greedy", "t1", "top-k", "top-p"]
 ROUNDS: dict[str, dict[str, Any]] = MODES | {"leviathan": {"rule": "leviathan"}}
-# eagle-25 is five deep.
 TREES: list[dict[str, Any]] = [
     {"K": LEVELS},
     {"K": 2},
@@ -53,6 +52,30 @@ def test_no_answer_changes(
         for way in ways:
             got = [c.tokens for c in decoder.generate(PROMPTS, WAYS[way])]
             assert got == answers[way], (tree, batch, IDS[way])
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "tree"),
+    [
+        *(("noise-markov", "confidence:0.05", "chain"), ("dflash", "depth:0.1", "dynamic:4,3,12")),
+        *(("dflash", "confidence:0.05", "chain"), ("noise-markov", "depth:0.1", "dynamic:4,3,12")),
+        pytest.param("noise-markov", "cost", "dynamic:4,3,12", marks=pytest.mark.slow),
+        pytest.param("dflash", "cost", "chain", marks=pytest.mark.slow),
+    ],
+)
+def test_no_plan_that_changes_changes_an_answer(
+    tiny_target: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    answers: list[list[list[int]]],
+    name: str,
+    policy: str,
+    tree: str,
+) -> None:
+    """Shorter and longer rounds take turns: what a block left behind harms none."""
+    own = drafter(made(name), tiny_target)
+    given: dict[str, Any] = {"policy": policy, "batch_size": 3, "tree": tree}
+    decoder = Decoder(tiny_target, tiny_tokenizer, own, **given)
+    assert [c.tokens for c in decoder.generate(PROMPTS, WAYS[1])] == answers[1]
 
 
 @pytest.mark.slow
