@@ -96,8 +96,8 @@ def main(argv: list[str]) -> None:
 def shrunk(config: BlocksRun) -> BlocksRun:
     """Two steps of a tiny drafter on a tiny random target."""
     own = config.head
-    small = {"rank": min(own.rank, 8), "mask_token": min(own.mask_token, 0)}
-    head = replace(own, path="", taps=[], **small)
+    token = min(own.mask_token, 0)
+    head = replace(own, path="", taps=[], rank=min(own.rank, 8), mask_token=token)
     return replace(shrunk_run(config), head=head)
 
 

@@ -1,7 +1,7 @@
 """One training step of DFlash, ours against speculators' eager one: time and peak memory.
 
     python bench/speed/blocks.py                   # two cores, small widths; a few minutes
-    python bench/speed/blocks.py --device cuda    # hidden 4096, vocabulary 128k, 512 anchors, bf16
+    python bench/speed/blocks.py --device cuda    # hidden 4096, vocabulary 128k, 256 anchors, bf16
 
 Same model, text and number of anchors, forward, loss and backward, the LM head frozen on both
 sides. Arms, memory and time are those of bench/speed/eagle.py, and so is what it needs. speculators
@@ -31,7 +31,7 @@ from draftsmith.models.taps import TargetStates
 from draftsmith.train.objectives.block import Anchors, BlockObjective
 from draftsmith.train.text.batches import Batch
 
-LARGE = {"hidden": 4096, "vocabulary": 131_072, "length": 2048, "anchors": 512}
+LARGE = {"hidden": 4096, "vocabulary": 131_072, "length": 2048, "anchors": 256}
 SMALL = {"hidden": 512, "vocabulary": 16_384, "length": 1024, "anchors": 64}
 
 

@@ -32,7 +32,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.heads.block_attention import Blocks
-from draftsmith.models.heads.block_layouts import block_exported
+from draftsmith.models.heads.block_layouts import block_exported, unread
 from draftsmith.models.heads.block_lights import LIGHTS, light_of
 from draftsmith.models.heads.head import Exported, Head, Kind, Reads, entry
 from draftsmith.models.heads.layer import (
@@ -63,11 +63,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 TITLES = {"dflash": "DFlash", "dflash2": "DFlash-2", "dspark": "DSpark", "domino": "Domino"}
 TITLES |= {"jetspec": "JetSpec", "treeflash": "TreeFlash", "block": "a block drafter"}
+METHODS = {"vllm": ("dflash", "dspark"), "sglang": ("DFLASH", "DSPARK"), "speculators": ("", "")}
 STACKS = {
-    "dflash": {"vllm": Reads("dflash"), "sglang": Reads("DFLASH"), "speculators": Reads()},
-    "dspark": {"vllm": Reads("dspark"), "sglang": Reads("DSPARK"), "speculators": Reads()},
-    "jetspec": {"vllm": Reads("dflash")},
-    "block": {"speculators": Reads()},
+    kind: {to: Reads(METHODS[to][spark], misread=partial(unread, to)) for to in stacks}
+    for kind, spark, stacks in (
+        ("dflash", 0, tuple(METHODS)),
+        ("dspark", 1, tuple(METHODS)),
+        ("jetspec", 0, ("vllm",)),
+        ("block", 1, ("speculators",)),
+    )
 }
 
 

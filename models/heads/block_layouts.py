@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.heads.eagle_layouts import LAYER_KEYS, Config, Tensors, speculators_fields
-from draftsmith.models.heads.head import Exported
+from draftsmith.models.heads.head import ANY_DEPTH, Exported
 from draftsmith.models.heads.layer import rope_fields
 
 MASK_FILE = "mask_embedding.pt"
@@ -31,16 +31,17 @@ ENDS, GATED = ("pad", "bos", "eos"), ("gated", "rnn")
 def block_exported(to: str, config: Config, tensors: Tensors, target: PreTrainedModel) -> Exported:
     """The head of our own config.json and tensors; ValueError where `to` would draft otherwise."""
     own_mask = tensors.pop("mask", None)
-    if own_mask is not None and (to, config["light"]) == ("vllm", "none"):
-        # A token after which nothing is drafted stands in: its embedding isn't read elsewhere.
-        ends = [getattr(target.config.get_text_config(), f"{end}_token_id") for end in ENDS]
-        config = config | {"mask_token": next((i for i in ends if isinstance(i, int)), -1)}
     layers = target.config.get_text_config().num_hidden_layers
     if reason := unread(to, config, layers):
         raise ValueError(f"to={to}: got a block drafter that it would draft wrongly with: {reason}")
     for ours, theirs in NAMES.items():
         for name in [name for name in tensors if name.startswith(ours)]:
             tensors[MARKOV_HEAD + theirs + name.removeprefix(ours)] = tensors.pop(name)
+    if own_mask is not None:
+        # A token after which nothing is drafted stands in: its embedding isn't read elsewhere.
+        ends = [getattr(target.config, f"{end}_token_id", None) for end in ENDS]
+        known = [token for token in ends if isinstance(token, int)]
+        config = config | {"mask_token": (*known, config["vocab_size"] - 1)[0]}
     rows = config["levels"] + (config["labels"] == "same")
     said = {"block_size": rows, "mask_token_id": config["mask_token"]}
     if spark := config["light"] in MARKOV:
@@ -51,7 +52,7 @@ def block_exported(to: str, config: Config, tensors: Tensors, target: PreTrained
     if to == "speculators":
         made = said | speculators_fields("dspark" if spark else "dflash", target, config["levels"])
         made |= {
-            "architectures": ["DSparkSpeculator" if spark else "DFlashSpeculator"],
+            "architectures": ["DSparkDraftModel" if spark else "DFlashDraftModel"],
             "aux_hidden_state_layer_ids": list(config["taps"]),
             "draft_vocab_size": config["vocab_size"],
             "dtype": dtype,
@@ -78,7 +79,7 @@ def block_exported(to: str, config: Config, tensors: Tensors, target: PreTrained
     return Exported(made, tensors, beside=beside, K=config["levels"])
 
 
-def unread(to: str, config: Config, layers: int) -> str | None:
+def unread(to: str, config: Config, layers: int = ANY_DEPTH) -> str | None:
     """Why a stack would draft wrongly with the head of this config.json of ours; None where it
     would not. layers: of the target.
     """
@@ -88,8 +89,8 @@ def unread(to: str, config: Config, layers: int) -> str | None:
         ("its layers have no norms on queries and keys: train it with head.layer=qwen3",
          config["model_type"] != "qwen3"),
         ("its MASK is a vector of its own: train it with head.mask_token, a token's embedding",
-         config["mask_token"] < 0),
-        (f"readers differ in what taps {list(config['taps'])} are, other than 1 to {layers - 1}",
+         config["mask_token"] < 0 and (to, light) != ("vllm", "none")),
+        (f"readers differ in what taps {list(config['taps'])} are, other than 1 to its layers - 1",
          not inside),
         (f"it knows no light head of kind {light}", light not in ("none", *MARKOV)),
         ("it has no short convolutions as these are (convs)", config["convs"]),

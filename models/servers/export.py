@@ -107,25 +107,23 @@ def serve_line(folder_path: str | Path, target: str) -> str:
     folder, quoted = Path(folder_path), shlex.quote(target)
     meta = read_meta(folder)
     kind, K, known = meta["kind"], served_K(meta), about(meta["kind"])
-    K = read_json(folder / "config.json").get("levels", K)  # a block is drafted whole
     title, stacks = known.title, known.stacks
     if not stacks:
         return (
             f"# no server loads {title}; decode here: python -m draftsmith evaluate "
             f"target={quoted} drafter={shlex.quote(str(folder))}"
         )
-    lines = []
+    lines, config = [], read_json(folder / "config.json")
+    K = config.get("levels", K)  # a block is drafted whole
     export = f"python -m draftsmith export drafter={shlex.quote(str(folder))} target={quoted}"
     as_it_is = {stack: reads for stack, reads in stacks.items() if reads.ours}
-    for stack, reads in as_it_is.items():
-        reason = reads.misread and reads.misread(read_json(folder / "config.json"))
-        server = STACKS[stack].name.split()[0]
-        told = f"# {server} would draft wrongly with it: {reason}" if reason else ""
-        lines.append(told or launch(stack, reads.method, folder, target, K))
-    for stack, reads in ({} if as_it_is else stacks).items():
-        out = folder.with_name(f"{folder.name}-{stack}")
-        to = f"to={stack} out={shlex.quote(str(out))}"
-        lines.append(f"{export} {to} && {launch(stack, reads.method, out, target, K)}")
+    for stack, reads in (as_it_is or stacks).items():
+        if reason := reads.misread and reads.misread(config):
+            lines.append(f"# {STACKS[stack].name.split()[0]} would draft wrongly with it: {reason}")
+            continue
+        out = folder if reads.ours else folder.with_name(f"{folder.name}-{stack}")
+        first = "" if reads.ours else f"{export} to={stack} out={shlex.quote(str(out))} && "
+        lines.append(first + launch(stack, reads.method, out, target, K))
     without = [STACKS[stack].name for stack in ("vllm", "sglang") if stack not in stacks]
     lines += [f"# {' and '.join(without)} load no {title}"] if without else []
     return "\n".join([*lines, *(_notes(folder, meta) if kind == "lm" else [])])

@@ -139,6 +139,8 @@ def test_what_servers_read(
 def test_a_mask_of_its_own_goes_to_vllm(place: Any, tmp_path: Path, tiny_target: Target) -> None:
     folder, head, path = place("dflash", mask_token=-1)
     assert isinstance(head, Block)
+    lines = serve_line(folder, path).splitlines()
+    assert "to=vllm" in lines[0] and all("draft wrongly" in line for line in lines[1:])
     export(folder, path, "vllm", str(tmp_path / "out"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     state = torch.load(tmp_path / "out" / "mask_embedding.pt", weights_only=True)
@@ -153,13 +155,15 @@ def test_a_mask_of_its_own_goes_to_vllm(place: Any, tmp_path: Path, tiny_target:
         with pytest.raises(ValueError, match=f"to={to}: .*MASK is a vector .* head.mask_token"):
             export(folder, path, to, str(tmp_path / "no"))
         assert not (tmp_path / "no").exists()
+    lines = serve_line(folder, path).splitlines()
+    assert len(lines) == 3 and all("would draft wrongly with it: its MASK" in x for x in lines)
 
 
 @pytest.mark.parametrize(
     ("kind", "about", "to", "reason"),
     [
         ("dflash", {"qwen": False}, "vllm", "no norms on queries and keys: .*head.layer=qwen3"),
-        ("dflash", {"taps": (0, 2)}, "speculators", r"what taps \[0, 2\] are, other than 1 to 2"),
+        ("dflash", {"taps": (0, 2)}, "speculators", r"what taps \[0, 2\] are, other than 1 to"),
         ("dflash", {"taps": (1, 3)}, "sglang", r"what taps \[1, 3\] are"),
         ("block", {"light": "gru", "mask": "full"}, "speculators", "no light head of kind gru"),
         ("block", {"convs": True}, "speculators", "no short convolutions"),

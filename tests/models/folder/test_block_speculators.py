@@ -4,6 +4,7 @@ loss and gradients; and their folders, both ways.
 Its loss of a block's row k is weighed by exp(-k / gamma), and all is divided by the rows trained.
 """
 
+import json
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,6 +211,11 @@ def test_both_ways(
     for name, tensor in (wanted | borrowed).items():
         assert torch.equal(loaded[name], tensor), name
     model.save_pretrained(tmp_path / "back")
+    mine, back = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("out", "back"))
+    layer, kept = (each.pop("transformer_layer_config") for each in (mine, back))
+    assert {name: kept[name] for name in layer} == layer
+    # Nothing that it writes is missing from ours, and nothing of ours is lost there.
+    assert {k: v for k, v in back.items() if k not in ("transformers_version", "auto_map")} == mine
     for again in ("out", "back"):
         found = reread(tmp_path / again, target)
         equal_heads(found, head)
