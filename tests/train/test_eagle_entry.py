@@ -182,7 +182,7 @@ def test_a_run_of_a_head_that_drafts_in_one_pass(tmp_path: Path, arguments) -> N
     path = f"head.path={tmp_path}/first/drafter"
     second = run(tmp_path / "second", [*arguments, "K=3", path, "head.parallel=3"])
     assert second[0]["eval_loss"] == pytest.approx(best["eval_loss"], rel=1e-5)
-    with pytest.raises(ValueError, match="kind peagle, expected eagle3; set head.version and head"):
+    with pytest.raises(ValueError, match="kind peagle, expected eagle3; set"):
         run(tmp_path / "third", [*arguments, path])
 
 

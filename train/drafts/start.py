@@ -269,10 +269,9 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle:
         raise ValueError(
             f"head: got sizes that don't fit ({why}); expected ones that do"
         ) from error
-    config = EagleConfig(layer, source.version, **three)
     if source.parallel:
-        own = {"parallel": source.parallel, "own_masks": source.own_masks}
-        config = PEagleConfig(layer, source.version, **three, **own)
+        three |= {"parallel": source.parallel, "own_masks": source.own_masks}
+    config = (PEagleConfig if source.parallel else EagleConfig)(layer, source.version, **three)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         return PEagle(config) if isinstance(config, PEagleConfig) else Eagle(config)

@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from draftsmith.models.disk.read_lm import load_config, read_json
 from draftsmith.models.heads.block import Block
 from draftsmith.models.heads.eagle import Eagle
-from draftsmith.models.heads.peagle import PEagle
+from draftsmith.models.heads.head import family, heads
 from draftsmith.models.taps import Tap, TargetStates
 from draftsmith.models.target import load_target, quantised_maps
 from draftsmith.models.tokenizer import load_tokenizer, vocab_size
@@ -38,8 +38,6 @@ from draftsmith.train.live.batches import ServedBatch
 from draftsmith.train.live.learner import make_objective
 from draftsmith.train.losses.top_k import TopKRows
 from draftsmith.train.objectives.block import BlockObjective
-from draftsmith.train.objectives.eagle import EagleObjective
-from draftsmith.train.objectives.peagle import PEagleObjective
 from draftsmith.train.plan.fake_step import WithoutData
 from draftsmith.train.run import recipe
 from draftsmith.train.run.frozen_target import check_frozen
@@ -226,13 +224,13 @@ def _heads(cast: Staged, entry: Any) -> None:
 def _eagle(cast: Staged, entry: Any) -> None:
     config, (target, tokenizer) = cast.config, cast.open_target()
     if config.head.path:
-        made_by = PEagle if config.head.parallel else Eagle
-        head = made_by.from_json(read_config("head.path", config.head.path, head=True)).bind(target)
+        cls: Any = heads()["peagle" if config.head.parallel else "eagle3"]
+        head = cls.from_json(read_config("head.path", config.head.path, head=True)).bind(target)
     else:
         counts_V = torch.zeros(len(target.get_output_embeddings().weight), dtype=torch.int64)
         head = open_head(config.head, target, tokenizer, counts_V, config.seed)
     given = (head, target, tokenizer, cast.states(target, head.taps))
-    objective_of = PEagleObjective if isinstance(head, PEagle) else EagleObjective
+    objective_of = family(head.kind, "train.objectives", "Objective")
     cast.objective = made = objective_of(config.unroll, *given, loss=config.loss)
     cast.also(head, target.dtype)
     if not head.vocab.is_full:  # the target's rows of the tokens that it drafts
