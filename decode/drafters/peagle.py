@@ -1,9 +1,9 @@
 """P-EAGLE heads as the drafter (arXiv 2602.01469; ParallelSpec, 2410.05589): one pass a round.
 
 The pairs of kept tokens, the pending one's last, are fed as they are kept, as EAGLE's are: the last
-output gives the law of the root's children. The rows of MASK come with a round's first draft call,
-in one pass: with n tokens committed, depth d has slot n - 1 + d and that position. What they leave
-there is seen by themselves alone: the pairs of the next kept tokens go over it.
+output gives the law of the root's children. The rows of MASK come with a round's first draft call:
+with n tokens committed, depth d has slot n - 1 + d and that position. What they leave there is seen
+by themselves alone: the pairs of the next kept tokens go over it.
 
 Shapes: B rows, D rows of MASK, L levels, F nodes fed, H hidden, V vocabulary.
 """
@@ -30,26 +30,23 @@ class PEagleDrafter(EagleDrafter):
             if frontier.depth == 0:  # the LM head is read once for all levels
                 drafted = self.first(self._rows(request))
             like = (-1, frontier.tokens_BF.shape[1], -1)
-            logits_BFV, states_BFH = (x[:, frontier.depth, None].expand(like) for x in drafted)
-            return Fed(logits_BFV, states_BFH)
+            return Fed(*(x_BLX[:, frontier.depth, None].expand(like) for x_BLX in drafted))
 
         return feed
 
     def _rows(self, request: Round) -> Tensor:
         """Outputs of all levels, [B, L, H]; none changes those above it, so no more are made."""
-        depth_D = torch.arange(1, request.plan.levels, device=self.device)
-        if not len(depth_D):
+        if request.plan.levels == 1:
             return self.state_BH[:, None]
+        depth_D = torch.arange(1, request.plan.levels, device=self.device)
         at_BD = request.lens_B[:, None] - 1 + depth_D
-        block_DD = torch.ones(len(depth_D), len(depth_D), dtype=torch.bool, device=self.device)
         width = self.pool.width(request.top + len(depth_D))
-        seen = Seen(request.lens_B, width, block_DD.tril(), depth_D)
-        where = self.pool.fed(at_BD, at_BD, seen)
+        seen = Seen(request.lens_B, width, depth_D[:, None] >= depth_D, depth_D)
         mask_BDH = self.body.fuse(self.head.mask_state[None, None]).expand(*at_BD.shape, -1)
+        where = self.pool.fed(at_BD, at_BD, seen)
         output_BDH = self.body.step(mask_BDH, (-depth_D).expand_as(at_BD), *where)
         return torch.cat([self.state_BH[:, None], output_BDH], 1)
 
     @property
     def parameter_bytes(self) -> int:
-        read = super().parameter_bytes + sum(p.nbytes for p in self.head.fc.parameters())
-        return read // self.levels
+        return (super().parameter_bytes + self.head.fc.weight.nbytes) // self.levels

@@ -310,9 +310,8 @@ def read_eagle3(config: dict[str, Any]) -> dict[str, Any]:
             f"config.json: got no {IDS} at its top level, expected the list of taps; `python "
             "-m draftsmith doctor` says what such a folder needs"
         )
-    read: dict[str, Any] = {name: bool(config.get(name, False)) for name in FLAGS}
-    read |= {"draft_vocab": int(config["draft_vocab_size"]), "taps": tuple(taps)}
-    return read | {"layer": layer, "version": 3}
+    read = {"layer": layer, "taps": tuple(taps), "draft_vocab": int(config["draft_vocab_size"])}
+    return read | {name: bool(config.get(name, False)) for name in FLAGS}
 
 
 def tap_fields(taps: tuple[Tap, ...]) -> dict[str, Any]:

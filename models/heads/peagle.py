@@ -1,17 +1,16 @@
-"""P-EAGLE heads (arXiv 2602.01469), and ParallelSpec's (2410.05589): EAGLE-3 that drafts K tokens
-in one pass instead of going on from its own outputs.
+"""P-EAGLE and ParallelSpec heads (arXiv 2602.01469, 2410.05589): EAGLE-3, K tokens in one pass.
 
 At position i row 0 is EAGLE-3's pair (f_i, x_{i+1}). The rows below it, d = 1 .. K - 1, know
-neither the token nor the state of their places: they read MASK and one learnt state m.
+neither token nor state of their places: they read MASK and a learnt state m.
 
     row 0 at i: x_{i+1}, fc([taps])    position i        sees rows 0 of all i' <= i
     row d at i: MASK_d,  fc(m)         position i + d    sees those, and rows 1 .. d of its own i
     row d predicts x_{i+2+d}
 
-So the tokens of one pass don't know each other, and no row changes those above it. P-EAGLE has one
-MASK and four layers; ParallelSpec a MASK for each d and its host's one layer.
+No row changes those above it. P-EAGLE has one MASK and four layers; ParallelSpec a MASK for each d
+and its host's one layer.
 
-Shapes: B rows, T positions, M of them that go on, H hidden, U width of the taps side by side.
+Shapes: B rows, T positions, M of them that go on, H hidden.
 """
 
 from collections.abc import Sequence
@@ -37,11 +36,9 @@ class PEagleConfig(EagleConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.version != 3 or self.parallel < 1 or self.norm_output:
-            raise ValueError(
-                f"peagle: got version {self.version}, parallel={self.parallel}, norm_output="
-                f"{self.norm_output}, expected version 3, at least 1, and false: no output is fed "
-                "back"
-            )
+            own = f"parallel={self.parallel}, norm_output={self.norm_output}"
+            told = "expected 3, at least 1, and false: no output is fed back"
+            raise ValueError(f"peagle: got version {self.version}, {own}, {told}")
 
 
 class PEagle(Eagle):
@@ -60,9 +57,8 @@ class PEagle(Eagle):
 
     def embed(self, tokens_X: Tensor) -> Tensor:
         known_XH = super().embed(tokens_X.clamp(min=0))
-        masks_X = (-1 - tokens_X).clamp(0, self.mask_token.num_embeddings - 1)
-        masked_XH = self.mask_token(masks_X).to(known_XH.dtype)
-        return torch.where(tokens_X.unsqueeze(-1) < 0, masked_XH, known_XH)
+        masks_XH = self.mask_token((-1 - tokens_X).clamp(0, self.mask_token.num_embeddings - 1))
+        return torch.where(tokens_X.unsqueeze(-1) < 0, masks_XH.to(known_XH.dtype), known_XH)
 
     def unroll(
         self,
@@ -72,27 +68,24 @@ class PEagle(Eagle):
         mask: Tensor | None = None,
         *,
         steps: int,
-        going_on: tuple[Tensor, Sequence[int]] | None = None,
+        going_on: Sequence[Tensor] = (),
     ) -> list[Tensor]:
-        """Rows 0 .. `steps` - 1 of a text, as `Eagle.unroll`. going_on: positions at_BM and counts,
-        row d is made of the first counts[d - 1] of them, ever fewer: [B, M, H]; None: of all.
+        """Rows 0 .. `steps` - 1 of a text, as `Eagle.unroll`. going_on: places [B, M] of the rows
+        from 1 on, each depth's the first of those before: states [B, M, H]; none: all of them.
         """
         attention, next_BT = Unrolled(mask), F.pad(tokens_BT[:, 1:], (0, 1))
         outputs = [self.step(hidden_BTH, next_BT, positions_BT, attention)]
-        mask_H, counts = self.fuse(self.mask_state), [tokens_BT.shape[1]] * (steps - 1)
-        if going_on is not None:
-            at_BM, counts = going_on
-            attention.go_on(at_BM)
-            positions_BT = positions_BT.gather(1, at_BM)
-        for depth, count in enumerate(counts, 1):
-            at_BM = positions_BT[:, :count] + depth
+        if going_on:
+            attention.go_on(going_on[0])
+        for depth in range(1, steps):
+            at_BM = positions_BT.gather(1, going_on[depth - 1]) if going_on else positions_BT
+            mask_BMH = self.fuse(self.mask_state).expand(*at_BM.shape, -1)
             masks_BM = torch.full_like(at_BM, -depth)
-            mask_BMH = mask_H.expand(*at_BM.shape, -1)
-            outputs.append(self.step(mask_BMH, masks_BM, at_BM, attention))
+            outputs.append(self.step(mask_BMH, masks_BM, at_BM + depth, attention))
         return [self.before_head(output) for output in outputs]
 
     def to_json(self) -> dict[str, Any]:
-        own = {name: getattr(self.config, name) for name in ("parallel", "own_masks")}
+        own = {"parallel": self.config.parallel, "own_masks": self.config.own_masks}
         return super().to_json() | own | {"architectures": ["PEagle"]}  # no server's EAGLE-3
 
     @classmethod

@@ -38,14 +38,10 @@ class Unrolled:
         self._kept: dict[int, list[tuple[Tensor, ...]]] = {}
 
     def go_on(self, at_BM: Tensor) -> None:
-        """After step 0: queries of the next steps are at these positions, in this order; each step
-        may have fewer, the first of those before.
-        """
-        length = self._kept[0][0][0].shape[2]
-        if self._mask is None:
-            ones_TT = torch.ones(length, length, dtype=torch.bool, device=at_BM.device)
-            self._mask = ones_TT.tril().expand(len(at_BM), 1, -1, -1)
-        self._mask = self._mask.take_along_dim(at_BM[:, None, :, None], 2)
+        """After step 0: later queries are at these positions, of each step the first of those."""
+        at_B1M1 = at_BM[:, None, :, None]
+        causal = at_B1M1 >= torch.arange(self._kept[0][0][0].shape[2], device=at_BM.device)
+        self._mask = causal if self._mask is None else self._mask.take_along_dim(at_B1M1, 2)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         count, query = query.shape[1], in_autocast(query)[0]

@@ -2,17 +2,14 @@
 
     loss = sum_d decay^d sum_{t in A_d} loss(p_{t+1+d}, q_{t,d})        A_0 all, A_d part of A_{d-1}
 
-Row d at t drafts x_{t+2+d} and is trained where `EagleObjective` trains step d. Of the N places in
-a row of text whose row 1 is trained, A_d has max(keep^d, least) N, drawn at each step: rows of MASK
-cost 2.4 N in place of 7 N with 8 depths (COD, conditional drop). Pairs count alike, so that what is
-dropped makes depth d weigh less, as EAGLE-3's decay does.
+Row d at t drafts x_{t+2+d} and is trained where `EagleObjective` trains step d. Of the places in a
+row of text whose row 1 is trained, A_d is a share of max(keep^d, least), drawn anew at each step
+(COD, conditional drop). Pairs count alike: what drops out makes depth d weigh less.
 
-Where this differs from the paper: depth by depth, not in one pass of all rows, so that no mask of
-all rows by all rows is made, and long text needs no segments; the same numbers. KL in place of
-cross-entropy, the same gradient. The divisor is the trained tokens of the step.
+Where this differs from the paper: depth by depth, not all rows in one pass, so that long text needs
+no segments; the same numbers. KL for cross-entropy, the same gradient.
 
-Legend: B rows, T positions, M places that go on, D depths, N = sum of all depths' pairs, H / G
-hidden size of the draft / the target.
+Legend: B rows, T positions, M places, S depths, N of all rows, H / G hidden of draft / target.
 """
 
 import math
@@ -32,34 +29,26 @@ from draftsmith.train.text.batches import Batch
 
 
 class PEagleObjective(EagleObjective):
-    """A P-EAGLE head against the target; `measure` is on all pairs. Arguments, errors and metrics
-    as `EagleObjective`'s; ValueError for shares that aren't 0 < least <= keep <= 1, too. `lk`
-    weighs its KL by the mean alpha of all depths.
+    """A P-EAGLE head against the target; else as `EagleObjective`. `measure` is on all pairs; `lk`
+    weighs its KL by the mean alpha of all depths. ValueError unless 0 < least <= keep <= 1.
     """
 
     head: PEagle
 
     def __init__(self, unroll: Unroll, head: PEagle, *given: Any, loss: str = "fkl") -> None:
         if not 0 < unroll.least <= unroll.keep <= 1:
-            raise ValueError(
-                f"unroll: got keep={unroll.keep}, least={unroll.least}, expected shares with 0 < "
-                "least <= keep <= 1"
-            )
+            found = f"got keep={unroll.keep}, least={unroll.least}"
+            raise ValueError(f"unroll: {found}, expected shares with 0 < least <= keep <= 1")
         super().__init__(replace(unroll, steps=head.levels), head, *given, loss=loss)
 
     def forward(self, batch: Batch) -> StepOutput:
         seen, (p_head_DG, _, ids_D) = self._states[0](batch), self._p_heads
-        at, pairs = self.drawn(batch)
+        at, ends, pairs = zip(*self.drawn(batch), strict=True)
         hidden_BTH = self.head.fuse(seen.taps_BTF.to(self.head.fc.weight.dtype))
         text = (hidden_BTH, batch.input_ids, batch.position_ids, batch.attention_mask)
-        going_on = (at[min(1, self.steps - 1)], [x.shape[1] for x in at[1:]])
-        states = self.head.unroll(*text, steps=self.steps, going_on=going_on)
-        wide = seen.norm_BTG.shape[2]
-        targets = [
-            seen.norm_BTG.roll(-1 - depth, 1).gather(1, at_BM[..., None].expand(-1, -1, wide))
-            for depth, at_BM in enumerate(at)
-        ]
-        q_NH, p_NG = (torch.cat([x.flatten(0, 1) for x in side]) for side in (states, targets))
+        states = self.head.unroll(*text, steps=self.steps, going_on=at[1:])
+        q_NH = torch.cat([state_BMH.flatten(0, 1) for state_BMH in states])
+        p_NG = seen.norm_BTG.flatten(0, 1)[torch.cat([end_BM.flatten() for end_BM in ends])]
         decays = self._weights(q_NH.device)
         weight_N = torch.cat([(x * w).flatten() for x, w in zip(pairs, decays, strict=True)])
         loss = mixed(self.loss, lk_weight(self.mean_alpha_D.mean()))
@@ -70,22 +59,19 @@ class PEagleObjective(EagleObjective):
         metrics |= {f"count_{d}": pair_BM.sum() for d, pair_BM in enumerate(pairs)}
         return StepOutput(made.total, batch.loss_mask.sum(), metrics)
 
-    def drawn(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each depth: the places [B, M] of its rows, those of d the first of those of d - 1 from
-        1 on; and which of them [B, M] are trained. By torch's generator.
+    def drawn(self, batch: Batch) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of each depth, [B, M]: the places t of its rows, from depth 1 on the first of those
+        before; t + 1 + d in the flat batch; whether the row is trained. By torch's generator.
         """
-        shape = batch.input_ids.shape
-        # The target's position is t + 1 + d; what wraps round is never trained.
-        of_N = trained(batch, self.steps).view(self.steps, *shape)
-        pairs_DBT = torch.stack([of_BT.roll(-1 - d, 1) for d, of_BT in enumerate(of_N)])
-        at, pairs = [torch.arange(shape[1], device=of_N.device).expand(shape)], [pairs_DBT[0]]
-        can_BT = pairs_DBT[min(1, self.steps - 1)]
-        order_BT = (torch.rand(shape, device=of_N.device) + can_BT).argsort(1, descending=True)
-        for depth in range(1, self.steps):
+        (rows, length), trained_SN = batch.input_ids.shape, trained(batch, self.steps)
+        place_T, made = torch.arange(length, device=trained_SN.device), []
+        first_B1 = torch.arange(rows, device=place_T.device)[:, None] * length
+        able_BT = trained_SN[:2][-1][first_B1 + (place_T + 2) % length]
+        order_BT = torch.rand(rows, length, device=place_T.device).add(able_BT).argsort(1).flip(1)
+        for depth in range(self.steps):
             share = max(self.unroll.keep**depth, self.unroll.least)
-            at_BM = order_BT[:, : math.ceil(share * shape[1])]
-            rank_M = torch.arange(at_BM.shape[1], device=of_N.device)
-            among_BM = rank_M < share * can_BT.sum(1, keepdim=True)
-            at.append(at_BM)
-            pairs.append(pairs_DBT[depth].gather(1, at_BM) & among_BM)
-        return at, pairs
+            at_BM = order_BT[:, : math.ceil(share * length)] if depth else place_T.expand(rows, -1)
+            end_BM = first_B1 + (at_BM + 1 + depth) % length  # one that wraps round isn't trained
+            drops_BM = place_T[: at_BM.shape[1]] >= share * able_BT.sum(1, keepdim=True)
+            made.append((at_BM, end_BM, trained_SN[depth][end_BM] & ~(drops_BM & bool(depth))))
+        return made

@@ -165,6 +165,18 @@ def test_one_card_holds_what_its_plan_says(tmp_path: Path, vocab: int, drafted: 
     assert 0.9 < expected / found < 1.1, f"{expected / MIB:.1f} MiB planned, {found / MIB:.1f} held"
 
 
+def test_rows_that_drop_out_take_no_room(tmp_path: Path) -> None:
+    """P-EAGLE's rows of MASK, 2.2 and 7 for each position, beside as much for the pairs."""
+    given = (target_at(tmp_path, 1024, layers=2), "out=x", "gpu=cpu", "text.max_length=256")
+    rows = ("entry=eagle", "head.parallel=8", "K=4", "heldout.prompt_tokens=4", "steps=10")
+    short = ("heldout.max_new_tokens=8", "heldout.batch_size=1", "batch_size=2")
+    few, all_of_them = (
+        plan([*given, *rows, *short, f"unroll={{keep: {keep}, least: 0.2}}"]).choices[0].held.parts
+        for keep in (0.6, 1.0)
+    )
+    assert few["activations"] < 0.6 * all_of_them["activations"]
+
+
 def test_a_frozen_weight_that_is_read_is_nothing_new(tmp_path: Path) -> None:
     """Views of weights are no new tensors: a deep target's pass holds what a flat one's does."""
     flat, deep = (planned(tmp_path, 1024, *WIDE, layers=layers) for layers in (2, 8))
