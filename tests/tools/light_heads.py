@@ -54,7 +54,7 @@ def unrolled(head: Clover | Falcon, states_BTH: Tensor, ids_BT: Tensor) -> list[
 def lesson(head: Clover | Falcon, target: PreTrainedModel, tokens: int, steps: int = 80) -> None:
     """Teach it that after x comes x + 1."""
     learner = torch.optim.Adam(head.parameters(), lr=0.02)
-    ids_BT = (torch.arange(tokens // 10)[:, None] * 10 + torch.arange(16)) % tokens
+    ids_BT = (torch.arange(tokens // 5)[:, None] * 5 + torch.arange(16)) % tokens
     states_BTH = target_states(target, head.taps, input_ids=ids_BT).taps_BTF
     for _ in range(steps):
         loss = torch.zeros(())
