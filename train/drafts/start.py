@@ -210,8 +210,7 @@ def open_head(
             "by the target's own LM head; leave them out, or set head.version=3"
         )
     head = _earlier(source, target, tokenizer) if source.path else _fresh(source, target, seed)
-    place(head, target.device)
-    head = head.bind(target) if source.path else head.init_from(target)
+    place(head, target.device).bind(target)
     if source.version == 3 and not source.path:
         vocab = DraftVocab.most_frequent(counts_V, head.config.draft_vocab)
         if not vocab.is_full:
