@@ -1,4 +1,4 @@
-"""EAGLE heads as the drafter (Li et al., arXiv 2401.15077, 2406.16858 and 2503.01840).
+"""EAGLE heads (Li et al., arXiv 2401.15077, 2406.16858, 2503.01840) and MTP modules as the drafter.
 
 A row of n committed tokens has been fed the pairs (f_i, x_{i+1}) for i = 0..n-1, the last one with
 the pending token: pair i lies in slot i and at rotary position i. Its output there, kept as state,
@@ -22,7 +22,7 @@ from draftsmith.models.heads.eagle import Eagle
 
 
 class EagleDrafter(HeadDrafter):
-    """An EAGLE-1 or EAGLE-3 head; each draft call runs its layers over the nodes fed."""
+    """An EAGLE head or an MTP module; each draft call runs its layers over the nodes fed."""
 
     head: Eagle
 

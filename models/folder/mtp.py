@@ -33,7 +33,7 @@ from draftsmith.models.folder.tensors import Checkpoint
 from draftsmith.models.heads.eagle import MTP_NAME
 
 # Models whose layers are of Llama's or Qwen3's kind.
-DENSE = ("llama", "mimo", "mistral", "qwen2", "qwen3")
+DENSE = ("llama", "mimo", "qwen2", "qwen3")
 FC = re.compile(r"((?:.*\.)?(?:mtp_)?layers\.(\d+)\.)(?:eh_proj|input_proj)\.weight")
 MTP: Changes = (
     (r"^mtp\.layers\.0\.(enorm|token_layernorm)\.", "mtp.pre_fc_norm_embedding."),

@@ -18,7 +18,7 @@ draft vocabulary, V rows of the target's LM head, A query heads, K key-value hea
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.fingerprint import final_norm
 from draftsmith.models.heads.eagle_layouts import FLAGS, IDS, LAYOUTS, unread_by_sglang
 from draftsmith.models.heads.head import ANY_DEPTH, Exported, Head, Kind, OutputHead, Reads
 from draftsmith.models.heads.layer import (
@@ -161,14 +160,6 @@ class Eagle(Head):
         self.lm_head = OutputHead(self.hidden, config.draft_vocab, bias=False)
         if config.draft_vocab < self.rows:
             self.set_vocab(DraftVocab(torch.arange(config.draft_vocab), self.rows))
-
-    @torch.no_grad()
-    def init_from(self, target: PreTrainedModel) -> Self:
-        """Bind the target; an MTP module's final norm begins as the target's."""
-        if self.config.mtp:
-            for norm in final_norm(target):
-                self.norm.weight.copy_(norm.weight)
-        return self.bind(target)
 
     def set_vocab(self, vocab: DraftVocab) -> None:
         """Give EAGLE-3 the tokens that it drafts."""

@@ -88,6 +88,7 @@ def official(family: str, folder: Path, target: LlamaForCausalLM, **config: Any)
         part, _, rest = name.partition(".")
         tensors[prefix + (block + rest if part == "block" else f"{called[part]}.{rest}")] = value
     about = layer.to_dict() | {"model_type": kind, "num_nextn_predict_layers": 1} | config
+    about |= {"architectures": target.config.architectures}
     if family == "speculators":  # which writes down only what isn't as it is by default
         about = layer.to_diff_dict() | {"model_type": kind}
         about = {"speculators_model_type": "mtp", "transformer_layer_config": about} | config

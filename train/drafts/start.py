@@ -225,15 +225,14 @@ def open_head(
             "by the target's own LM head; leave them out, or set head.version=3"
         )
     head = _earlier(source, target, tokenizer) if source.path else _fresh(source, target, seed)
-    place(head, target.device)
-    head = head.bind(target) if source.path else head.init_from(target)
+    place(head, target.device).bind(target)
     if not isinstance(head, Eagle) or source.version == 1:
         return head
     if not source.path:
         vocab = DraftVocab.most_frequent(counts_V, head.config.draft_vocab)
         if not vocab.is_full:
             head.set_vocab(vocab)
-            place(head, target.device)
+            place(head, target.device).bind(target)
         if source.init_head == "target":
             rows_DH = head.target_head_VH[vocab.ids_D.to(target.device)]
             head.lm_head.weight.data.copy_(rows_DH)

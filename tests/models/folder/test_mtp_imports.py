@@ -11,11 +11,17 @@ import torch
 from head_folders import equal_heads, made, on_disk, ours
 from official_mtp import FAMILIES, Module, official, rename
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.models.disk.read_lm import load_lm
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter
 from draftsmith.models.folder.imports import recognise
 from draftsmith.models.heads.eagle import Eagle
@@ -129,6 +135,26 @@ def test_a_target_drafts_for_itself(
     assert [c.tokens for c in done] == truths(tiny_target, tiny_tokenizer, SETTINGS[1])[:2]
 
 
+def test_a_mimo_folder_from_end_to_end(
+    tmp_path: Path, tiny_target: Target, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Its layers are Qwen2's, and by that name transformers reads it; the module in it is spare."""
+    sizes = tiny_target.config.to_dict()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "eos_token_id")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    torch.manual_seed(2)
+    made = Qwen2ForCausalLM(Qwen2Config(**{name: sizes[name] for name in names}, **heads))
+    official("mimo", tmp_path / "target", made, model_type="qwen2")
+    target = load_lm(tmp_path / "target", dtype="auto", allow_unknown=True)
+    target.eval().requires_grad_(False)
+    with pytest.warns(UserWarning, match="in the layout of an MTP module"):
+        drafter = load_drafter(str(tmp_path / "target"), target, tiny_tokenizer)
+    assert drafter is not None and drafter.kind == "mtp"
+    done = Decoder(target, tiny_tokenizer, drafter, K=2).generate(PROMPTS[:2], SETTINGS[0])
+    plain = Decoder(target, tiny_tokenizer).generate(PROMPTS[:2], SETTINGS[0])
+    assert [c.tokens for c in done] == [c.tokens for c in plain]
+
+
 def test_another_models_folder_is_a_draft_lm(tmp_path: Path, tiny_target: Target) -> None:
     """With an MTP module in it a whole model is none, but for the target that it is."""
     official("deepseek", tmp_path / "theirs", tiny_target)
@@ -137,6 +163,9 @@ def test_another_models_folder_is_a_draft_lm(tmp_path: Path, tiny_target: Target
     assert recognise(tmp_path / "theirs") is None
     assert recognise(tmp_path / "theirs", tiny_target.config) is not None
     assert examine(str(tmp_path / "theirs"))[0] == "lm"
+    official("speculators", tmp_path / "apart", tiny_target)
+    layout, findings = examine(str(tmp_path / "apart"))
+    assert layout == "mtp" and not [f for f in findings if f.verdict == "fault"], findings
 
 
 def test_of_several_modules_the_first_is_read(tmp_path: Path, tiny_target: Target) -> None:
