@@ -25,10 +25,10 @@ from dataclasses import dataclass, field, replace
 from draftsmith.command import run_command
 from draftsmith.models.target import TargetSpec
 from draftsmith.train.drafts.blocks import BlockSource, open_block
+from draftsmith.train.heldout.head_run import check_context, head_figures, save_head
+from draftsmith.train.heldout.heldout import HeldOutPrompts, open_heldout
+from draftsmith.train.heldout.heldout import shrunk as shrunk_run
 from draftsmith.train.objectives.block import Anchors, BlockObjective
-from draftsmith.train.objectives.head_run import check_context, head_figures, save_head
-from draftsmith.train.objectives.heldout import HeldOutPrompts, open_heldout
-from draftsmith.train.objectives.heldout import shrunk as shrunk_run
 from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.frozen_target import offloaded, open_target
 from draftsmith.train.run.launch import begin

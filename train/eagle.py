@@ -37,10 +37,10 @@ from draftsmith.models.heads.head import family
 from draftsmith.models.target import TargetSpec, head_weight
 from draftsmith.models.vocab import ENOUGH
 from draftsmith.train.drafts.start import EagleSource, counted, open_head
+from draftsmith.train.heldout.head_run import check_context, head_figures, save_head
+from draftsmith.train.heldout.heldout import HeldOutPrompts, open_heldout
+from draftsmith.train.heldout.heldout import shrunk as shrunk_run
 from draftsmith.train.objectives.eagle import Unroll
-from draftsmith.train.objectives.head_run import check_context, head_figures, save_head
-from draftsmith.train.objectives.heldout import HeldOutPrompts, open_heldout
-from draftsmith.train.objectives.heldout import shrunk as shrunk_run
 from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.frozen_target import offloaded, open_target
 from draftsmith.train.run.launch import begin

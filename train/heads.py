@@ -31,9 +31,9 @@ from draftsmith.command import check_least, run_command
 from draftsmith.models.heads.head import Head, family, heads
 from draftsmith.models.heads.medusa import Medusa
 from draftsmith.models.target import TargetSpec
-from draftsmith.train.objectives.head_run import check_context, head_figures, save_head
+from draftsmith.train.heldout.head_run import check_context, head_figures, save_head
+from draftsmith.train.heldout.heldout import HeldOutPrompts, open_heldout, shrunk
 from draftsmith.train.objectives.heads import HeadObjective
-from draftsmith.train.objectives.heldout import HeldOutPrompts, open_heldout, shrunk
 from draftsmith.train.objectives.medusa import JointMedusa, JointTraining
 from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.frozen_target import offloaded, open_target

@@ -24,8 +24,8 @@ from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run
 from draftsmith.bench.speed.workers import launch
 from draftsmith.command import parse, run_command
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate.metrics import (

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import Embedding
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
-from draftsmith.decode.drafters.head_drafter import HeadDrafter, HeadKV, keep_last
 from draftsmith.decode.drafters.medusa import output_product
+from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
+from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV, keep_last
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.lean_heads import LeanBlock, lean_block
 from draftsmith.decode.forward.product import VocabHead, head_logits

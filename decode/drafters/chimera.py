@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
-from draftsmith.decode.drafters.head_drafter import HeadDrafter, keep_last
 from draftsmith.decode.drafters.medusa import output_product
+from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
+from draftsmith.decode.drafting.head_drafter import HeadDrafter, keep_last
 from draftsmith.decode.forward.product import head_logits
 from draftsmith.models.heads.chimera import Chimera
 

@@ -7,8 +7,8 @@ Shapes: B rows, N tokens, T tokens of a text, F nodes fed, H hidden.
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round, picked
-from draftsmith.decode.drafters.head_drafter import HeadDrafter, Where
+from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
+from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.models.heads.clover import Clover
 

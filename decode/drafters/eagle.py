@@ -13,8 +13,8 @@ vocabulary, V the tokenizer's.
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round, picked
-from draftsmith.decode.drafters.head_drafter import HeadDrafter, Where
+from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
+from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.forward.lean_heads import LeanEagle, lean_eagle
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
-from draftsmith.decode.drafters.head_drafter import HeadDrafter, HeadKV
+from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
+from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.models.heads.falcon import Falcon
-from draftsmith.models.heads.layer import Attention, causal
+from draftsmith.models.layers.layer import Attention, causal
 
 
 class FalconDrafter(HeadDrafter):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round
-from draftsmith.decode.drafters.head_drafter import HeadDrafter, Where
+from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round
+from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize

@@ -11,8 +11,8 @@ Shapes: B rows, D rows of MASK, L levels, F nodes fed, H hidden, V vocabulary.
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round
 from draftsmith.decode.drafters.eagle import EagleDrafter
+from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.models.heads.peagle import PEagle
 

@@ -19,9 +19,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.base import ANY_DEPTH, Drafter, shape_of
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
+from draftsmith.decode.drafting.base import ANY_DEPTH, Drafter, shape_of
 from draftsmith.decode.engine import memory
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.request import Completion, Event, Prompt, eos_ids, open_request

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode import sampling
-from draftsmith.decode.drafters.base import Call, Drafter, Kept, Round, picked
+from draftsmith.decode.drafting.base import Call, Drafter, Kept, Round, picked
 from draftsmith.decode.engine.grammar import Grammar, ruled
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.request import Request

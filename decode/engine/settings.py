@@ -6,7 +6,7 @@ import warnings
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import DynamicTree, Plan, parse_tree

@@ -15,9 +15,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import check_least
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion, Counters
 from draftsmith.decode.engine.round import SMALLEST

@@ -22,9 +22,9 @@ from draftsmith.decode.forward.lean import (
 )
 from draftsmith.decode.forward.product import Product
 from draftsmith.models.heads.block import Block, Layer
-from draftsmith.models.heads.block_attention import Blocks
 from draftsmith.models.heads.eagle import Eagle
-from draftsmith.models.heads.layer import Attention, Keep, causal
+from draftsmith.models.layers.block_attention import Blocks
+from draftsmith.models.layers.layer import Attention, Keep, causal
 
 
 class LeanEagle:

@@ -18,7 +18,7 @@ cut               a dynamic tree is grown whole, then verified as far as its own
 from collections.abc import Callable
 
 from draftsmith.decode.policies.policy import Acceptance, Confidence, Depth, Entropy, Policy
-from draftsmith.decode.policies.priced import Cost, Cut
+from draftsmith.decode.policies.priced import Cost, CutGrown
 from draftsmith.decode.tree_shapes import Plan
 
 POLICIES: dict[str, Callable[..., Policy]] = {
@@ -28,7 +28,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "acceptance": Acceptance,
     "depth": Depth,
     "cost": Cost,
-    "cut": Cut,
+    "cut": CutGrown,
 }
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Call, Chance, Enough, HowMany, picked
+from draftsmith.decode.drafting.base import Call, Chance, Enough, HowMany, picked
 from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree
 from draftsmith.models.scorers import Scored, Scorer, check_threshold, within
 

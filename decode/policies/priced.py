@@ -78,7 +78,7 @@ def parts(plan: Plan) -> tuple[Plan, ...]:
     return tuple(dict.fromkeys(found))
 
 
-class Cut(Policy):
+class CutGrown(Policy):
     """Draws a dynamic tree, then verifies as much of it as pays (the drafted nodes are paid for
     already, their verification isn't): the number of nodes n that maximises
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.decode.drafters.base import Admitted, Drafter, Frontier, Kept, Round
+from draftsmith.decode.drafting.base import Admitted, Drafter, Frontier, Kept, Round
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import WARM_UP, CudaRecorder, Runner, Seen, round_up
 from draftsmith.decode.policies.policy import Costs

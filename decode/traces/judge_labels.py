@@ -33,8 +33,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import parse
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.answers import MARK, final_number
 from draftsmith.decode.prompts.chat import set_template

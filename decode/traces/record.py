@@ -24,8 +24,8 @@ from torch import Tensor
 
 from draftsmith.command import parse
 from draftsmith.decode import sampling
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Recorder
 from draftsmith.decode.engine.request import Completion

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from draftsmith.models.disk.read_lm import tensor_faults
 from draftsmith.models.folder.tensors import Checkpoint
 from draftsmith.models.heads.head import Head, assembled, heads, outlined
-from draftsmith.models.heads.layer import LAYER_FIELDS
+from draftsmith.models.layers.layer import LAYER_FIELDS
 
 # Tensors that heads carry and that ours don't need: the target's embeddings, and what follows from
 # the config.

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.block_attention import Blocks
 from draftsmith.models.heads.block_layouts import block_exported, unread
-from draftsmith.models.heads.block_lights import LIGHTS, light_of
 from draftsmith.models.heads.head import Exported, Head, Kind, Reads, entry
-from draftsmith.models.heads.layer import (
+from draftsmith.models.layers.block_attention import Blocks
+from draftsmith.models.layers.block_lights import LIGHTS, light_of
+from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
     EagleLayer,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.heads.eagle_layouts import LAYER_KEYS, Config, Tensors, speculators_fields
 from draftsmith.models.heads.head import ANY_DEPTH, Exported
-from draftsmith.models.heads.layer import rope_fields
+from draftsmith.models.layers.layer import rope_fields
 
 MASK_FILE = "mask_embedding.pt"
 MARKOV = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}  # our light head -> DSpark's name

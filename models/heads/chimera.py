@@ -22,17 +22,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.head import Head, Kind, OutputHead, entry
-from draftsmith.models.heads.layer import (
+from draftsmith.models.heads.head import Head, Kind, entry
+from draftsmith.models.heads.medusa import ResidualBlock, check_sizes
+from draftsmith.models.layers.layer import (
     Attention,
     EagleLayer,
     Keep,
+    OutputHead,
     Rotary,
     layer_json,
     read_layer,
 )
-from draftsmith.models.heads.medusa import ResidualBlock, check_sizes
-from draftsmith.models.heads.unrolled_attention import Unrolled
+from draftsmith.models.layers.unrolled_attention import Unrolled
 from draftsmith.models.taps import NORM
 
 

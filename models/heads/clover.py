@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.heads.head import Head, Kind, entry
-from draftsmith.models.heads.layer import (
+from draftsmith.models.layers.layer import (
     Attention,
     EagleLayer,
     Rotary,

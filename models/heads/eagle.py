@@ -27,17 +27,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.heads.eagle_layouts import FLAGS, IDS, LAYOUTS, unread_by_sglang
-from draftsmith.models.heads.head import ANY_DEPTH, Exported, Head, Kind, OutputHead, Reads
-from draftsmith.models.heads.layer import (
+from draftsmith.models.heads.head import ANY_DEPTH, Exported, Head, Kind, Reads
+from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
     EagleLayer,
+    OutputHead,
     Rotary,
     layer_json,
     read_layer,
     rope_fields,
 )
-from draftsmith.models.heads.unrolled_attention import Unrolled
+from draftsmith.models.layers.unrolled_attention import Unrolled
 from draftsmith.models.taps import NORM, Tap
 from draftsmith.models.vocab import DraftVocab
 

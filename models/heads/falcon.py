@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from draftsmith.models.heads.head import Head, Kind, entry
-from draftsmith.models.heads.layer import EagleLayer, Rotary, causal, layer_json, read_layer
+from draftsmith.models.layers.layer import EagleLayer, Rotary, causal, layer_json, read_layer
 from draftsmith.models.taps import NORM
 
 OF_LSTM = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")

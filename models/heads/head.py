@@ -31,10 +31,6 @@ from draftsmith.models.vocab import DraftVocab
 ANY_DEPTH = 1 << 30  # of tokens ahead, or positions, where nothing bounds them
 
 
-class OutputHead(nn.Linear):
-    """A linear map onto a vocabulary. Optimizers tell it from hidden matrices by its class."""
-
-
 class Reads(NamedTuple):
     """How a server or toolkit takes a kind of head. method: its own name for it; ours: whether it
     reads the folder that training writes, else `export`'s; says: what it does with its layout;

@@ -23,16 +23,17 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.head import ANY_DEPTH, Head, Kind, OutputHead, entry
-from draftsmith.models.heads.layer import (
+from draftsmith.models.heads.head import ANY_DEPTH, Head, Kind, entry
+from draftsmith.models.heads.medusa import ResidualBlock, check_sizes, copy_head
+from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
     EagleLayer,
+    OutputHead,
     Rotary,
     layer_json,
     read_layer,
 )
-from draftsmith.models.heads.medusa import ResidualBlock, check_sizes, copy_head
 from draftsmith.models.taps import NORM
 
 SIZES = ("hidden_size", "vocab_size", "hydra_num_heads", "hydra_num_layers")

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.heads.head import ANY_DEPTH, Head, Kind, entry
-from draftsmith.models.heads.layer import (
+from draftsmith.models.layers.layer import (
     Attention,
     EagleLayer,
     Rotary,

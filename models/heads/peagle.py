@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from draftsmith.models.heads.eagle import Eagle, EagleConfig, read_eagle3
 from draftsmith.models.heads.head import Kind, entry
-from draftsmith.models.heads.unrolled_attention import Unrolled
+from draftsmith.models.layers.unrolled_attention import Unrolled
 
 
 @dataclass(frozen=True)

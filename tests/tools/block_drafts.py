@@ -17,7 +17,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from draftsmith.decode.drafters.block import BlockDrafter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.heads.block import KINDS, LABELS, MASKS, Block, BlockConfig, Guess
-from draftsmith.models.heads.block_lights import LIGHTS
+from draftsmith.models.layers.block_lights import LIGHTS
 from draftsmith.models.taps import target_states
 
 LEVELS = 4

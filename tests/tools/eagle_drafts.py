@@ -8,8 +8,8 @@ from tiny_llama import build_llama
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
-from draftsmith.decode.drafters.base import Admitted
 from draftsmith.decode.drafters.eagle import EagleDrafter
+from draftsmith.decode.drafting.base import Admitted
 from draftsmith.decode.policies.timing import round_of
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import parse_tree

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.heads.clover import Clover
 from draftsmith.models.heads.falcon import Falcon
-from draftsmith.models.heads.layer import EagleLayer, Rotary, causal
+from draftsmith.models.layers.layer import EagleLayer, Rotary, causal
 from draftsmith.models.taps import target_states
 from draftsmith.models.target import head_weight
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.models.heads.chimera import Chimera
-from draftsmith.models.heads.layer import Attention
 from draftsmith.models.heads.mixture import Mixture
+from draftsmith.models.layers.layer import Attention
 from draftsmith.models.taps import target_states
 
 KINDS = ("chimera", "mixture")

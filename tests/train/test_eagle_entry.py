@@ -16,7 +16,7 @@ from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.taps import NORM
 from draftsmith.train import eagle
 from draftsmith.train.drafts.start import EagleSource, counted, open_head
-from draftsmith.train.objectives import head_run as expectations
+from draftsmith.train.heldout import head_run as expectations
 from draftsmith.train.objectives.eagle import EagleObjective, Unroll
 from draftsmith.train.teachers.states import OnlineTaps, TapCache
 from draftsmith.train.text.batches import Batches, Examples

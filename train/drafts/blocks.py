@@ -10,7 +10,7 @@ from draftsmith.command import check_least
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.heads.block import KINDS, Block, BlockConfig
-from draftsmith.models.heads.layer import LAYER_CONFIGS, layer_json, read_layer
+from draftsmith.models.layers.layer import LAYER_CONFIGS, layer_json, read_layer
 from draftsmith.models.taps import Tap, default_taps
 from draftsmith.train.drafts.start import layer_like, place
 

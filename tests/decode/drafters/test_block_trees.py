@@ -15,8 +15,8 @@ from eagle_drafts import counting as counting_pair
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS
 
-from draftsmith.decode.drafters.base import Admitted, Round
 from draftsmith.decode.drafters.block import BlockDrafter
+from draftsmith.decode.drafting.base import Admitted, Round
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import TokenTree

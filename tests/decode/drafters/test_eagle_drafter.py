@@ -15,14 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.base import Kept
 from draftsmith.decode.drafters.eagle import EagleDrafter
+from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.lean_heads import LeanEagle
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import chain_plan, parse_tree
 from draftsmith.models.heads.eagle import Eagle
-from draftsmith.models.heads.layer import causal
+from draftsmith.models.layers.layer import causal
 from draftsmith.models.taps import target_states
 
 ROUNDS: dict[str, dict[str, Any]] = MODES | {"leviathan": {"rule": "leviathan"}}

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.base import Admitted, Kept, Round
 from draftsmith.decode.drafters.clover import CloverDrafter
 from draftsmith.decode.drafters.falcon import FalconDrafter
 from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafting.base import Admitted, Kept, Round
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.policies.timing import round_of
 from draftsmith.decode.token_tree import TokenTree

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters import peagle
-from draftsmith.decode.drafters.base import Kept
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafters.peagle import PEagleDrafter
+from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.lean import LeanEagle
@@ -28,8 +28,8 @@ from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle
-from draftsmith.models.heads.layer import causal
 from draftsmith.models.heads.peagle import PEagle
+from draftsmith.models.layers.layer import causal
 from draftsmith.models.taps import target_states
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.trim import trimmed

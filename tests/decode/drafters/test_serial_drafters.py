@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.base import Admitted, Round
 from draftsmith.decode.drafters.load import drafter_of, load_drafter
+from draftsmith.decode.drafting.base import Admitted, Round
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.fingerprint import fingerprint

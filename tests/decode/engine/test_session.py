@@ -14,12 +14,12 @@ from tiny_llama import build_llama
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS
 
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Completion, Request, open_request

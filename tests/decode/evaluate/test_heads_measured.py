@@ -14,11 +14,11 @@ from peak_memory import GREEDY, LARGE, SAMPLED, config, model, peak
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.__main__ import main
-from draftsmith.decode.drafters.base import Drafter, Fed, Feed, Frontier, Round
 from draftsmith.decode.drafters.block import BlockDrafter
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import drafter_of
+from draftsmith.decode.drafting.base import Drafter, Fed, Feed, Frontier, Round
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.runner import Runner
@@ -46,8 +46,8 @@ from draftsmith.models.heads.block import KINDS, Block, BlockConfig
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.head import Head
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
-from draftsmith.models.heads.layer import causal
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
+from draftsmith.models.layers.layer import causal
 from draftsmith.models.taps import target_states
 
 

@@ -12,15 +12,15 @@ from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.policies.policy import Costs
-from draftsmith.decode.policies.priced import Cut
+from draftsmith.decode.policies.priced import CutGrown
 from draftsmith.decode.tree_shapes import DynamicTree, chain_plan
 
 TREE = DynamicTree(3, 3, 12)
 SIZES = (1, 2, 4, 8, 16)
 
 
-def priced(verify: tuple[float, ...], draft: float) -> Cut:
-    policy = Cut(TREE)
+def priced(verify: tuple[float, ...], draft: float) -> CutGrown:
+    policy = CutGrown(TREE)
     policy.costs = Costs(SIZES, verify, (draft,) * len(SIZES))
     return policy
 
@@ -44,7 +44,7 @@ def test_no_answer_changes_at_any_size(
         tiny_target, tiny_tokenizer, drafter, tree="dynamic:3,3,12", policy="cut", batch_size=3
     )
     policy = decoder.policy
-    assert isinstance(policy, Cut)
+    assert isinstance(policy, CutGrown)
     policy.costs = Costs(SIZES, (1.0,) * 5, (1.0,) * 5)
     sizes, plans = itertools.cycle([1, 12, 2, 5, 9, 3]), itertools.cycle([TREE, None, TREE, TREE])
     asked = []
@@ -87,11 +87,11 @@ def test_idle_and_broken_rows_have_no_say() -> None:
 def test_where_drafting_never_pays_it_rests_and_tries_again() -> None:
     policy, active = priced((1.0, 2.0, 3.0, 5.0, 9.0), 1.0), torch.tensor([True])
     plans = []
-    for _ in range(2 * (Cut.RETRY + 1)):
+    for _ in range(2 * (CutGrown.RETRY + 1)):
         plans.append(policy.next_plan())
         if plans[-1] is not None:
             policy._keep(falling(0.1), active)
-    assert [i for i, plan in enumerate(plans) if plan is not None] == [0, Cut.RETRY + 1]
+    assert [i for i, plan in enumerate(plans) if plan is not None] == [0, CutGrown.RETRY + 1]
 
 
 def test_it_wants_a_tree_with_an_order() -> None:

@@ -5,8 +5,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.base import Call
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafting.base import Call
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.policies.policy import Costs, Depth, Entropy, Outcome

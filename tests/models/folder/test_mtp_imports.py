@@ -25,7 +25,7 @@ from draftsmith.models.disk.read_lm import load_lm
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter
 from draftsmith.models.folder.imports import recognise
 from draftsmith.models.heads.eagle import Eagle
-from draftsmith.models.heads.layer import causal
+from draftsmith.models.layers.layer import causal
 from draftsmith.models.servers.doctor import examine
 from draftsmith.models.servers.export import serve_line
 

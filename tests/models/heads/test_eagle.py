@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
 
 from draftsmith.models.heads.eagle import FLAGS, Eagle
-from draftsmith.models.heads.layer import Attention, causal
+from draftsmith.models.layers.layer import Attention, causal
 from draftsmith.models.taps import default_taps, target_states
 from draftsmith.models.vocab import DraftVocab
 

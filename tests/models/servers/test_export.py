@@ -21,7 +21,7 @@ from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import Head
-from draftsmith.models.heads.layer import causal
+from draftsmith.models.layers.layer import causal
 from draftsmith.models.servers.export import LAYOUTS, export, serve_line
 from draftsmith.models.taps import target_states
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.heads.clover import Clover
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.falcon import Falcon
-from draftsmith.models.heads.layer import causal
+from draftsmith.models.layers.layer import causal
 from draftsmith.models.taps import target_states
 from draftsmith.train.losses.pure import forward_kl
 from draftsmith.train.objectives.clover import CloverObjective

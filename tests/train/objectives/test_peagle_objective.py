@@ -12,8 +12,8 @@ from tiny_eagle import BT, TOKENS, Words, batch, layer_config
 from torch import Tensor
 
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
-from draftsmith.models.heads.layer import causal
 from draftsmith.models.heads.peagle import PEagle, PEagleConfig
+from draftsmith.models.layers.layer import causal
 from draftsmith.models.taps import target_states
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.losses.pure import mixed, parse_loss

@@ -11,7 +11,7 @@ V vocabulary.
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Call, Fed, Feed, Frontier, Round, picked
+from draftsmith.decode.drafting.base import Call, Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.sampling import log_race, position_keys, top_k_values
 from draftsmith.decode.token_tree import (
     DETERMINISTIC,

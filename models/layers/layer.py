@@ -85,6 +85,10 @@ class Rotary(LlamaRotaryEmbedding):  # the same for Qwen3
         return self
 
 
+class OutputHead(nn.Linear):
+    """A linear map onto a vocabulary. Optimizers tell it from hidden matrices by its class."""
+
+
 class EagleLayer(nn.Module):
     """One decoder layer, apart from how positions attend to each other. wide: EAGLE-3's first,
     which reads a normed embedding beside the normed state; bare: EAGLE-1's first, without a norm

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.models.heads import flash as attention
-from draftsmith.models.heads.block_attention import Blocks, beside, concatenated, own_bias
+from draftsmith.models.layers import flash as attention
+from draftsmith.models.layers.block_attention import Blocks, beside, concatenated, own_bias
 
 ROWS, TEXT, BLOCKS, BLOCK = 2, 11, 3, 4
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from draftsmith.decode.drafters.base import Admitted, Drafter, Fed, Kept, Round, picked
-from draftsmith.decode.drafters.grow_tree import grow
+from draftsmith.decode.drafting.base import Admitted, Drafter, Fed, Kept, Round, picked
+from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.forward.attention import Attend, Seen
 from draftsmith.decode.forward.kv import KVPool, SlotCache
 from draftsmith.decode.forward.lean import attend
@@ -24,7 +24,7 @@ from draftsmith.decode.forward.runner import round_up
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.head import Head
-from draftsmith.models.heads.layer import Attention, Keep, causal
+from draftsmith.models.layers.layer import Attention, Keep, causal
 
 Where = tuple[Tensor, Attention]  # positions [B, N], and how they attend
 

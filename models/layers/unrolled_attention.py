@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftsmith.models.heads.flash import causal_bias, gather, in_autocast, kernels, spread
+from draftsmith.models.layers.flash import causal_bias, gather, in_autocast, kernels, spread
 
 
 class Unrolled:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.head import OutputHead
+from draftsmith.models.layers.layer import OutputHead
 
 
 class Light(nn.Module):

@@ -20,9 +20,9 @@ from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.heads.head import Head
 from draftsmith.models.target import TargetSpec, vocab_size
+from draftsmith.train.heldout.heldout import HeldOut
 from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.objectives.heads import HeadObjective
-from draftsmith.train.objectives.heldout import HeldOut
 from draftsmith.train.objectives.medusa import JointMedusa
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.loop import Evaluate, Result

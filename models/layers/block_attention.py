@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftsmith.models.heads.flash import gather, in_autocast, kernels, spread
+from draftsmith.models.layers.flash import gather, in_autocast, kernels, spread
 
 
 class Blocks:

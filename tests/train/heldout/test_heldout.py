@@ -9,7 +9,7 @@ from distilled import distilled
 from tiny_heads import text
 from torch import Tensor
 
-from draftsmith.train.objectives.heldout import mean_output
+from draftsmith.train.heldout.heldout import mean_output
 from draftsmith.train.run.loop import StepOutput
 from draftsmith.train.text.batches import Batch
 

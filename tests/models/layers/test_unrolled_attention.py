@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.models.heads import flash as attention
-from draftsmith.models.heads.unrolled_attention import Unrolled, concatenated, merged
+from draftsmith.models.layers import flash as attention
+from draftsmith.models.layers.unrolled_attention import Unrolled, concatenated, merged
 
 B, T, E = 2, 19, 8
 FLASH = pytest.mark.parametrize("flash", [True, False])
