@@ -164,6 +164,8 @@ def shifted(x_BMbH: Tensor) -> Tensor:
 class Block(Head):
     """A block drafter; `kind` says whose."""
 
+    mask: nn.Parameter  # unless it is a token's embedding
+
     kinds: ClassVar = {kind: Kind(title, STACKS.get(kind, {})) for kind, title in TITLES.items()}
 
     def __init__(self, config: BlockConfig) -> None:
@@ -207,7 +209,8 @@ class Block(Head):
         if self.config.last:
             self.last.weight.mul_(0.1).add_(deepest_HH, alpha=0.5)
         if self.config.mask_token < 0:
-            self.mask.copy_(target.get_input_embeddings().weight.float().mean(0))
+            table: Any = target.get_input_embeddings().weight
+            self.mask.copy_(table.float().mean(0))
         return self.bind(target)
 
     @property

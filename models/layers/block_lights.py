@@ -36,6 +36,7 @@ class Light(nn.Module):
 
     rank = width = 0
     deep = False
+    after: Any  # of a rank above 0
 
     def changed(self, output_XH: Tensor, embedded_XH: Tensor) -> Tensor:
         """The trunk's output, before its norm, for a node after the token of this embedding."""

@@ -291,7 +291,7 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle | M
         if source.kind == "mixture":
             return Mixture(layer, tuple(source.taps or range(1, count + 1)))
         if parallel:
-            own = {"parallel": parallel, "own_masks": source.own_masks}
+            own: Any = {"parallel": parallel, "own_masks": source.own_masks}
             return PEagle(PEagleConfig(layer, source.version, **three, **own))
         return Eagle(EagleConfig(layer, source.version, mtp=mtp, **three))
 

@@ -21,6 +21,7 @@ from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.heads.head import Head
 from draftsmith.models.target import TargetSpec, vocab_size
 from draftsmith.train.heldout.heldout import HeldOut
+from draftsmith.train.objectives.block import BlockObjective
 from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.objectives.medusa import JointMedusa
@@ -31,7 +32,7 @@ from draftsmith.train.run.settings import Settings
 from draftsmith.train.text.batches import Batches
 from draftsmith.train.text.on_policy import Snapshot, Text
 
-Trained = EagleObjective | HeadObjective
+Trained = EagleObjective | HeadObjective | BlockObjective
 
 
 def check_context(text: Text, head: Head) -> None:

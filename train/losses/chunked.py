@@ -44,7 +44,7 @@ TILE_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 24}
 HEAD_BLOCK = 1 << 13
 
 Heads = Tensor | tuple[Tensor, ...]  # [V, H]; several: H is the sum of their widths
-Side = tuple[Tensor, Heads]  # hidden [N, H], head [V, H]
+Side = tuple[Tensor, Tensor]  # hidden [N, H], head [V, H]
 
 
 class Divergence(NamedTuple):
@@ -174,7 +174,7 @@ def bounded(
     numbers: int,
     q_hidden_SNH: Sequence[Tensor],
     q_head_VH: Heads,
-    p: tuple[Tensor, Tensor] | None,
+    p: Side | None,
     weight_SN: Tensor,
     *,
     lag: int = 0,
@@ -260,7 +260,7 @@ def chunk_logits(hidden_NH: Tensor, head_VH: Tensor, keep_K: Tensor, rows: int) 
 def _sweep(
     score: Score,
     numbers: int,
-    p: tuple[Tensor, Tensor] | None,
+    p: Side | None,
     types: list[torch.dtype],
     lag: int,
     sizes: tuple[int, int],

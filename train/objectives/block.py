@@ -184,7 +184,8 @@ class BlockObjective(OnStates):
         """The weighted loss of all rows, of which the states without the light head have a share;
         and alpha of each row where a divergence gives it.
         """
-        (lit_NI, heads), parts, alpha_N = q, dict(self.loss), None
+        (lit_NI, heads), parts = q, dict(self.loss)
+        alpha_N: Tensor | None = None
         states, weights = [lit_NI], [(1 - share) * weight_N]
         if base_NH is not None:
             low_NR = lit_NI.new_zeros(len(lit_NI), lit_NI.shape[1] - base_NH.shape[1])
@@ -193,8 +194,10 @@ class BlockObjective(OnStates):
         total = torch.zeros((), device=weight_N.device)
         if "ce" in parts:
             own = zip(states, weights, strict=True)
-            found = [chunked_cross_entropy(each, heads, next_N, weight) for each, weight in own]
-            total = parts.pop("ce") * sum(loss for loss, _ in found)
+            of_text = [
+                chunked_cross_entropy(each, heads, next_N, weight)[0] for each, weight in own
+            ]
+            total = parts.pop("ce") * torch.stack(of_text).sum()
         if parts:
             losses = [mixed(parts, lk_weight(self.mean_alpha_D.mean()))] * len(states)
             # Row n of step s is read from n - 1 - s there: the target's logits serve both.

@@ -43,7 +43,7 @@ class PEagleObjective(EagleObjective):
 
     def forward(self, batch: Batch) -> StepOutput:
         seen, (p_head_DG, _, ids_D) = self._states[0](batch), self._p_heads
-        at, ends, pairs = zip(*self.drawn(batch), strict=True)
+        at, ends, pairs = zip(*self.drawn_places(batch), strict=True)
         hidden_BTH = self.head.fuse(seen.taps_BTF.to(self.head.fc.weight.dtype))
         text = (hidden_BTH, batch.input_ids, batch.position_ids, batch.attention_mask)
         states = self.head.unroll(*text, steps=self.steps, going_on=at[1:])
@@ -59,7 +59,7 @@ class PEagleObjective(EagleObjective):
         metrics |= {f"count_{d}": pair_BM.sum() for d, pair_BM in enumerate(pairs)}
         return StepOutput(made.total, batch.loss_mask.sum(), metrics)
 
-    def drawn(self, batch: Batch) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def drawn_places(self, batch: Batch) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Of each depth, [B, M]: the places t of its rows, from depth 1 on the first of those
         before; t + 1 + d in the flat batch; whether the row is trained. By torch's generator.
         """

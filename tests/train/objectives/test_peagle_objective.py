@@ -109,7 +109,7 @@ def test_the_loss_is_the_formula_pair_by_pair(loss: str, keep: float) -> None:
     torch.manual_seed(7)
     output = objective(batch())
     torch.manual_seed(7)
-    at, _, pairs = zip(*objective.drawn(batch()), strict=True)
+    at, _, pairs = zip(*objective.drawn_places(batch()), strict=True)
     text, seen = text_of(head)
     states, given = head.unroll(*text, steps=4), batch()
     ids_D = head.vocab.ids_D
@@ -143,7 +143,7 @@ def test_what_drops_out_stays_out() -> None:
     """Depth d has the share max(keep^d, least) of the places that go on, each of them at d - 1."""
     objective = build(head_of(5), keep=0.6, least=0.3)
     torch.manual_seed(0)
-    at, _, pairs = zip(*objective.drawn(batch()), strict=True)
+    at, _, pairs = zip(*objective.drawn_places(batch()), strict=True)
     able_B = torch.tensor([3 + 1, 5])  # places whose row 1 is trained: see `batch`
     for depth in range(1, 5):
         share = max(0.6**depth, 0.3)
@@ -154,7 +154,7 @@ def test_what_drops_out_stays_out() -> None:
             assert not pairs[depth][row, int(drawn_B[row]) :].any()
             if depth == 1:
                 assert pairs[1][row].sum() == drawn_B[row]
-    again = objective.drawn(batch())[1][0]
+    again = objective.drawn_places(batch())[1][0]
     assert not torch.equal(at[1], again), "drawn anew at each step"
 
 
