@@ -31,10 +31,7 @@ def main(argv: list[str]) -> None:
         rows += json.loads(file.read_text())
     if settings.names:
         rows = [r | {"what": what} for r, what in zip(rows, cycle(settings.names), strict=False)]
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{settings.name}.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (out / f"{settings.name}.md").write_text(results.page(settings.title, rows))
+    results.publish(settings.title, rows, Path(settings.out), settings.name)
 
 
 if __name__ == "__main__":

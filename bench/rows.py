@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from draftsmith.decode.report.results import machine, unrepeatable
-from draftsmith.models.disk.provenance import command_line, git_commit
+from draftsmith.decode.report.results import unrepeatable
+from draftsmith.models.disk.provenance import command_line, git_commit, machine
+from draftsmith.printed import print_table
 
 BENCH = Path(__file__).resolve().parent
 HEAD = ("what", "peer", "ratio", "range", "pairs", "ours", "theirs", "unit")
@@ -62,14 +61,8 @@ def publish(
     picture: str = "",
 ) -> None:
     """Print the rows as a table, and `save` them."""
-    table = Table(title=f"bench {name}: a ratio above 1 is better for us; median over pairs")
-    for column in HEAD:
-        table.add_column(column, justify="left" if column in ("what", "peer", "unit") else "right")
-    for r in rows:
-        table.add_row(*cells(r))
-    console = Console()
-    console.width = console.width if console.is_terminal else 120
-    console.print(table)
+    title = f"bench {name}: a ratio above 1 is better for us; median over pairs"
+    print_table(HEAD, map(cells, rows), ("what", "peer", "unit"), title=title)
     save(name, rows, folder, about=about, picture=picture)
 
 

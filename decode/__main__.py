@@ -17,10 +17,10 @@ from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import evaluate
 from draftsmith.decode.report import results
 from draftsmith.decode.report.page import write
-from draftsmith.decode.report.printed import bracket, number, print_table, times_as
 from draftsmith.decode.report.terminal import comparison, table
 from draftsmith.models.folder.drafter_folder import save_defaults
 from draftsmith.models.servers.export import serve_line
+from draftsmith.printed import bracket, number, print_table, times_as
 
 
 def main(argv: list[str]) -> None:

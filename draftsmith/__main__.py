@@ -16,6 +16,7 @@ COMMANDS = {
     "train distill": ("train.distill", "DistillConfig", "a draft LM, from its target"),
     "train heads": ("train.heads", "HeadsConfig", "Medusa and Hydra heads on a frozen target"),
     "train eagle": ("train.eagle", "EagleRun", "EAGLE-1 and EAGLE-3 heads on a frozen target"),
+    "train blocks": ("train.blocks", "BlocksRun", "drafters of a block a pass: DFlash, DSpark ..."),
     "train scorers": ("train.scorers", "ScorersConfig", "acceptance heads and judges, from traces"),
     "train online": ("train.online", "OnlineRun", "a draft, from what its server decodes"),
     "evaluate": ("decode.__main__", "Evaluation", "decode with a drafter: speed, proof"),

@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.command import parse
-from draftsmith.decode.report.printed import as_table
 from draftsmith.models.servers.doctor import examine, outlook
 from draftsmith.models.servers.export import about
+from draftsmith.printed import as_table
 
 COLOURS = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 CHECKS = ("check", "verdict", "found", "how to mend it")

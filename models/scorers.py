@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from draftsmith.models.disk.hub import local_folder
 from draftsmith.models.disk.read_lm import check_header, read_json, save_tensors, write_json
 from draftsmith.models.disk.store import write_atomically
 from draftsmith.models.fingerprint import differences
@@ -210,11 +211,12 @@ def load_scorer(folder: str | Path, kind: str) -> Scored:
 def load_acceptance(
     drafter: str | Path, hidden: int | None = None, target: dict[str, Any] | None = None
 ) -> Scored | None:
-    """The acceptance head in a drafter folder, None where there is none. hidden: width of the
-    draft's states; target: fingerprint of the model to decode, with a warning where the head
-    learned what another keeps. ValueError for a head of other weights, or states of other width.
+    """The acceptance head in a drafter's folder, by its path or hub name; None where there is none.
+    hidden: width of the draft's states; target: fingerprint of the model to decode, with a warning
+    where the head learned what another keeps. ValueError for a head of other weights, or states of
+    other width.
     """
-    folder = Path(drafter) / FOLDER
+    folder = local_folder(drafter) / FOLDER
     if not folder.is_dir():
         return None
     found = load_scorer(folder, "acceptance")
@@ -270,9 +272,9 @@ def check_threshold(value: Any, name: str) -> None:
 
 def weights_mark(drafter: str | Path) -> str:
     """What tells a drafter's weights from others': a digest of their file's size, header and bytes
-    sampled evenly. ValueError where there is no model.safetensors.
+    sampled evenly. drafter: a folder or a hub name. ValueError where there is no model.safetensors.
     """
-    file = Path(drafter) / "model.safetensors"
+    file = local_folder(drafter) / "model.safetensors"
     if not file.is_file():
         raise ValueError(f"got {drafter} without model.safetensors; expected a drafter folder")
     size = file.stat().st_size

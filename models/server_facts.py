@@ -31,6 +31,12 @@ STACKS = {
     ),
     "draftsmith": Stack("draftsmith"),
 }
+# By the method's name where it is served otherwise: SGLang takes a block's size from the folder.
+SERVES = dict.fromkeys(
+    ("DFLASH", "DSPARK"),
+    "python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} "
+    "--speculative-draft-model-path {folder}",
+)
 SPECULATORS_VERSION = "0.9.0"  # that its folders name
 # Layers of n that servers tap where a folder of EAGLE-3 names none.
 USUAL_TAPS = "2, n // 2, n - 3"

@@ -22,7 +22,7 @@ from draftsmith.__main__ import COMMANDS, listing
 from draftsmith.command import LESS, RENAMED, given, guarded, kinds, parse, spelled
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.policies.policy import POLICIES
+from draftsmith.decode.policies.choice import POLICIES
 from draftsmith.decode.verify.rules import RULES
 from draftsmith.manual import COMMON, SourceFile
 

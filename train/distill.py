@@ -32,9 +32,9 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.target import TargetSpec, vocab_size
 from draftsmith.train.drafts.start import TINY, ModelStart, open_draft, open_reference
+from draftsmith.train.heldout.heldout import HeldOutPrompts, draft_figures, open_heldout
+from draftsmith.train.heldout.heldout import shrunk as shrunk_run
 from draftsmith.train.objectives.distillation import Distillation, Losses, stages
-from draftsmith.train.objectives.heldout import HeldOutPrompts, draft_figures, open_heldout
-from draftsmith.train.objectives.heldout import shrunk as shrunk_run
 from draftsmith.train.objectives.token_selection import Weighting
 from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.frozen_target import offloaded, open_target

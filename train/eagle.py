@@ -1,15 +1,21 @@
-"""EAGLE-1 (arXiv 2401.15077) and EAGLE-3 (2503.01840) heads on a frozen target.
+"""Heads that go on alone from a frozen target's states: EAGLE-1 (arXiv 2401.15077), EAGLE-3
+(2503.01840), P-EAGLE (2602.01469), MTP modules (2412.19437), Mixture of Attentions (2410.03804).
 
     draftsmith train eagle recipe=eagle3/quickstart lr=1e-3
     accelerate launch train/eagle.py ...           (the same)
 
     EAGLE-1: loss = sum_t smooth-L1(f'_t, f_{t+1}) + 0.1 D(p_{t+1}, q_t)      / trained tokens
     EAGLE-3: loss = sum_s 0.8^s sum_t D(p_{t+1+s}, q_{t,s})                   / trained tokens
+    P-EAGLE: the same of t in A_s, which at each s is a part of the last      / trained tokens
+    MTP:     EAGLE-3's with 0.6^s (`unroll.step_decay`), by the target's LM head
 
 The head reads the target's state at t and the token x_{t+1}, and predicts x_{t+2}; f' is its
-output. EAGLE-3 goes on for S steps from its own outputs, as it will in decoding (the training-time
-test). D is a key of losses.DIVERGENCES or a sum such as 0.5*fkl+0.5*tv. The target's states are
+output. EAGLE-3 and MTP go on for S steps from their own outputs, as they will in decoding (the
+training-time test); P-EAGLE (`head.parallel`) reads a learnt MASK there, and drafts all in one
+pass. D is a key of losses.DIVERGENCES or a sum such as 0.5*fkl+0.5*tv. The target's states are
 computed at each step, or kept in a folder (`cache`). EAGLE-2 is a way to decode: tree=dynamic.
+`head.kind=mtp` with `head.path` goes on from the module in the target's checkpoint;
+`head.kind=mixture` has EAGLE-1's loss (train/objectives/mixture.py).
 
 Where this differs from the papers:
 1. All depths are divided by the trained tokens of the step; the official code by masked ones too.
@@ -18,6 +24,8 @@ Where this differs from the papers:
    left of p; the official code leaves such positions out.
 4. EAGLE-1's fc has no bias, since vLLM's has none; gradients are clipped by norm, not by value.
 5. The weights with the best held-out tau are kept, not the last ones.
+6. FastMTP's step s attends to step s alone, at the first step's positions, and learns the text;
+   here each attends to what it will in decoding, at its own, and D compares it with p.
 """
 
 import warnings
@@ -25,13 +33,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftsmith.command import run_command
+from draftsmith.models.heads.head import family
 from draftsmith.models.target import TargetSpec, head_weight
 from draftsmith.models.vocab import ENOUGH
 from draftsmith.train.drafts.start import EagleSource, counted, open_head
-from draftsmith.train.objectives.eagle import EagleObjective, Unroll
-from draftsmith.train.objectives.head_run import check_context, head_figures, save_head
-from draftsmith.train.objectives.heldout import HeldOutPrompts, open_heldout
-from draftsmith.train.objectives.heldout import shrunk as shrunk_run
+from draftsmith.train.heldout.head_run import check_context, head_figures, save_head
+from draftsmith.train.heldout.heldout import HeldOutPrompts, open_heldout
+from draftsmith.train.heldout.heldout import shrunk as shrunk_run
+from draftsmith.train.objectives.eagle import Unroll
 from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.frozen_target import offloaded, open_target
 from draftsmith.train.run.launch import begin
@@ -90,7 +99,8 @@ def main(argv: list[str]) -> None:
     # ---- objective, on states made as they are needed or read from a cache -------------------
     states = open_states(config.cache, accelerator, target, tokenizer, head.taps, batches)
     trained = (config.unroll, head, target, tokenizer, states)
-    objective = EagleObjective(*trained, loss=config.loss).to(accelerator.device)
+    objective_of = family(head.kind, "train.objectives", "Objective")
+    objective = objective_of(*trained, loss=config.loss).to(accelerator.device)
 
     # ---- held-out prompts, and what the target writes to them --------------------------------
     params = config.heldout.params(config.temperature)

@@ -1,4 +1,5 @@
-"""Medusa (arXiv 2401.10774) and Hydra (2402.05109) heads on a frozen target, and Medusa-2.
+"""Medusa (arXiv 2401.10774), Hydra (2402.05109) and Chimera (2402.15758) heads on a frozen target,
+and Medusa-2.
 
     draftsmith train heads recipe=medusa/quickstart lr=1e-3
     accelerate launch train/heads.py ...           (the same)
@@ -6,8 +7,9 @@
     loss = sum_d decay^d sum_t l(head d at t, token t+2+d) / number of trained tokens
 
 Head d reads the target's last state at t; Hydra's also the tokens up to t+1+d, and Hydra++'s
-(`head.prefix`) the states before t through a decoder layer. l is cross-entropy with the text, or a
-divergence from the target's own distribution there (train/losses/pure.py). `joint` is Medusa-2
+(`head.prefix`) the states before t through a decoder layer; Chimera (train/objectives/chimera.py)
+runs such a layer for each token. l is cross-entropy with the text, or a divergence from the
+target's own distribution there (train/losses/pure.py). `joint` is Medusa-2
 (train/objectives/medusa.py): it changes the target too, and writes `target/` beside `drafter/`.
 
 Where this differs from the papers:
@@ -25,13 +27,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.command import run_command
+from draftsmith.command import check_least, run_command
 from draftsmith.models.heads.head import Head, family, heads
 from draftsmith.models.heads.medusa import Medusa
 from draftsmith.models.target import TargetSpec
-from draftsmith.train.objectives.head_run import check_context, head_figures, save_head
+from draftsmith.train.heldout.head_run import check_context, head_figures, save_head
+from draftsmith.train.heldout.heldout import HeldOutPrompts, open_heldout, shrunk
 from draftsmith.train.objectives.heads import HeadObjective
-from draftsmith.train.objectives.heldout import HeldOutPrompts, open_heldout, shrunk
 from draftsmith.train.objectives.medusa import JointMedusa, JointTraining
 from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.frozen_target import offloaded, open_target
@@ -47,12 +49,13 @@ from draftsmith.train.text.on_policy import Text, make_batches, training_example
 class HeadSizes:
     """The group `head`."""
 
-    kind: str  # medusa | hydra, or another family of `HeadObjective`
+    kind: str  # medusa | hydra | clover2 | falcon, or another family of `HeadObjective`
     heads: int = 4  # tokens ahead
-    layers: int = 1  # blocks of a head
+    layers: int = 1  # blocks of a head; of clover2, decoder layers
     own_heads: bool = True  # medusa: an LM head for each; else all multiply the target's
     prefix: bool = False  # hydra: Hydra++'s decoder layer
     dropout: float = 0.0  # of hydra
+    block: int = 2  # falcon: tokens of a pass
 
 
 @dataclass(kw_only=True)
@@ -70,6 +73,8 @@ class HeadsConfig(Settings):
     loss: str = "ce"  # or a key of losses.DIVERGENCES
     decay: float = 1.0  # of a head's weight, from one depth to the next
     noise: float = 0.0  # hydra: alpha of NEFTune's noise on the states read
+    state: float = 0.0  # clover2, falcon: weight of smooth-L1 to the target's states
+    glance: float = 0.4  # falcon: share of wrong tokens that are shown, falling to 0
     cache: Cache = field(default_factory=Cache)
     heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)
     temperature: float = 1.0  # of held-out tau, and of the answers that figures are taken on
@@ -77,6 +82,10 @@ class HeadsConfig(Settings):
     tree: str = "chain"  # for tau
     best_metric: str = "tau"
     best_mode: str = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, decay=0, noise=0)
 
 
 def main(argv: list[str]) -> None:

@@ -57,7 +57,7 @@ class OnlineRun(Settings):
     entry: str = "online"
     target: TargetSpec
     drafter: str  # the drafter folder that the server was started with
-    kind: str = "lm"  # of the drafter: lm | eagle1 | eagle3
+    kind: str = "lm"  # of the drafter: lm | eagle1 | eagle3 | mtp
     online: str = ""  # the server's; of a replay, by default in the run folder
     tag: str = "default"
     loss: Losses = field(default_factory=lambda: Losses(name="jsd"))

@@ -36,9 +36,9 @@ from draftsmith.models.tokenizer import (
     vocab_size,
 )
 from draftsmith.train.drafts.start import TINY, ModelStart, fresh_draft, place
-from draftsmith.train.objectives import heldout as held
+from draftsmith.train.heldout import heldout as held
+from draftsmith.train.heldout.heldout import HeldOutPrompts
 from draftsmith.train.objectives.distillation import Distillation, Losses, NextToken, stages
-from draftsmith.train.objectives.heldout import HeldOutPrompts
 from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import Evaluate, StepBatches, fit

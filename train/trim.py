@@ -35,7 +35,6 @@ from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.policies.timing import isolated_times
 from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import load_prompts, spread
-from draftsmith.decode.report.printed import print_table
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.disk.provenance import git_commit
@@ -47,6 +46,7 @@ from draftsmith.models.servers.export import about, serve_line
 from draftsmith.models.target import TargetSpec
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.printed import print_table
 from draftsmith.train.drafts.start import counted
 from draftsmith.train.text.batches import Examples
 from draftsmith.train.text.prepared import is_prepared
@@ -177,14 +177,14 @@ def trimmed(
     """A drafter with the same weights that drafts those of a tokenizer's `tokens` in `vocab`."""
     if isinstance(drafter, LMDrafter):
         return LMDrafter(drafter.runner.model, tokens, vocab)
-    return EagleDrafter(trimmed_head(drafter.head, vocab), target, tokens)
+    return type(drafter)(trimmed_head(drafter.head, vocab), target, tokens)
 
 
 def trimmed_head(head: Any, vocab: DraftVocab) -> Eagle:
     """An EAGLE-3 head with the LM-head rows of some of its tokens; the other weights are shared."""
     rows_DH = head.lm_head.weight.detach()
     with torch.device("meta"):
-        made = Eagle(replace(head.config, draft_vocab=len(vocab.ids_D)))
+        made: Eagle = type(head)(replace(head.config, draft_vocab=len(vocab.ids_D)))
     kept_D = torch.isin(head.vocab.ids_D, vocab.ids_D.to(rows_DH.device))
     maps = {"d2t": vocab.d2t_D, "t2d": vocab.t2d_V}
     state = head.state_dict() | {name: ids.to(rows_DH.device) for name, ids in maps.items()}

@@ -34,11 +34,11 @@ def page(rows: Rows) -> str:
     for temperature in sorted({r["temperature"] for r in rows}):
         here = [r for r in rows if r["temperature"] == temperature]
         lines += ["", f"## Temperature {temperature:g}", ""]
-        lines += markdown(("head", *sizes), [[k, *_taus(here, k, sizes)] for k in kinds])
+        lines += markdown(("head", *sizes), [[k, *taus(here, k, sizes)] for k in kinds])
         lines += ["", "Acceptance of a chain by depth, given that all before was accepted:", ""]
         depths = max(len(r["acceptance_conditional"]) for r in here if r["tree"] == "chain")
         head = ("head", *(f"depth {d}" for d in range(1, depths + 1)))
-        lines += markdown(head, [[k, *_by_depth(here, k, depths)] for k in kinds])
+        lines += markdown(head, [[k, *by_depth(here, k, depths)] for k in kinds])
         lines += ["", *_equal_time(here, kinds), "", "Differences, paired over prompts:", ""]
         lines += [f"- {words}" for words in _claims(here, kinds, list(sizes))]
     return "\n".join(lines) + "\n"
@@ -51,7 +51,7 @@ def pooled(rows: Rows, what: str, tree: str) -> tuple[list[float], list[float]]:
     return list(emitted), list(rounds)
 
 
-def _taus(rows: Rows, what: str, trees: Sequence[str] | dict[str, int]) -> list[str]:
+def taus(rows: Rows, what: str, trees: Sequence[str] | dict[str, int]) -> list[str]:
     cells = []
     for tree in trees:
         emitted, rounds = pooled(rows, what, tree)
@@ -62,7 +62,7 @@ def _taus(rows: Rows, what: str, trees: Sequence[str] | dict[str, int]) -> list[
     return cells
 
 
-def _by_depth(rows: Rows, what: str, depths: int) -> list[str]:
+def by_depth(rows: Rows, what: str, depths: int) -> list[str]:
     runs = [r["acceptance_conditional"] for r in rows if r["what"] == what and r["tree"] == "chain"]
     means = [f"{sum(values) / len(values):.3f}" for values in zip(*runs, strict=True)]
     return means + ["-"] * (depths - len(means))
@@ -85,7 +85,7 @@ def _equal_time(rows: Rows, kinds: Sequence[str]) -> list[str]:
             continue
         K = max(fit)
         time = f"{_draft_ms(rows, kind, K):.2f}"
-        body.append([kind, str(K), time, *_taus(rows, kind, [f"chain {K}"])])
+        body.append([kind, str(K), time, *taus(rows, kind, [f"chain {K}"])])
     return [*lines, *markdown(("head", "K", "draft ms a round", "tau"), body)]
 
 
@@ -98,16 +98,16 @@ def _draft_ms(rows: Rows, what: str, K: int) -> float:
 def _claims(rows: Rows, kinds: Sequence[str], trees: Sequence[str]) -> list[str]:
     """What the literature orders, with the difference that was found."""
     found = [
-        _difference(rows, f"{b} - {a}, chain", (b, "chain"), (a, "chain"))
+        difference(rows, f"{b} - {a}, chain", (b, "chain"), (a, "chain"))
         for a, b in pairwise(kinds)
     ]
     for a, b in pairwise(trees):
         for kind in kinds:
-            found.append(_difference(rows, f"{kind}: {b} - {a}", (kind, b), (kind, a)))
+            found.append(difference(rows, f"{kind}: {b} - {a}", (kind, b), (kind, a)))
     return found
 
 
-def _difference(rows: Rows, words: str, after: tuple[str, str], before: tuple[str, str]) -> str:
+def difference(rows: Rows, words: str, after: tuple[str, str], before: tuple[str, str]) -> str:
     value, (low, high) = paired_difference(pooled(rows, *after), pooled(rows, *before))
     sure = "" if low > 0 or high < 0 else ", not told apart"
     return f"{words}: {value:+.2f} [{low:+.2f}, {high:+.2f}]{sure}"

@@ -11,7 +11,8 @@ tokens of the last kind. What was measured is kept beside each run. Rows and pag
 """
 
 import json
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run
 from draftsmith.bench.speed.workers import launch
 from draftsmith.command import parse, run_command
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate.metrics import (
@@ -38,8 +39,9 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.train.run.recipe import gsm8k
 
-# What is compared: its entry and recipe.
-KINDS = {
+Kinds = dict[str, tuple[str, ...]]  # what is compared: its entry, its recipe, more arguments
+Trees = dict[str, tuple[str, int]]  # how they decode: a tree, and its depth
+KINDS: Kinds = {
     "medusa": ("heads", "medusa/gsm8k"),
     "hydra": ("heads", "hydra/gsm8k"),
     "hydra++": ("heads", "hydra/gsm8k-plus"),
@@ -75,33 +77,49 @@ class Heads:
 def main(argv: list[str]) -> None:
     settings = parse(Heads, argv)
     kinds = settings.kinds.split(",")
+    rows = trained_and_measured(settings, {what: KINDS[what] for what in kinds}, trees)
+    out = Path(settings.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "heads.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (out / "heads.md").write_text(head_page.page(rows))
+    print(head_page.page(rows))
+
+
+def trees(settings: Heads, levels: int, seed: int) -> Trees:
+    """Every tree, and with the first seed chains of every depth."""
+    found = {tree: (plan, min(DEPTH, levels)) for tree, plan in TREES.items()}
+    deepest = min(settings.deepest, levels) if seed == 0 else 0
+    return found | {f"chain {K}": ("chain", K) for K in range(1, deepest + 1)}
+
+
+def trained_and_measured(
+    settings: Heads, kinds: Kinds, trees: Callable[[Any, int, int], Trees]
+) -> list[dict[str, Any]]:
+    """The rows of all kinds and seeds; what has been trained or measured is kept and read. trees:
+    how (settings, levels of the drafter, seed) are decoded.
+    """
     for seed in range(settings.seeds):
-        for what in kinds:
-            train(settings, what, seed)
+        for what, recipe in kinds.items():
+            train(settings, what, seed, recipe)
     torch.set_num_threads(settings.threads)
     target, tokenizer = load_target(TargetSpec(settings.target, dtype="bfloat16"), "cpu")
     asked = load_prompts(settings.data, tokenizer, limit=settings.prompts)
     prompts = [prompt.tokens for prompt in asked]
     rows: list[dict[str, Any]] = []
-    arms = [(what, seed) for what in kinds for seed in range(settings.seeds)]
-    for what, seed in track(arms, "decoding"):
+    pairs = [(what, seed) for what in kinds for seed in range(settings.seeds)]
+    for what, seed in track(pairs, "decoding"):
         kept = folder(settings, what, seed).with_name(f"measured-{asked_for(settings)}.json")
         if not kept.exists():
             drafter = load_drafter(str(folder(settings, what, seed)), target, tokenizer)
             assert drafter is not None
             about = {"what": what, "target": settings.target, "data": settings.data, "seed": seed}
             about |= trained_by(settings, what, seed) | about_run()
-            deepest = settings.deepest if seed == 0 else 0
-            found = measured(
-                replace(settings, deepest=deepest), target, tokenizer, drafter, prompts
-            )
+            about |= {"parameters": sum(p.numel() for p in drafter.head.parameters())}
+            arms = trees(settings, drafter.levels, seed)
+            found = measured(settings, arms, target, tokenizer, drafter, prompts)
             kept.write_text(json.dumps([about | row for row in found]))
         rows += json.loads(kept.read_text())
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "heads.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (out / "heads.md").write_text(head_page.page(rows))
-    print(head_page.page(rows))
+    return rows
 
 
 def asked_for(settings: Heads) -> str:
@@ -115,32 +133,38 @@ def folder(settings: Heads, what: str, seed: int) -> Path:
     return Path(settings.trained) / f"{what}-{seed}" / "drafter"
 
 
-def train(settings: Heads, what: str, seed: int) -> None:
+def train(settings: Heads, what: str, seed: int, recipe: tuple[str, ...]) -> None:
     """Run the recipe with this seed; a finished run is left as it is."""
     out = folder(settings, what, seed).parent
     if (out / "drafter" / "draftsmith.json").exists():
         return
     need("target", settings.target)
     need("answers")
-    entry, recipe = KINDS[what]
-    given = [f"recipe={recipe}", f"seed={seed}", f"out={out}", f"target.path={settings.target}"]
-    launch(entry, *given, f"heldout.prompts={settings.data}", *settings.options.split())
+    entry, name, *more = recipe
+    given = [f"recipe={name}", f"seed={seed}", f"out={out}", f"target.path={settings.target}"]
+    given += [f"heldout.prompts={settings.data}", *more]
+    launch(entry, *given, *settings.options.split())
 
 
 def trained_by(settings: Heads, what: str, seed: int) -> dict[str, Any]:
     """What the run says of itself."""
     meta = json.loads((folder(settings, what, seed) / "draftsmith.json").read_text())
     made = {"steps": None, "argv": None} | meta["provenance"]
-    return {"steps": made["steps"], "recipe": made["recipe"], "argv": made["argv"]}
+    records = (folder(settings, what, seed).parent / "metrics.jsonl").read_text().splitlines()
+    seconds = sum(json.loads(record).get("seconds", 0.0) for record in records)
+    found = {"steps": made["steps"], "recipe": made["recipe"], "argv": made["argv"]}
+    return found | {"train_seconds": seconds}
 
 
 def measured(
-    settings: Heads, target: Any, tokenizer: Any, drafter: Drafter, prompts: list[list[int]]
+    settings: Heads,
+    arms: Trees,
+    target: Any,
+    tokenizer: Any,
+    drafter: Drafter,
+    prompts: list[list[int]],
 ) -> list[dict[str, Any]]:
-    """The rows of one drafter: every tree at two temperatures, and chains of every depth."""
-    most = drafter.levels
-    arms = {tree: (plan, min(DEPTH, most)) for tree, plan in TREES.items()}
-    arms |= {f"chain {K}": ("chain", K) for K in range(1, min(settings.deepest, most) + 1)}
+    """The rows of one drafter: every tree at two temperatures."""
     rows = []
     for tree, (plan, K) in arms.items():
         options: dict[str, Any] = {"K": K, "tree": plan, "batch_size": settings.batch_size}

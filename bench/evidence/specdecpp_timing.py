@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from draftsmith.decode.drafters.base import Call, Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafting.base import Call, Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate.metrics import block_efficiency, ratio_interval

@@ -3,10 +3,11 @@
     make gpu                 (CPU mode, toy shapes: make gpu GPU_FLAGS=device=cpu)
 
 Correctness (the tests marked gpu), the rounds of an 8B shape and their goals (steps.py), how the
-cost grows (cost.py), the bounded losses, a step of EAGLE-3 (eagle.py, where speculators is
-importable), distillation of 1B from 8B (gkd.py, beside TRL where that is). What would run past the
-limit is skipped and named. Needs torch, transformers, accelerate, rich, pytest and triton; nothing
-is installed. Tables go to docs/results/gpu.*; a goal is met where the ratio reaches it.
+cost grows (cost.py), the bounded losses, a step of EAGLE-3 and of DFlash (eagle.py, blocks.py,
+where speculators is importable), distillation of 1B from 8B (gkd.py, beside TRL where that is).
+What would run past the limit is skipped and named. Needs torch, transformers, accelerate, rich,
+pytest and triton; nothing is installed. Tables go to docs/results/gpu.*; a goal is met where the
+ratio reaches it.
 """
 
 import json
@@ -76,6 +77,9 @@ def parts(settings: Gpu, folder: str) -> dict[str, tuple[list[str], float]]:
     eagle = ["--device", settings.device, "--out", folder]
     if toy:
         eagle += ["--hidden", "64", "--vocabulary", "512", "--draft", "128", "--length", "64"]
+    blocks = ["--device", settings.device, "--out", folder]
+    if toy:
+        blocks += ["--hidden", "64", "--vocabulary", "512", "--anchors", "4", "--length", "64"]
     gkd = ["tiny=true", "pairs=1", "case=vocabulary 4k"] if toy else ["pairs=3"]
     return {
         "tests": (["-m", "pytest", "-q", "-x", "-m", "gpu", "tests/decode/test_gpu.py"], 0.3),
@@ -83,6 +87,7 @@ def parts(settings: Gpu, folder: str) -> dict[str, tuple[list[str], float]]:
         "cost": ([str(here / "cost.py"), *common, *shapes], 0.2),
         "losses": ([str(here / "losses.py"), *losses], 0.2),
         "eagle": ([str(here / "eagle.py"), *eagle], 0.2),
+        "blocks": ([str(here / "blocks.py"), *blocks], 0.2),
         "gkd": ([str(here / "gkd.py"), *common, *gkd], 0.2),
     }
 

@@ -1,4 +1,4 @@
-"""EAGLE heads as the drafter (Li et al., arXiv 2401.15077, 2406.16858 and 2503.01840).
+"""EAGLE heads (Li et al., arXiv 2401.15077, 2406.16858, 2503.01840) and MTP modules as the drafter.
 
 A row of n committed tokens has been fed the pairs (f_i, x_{i+1}) for i = 0..n-1, the last one with
 the pending token: pair i lies in slot i and at rotary position i. Its output there, kept as state,
@@ -13,16 +13,16 @@ vocabulary, V the tokenizer's.
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round, picked
-from draftsmith.decode.drafters.head_drafter import HeadDrafter, Where
-from draftsmith.decode.forward.lean import LeanEagle, lean_eagle
+from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
+from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
+from draftsmith.decode.forward.lean_heads import LeanEagle, lean_eagle
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.eagle import Eagle
 
 
 class EagleDrafter(HeadDrafter):
-    """An EAGLE-1 or EAGLE-3 head; each draft call runs its layers over the nodes fed."""
+    """An EAGLE head or an MTP module; each draft call runs its layers over the nodes fed."""
 
     head: Eagle
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round, picked
-from draftsmith.decode.drafters.head_drafter import HeadDrafter, Where
 from draftsmith.decode.drafters.medusa import output_product, through
+from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
+from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.forward.product import Product, head_logits
 from draftsmith.models.heads.hydra import Hydra
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Admitted, Drafter, Fed, Feed, Frontier, Kept, Round
-from draftsmith.decode.drafters.grow_tree import grow
+from draftsmith.decode.drafting.base import Admitted, Drafter, Fed, Feed, Frontier, Kept, Round
+from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.forward.runner import Runner, Seen, context_of, round_up
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.fingerprint import fingerprint

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.base import Fed, Feed, Frontier, Round
-from draftsmith.decode.drafters.head_drafter import HeadDrafter
+from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round
+from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.forward.product import Product, head_logits
 from draftsmith.models.heads.medusa import Medusa
 

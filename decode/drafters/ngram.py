@@ -8,7 +8,7 @@ Shapes: B rows, S known tokens, L emitted window, N prompt tokens.
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Admitted, Drafter, Kept, Round
+from draftsmith.decode.drafting.base import Admitted, Drafter, Kept, Round
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, chain
 
 LONGEST = 3

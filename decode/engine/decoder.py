@@ -19,9 +19,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.base import ANY_DEPTH, Drafter, shape_of
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
+from draftsmith.decode.drafting.base import ANY_DEPTH, Drafter, shape_of
 from draftsmith.decode.engine import memory
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.request import Completion, Event, Prompt, eos_ids, open_request
@@ -30,7 +30,8 @@ from draftsmith.decode.engine.session import Finished, News, Session
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.forward.size import available
-from draftsmith.decode.policies.policy import Acceptance, Cost, make_policy
+from draftsmith.decode.policies.choice import make_policy
+from draftsmith.decode.policies.policy import Acceptance
 from draftsmith.decode.policies.timing import measured_costs
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.verify.rules import RULES
@@ -306,7 +307,7 @@ class Decoder:
             if drafter is not None:
                 drafter.reset(rows, pool.slots)
                 _works_for[drafter] = weakref.ref(batch)
-        if isinstance(self.policy, Cost) and self.policy.costs is None and drafter is not None:
+        if self.policy.priced and self.policy.costs is None and drafter is not None:
             largest = self.policy.plans[-1]
             self.policy.costs = measured_costs(self.runner, drafter, largest, rows, prompt + new)
         return batch

@@ -178,9 +178,9 @@ def _drafting(work: Work, tree: Plan, drafter: ModelSize, want_q: bool) -> tuple
     row, greedy = 4 * work.rows * work.vocab, work.params.greedy
     copies = _copies(work.params)
     if isinstance(tree, StaticTree):
-        fed, drafted = max(tree.fed), sum(tree.fed) * row
+        fed, drafted = max(tree.fed), sum(tree.fed) * row if want_q else max(tree.fed) * row
         children = max(Counter(map(len, tree.paths)).values())
-        # Every call's logits are kept until the tree is whole; scores are made from the last ones.
+        # A rule may want every call's logits; scores are made from the last ones.
         call = max(copies - 1, 0 if greedy else 1) * fed * row
     else:
         fed, drafted, children = tree.width, 0, tree.width
@@ -191,4 +191,4 @@ def _drafting(work: Work, tree: Plan, drafter: ModelSize, want_q: bool) -> tuple
     noise = RACE * own * row
     joined = drafted if want_q else 0
     forward = work.rows * (fed + 1) * drafter.token + drafter.mask(work.rows, fed + 1, work.slots)
-    return drafted + max(int(call) + noise, joined, forward), joined
+    return drafted + drafter.ahead * row + max(int(call) + noise, joined, forward), joined

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Admitted, Call, picked
+from draftsmith.decode.drafting.base import Admitted, Call, picked
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.sampling import choose

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode import sampling
-from draftsmith.decode.drafters.base import Call, Drafter, Kept, Round, picked
+from draftsmith.decode.drafting.base import Call, Drafter, Kept, Round, picked
 from draftsmith.decode.engine.grammar import Grammar, ruled
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.request import Request
@@ -300,6 +300,7 @@ class Stepper:
             enough=None if policy is None else policy.enough,
             chance=None if policy is None else policy.chance,
             orders=policy is not None and policy.orders,
+            keep=None if policy is None else policy.keep,
             calls=calls,
         )
         return drafter.propose(request)

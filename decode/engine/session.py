@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.decode.drafters.base import Admitted, Drafter
+from draftsmith.decode.drafting.base import Admitted, Drafter
 from draftsmith.decode.engine.grammar import ruled
 from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request

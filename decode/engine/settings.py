@@ -6,8 +6,8 @@ import warnings
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from draftsmith.decode.drafters.base import Drafter
-from draftsmith.decode.policies.policy import make_policy
+from draftsmith.decode.drafting.base import Drafter
+from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import DynamicTree, Plan, parse_tree
 from draftsmith.decode.verify.lossy import Lossy
@@ -19,7 +19,7 @@ from draftsmith.decode.verify.rules import RULES
 class DecodeSettings:
     """K: draft calls a round, by default 4 or what the drafter can; a tree is cut to that depth.
     tree: `chain`, a published tree (`medusa-63`, `eagle-25`), `dynamic:levels,width,nodes`, or a
-    JSON file of rank paths. policy: when to stop drafting, see `policy.POLICIES`. rule: a key of
+    JSON file of rank paths. policy: when to stop drafting, see `choice.POLICIES`. rule: a key of
     `rules.RULES`; at temperature 0 every rule is the coupled one. lossy: extra acceptance, see
     `lossy.parse`; it changes the target's law, so it needs allow_lossy. same_shape: draft, but
     accept nothing: plain decoding through rounds of the same batch and tree, the baseline that

@@ -21,11 +21,11 @@ from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import metrics, speed
 from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded, time_arms
 from draftsmith.decode.evaluate.replay import replay
-from draftsmith.decode.policies.policy import Cost, Costs
+from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.policies.timing import measured_costs
 from draftsmith.decode.prompts.prompts import Prompt
-from draftsmith.decode.report.printed import bracket
 from draftsmith.decode.tree_shapes import PUBLISHED, Plan
+from draftsmith.printed import bracket
 
 Values = dict[str, Any]
 BEYOND = 4  # depths foretold past those that were drafted
@@ -171,7 +171,7 @@ def replayed(
     decoders = []
     for how in ways:
         made = replace(pair, decoding={name: how}).decoder(settings, name, fast=False)
-        if isinstance(made.policy, Cost):
+        if made.policy.priced:
             made.policy.costs = costs
         decoders.append(made)
     questions = spec.questions[: REPLAYED * settings.batch_size]

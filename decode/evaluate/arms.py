@@ -15,9 +15,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import check_least
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion, Counters
 from draftsmith.decode.engine.round import SMALLEST
@@ -28,9 +28,9 @@ from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import Prompt, next_turn
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.verify.rules import RULES
+from draftsmith.models.disk.hub import local_folder
 from draftsmith.models.disk.read_lm import read_json
 from draftsmith.models.folder.drafter_folder import DEFAULTS, META
-from draftsmith.models.folder.hub import local_folder
 from draftsmith.models.target import TargetSpec, device_of
 
 BASELINES = ("native", "same-shape")

@@ -35,11 +35,11 @@ from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded, load,
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
-from draftsmith.decode.report.printed import bracket
 from draftsmith.decode.report.schema import REPORT_KEYS, AnswerDifference
 from draftsmith.models.disk.provenance import command_line, git_commit, versions
 from draftsmith.models.target import is_quantised
 from draftsmith.models.tokenizer import vocab_size
+from draftsmith.printed import bracket
 from draftsmith.progress import LongWork
 
 Values = dict[str, Any]  # of a report, or a part of it

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig
 
-from draftsmith.decode.drafters.base import picked
+from draftsmith.decode.drafting.base import picked
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate.arms import Arm, answers

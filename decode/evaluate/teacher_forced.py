@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.sampling import SamplingParams, choose, request_race

@@ -7,10 +7,10 @@ and values go to their slots as they come, and rotary embeddings are looked up.
 
 Only for frozen layers whose source this follows (Llama, Qwen2, Qwen3, Mistral; one that torch has
 shared out has a class of its own). The runner compares it with the model's own forward before it is
-used; everything else takes that forward. EAGLE heads have a lean form likewise.
+used; everything else takes that forward. Heads have lean forms likewise (`lean_heads.py`).
 
-Shapes: B rows, N tokens or T pairs (any leading axes: X), S slots, H hidden, E head width, G query
-heads a key-value head, U width of the taps side by side.
+Shapes: B rows, N tokens (any leading axes: X), S slots, H hidden, E head width, G query heads a
+key-value head.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from draftsmith.decode.forward.attention import mix
 from draftsmith.decode.forward.kv import SlotCache
 from draftsmith.decode.forward.product import Product, linear, version
-from draftsmith.models.heads.eagle import Eagle
-from draftsmith.models.heads.layer import Attention, causal
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 # The states of the taps asked for, by their number; None until the pass has been there.
@@ -233,85 +231,3 @@ class TwiceNorm:
             self.version = version(self.weight)
         both, shape = torch.cat([x, -x], -1), self.weight_2H.shape
         return F.layer_norm(both, shape, self.weight_2H, None, self.epsilon)[..., : x.shape[-1]]
-
-
-class LeanEagle:
-    """The lean form of a head that is frozen and whose rotary embeddings depend on nothing but the
-    position: the same `fuse`, `step`, `before_head` and `fed_back`.
-    """
-
-    def __init__(self, head: Eagle) -> None:
-        self.head, self.config = head, head.config
-        self.fc = Product.of([head.fc])
-        self.layers = [LeanLayer(layer, i) for i, layer in enumerate(head.layers)]
-        self.wide = head.config.version == 3
-        if self.wide:
-            first = head.layers[0]
-            self.of_token = norm_of(first.input_layernorm)
-            self.of_state = norm_of(first.hidden_norm)
-            self.layers[0].entry = (None, *self.layers[0].entry[1:])
-            self.norm = norm_of(head.norm)
-            self.of_taps = [norm_of(norm) for norm in getattr(head, "fc_norm", ())]
-            self.of_all = norm_of(head.input_norm if head.config.norm_before_fc else None)
-        self.cos_SE, self.sin_SE = rotary_tables(head.rotary, head.context, head.fc.weight)
-
-    def fuse(self, taps_XU: Tensor) -> Tensor:
-        if not self.wide:
-            return taps_XU
-        if self.of_taps:
-            parts = zip(self.of_taps, taps_XU.split(self.head.hidden, -1), strict=True)
-            taps_XU = torch.cat([normed(norm, part) for norm, part in parts], -1)
-        return self.fc(normed(self.of_all, taps_XU))
-
-    def step(
-        self, hidden_BTH: Tensor, tokens_BT: Tensor, positions_BT: Tensor, attention: Attention
-    ) -> Tensor:
-        embedded_BTH = self.head.embed(tokens_BT)
-        rotary = self.cos_SE[positions_BT].unsqueeze(2), self.sin_SE[positions_BT].unsqueeze(2)
-        if self.wide:
-            normed_BTH = normed(self.of_state, hidden_BTH)
-            entry_BTI = torch.cat([normed(self.of_token, embedded_BTH), normed_BTH], -1)
-            if self.config.norm_before_residual:
-                hidden_BTH = normed_BTH
-            del normed_BTH
-        else:
-            entry_BTI = hidden_BTH = self.fc(torch.cat([embedded_BTH, hidden_BTH], -1))
-        del embedded_BTH  # a prompt's is large
-        for layer in self.layers:
-            # No names for what lies between: it is free as soon as it has been used.
-            entry_BTI = hidden_BTH = leave(
-                hidden_BTH,
-                attention(layer.index, *enter(entry_BTI, rotary, layer.entry, layer.sizes)),
-                layer.exit,
-                layer.activation,
-            )
-        return hidden_BTH
-
-    def before_head(self, output_XH: Tensor) -> Tensor:
-        return normed(self.norm, output_XH) if self.wide else output_XH
-
-    def fed_back(self, output_XH: Tensor) -> Tensor:
-        return normed(self.norm, output_XH) if self.config.norm_output else output_XH
-
-
-def lean_eagle(head: Eagle) -> LeanEagle | None:
-    """The head's lean form; None where it isn't known to be the same, or gives other states in two
-    steps of two rows, the second from the first's states.
-    """
-    rope = head.config.layer.rope_parameters or {}
-    if any(p.requires_grad for p in head.parameters()) or rope["rope_type"] not in POSITION_ONLY:
-        return None
-    device, dtype = head.fc.weight.device, head.fc.weight.dtype
-    noise = torch.Generator().manual_seed(0)
-    taps_BTU = torch.randn(2, 7, len(head.taps) * head.hidden, generator=noise).to(device, dtype)
-    tokens_BT = torch.arange(14, device=device).view(2, 7) % head.rows
-    at_BT = (torch.arange(7, device=device) % head.context).expand(2, -1)
-
-    def states(body: Eagle | LeanEagle) -> list[Tensor]:
-        first_BTH = body.step(body.fuse(taps_BTU), tokens_BT, at_BT, causal())
-        second_BTH = body.step(body.fed_back(first_BTH), tokens_BT, at_BT, causal())
-        return [x.float() for x in (first_BTH, second_BTH, body.before_head(second_BTH))]
-
-    made = LeanEagle(head)
-    with torch.inference_mode():
-        return made if agree(states(head), states(made), dtype) else None

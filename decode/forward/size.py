@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from draftsmith.decode.forward.kv import kv_shape
-from draftsmith.decode.forward.runner import Runner, windowed
+from draftsmith.decode.forward.runner import Runner, round_up, windowed
 from draftsmith.models.taps import NORM
 
 
@@ -16,13 +16,16 @@ from draftsmith.models.taps import NORM
 class ModelSize:
     """config: of the text model, or of a head's layers; beside: further numbers alive for each
     token of a pass: taps inside a target, or a head's wide input; handed: numbers of a token's
-    states that a drafter is given.
+    states that a drafter is given; scratch: slots that a pass needs beyond a row's own; ahead:
+    logits [B, V] that are alive beside a call's own.
     """
 
     config: PreTrainedConfig
     dtype: torch.dtype
     beside: int = 0
     handed: int = 0
+    scratch: int = 0
+    ahead: int = 0
 
     @classmethod
     def of(cls, runner: Runner) -> "ModelSize":
@@ -33,6 +36,7 @@ class ModelSize:
 
     def kv(self, rows: int, slots: int) -> int:
         """Bytes of a pool."""
+        slots = round_up(slots + self.scratch)
         return prod(kv_shape(self.config, rows, slots)) * self.dtype.itemsize
 
     @property

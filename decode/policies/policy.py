@@ -1,26 +1,14 @@
-"""When to stop drafting. A policy picks each round's tree, and may end it early.
-
-    fixed             the tree as it is
-    confidence:0.4    stop once no drafted token of a call has that probability (transformers' rule)
-    entropy:0.2,0.6   AdaEDL: stop where 1 - sqrt(0.2 * H(q)), a bound on acceptance, is under a
-                      limit that starts at 0.6 and follows the acceptance seen
-    acceptance:0.7,1  SpecDec++: stop once something drafted has been rejected with a probability
-                      above 0.7, by the head in the drafter folder, after 1 call or more; without
-                      numbers at the head's own threshold
-    depth:0.3         dynamic depth: stop once the nodes to feed next hold less than that
-                      probability together
-    cost              the K, or part of the tree, of the highest expected tokens a second, by
-                      measured times of the models and running acceptance
+"""What a policy is, and those that stop drafting by what has been drafted.
 
 Policies that look at every call read the device once a call; the others never do. None of them
 changes an answer: with shared noise any draft may be cut, and a rule by rejection is exact for any
 stopping that depends on what is drafted so far.
 
-Shapes: B rows, F nodes fed, C children drawn from them, I what an acceptance head reads.
+Shapes: B rows, F nodes fed, C children drawn from them, N nodes, I what an acceptance head reads.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,9 +16,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Call, Chance, Enough, picked
-from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_plan
+from draftsmith.decode.drafting.base import Call, Chance, Enough, HowMany, picked
+from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree
 from draftsmith.models.scorers import Scored, Scorer, check_threshold, within
+
+
+class Costs(NamedTuple):
+    """Measured seconds: verify[i] of a pass over nodes[i] tokens a row, draft[i] of a draft call
+    that feeds as many; between them, straight lines. A head's first call feeds nothing, but it
+    takes in what was kept, which is charged in its place, as one pass; first: what a round spends
+    on both where that is no such pass.
+    """
+
+    nodes: tuple[int, ...]
+    verify: tuple[float, ...]
+    draft: tuple[float, ...]
+    first: float | None = None
+
+    def of(self, plan: Plan) -> float:
+        """Seconds of a round of this plan."""
+        calls = [float(np.interp(n, self.nodes, self.draft)) for n in plan.fed]
+        if self.first is not None:
+            calls[0] = self.first
+        return sum(calls) + self.verifying(plan)
+
+    def verifying(self, plan: Plan) -> float:
+        """Of these, the target's pass."""
+        return float(np.interp(plan.nodes, self.nodes, self.verify))
 
 
 class Outcome(NamedTuple):
@@ -45,18 +57,21 @@ class Outcome(NamedTuple):
 
 class Policy:
     """Always the same tree, and what other policies begin with. plans: every tree it may ask for,
-    the largest last; enough, chance, orders: as in `Round`.
+    the largest last; enough, chance, orders, keep: as in `Round`; priced: whether it is given
+    `costs`, seconds of the models' passes.
     """
 
     enough: Enough | None = None
     chance: Chance | None = None
-    orders = False
+    keep: HowMany | None = None
+    orders = priced = False
+    costs: Costs | None = None
 
     def __init__(self, plan: Plan) -> None:
         self.plans: tuple[Plan, ...] = (plan,)
 
-    def next_plan(self) -> Plan:
-        """The tree of the next round."""
+    def next_plan(self) -> Plan | None:
+        """The tree of the next round; None for a round that drafts nothing."""
         return self.plans[-1]
 
     def observe(self, outcome: Outcome) -> None:
@@ -203,115 +218,3 @@ class Entropy(Policy):
         self.rate = self.MEMORY * self.rate + (1 - self.MEMORY) * kept
         wanted = self.limit + (self.STEP if self.rate < self.GOAL else -self.STEP)
         self.limit = min(max(self.INERTIA * self.limit + (1 - self.INERTIA) * wanted, 0.0), 1.0)
-
-
-class Costs(NamedTuple):
-    """Measured seconds: verify[i] of a pass over nodes[i] tokens a row, draft[i] of a draft call
-    that feeds as many; between them, straight lines. A head's first call feeds nothing, but it
-    takes in what was kept, which is charged in its place, as one pass.
-    """
-
-    nodes: tuple[int, ...]
-    verify: tuple[float, ...]
-    draft: tuple[float, ...]
-
-    def of(self, plan: Plan) -> float:
-        """Seconds of a round of this plan."""
-        drafting = sum(float(np.interp(n, self.nodes, self.draft)) for n in plan.fed)
-        return drafting + self.verifying(plan)
-
-    def verifying(self, plan: Plan) -> float:
-        """Of these, the target's pass."""
-        return float(np.interp(plan.nodes, self.nodes, self.verify))
-
-
-class Cost(Policy):
-    """Of all parts of the tree the one that promises most tokens a second, chosen anew every
-    `PERIOD` rounds. A node's chance to be kept is the product along its path of P(rank r kept at
-    depth d | its parent kept), counted over recent rounds, and leaning on all depths' average where
-    counts are few.
-    """
-
-    PERIOD, MEMORY, LEAN = 8, 0.995, 8.0
-
-    def __init__(self, plan: Plan) -> None:
-        self.costs: Costs | None = None
-        self.plans = parts(plan)
-        self.paths = counted(plan)
-        shape = plan.levels, 1 + max(max(path) for path in self.paths)
-        self.hits, self.trials = np.zeros(shape), np.zeros(shape)
-        self.choice, self.rounds = self.plans[-1], 0
-
-    def next_plan(self) -> Plan:
-        if self.costs is not None and self.rounds and self.rounds % self.PERIOD == 0:
-            chances = self.chances()
-            self.choice = max(self.plans, key=lambda plan: self.rate(plan, chances))
-        self.rounds += 1
-        return self.choice
-
-    def rate(self, plan: Plan, chances: dict[tuple[int, ...], float]) -> float:
-        """Expected tokens a second of a row."""
-        assert self.costs is not None
-        return (1 + sum(chances[path] for path in counted(plan))) / self.costs.of(plan)
-
-    def chances(self) -> dict[tuple[int, ...], float]:
-        """Rank path -> the chance that it is kept."""
-        pooled = (self.hits.sum(0) + 1) / (self.trials.sum(0) + 2)
-        table = (self.hits + self.LEAN * pooled) / (self.trials + self.LEAN)
-        found: dict[tuple[int, ...], float] = {(): 1.0}
-        for path in self.paths:
-            found[path] = found[path[:-1]] * float(table[len(path) - 1, path[-1]])
-        return found
-
-    def observe(self, outcome: Outcome) -> None:
-        self.hits *= self.MEMORY
-        self.trials *= self.MEMORY
-        drafted = set(counted(outcome.plan))
-        for kept in outcome.paths:
-            for depth in range(min(len(kept) + 1, outcome.levels)):
-                for rank in range(self.hits.shape[1]):
-                    self.trials[depth, rank] += (*kept[:depth], rank) in drafted
-                if depth < len(kept):
-                    self.hits[depth, kept[depth]] += 1
-
-
-def counted(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The rank paths that `Cost` counts: of a dynamic tree, whose ranks aren't known, a chain's."""
-    return plan.paths if isinstance(plan, StaticTree) else chain_plan(plan.levels).paths
-
-
-def parts(plan: Plan) -> tuple[Plan, ...]:
-    """From the smallest to the whole: every depth, and of static trees ranks below 1, 2, 4, all."""
-    found: list[Plan] = []
-    for cut in (plan.cut(levels) for levels in range(1, plan.levels + 1)):
-        if isinstance(cut, DynamicTree):
-            found.append(cut)
-            continue
-        for limit in (1, 2, 4, 1 << 30):
-            found.append(StaticTree(tuple(path for path in cut.paths if max(path) < limit)))
-    return tuple(dict.fromkeys(found))
-
-
-POLICIES: dict[str, Callable[..., Policy]] = {
-    "fixed": Policy,
-    "confidence": Confidence,
-    "entropy": Entropy,
-    "acceptance": Acceptance,
-    "depth": Depth,
-    "cost": Cost,
-}
-
-
-def make_policy(text: str, plan: Plan) -> Policy:
-    """What `name` or `name:number,...` describes; ValueError for what no policy takes."""
-    name, _, numbers = text.partition(":")
-    if name not in POLICIES:
-        raise ValueError(f"policy: got {text!r}, expected one of {', '.join(POLICIES)}")
-    try:
-        values = [float(number) for number in numbers.split(",")] if numbers else []
-    except ValueError:
-        raise ValueError(f"policy: got {text!r}, expected numbers after the colon") from None
-    most = {"fixed": 0, "cost": 0, "entropy": 2, "acceptance": 2}.get(name, 1)
-    if len(values) > most:
-        raise ValueError(f"policy: got {text!r}, expected at most {most} numbers for {name}")
-    return POLICIES[name](plan, *values)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.decode.drafters.base import Admitted, Drafter, Frontier, Kept, Round
+from draftsmith.decode.drafting.base import Admitted, Drafter, Frontier, Kept, Round
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import WARM_UP, CudaRecorder, Runner, Seen, round_up
 from draftsmith.decode.policies.policy import Costs
@@ -70,8 +70,9 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
     contexts. A drafter without a model of its own costs nothing. ValueError: times that can't be
     true.
 
-    A draft call of so many nodes is the second one of a round less the first: heads know the root's
-    law before any is fed; what a round spends on that is spent in `extend`.
+    A draft call of so many nodes is the second one of a round: heads know the root's law before any
+    is fed; what a round spends on that is spent in `extend`. Of drafters of one pass the first call
+    is timed too, with `extend`.
     """
     sizes = tuple(size for size in SIZES if size < 2 * plan.nodes)
     room = min(target.context, drafter.context) - sizes[-1] - 1
@@ -82,9 +83,12 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
     calls: dict[Any, Call] = {n: forward_call(target, length=n, pool=pool, **at) for n in sizes}
     if drafter.size is not None:
         twin = with_room(drafter, rows, slots)
-        for n in (0, *sizes):
-            fed = (1, n) if n and drafter.levels > 1 else (1,)
-            calls["draft", n] = draft_call(twin, fed, device=target.device, **at)
+        for n in sizes:
+            fed = (1, n) if drafter.levels > 1 else (1,)
+            calls["draft", n] = LastDraftCall(twin, fed, device=target.device, **at)
+        if drafter.one_pass:
+            calls["first"] = LastDraftCall(twin, (1,), device=target.device, **at)
+            calls["extend"] = extend_call(twin, target, plan.levels + 1, **at)
     calls = {name: graphed(call, target.device) for name, call in calls.items()}
     for _ in range(TRIES):
         times = least_times(calls, target.device)
@@ -97,9 +101,9 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
             f"for more, {TRIES} times over, which can't be; expected a steady machine: stop what "
             "else runs, or give each process its own cores (threads=1)"
         )
-    first = times.get(("draft", 0), 0.0) if drafter.levels > 1 else 0.0
-    drafts = tuple(max(times.get(("draft", n), 0.0) - first, 0.0) for n in sizes)
-    return Costs(sizes, tuple(times[n] for n in sizes), drafts)
+    drafts = tuple(times.get(("draft", n), 0.0) for n in sizes)
+    first = times["first"] + times["extend"] if drafter.one_pass else None
+    return Costs(sizes, tuple(times[n] for n in sizes), drafts, first)
 
 
 @torch.inference_mode()
@@ -108,7 +112,9 @@ def graphed(call: Call, device: torch.device) -> Call:
     if device.type != "cuda":
         return call
     for _ in range(WARM_UP):
-        call()
+        clocked(call, device)
+    if isinstance(call, LastDraftCall):
+        call.ready()  # once: replays read what it left
     replay = CudaRecorder()(call)
 
     def again(held: Call = call) -> object:  # a recording keeps none of what it reads; `held` does
@@ -154,32 +160,49 @@ def with_room(drafter: Drafter, rows: int, slots: int) -> Drafter:
     return twin
 
 
-def draft_call(
-    twin: Drafter, fed: Sequence[int], *, batch: int, context: int, device: torch.device
-) -> Call:
-    """The draft calls of one round after `context` tokens; they feed so many nodes a row at each
-    level, children of the root that see it and themselves (their form doesn't change the work).
-    """
-    plan = chain_plan(len(fed))
-    request = replace(round_of(plan, batch, context, device), top=context + sum(fed))
-    frontiers = []
-    for depth, nodes in enumerate(fed):
-        slot_M = torch.arange(sum(fed[: depth + 1]), device=device)
-        tokens_BF = torch.ones(batch, nodes, dtype=torch.int64, device=device)
-        frontier = Frontier(depth, tokens_BF, None, slot_M[-nodes:])
-        if depth and max(fed) > 1:
-            block_FM = (slot_M == 0) | (slot_M == frontier.slot_F[:, None])
-            of_BF, depth_M = torch.zeros_like(tokens_BF), slot_M.clamp(max=1)
-            frontier = frontier._replace(of_BF=of_BF, block=block_FM, depth_M=depth_M)
-        frontiers.append(frontier)
+def draft_call(twin: Drafter, fed: Sequence[int], **at: Any) -> Call:
+    """The draft calls of one round, as `LastDraftCall` describes them."""
+    last = LastDraftCall(twin, fed, **at)
 
     def call() -> None:
-        feed = twin.feed(request)
-        assert feed is not None, f"a drafter of kind {twin.kind} has a model and no draft calls"
-        for frontier in frontiers:
-            feed(frontier)
+        last.ready()
+        last()
 
     return call
+
+
+class LastDraftCall:
+    """The last of a round's draft calls after `context` tokens; `ready` makes those before it. They
+    feed so many nodes a row at each level, children of the root that see it and themselves (their
+    form doesn't change the work).
+    """
+
+    def __init__(
+        self, twin: Drafter, fed: Sequence[int], *, batch: int, context: int, device: torch.device
+    ) -> None:
+        request = round_of(chain_plan(len(fed)), batch, context, device)
+        self.twin, self.request = twin, replace(request, top=context + sum(fed))
+        self.frontiers = []
+        for depth, nodes in enumerate(fed):
+            slot_M = torch.arange(sum(fed[: depth + 1]), device=device)
+            tokens_BF = torch.ones(batch, nodes, dtype=torch.int64, device=device)
+            frontier = Frontier(depth, tokens_BF, None, slot_M[-nodes:])
+            if depth and max(fed) > 1:
+                block_FM = (slot_M == 0) | (slot_M == frontier.slot_F[:, None])
+                of_BF, depth_M = torch.zeros_like(tokens_BF), slot_M.clamp(max=1)
+                frontier = frontier._replace(of_BF=of_BF, block=block_FM, depth_M=depth_M)
+            self.frontiers.append(frontier)
+
+    def ready(self) -> None:
+        """Make the calls before it, from the state that the drafter has of its rows."""
+        feed = self.twin.feed(self.request)
+        assert feed is not None, f"a drafter of kind {self.twin.kind} has a model, no draft calls"
+        for frontier in self.frontiers[:-1]:
+            feed(frontier)
+        self.feed = feed
+
+    def __call__(self) -> None:
+        self.feed(self.frontiers[-1])
 
 
 def extend_call(twin: Drafter, target: Runner, window: int, *, batch: int, context: int) -> Call:
@@ -254,9 +277,19 @@ def least_times(
 
 
 def clocked(call: Call, device: torch.device) -> float:
-    """Seconds of a call, to the end of what it began on the device."""
+    """Seconds of a call, to the end of what it began on the device; of a last draft call without
+    those before it.
+    """
+    if isinstance(call, LastDraftCall):
+        call.ready()
+        synchronise(device)
     started = time.perf_counter()
     call()
+    synchronise(device)
+    return time.perf_counter() - started
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for what was begun on a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - started

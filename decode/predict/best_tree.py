@@ -32,12 +32,12 @@ from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate.metrics import ratio_interval
 from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import load_prompts
-from draftsmith.decode.report.printed import bracket
 from draftsmith.decode.sampling import SamplingParams, request_race
 from draftsmith.decode.tree_shapes import RankPath, StaticTree
 from draftsmith.models.disk.provenance import command_line, git_commit
 from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.folder.drafter_folder import open_drafter
+from draftsmith.printed import bracket
 from draftsmith.progress import watched
 
 SHARPNESS = (0.5, 0.7, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4, 2.8, 3.4, 4.0, 4.8, 5.7, 6.7, 8.0)

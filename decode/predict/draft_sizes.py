@@ -28,9 +28,9 @@ from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.timing import Call, forward_call, graphed, median_times
 from draftsmith.decode.predict.machines import MACHINES, Machine
 from draftsmith.decode.predict.scaling_laws import fit_line, read_rows
-from draftsmith.decode.report.printed import duration, print_table, short_count, times_as
 from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.draft_lm import draft_config
+from draftsmith.printed import duration, print_table, short_count, times_as
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 RECIPE = ("layers", "hidden", "heads", "kv_heads", "intermediate")

@@ -22,7 +22,7 @@ import numpy as np
 from draftsmith.command import parse
 from draftsmith.decode.evaluate.metrics import bootstrap
 from draftsmith.decode.report.charts import Trend, drawing, scatter
-from draftsmith.decode.report.printed import bracket, print_table, short_count
+from draftsmith.printed import bracket, print_table, short_count
 
 Row = dict[str, Any]
 

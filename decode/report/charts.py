@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from draftsmith.decode.report.printed import short_count
+from draftsmith.printed import short_count
 
 STYLE = Path(__file__).with_name("style.css").read_text("utf-8")
 LOOK = Path(__file__).with_name("charts.mplstyle")
@@ -178,13 +178,12 @@ def drawing(
     heights = [chart.height + 30 * alone for chart in charts]
     height, written = sum(heights) + 24 * bool(legend), io.StringIO()
     with matplotlib.rc_context(fname=LOOK):
-        size = WIDTH / 72, height / 72
-        picture = Figure(size, dpi=72, facecolor=PAINT["card"], layout="constrained")
+        picture = Figure((WIDTH / 72, height / 72))
         panels = picture.subplots(len(charts), 1, squeeze=False, height_ratios=heights)[:, 0]
         for axes, chart in zip(panels, charts, strict=True):
             chart.draw(axes)
             axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
-            axes.set_title(chart.title if alone else "", loc="left", pad=30)
+            axes.set_title(chart.title if alone else "")
         if legend:
             keys = [Patch(color=PAINT[css], label=words) for css, words in legend]
             picture.legend(handles=keys, loc="outside upper left", ncols=len(keys))
@@ -225,8 +224,6 @@ def _mark(axes: Any, x: float, words: str, rise: float = 8) -> None:
     _beside(axes, words, (x, 1), (3, rise), xycoords=above, color=PAINT["soft"])
 
 
-def _beside(
-    axes: Any, words: str, point: tuple[float, float], by: tuple[float, float], **style: Any
-) -> None:
+def _beside(axes: Any, words: str, point: Point, by: Point, **style: Any) -> None:
     style = {"va": "center", "textcoords": "offset points", "annotation_clip": False} | style
     axes.annotate(words, point, by, **style)

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from draftsmith.decode.report import printed
-from draftsmith.decode.report.printed import bracket, number, share, thousandths, times_as
+from draftsmith import printed
 from draftsmith.decode.report.schema import CategoryRow, Report, differences_of
 from draftsmith.decode.verify.rules import RULES
+from draftsmith.printed import bracket, number, share, thousandths, times_as
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -29,10 +29,8 @@ TEMPLATES = Environment(
 TEMPLATES.globals["infinity"] = math.inf
 TEMPLATES.filters["times"] = times_as
 
-ENTRIES = [
-    line.split(" | ")
-    for line in Path(__file__).with_name("figures.txt").read_text("utf-8").splitlines()
-]
+LINES = Path(__file__).with_name("figures.txt").read_text("utf-8").splitlines()
+ENTRIES = [line.split(" | ") for line in LINES]
 SHOWN = {key: getattr(printed, words) for key, words, *_ in ENTRIES if words != "-"}
 NAMES = {key.partition(".")[0]: name for key, _, name, _ in ENTRIES}
 FORMULAS = {key.partition(".")[0]: formula for key, _, _, formula in ENTRIES}
@@ -58,14 +56,18 @@ class IdentityVerdict(NamedTuple):
     detail: str
 
 
+def named(key: str, value: str, interval: str = "", of: str = "") -> Figure:
+    """What `value` is called and how it is made; of: which one, where there are several."""
+    name = key.partition(".")[0]
+    return Figure(", ".join(filter(None, (NAMES[name], of))), value, interval, FORMULAS[name])
+
+
 def figure(report: Report, key: str) -> Figure:
     """The figure at a key of SHOWN."""
-    name, _, part = key.partition(".")
     value = attrgetter(key.replace("t_", "times.") if key.startswith("t_") else key)(report)
     digits = 3 if SHOWN[key] is thousandths else 2
     interval = bracket(getattr(report, f"{key}_interval", None), digits)
-    full_name = ", ".join(filter(None, (NAMES[name], part)))
-    return Figure(full_name, SHOWN[key](value), interval, FORMULAS[name])
+    return named(key, SHOWN[key](value), interval, key.partition(".")[2])
 
 
 def figures(report: Report) -> list[Figure]:
@@ -73,23 +75,23 @@ def figures(report: Report) -> list[Figure]:
     tau, *others = (figure(report, key) for key in SHOWN)
     if report.rules:
         taus = " · ".join(f"{rule} {number(tau)}" for rule, tau in report.rules.items())
-        others.append(Figure(NAMES["rules"], taus, "", FORMULAS["rules"]))
+        others.append(named("rules", taus))
     return [tau, *quality(report), *others]
 
 
 def quality(report: Report) -> list[Figure]:
     """What the answers are worth, where that is known or may differ from the target's own."""
-    name, formula, found = NAMES["task"], FORMULAS["task"], []
+    found = []
     if task := report.task:
         plain = f"(plain {share(task.plain)}, n = {task.n})"
+        found.append(named("task", share(task.speculative), plain, task.name))
         between = bracket(task.difference_interval, 3)
-        found.append(Figure(f"{name}, {task.name}", share(task.speculative), plain, formula))
-        found.append(Figure(f"{name}, minus plain's", f"{task.difference:+.3f}", between, formula))
+        found.append(named("task", f"{task.difference:+.3f}", between, "minus plain's"))
     elif not report.lossless:
-        found.append(Figure(name, "no known answers", "", formula))
+        found.append(named("task", "no known answers"))
     if same := report.agreement:
-        value, between = thousandths(same.share), bracket(same.interval, 3)
-        found.append(Figure(NAMES["agreement"], value, between, FORMULAS["agreement"]))
+        between = bracket(same.interval, 3)
+        found.append(named("agreement", thousandths(same.share), between))
     return found
 
 

@@ -4,13 +4,13 @@ The page is page.html.jinja, which also says what each chart draws.
 """
 
 import json
-import unicodedata
 from pathlib import Path, PurePath
 from typing import Any
 
 from markupsafe import Markup, escape
 
-from draftsmith.decode.report import charts, figures, printed
+from draftsmith import printed
+from draftsmith.decode.report import charts, figures
 from draftsmith.decode.report.schema import REPORT_KEYS, Report, as_report
 from draftsmith.models.disk.store import write_atomically
 
@@ -24,8 +24,7 @@ def write(values: dict[str, Any], folder: Path) -> None:
     """
     report = as_report(values)
     values = values | {"formulas": figures.FORMULAS}
-    known = [key for key in REPORT_KEYS if key in values]
-    ordered = {key: values[key] for key in [*known, *sorted(values.keys() - known)]}
+    ordered = {key: values[key] for key in (*REPORT_KEYS, *sorted(values)) if key in values}
     text = json.dumps(ordered, indent=1, ensure_ascii=False, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "report.json", f"{text}\n".encode())
@@ -49,16 +48,16 @@ def page(report: Report) -> str:
 
 
 def visible(text: str) -> Markup:
-    """Escaped text in which no character hides: line ends, tabs, controls, marks of direction."""
+    """Escaped text in which no character hides: controls, surrogates, marks of direction, spaces
+    other than the usual one.
+    """
 
     def shown(character: str) -> Markup:
+        if character.isprintable():
+            return escape(character)
         if sign := SIGNS_OF_SPACE.get(character):
             return Markup(f'<span class="sign-of-space">{sign}</span>{character}')
-        # Controls, formats (zero width, direction), surrogates, odd line ends, no-break spaces.
-        odd = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-        if odd or character == "\u00a0":
-            return Markup(f'<span class="code-point">&lt;U+{ord(character):04X}&gt;</span>')
-        return escape(character)
+        return Markup(f'<span class="code-point">&lt;U+{ord(character):04X}&gt;</span>')
 
     return Markup("").join(map(shown, text))
 

@@ -1,18 +1,14 @@
 """Flat rows for docs/results: one an arm and temperature, and the page that is made from them."""
 
 import json
-import os
-import platform
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftsmith.decode.report.figures import TEMPLATES
-from draftsmith.decode.report.printed import bracket, number
+from draftsmith.models.disk.provenance import machine
+from draftsmith.printed import bracket, number
 
 COPIED = (
     *("seed", "temperature", "alpha", "alpha_interval", "tau", "tau_interval"),
@@ -33,11 +29,11 @@ def row(what: str, report: dict[str, Any]) -> dict[str, Any]:
     return head | copied | {"machine": machine()}
 
 
-def publish(title: str, rows: list[dict[str, Any]], folder: Path) -> None:
-    """Write results.json and results.md."""
+def publish(title: str, rows: list[dict[str, Any]], folder: Path, name: str = "results") -> None:
+    """Write <name>.json and <name>.md."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (folder / "results.md").write_text(page(title, rows))
+    (folder / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(page(title, rows))
 
 
 def page(title: str, rows: list[dict[str, Any]]) -> str:
@@ -89,13 +85,3 @@ def unrepeatable(rows: Sequence[dict[str, Any]]) -> str:
     reasons = Counter(r["why"] for r in rows if not r.get("repeatable", True))
     counted = (f"{n} of {len(rows)} rows: {why}" for why, n in reasons.items())
     return "".join(f" Not repeatable, {words}." for words in counted)
-
-
-def machine() -> str:
-    """The processor or GPU in words, and the cores."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    found = cpuinfo.exists() and re.search(r"^model name.*?: (.*)", cpuinfo.read_text(), re.M)
-    name = found[1] if found else platform.processor() or platform.machine()
-    return f"{os.cpu_count()} cores of {name}"

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from draftsmith.decode.report import figures, results
 from draftsmith.decode.report.figures import FORMULAS, NAMES
-from draftsmith.decode.report.printed import as_table
 from draftsmith.decode.report.schema import as_report
+from draftsmith.printed import as_table
 
 COLOURS = {"good": "green", "near": "yellow", "bad": "bold red", "note": "yellow"}
 COMPARED = ("alpha", "tau", "speedup", "tokens_per_s", "loop_rate", "identical", "interval")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from draftsmith.command import out_of_memory
-from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Counters, Event, Request

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.serve.buffer import ReplayBuffer, as_served

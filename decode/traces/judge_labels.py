@@ -33,8 +33,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import parse
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.answers import MARK, final_number
 from draftsmith.decode.prompts.chat import set_template
@@ -212,7 +212,9 @@ def label(settings: Labels) -> str:
     spec = TargetSpec(settings.target, dtype=settings.dtype)
     target, tokenizer = load_decoded(spec, settings.device)
     set_template(tokenizer, settings.thinking, settings.template_kwargs)
-    drafter = load_drafter(settings.drafter or None, target, tokenizer)
+    drafter, miner = load_drafter(settings.drafter or None, target, tokenizer), None
+    if drafter is not None:
+        miner = Miner(target, tokenizer, drafter, settings.batch_size, settings.max_new_tokens)
     about: dict[str, Any] = {
         "kind": "judge",
         "target": fingerprint(target, tokenizer),
@@ -221,13 +223,9 @@ def label(settings: Labels) -> str:
     }
     room = int(settings.max_gb * 1e9)
     writer = TraceWriter(settings.out, about, max_bytes=room, shard_rows=SHARD_ROWS)
-    rows = load_rows(settings.marked, "all") if drafter is None else questions(settings)
+    rows = load_rows(settings.marked, "all") if miner is None else questions(settings)
     todo = [(index, row) for index, row in enumerate(rows) if index not in writer.done]
-    if drafter is None:
-        found = labelled(target, tokenizer, todo)
-    else:
-        miner = Miner(target, tokenizer, drafter, settings.batch_size, settings.max_new_tokens)
-        found = miner.mine(todo)
+    found = labelled(target, tokenizer, todo) if miner is None else miner.mine(todo)
     try:
         for index, columns in watched(found, "labels", len(todo)):
             writer.add(index, columns)

@@ -24,19 +24,19 @@ from torch import Tensor
 
 from draftsmith.command import parse
 from draftsmith.decode import sampling
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Recorder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import load_prompts
-from draftsmith.decode.report.printed import print_table
 from draftsmith.decode.sampling import SamplingParams, position_keys
 from draftsmith.decode.traces.store import TraceWriter, made_by, read_traces
 from draftsmith.models.disk.provenance import git_commit
 from draftsmith.models.fingerprint import fingerprint
+from draftsmith.printed import print_table
 from draftsmith.progress import LongWork
 
 SOURCES = ("decoder", "mixed")

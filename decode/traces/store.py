@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.models.disk.store import Manifest, hold, open_shard, save_shard
 from draftsmith.models.scorers import weights_mark
 

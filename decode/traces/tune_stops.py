@@ -21,13 +21,13 @@ from draftsmith.command import parse
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Counters
 from draftsmith.decode.policies.timing import measured_costs
-from draftsmith.decode.report.printed import print_table
 from draftsmith.decode.traces import simulate_stops as replay
 from draftsmith.decode.traces.simulate_stops import Rounds, Stop
 from draftsmith.decode.traces.store import read_traces
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.fingerprint import differences
 from draftsmith.models.scorers import FOLDER, Scored, load_acceptance, set_threshold, weights_mark
+from draftsmith.printed import print_table
 
 GRID = (
     *(0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4),

@@ -1,13 +1,17 @@
-"""Where a result comes from: the code's commit, the versions, the recipe, the seeds."""
+"""Where a result comes from: the code's commit, the versions, the recipe, seeds, the machine."""
 
 import contextlib
+import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
+
+import torch
 
 PACKAGES = (
     *("draftsmith", "torch", "transformers", "accelerate", "datasets", "deepspeed", "tokenizers"),
@@ -64,6 +68,16 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[package] = None
     return found
+
+
+def machine() -> str:
+    """The processor or GPU in words, and the cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    found = cpuinfo.exists() and re.search(r"^model name.*?: (.*)", cpuinfo.read_text(), re.M)
+    name = found[1] if found else platform.processor() or platform.machine()
+    return f"{os.cpu_count()} cores of {name}"
 
 
 def _git(folder: str, *arguments: str) -> str:

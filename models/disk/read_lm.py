@@ -15,7 +15,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
@@ -25,11 +31,17 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def load_config(path: str | Path, *, local_files_only: bool = False) -> PretrainedConfig:
-    """The configuration of a model, a folder or a hub name; ValueError when there is none."""
+    """The configuration of a causal LM, a folder or a hub name; ValueError when there is none, or
+    it is of a family without one.
+    """
     try:
-        return AutoConfig.from_pretrained(
+        config: PretrainedConfig = AutoConfig.from_pretrained(
             str(path), trust_remote_code=False, local_files_only=local_files_only
         )
+        kinds = type(config), type(config.get_text_config())
+        if not any(kind in MODEL_FOR_CAUSAL_LM_MAPPING for kind in kinds):
+            raise ValueError(f"transformers has none of type {config.model_type}")
+        return config
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(_unreadable(path, error)) from error
 

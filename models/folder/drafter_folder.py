@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from draftsmith.models.disk.hub import local_folder
 from draftsmith.models.disk.read_lm import (
     check_header,
     check_tensors,
@@ -30,7 +31,6 @@ from draftsmith.models.disk.read_lm import (
 from draftsmith.models.disk.store import previous, whole_folder, write_atomically
 from draftsmith.models.draft_lm import load_draft
 from draftsmith.models.fingerprint import differences
-from draftsmith.models.folder.hub import local_folder
 from draftsmith.models.folder.imports import Foreign, recognise
 from draftsmith.models.folder.tensors import FILES, Checkpoint
 from draftsmith.models.heads.head import Head, assembled, heads, outlined

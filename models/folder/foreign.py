@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from draftsmith.models.disk.read_lm import tensor_faults
 from draftsmith.models.folder.tensors import Checkpoint
 from draftsmith.models.heads.head import Head, assembled, heads, outlined
-from draftsmith.models.heads.layer import LAYER_FIELDS
+from draftsmith.models.layers.layer import LAYER_FIELDS
 
 # Tensors that heads carry and that ours don't need: the target's embeddings, and what follows from
 # the config.
@@ -28,8 +28,10 @@ KINDS: dict[str, type] = {
     **dict.fromkeys(("draft_vocab_size", "target_hidden_size", "max_position_embeddings"), int),
     **dict.fromkeys(("medusa_num_heads", "hydra_num_heads"), int),
     **dict.fromkeys(("eagle_config", "transformer_layer_config", "speculators_config"), dict),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "prefix"), dict),
-    "eagle_aux_hidden_state_layer_ids": list,
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "prefix", "dflash_config"), dict),
+    **dict.fromkeys(("block_size", "mask_token_id", "markov_rank"), int),
+    **dict.fromkeys(("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"), list),
+    "target_layer_ids": list,
 }
 SAYS = {int: "a whole number", dict: "an object", list: "a list of numbers of layers"}
 # What a toolkit calls a tensor -> what we do, one change after the other.
@@ -131,6 +133,17 @@ def check_types(config: dict[str, Any]) -> None:
             )
         if isinstance(value, dict):
             check_types(value)
+
+
+def rows_of(config: dict[str, Any], checkpoint: Checkpoint, target: PretrainedConfig | None) -> int:
+    """V: of what covers the target's tokens in the file, else the config's, else the target's."""
+    for name, tensor in checkpoint.meta.items():
+        if name.endswith(("t2d", "embed_tokens.weight")):
+            return tensor.shape[0]
+    rows = config.get("vocab_size") or (target and target.vocab_size)
+    if not rows:
+        raise needs(checkpoint, "how many tokens there are")
+    return int(rows)
 
 
 def is_finite(value: Tensor) -> bool:

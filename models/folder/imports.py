@@ -1,5 +1,5 @@
 """Heads that other toolkits wrote, read as ours: official EAGLE-1 and EAGLE-3 folders, those of
-`speculators`, Medusa and Hydra.
+`speculators`, block drafters, Medusa and Hydra; MTP modules are in `mtp`.
 
 Nothing is copied on disk, and the values are the same, bit for bit: see `Foreign`.
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from draftsmith.models.disk.read_lm import read_json
+from draftsmith.models.folder.block_imports import BLOCKS, official_block, speculators_block
 from draftsmith.models.folder.foreign import (
     EAGLE,
     Changes,
@@ -24,8 +25,10 @@ from draftsmith.models.folder.foreign import (
     layer_config,
     needs,
     our_names,
+    rows_of,
     unfit,
 )
+from draftsmith.models.folder.mtp import holds_mtp, read_mtp
 from draftsmith.models.folder.tensors import Checkpoint
 from draftsmith.models.heads.eagle import EAGLE3_NAMES, FLAGS, IDS, tap_fields
 from draftsmith.models.taps import default_taps
@@ -42,17 +45,23 @@ def recognise(folder: str | Path, target: Target = None) -> tuple[Foreign, Check
     folder = Path(folder)
     config = read_json(folder / "config.json")
     checkpoint = Checkpoint(folder)
-    layout = layout_of(config, set(checkpoint.file_of), checkpoint.file)
+    target = target and target.get_text_config()
+    layout = layout_of(config, set(checkpoint.file_of), checkpoint.file, target)
     if layout is None:
         return None
     check_types(config)
-    return READERS[layout](config, checkpoint, target and target.get_text_config()), checkpoint
+    return READERS[layout](config, checkpoint, target), checkpoint
 
 
-def layout_of(config: dict[str, Any], names: set[str], file: str) -> str | None:
+def layout_of(config: Config, names: set[str], file: str, target: Target = None) -> str | None:
     """Which toolkit's head a folder holds, a key of `READERS`; None for none."""
+    if holds_mtp(config, names, target):
+        return "mtp"
     if "speculators_model_type" in config:
-        return "speculators"
+        block = config["speculators_model_type"] in BLOCKS
+        return "speculators-block" if block else "speculators"
+    if "dflash_config" in config or "target_layer_ids" in config:
+        return "official-block"
     if file.startswith("medusa") or "medusa_num_heads" in config:
         return "medusa"
     if file.startswith("hydra") or "hydra_num_heads" in config:
@@ -68,7 +77,7 @@ def layout_of(config: dict[str, Any], names: set[str], file: str) -> str | None:
 def _eagle1(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
     names = our_names(checkpoint, EAGLE)
     names.pop("lm_head.weight", None)  # the target's
-    made = layer_config(config, "llama", vocab=_rows(config, checkpoint, target))
+    made = layer_config(config, "llama", vocab=rows_of(config, checkpoint, target))
     made |= {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in names}
     shape = list(checkpoint.meta[names["fc.weight"]].shape)
     wanted = [made["hidden_size"], 2 * made["hidden_size"]]
@@ -85,7 +94,7 @@ def _eagle3(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
         if name not in names:
             raise unfit(checkpoint, f"has no {name}", "a whole EAGLE-3 head")
     kind = "qwen3" if any("q_norm" in name for name in names) else "llama"
-    made = layer_config(config, kind, vocab=_rows(config, checkpoint, target))
+    made = layer_config(config, kind, vocab=rows_of(config, checkpoint, target))
     hidden, wide = made["hidden_size"], config.get("target_hidden_size")
     if wide not in (None, hidden):
         got = f"is {hidden} wide for a target of {wide}"
@@ -121,23 +130,13 @@ def _eagle3(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
 def _speculators(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
     kind = config["speculators_model_type"]
     if kind != "eagle3":
-        raise unfit(checkpoint, f"holds a speculator of type {kind!r}", "eagle3")
+        known = ", ".join(("eagle3", *BLOCKS))
+        raise unfit(checkpoint, f"holds a speculator of type {kind!r}", f"one of {known}")
     layer = config.get("transformer_layer_config") or {}
     if layer.get("model_type") not in EAGLE3_NAMES:
         got = f"has a transformer_layer_config of model_type {layer.get('model_type')!r}"
         raise unfit(checkpoint, got, " or ".join(EAGLE3_NAMES))
     return replace(_eagle3(layer | config, checkpoint, target), layout="speculators")
-
-
-def _rows(config: Config, checkpoint: Checkpoint, target: Target) -> int:
-    """V: of what covers the target's tokens in the file, else the config's, else the target's."""
-    for name, tensor in checkpoint.meta.items():
-        if name.endswith(("t2d", "embed_tokens.weight")):
-            return tensor.shape[0]
-    rows = config.get("vocab_size") or (target and target.vocab_size)
-    if not rows:
-        raise needs(checkpoint, "how many tokens there are")
-    return int(rows)
 
 
 def _taps(
@@ -270,6 +269,9 @@ READERS: dict[str, Callable[[Config, Checkpoint, Target], Foreign]] = {
     "eagle1": _eagle1,
     "eagle3": _eagle3,
     "speculators": _speculators,
+    "speculators-block": speculators_block,
+    "official-block": official_block,
+    "mtp": read_mtp,
     "medusa": _medusa,
     "hydra": _hydra,
 }

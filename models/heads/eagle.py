@@ -1,4 +1,5 @@
-"""EAGLE-1 and EAGLE-3 heads (Li et al., arXiv 2401.15077 and 2503.01840), on transformers' layers.
+"""EAGLE-1 and EAGLE-3 heads (Li et al., arXiv 2401.15077 and 2503.01840), and the modules for
+multi-token prediction (MTP) that models are trained with; on transformers' layers.
 
 At position i the head reads what the target knew there and the token that came next, (f_i,
 x_{i+1}), and predicts x_{i+2}. Its own output stands for the state that the target has not computed
@@ -7,6 +8,8 @@ yet, so it can go on alone.
     EAGLE-1: f = the target's last state; fc([e; f]) -> one layer -> f'; logits by the target's head
     EAGLE-3: g = fc([taps]); one layer on [norm(e); norm(g)] -> a; logits by its own head, norm(a);
              a is fed back in g's place
+    MTP:     f as EAGLE-1's; fc([norm(e); norm(f)]) -> one ordinary layer -> norm -> f', fed back;
+             logits by the target's head (DeepSeek-V3, arXiv 2412.19437; FastMTP, 2509.18362)
 
 A pair (f_i, x_{i+1}) sits at rotary position i, in training and in decoding.
 
@@ -24,31 +27,34 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.heads.eagle_layouts import FLAGS, IDS, LAYOUTS, unread_by_sglang
-from draftsmith.models.heads.head import ANY_DEPTH, Exported, Head, Kind, OutputHead, Reads
-from draftsmith.models.heads.layer import (
+from draftsmith.models.heads.head import ANY_DEPTH, Exported, Head, Kind, Reads
+from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
     EagleLayer,
+    OutputHead,
     Rotary,
     layer_json,
     read_layer,
+    rope_fields,
 )
-from draftsmith.models.heads.unrolled_attention import Unrolled
+from draftsmith.models.layers.unrolled_attention import Unrolled
 from draftsmith.models.taps import NORM, Tap
 from draftsmith.models.vocab import DraftVocab
 
 # What EAGLE-3 is called on disk. By the first name vLLM and SGLang build Llama's layers; the norms
 # on queries and keys of Qwen3's are known to vLLM alone, by the second.
 EAGLE3_NAMES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
+MTP_NAME, MTP_PREFIX = "DraftsmithMtp", "mtp."  # tensors are called as Qwen3-Next's are
 
 
 @dataclass(frozen=True)
 class EagleConfig:
     """layer: sizes of the decoder layers, of Llama's or Qwen3's kind; hidden_size and vocab_size
-    are the target's. version: 1 or 3. draft_vocab: rows of EAGLE-3's own LM head. fc_bias: of
-    EAGLE-1's (the official ones have it, vLLM's loader has not). The norms are EAGLE-3.1's:
-    fc_norm, one on each tap; norm_output, what is fed back is normed; norm_before_residual, the
-    normed state is the residual; norm_before_fc, one norm over all taps.
+    are the target's. version: 1 or 3; mtp: version 1 as an MTP module. draft_vocab: rows of
+    EAGLE-3's own LM head. fc_bias: of EAGLE-1's (the official ones have it, vLLM's loader has not).
+    The norms are EAGLE-3.1's: fc_norm, one on each tap; norm_output, what is fed back is normed;
+    norm_before_residual, the normed state is the residual; norm_before_fc, one norm over all taps.
     """
 
     layer: PretrainedConfig
@@ -60,6 +66,7 @@ class EagleConfig:
     norm_output: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         layer, taps = self.layer, self.taps
@@ -73,7 +80,11 @@ class EagleConfig:
                 f"eagle 1: got taps {taps} or a norm of EAGLE-3.1, expected the tap {NORM!r} alone "
                 "and none of them; use version 3"
             )
-        if self.version == 1 and layer.model_type != "llama":
+        if self.mtp and (self.version != 1 or self.fc_bias):
+            raise ValueError(
+                f"mtp: got version {self.version}, fc_bias={self.fc_bias}, expected 1 and no bias"
+            )
+        if self.version == 1 and layer.model_type != "llama" and not self.mtp:
             raise ValueError(
                 f"eagle 1: got layers of {layer.model_type}, expected llama: servers know no "
                 "others in it, and would skip their norms on queries and keys; use version 3"
@@ -95,7 +106,7 @@ class EagleConfig:
 
 
 class Eagle(Head):
-    """An EAGLE-1 or EAGLE-3 head; `kind` says which."""
+    """An EAGLE-1 or EAGLE-3 head, or an MTP module; `kind` says which."""
 
     kinds: ClassVar = {
         "eagle1": Kind(
@@ -114,12 +125,17 @@ class Eagle(Head):
             learns=True,
             whole="",
         ),
+        "mtp": Kind(
+            "an MTP module apart from its model",
+            learns=True,
+            whole="an MTP module multiplies the target's LM head, which the target needs whole",
+        ),
     }
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         layer = config.layer
-        self.config, self.kind = config, f"eagle{config.version}"
+        self.config, self.kind = config, "mtp" if config.mtp else f"eagle{config.version}"
         self.hidden, self.rows = layer.hidden_size, layer.vocab_size
         self.context, self.levels = layer.max_position_embeddings, ANY_DEPTH
         self.taps = config.taps
@@ -127,10 +143,14 @@ class Eagle(Head):
         width = (len(config.taps) if wide else 2) * self.hidden
         self.fc = nn.Linear(width, self.hidden, bias=config.fc_bias)
         self.layers: Any = nn.ModuleList(
-            EagleLayer(layer, i, wide=wide and i == 0, bare=not wide and i == 0)
+            EagleLayer(layer, i, wide=wide and i == 0, bare=self.kind == "eagle1" and i == 0)
             for i in range(layer.num_hidden_layers)
         )
         self.rotary = Rotary(layer)
+        if config.mtp:
+            self.pre_fc_norm_embedding = LlamaRMSNorm(self.hidden, eps=eps)
+            self.pre_fc_norm_hidden = LlamaRMSNorm(self.hidden, eps=eps)
+            self.norm = LlamaRMSNorm(self.hidden, eps=eps)
         if not wide:
             return
         if config.fc_norm:
@@ -174,6 +194,9 @@ class Eagle(Head):
     ) -> Tensor:
         """Its output [B, T, H] for pairs of a state (`fuse`d, or `fed_back`) and the next token."""
         embedded_BTH = self.embed(tokens_BT)
+        if self.config.mtp:
+            embedded_BTH = self.pre_fc_norm_embedding(embedded_BTH)
+            hidden_BTH = self.pre_fc_norm_hidden(hidden_BTH)
         if self.config.version == 1:
             hidden_BTH = self.fc(torch.cat([embedded_BTH, hidden_BTH], -1))
         rotary = self.rotary(hidden_BTH, positions_BT)
@@ -211,29 +234,29 @@ class Eagle(Head):
 
     def before_head(self, output_XH: Tensor) -> Tensor:
         """What the LM head multiplies."""
-        return output_XH if self.config.version == 1 else self.norm(output_XH)
+        return output_XH if self.kind == "eagle1" else self.norm(output_XH)
 
     def fed_back(self, output_XH: Tensor) -> Tensor:
         """What the next step reads in place of the target's state."""
-        return self.norm(output_XH) if self.config.norm_output else output_XH
+        normed = self.config.norm_output or self.config.mtp
+        return self.norm(output_XH) if normed else output_XH
 
     @property
     def head_DH(self) -> Tensor:
-        """The LM head: its own rows, or (EAGLE-1) all of the target's."""
+        """The LM head: its own rows, or (EAGLE-1, MTP) all of the target's."""
         return self.target_head_VH if self.config.version == 1 else self.lm_head.weight
 
     def to_json(self) -> dict[str, Any]:
         config = self.config
-        rope, kind = config.layer.rope_parameters or {}, config.layer.model_type
+        kind = config.layer.model_type
         made = layer_json(config.layer) | {
-            # Servers of today and of yesterday read different fields.
-            "rope_parameters": rope,
-            "rope_theta": rope.get("rope_theta", 10000.0),
-            "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
+            **rope_fields(config.layer.rope_parameters or {}),
             "tie_word_embeddings": False,
             "use_cache": True,
             "torch_dtype": str(self.fc.weight.dtype).removeprefix("torch."),
         }
+        if config.mtp:
+            return made | {"architectures": [MTP_NAME]}
         if config.version == 1:
             return made | {"architectures": ["LlamaForCausalLM"], "bias": config.fc_bias}
         made |= {name: getattr(config, name) for name in FLAGS}
@@ -242,24 +265,23 @@ class Eagle(Head):
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Eagle":
-        layer, taps = read_layer(config), config.get(IDS)
+        if config.get("architectures") == [MTP_NAME]:
+            return cls(EagleConfig(read_layer(config), 1, mtp=True))
         if config.get("architectures") not in [[name] for name in EAGLE3_NAMES.values()]:
+            layer = read_layer(config)
             return cls(EagleConfig(layer, 1, fc_bias=bool(config.get("bias", True))))
-        if not isinstance(taps, list):
-            raise ValueError(
-                f"config.json: got no {IDS} at its top level, expected the list of taps; `python "
-                "-m draftsmith doctor` says what such a folder needs"
-            )
-        flags = {name: bool(config.get(name, False)) for name in FLAGS}
-        return cls(EagleConfig(layer, 3, tuple(taps), int(config["draft_vocab_size"]), **flags))
+        return cls(EagleConfig(**read_eagle3(config)))
 
     def on_disk(self) -> dict[str, Tensor]:
         state = dict(self.state_dict())
+        if self.config.mtp:
+            return {MTP_PREFIX + name: t for name, t in state.items()}
         if self.config.version == 3 and len(self.layers) == 1:
             state = {name.replace("layers.0.", "midlayer.", 1): t for name, t in state.items()}
         return state
 
     def from_disk(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {name.removeprefix(MTP_PREFIX): t for name, t in tensors.items()}
         return {name.replace("midlayer.", "layers.0.", 1): t for name, t in tensors.items()}
 
     def exported(self, to: str, target: PreTrainedModel, K: int) -> Exported:
@@ -270,6 +292,18 @@ class Eagle(Head):
             limit = max(limit, config["max_position_embeddings"])
             config["max_position_embeddings"] = limit
         return LAYOUTS[self.kind, to](config, self.on_disk(), target, K)
+
+
+def read_eagle3(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of EAGLE-3's `EagleConfig` from a config.json."""
+    layer, taps = read_layer(config), config.get(IDS)
+    if not isinstance(taps, list):
+        raise ValueError(
+            f"config.json: got no {IDS} at its top level, expected the list of taps; `python "
+            "-m draftsmith doctor` says what such a folder needs"
+        )
+    read = {"layer": layer, "taps": tuple(taps), "draft_vocab": int(config["draft_vocab_size"])}
+    return read | {name: bool(config.get(name, False)) for name in FLAGS}
 
 
 def tap_fields(taps: tuple[Tap, ...]) -> dict[str, Any]:

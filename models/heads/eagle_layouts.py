@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.heads.head import Exported
-from draftsmith.models.heads.layer import LAYER_FIELDS
+from draftsmith.models.layers.layer import LAYER_FIELDS
 from draftsmith.models.server_facts import EAGLE1_OF_SGLANG, SPECULATORS_VERSION
 
 Config = dict[str, Any]
@@ -63,9 +63,6 @@ def eagle3_speculators(flat: Config, tensors: Tensors, target: PreTrainedModel, 
     table = target.get_input_embeddings().weight
     assert isinstance(table, Tensor)
     tensors["embed_tokens.weight"] = table.to(tensors["fc.weight"].dtype)
-    proposal = {"proposal_type": "greedy", "speculative_tokens": K}
-    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
-    named = target.config.architectures or [type(target).__name__]
     config = {
         "architectures": ["Eagle3DraftModel"],
         "draft_vocab_size": flat["draft_vocab_size"],
@@ -74,19 +71,30 @@ def eagle3_speculators(flat: Config, tensors: Tensors, target: PreTrainedModel, 
         "embed_requires_grad": False,
         # Each flag is written: readers differ in what they take for a missing one.
         **{name: flat[name] for name in FLAGS},
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"architectures": named, "name_or_path": target.name_or_path},
-        },
-        "speculators_model_type": "eagle3",
-        "speculators_version": SPECULATORS_VERSION,
+        **speculators_fields("eagle3", target, K),
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         "transformer_layer_config": kept,
     }
     return Exported(config, tensors)
+
+
+def speculators_fields(algorithm: str, target: PreTrainedModel, K: int) -> Config:
+    """What every folder of that format says of its kind and its target."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": K}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    named = target.config.architectures or [type(target).__name__]
+    about = {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"architectures": named, "name_or_path": target.name_or_path},
+    }
+    return {
+        "speculators_config": about,
+        "speculators_model_type": algorithm,
+        "speculators_version": SPECULATORS_VERSION,
+    }
 
 
 def unread_by_sglang(config: dict[str, Any], layers: int | None = None) -> str | None:

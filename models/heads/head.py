@@ -12,9 +12,10 @@ import copy
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -28,10 +29,6 @@ from draftsmith.models.target import head_weight
 from draftsmith.models.vocab import DraftVocab
 
 ANY_DEPTH = 1 << 30  # of tokens ahead, or positions, where nothing bounds them
-
-
-class OutputHead(nn.Linear):
-    """A linear map onto a vocabulary. Optimizers tell it from hidden matrices by its class."""
 
 
 class Reads(NamedTuple):
@@ -60,11 +57,15 @@ class Kind:
 
 
 class Exported(NamedTuple):
-    """A head in another layout: its config.json, its tensors, the file that they go into."""
+    """A head in another layout: its config.json, its tensors, the file that they go into; what else
+    is pickled beside it, by file; the tokens that it drafts a round, where that isn't free.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     file: str = "model.safetensors"
+    beside: Mapping[str, Any] = MappingProxyType({})
+    K: int = 0
 
 
 class Head(nn.Module):

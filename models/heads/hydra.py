@@ -23,16 +23,17 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.head import ANY_DEPTH, Head, Kind, OutputHead, entry
-from draftsmith.models.heads.layer import (
+from draftsmith.models.heads.head import ANY_DEPTH, Head, Kind, entry
+from draftsmith.models.heads.medusa import ResidualBlock, check_sizes, copy_head
+from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
     EagleLayer,
+    OutputHead,
     Rotary,
     layer_json,
     read_layer,
 )
-from draftsmith.models.heads.medusa import ResidualBlock, check_sizes, copy_head
 from draftsmith.models.taps import NORM
 
 SIZES = ("hidden_size", "vocab_size", "hydra_num_heads", "hydra_num_layers")
@@ -115,11 +116,8 @@ class Hydra(Head):
         """
         if self.config.prefix is None:
             return norm_BTH
-        layer = self.prefix_layer
-        entry_BTH, residual_BTH = layer.enter(norm_BTH, norm_BTH, normed_residual=False)
         rotary = self.rotary(norm_BTH, positions_BT)
-        mixed_BTO = attention(0, *layer.project(entry_BTH, rotary))
-        normed_BTH: Tensor = self.prefix_norm(layer.leave(residual_BTH, mixed_BTO))
+        normed_BTH: Tensor = self.prefix_norm(self.prefix_layer.run(norm_BTH, rotary, attention, 0))
         return normed_BTH
 
     def state(self, depth: int, base_XH: Tensor, path_XPH: Tensor) -> Tensor:

@@ -20,9 +20,19 @@ from draftsmith.models.folder.imports import layout_of
 from draftsmith.models.folder.tensors import Checkpoint, outline
 from draftsmith.models.heads.head import heads
 from draftsmith.models.server_facts import SGLANG_POSITIONS, STACKS
+from draftsmith.models.servers.doctor_block import BLOCK
 from draftsmith.models.servers.doctor_eagle import EAGLE1, EAGLE3
 from draftsmith.models.servers.export import about
-from draftsmith.models.servers.findings import EAGLES, SERVERS, Case, Check, Finding, fault, warning
+from draftsmith.models.servers.findings import (
+    BLOCK_LAYOUTS,
+    EAGLES,
+    SERVERS,
+    Case,
+    Check,
+    Finding,
+    fault,
+    warning,
+)
 from draftsmith.models.tokenizer import TOKENIZER_FILES, check_same_tokenizer, load_tokenizer
 
 OURS = STACKS["draftsmith"].name
@@ -36,8 +46,8 @@ def examine(folder: str, target: str | None = None) -> tuple[str, list[Finding]]
     try:
         raw, checkpoint = read_json(path / "config.json"), Checkpoint(path)
         own = read_json(path / META).get("kind") if (path / META).exists() else None
-        layout = layout_of(raw, set(checkpoint.meta), checkpoint.file)
-        layout = layout or (str(own) if own in heads() else "lm")
+        layout = str(own) if own in heads() else None
+        layout = layout or layout_of(raw, set(checkpoint.meta), checkpoint.file) or "lm"
         case = Case(path, layout, raw, checkpoint)
         if layout in EAGLES:
             case.names.keys()  # no name stands twice
@@ -55,7 +65,7 @@ def examine(folder: str, target: str | None = None) -> tuple[str, list[Finding]]
     try:
         if layout != "lm":
             check_types(raw)
-        if lacks := [n for n in SIZES if layout in EAGLES and not case.config.get(n)]:
+        if lacks := [n for n in SIZES if layout in THEIRS and not case.config.get(n)]:
             raise ValueError(f"lacks {', '.join(lacks)}")
     except ValueError as error:
         return layout, [Finding("config.json", "fault", str(error), {}, "restore it")]
@@ -172,7 +182,7 @@ def fits(case: Case) -> Iterator[Finding]:
             "vllm, sglang: fails, or accepts next to nothing; draftsmith: refuses it",
         )
     embeds = [n for n in case.checkpoint.file_of if n.endswith("embed_tokens.weight")]
-    if not embeds or case.layout not in EAGLES:
+    if not embeds or case.layout not in THEIRS:
         return
     own = case.checkpoint.read(embeds[:1])[embeds[0]]
     table = case.target.get_input_embeddings().weight
@@ -214,11 +224,14 @@ def draft_lm(case: Case) -> Iterator[Finding]:
         yield warning(says, mend, f"{does}; transformers: refuses it as an assistant")
 
 
+THEIRS = (*EAGLES, *BLOCK_LAYOUTS)
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
 EVERY: dict[str, Check] = {"finite numbers": finite, "dtype": dtype, "target": fits}
 CHECKS: dict[str, dict[str, Check]] = {
     "eagle1": EAGLE1 | {"positions": positions} | EVERY,
     **dict.fromkeys(("eagle3", "speculators"), EAGLE3 | {"positions": positions} | EVERY),
+    **dict.fromkeys(BLOCK_LAYOUTS, BLOCK | {"positions": positions} | EVERY),
+    "mtp": {"positions": positions} | EVERY,
     "medusa": {"heads and file": medusa_file} | EVERY,
     "hydra": {"positions": positions} | EVERY,
     "lm": {"logits": draft_lm} | {name: EVERY[name] for name in ("finite numbers", "dtype")},

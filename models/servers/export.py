@@ -15,12 +15,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftsmith.models.disk.read_lm import load_config, read_json, save_tensors, write_json
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import META, open_drafter, read_meta
 from draftsmith.models.folder.tensors import outline
 from draftsmith.models.heads.head import Kind, Reads, heads
-from draftsmith.models.server_facts import STACKS
+from draftsmith.models.server_facts import SERVES, STACKS
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.models.vocab import FILE
 
@@ -29,6 +31,12 @@ LM = {"vllm": "draft_model", "sglang": "STANDALONE", "transformers": ""}
 # Layouts that are no kind of head of ours.
 OTHERS = {
     "lm": Kind("a draft LM", {stack: Reads(name, ours=True) for stack, name in LM.items()}),
+    "speculators-block": Kind(
+        "a block drafter in speculators' format", {"vllm": Reads(), "speculators": Reads()}
+    ),
+    "official-block": Kind(
+        "a block drafter in the official layout", {"vllm": Reads(), "sglang": Reads()}
+    ),
     "speculators": Kind(
         "EAGLE-3 in speculators' format",
         {"vllm": Reads(), "sglang": Reads(says="after export to=sglang"), "speculators": Reads()},
@@ -83,9 +91,12 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
         shutil.copytree(opened.path, folder, ignore=ours, dirs_exist_ok=True)
     else:
         made = opened.head().bind(model).exported(to, model, K)
+        K = made.K or K
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", made.config)
         save_tensors(folder / made.file, made.tensors)
+        for file, content in made.beside.items():
+            torch.save(content, folder / file)
     return launch(to, stacks[to].method, folder, target, K)
 
 
@@ -102,18 +113,17 @@ def serve_line(folder_path: str | Path, target: str) -> str:
             f"# no server loads {title}; decode here: python -m draftsmith evaluate "
             f"target={quoted} drafter={shlex.quote(str(folder))}"
         )
-    lines = []
+    lines, config = [], read_json(folder / "config.json")
+    K = config.get("levels", K)  # a block is drafted whole
     export = f"python -m draftsmith export drafter={shlex.quote(str(folder))} target={quoted}"
     as_it_is = {stack: reads for stack, reads in stacks.items() if reads.ours}
-    for stack, reads in as_it_is.items():
-        reason = reads.misread and reads.misread(read_json(folder / "config.json"))
-        server = STACKS[stack].name.split()[0]
-        told = f"# {server} would draft wrongly with it: {reason}" if reason else ""
-        lines.append(told or launch(stack, reads.method, folder, target, K))
-    for stack, reads in ({} if as_it_is else stacks).items():
-        out = folder.with_name(f"{folder.name}-{stack}")
-        to = f"to={stack} out={shlex.quote(str(out))}"
-        lines.append(f"{export} {to} && {launch(stack, reads.method, out, target, K)}")
+    for stack, reads in (as_it_is or stacks).items():
+        if reason := reads.misread and reads.misread(config):
+            lines.append(f"# {STACKS[stack].name.split()[0]} would draft wrongly with it: {reason}")
+            continue
+        out = folder if reads.ours else folder.with_name(f"{folder.name}-{stack}")
+        first = "" if reads.ours else f"{export} to={stack} out={shlex.quote(str(out))} && "
+        lines.append(first + launch(stack, reads.method, out, target, K))
     without = [STACKS[stack].name for stack in ("vllm", "sglang") if stack not in stacks]
     lines += [f"# {' and '.join(without)} load no {title}"] if without else []
     return "\n".join([*lines, *(_notes(folder, meta) if kind == "lm" else [])])
@@ -128,7 +138,7 @@ def served_K(meta: dict[str, Any]) -> int:
 def launch(stack: str, method: str, folder: Path, target: str, K: int) -> str:
     """The command for a folder that the stack reads; vLLM would guess the method from the path."""
     options = {"method": method, "model": str(folder), "num_speculative_tokens": K}
-    return STACKS[stack].serve.format(
+    return SERVES.get(method, STACKS[stack].serve).format(
         target=shlex.quote(target),
         folder=shlex.quote(str(folder)),
         literal=repr(str(folder)),

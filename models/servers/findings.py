@@ -17,6 +17,7 @@ from draftsmith.models.server_facts import STACKS
 
 SERVERS = tuple(stack.name for stack in STACKS.values())
 EAGLES = ("eagle1", "eagle3", "speculators")
+BLOCK_LAYOUTS = ("official-block", "speculators-block")
 
 
 @dataclass(frozen=True)

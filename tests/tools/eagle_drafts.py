@@ -1,5 +1,6 @@
 """EAGLE heads of several makes, random or counting, with their targets."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,7 +8,14 @@ from tiny_llama import build_llama
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
+from draftsmith.decode.drafters.eagle import EagleDrafter
+from draftsmith.decode.drafting.base import Admitted
+from draftsmith.decode.policies.timing import round_of
+from draftsmith.decode.token_tree import TokenTree
+from draftsmith.decode.tree_shapes import parse_tree
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
+from draftsmith.models.heads.peagle import PEagle, PEagleConfig
+from draftsmith.models.taps import target_states
 from draftsmith.models.vocab import DraftVocab
 
 VOCAB = 320
@@ -25,11 +33,13 @@ SIZES = {
 
 def made(name: str, **sizes: Any) -> Eagle:
     """A random head, its norms and its draft vocabulary not what they are born as."""
-    about = dict(HEADS[name])
+    about = dict((HEADS | PARALLEL)[name])
     kind, layers = about.pop("kind", LlamaConfig), about.pop("layers", 1)
     config = kind(**{**SIZES, "num_hidden_layers": layers, **sizes})
     torch.manual_seed(5)
-    head = Eagle(EagleConfig(config, **about)).eval().requires_grad_(False)
+    own = "parallel" in about
+    head = PEagle(PEagleConfig(config, **about)) if own else Eagle(EagleConfig(config, **about))
+    head.eval().requires_grad_(False)
     for parameter in head.parameters():
         if parameter.ndim == 1:
             parameter.copy_(1 + torch.randn_like(parameter) / 3)
@@ -65,8 +75,39 @@ THREE: dict[str, Any] = {"version": 3, "taps": (1, 2), "draft_vocab": VOCAB // 2
 HEADS: dict[str, dict[str, Any]] = {
     "eagle1": {"version": 1, "fc_bias": True},
     "eagle1-two": {"version": 1, "layers": 2},
+    "mtp": {"version": 1, "mtp": True},
+    "mtp-qwen": {"version": 1, "mtp": True, "kind": Qwen3Config},
     "eagle3": THREE,
     "eagle3-two": THREE | {"layers": 2, "taps": (0, 1, 2), "fc_norm": True, "norm_output": True},
     "eagle3-norms": THREE | {"norm_before_residual": True, "norm_before_fc": True},
     "eagle3-qwen": THREE | {"kind": Qwen3Config, "draft_vocab": VOCAB, "taps": (3,)},
 }
+PARALLEL: dict[str, dict[str, Any]] = {
+    "peagle": THREE | {"parallel": 6, "layers": 2},
+    "parallelspec": THREE | {"parallel": 6, "own_masks": True, "draft_vocab": VOCAB},
+}
+TEXTS = [[(7 * i + 31 * row) % VOCAB for i in range(5 + 4 * row)] for row in range(4)]
+
+
+def begin(drafter: EagleDrafter, target: PreTrainedModel, texts: list[list[int]]) -> None:
+    """Prefill texts whose last tokens are pending, with garbage behind the shorter ones."""
+    lens_R = torch.tensor([len(text) - 1 for text in texts])
+    tokens_RN = torch.full((len(texts), int(lens_R.max())), 3)
+    for row, text in enumerate(texts):
+        tokens_RN[row, : len(text) - 1] = torch.tensor(text[:-1])
+    taps_RNU = target_states(target, drafter.taps, input_ids=tokens_RN).taps_BTF
+    pending_R = torch.tensor([text[-1] for text in texts])
+    drafter.reset(len(texts), 64)
+    drafter.prefill(Admitted(torch.arange(len(texts)), tokens_RN, lens_R, pending_R, taps_RNU))
+
+
+def draft(
+    drafter: EagleDrafter, texts: list[list[int]], tree: str = "chain", K: int | None = None
+) -> TokenTree:
+    """A greedy round's tree."""
+    plan = parse_tree(tree, K)
+    request = round_of(plan, len(texts), max(map(len, texts)), torch.device("cpu"))
+    lens_B = torch.tensor([len(text) - 1 for text in texts])
+    pending_B = torch.tensor([text[-1] for text in texts])
+    request = replace(request, lens_B=lens_B, pending_B=pending_B, want_q=True)
+    return drafter.propose(request)

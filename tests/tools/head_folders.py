@@ -11,10 +11,12 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase, 
 
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
+from draftsmith.models.heads.block import KINDS, Block, BlockConfig
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.head import Head
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
+from draftsmith.models.heads.peagle import PEagle, PEagleConfig
 from draftsmith.models.vocab import DraftVocab
 
 DRAFTED = 160
@@ -45,9 +47,17 @@ def made(kind: str, target: PreTrainedModel, **about: Any) -> Head:
     head: Head
     if kind == "eagle1":
         head = Eagle(EagleConfig(config, 1, **about))
+    elif kind == "mtp":
+        head = Eagle(EagleConfig(config, 1, mtp=True, **about))
     elif kind == "eagle3":
         about = {"taps": (1, 2), "draft_vocab": DRAFTED} | about
         head = Eagle(EagleConfig(config, 3, **about))
+    elif kind in ("block", *KINDS):
+        own = {"mask_token": 7, "taps": (1, 2), "levels": 4, "rank": 6} | KINDS.get(kind, {})
+        head = Block(BlockConfig(config, **own | about))
+    elif kind == "peagle":
+        about = {"taps": (1, 2), "draft_vocab": DRAFTED, "parallel": 6} | about
+        head = PEagle(PEagleConfig(config, 3, **about))
     elif kind == "medusa":
         head = Medusa(MedusaConfig(**sizes, heads=3, layers=layers, **about))
     else:

@@ -40,6 +40,7 @@ TORCH_ALONE = ("train/losses/", "decode/serve/top_k.py")
 # A family's options are named by its objective, which the entry finds by the family's name.
 READ_AS_KEY = {"entry": "train/run/recipe.py", "own_heads": "train/objectives/medusa.py"}
 READ_AS_KEY |= dict.fromkeys(("prefix", "dropout", "noise"), "train/objectives/hydra.py")
+READ_AS_KEY |= {"glance": "train/objectives/falcon.py", "block": "train/objectives/falcon.py"}
 TEXT = "as a text"
 MAX_FILE, MAX_BODY, MAX_PARAMETERS, MAX_YAML, MAX_ROOM = 400, 60, 8, 40, 13
 

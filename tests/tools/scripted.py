@@ -4,7 +4,7 @@ chains and as trees with wrong and repeated siblings.
 
 import torch
 
-from draftsmith.decode.drafters.base import ANY_DEPTH, Admitted, Kept, Round
+from draftsmith.decode.drafting.base import ANY_DEPTH, Admitted, Kept, Round
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, Topology, chain
 
 

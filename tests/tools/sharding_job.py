@@ -27,8 +27,8 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_init import start_from_target
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.taps import decoder_layers
+from draftsmith.train.heldout.heldout import HeldOut, mean_output
 from draftsmith.train.objectives.distillation import Distillation, Losses, stages
-from draftsmith.train.objectives.heldout import HeldOut, mean_output
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.frozen_target import in_parts, share_out
 from draftsmith.train.run.launch import start

@@ -8,6 +8,7 @@ import torch
 from accelerate.state import AcceleratorState
 from head_folders import made
 from official_eagle import official_eagle1, official_eagle3
+from official_mtp import official
 from safetensors.torch import load_file
 
 from draftsmith.models.fingerprint import fingerprint
@@ -15,7 +16,7 @@ from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.taps import NORM
 from draftsmith.train import eagle
 from draftsmith.train.drafts.start import EagleSource, counted, open_head
-from draftsmith.train.objectives import head_run as expectations
+from draftsmith.train.heldout import head_run as expectations
 from draftsmith.train.objectives.eagle import EagleObjective, Unroll
 from draftsmith.train.teachers.states import OnlineTaps, TapCache
 from draftsmith.train.text.batches import Batches, Examples
@@ -87,6 +88,9 @@ WRONG = [
     ({"version": 1, "draft_vocab": 9, "freeze_head": True}, "got draft_vocab and freeze_head, exp"),
     ({"version": 1, "init_head": "random"}, "eagle 1: got init_head, expected none of draft_vocab"),
     ({"draft_vocab": ROWS + 1}, "draft_vocab=321, expected 1 to the target's 320"),
+    ({"version": 1, "parallel": 4}, "eagle 1: got parallel, expected none of draft_vocab"),
+    ({"parallel": -1}, "parallel"),
+    ({"parallel": 4, "norm_output": True}, "peagle: got .* no output is fed back"),
 ]
 
 
@@ -167,6 +171,22 @@ def test_a_run_leaves_a_folder_that_opens(
     assert torch.equal(saved["fc.weight"], best["head.fc.weight"])
 
 
+def test_a_run_of_a_head_that_drafts_in_one_pass(tmp_path: Path, arguments) -> None:
+    """As deep as the head, whatever `unroll.steps`; another goes on from it."""
+    more = [*arguments, "head={parallel: 3, layers: 2, draft_vocab: 300}", "K=3", "lr=1e-2"]
+    first = run(tmp_path / "first", more)
+    assert {f"eval_alpha_{depth}" in first[-1] for depth in range(3)} == {True}
+    assert "eval_alpha_3" not in first[-1]
+    head = open_drafter(tmp_path / "first/drafter", None).head()
+    assert (head.kind, head.levels, len(head.layers)) == ("peagle", 3, 2)
+    best = max(first, key=lambda record: record["eval_tau"])
+    path = f"head.path={tmp_path}/first/drafter"
+    second = run(tmp_path / "second", [*arguments, "K=3", path, "head.parallel=3"])
+    assert second[0]["eval_loss"] == pytest.approx(best["eval_loss"], rel=1e-5)
+    with pytest.raises(ValueError, match="kind peagle, expected eagle3; set head"):
+        run(tmp_path / "third", [*arguments, path])
+
+
 def test_a_run_goes_on_from_an_earlier_head(tmp_path: Path, arguments) -> None:
     """Where the first one ended the second begins, whatever sizes its recipe says."""
     first = run(tmp_path / "first", [*arguments, "head.draft_vocab=300", "lr=1e-2"])
@@ -175,7 +195,7 @@ def test_a_run_goes_on_from_an_earlier_head(tmp_path: Path, arguments) -> None:
     second = run(tmp_path / "second", more)
     for name in ("eval_loss", "eval_alpha_0", "eval_tau"):
         assert second[0][name] == pytest.approx(best[name], rel=1e-5)
-    with pytest.raises(ValueError, match=r"kind eagle3, expected eagle1; set head.version"):
+    with pytest.raises(ValueError, match=r"kind eagle3, expected eagle1; set head"):
         run(tmp_path / "third", [*more, "head.version=1"])
 
 
@@ -197,6 +217,29 @@ def test_a_run_goes_on_from_an_official_head(
     saved = open_drafter(tmp_path / "run/drafter", None).head()
     assert saved.taps == ((NORM,) if kind == "eagle1" else (1, 2))
     assert torch.allclose(saved.fc.weight, head.fc.weight, atol=1e-6)
+
+
+def test_an_mtp_module_from_a_fresh_one_and_from_the_targets_own(
+    tmp_path: Path, arguments, tiny_target, tiny_tokenizer
+) -> None:
+    """The second stands in the checkpoint of the target; where the first ended a third begins."""
+    more = [*arguments, "head.kind=mtp", "unroll.step_decay=0.6"]
+    first = run(tmp_path / "first", [*more, "lr=1e-2"])
+    folder = open_drafter(tmp_path / "first/drafter", fingerprint(tiny_target, tiny_tokenizer))
+    assert folder.kind == "mtp" and len(folder.meta["provenance"]["acceptance_by_depth"]) == 2
+    best = max(first, key=lambda record: record["eval_tau"])
+    third = run(tmp_path / "third", [*more, f"head.path={tmp_path}/first/drafter"])
+    assert third[0]["eval_loss"] == pytest.approx(best["eval_loss"], rel=1e-5)
+
+    theirs = official("deepseek", tmp_path / "theirs", tiny_target)
+    with pytest.warns(UserWarning, match="in the layout of an MTP module"):
+        run(tmp_path / "second", [*more, f"head.path={tmp_path}/theirs", "lr=1e-9"])
+    saved = open_drafter(tmp_path / "second/drafter", None).head()
+    assert torch.allclose(saved.fc.weight, theirs.eh_proj.weight, atol=1e-6)
+    with pytest.raises(ValueError, match=r"kind mtp, expected eagle3; set head"):
+        run(tmp_path / "fourth", [*arguments, f"head.path={tmp_path}/first/drafter"])
+    with pytest.raises(ValueError, match=r"mtp: got draft_vocab, expected none"):
+        run(tmp_path / "fifth", [*more, "head.draft_vocab=20"])
 
 
 def test_two_runs_from_one_cache(tmp_path: Path, arguments) -> None:

@@ -5,7 +5,7 @@ Shapes: V rows of the target's LM head, D of the draft's.
 """
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,9 @@ from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.eagle_layouts import FLAGS
-from draftsmith.models.heads.layer import LAYER_CONFIGS, LAYER_FIELDS
+from draftsmith.models.heads.mixture import Mixture
+from draftsmith.models.heads.peagle import PEagle, PEagleConfig
+from draftsmith.models.layers.layer import LAYER_CONFIGS, LAYER_FIELDS
 from draftsmith.models.taps import default_taps
 from draftsmith.models.target import head_weight
 from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer, vocab_size
@@ -167,20 +169,29 @@ class EagleSource:
 
     path: str = ""  # a drafter folder to go on from: all but freeze_head is then as it is there
     version: int = 3  # 1 | 3
+    kind: str = ""  # mtp: an MTP module | mixture: Mixture of Attentions; empty: EAGLE
     layer: str = "llama"  # llama | qwen3, which SGLang doesn't load
     layers: int = 1
     heads: int = 0  # 0, as in the next three: as many as the target's layers have
     kv_heads: int = 0
     head_dim: int = 0
     intermediate: int = 0
-    taps: list[int] = field(default_factory=list)  # of EAGLE-3; empty: `default_taps`
+    # Of EAGLE-3, empty: `default_taps`; of mixture, empty: after every layer.
+    taps: list[int] = field(default_factory=list)
     draft_vocab: int = 0  # of EAGLE-3: the tokens that the text has most; 0: all
     init_head: str = "target"  # of EAGLE-3: target (its LM head's rows) | random
     freeze_head: bool = False  # of EAGLE-3: its LM head stays as it begins
+    parallel: int = 0  # P-EAGLE: tokens that one pass drafts; 0: one, and on from there
+    own_masks: bool = False  # of P-EAGLE: a MASK for each depth, as ParallelSpec has
     fc_norm: bool = False  # these four: EAGLE-3.1's, see models/heads/eagle.py
     norm_output: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+
+    @property
+    def makes(self) -> str:
+        """The kind of the head."""
+        return self.kind or ("peagle" if self.parallel else f"eagle{self.version}")
 
 
 def counted(examples: Examples, rows: int) -> Tensor:
@@ -194,48 +205,57 @@ def open_head(
     tokenizer: PreTrainedTokenizerBase,
     counts_V: Tensor,
     seed: int,
-) -> Eagle:
+) -> Eagle | Mixture:
     """The head of `source` in fp32, bound to `target` and on its device. ValueError: sizes, taps or
     flags that a head can't have, or an earlier head of another kind or target.
     """
-    of_3 = {"draft_vocab": 0, "init_head": "target", "freeze_head": False}
-    set_too = [name for name, unset in of_3.items() if getattr(source, name) != unset]
-    if source.version == 1 and set_too:
+    if source.kind not in ("", "mixture", "mtp"):
         raise ValueError(
-            f"eagle 1: got {' and '.join(set_too)}, expected none of {', '.join(of_3)}: it drafts "
+            f"got head.kind={source.kind!r}, expected mixture or mtp, or none for EAGLE's"
+        )
+    kind = source.kind or f"eagle {source.version}"
+    of_3 = {"draft_vocab": 0, "init_head": "target", "freeze_head": False, "parallel": 0}
+    of_3 |= {"layers": 1, **dict.fromkeys(FLAGS, False)} if source.kind == "mixture" else {}
+    if source.kind == "mtp":
+        source = replace(source, version=1, layer=layer_like(target).model_type)
+    set_too = [name for name, unset in of_3.items() if getattr(source, name) != unset]
+    if (source.version == 1 or source.kind) and set_too:
+        raise ValueError(
+            f"{kind}: got {' and '.join(set_too)}, expected none of {', '.join(of_3)}: it drafts "
             "by the target's own LM head; leave them out, or set head.version=3"
         )
     head = _earlier(source, target, tokenizer) if source.path else _fresh(source, target, seed)
     place(head, target.device).bind(target)
-    if source.version == 3 and not source.path:
+    if not isinstance(head, Eagle) or source.version == 1:
+        return head
+    if not source.path:
         vocab = DraftVocab.most_frequent(counts_V, head.config.draft_vocab)
         if not vocab.is_full:
             head.set_vocab(vocab)
-            place(head, target.device)
+            place(head, target.device).bind(target)
         if source.init_head == "target":
             rows_DH = head.target_head_VH[vocab.ids_D.to(target.device)]
             head.lm_head.weight.data.copy_(rows_DH)
-    if source.version == 3:
-        head.lm_head.requires_grad_(not source.freeze_head)
+    head.lm_head.requires_grad_(not source.freeze_head)
     return head
 
 
 def _earlier(
     source: EagleSource, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> Eagle:
+) -> Eagle | Mixture:
     given: Any = {"target_tokenizer": tokenizer, "target_config": target.config.get_text_config()}
     folder = open_drafter(source.path, fingerprint(target, tokenizer), **given)
-    if folder.kind != f"eagle{source.version}":
+    if folder.kind != source.makes:
         raise ValueError(
-            f"head.path: got {source.path} of kind {folder.kind}, expected eagle{source.version}; "
-            "set head.version, or give another folder"
+            f"head.path: got {source.path} of kind {folder.kind}, expected {source.makes}; set "
+            "head.kind, head.version and head.parallel, or give another folder"
         )
     head = folder.head("float32")
-    assert isinstance(head, Eagle)
+    assert isinstance(head, Eagle | Mixture)
     return head
 
 
-def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle:
+def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle | Mixture:
     if source.init_head not in ("target", "random") or source.layer not in LAYER_CONFIGS:
         raise ValueError(
             f"got init_head={source.init_head!r}, layer={source.layer!r}, expected target or "
@@ -243,8 +263,8 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle:
         )
     rows = target.get_output_embeddings().weight.shape[0]
     three: dict[str, Any] = {name: getattr(source, name) for name in FLAGS}
+    count = target.config.get_text_config().num_hidden_layers
     if source.version == 3:
-        count = target.config.get_text_config().num_hidden_layers
         three |= {"taps": tuple(source.taps or default_taps(count))}
         three |= {"draft_vocab": source.draft_vocab or rows}
     elif source.taps:
@@ -257,7 +277,7 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle:
     }
     sizes = layer_like(target, source.layers).to_dict() | {k: v for k, v in named.items() if v}
     kept = {k: sizes[k] for k in (*LAYER_FIELDS, "rope_parameters") if sizes.get(k) is not None}
-    check_least(source, layers=1, heads=0, kv_heads=0, head_dim=0, intermediate=0)
+    check_least(source, layers=1, heads=0, kv_heads=0, head_dim=0, intermediate=0, parallel=0)
     try:
         layer = LAYER_CONFIGS[source.layer](**kept)
     except StrictDataclassError as error:
@@ -265,10 +285,15 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle:
         raise ValueError(
             f"head: got sizes that don't fit ({why}); expected ones that do"
         ) from error
-    config = EagleConfig(layer, source.version, **three)
+    mtp, parallel = source.kind == "mtp", source.parallel
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        return Eagle(config)
+        if source.kind == "mixture":
+            return Mixture(layer, tuple(source.taps or range(1, count + 1)))
+        if parallel:
+            own: Any = {"parallel": parallel, "own_masks": source.own_masks}
+            return PEagle(PEagleConfig(layer, source.version, **three, **own))
+        return Eagle(EagleConfig(layer, source.version, mtp=mtp, **three))
 
 
 def layer_like(target: PreTrainedModel, layers: int = 1) -> PretrainedConfig:
@@ -288,12 +313,13 @@ def layer_like(target: PreTrainedModel, layers: int = 1) -> PretrainedConfig:
 
 def tiny_draft(
     kind: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedModel | Eagle:
+) -> PreTrainedModel | Eagle | Mixture:
     """A random draft for a random target: tries a recipe without its weights."""
     if kind == "lm":
         return fresh_draft(TINY, target, tokenizer, seed=0)
     counts_V = torch.ones(target.get_output_embeddings().weight.shape[0])
-    return open_head(EagleSource(version=int(kind[-1])), target, tokenizer, counts_V, seed=0)
+    source = EagleSource(version=3 if kind == "eagle3" else 1, kind="mtp" if kind == "mtp" else "")
+    return open_head(source, target, tokenizer, counts_V, seed=0)
 
 
 def tiny_drafter(

@@ -42,10 +42,10 @@ class Mix:
 
     def __post_init__(self) -> None:
         shares = (self.recent, self.reservoir, self.disagreement)
-        if min(shares) < 0 or sum(shares) <= 0:
+        if not (all(0 <= share <= 1 for share in shares) and any(shares)):
             raise ValueError(
-                f"mix.recent, reservoir, disagreement: got {shares}, expected shares of at least "
-                "0, one of them above"
+                f"mix.recent, reservoir, disagreement: got {shares}, expected shares from 0 to 1, "
+                "one of them above 0"
             )
         if self.positions not in ("all", "rejected"):
             raise ValueError(f"mix.positions: got {self.positions!r}, expected all or rejected")

@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.buffer import Served
 from draftsmith.decode.serve.versions import learning_kinds

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.base import Drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request, open_request

@@ -43,6 +43,7 @@ TILE_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 24}
 # Rows of the head whose gradient is formed at once where it can't be added up in place.
 HEAD_BLOCK = 1 << 13
 
+Heads = Tensor | tuple[Tensor, ...]  # [V, H]; several: H is the sum of their widths
 Side = tuple[Tensor, Tensor]  # hidden [N, H], head [V, H]
 
 
@@ -57,7 +58,7 @@ class Divergence(NamedTuple):
 def chunked_divergence(
     loss: Loss,
     q_hidden_NH: Tensor,
-    q_head_VH: Tensor,
+    q_head_VH: Heads,
     p_hidden_NG: Tensor,
     p_head_VG: Tensor,
     weight_N: Tensor,
@@ -70,6 +71,8 @@ def chunked_divergence(
     Args:
         loss: (p_logits [R, V], q_logits [R, V]) -> [R], as in `pure.py`; rows are independent.
         q_hidden_NH, q_head_VH: the draft's states after its last norm, and its head (no bias).
+            Several heads stand for one as wide as all of them side by side, which is never made:
+            a frozen one and a small one that learns cost what the small one's gradient costs.
         p_hidden_NG, p_head_VG: the target's, without gradient. The heads may differ in V if
             `transform` cuts both sides to one size.
         weight_N: constants. Rows of weight 0 are never computed.
@@ -94,7 +97,7 @@ def chunked_divergence(
 def chunked_steps(
     losses: Sequence[Loss],
     q_hidden_SNH: Sequence[Tensor],
-    q_head_DH: Tensor,
+    q_head_DH: Heads,
     p_hidden_NG: Tensor,
     p_head_DG: Tensor,
     weight_SN: Tensor,
@@ -145,7 +148,7 @@ def measure_steps(
 
 def chunked_cross_entropy(
     q_hidden_NH: Tensor,
-    q_head_VH: Tensor,
+    q_head_VH: Heads,
     tokens_N: Tensor,
     weight_N: Tensor,
     *,
@@ -170,7 +173,7 @@ def bounded(
     score: Score,
     numbers: int,
     q_hidden_SNH: Sequence[Tensor],
-    q_head_VH: Tensor,
+    q_head_VH: Heads,
     p: Side | None,
     weight_SN: Tensor,
     *,
@@ -196,18 +199,25 @@ def bounded(
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk: got {chunk}, expected at least 1 row (or None for the default)")
-    types = [matmul_type("q", q_hidden_SNH[0], q_head_VH)]
-    width = len(rows) * len(q_head_VH)  # logits that a row makes
+    heads = q_head_VH if isinstance(q_head_VH, tuple) else (q_head_VH,)
+    whole_VH = torch.empty(len(heads[0]), sum(head.shape[-1] for head in heads), device="meta")
+    if len({len(head) for head in heads}) > 1:
+        raise ValueError(
+            f"q_head: got heads of shapes {[tuple(head.shape) for head in heads]}, expected as "
+            "many rows in each"
+        )
+    types = [matmul_type("q", q_hidden_SNH[0], whole_VH.to(heads[0].dtype))]
+    width = len(rows) * len(heads[0])  # logits that a row makes
     if p is not None:
         types.append(matmul_type("p", *p))
         p, width = (p[0].detach(), p[1].detach()), max(width, len(p[1]))
-    learning, device = torch.is_grad_enabled(), q_head_VH.device
+    learning, device = torch.is_grad_enabled(), heads[0].device
     chunk = chunk or rows_of(CHUNK_LOGITS, device, width)
-    sizes = chunk, rows_of(TILE_LOGITS, device, len(q_head_VH))
+    sizes = chunk, rows_of(TILE_LOGITS, device, len(heads[0]))
     hidden_grad = learning and any(hidden.requires_grad for hidden in q_hidden_SNH)
-    wanted = hidden_grad, learning and q_head_VH.requires_grad
+    wanted = hidden_grad, *(learning and head_VH.requires_grad for head_VH in heads)
     sweep = partial(_sweep, score, numbers, p, types, lag, sizes, wanted)
-    return _Swept.apply(sweep, weight_SN.detach(), q_head_VH, *q_hidden_SNH)
+    return _Swept.apply(sweep, weight_SN.detach(), *heads, *q_hidden_SNH)
 
 
 def rows_of(logits: dict[str, int], device: torch.device, width: int) -> int:
@@ -254,33 +264,41 @@ def _sweep(
     types: list[torch.dtype],
     lag: int,
     sizes: tuple[int, int],
-    wanted: tuple[bool, bool],
+    wanted: tuple[bool, ...],
     *tensors: Tensor,
-) -> tuple[Tensor, list[Tensor], Tensor | None]:
+) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
     """One pass over all rows that have a weight: scores, and the wanted gradients, of the states
-    and of the head. types: of q's matrix products, and p's; sizes: rows of a chunk and of a tile;
-    tensors: weight_SN, q_head_VH, *q_hidden_SNH. The rest as in `bounded`.
+    and of each head. types: of q's matrix products, and p's; sizes: rows of a chunk and of a tile;
+    tensors: weight_SN, the heads [V, H_i], *q_hidden_SNH. The rest as in `bounded`.
     """
-    (weight_SN, q_head_VH, *q_hidden_SNH), (chunk, tile) = tensors, sizes
+    weight_SN, many, (chunk, tile) = tensors[0], len(wanted), sizes
+    q_heads_VH, q_hidden_SNH = tensors[1:many], tensors[many:]
     steps, rows = weight_SN.shape
     wide = torch.promote_types(types[0], torch.float32)
-    scores_XSN = q_head_VH.new_zeros(numbers, steps, rows, dtype=wide)
+    scores_XSN = weight_SN.new_zeros(numbers, steps, rows, dtype=wide)
     d_hidden_SNH = [torch.zeros_like(each_NH) for each_NH in q_hidden_SNH if wanted[0]]
-    d_head_VH = torch.zeros_like(q_head_VH, dtype=wide) if wanted[1] else None
+    d_heads_VH = [
+        torch.zeros_like(head_VH, dtype=wide) if asked else None
+        for head_VH, asked in zip(q_heads_VH, wanted[1:], strict=True)
+    ]
     keep_K, work = (weight_SN != 0).any(0).nonzero().squeeze(1), Workspace()
     chunks: Iterable[Tensor] = keep_K.split(chunk)
     references = chunks
     if p is not None:
         references = chunk_logits(p[0], p[1].to(types[1]), keep_K, chunk)
-    head_VH = q_head_VH.to(types[0])
-    buffer_MV = head_VH.new_empty(steps * min(chunk, len(keep_K)), len(head_VH))
+    heads_VH = [head_VH.to(types[0]) for head_VH in q_heads_VH]
+    widths = [head_VH.shape[1] for head_VH in heads_VH]
+    buffer_MV = heads_VH[0].new_empty(steps * min(chunk, len(keep_K)), len(heads_VH[0]))
     for rows_C, reference_C in zip(chunks, references, strict=True):
         # A rotation: no row of a step comes twice.
         rows_SC = [(rows_C - lag - step) % max(rows, 1) for step in range(steps)]
         of_step = zip(q_hidden_SNH, rows_SC, strict=True)
-        hidden_MH = torch.cat([each_NH[at_C] for each_NH, at_C in of_step]).to(head_VH.dtype)
-        logits_MV = torch.mm(hidden_MH, head_VH.t(), out=buffer_MV[: len(hidden_MH)])
-        logits_SCV = logits_MV.view(steps, len(rows_C), len(head_VH))
+        hidden_MH = torch.cat([each_NH[at_C] for each_NH, at_C in of_step]).to(types[0])
+        parts_MH = hidden_MH.split(widths, 1)
+        logits_MV = torch.mm(parts_MH[0], heads_VH[0].t(), out=buffer_MV[: len(hidden_MH)])
+        for part_MH, head_VH in zip(parts_MH[1:], heads_VH[1:], strict=True):
+            logits_MV.addmm_(part_MH, head_VH.t())
+        logits_SCV = logits_MV.unflatten(0, (steps, len(rows_C)))
         for first in range(0, len(rows_C), tile):
             at = slice(first, first + tile)
             weight_SR = weight_SN[:, rows_C[at]].to(wide)
@@ -292,14 +310,17 @@ def _sweep(
                     torch.mul(gradient_RV, weight_SR[step, :, None], out=logits_SCV[step, at])
             scores_XSN[:, :, rows_C[at]] = torch.stack(found, 1).masked_fill_(weight_SR == 0, 0.0)
         if d_hidden_SNH:
-            d_SCH = torch.mm(logits_MV, head_VH).unflatten(0, (steps, -1))
+            products = [torch.mm(logits_MV, head_VH) for head_VH in heads_VH]
+            d_MH = products[0] if len(products) == 1 else torch.cat(products, 1)
+            d_SCH = d_MH.unflatten(0, (steps, len(rows_C)))
             for d_NH, at_C, d_CH in zip(d_hidden_SNH, rows_SC, d_SCH, strict=True):
                 d_NH[at_C] = d_CH.to(d_NH.dtype)
-            del d_SCH, d_CH
-        if d_head_VH is not None:
-            _add_head_gradient(d_head_VH, logits_MV, hidden_MH)
-        del hidden_MH  # before the next chunk's are made
-    return scores_XSN, d_hidden_SNH, d_head_VH
+            del products, d_MH, d_SCH, d_CH
+        for d_head_VH, part_MH in zip(d_heads_VH, parts_MH, strict=True):
+            if d_head_VH is not None:
+                _add_head_gradient(d_head_VH, logits_MV, part_MH)
+        del hidden_MH, parts_MH  # before the next chunk's are made
+    return scores_XSN, d_hidden_SNH, d_heads_VH
 
 
 def _add_head_gradient(d_head_VH: Tensor, d_logits_MV: Tensor, hidden_MH: Tensor) -> None:
@@ -329,8 +350,12 @@ class _Swept(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # Scaled in place and given away without a copy, since the head's gradient is the largest
         # tensor left. Only a graph that was retained comes here twice, and pays with a new pass.
-        (_, head_VH, *hidden_SNH), gradients, ctx.gradients = ctx.saved_tensors, ctx.gradients, None
-        hidden, head = gradients or ctx.sweep(*ctx.saved_tensors)[1:]
-        d_head = None if head is None else head.mul_(grad_total).to(head_VH.dtype)
-        d_hidden = [each.mul_(grad_total) for each in hidden] or [None] * len(hidden_SNH)
-        return None, None, d_head, *d_hidden
+        (_, *q), gradients, ctx.gradients = ctx.saved_tensors, ctx.gradients, None
+        hidden, heads = gradients or ctx.sweep(*ctx.saved_tensors)[1:]
+        found = [None if d is None else d.mul_(grad_total) for d in heads]
+        found += [each.mul_(grad_total) for each in hidden] or [None] * (len(q) - len(heads))
+        return (
+            None,
+            None,
+            *(None if d is None else d.to(x.dtype) for d, x in zip(found, q, strict=True)),
+        )

@@ -27,17 +27,20 @@ Transform = Callable[[Tensor], Tensor]
 
 
 class Workspace:
-    """The buffers of a tile, made for the first and used again for every tile of that shape."""
+    """The buffers of a tile, made for the first and used again for every tile that fits: a new set
+    for the last one, which has fewer rows, would stand beside the old.
+    """
 
     _buffers: Tensor | None = None
 
     def take(self, like_RV: Tensor, count: int = BUFFERS) -> Tensor:
         """[count, R, V] of undefined content, in fp32 (float64 for float64)."""
-        shape = (count, *like_RV.shape)
-        if self._buffers is None or self._buffers.shape != shape:
+        rows, width = like_RV.shape
+        made = (0, 0, 0) if self._buffers is None else self._buffers.shape
+        if self._buffers is None or made[::2] != (count, width) or made[1] < rows:
             wide = torch.promote_types(like_RV.dtype, torch.float32)
-            self._buffers = like_RV.new_empty(shape, dtype=wide)
-        return self._buffers
+            self._buffers = like_RV.new_empty(count, rows, width, dtype=wide)
+        return self._buffers[:, :rows]
 
 
 class Pair:

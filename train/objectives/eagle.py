@@ -1,7 +1,7 @@
 """What EAGLE heads are trained for: to run on from a frozen target's states by themselves.
 
     EAGLE-1: sum_t m [ smooth-L1(f'_t, f_{t+1}) + 0.1 KL(p_{t+1} || q_t) ], inputs f_t with noise
-    EAGLE-3: sum_s decay^s sum_t m loss(p_{t+1+s}, q_{t,s}): S steps on its own outputs
+    EAGLE-3, MTP: sum_s decay^s sum_t m loss(p_{t+1+s}, q_{t,s}): S steps on its own outputs
 
 Step s at position t reads the token x_{t+1+s} and predicts x_{t+2+s}. Rows are kept by the target's
 position n = t + 1 + s; (t, s) is trained where `Batch.loss_mask[n]` says so and t is of the same
@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.heads.eagle import Eagle
+from draftsmith.command import check_least
+from draftsmith.models.heads.head import Head
 from draftsmith.models.taps import TargetStates
 from draftsmith.models.target import cut_rows, head_weight
 from draftsmith.train.losses.chunked import chunked_steps, measure_steps
@@ -38,10 +39,15 @@ from draftsmith.train.text.batches import Batch
 class Unroll:
     """The group `unroll` of a recipe: how a head is trained to go on from its own outputs."""
 
-    steps: int = 7  # S; of EAGLE-1, the depths that are measured
+    steps: int = 7  # S; of EAGLE-1, the depths that are measured; of P-EAGLE it is head.parallel
     step_decay: float = 0.8  # of EAGLE-3, from one step to the next
     token_weight: float = 0.1  # of EAGLE-1's divergence
     noise: float = 0.2  # of EAGLE-1, on the target's states
+    keep: float = 0.7  # of P-EAGLE, the share of places that goes on from one depth to the next
+    least: float = 0.2  # of P-EAGLE, the least share of them at any depth
+
+    def __post_init__(self) -> None:
+        check_least(self, token_weight=0, noise=0)
 
 
 NOISE_LENGTH = 512  # EAGLE-1's noise falls with the length of the text, and is 0.2 wide at this one
@@ -71,10 +77,10 @@ class EagleObjective(OnStates):
     argmaxes agree.
     """
 
-    head: Eagle
+    head: Any
 
     def __init__(
-        self, unroll: Unroll, head: Eagle, target: PreTrainedModel, *given: Any, loss: str = "fkl"
+        self, unroll: Unroll, head: Head, target: PreTrainedModel, *given: Any, loss: str = "fkl"
     ) -> None:
         if unroll.steps < 1:
             raise ValueError(f"unroll.steps: got {unroll.steps}, expected at least 1")
@@ -82,11 +88,11 @@ class EagleObjective(OnStates):
             raise ValueError(f"step_decay: got {unroll.step_decay}, expected above 0 and at most 1")
         super().__init__(head, target, *given, depths=unroll.steps)
         self.unroll, self.steps, self.loss = unroll, unroll.steps, parse_loss(loss)
-        self.first = head.config.version == 1
+        self.first = head.kind in ("eagle1", "mixture")
         mixed(self.loss)  # what is wrong with it shows now
         # Rows past the tokenizer's are no tokens. The ids ascend: what is left is a prefix.
-        ids_D = head.vocab.ids_D.to(target.device)
-        own = slice(self.vocab_size) if head.vocab.is_full else ids_D < self.vocab_size
+        ids_D = self.head.vocab.ids_D.to(target.device)
+        own = slice(self.vocab_size) if self.head.vocab.is_full else ids_D < self.vocab_size
         ids_D = ids_D[own]
         head_VG = cut_rows(head_weight(target).detach(), self.vocab_size)
         whole = len(ids_D) == len(head_VG)
@@ -96,13 +102,14 @@ class EagleObjective(OnStates):
 
     def forward(self, batch: Batch) -> StepOutput:
         seen = self._states[0](batch)
-        if self.first and self.unroll.noise:
+        if self.head.kind == "eagle1" and self.unroll.noise:
             width_BT1 = self.unroll.noise * NOISE_LENGTH / batch.lengths.unsqueeze(2)
             noise_BTF = (torch.rand_like(seen.taps_BTF) - 0.5) * width_BT1
             seen = seen._replace(taps_BTF=seen.taps_BTF + noise_BTF)
         weights_S = self._weights(seen.norm_BTG.device)
         weight_SN = trained(batch, len(weights_S)) * weights_S.unsqueeze(1)
-        losses, steps_SNH, q_head_DH, norm_NG = self._compared(batch, seen, len(weights_S))
+        given = self.drawn(batch)
+        losses, steps_SNH, q_head_DH, norm_NG = self._compared(batch, seen, len(weights_S), **given)
         total, _, alpha_SN = chunked_steps(
             losses, steps_SNH, q_head_DH, norm_NG, self._p_heads[0], weight_SN
         )
@@ -129,19 +136,22 @@ class EagleObjective(OnStates):
         metrics = _sums({"alpha": alpha_SN, "top1": top1_SN, "count": weight_SN})
         return StepOutput(total, batch.loss_mask.sum(), metrics)
 
+    def drawn(self, batch: Batch) -> dict[str, Tensor]:
+        """What a training step draws for the head's `unroll`."""
+        return {}
+
     def _weights(self, device: torch.device) -> Tensor:
         """Of the trained steps, in fp32. No buffer: DeepSpeed casts those."""
         steps_S = torch.arange(1 if self.first else self.steps, dtype=torch.float32, device=device)
         return (self.unroll.token_weight if self.first else 1.0) * self.unroll.step_decay**steps_S
 
     def _compared(
-        self, batch: Batch, seen: TargetStates, steps: int
+        self, batch: Batch, seen: TargetStates, steps: int, **drawn: Tensor
     ) -> tuple[list[Loss], list[Tensor], Tensor, Tensor]:
         """Losses, the head's states and LM head, the target's states, for `chunked_steps`."""
         hidden_BTH = self.head.fuse(seen.taps_BTF.to(self.head.fc.weight.dtype))
-        states = self.head.unroll(
-            hidden_BTH, batch.input_ids, batch.position_ids, batch.attention_mask, steps=steps
-        )
+        text = (batch.input_ids, batch.position_ids, batch.attention_mask)
+        states = self.head.unroll(hidden_BTH, *text, steps=steps, **drawn)
         losses = [mixed(self.loss, lk_weight(alpha)) for alpha in self.mean_alpha_D[:steps]]
         q_head_DH = cut_rows(self.head.head_DH, len(self._p_heads[2]))
         return losses, [s.flatten(0, 1) for s in states], q_head_DH, seen.norm_BTG.flatten(0, 1)

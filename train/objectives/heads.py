@@ -7,13 +7,14 @@ trained where the text says that token t+2+d is (`Batch.loss_mask[t+1+d]`) and t
 document.
 
 Legend: B rows, T positions, S = T - 1 - d positions with a token at depth d, N = B * S, H hidden
-size, V vocabulary, D depths.
+size, F = (number of taps) * H, V vocabulary, D depths.
 """
 
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -79,17 +80,24 @@ class HeadObjective(OnStates):
 
     Metrics are sums: count_d (trained pairs at depth d), alpha_d where the loss knows it, and in
     `measure` always alpha_d and top1_d (both argmaxes agree).
+
+    state: weight of smooth-L1, its mean over H, between what the head's LM head multiplies and the
+    target's state, beside each pair's loss. A head reads the states that it taps.
     """
 
     head: Any
     # Keys of a recipe that only this family reads; those without a group are arguments of it.
     options: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, head: Head, *given: Any, loss: str, decay: float) -> None:
+    def __init__(
+        self, head: Head, *given: Any, loss: str, decay: float, state: float = 0.0
+    ) -> None:
         super().__init__(head, *given, depths=head.levels)
         if loss != "ce":
             divergence(loss)  # what is wrong with it shows now
-        self.loss, self.decay = loss, decay
+        if state < 0:
+            raise ValueError(f"state: got {state}, expected a weight, 0 or more")
+        self.loss, self.decay, self.state = loss, decay, state
 
     @staticmethod
     def fresh(recipe: Any, target: PreTrainedModel) -> Head:
@@ -97,23 +105,29 @@ class HeadObjective(OnStates):
         raise NotImplementedError
 
     def forward(self, batch: Batch) -> StepOutput:
-        return self.score(batch, self._states[0](batch).norm_BTG)
+        return self.score(batch, *self._states[0](batch))
 
     @torch.no_grad()
     def measure(self, batch: Batch) -> StepOutput:
         """As forward, on states made now, with alpha_d and top1_d."""
-        return self.score(batch, self._states[1](batch).norm_BTG, fully=True)
+        return self.score(batch, *self._states[1](batch), fully=True)
 
-    def drafted(self, batch: Batch, norm_BTH: Tensor) -> list[Tensor]:
-        """What each depth's LM head multiplies, [B, S, H] or longer. norm: in the head's type."""
+    def drafted(self, batch: Batch, taps_BTF: Tensor) -> list[Tensor]:
+        """What each depth's LM head multiplies, [B, S, H] or longer. taps: in the head's type."""
         raise NotImplementedError
 
-    def score(self, batch: Batch, norm_BTH: Tensor, *, fully: bool = False) -> StepOutput:
+    def score(
+        self, batch: Batch, norm_BTH: Tensor, taps_BTF: Tensor, *, fully: bool = False
+    ) -> StepOutput:
         """The step's sums from the target's states; fully: with what costs another pass."""
         total = torch.zeros((), device=norm_BTH.device)
         metrics: dict[str, Tensor] = {}
-        for depth, (q, p, tokens_N, mask_N) in enumerate(self._compared(batch, norm_BTH)):
+        compared = self._compared(batch, norm_BTH, taps_BTF)
+        for depth, (q, p, tokens_N, mask_N) in enumerate(compared):
             weight_N = mask_N * self.decay**depth
+            if self.state:
+                far_N = F.smooth_l1_loss(q[0].float(), p[0].float(), reduction="none").mean(-1)
+                total = total + self.state * (weight_N * far_N).sum()
             if self.loss == "ce":
                 loss, _ = chunked_cross_entropy(*q, tokens_N, weight_N)
             else:
@@ -129,14 +143,14 @@ class HeadObjective(OnStates):
         return StepOutput(total, batch.loss_mask.sum(), metrics)
 
     def _compared(
-        self, batch: Batch, norm_BTH: Tensor
+        self, batch: Batch, norm_BTH: Tensor, taps_BTF: Tensor
     ) -> Iterator[tuple[Side, Side, Tensor, Tensor]]:
         """Of each depth, flat: the head's states and rows, the target's, the tokens, a float mask
         of the pairs that count.
         """
         p_head_VH = cut_rows(head_weight(self._target[0]), self.vocab_size)
         own = next(self.head.parameters()).dtype
-        for depth, q_hidden_BTH in enumerate(self.drafted(batch, norm_BTH.to(own))):
+        for depth, q_hidden_BTH in enumerate(self.drafted(batch, taps_BTF.to(own))):
             mask_BS = trained_pairs(batch, depth)
             q_hidden_NH = q_hidden_BTH[:, : mask_BS.shape[1]].flatten(0, 1)
             p_hidden_NH = norm_BTH[:, 1 + depth :].flatten(0, 1).to(p_head_VH.dtype)

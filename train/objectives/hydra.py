@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
-from draftsmith.models.heads.layer import causal
+from draftsmith.models.layers.layer import causal
 from draftsmith.models.target import head_weight
 from draftsmith.train.drafts.start import layer_like
 from draftsmith.train.objectives.heads import HeadObjective

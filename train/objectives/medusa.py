@@ -109,7 +109,8 @@ class JointMedusa(MedusaObjective):
         head_VH = cut_rows(head_weight(target), self.vocab_size)
         weight_N = batch.loss_mask.flatten().float()
         base = chunked_divergence(forward_kl, after_NH, head_VH, before_NH, head_VH, weight_N).total
-        heads = self.score(batch, after_NH.unflatten(0, batch.input_ids.shape), fully=fully)
+        after_BTH = after_NH.unflatten(0, batch.input_ids.shape)
+        heads = self.score(batch, after_BTH, after_BTH, fully=fully)
         ramp = torch.sin(0.5 * math.pi * (self.steps_done / self.steps).clamp(max=1.0))
         total = base + self.joint.head_weight * ramp * heads.loss
         return StepOutput(total, heads.tokens, heads.metrics | {"base_kl": base.detach()})

@@ -7,6 +7,7 @@ Legend: B rows, T positions, N = B * T, G hidden size of the target, J listed to
 import contextlib
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,18 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from draftsmith.models.disk.read_lm import load_config, read_json
+from draftsmith.models.heads.block import Block
 from draftsmith.models.heads.eagle import Eagle
+from draftsmith.models.heads.head import family, heads
 from draftsmith.models.taps import Tap, TargetStates
 from draftsmith.models.target import load_target, quantised_maps
 from draftsmith.models.tokenizer import load_tokenizer, vocab_size
+from draftsmith.train.drafts.blocks import open_block
 from draftsmith.train.drafts.start import TINY, open_draft, open_head, tiny_draft
 from draftsmith.train.live.batches import ServedBatch
 from draftsmith.train.live.learner import make_objective
 from draftsmith.train.losses.top_k import TopKRows
-from draftsmith.train.objectives.eagle import EagleObjective
+from draftsmith.train.objectives.block import BlockObjective
 from draftsmith.train.plan.fake_step import WithoutData
 from draftsmith.train.run import recipe
 from draftsmith.train.run.frozen_target import check_frozen
@@ -220,16 +224,32 @@ def _heads(cast: Staged, entry: Any) -> None:
 
 def _eagle(cast: Staged, entry: Any) -> None:
     config, (target, tokenizer) = cast.config, cast.open_target()
-    if config.head.path:
-        head = Eagle.from_json(read_config("head.path", config.head.path, head=True)).bind(target)
+    source = config.head
+    if source.kind == "mtp":  # an earlier one has its target's sizes, and may be in its folder
+        source = replace(source, path="")
+    if source.path:
+        made_by = heads()[source.makes]
+        head: Any = made_by.from_json(read_config("head.path", source.path, head=True)).bind(target)
     else:
         counts_V = torch.zeros(len(target.get_output_embeddings().weight), dtype=torch.int64)
-        head = open_head(config.head, target, tokenizer, counts_V, config.seed)
+        head = open_head(source, target, tokenizer, counts_V, config.seed)
     given = (head, target, tokenizer, cast.states(target, head.taps))
-    cast.objective = made = EagleObjective(config.unroll, *given, loss=config.loss)
+    objective_of = family(head.kind, "train.objectives", "Objective")
+    cast.objective = made = objective_of(config.unroll, *given, loss=config.loss)
     cast.also(head, target.dtype)
     if not head.vocab.is_full:  # the target's rows of the tokens that it drafts
         cast.spare += made._p_heads[0].nbytes
+
+
+def _blocks(cast: Staged, entry: Any) -> None:
+    config, (target, tokenizer) = cast.config, cast.open_target()
+    if config.head.path:
+        head = Block.from_json(read_config("head.path", config.head.path, head=True)).bind(target)
+    else:
+        head = open_block(config.head, target, tokenizer, config.seed)
+    given = (head, target, tokenizer, cast.states(target, head.taps))
+    cast.objective = BlockObjective(config.anchors, *given, loss=config.loss)
+    cast.also(head, target.dtype)
 
 
 def _online(cast: Staged, entry: Any) -> None:
@@ -337,6 +357,7 @@ ENTRIES: dict[str, tuple[str, Callable[[Staged, Any], None]]] = {
     "pretrain": ("PretrainConfig", _pretrain),
     "heads": ("HeadsConfig", _heads),
     "eagle": ("EagleRun", _eagle),
+    "blocks": ("BlocksRun", _blocks),
     "online": ("OnlineRun", _online),
     "scorers": ("ScorersConfig", _scorers),
 }

@@ -30,7 +30,7 @@ from draftsmith.train.run.frozen_target import check_shards
 from draftsmith.train.run.settings import setting
 from draftsmith.train.run.sharding import check_mode
 
-SMALL = ("heads", "eagle", "online", "scorers")  # entries whose weights aren't cut
+SMALL = ("heads", "eagle", "blocks", "online", "scorers")  # entries whose weights aren't cut
 SPARE = 0.08  # of a GPU's memory: CUDA's context, kernels' workspaces, what the allocator wastes
 
 

@@ -32,7 +32,8 @@ class Run:
 
     recipe: resolved, as YAML; main: whether this is the main process; defaults: of the settings, as
     YAML: what a run did by default that was begun before a setting was there. ValueError: the
-    folder belongs to another recipe, or another process is writing to it now.
+    folder belongs to another recipe, holds a model (a drafter, say), or another process is writing
+    to it now.
     """
 
     def __init__(self, folder: str | Path, recipe: str, *, main: bool, defaults: str = "") -> None:
@@ -40,6 +41,11 @@ class Run:
         self.checkpoints, self.cache = self.folder / "checkpoints", self.folder / "cache"
         self.metrics = self.folder / "metrics.jsonl"
         self.best = self.folder / "best" / "weights.safetensors"
+        if (self.folder / "config.json").exists():
+            raise ValueError(
+                f"out: got {folder}, which holds a model; expected a folder of the run's own, in "
+                "which it writes its result beside what it needs to go on; choose another"
+            )
         if main:
             advice = "wait for it or stop it, or give this run a folder of its own with out=..."
             self._lock = hold(self.folder, advice, again=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftsmith.models.heads.head import OutputHead
+from draftsmith.models.layers.layer import OutputHead
 from draftsmith.train.run.settings import Settings
 
 # torch's Muon orthogonalises in bf16; this rule scales its update to AdamW's size (Moonlight,

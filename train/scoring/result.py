@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.load import load_drafter
@@ -22,10 +20,12 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Columns, Recorder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.traces.store import TraceWriter
+from draftsmith.models.disk.hub import local_folder
 from draftsmith.models.disk.store import whole_folder, write_atomically
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.scorers import FOLDER, Scorer, save_scorer, weights_mark
 from draftsmith.models.target import TargetSpec, load_target
+from draftsmith.printed import print_table
 from draftsmith.train.answers.asks import prompts_for_development
 from draftsmith.train.drafts.start import tiny_drafter
 from draftsmith.train.run.folder import Run
@@ -87,8 +87,9 @@ def save_result(folder: Path, scorer: Scorer, about: dict[str, Any], drafter: st
     in place. Whole or not at all; see `save_scorer` for `about`.
     """
     with whole_folder(folder) as half:
-        for file in sorted(Path(drafter).rglob("*")) if drafter else ():
-            place = half / file.relative_to(drafter)
+        source = local_folder(drafter)
+        for file in sorted(source.rglob("*")) if drafter else ():
+            place = half / file.relative_to(source)
             if not file.is_file() or place.is_relative_to(half / FOLDER):
                 continue
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -103,16 +104,15 @@ def show(folder: Path, about: dict[str, Any]) -> None:
     """Print the figures, and draw `reliability.svg` into the folder."""
     before, after = about["uncalibrated"], about["figures"]
     title = f"{folder}: {after['rows']:,} rows of prompts kept apart, {after['rate']:.3f} kept"
-    table = Table(title=title)
-    for heading in ("", "before calibration", "after", "the best constant"):
-        table.add_column(heading, justify="right")
-    for name, words, constant in (
-        ("brier", "Brier score", after["brier_constant"]),
-        ("auc", "AUC", 0.5),
-        ("ece", "expected calibration error", 0.0),
-    ):
-        table.add_row(words, *(f"{x:.4f}" for x in (before[name], after[name], constant)))
-    Console().print(table)
+    rows = [
+        [words, *(f"{x:.4f}" for x in (before[name], after[name], constant))]
+        for name, words, constant in (
+            ("brier", "Brier score", after["brier_constant"]),
+            ("auc", "AUC", 0.5),
+            ("ece", "expected calibration error", 0.0),
+        )
+    ]
+    print_table(("", "before calibration", "after", "the best constant"), rows, title=title)
     if not about["calibrated"]:
         print(
             "warning: it foretells no better than a constant, so it isn't marked as calibrated: "

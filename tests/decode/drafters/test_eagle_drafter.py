@@ -8,22 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_drafts import HEADS, VOCAB, counting, made
+from eagle_drafts import HEADS, TEXTS, VOCAB, begin, counting, draft, made
 from rounds import MODES, record_rounds, started
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.base import Admitted, Kept
 from draftsmith.decode.drafters.eagle import EagleDrafter
+from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.forward.lean import LeanEagle
-from draftsmith.decode.policies.timing import round_of
+from draftsmith.decode.forward.lean_heads import LeanEagle
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import chain_plan, parse_tree
 from draftsmith.models.heads.eagle import Eagle
-from draftsmith.models.heads.layer import causal
+from draftsmith.models.layers.layer import causal
 from draftsmith.models.taps import target_states
 
 ROUNDS: dict[str, dict[str, Any]] = MODES | {"leviathan": {"rule": "leviathan"}}
@@ -99,28 +98,6 @@ def test_state_after_each_round_equals_a_fresh_prefill(
     assert len(kept - {0}) >= 3, kept
 
 
-def begin(drafter: EagleDrafter, target: PreTrainedModel, texts: list[list[int]]) -> None:
-    """Prefill texts whose last tokens are pending, with garbage behind the shorter ones."""
-    lens_R = torch.tensor([len(text) - 1 for text in texts])
-    tokens_RN = torch.full((len(texts), int(lens_R.max())), 3)
-    for row, text in enumerate(texts):
-        tokens_RN[row, : len(text) - 1] = torch.tensor(text[:-1])
-    taps_RNU = target_states(target, drafter.taps, input_ids=tokens_RN).taps_BTF
-    pending_R = torch.tensor([text[-1] for text in texts])
-    drafter.reset(len(texts), 64)
-    drafter.prefill(Admitted(torch.arange(len(texts)), tokens_RN, lens_R, pending_R, taps_RNU))
-
-
-def draft(drafter: EagleDrafter, texts: list[list[int]], tree: str = "chain") -> TokenTree:
-    """A greedy round's tree."""
-    plan = parse_tree(tree, None)
-    request = round_of(plan, len(texts), max(map(len, texts)), torch.device("cpu"))
-    lens_B = torch.tensor([len(text) - 1 for text in texts])
-    pending_B = torch.tensor([text[-1] for text in texts])
-    request = replace(request, lens_B=lens_B, pending_B=pending_B, want_q=True)
-    return drafter.propose(request)
-
-
 def obvious(
     head: Eagle, target: PreTrainedModel, text: list[int], *, turned: int = 0, shift: int = 0
 ) -> tuple[list[int], Tensor]:
@@ -152,9 +129,6 @@ def gap(head: Eagle, tree: TokenTree, expected: list[tuple[list[int], Tensor]]) 
     theirs_BID = torch.stack([logits for _, logits in expected])
     gap_BID = tree.q_logits_BIV[..., head.vocab.ids_D] - theirs_BID
     return float(gap_BID.abs().max() / theirs_BID.abs().max())
-
-
-TEXTS = [[(7 * i + 31 * row) % VOCAB for i in range(5 + 4 * row)] for row in range(4)]
 
 
 @pytest.mark.parametrize("name", HEADS)

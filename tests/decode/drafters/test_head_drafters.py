@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.base import Round
-from draftsmith.decode.drafters.head_drafter import keep_last
 from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter
+from draftsmith.decode.drafting.base import Round
+from draftsmith.decode.drafting.head_drafter import keep_last
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import TokenTree

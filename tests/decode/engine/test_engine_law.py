@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.decode import sampling
-from draftsmith.decode.drafters import grow_tree as growth
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafting import grow_tree as growth
 from draftsmith.decode.engine import round as step
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
@@ -113,7 +113,7 @@ def by_gap(request: Any, q_logits_BFV: Tensor, depth: int, level: Any) -> Tensor
 
 KEYS, DRAW = (
     "draftsmith.decode.engine.round.Stepper._round_keys",
-    "draftsmith.decode.drafters.grow_tree._draw",
+    "draftsmith.decode.drafting.grow_tree._draw",
 )
 TWINS: dict[str, tuple[str, str, str, Callable]] = {
     "acceptance": ("leviathan", "chain", KEYS, same_stream),

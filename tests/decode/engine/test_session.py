@@ -7,17 +7,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from block_drafts import drafter
+from block_drafts import made as made_block
 from head_folders import made as made_head
 from tiny_llama import build_llama
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS
 
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Completion, Request, open_request
@@ -71,6 +73,8 @@ def drafter_of(kind: str, target: PreTrainedModel, draft: PreTrainedModel) -> Dr
         "eagle3": lambda: EagleDrafter(made_head("eagle3", target), target, vocab),
         "medusa": lambda: MedusaDrafter(made_head("medusa", target), target, vocab),
         "hydra": lambda: HydraDrafter(made_head("hydra", target, prefixed=True), target, vocab),
+        "block": lambda: drafter(made_block("noise-markov"), target),
+        "domino": lambda: drafter(made_block("domino"), target),
     }
     return makers[kind]()
 
@@ -80,6 +84,7 @@ def drafter_of(kind: str, target: PreTrainedModel, draft: PreTrainedModel) -> Dr
     [
         *(("lm", "chain"), ("lm", "eagle-25"), ("lm", "dynamic:3,2,6"), ("none", "chain")),
         *(("ngram", "chain"), ("eagle3", "eagle-25"), ("medusa", "chain"), ("hydra", "eagle-25")),
+        *(("block", "dynamic:3,2,6"), ("domino", "dynamic:3,2,6"), ("block", "chain")),
     ],
 )
 def test_requests_of_every_kind_share_a_batch(

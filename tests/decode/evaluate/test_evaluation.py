@@ -291,8 +291,7 @@ def test_costs_are_measured_within_the_context(
         made.clear()
         costs = measured_costs(target, drafter, chain_plan(15), 2, context)
         assert made == [(2, slots)] * 2 and costs.nodes == (1, 2, 4, 8, 16)
-        # The second call of a round less the first: on a busy machine some come out as nothing.
-        assert min(costs.verify) > 0 and min(costs.draft) >= 0 and max(costs.draft) > 0
+        assert min(costs.verify) > 0 and min(costs.draft) > 0
 
 
 def test_the_warm_up_reaches_every_length() -> None:

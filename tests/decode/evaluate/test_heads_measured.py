@@ -3,7 +3,9 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import head_folders
 import pytest
 import torch
 from eagle_drafts import VOCAB, counting, made
@@ -12,17 +14,24 @@ from peak_memory import GREEDY, LARGE, SAMPLED, config, model, peak
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.__main__ import main
-from draftsmith.decode.drafters.base import Drafter, Feed, Round
+from draftsmith.decode.drafters.block import BlockDrafter
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import drafter_of
+from draftsmith.decode.drafting.base import Drafter, Fed, Feed, Frontier, Round
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.runner import Runner
+from draftsmith.decode.policies import timing
 from draftsmith.decode.policies.timing import (
+    LEAST,
+    Call,
+    LastDraftCall,
+    clocked,
     draft_call,
     extend_call,
     isolated_times,
+    least_times,
     measured_costs,
     with_room,
 )
@@ -33,11 +42,12 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan, parse_tree
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
+from draftsmith.models.heads.block import KINDS, Block, BlockConfig
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.head import Head
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
-from draftsmith.models.heads.layer import causal
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
+from draftsmith.models.layers.layer import causal
 from draftsmith.models.taps import target_states
 
 
@@ -65,7 +75,14 @@ def folders(
     return root
 
 
-def test_a_heads_report_is_whole(folders: Path, tmp_path: Path) -> None:
+def test_a_heads_report_is_whole(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def soon(calls: dict[Any, Call], device: torch.device, turns: int = LEAST) -> dict[Any, float]:
+        """How fine the times are doesn't matter here."""
+        return least_times(calls, device, min(turns, LEAST))
+
+    monkeypatch.setattr(timing, "least_times", soon)
     asked = f"drafter={folders / 'knows'},{folders / 'random'}"
     argv = arguments(folders, tmp_path, asked, "temperature=1", "dtype=float32", "split=all")
     argv = [word.replace("advice=false", "advice=true") for word in argv]
@@ -143,8 +160,35 @@ def test_costs_of_draft_calls(tiny_target: PreTrainedModel) -> None:
     drafter = EagleDrafter(made("eagle3"), tiny_target, VOCAB)
     costs = measured_costs(Runner(tiny_target, VOCAB), drafter, chain_plan(7), 2, 100)
     assert costs.nodes == (1, 2, 4, 8) and min(costs.verify) > 0
-    # The difference of two medians is noise on a busy machine: it may be clamped at 0.
-    assert min(costs.draft) >= 0 and len(costs.draft) == len(costs.verify) == 4
+    assert min(costs.draft) > 0 and len(costs.draft) == len(costs.verify) == 4
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "hydra", "medusa"])
+def test_the_last_draft_call_is_timed_alone(
+    tiny_target: PreTrainedModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each round: those before it are made anew, while the clock stands."""
+    drafter = drafter_of(head_folders.made(kind, tiny_target), tiny_target, VOCAB)
+    drafter.reset(1, 64)
+    seen: list[str] = []
+    feed = drafter.feed
+
+    def watched(request: Round) -> Feed:
+        inner = feed(request)
+
+        def fed(frontier: Frontier) -> Fed:
+            seen.append(f"{frontier.depth}: {frontier.tokens_BF.shape[1]}")
+            return inner(frontier)
+
+        return fed
+
+    drafter.feed = watched  # type: ignore[method-assign]
+    call = LastDraftCall(drafter, (1, 1, 4), batch=1, context=20, device=torch.device("cpu"))
+    clock = timing.time.perf_counter
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: (seen.append("clock"), clock())[1])
+    for _ in range(2):
+        clocked(call, torch.device("cpu"))
+    assert seen == ["0: 1", "1: 1", "clock", "2: 4", "clock"] * 2
 
 
 def test_costs_of_a_drafter_of_one_level(tiny_target: PreTrainedModel) -> None:
@@ -192,12 +236,22 @@ def large(kind: str, vocab: int) -> tuple[PreTrainedModel, Drafter]:
         "medusa-shared": lambda: Medusa(MedusaConfig(**sizes, own_heads=False)),
         "hydra": lambda: Hydra(HydraConfig(**sizes)),
         "hydra++": lambda: Hydra(HydraConfig(**sizes, prefix=config(vocab, 1))),
+        "dspark": lambda: block("dspark", vocab),
+        "dflash": lambda: block("dflash", vocab),
+        "domino": lambda: block("domino", vocab),
+        "treeflash": lambda: block("treeflash", vocab),
+        "block": lambda: block("dspark", vocab, mask="causal", noise=True),
     }
     head = heads[kind]().eval().requires_grad_(False)
     return target, drafter_of(head, target, vocab)
 
 
+def block(kind: str, vocab: int, **own: Any) -> Block:
+    return Block(BlockConfig(config(vocab, 1), (0, 1, 2), 5, rank=16, **KINDS[kind] | own))
+
+
 HEADS = ["eagle1", "eagle3", "medusa", "medusa-shared", "hydra", "hydra++"]
+HEADS += ["dspark", "dflash", "domino", "treeflash", "block"]
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -220,7 +274,9 @@ def test_a_heads_memory_is_planned(
     vocab: int,
     prompt: int,
 ) -> None:
-    """Its pool to the byte; a run's peak within five per cent, taps included."""
+    """Its pool to the byte; a run's peak within five per cent, taps included (a block's prefill is
+    planned as if its context were asked about).
+    """
     monkeypatch.setattr("draftsmith.decode.engine.decoder.vocab_size", lambda tokenizer: vocab)
     target, drafter = large(kind, vocab)
     if settings.get("K", 0) > drafter.levels:
@@ -237,4 +293,5 @@ def test_a_heads_memory_is_planned(
     assert planned is not None
     pool = getattr(drafter, "pool", None)
     assert planned.drafter_kv == (0 if pool is None else pool.kv_2LBSHE.nbytes)
-    assert abs(planned.total / used - 1) < 0.05, (planned.total, used)
+    most = 1.06 if isinstance(drafter, BlockDrafter) else 1.05
+    assert 0.95 < planned.total / used < most, (planned.total, used)

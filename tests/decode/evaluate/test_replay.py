@@ -6,10 +6,10 @@ import pytest
 from eagle_drafts import VOCAB, counting
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.base import Drafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.decode.drafters.ngram import NgramDrafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.replay import replay
 from draftsmith.decode.policies.policy import Costs

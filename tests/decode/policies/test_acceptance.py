@@ -8,11 +8,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.base import Call
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafting.base import Call
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.policies.policy import Acceptance, AcceptanceHead, make_policy
+from draftsmith.decode.policies.choice import make_policy
+from draftsmith.decode.policies.policy import Acceptance, AcceptanceHead
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.fingerprint import fingerprint

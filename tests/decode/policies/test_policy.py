@@ -5,18 +5,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.base import Call
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafting.base import Call
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.policies.policy import (
-    Cost,
-    Costs,
-    Depth,
-    Entropy,
-    Outcome,
-    make_policy,
-    parts,
-)
+from draftsmith.decode.policies.choice import make_policy
+from draftsmith.decode.policies.policy import Costs, Depth, Entropy, Outcome
+from draftsmith.decode.policies.priced import Cost, parts
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import DynamicTree, StaticTree, chain_plan
 

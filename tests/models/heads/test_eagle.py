@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
 
 from draftsmith.models.heads.eagle import FLAGS, Eagle
-from draftsmith.models.heads.layer import Attention, causal
+from draftsmith.models.layers.layer import Attention, causal
 from draftsmith.models.taps import default_taps, target_states
 from draftsmith.models.vocab import DraftVocab
 
@@ -65,6 +65,12 @@ def run_on(head: Eagle, fused_BTH: Tensor, row: int, at: int, steps: int) -> lis
 HEADS = {
     "eagle1": {"version": 1},
     "eagle1, two layers": {"version": 1, "layer": layer_config(layers=2)},
+    "mtp": {"version": 1, "mtp": True},
+    "mtp, two layers of qwen3": {
+        "version": 1,
+        "mtp": True,
+        "layer": layer_config(Qwen3Config, layers=2),
+    },
     "eagle3": {},
     "eagle3, two layers": {"layer": layer_config(layers=2)},
     "qwen3": {"layer": layer_config(Qwen3Config)},

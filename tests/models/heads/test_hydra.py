@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaModel, PretrainedConfig, Qwen3Config
 
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
-from draftsmith.models.heads.layer import causal
+from draftsmith.models.layers.layer import causal
 from draftsmith.models.taps import target_states
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doctor_block_traps import BLOCK_TRAPS
 from doctor_traps import IDS, TRAPS, Change, Trap, drop, say, twice
 from head_folders import made, on_disk, ours
 from safetensors.torch import load_file, save_file
@@ -51,10 +52,15 @@ def place(
         "eagle-1": made("eagle1", target),
         "medusa": made("medusa", target),
         "hydra": made("hydra", target, prefixed=True),
+        "dflash": made("dflash", target, taps=(2, 3, 5), qwen=True),
+        "dspark": made("dspark", target, taps=(2, 3, 5), qwen=True),
     }
     for name, head in heads.items():
         ours(root / name, head.bfloat16(), target, tiny_tokenizer)
     export(str(root / "eagle3"), path, "speculators", str(root / "eagle3-speculators"))
+    export(str(root / "dflash"), path, "sglang", str(root / "dflash-official"))
+    export(str(root / "dspark"), path, "vllm", str(root / "dspark-official"))
+    export(str(root / "dflash"), path, "speculators", str(root / "dflash-speculators"))
     save_drafter(
         root / "lm",
         kind="lm",
@@ -96,6 +102,11 @@ GOOD: dict[str, list[tuple[str, str]]] = {
     "eagle3-speculators": [],
     "medusa": [("heads and file", "warning")],  # TGI's name of the file
     "hydra": [],
+    "dflash": [],
+    "dspark": [],
+    "dflash-official": [],
+    "dspark-official": [],
+    "dflash-speculators": [],
     "lm": [],
 }
 
@@ -108,7 +119,7 @@ def test_good_folders(place: Path, name: str) -> None:
     assert outlook(layout, findings)["draftsmith"] == "reads it"
 
 
-@pytest.mark.parametrize("trap", TRAPS, ids=[trap[0] for trap in TRAPS])
+@pytest.mark.parametrize("trap", TRAPS + BLOCK_TRAPS, ids=lambda trap: trap[0])
 def test_each_trap_is_found(place: Path, broken: Callable[[str, Change], Path], trap: Trap) -> None:
     _, name, change, check, verdict, words, servers = trap
     layout, findings = examine(str(broken(name, change)), str(place / "target"))

@@ -21,7 +21,7 @@ from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import Head
-from draftsmith.models.heads.layer import causal
+from draftsmith.models.layers.layer import causal
 from draftsmith.models.servers.export import LAYOUTS, export, serve_line
 from draftsmith.models.taps import target_states
 
@@ -329,7 +329,7 @@ def test_a_layer_with_a_window_is_said(save: Any, target_path: str, tmp_path: Pa
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     with pytest.warns(UserWarning, match="trained to see 64 tokens back; here it sees all"):
         open_drafter(tmp_path / "out", None)
-    config["speculators_model_type"] = "dflash"
+    config["speculators_model_type"] = "mtp"
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="type 'dflash'; expected eagle3"):
+    with pytest.raises(ValueError, match="type 'mtp'; expected one of eagle3, dflash"):
         open_drafter(tmp_path / "out", None)

@@ -271,7 +271,7 @@ def test_backward_scales_and_a_retained_graph_runs_twice() -> None:
 def test_head_gradient_reaches_the_parameter_without_a_copy() -> None:
     c = case()
     result = chunked_divergence(named("fkl"), *c)
-    formed = result.total.grad_fn.gradients[1]
+    formed = result.total.grad_fn.gradients[1][0]
     address = formed.data_ptr()
     del formed
     (result.total / 7).backward()
@@ -281,7 +281,7 @@ def test_head_gradient_reaches_the_parameter_without_a_copy() -> None:
 def test_a_result_that_is_dropped_frees_its_gradients() -> None:
     c = case()
     result = chunked_divergence(named("fkl"), *c)
-    watch = weakref.ref(result.total.grad_fn.gradients[1])
+    watch = weakref.ref(result.total.grad_fn.gradients[1][0])
     gc.disable()
     try:
         del result

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tapped import llama
-from tiny_eagle import eagle
+from tiny_eagle import BT, TOKENS, Words, batch, eagle
 from torch import Tensor
 
 from draftsmith.models.heads.eagle import Eagle
@@ -20,7 +20,6 @@ from draftsmith.train.losses.chunked import chunked_steps, measure_steps
 from draftsmith.train.losses.pure import acceptance, divergence, mixed, parse_loss
 from draftsmith.train.objectives.eagle import EagleObjective, Unroll
 from draftsmith.train.teachers.states import OnlineTaps
-from draftsmith.train.text.batches import Batch
 
 S, N, H, G, D = 3, 14, 6, 5, 11
 MIXES = [{"fkl": 1.0}, {"nla": 1.0}, {"lk": 1.0}, {"tv": 2.0}, {"fkl": 0.7, "nla": 0.3}]
@@ -141,34 +140,6 @@ def test_measured_acceptance_counts_what_is_outside() -> None:
 
 # --- the objectives ------------------------------------------------------------------------------
 
-TOKENS = 90  # of the tokenizer: the target's head has 97 rows
-BT = (2, 10)
-
-
-class Words:
-    """A tokenizer, as far as its size is asked."""
-
-    def __len__(self) -> int:
-        return TOKENS
-
-    def get_vocab(self) -> dict[str, int]:
-        return {str(i): i for i in range(TOKENS)}
-
-
-def batch() -> Batch:
-    """Row 0: documents of 6 and 4 tokens. Row 1: one of 8 with a prompt of 3, and padding."""
-    position = torch.tensor([[*range(6), *range(4)], [*range(10)]])
-    document = torch.tensor([[0] * 6 + [1] * 4, [0] * 8 + [1] * 2])
-    trained = torch.ones(BT, dtype=torch.bool)
-    trained[1, :3] = trained[1, 8:] = False
-    mask = torch.zeros(BT, dtype=torch.bool)
-    mask[:, :-1] = trained[:, 1:] & (document[:, 1:] == document[:, :-1])
-    attend = (document[:, :, None] == document[:, None]).tril()[:, None]
-    ids = torch.randint(TOKENS, BT, generator=torch.Generator().manual_seed(3))
-    places = torch.arange(20).view(BT)
-    places[1, 8:] = -1
-    return Batch(ids, position, mask, attend, (0, 1), places)
-
 
 def head_of(version: int, draft_vocab: int) -> Eagle:
     head = eagle(llama(), version=version, draft_vocab=draft_vocab)
@@ -246,6 +217,28 @@ def test_eagle3_is_the_formula_pair_by_pair(options, draft_vocab, steps) -> None
     theirs = torch.autograd.grad(total, weights)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("loss", ["fkl", "lk"])
+def test_mtp_is_the_formula_pair_by_pair(loss) -> None:
+    """FastMTP's weights over the depths, by the target's LM head; no noise, no loss on states."""
+    head = eagle(llama(), version=1, mtp=True)
+    output = build(head, steps=3, step_decay=0.6, loss=loss)(batch())
+    pairs, totals = Pairs(head, 3), []
+    for decay, shift in ((0.6, 0), (0.8, 0), (0.6, 1)):
+        total = torch.zeros(())
+        for step, (row, t), p, q in pairs:
+            if shift:  # a twin: what is compared lies a token too early
+                p = pairs.p_head @ pairs.norm_BTG[row, t + step]
+            total = total + decay**step * mixed(parse_loss(loss))(p, q)
+        totals.append(total)
+    assert torch.allclose(output.loss, totals[0], rtol=1e-5)
+    assert not any(torch.allclose(output.loss, wrong, rtol=1e-4) for wrong in totals[1:])
+    weights = list(head.parameters())
+    theirs = torch.autograd.grad(totals[0], weights)
+    for a, b in zip(torch.autograd.grad(output.loss, weights), theirs, strict=True):
+        assert torch.allclose(a, b, atol=2e-5)
+    assert output.metrics.keys() == {f"{n}_{s}" for n in ("alpha", "count") for s in range(3)}
 
 
 @pytest.mark.parametrize(("version", "draft_vocab"), [(1, 0), (3, 97), (3, 48)])

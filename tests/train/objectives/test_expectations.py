@@ -2,7 +2,7 @@
 
 import pytest
 
-from draftsmith.train.objectives.head_run import KNOWN, acceptance, compare
+from draftsmith.train.heldout.head_run import KNOWN, acceptance, compare
 
 
 @pytest.mark.parametrize("a", [0.0, 0.3, 0.8, 1.0])

@@ -28,8 +28,8 @@ from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
-from draftsmith.models.heads.layer import causal
 from draftsmith.models.heads.medusa import Medusa
+from draftsmith.models.layers.layer import causal
 from draftsmith.models.taps import NORM
 from draftsmith.train.losses.pure import divergence, lk_weight
 from draftsmith.train.objectives.heads import HeadObjective

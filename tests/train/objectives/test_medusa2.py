@@ -87,7 +87,7 @@ def test_the_joint_loss_is_that_of_whole_logits() -> None:
         position_ids=batch.position_ids,
         attention_mask=batch.attention_mask,
     ).last_hidden_state
-    heads = objective.score(batch, norm_BTH).loss  # compared with the loops above
+    heads = objective.score(batch, norm_BTH, norm_BTH).loss  # compared with the loops above
     ramp = torch.sin(0.5 * math.pi * torch.tensor(0.4))  # in fp32, as there
     assert ramp.item() == pytest.approx(math.sin(0.2 * math.pi), rel=1e-6)
     loss = base + 0.5 * ramp * heads

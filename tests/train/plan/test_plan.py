@@ -142,13 +142,15 @@ def steps_on_kept_states(outline: Outline, target: LlamaForCausalLM) -> None:
     assert snapshot.take() is not head
 
 
-def test_one_card_holds_what_its_plan_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("vocab", "drafted"), [(1024, 256), (4096, 2048)])
+def test_one_card_holds_what_its_plan_says(tmp_path: Path, vocab: int, drafted: int) -> None:
     """Within 10%, with the flags that the planner gives: the target's layers are away while the
-    head trains, and what stays of it (embeddings, LM head, norm) was there before. Few logits: a
-    CPU's products in bf16 hold a copy of them of their own.
+    head trains, and what stays of it (embeddings, LM head, norm) was there before. With many
+    drafted tokens the losses are swept in tiles, of which the last has fewer rows.
     """
-    target_at(tmp_path, 1024, layers=4)
-    sizes = (f"target.path={tmp_path}", f"cache.path={tmp_path}/states", "head.draft_vocab=256")
+    target_at(tmp_path, vocab, layers=4)
+    sizes = (f"target.path={tmp_path}", f"cache.path={tmp_path}/states")
+    sizes += (f"head.draft_vocab={drafted}",)
     short = ("heldout.prompt_tokens=4", "heldout.max_new_tokens=8", "gpu=cpu")
     outline = plan(["recipe=eagle3/qwen3-8b", *sizes, *ONE_CARD, *short])
     family = LlamaConfig.from_pretrained(tmp_path)
@@ -161,6 +163,18 @@ def test_one_card_holds_what_its_plan_says(tmp_path: Path) -> None:
     found = measured_peak(lambda: steps_on_kept_states(outline, target))
     expected = choice.held.total - stays
     assert 0.9 < expected / found < 1.1, f"{expected / MIB:.1f} MiB planned, {found / MIB:.1f} held"
+
+
+def test_rows_that_drop_out_take_no_room(tmp_path: Path) -> None:
+    """P-EAGLE's rows of MASK, 2.2 and 7 for each position, beside as much for the pairs."""
+    given = (target_at(tmp_path, 1024, layers=2), "out=x", "gpu=cpu", "text.max_length=256")
+    rows = ("entry=eagle", "head.parallel=8", "K=4", "heldout.prompt_tokens=4", "steps=10")
+    short = ("heldout.max_new_tokens=8", "heldout.batch_size=1", "batch_size=2")
+    few, all_of_them = (
+        plan([*given, *rows, *short, f"unroll={{keep: {keep}, least: 0.2}}"]).choices[0].held.parts
+        for keep in (0.6, 1.0)
+    )
+    assert few["activations"] < 0.6 * all_of_them["activations"]
 
 
 def test_a_frozen_weight_that_is_read_is_nothing_new(tmp_path: Path) -> None:

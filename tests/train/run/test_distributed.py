@@ -1,4 +1,4 @@
-"""Two processes on one CPU: DDP and DeepSpeed ZeRO-2 give what one process gives.
+"""Two processes on one CPU: DDP, and DeepSpeed ZeRO-2 after a kill, give what one process gives.
 
 The modes that cut the draft itself are in test_sharding.py.
 """
@@ -89,7 +89,9 @@ def test_ddp_of_a_head(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "one", tmp_path / "two", clip_norm=0.195)
 
 
+@pytest.mark.slow
 def test_zero2_trains_saves_and_resumes(tmp_path: Path, one_process: Path) -> None:
+    """Clipped in some steps, and killed; its fast twin is in test_sharding.py."""
     pytest.importorskip("deepspeed", reason="needs pip install 'draftsmith[distributed]'")
     flags = ["--config_file", str(LAUNCHERS / "zero2.yaml")]
     changes = {"batch_size": 2, "accumulation": 2, "save_every": 3, **PLAIN}

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from distilled import distilled
 from tiny_eagle import eagle
 from tiny_heads import TOKENS, fresh, llama, objective_of, text, words
 
+from draftsmith.models.heads.block import Block, BlockConfig
 from draftsmith.models.heads.hydra import Hydra
+from draftsmith.train.drafts.start import layer_like
 from draftsmith.train.live.batches import Buffered
+from draftsmith.train.objectives.block import Anchors, BlockObjective
 from draftsmith.train.objectives.eagle import EagleObjective, Unroll
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.launch import start
@@ -26,9 +30,9 @@ from draftsmith.train.text.on_policy import OnPolicy
 from draftsmith.train.text.stream import CorpusStream
 
 
-def of_eagle(version: int, **options: float) -> Objective:
+def of_eagle(version: int, *, mtp: bool = False, **options: float) -> Objective:
     target = llama()
-    head = eagle(target, version=version)
+    head = eagle(target, version=version, mtp=mtp)
     states = OnlineTaps(target, head.taps)
     return EagleObjective(Unroll(steps=2, **options), head, target, words(TOKENS), states)
 
@@ -39,6 +43,15 @@ def of_heads(kind: str, dropout: float = 0.0, **options: object) -> Objective:
     if dropout:
         head = Hydra(replace(head.config, dropout=dropout)).init_from(target)
     return objective_of(head, target, **options)
+
+
+def of_block(count: int) -> Objective:
+    target = llama()
+    sizes: Any = {"levels": 3, "rank": 8, "layer": layer_like(target)}
+    head = Block(BlockConfig(taps=(1, 2), **sizes)).init_from(target)
+    torch.nn.init.normal_(head.light.after.weight, generator=torch.Generator().manual_seed(0))
+    given = Anchors(count=count, base=0.5), head, target, words(TOKENS)
+    return BlockObjective(*given, OnlineTaps(target, head.taps))
 
 
 class Drawn(Batches):
@@ -60,7 +73,9 @@ EXACT: dict[str, Callable[[], Objective]] = {
     "medusa": lambda: of_heads("medusa"),
     "hydra": lambda: of_heads("hydra"),
     "eagle3": lambda: of_eagle(3),
+    "mtp": lambda: of_eagle(1, mtp=True),
     "eagle1 without noise": lambda: of_eagle(1, noise=0.0),
+    "all of a block's anchors": lambda: of_block(99),
 }
 
 DEPENDING: dict[str, Callable[[], Objective]] = {
@@ -69,6 +84,7 @@ DEPENDING: dict[str, Callable[[], Objective]] = {
     "hydra's dropout": lambda: of_heads("hydra", dropout=0.5),
     "hydra's noise": lambda: of_heads("hydra", noise=5.0),
     "eagle1's noise": lambda: of_eagle(1),
+    "some of a block's anchors": lambda: of_block(2),
 }
 
 

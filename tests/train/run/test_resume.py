@@ -133,13 +133,13 @@ def test_distillation_survives_kill_9(
     ]
     arguments += ["heldout={limit: 4, prompt_tokens: 8, max_new_tokens: 8}", "batch_size=2"]
     arguments += ["on_policy.prompt_tokens=8", "on_policy.max_new_tokens=8"]
-    arguments += ["steps=40", "save_every=4", "eval_every=20", "lr=0.02"]
+    arguments += ["steps=20", "save_every=4", "eval_every=10", "lr=0.02"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     code, output = run_entry("distill", [*arguments, f"out={straight}"])
     assert code == 0, output
     again = [*arguments, f"out={broken}"]
     process = start_entry("distill", again)
-    stop_after(process, broken / "metrics.jsonl", 15, signal.SIGKILL)
+    stop_after(process, broken / "metrics.jsonl", 8, signal.SIGKILL)
     code, output = run_entry("distill", again)
     assert code == 0, output
     assert "resumed after step" in output

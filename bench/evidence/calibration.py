@@ -1,0 +1,137 @@
+"""How well a drafter's own scores foretell what is kept: calibration of the nodes of grown trees.
+
+    python bench/evidence/calibration.py drafter=runs/one-pass/ours-0/drafter
+
+Every node of a dynamic tree has a chance: the product of the softmax of what its siblings were
+ranked by, along its path. Held-out prompts are decoded, and each node counts as kept or not. ECE:
+the mean of |chance - share kept| over ten bins of chances, weighed by their nodes. Rows and page:
+<out>/calibration.*
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftsmith.bench.rows import about_run, markdown, source
+from draftsmith.command import parse, run_command
+from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.prompts.prompts import load_prompts
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.disk.read_lm import write_json
+from draftsmith.models.target import TargetSpec, load_target
+from draftsmith.train.run.recipe import gsm8k
+
+BINS = 10
+
+
+@dataclass(kw_only=True)
+class Calibrating:
+    drafter: str
+    target: str = field(default_factory=lambda: gsm8k("target"))
+    data: str = field(default_factory=lambda: gsm8k("data"))
+    tree: str = "dynamic:5,6,33"
+    temperatures: list[float] = field(default_factory=lambda: [0.7, 1.0])
+    prompts: int = 48
+    max_new_tokens: int = 64
+    batch_size: int = 16
+    threads: int = 1
+    out: str = "docs/results"
+
+
+def main(argv: list[str]) -> None:
+    settings = parse(Calibrating, argv)
+    torch.set_num_threads(settings.threads)
+    target, tokenizer = load_target(TargetSpec(settings.target, dtype="bfloat16"), "cpu")
+    drafter = load_drafter(settings.drafter, target, tokenizer)
+    asked = load_prompts(settings.data, tokenizer, limit=settings.prompts)
+    about = {"what": settings.drafter, "target": settings.target, "data": settings.data}
+    rows: list[dict[str, Any]] = []
+    for temperature in settings.temperatures:
+        decoder = Decoder(
+            target, tokenizer, drafter, tree=settings.tree, batch_size=settings.batch_size
+        )
+        params = SamplingParams(temperature, max_new_tokens=settings.max_new_tokens)
+        nodes = judged(decoder, [prompt.tokens for prompt in asked], params)
+        depth = nodes[:, 0]
+        for level in [0, *range(1, int(depth.max()) + 1)]:
+            of = nodes if level == 0 else nodes[depth == level]
+            figures = {"temperature": temperature, "depth": level, "nodes": len(of)}
+            rows.append(about | figures | bins(of[:, 1], of[:, 2]) | about_run())
+    out = Path(settings.out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "calibration.json", rows)
+    (out / "calibration.md").write_text(page(rows))
+    print(page(rows))
+
+
+def judged(decoder: Decoder, prompts: list[list[int]], params: SamplingParams) -> np.ndarray:
+    """Depth, chance and whether it was kept, of every drafted node of rows that decode."""
+    chances: list[torch.Tensor] = []
+    found: list[np.ndarray] = []
+    step, nodes = decoder.stepper.step, decoder.settings.plan.nodes
+
+    def keep(log_chance_BN: torch.Tensor, active_B: torch.Tensor) -> int:
+        chances.append(torch.where(active_B[:, None], log_chance_BN.exp(), -1.0))
+        return nodes
+
+    def watched(batch: Any, plan: Any, *given: Any) -> Any:
+        told = step(batch, plan, *given)
+        length, rows = told.levels + 1, torch.arange(len(told.table))[:, None]
+        path_BL, accepted_B = told.table[:, length : 2 * length], told.table[:, 2 * length]
+        chance_BN = chances.pop()
+        kept_BN = torch.zeros_like(chance_BN)
+        inside_BL = torch.arange(length) <= accepted_B[:, None]
+        kept_BN[rows.expand_as(path_BL)[inside_BL], path_BL[inside_BL]] = 1.0
+        depth_BN = decoder_depths.pop()
+        live_BN = (chance_BN >= 0) & (depth_BN > 0)
+        found.append(torch.stack([depth_BN, chance_BN, kept_BN], -1)[live_BN].numpy())
+        return told
+
+    decoder_depths: list[torch.Tensor] = []
+    assert decoder.drafter is not None
+    propose = decoder.drafter.propose
+
+    def proposed(request: Any) -> Any:
+        tree = propose(request)
+        decoder_depths.append(tree.topology.depth.expand(tree.tokens_BN.shape).float())
+        return tree
+
+    decoder.policy.keep, decoder.stepper.step = keep, watched  # type: ignore[method-assign]
+    decoder.drafter.propose = proposed  # type: ignore[method-assign]
+    try:
+        decoder.generate(prompts, params)
+    finally:
+        del decoder.drafter.propose  # type: ignore[attr-defined]
+    return np.concatenate(found)
+
+
+def bins(chance: np.ndarray, kept: np.ndarray) -> dict[str, Any]:
+    """ECE, and of each bin of chances: nodes, mean chance, share kept."""
+    of = np.minimum((chance * BINS).astype(int), BINS - 1)
+    parts = [(chance[of == b], kept[of == b]) for b in range(BINS) if (of == b).any()]
+    each = [(len(c), float(c.mean()), float(k.mean())) for c, k in parts]
+    error = sum(n * abs(told - seen) for n, told, seen in each) / max(1, len(chance))
+    return {"ece": error, "bins": each}
+
+
+def page(rows: Iterable[dict[str, Any]]) -> str:
+    """Markdown: ECE and bins by temperature and depth."""
+    rows = list(rows)
+    cells = []
+    for row in rows:
+        told = "  ".join(f"{said:.2f}/{seen:.2f}" for _, said, seen in row["bins"])
+        depth = "all" if row["depth"] == 0 else str(row["depth"])
+        about = [f"{row['temperature']:g}", depth, f"{row['nodes']:,}", f"{row['ece']:.3f}"]
+        cells.append([*about, told])
+    head = ("temperature", "depth", "nodes", "ECE", "chance/share kept, by tenths of the chance")
+    lines = ["# Calibration of a drafter's scores", "", f"{source(rows)} {rows[0]['what']}.", ""]
+    return "\n".join([*lines, *markdown(head, cells)]) + "\n"
+
+
+if __name__ == "__main__":
+    run_command(main, Calibrating)

@@ -1,0 +1,150 @@
+"""Block drafters: the trunk runs once a round, then each node costs a light product.
+
+A row of n committed tokens keeps the trunk's keys and values of their context states, position i in
+slot i, made once. The block's own lie beyond, from slot n on: they are of this round alone,
+whatever of it is kept. At depth k the nodes fed are the tokens before the drafted ones; they share
+the trunk's row k, and the light head tells them apart.
+
+Shapes: B rows, N tokens, F nodes fed, M anchors, b rows of a block, n depths, R rows or ranks, H
+hidden, S numbers carried along a path, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Embedding
+from transformers import PreTrainedModel
+
+from draftsmith.decode.drafters.medusa import output_product
+from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
+from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV, keep_last
+from draftsmith.decode.forward.attention import Seen
+from draftsmith.decode.forward.lean_heads import LeanBlock, lean_block
+from draftsmith.decode.forward.product import VocabHead, head_logits
+from draftsmith.decode.forward.size import ModelSize
+from draftsmith.models.heads.block import Block, Guess
+
+
+class BlockDrafter(HeadDrafter):
+    """One pass for all depths, and a light product a node."""
+
+    head: Block
+    one_pass = True
+
+    def __init__(self, head: Block, target: PreTrainedModel, vocab_size: int) -> None:
+        super().__init__(head, target, head.config.layer)
+        self.lm_head = VocabHead(head.target_head_VH.detach(), None, vocab_size)
+        self.after = None
+        if head.light.rank:
+            self.after = output_product(head.light.after.weight, None, vocab_size)
+        self.body: Block | LeanBlock = lean_block(head) or head
+
+    @property
+    def size(self) -> ModelSize:
+        head = self.head
+        ahead = 0 if head.light.deep else head.levels + 2 * (head.light.rank > 0)
+        return ModelSize(head.config.layer, self.dtype, scratch=head.block, ahead=ahead)
+
+    def reset(self, rows: int, slots: int) -> None:
+        layer, slots = self.head.config.layer, slots + self.head.block
+        self.state_BH = torch.zeros(rows, self.head.hidden, dtype=self.dtype, device=self.device)
+        self.pool = HeadKV(layer, rows, slots, self.context, self.state_BH)
+
+    def prefill(self, admitted: Admitted) -> None:
+        assert admitted.taps_RNU is not None, "the engine gives what `taps` asks for"
+        at_RN, keep = self.pool.taken(admitted.rows_R, admitted.tokens_RN.shape[1])
+        context_RNH = self.body.fuse(admitted.taps_RNU.to(self.dtype))
+        self.body.keep(context_RNH, at_RN, keep)
+        last_R1 = admitted.lens_R[:, None] - 1
+        self.state_BH[admitted.rows_R] = picked(context_RNH, last_R1)[:, 0]
+
+    def extend(self, kept: Kept) -> None:
+        """What is made beyond the kept tokens is overwritten before anything sees it."""
+        assert kept.taps_BLU is not None, "the engine gives what `taps` asks for"
+        length = kept.tokens_BL.shape[1]
+        at_BL = kept.lens_B[:, None] + torch.arange(length, device=self.device)
+        context_BLH = self.body.fuse(kept.taps_BLU.to(self.dtype))
+        self.body.keep(context_BLH, *self.pool.added(at_BL))
+        keep_last(self.state_BH, context_BLH, kept.n_new_B)
+
+    def feed(self, request: Round) -> Feed:
+        light = self.head.light
+        output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.fc.weight
+
+        def feed(frontier: Frontier) -> Fed:
+            nonlocal output_BnH, state_BnH, logits_BnV, carried_BFS
+            depth, tokens_BF = frontier.depth, frontier.tokens_BF
+            if depth == 0:
+                output_BnH = self._trunk(request)
+                carried_BFS = output_BnH.new_zeros(*tokens_BF.shape, light.width)
+                if not light.deep:  # the LM head is read once for all depths
+                    state_BnH = self.body.normed(output_BnH)
+                    logits_BnV = self.lm_head.logits(state_BnH)
+            elif frontier.of_BF is not None and light.width:
+                carried_BFS = picked(carried_BFS, frontier.of_BF)
+            embedded_BFH = self.head.embed(tokens_BF)
+            output_BFH = output_BnH[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
+            if light.deep:
+                state_BFH = self.body.normed(light.changed(output_BFH, embedded_BFH))
+                return Fed(self.lm_head.logits(state_BFH), state_BFH)
+            state_BFH = state_BnH[:, depth, None].expand_as(output_BFH)
+            logits_BFV = logits_BnV[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
+            if self.after is not None:
+                low_BFR, carried_BFS = light.low(state_BFH, tokens_BF, embedded_BFH, carried_BFS)
+                logits_BFV = logits_BFV + head_logits(self.after, low_BFR)
+            return Fed(logits_BFV, state_BFH)
+
+        return feed
+
+    def _trunk(self, request: Round) -> Tensor:
+        """The trunk's rows of all depths, [B, n, H]; a causal block only as deep as the plan."""
+        causal = self.head.config.mask == "causal"
+        rows = self.head.first + request.plan.levels if causal else self.head.block
+        row_b = torch.arange(rows, device=self.device)
+        at_Bb = request.lens_B[:, None] + row_b
+        block_bb = torch.ones(rows, rows, dtype=torch.bool, device=self.device)
+        block_bb = block_bb.tril() if causal else block_bb
+        width = self.pool.width(request.top + rows)
+        seen = Seen(request.lens_B, width, block_bb, row_b)
+        run = self.body.run(*self.pool.fed(at_Bb, at_Bb, seen), rows)
+        guess = self._guess(request) if self.head.config.noise else None
+        given = request.pending_B[:, None], self.state_BH[:, None]
+        return self.head.trunk(*given, rows, run, guess)[:, 0]
+
+    def _guess(self, request: Round) -> Guess:
+        """The tokens that rows win by the round's own noise, where it has any."""
+
+        def guess(states_BbH: Tensor) -> Tensor:
+            scores_BbV = request.params.transform(self.lm_head.logits(states_BbH))
+            if request.race_BDV is not None:
+                scores_BbV = scores_BbV - request.race_BDV[:, : scores_BbV.shape[1]]
+            return scores_BbV.argmax(-1)
+
+        return guess
+
+    def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor) -> Tensor:
+        """After the first token, before which there is no state, 0. A drafter that reads the noise
+        is shown none.
+        """
+        anchors_BM = torch.arange(1, ids_BT.shape[1], device=self.device).expand(len(ids_BT), -1)
+        at_BT = torch.arange(ids_BT.shape[1], device=self.device).expand(len(ids_BT), -1)
+
+        def guess(states_BRH: Tensor) -> Tensor:
+            return self.lm_head.logits(states_BRH).argmax(-1)
+
+        text = (taps_BTU.to(self.dtype), ids_BT, at_BT, anchors_BM, guess)
+        state_BMI = self.head.drafted(*text)[1][:, :, 0]
+        logits_BMV = self.lm_head.logits(state_BMI[..., : self.head.hidden].contiguous())
+        if self.after is not None:
+            logits_BMV = logits_BMV + head_logits(self.after, state_BMI[..., self.head.hidden :])
+        return F.pad(logits_BMV, (0, 0, 1, 0))
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The trunk's share and a light head's own; of a table of embeddings one row is read."""
+        light, lm_head = self.head.light, self.head.target_head_VH.nbytes
+        own = sum(p.nbytes for p in light.parameters())
+        whole = sum(p.nbytes for p in self.head.parameters()) - own
+        own -= sum(part.weight.nbytes for part in light.children() if isinstance(part, Embedding))
+        once, each = (whole, own + lm_head) if light.deep else (whole + lm_head, own)
+        return once // self.levels + each

@@ -1,0 +1,78 @@
+"""Chimera as the drafter: a pass of its layer a level.
+
+A row of n committed tokens keeps the layer's keys and values of h_0 .. h_{n-1}. A node lies beyond,
+of this round alone: as a trigram while it is fed, then as f, for those below it.
+
+Shapes: B rows, R just admitted, L tokens of a kept path, F nodes fed, T tokens of a text, H hidden.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.drafters.medusa import output_product
+from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
+from draftsmith.decode.drafting.head_drafter import HeadDrafter, keep_last
+from draftsmith.decode.forward.product import head_logits
+from draftsmith.models.heads.chimera import Chimera
+
+
+class ChimeraDrafter(HeadDrafter):
+    """tail_B3 holds each row's last three tokens, the third one pending."""
+
+    head: Chimera
+    held = ("pool", "state_BH", "tail_B3")
+
+    def __init__(self, head: Chimera, target: PreTrainedModel, vocab_size: int) -> None:
+        super().__init__(head, target, head.config)
+        depths = range(head.levels)
+        self.outputs = [output_product(head.head_VH(depth), None, vocab_size) for depth in depths]
+
+    def reset(self, rows: int, slots: int) -> None:
+        super().reset(rows, slots)
+        self.tail_B3 = torch.zeros(rows, 3, dtype=torch.int64, device=self.device)
+
+    def prefill(self, admitted: Admitted) -> None:
+        assert admitted.taps_RNU is not None, "the engine gives what `taps` asks for"
+        rows_R, norm_RNH = admitted.rows_R, admitted.taps_RNU.to(self.dtype)
+        self.head.keep(norm_RNH, *self.pool.taken(rows_R, norm_RNH.shape[1]))
+        last_R2 = admitted.lens_R[:, None] - torch.arange(2, 0, -1, device=self.device)
+        tail = admitted.tokens_RN.gather(1, last_R2.clamp(min=0)), admitted.pending_R[:, None]
+        self.tail_B3[rows_R] = torch.cat(tail, 1)
+        self.state_BH[rows_R] = picked(norm_RNH, last_R2[:, 1:])[:, 0]
+
+    def extend(self, kept: Kept) -> None:
+        """What is made beyond the kept tokens is overwritten before anything sees it."""
+        assert kept.taps_BLU is not None, "the engine gives what `taps` asks for"
+        norm_BLH = kept.taps_BLU.to(self.dtype)
+        at_BL = kept.lens_B[:, None] + torch.arange(norm_BLH.shape[1], device=self.device)
+        self.head.keep(norm_BLH, *self.pool.added(at_BL))
+        last_B3 = kept.n_new_B[:, None] + torch.arange(3, device=self.device)
+        self.tail_B3.copy_(torch.cat([self.tail_B3, kept.tokens_BL], 1).gather(1, last_B3))
+        keep_last(self.state_BH, norm_BLH, kept.n_new_B)
+
+    def feed(self, request: Round) -> Feed:
+        width = self.pool.width(request.top + request.plan.slots)
+        grams_BF3, base_B1H = self.tail_B3[:, None], self.state_BH[:, None]
+
+        def feed(frontier: Frontier) -> Fed:
+            nonlocal grams_BF3
+            if frontier.depth:
+                if frontier.of_BF is not None:
+                    grams_BF3 = picked(grams_BF3, frontier.of_BF)
+                grams_BF3 = torch.cat([grams_BF3[..., 1:], frontier.tokens_BF[..., None]], -1)
+            at_BF, slots_BF, seen = frontier.placed(request.lens_B[:, None], width)
+            at_BF, attention = self.pool.fed(at_BF, slots_BF, seen)
+            f_BFH = self.head.step(grams_BF3, at_BF, attention)
+            self.head.keep(f_BFH, at_BF, self.pool.added(slots_BF)[1])
+            state_BFI = torch.cat([base_B1H.expand_as(f_BFH), f_BFH], -1)
+            return Fed(head_logits(self.outputs[frontier.depth], state_BFI), f_BFH)
+
+        return feed
+
+    def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor) -> Tensor:
+        """After the first token, before which there is no state, 0."""
+        at_BT = torch.arange(ids_BT.shape[1], device=self.device).expand(len(ids_BT), -1)
+        states_BTI = next(self.head.unroll(taps_BTU.to(self.dtype), ids_BT, at_BT))
+        return F.pad(head_logits(self.outputs[0], states_BTI[:, :-1]), (0, 0, 1, 0))

@@ -1,0 +1,52 @@
+"""Clover-2 heads as the drafter: the augmenting layers run once a committed token, a node costs one
+light step from its parent's state.
+
+Shapes: B rows, N tokens, T tokens of a text, F nodes fed, H hidden.
+"""
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
+from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
+from draftsmith.decode.forward.product import VocabHead
+from draftsmith.models.heads.clover import Clover
+
+
+class CloverDrafter(HeadDrafter):
+    """A row's state is s_0; nodes know their whole path."""
+
+    head: Clover
+
+    def __init__(self, head: Clover, target: PreTrainedModel, vocab_size: int) -> None:
+        super().__init__(head, target, head.config)
+        self.lm_head = VocabHead(head.target_head_VH.detach(), None, vocab_size)
+
+    def read(self, taps_BNU: Tensor, next_BN: Tensor, where: Where | None) -> Tensor:
+        assert where is not None
+        return self.head.augmented(taps_BNU, next_BN, *where)
+
+    def feed(self, request: Round) -> Feed:
+        state_BFH = self.state_BH[:, None]
+
+        def feed(frontier: Frontier) -> Fed:
+            nonlocal state_BFH
+            if frontier.depth == 0:  # the pending token is in the row's state
+                return self._fed(self.head.state(state_BFH, None))
+            if frontier.of_BF is not None:
+                state_BFH = picked(state_BFH, frontier.of_BF)
+            token_BFH = self.head.embed(frontier.tokens_BF)
+            state_BFH = self.head.step(state_BFH, token_BFH)
+            return self._fed(self.head.state(state_BFH, token_BFH))
+
+        return feed
+
+    def first(self, states_BTH: Tensor, next_BT: Tensor) -> Fed:
+        return self._fed(self.head.state(states_BTH, None))
+
+    def _fed(self, state_BFH: Tensor) -> Fed:
+        return Fed(self.lm_head.logits(state_BFH), state_BFH)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return super().parameter_bytes + self.lm_head.weight.nbytes

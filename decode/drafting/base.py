@@ -1,0 +1,255 @@
+"""What the engine asks of a drafter, whatever its kind.
+
+Shapes: B rows, R of them just admitted, N prompt tokens, D levels, L = D + 1, F nodes fed in one
+draft call, C children drawn from them, U width of the taps' states side by side, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.forward.attention import Seen
+from draftsmith.decode.forward.kv import kv_shape
+from draftsmith.decode.forward.size import ModelSize
+from draftsmith.decode.sampling import BatchParams
+from draftsmith.decode.token_tree import TokenTree
+from draftsmith.decode.tree_shapes import Plan
+from draftsmith.models.heads.head import ANY_DEPTH
+from draftsmith.models.scorers import Scored
+from draftsmith.models.taps import Tap
+
+
+class Fed(NamedTuple):
+    """What a draft call gives: raw logits_BFV, and states_BFH, what the LM head made them of."""
+
+    logits_BFV: Tensor
+    states_BFH: Tensor
+
+
+@dataclass
+class Call:
+    """One draft call and the children drawn in it, as policies and recorders see them.
+
+    depth: of the nodes fed; active_B: rows that still decode; q_logits_BFV: transformed;
+    states_BFH: as in `Fed`; race_B1V: the shared noise that children are ranked with; of_BC: which
+    of the nodes fed each child is of; path_BC: log chance of the children's whole paths, by the
+    round's `chance` (of a dynamic tree without one, by what orders it), None if nobody asks.
+    """
+
+    depth: int
+    active_B: Tensor
+    q_logits_BFV: Tensor
+    states_BFH: Tensor
+    race_B1V: Tensor | None
+    of_BC: Tensor
+    tokens_BC: Tensor
+    path_BC: Tensor | None = None
+
+    @cached_property
+    def scores_BFV(self) -> Tensor:
+        """What children are ranked by: the logits less the noise."""
+        return self.q_logits_BFV if self.race_B1V is None else self.q_logits_BFV - self.race_B1V
+
+    @cached_property
+    def log_q_BC(self) -> Tensor:
+        """Log q of each child's token."""
+        return self._of_children(self.q_logits_BFV) - self._sums_BF[0].gather(1, self.of_BC)
+
+    @property
+    def entropy_BF(self) -> Tensor:
+        """H(q) after each node fed, nats."""
+        return self._sums_BF[1]
+
+    @cached_property
+    def lead_BC(self) -> Tensor:
+        """How far each child's score is above the best other token's; below 0 of lower ranks."""
+        own_BC = self._of_children(self.scores_BFV)
+        if self.tokens_BC.shape[1] == self.scores_BFV.shape[1] == 1:  # a chain: no need to sort
+            others_BFV = self.scores_BFV.scatter(2, self.tokens_BC[..., None], -torch.inf)
+            return own_BC - others_BFV.amax(-1)
+        best_BF2 = self.scores_BFV.topk(2, -1).values
+        first_BC, second_BC = (best_BF2[..., i].gather(1, self.of_BC) for i in range(2))
+        return own_BC - torch.where(own_BC >= first_BC, second_BC, first_BC)
+
+    @cached_property
+    def _sums_BF(self) -> tuple[Tensor, Tensor]:
+        """Log of the sum of the logits' exponentials, and H(q): over a vocabulary of 152k a softmax
+        for each would cost a small draft a tenth of its call.
+        """
+        peak_BF1 = self.q_logits_BFV.amax(-1, keepdim=True)
+        weight_BFV = (self.q_logits_BFV - peak_BF1).exp_()
+        sum_BF = weight_BFV.sum(-1)
+        log_sum_BF = sum_BF.log() + peak_BF1[..., 0]
+        # A token that isn't drafted weighs 0 and has a logit of -inf.
+        mean_BF = weight_BFV.mul_(self.q_logits_BFV.clamp(min=-1e30)).sum(-1) / sum_BF
+        return log_sum_BF, (log_sum_BF - mean_BF).clamp(min=0)
+
+    def _of_children(self, x_BFV: Tensor) -> Tensor:
+        rows_B1 = torch.arange(x_BFV.shape[0], device=x_BFV.device)[:, None]
+        return x_BFV[rows_B1, self.of_BC, self.tokens_BC]
+
+
+# Says for each row [B] bool whether drafting deeper isn't worth another call.
+Enough = Callable[[Call], Tensor]
+# Log chance [B, C] that a call adds to the paths of its children.
+Chance = Callable[[Call], Tensor]
+# How many of a grown tree's nodes, the best, are verified: by the log chances [B, N] that they are
+# kept (the root's, 0, first) and the rows that decode [B].
+HowMany = Callable[[Tensor, Tensor], int]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round's request. plan: the tree to draft; lens_B: committed tokens of each row;
+    pending_B: the token sampled but not yet in the target's KV; active_B: rows that still decode;
+    top: at least the largest of lens_B, a plain int; law: how to draw; race_BDV: log E for the
+    token of each level, shared with the target, None when greedy or the law isn't coupled; seeds_B:
+    of the noise that laws of independent draws use, fresh each round; want_q: whether the tree must
+    carry the draft's logits; enough: asked after each call; chance: what paths are judged by;
+    orders: whether a dynamic tree's nodes are chosen by it too; keep: asked once it has grown;
+    calls: takes in every call.
+    """
+
+    plan: Plan
+    lens_B: Tensor
+    pending_B: Tensor
+    active_B: Tensor
+    top: int
+    params: BatchParams
+    law: str
+    race_BDV: Tensor | None = None
+    seeds_B: Tensor | None = None
+    want_q: bool = False
+    enough: Enough | None = None
+    chance: Chance | None = None
+    orders: bool = False
+    keep: HowMany | None = None
+    calls: list[Call] | None = None
+
+
+class Frontier(NamedTuple):
+    """Nodes to feed at once, all at `depth`. of_BF: the place of each one's parent among the nodes
+    fed before (None at the root); slot_F: where it goes, beyond the committed slots; block: [F, M]
+    or [B, F, M], which slots of the block it sees, itself included (None: all before it); depth_M:
+    the depths of these slots.
+    """
+
+    depth: int
+    tokens_BF: Tensor
+    of_BF: Tensor | None
+    slot_F: Tensor
+    block: Tensor | None = None
+    depth_M: Tensor | None = None
+
+    def placed(self, root_B1: Tensor, width: int) -> tuple[Tensor, Tensor, Seen]:
+        """Positions and slots [B, F], and what they see, where the root's are `root_B1`."""
+        slots_BF = root_B1 + self.slot_F
+        at_BF = (root_B1 + self.depth).expand_as(slots_BF)
+        first_B1 = slots_BF if self.block is None else root_B1
+        return at_BF, slots_BF, Seen(first_B1[:, 0], width, self.block, self.depth_M)
+
+
+Feed = Callable[[Frontier], Fed]
+
+
+class Kept(NamedTuple):
+    """What a round came to: tokens_BL, of which the first n_new_B were emitted (accepted ones, then
+    the new pending one; 0: nothing changed); path_BL: the tree's node at each depth of the kept
+    path, None for chains; lens_B: committed tokens before the round; taps_BLU: the target's states
+    at the tokens of the kept path (the old pending token, then the accepted ones), so that
+    tokens_BL[b, l] is the token after the one of taps_BLU[b, l]; None for drafters without taps.
+    top: at least the largest of lens_B, where that is known.
+    """
+
+    tokens_BL: Tensor
+    n_new_B: Tensor
+    path_BL: Tensor | None
+    lens_B: Tensor
+    taps_BLU: Tensor | None = None
+    top: int = ANY_DEPTH
+
+
+class Admitted(NamedTuple):
+    """Prompts that begin: the rows they take, their tokens right-padded, their lengths, the first
+    token sampled after each; taps_RNU: the target's states at their tokens, where it has taps.
+    """
+
+    rows_R: Tensor
+    tokens_RN: Tensor
+    lens_R: Tensor
+    pending_R: Tensor
+    taps_RNU: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """A source of proposals, by default one without a model. It owns its state, which it changes in
+    place only (a captured round is replayed on the same tensors), with the engine's rows.
+    """
+
+    kind: str
+    context: int = ANY_DEPTH  # tokens that it can follow; beyond, decoding with it ends
+    trees: bool = True  # whether it can draft anything but chains
+    samples: bool = True  # whether it can draw from a q of its own, as rules by rejection need
+    taps: tuple[Tap, ...] = ()  # states of the target that it reads
+    levels: int = ANY_DEPTH  # of the deepest tree that it can draft
+    one_pass: bool = False  # whether a round's first draft call makes what the later ones look up
+    acceptance: Scored | None = None  # foretells what is kept, where its folder holds such a head
+    held: tuple[str, ...]  # the attributes that are its state of the rows
+
+    @property
+    def size(self) -> ModelSize | None:
+        """Of its model, for the memory planner; None where there is no model."""
+        return None
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes read by one draft call; 0 where there is no model."""
+        return 0
+
+    def reset(self, rows: int, slots: int) -> None:
+        """Forget everything; make room for rows of so many slots, the largest plan's included."""
+
+    def release(self) -> None:
+        """Let go of the state: another `reset` follows before anything else."""
+        for name in self.held:
+            self.__dict__.pop(name, None)
+
+    def prefill(self, admitted: Admitted) -> None:
+        """Take in prompts, and the first token sampled after each."""
+
+    def propose(self, request: Round) -> TokenTree:
+        """A tree of at most `request.plan.levels` levels whose root is the pending token."""
+
+    def feed(self, request: Round) -> Feed | None:
+        """The draft calls of one round, as `grow` makes them; None where there is no model."""
+        return None
+
+    def extend(self, kept: Kept) -> None:
+        """Take in the tokens just emitted."""
+
+    def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor) -> Tensor | None:
+        """Raw logits [B, T, V] of what it drafts first after each token of a text, from the states
+        of the target at all tokens before; None where it has no q.
+        """
+        return None
+
+
+def shape_of(drafter: Drafter | None) -> str:
+    """What two drafters must share for one to go on with the other's state of the rows."""
+    if drafter is None:
+        return "none"
+    size, state = drafter.size, ""
+    if size is not None:
+        state = f", {size.config.hidden_size} wide, keys and values {kv_shape(size.config, 1, 1)}"
+        state += f" in {str(size.dtype).removeprefix('torch.')}"
+    about = f"context {drafter.context}, {drafter.levels} levels, taps {list(drafter.taps)}"
+    return f"kind {drafter.kind} ({about}{state})"
+
+
+def picked(states_BNX: Tensor, of_BF: Tensor) -> Tensor:
+    """The states [B, F, X] at places `of_BF` of each row."""
+    return states_BNX.gather(1, of_BF[..., None].expand(-1, -1, states_BNX.shape[2]))

@@ -1,0 +1,238 @@
+"""Growing a round's tree, level by level, from any model that gives logits for fed nodes.
+
+Whatever the law, a node's children are the best of its scores: log q alone (deterministic), log q
+minus the noise that the target will use (coupled), or minus noise of their own (draws with and
+without replacement; the best k under one exponential race are k draws without replacement).
+
+Shapes: B rows, N nodes, F of them fed in one call, M slots of the block drafted so far, C children,
+V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.drafting.base import Call, Fed, Feed, Frontier, Round, picked
+from draftsmith.decode.sampling import log_race, position_keys, top_k_values
+from draftsmith.decode.token_tree import (
+    DETERMINISTIC,
+    WITH_REPLACEMENT,
+    WITHOUT_REPLACEMENT,
+    TokenTree,
+    Topology,
+    chain,
+)
+from draftsmith.decode.tree_shapes import (
+    DynamicTree,
+    Level,
+    StaticTree,
+    static_levels,
+    static_topology,
+)
+
+TWO_STAGES_FROM = 1 << 15  # tokens of vocabulary; below, one top-k is faster on a CPU
+
+
+def grow(request: Round, feed: Feed) -> tuple[TokenTree, Tensor | None]:
+    """The tree that `request` asks for; and, where it isn't the node's own number, the slot [B, N]
+    beyond the committed ones in which each node was fed (of a node that wasn't: any).
+    """
+    if isinstance(request.plan, DynamicTree):
+        return grow_dynamic(request, request.plan, feed)
+    return grow_static(request, request.plan, feed), None
+
+
+def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
+    """Draft call by draft call, until every row has enough or the plan ends."""
+    device = request.pending_B.device
+    tokens_BN = request.pending_B[:, None]
+    path_BN = torch.zeros_like(tokens_BN, dtype=torch.float32)
+    q_logits, drafted = [], 0
+    for depth, level in enumerate(static_levels(plan, device)):
+        q_logits_BFV, states_BFH = feed(_static_frontier(plan, depth, level, tokens_BN))
+        q_logits_BFV = request.params.transform(q_logits_BFV)
+        children_BC = _draw(request, q_logits_BFV, depth, level)
+        if request.want_q:
+            q_logits.append(q_logits_BFV)
+        tokens_BN = torch.cat([tokens_BN, children_BC], 1)
+        drafted = depth + 1
+        if request.calls is None and (request.enough is None or drafted == plan.levels):
+            continue
+        of_BC = level.of_C.expand_as(children_BC)
+        call = _call(request, depth, Fed(q_logits_BFV, states_BFH), of_BC, children_BC)
+        if request.chance is not None:
+            above_BC = path_BN[:, level.fed_F[level.of_C]]
+            call.path_BC = above_BC + request.chance(call)
+            path_BN = torch.cat([path_BN, call.path_BC], 1)
+        if drafted < plan.levels and _enough(request, call):
+            break
+    plan = plan.cut(drafted)
+    topology = chain(drafted, device) if plan.is_chain else static_topology(plan, device)
+    q_logits_BIV = torch.cat(q_logits, 1) if request.want_q else None
+    return TokenTree(tokens_BN, topology, request.law, q_logits_BIV)
+
+
+def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTree, Tensor]:
+    """EAGLE-2's expansion and reranking (Li et al., arXiv 2406.16858), ties to the earlier node.
+
+    A node's score is the product along its path of the softmax of the scores its siblings were
+    ranked by, times the plan's sharpness: at temperature 0 and sharpness 1 the draft's own
+    probabilities; with shared noise, how sure it is which token wins the race. Where the round's
+    `chance` (an acceptance head's) orders, it is the product of that.
+    """
+    batch, device, width = request.pending_B.shape[0], request.pending_B.device, plan.width
+    zeros_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    # Of every candidate so far (the root is number 0): token, parent, depth, slot if fed, score.
+    tokens_BC, parent_BC, slot_BC = request.pending_B[:, None], zeros_B1 - 1, zeros_B1
+    score_BC = path_BC = torch.zeros(batch, 1, device=device)
+    depth_C = torch.zeros(1, dtype=torch.int64, device=device)
+    frontier = Frontier(0, tokens_BC, None, zeros_B1[0])
+    fed_BF = zeros_B1
+    for drafted in range(1, plan.levels + 1):
+        logits_BFV, states_BFH = feed(frontier)
+        logits_BFV = request.params.transform(logits_BFV)
+        log_q_BFV = (_scores(request, logits_BFV, drafted - 1) * plan.sharpness).log_softmax(-1)
+        log_q_BFK, children_BFK = _top(log_q_BFV, width)
+        del log_q_BFV  # of all tokens of all nodes: what follows needs the room
+        children_BK, own_BK = children_BFK.flatten(1), log_q_BFK.flatten(1)
+        place_F = torch.arange(fed_BF.shape[1], device=device)
+        of_BK = place_F.repeat_interleave(width).expand(batch, -1)
+        call = None
+        if request.chance is not None or request.enough is not None:
+            made = Fed(logits_BFV, states_BFH)
+            call = _call(request, drafted - 1, made, of_BK, children_BK)
+        if call is not None and request.chance is not None:
+            chance_BK = request.chance(call)
+            call.path_BC = path_BC.gather(1, fed_BF).gather(1, of_BK) + chance_BK
+            path_BC = torch.cat([path_BC, call.path_BC], 1)
+            own_BK = chance_BK if request.orders else own_BK
+        new_BK = score_BC.gather(1, fed_BF).gather(1, of_BK) + own_BK
+        # A draft's NaN must not break the tree: it scores least, and so does all below it.
+        new_BK = new_BK.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        first = tokens_BC.shape[1]
+        tokens_BC = torch.cat([tokens_BC, children_BK], 1)
+        parent_BC = torch.cat([parent_BC, fed_BF.repeat_interleave(width, 1)], 1)
+        score_BC = torch.cat([score_BC, new_BK], 1)
+        slot_BC = torch.cat([slot_BC, torch.zeros_like(children_BK)], 1)
+        depth_C = torch.cat([depth_C, torch.full((new_BK.shape[1],), drafted, device=device)])
+        if call is not None and call.path_BC is None:
+            call.path_BC = new_BK
+        if drafted == plan.levels or (call is not None and _enough(request, call)):
+            break
+        best_BF = new_BK.sort(dim=1, descending=True, stable=True).indices[:, :width]
+        slot_F = 1 + (drafted - 1) * width + torch.arange(width, device=device)
+        frontier = _dynamic_frontier(frontier, children_BK, best_BF, drafted, slot_F)
+        fed_BF = first + best_BF
+        slot_BC = slot_BC.scatter(1, fed_BF, slot_F.expand_as(fed_BF))
+    plan = plan.cut(drafted)
+    # The best of all, in order of creation: parents come before their children, since no node
+    # scores above its parent, and ties, those of -inf too, go to the earlier one.
+    order_BC = score_BC.sort(dim=1, descending=True, stable=True).indices
+    nodes = plan.nodes
+    chosen_BN = order_BC[:, :nodes].sort(1).values
+    if request.keep is not None:
+        kept = request.keep(score_BC.gather(1, chosen_BN), request.active_B)
+        nodes = min(kept, nodes)
+        chosen_BN = order_BC[:, :nodes].sort(1).values
+    topology = _topology(min(plan.levels, nodes - 1), parent_BC, depth_C, chosen_BN)
+    tree = TokenTree(tokens_BC.gather(1, chosen_BN), topology, request.law)
+    return tree, slot_BC.gather(1, chosen_BN)
+
+
+def _topology(levels: int, parent_BC: Tensor, depth_C: Tensor, chosen_BN: Tensor) -> Topology:
+    """How the chosen candidates hang together, at most so deep."""
+    # The root scores best (log 1) and was created first: it is always node 0.
+    parent_BN = torch.searchsorted(chosen_BN, parent_BC.gather(1, chosen_BN))
+    parent_BN[:, 0] = -1
+    nodes = chosen_BN.shape[1]
+    eye_NN = torch.eye(nodes, dtype=torch.bool, device=parent_BN.device)
+    ancestors_BNN = eye_NN.expand(parent_BN.shape[0], -1, -1)
+    up_BNN = parent_BN.clamp(min=0)[..., None].expand_as(ancestors_BNN)
+    for _ in range(levels):
+        ancestors_BNN = eye_NN | ancestors_BNN.gather(1, up_BNN)
+    return Topology(parent_BN, depth_C[chosen_BN], ancestors_BNN, levels)
+
+
+def _static_frontier(plan: StaticTree, depth: int, level: Level, tokens_BN: Tensor) -> Frontier:
+    if plan.is_chain or depth == 0:
+        return Frontier(depth, tokens_BN[:, -1:], None, level.fed_F)
+    topology, fed_F = static_topology(plan, tokens_BN.device), level.fed_F
+    before = static_levels(plan, tokens_BN.device)[depth - 1]
+    of_BF = torch.searchsorted(before.fed_F, topology.parent[fed_F]).expand(len(tokens_BN), -1)
+    block, depth_M = topology.ancestors[fed_F, : level.first], topology.depth[: level.first]
+    return Frontier(depth, tokens_BN[:, fed_F], of_BF, fed_F, block, depth_M)
+
+
+def _dynamic_frontier(
+    before: Frontier, children_BK: Tensor, best_BF: Tensor, depth: int, slot_F: Tensor
+) -> Frontier:
+    """The best of the children just drawn; they see what their parents saw, and themselves."""
+    batch, width = best_BF.shape
+    of_BF = best_BF // width
+    eye_FF = torch.eye(width, dtype=torch.bool, device=of_BF.device).expand(batch, -1, -1)
+    block, depth_M = before.block, before.depth_M
+    if block is None or depth_M is None:  # the root sees itself
+        block, depth_M = eye_FF[:, :1, :1], torch.zeros_like(slot_F[:1])
+    depth_M = torch.cat([depth_M, torch.full_like(slot_F, depth)])
+    block_BFM = torch.cat([picked(block, of_BF), eye_FF], 2)
+    tokens_BF = children_BK.gather(1, best_BF)
+    return Frontier(depth, tokens_BF, of_BF, slot_F, block_BFM, depth_M)
+
+
+def _draw(request: Round, q_logits_BFV: Tensor, depth: int, level: Level) -> Tensor:
+    """The children [B, C] of the nodes just fed, by the law asked for."""
+    if request.law == WITH_REPLACEMENT:
+        child_C = level.first + torch.arange(level.of_C.shape[0], device=level.of_C.device)
+        return (q_logits_BFV[:, level.of_C] - _own_race(request, child_C, q_logits_BFV)).argmax(-1)
+    if request.law == WITHOUT_REPLACEMENT:
+        scores_BFV = q_logits_BFV - _own_race(request, level.fed_F, q_logits_BFV)
+        return _best(scores_BFV, level.siblings, level.of_C, level.order_C)
+    return _best(_scores(request, q_logits_BFV, depth), level.breadth, level.of_C, level.rank_C)
+
+
+def _best(scores_BFV: Tensor, breadth: int, of_C: Tensor, rank_C: Tensor) -> Tensor:
+    if breadth > 1:
+        return _top(scores_BFV, breadth)[1][:, of_C, rank_C]
+    best_BF = scores_BFV.argmax(-1)
+    return best_BF if best_BF.shape[1] == 1 else best_BF[:, of_C]
+
+
+def _top(scores_BFV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The best k, by two stages where the vocabulary is large (measured: see `top_k_values`)."""
+    one_stage = scores_BFV.shape[-1] < TWO_STAGES_FROM
+    values, ids = scores_BFV.topk(k, dim=-1) if one_stage else top_k_values(scores_BFV, k)
+    return values, ids
+
+
+def _scores(request: Round, q_logits_BFV: Tensor, depth: int) -> Tensor:
+    """What children are ranked by where no draw is independent of the target's."""
+    race_B1V = _race(request, depth)
+    return q_logits_BFV if race_B1V is None else q_logits_BFV - race_B1V
+
+
+def _race(request: Round, depth: int) -> Tensor | None:
+    """The shared noise of a level [B, 1, V]; None where children aren't ranked by any."""
+    if request.race_BDV is None or request.law == DETERMINISTIC:
+        return None
+    return request.race_BDV[:, depth, None]
+
+
+def _own_race(request: Round, node_C: Tensor, q_logits_BFV: Tensor) -> Tensor:
+    """Noise of a round's own for each node: log E [B, C, V]."""
+    assert request.seeds_B is not None, f"law {request.law} draws, but the round has no seeds"
+    nodes_BC = node_C.expand(q_logits_BFV.shape[0], -1)
+    return log_race(position_keys(request.seeds_B, nodes_BC), q_logits_BFV.shape[-1])
+
+
+def _call(request: Round, depth: int, made: Fed, of_BC: Tensor, tokens_BC: Tensor) -> Call:
+    """What a call came to (`made`: with its logits transformed), noted if anyone records."""
+    call = Call(depth, request.active_B, *made, _race(request, depth), of_BC, tokens_BC)
+    if request.calls is not None:
+        request.calls.append(call)
+    return call
+
+
+def _enough(request: Round, call: Call) -> bool:
+    """Whether no row wants another call: one reading of the device, if a policy asks."""
+    if request.enough is None:
+        return False
+    return bool((request.enough(call) | ~request.active_B).all())

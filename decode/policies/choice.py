@@ -1,0 +1,47 @@
+"""The policies by name: each picks a round's tree, and may end it early or verify a part of it.
+
+fixed             the tree as it is
+confidence:0.4    stop once no drafted token of a call has that probability (transformers' rule)
+entropy:0.2,0.6   AdaEDL: stop where 1 - sqrt(0.2 * H(q)), a bound on acceptance, is under a
+                  limit that starts at 0.6 and follows the acceptance seen
+acceptance:0.7,1  SpecDec++: stop once something drafted has been rejected with a probability
+                  above 0.7, by the head in the drafter folder, after 1 call or more; without
+                  numbers at the head's own threshold
+depth:0.3         dynamic depth: stop once the nodes to feed next hold less than that
+                  probability together
+cost              the K, or part of the tree, of the highest expected tokens a second, by
+                  measured times of the models and running acceptance
+cut               a dynamic tree is grown whole, then verified as far as its own chances promise
+                  more than the measured time of verifying costs; none at all where that is best
+"""
+
+from collections.abc import Callable
+
+from draftsmith.decode.policies.policy import Acceptance, Confidence, Depth, Entropy, Policy
+from draftsmith.decode.policies.priced import Cost, CutGrown
+from draftsmith.decode.tree_shapes import Plan
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "fixed": Policy,
+    "confidence": Confidence,
+    "entropy": Entropy,
+    "acceptance": Acceptance,
+    "depth": Depth,
+    "cost": Cost,
+    "cut": CutGrown,
+}
+
+
+def make_policy(text: str, plan: Plan) -> Policy:
+    """What `name` or `name:number,...` describes; ValueError for what no policy takes."""
+    name, _, numbers = text.partition(":")
+    if name not in POLICIES:
+        raise ValueError(f"policy: got {text!r}, expected one of {', '.join(POLICIES)}")
+    try:
+        values = [float(number) for number in numbers.split(",")] if numbers else []
+    except ValueError:
+        raise ValueError(f"policy: got {text!r}, expected numbers after the colon") from None
+    most = {"fixed": 0, "cost": 0, "cut": 0, "entropy": 2, "acceptance": 2}.get(name, 1)
+    if len(values) > most:
+        raise ValueError(f"policy: got {text!r}, expected at most {most} numbers for {name}")
+    return POLICIES[name](plan, *values)

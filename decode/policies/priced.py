@@ -1,0 +1,139 @@
+"""Policies that weigh what a tree promises against what verifying it costs on this machine.
+
+Shapes: B rows, N nodes of a grown tree, the root included.
+"""
+
+import numpy as np
+from torch import Tensor
+
+from draftsmith.decode.policies.policy import Outcome, Policy
+from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_plan
+
+
+class Cost(Policy):
+    """Of all parts of the tree the one that promises most tokens a second, chosen anew every
+    `PERIOD` rounds. A node's chance to be kept is the product along its path of P(rank r kept at
+    depth d | its parent kept), counted over recent rounds, and leaning on all depths' average where
+    counts are few.
+    """
+
+    PERIOD, MEMORY, LEAN = 8, 0.995, 8.0
+
+    priced = True
+
+    def __init__(self, plan: Plan) -> None:
+        self.plans = parts(plan)
+        self.paths = counted(plan)
+        shape = plan.levels, 1 + max(max(path) for path in self.paths)
+        self.hits, self.trials = np.zeros(shape), np.zeros(shape)
+        self.choice, self.rounds = self.plans[-1], 0
+
+    def next_plan(self) -> Plan:
+        if self.costs is not None and self.rounds and self.rounds % self.PERIOD == 0:
+            chances = self.chances()
+            self.choice = max(self.plans, key=lambda plan: self.rate(plan, chances))
+        self.rounds += 1
+        return self.choice
+
+    def rate(self, plan: Plan, chances: dict[tuple[int, ...], float]) -> float:
+        """Expected tokens a second of a row."""
+        assert self.costs is not None
+        return (1 + sum(chances[path] for path in counted(plan))) / self.costs.of(plan)
+
+    def chances(self) -> dict[tuple[int, ...], float]:
+        """Rank path -> the chance that it is kept."""
+        pooled = (self.hits.sum(0) + 1) / (self.trials.sum(0) + 2)
+        table = (self.hits + self.LEAN * pooled) / (self.trials + self.LEAN)
+        found: dict[tuple[int, ...], float] = {(): 1.0}
+        for path in self.paths:
+            found[path] = found[path[:-1]] * float(table[len(path) - 1, path[-1]])
+        return found
+
+    def observe(self, outcome: Outcome) -> None:
+        self.hits *= self.MEMORY
+        self.trials *= self.MEMORY
+        drafted = set(counted(outcome.plan))
+        for kept in outcome.paths:
+            for depth in range(min(len(kept) + 1, outcome.levels)):
+                for rank in range(self.hits.shape[1]):
+                    self.trials[depth, rank] += (*kept[:depth], rank) in drafted
+                if depth < len(kept):
+                    self.hits[depth, kept[depth]] += 1
+
+
+def counted(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The rank paths that `Cost` counts: of a dynamic tree, whose ranks aren't known, a chain's."""
+    return plan.paths if isinstance(plan, StaticTree) else chain_plan(plan.levels).paths
+
+
+def parts(plan: Plan) -> tuple[Plan, ...]:
+    """From the smallest to the whole: every depth, and of static trees ranks below 1, 2, 4, all."""
+    found: list[Plan] = []
+    for cut in (plan.cut(levels) for levels in range(1, plan.levels + 1)):
+        if isinstance(cut, DynamicTree):
+            found.append(cut)
+            continue
+        for limit in (1, 2, 4, 1 << 30):
+            found.append(StaticTree(tuple(path for path in cut.paths if max(path) < limit)))
+    return tuple(dict.fromkeys(found))
+
+
+class CutGrown(Policy):
+    """Draws a dynamic tree, then verifies as much of it as pays (the drafted nodes are paid for
+    already, their verification isn't): the number of nodes n that maximises
+
+        tokens(n) - rate * seconds(n),    tokens(n) = B + sum over rows of their n best chances
+
+    rate: tokens a second of the rounds so far, drafting included, which makes this the choice of
+    the most tokens a second in the long run (Dinkelbach's form of a ratio), not of one round. A
+    node's chance is what orders the tree. Where rounds have come to promise less than plain
+    decoding, most draft nothing; every `RETRY`th tries again.
+
+    One reading of the device a round. All rows verify as many nodes.
+    """
+
+    RETRY, MEMORY = 32, 0.95
+    SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257)  # nodes, the root included
+    priced = True
+
+    def __init__(self, plan: Plan) -> None:
+        if not isinstance(plan, DynamicTree):
+            raise ValueError(
+                "policy cut: got a tree whose nodes have no order, expected tree=dynamic:levels,"
+                "width,nodes"
+            )
+        super().__init__(plan)
+        self.sizes = [size for size in self.SIZES if size < plan.nodes] + [plan.nodes]
+        self.tokens = self.seconds = 0.0  # running sums of drafting rounds
+        self.rests, self.rows = 0, 1.0  # rounds since the last with a draft, rows that decode
+        self.keep = self._keep
+
+    def next_plan(self) -> Plan | None:
+        costs = self.costs
+        if costs is not None and self.seconds and self.rests < self.RETRY:
+            plain = self.rows / costs.verify[0]
+            if self.tokens / self.seconds < plain:
+                self.rests += 1
+                return None
+        self.rests = 0
+        return self.plans[-1]
+
+    def _keep(self, log_chance_BN: Tensor, active_B: Tensor) -> int:
+        if self.costs is None:
+            return self.plans[-1].nodes
+        # NaN, of a broken draft or an idle row, must not decide for the other rows.
+        chance_BN = (log_chance_BN.exp() * active_B[:, None]).nan_to_num(nan=0.0)
+        best_BN = chance_BN.sort(1, descending=True).values
+        promised = best_BN.sum(0).cumsum(0).tolist()  # the one reading of the device
+        self.rows = max(1.0, promised[0])
+        takes = [float(np.interp(n, self.costs.nodes, self.costs.verify)) for n in self.sizes]
+        whole = self.plans[-1]
+        drafting = self.costs.of(whole) - self.costs.verifying(whole)
+        gives = [promised[n - 1] for n in self.sizes]
+        each = list(zip(gives, takes, self.sizes, strict=True))
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        rate = rate or max(tokens / (drafting + seconds) for tokens, seconds, _ in each)
+        tokens, seconds, nodes = max(each, key=lambda one: one[0] - rate * one[1])
+        self.tokens = self.MEMORY * self.tokens + tokens
+        self.seconds = self.MEMORY * self.seconds + drafting + seconds
+        return nodes

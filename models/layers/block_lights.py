@@ -1,0 +1,146 @@
+"""Light heads: what a one-pass drafter lets a token know of the tokens drafted before it.
+
+The trunk has run once, for all depths, and knows nothing of what is drafted. A light head changes a
+depth's logits by the tokens of the path to it, at the price of a small product a node:
+
+    logits = LM head (state) + after (low),   low of R numbers, from the state and the path
+
+    markov     low = W[x]                               DSpark (arXiv 2607.05147)
+    gated      low = W[x] * sigmoid(G [state; W[x]])    DSpark's second form
+    selector   low = W[x] * (H state)                   DFlash-2's selector, over all tokens
+    rnn        low = tanh(o), z = [s; W[x]; state], s' = g s + (1 - g) tanh(c)     DSpark's third
+    gru        low = silu(A [state; s]), s' = GRU(E[x], s)                 Domino (2605.29707)
+    swiglu     no low: the trunk's output + SwiGLU [norm E[x]; norm output]  TreeFlash (2606.03819)
+
+x is the token just before the one that is predicted. `after` begins at zero (swiglu's last map
+does), so a fresh light head changes nothing.
+
+Shapes: X any leading axes, H hidden, R rank, V rows of the target's LM head, S numbers carried from
+token to token.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from draftsmith.models.layers.layer import OutputHead
+
+
+class Light(nn.Module):
+    """No light head, and what the others share. rank: R, 0 where nothing is added to logits; width:
+    S, 0 where only the last token counts; deep: whether it changes the trunk's output.
+    """
+
+    rank = width = 0
+    deep = False
+    after: Any  # of a rank above 0
+
+    def changed(self, output_XH: Tensor, embedded_XH: Tensor) -> Tensor:
+        """The trunk's output, before its norm, for a node after the token of this embedding."""
+        return output_XH
+
+    def low(
+        self, state_XH: Tensor, tokens_X: Tensor, embedded_XH: Tensor, carried_XS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(what `after` multiplies [..., R], what the next token's nodes carry [..., S])."""
+        return state_XH[..., :0], carried_XS
+
+
+class MarkovLight(Light):
+    """One matrix of tokens by tokens, of low rank; gate: "", "sigmoid" or "product"."""
+
+    def __init__(self, hidden: int, rows: int, rank: int, gate: str = "") -> None:
+        super().__init__()
+        self.rank, self.kind = rank, gate
+        self.before = nn.Embedding(rows, rank)
+        inputs = {"sigmoid": hidden + rank, "product": hidden}
+        self.gate = nn.Linear(inputs[gate], rank, bias=gate == "sigmoid") if gate else None
+        self.after = zeroed(OutputHead(rank, rows, bias=False))
+
+    def low(
+        self, state_XH: Tensor, tokens_X: Tensor, embedded_XH: Tensor, carried_XS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        low_XR = self.before(tokens_X)
+        if self.gate is None:
+            return low_XR, carried_XS
+        if self.kind == "product":
+            return low_XR * self.gate(state_XH), carried_XS
+        return low_XR * self.gate(torch.cat([state_XH, low_XR], -1)).sigmoid(), carried_XS
+
+
+class RnnLight(Light):
+    """DSpark's recurrent head."""
+
+    def __init__(self, hidden: int, rows: int, rank: int) -> None:
+        super().__init__()
+        self.rank = self.width = rank
+        self.before = nn.Embedding(rows, rank)
+        self.gates = nn.Linear(2 * rank + hidden, 3 * rank)
+        self.after = zeroed(OutputHead(rank, rows, bias=False))
+
+    def low(
+        self, state_XH: Tensor, tokens_X: Tensor, embedded_XH: Tensor, carried_XS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        read = torch.cat([carried_XS, self.before(tokens_X), state_XH], -1)
+        gate_XR, new_XR, out_XR = self.gates(read).chunk(3, -1)
+        gate_XR = gate_XR.sigmoid()
+        return out_XR.tanh(), gate_XR * carried_XS + (1 - gate_XR) * new_XR.tanh()
+
+
+class GruLight(Light):
+    """Domino's head: a GRU over the drafted tokens' embeddings, as wide as four ranks (1,024 and
+    256 there).
+    """
+
+    def __init__(self, hidden: int, rows: int, rank: int) -> None:
+        super().__init__()
+        self.rank, self.width = rank, 4 * rank
+        self.cell = nn.GRUCell(hidden, self.width)
+        self.inner = nn.Linear(hidden + self.width, rank, bias=False)
+        self.after = zeroed(OutputHead(rank, rows, bias=False))
+
+    def low(
+        self, state_XH: Tensor, tokens_X: Tensor, embedded_XH: Tensor, carried_XS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        flat = embedded_XH.flatten(0, -2), carried_XS.flatten(0, -2)
+        carried_XS = self.cell(*flat).view_as(carried_XS)
+        return F.silu(self.inner(torch.cat([state_XH, carried_XS], -1))), carried_XS
+
+
+class SwigluLight(Light):
+    """TreeFlash's head, which the LM head follows."""
+
+    deep = True
+
+    def __init__(self, hidden: int, rows: int, rank: int) -> None:
+        super().__init__()
+        self.of_token, self.of_state = (LlamaRMSNorm(hidden, eps=1e-6) for _ in range(2))
+        self.gate_up = nn.Linear(2 * hidden, 2 * hidden, bias=False)
+        self.down = zeroed(nn.Linear(hidden, hidden, bias=False))
+
+    def changed(self, output_XH: Tensor, embedded_XH: Tensor) -> Tensor:
+        both = torch.cat([self.of_token(embedded_XH), self.of_state(output_XH)], -1)
+        gate_XH, up_XH = self.gate_up(both).chunk(2, -1)
+        changed_XH: Tensor = output_XH + self.down(F.silu(gate_XH) * up_XH)
+        return changed_XH
+
+
+def zeroed(layer: Any) -> Any:
+    """The layer, its weight 0."""
+    nn.init.zeros_(layer.weight)
+    return layer
+
+
+def light_of(name: str, hidden: int, rows: int, rank: int) -> Light:
+    """The light head of that name."""
+    if name in GATES:
+        return MarkovLight(hidden, rows, rank, GATES[name])
+    return Light() if name == "none" else OTHERS[name](hidden, rows, rank)
+
+
+GATES: dict[str, str] = {"markov": "", "gated": "sigmoid", "selector": "product"}
+OTHERS: dict[str, Any] = {"rnn": RnnLight, "gru": GruLight, "swiglu": SwigluLight}
+LIGHTS: tuple[str, ...] = ("none", *GATES, *OTHERS)

@@ -1,0 +1,87 @@
+"""The block drafter that a run starts from: one of its recipe's sizes, or an earlier result."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.command import check_least
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.folder.drafter_folder import open_drafter
+from draftsmith.models.heads.block import KINDS, Block, BlockConfig
+from draftsmith.models.layers.layer import LAYER_CONFIGS, layer_json, read_layer
+from draftsmith.models.taps import Tap, default_taps
+from draftsmith.train.drafts.start import layer_like, place
+
+
+@dataclass(kw_only=True)
+class BlockSource:
+    """The group `head` of a block drafter's recipe."""
+
+    path: str = ""  # a drafter folder to go on from: all else is then as it is there
+    kind: str = ""  # dflash | dflash2 | dspark | domino | jetspec | treeflash: sets the next four
+    light: str = "markov"  # none | markov | gated | selector | rnn | gru | swiglu
+    labels: str = "shifted"  # shifted: the first row drafts the first token | same: it drafts none
+    mask: str = "causal"  # of a block's rows among themselves: full | causal
+    convs: bool = False  # short convolutions around each half of a layer
+    noise: bool = False  # reads the noise that the target will draw with
+    last: bool = False  # the last context state is added to every row
+    levels: int = 7  # tokens of a block
+    mask_token: int = -1  # whose embedding MASK is, as other stacks want it; -1: a learnt vector
+    layers: int = 2
+    layer: str = ""  # llama | qwen3, the one that other stacks read; empty: as the target's
+    rank: int = 256  # of the light head
+    taps: list[int] = field(default_factory=list)  # empty: `block_taps`
+    init: str = "target"  # target: as its last layers, reading its deepest tap | random
+
+
+def block_taps(layers: int) -> tuple[Tap, ...]:
+    """DFlash's five, the outputs of layers 1 to L - 3, from 0, evenly; of targets under ten layers
+    `default_taps`.
+    """
+    if layers < 10:
+        return default_taps(layers)
+    return tuple(round(1 + i * (layers - 4) / 4) + 1 for i in range(5))
+
+
+def open_block(
+    source: BlockSource, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Block:
+    """The drafter of `source` in fp32, bound to `target` and on its device. ValueError: settings
+    that it can't have, or an earlier one of another kind or target.
+    """
+    if source.path:
+        given: Any = {"target_tokenizer": tokenizer}
+        given |= {"target_config": target.config.get_text_config()}
+        folder = open_drafter(source.path, fingerprint(target, tokenizer), **given)
+        head = folder.head("float32") if folder.kind != "lm" else None
+        if not isinstance(head, Block):
+            raise ValueError(
+                f"head.path: got {source.path} of kind {folder.kind}, expected a block drafter; "
+                "give another folder"
+            )
+        return place(head, target.device).bind(target)
+    if source.kind not in ("", "block", *KINDS) or source.init not in ("target", "random"):
+        raise ValueError(
+            f"head: got kind={source.kind!r}, init={source.init!r}, expected one of "
+            f"{', '.join(KINDS)}, and target or random"
+        )
+    check_least(source, levels=1, layers=1, rank=1)
+    if source.layer not in ("", *LAYER_CONFIGS):
+        raise ValueError(
+            f"head.layer: got {source.layer!r}, expected one of {', '.join(LAYER_CONFIGS)}"
+        )
+    layer = layer_like(target, source.layers)
+    layer = read_layer(layer_json(layer) | {"model_type": source.layer or layer.model_type})
+    settings: dict[str, Any] = {key: getattr(source, key) for key in KINDS["dflash"]}
+    settings |= KINDS.get(source.kind, {})
+    taps = tuple(source.taps or block_taps(target.config.get_text_config().num_hidden_layers))
+    given = ("levels", "rank", "noise", "last", "mask_token")
+    sizes: Any = {key: getattr(source, key) for key in given}
+    config = BlockConfig(layer, taps, **sizes, **settings)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        head = Block(config)
+    place(head, target.device)
+    return head.init_from(target) if source.init == "target" else head.bind(target)
