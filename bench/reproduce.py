@@ -61,6 +61,8 @@ STEPS = {
     "ranks": Step("bench/speed/ranks.py steps=23 out={out}", "~9"),
     "gkd": Step("bench/speed/gkd.py out={out}", "4"),  # beside TRL
     "heads": Step("bench/evidence/heads.py out={out}", "~130"),
+    "one-pass": Step("bench/evidence/one_pass.py out={out}", "~150"),
+    "calibration": Step("bench/evidence/calibration.py out={out}", "~2"),
     "eagle3": Step(
         "bench/evidence/heads.py kinds=eagle3 out=runs/heads", "~35", "runs/heads/eagle3-2/drafter"
     ),
@@ -126,6 +128,7 @@ STEPS = {
 }
 GIVEN = ("target", "answers")
 TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
+    "calibration": (*GIVEN, "one-pass", "calibration"),
     "cost": ("quickstart-runs", "cost"),
     "decode": ("quickstart-runs", "decode"),
     "distillation": (*GIVEN, "quickstart-runs", "distillation-gsm8k", "distillation"),
@@ -134,6 +137,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "heads": (*GIVEN, "heads"),
     "judge": ("judge-target", "judge-draft", "judge"),
     "losses": ("losses",),
+    "one-pass": (*GIVEN, "one-pass"),
     "online": (*GIVEN, "draft", "online"),
     "online-choices": (*GIVEN, "draft", "online", "eagle3", "online-choices"),
     "quickstart": ("quickstart-runs", "quickstart"),

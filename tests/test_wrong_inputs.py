@@ -24,6 +24,7 @@ SERVE = f"serve {PAIR} port=0"
 TRAIN = "target=target data=text.jsonl steps=1 dtype=float32"
 FEW = "heldout.limit=2 heldout.prompt_tokens=8 heldout.max_new_tokens=4 text.max_length=40"
 EAGLE = f"train eagle {TRAIN} {FEW}"
+BLOCKS = f"train blocks {TRAIN} {FEW}"
 HEADS = f"train heads {TRAIN} {FEW} head.kind=medusa"
 DISTILL = f"train distill {TRAIN} {FEW}"
 PRETRAIN = f"train pretrain data=text.jsonl steps=1 dtype=float32 tokenizer=target {FEW}"
@@ -166,7 +167,9 @@ CASES = [
     (f"{PREPARE} out=answered", "answered was begun with other settings (", "another folder"),
     (f"{PREPARE} out=a_file", "got a_file", "expected a path that can be read or written"),
     (f"{EVALUATE} out=a_file/report", "a_file", "expected a path that can be read or written"),
-    (f"{HEADS} head.kind=medusas", "got head.kind='medusas', expected hydra or medusa"),
+    (f"{BLOCKS} head.kind=dflesh", "got kind='dflesh'", "expected one of dflash, "),
+    (f"{BLOCKS} anchors.count=0", "anchors: got count=0", "expected at least 1"),
+    (f"{HEADS} head.kind=medusas", "got head.kind='medusas', expected chimera or "),
     (f"{HEADS} decay=-0.5", "decay: got -0.5, expected at least 0"),
     (f"{HEADS} head.kind=hydra noise=-1", "noise: got -1.0, expected at least 0"),
     (f"{HEADS} head.heads=0", "heads=0", "expected each to be at least 1"),

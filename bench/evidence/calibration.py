@@ -1,6 +1,6 @@
 """How well a drafter's own scores foretell what is kept: calibration of the nodes of grown trees.
 
-    python bench/evidence/calibration.py drafter=runs/one-pass/ours-0/drafter
+    python bench/evidence/calibration.py                # of the first drafter of one_pass.py
 
 Every node of a dynamic tree has a chance: the product of the softmax of what its siblings were
 ranked by, along its path. Held-out prompts are decoded, and each node counts as kept or not. ECE:
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run, markdown, source
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_drafter
@@ -31,7 +32,7 @@ BINS = 10
 
 @dataclass(kw_only=True)
 class Calibrating:
-    drafter: str
+    drafter: str = "runs/one-pass/ours-0/drafter"
     target: str = field(default_factory=lambda: gsm8k("target"))
     data: str = field(default_factory=lambda: gsm8k("data"))
     tree: str = "dynamic:5,6,33"
@@ -45,6 +46,8 @@ class Calibrating:
 
 def main(argv: list[str]) -> None:
     settings = parse(Calibrating, argv)
+    need("target", settings.target)
+    need("one-pass", settings.drafter)
     torch.set_num_threads(settings.threads)
     target, tokenizer = load_target(TargetSpec(settings.target, dtype="bfloat16"), "cpu")
     drafter = load_drafter(settings.drafter, target, tokenizer)

@@ -24,7 +24,12 @@ NODES = (5, 8, 16, 32)
 BLOCK = ("blocks", "block/gsm8k")
 PUBLISHED = (*BLOCK, "head.noise=false", "head.last=false", "anchors.base=0")
 KINDS: Kinds = {
-    "eagle3": ("eagle", "eagle3/gsm8k"),
+    "eagle3": ("eagle", "eagle3/gsm8k", "head.draft_vocab=0", "unroll.steps=5"),
+    "peagle": ("eagle", "peagle/gsm8k", "head.draft_vocab=0", "head.layers=2"),
+    "mixture": ("eagle", "mixture/gsm8k"),
+    "chimera": ("heads", "chimera/gsm8k", "head.heads=5"),
+    "clover2": ("heads", "clover2/gsm8k", "head.heads=5"),
+    "falcon": ("heads", "falcon/gsm8k"),
     "dflash": (*PUBLISHED, "head.kind=dflash", "loss=ce"),
     "jetspec": (*PUBLISHED, "head.kind=jetspec", "anchors.decay=0"),
     "dspark": (*PUBLISHED, "head.kind=dspark", "loss=0.1*ce+1.8*tv"),

@@ -33,6 +33,7 @@ class FalconDrafter(HeadDrafter):
     def __init__(self, head: Falcon, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config)
         self.lm_head = VocabHead(head.target_head_VH.detach(), None, vocab_size)
+        self.stride = head.block
         self.wide = head.block * head.hidden  # of a block's rows side by side
 
     def reset(self, rows: int, slots: int) -> None:

@@ -25,6 +25,7 @@ class LMDrafter(Drafter):
     """
 
     kind = "lm"
+    follows = False  # keys of tokens that came by undrafted rounds would be missing
     held: tuple[str, ...] = ("pool", "tail_B2", "slot_BN")
 
     def __init__(

@@ -21,6 +21,7 @@ class PEagleDrafter(EagleDrafter):
     """All nodes of one depth share one law, as Medusa's; the layers run once a round for them."""
 
     head: PEagle
+    one_pass = True
 
     def feed(self, request: Round) -> Feed:
         drafted = Fed(self.state_BH, self.state_BH)

@@ -197,6 +197,8 @@ class Drafter(Protocol):
     taps: tuple[Tap, ...] = ()  # states of the target that it reads
     levels: int = ANY_DEPTH  # of the deepest tree that it can draft
     one_pass: bool = False  # whether a round's first draft call makes what the later ones look up
+    stride: int = 1  # levels that one pass drafts: draft calls between them look up what it made
+    follows: bool = True  # whether it takes in rounds that draft nothing
     acceptance: Scored | None = None  # foretells what is kept, where its folder holds such a head
     held: tuple[str, ...]  # the attributes that are its state of the rows
 

@@ -89,8 +89,8 @@ class Decoder:
         if self.late:
             self.runner.compile()
             compile_runner(drafter)
-        # A policy that is asked after each call decides on the host: nothing to capture.
-        self.graphs = Graphs(self.stepper) if self.late and self.policy.enough is None else None
+        # A policy that is asked in a round decides on the host: nothing to capture.
+        self.graphs = Graphs(self.stepper) if self.late and not self.policy.asked else None
         self.memory: memory.MemoryPlan | None = None  # of the last call
         self._batch: DecodeBatch | None = None
         self._decoding = False
@@ -310,4 +310,5 @@ class Decoder:
         if self.policy.priced and self.policy.costs is None and drafter is not None:
             largest = self.policy.plans[-1]
             self.policy.costs = measured_costs(self.runner, drafter, largest, rows, prompt + new)
+            self.policy.rests = drafter.follows
         return batch

@@ -108,7 +108,11 @@ def replay(
 
 
 def seconds_of(groups: Sequence[Rounds], decoder: Decoder, costs: Costs) -> list[float]:
-    """Of the rounds of each group of prompts."""
+    """Of the rounds of each group of prompts. What a policy that cuts grown trees did between two
+    passes isn't told by their sizes, so each of its rounds counts as it was clocked.
+    """
+    if decoder.policy.keep is not None:
+        return [sum(costs.pass_of(nodes) + between for nodes, between in group) for group in groups]
     clocked: dict[int, list[float]] = defaultdict(list)
     for nodes, seconds in chain.from_iterable(groups):
         clocked[nodes].append(seconds)

@@ -42,7 +42,11 @@ class Costs(NamedTuple):
 
     def verifying(self, plan: Plan) -> float:
         """Of these, the target's pass."""
-        return float(np.interp(plan.nodes, self.nodes, self.verify))
+        return self.pass_of(plan.nodes)
+
+    def pass_of(self, nodes: int) -> float:
+        """Of a pass over so many tokens a row."""
+        return float(np.interp(nodes, self.nodes, self.verify))
 
 
 class Outcome(NamedTuple):
@@ -58,17 +62,23 @@ class Outcome(NamedTuple):
 class Policy:
     """Always the same tree, and what other policies begin with. plans: every tree it may ask for,
     the largest last; enough, chance, orders, keep: as in `Round`; priced: whether it is given
-    `costs`, seconds of the models' passes.
+    `costs`, seconds of the models' passes; rests: whether rounds may draft nothing.
     """
 
     enough: Enough | None = None
     chance: Chance | None = None
     keep: HowMany | None = None
     orders = priced = False
+    rests = True
     costs: Costs | None = None
 
     def __init__(self, plan: Plan) -> None:
         self.plans: tuple[Plan, ...] = (plan,)
+
+    @property
+    def asked(self) -> bool:
+        """Whether it is asked in the middle of rounds."""
+        return self.enough is not None or self.keep is not None
 
     def next_plan(self) -> Plan | None:
         """The tree of the next round; None for a round that drafts nothing."""

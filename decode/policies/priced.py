@@ -82,17 +82,18 @@ class CutGrown(Policy):
     """Draws a dynamic tree, then verifies as much of it as pays (the drafted nodes are paid for
     already, their verification isn't): the number of nodes n that maximises
 
-        tokens(n) - rate * seconds(n),    tokens(n) = B + sum over rows of their n best chances
+        tokens(n) - rate * seconds(n),    tokens(n) = B + r * sum over rows of their n best chances
 
     rate: tokens a second of the rounds so far, drafting included, which makes this the choice of
-    the most tokens a second in the long run (Dinkelbach's form of a ratio), not of one round. A
-    node's chance is what orders the tree. Where rounds have come to promise less than plain
-    decoding, most draft nothing; every `RETRY`th tries again.
+    the most tokens a second in the long run (Dinkelbach's form of a ratio), not of one round; r:
+    drafted tokens kept so far over those promised. A node's chance is what orders the tree. Where
+    rounds have given less than plain decoding would have in their time, most draft nothing; every
+    `RETRY`th tries again. Not with drafters that must be fed each round's tokens (draft LMs).
 
     One reading of the device a round. All rows verify as many nodes.
     """
 
-    RETRY, MEMORY = 32, 0.95
+    RETRY, MEMORY, LEAN, HEAR = 32, 0.95, 8.0, 4
     SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257)  # nodes, the root included
     priced = True
 
@@ -104,19 +105,23 @@ class CutGrown(Policy):
             )
         super().__init__(plan)
         self.sizes = [size for size in self.SIZES if size < plan.nodes] + [plan.nodes]
-        self.tokens = self.seconds = 0.0  # running sums of drafting rounds
-        self.rests, self.rows = 0, 1.0  # rounds since the last with a draft, rows that decode
+        # Running sums over drafting rounds: rows, their promised and kept drafted tokens, seconds,
+        # and what plain decoding would have given in these.
+        self.rows = self.promised = self.kept = self.seconds = self.plain = 0.0
+        self.heard = self.idle = 0  # rounds heard of, and those without a draft since the last
         self.keep = self._keep
 
     def next_plan(self) -> Plan | None:
-        costs = self.costs
-        if costs is not None and self.seconds and self.rests < self.RETRY:
-            plain = self.rows / costs.verify[0]
-            if self.tokens / self.seconds < plain:
-                self.rests += 1
-                return None
-        self.rests = 0
+        pays = self.rows + self.kept >= self.plain
+        if self.rests and self.heard >= self.HEAR and not pays and self.idle < self.RETRY:
+            self.idle += 1
+            return None
+        self.idle = 0
         return self.plans[-1]
+
+    def observe(self, outcome: Outcome) -> None:
+        self.heard += 1
+        self.kept += sum(map(len, outcome.paths))
 
     def _keep(self, log_chance_BN: Tensor, active_B: Tensor) -> int:
         if self.costs is None:
@@ -125,15 +130,22 @@ class CutGrown(Policy):
         chance_BN = (log_chance_BN.exp() * active_B[:, None]).nan_to_num(nan=0.0)
         best_BN = chance_BN.sort(1, descending=True).values
         promised = best_BN.sum(0).cumsum(0).tolist()  # the one reading of the device
-        self.rows = max(1.0, promised[0])
-        takes = [float(np.interp(n, self.costs.nodes, self.costs.verify)) for n in self.sizes]
-        whole = self.plans[-1]
+        rows, whole = promised[0], self.plans[-1]
+        share = (self.kept + self.LEAN) / (self.promised + self.LEAN)
         drafting = self.costs.of(whole) - self.costs.verifying(whole)
-        gives = [promised[n - 1] for n in self.sizes]
-        each = list(zip(gives, takes, self.sizes, strict=True))
-        rate = self.tokens / self.seconds if self.seconds else 0.0
+        each = [
+            (rows + share * (promised[n - 1] - rows), self.costs.pass_of(n), n) for n in self.sizes
+        ]
+        rate = (self.rows + self.kept) / self.seconds if self.seconds else 0.0
         rate = rate or max(tokens / (drafting + seconds) for tokens, seconds, _ in each)
-        tokens, seconds, nodes = max(each, key=lambda one: one[0] - rate * one[1])
-        self.tokens = self.MEMORY * self.tokens + tokens
-        self.seconds = self.MEMORY * self.seconds + drafting + seconds
+        _, seconds, nodes = max(each, key=lambda one: one[0] - rate * one[1])
+        took = drafting + seconds
+        for name, new in (
+            ("rows", rows),
+            ("promised", promised[nodes - 1] - rows),
+            ("kept", 0.0),  # until the round is heard of
+            ("seconds", took),
+            ("plain", rows * took / self.costs.verify[0]),
+        ):
+            setattr(self, name, self.MEMORY * getattr(self, name) + new)
         return nodes

@@ -84,10 +84,10 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
     if drafter.size is not None:
         twin = with_room(drafter, rows, slots)
         for n in sizes:
-            fed = (1, n) if drafter.levels > 1 else (1,)
+            fed = (*[1] * drafter.stride, n) if drafter.levels > drafter.stride else (1,)
             calls["draft", n] = LastDraftCall(twin, fed, device=target.device, **at)
         if drafter.one_pass:
-            calls["first"] = LastDraftCall(twin, (1,), device=target.device, **at)
+            calls["first"] = LastDraftCall(twin, (1,), plan, device=target.device, **at)
             calls["extend"] = extend_call(twin, target, plan.levels + 1, **at)
     calls = {name: graphed(call, target.device) for name, call in calls.items()}
     for _ in range(TRIES):
@@ -101,7 +101,7 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
             f"for more, {TRIES} times over, which can't be; expected a steady machine: stop what "
             "else runs, or give each process its own cores (threads=1)"
         )
-    drafts = tuple(times.get(("draft", n), 0.0) for n in sizes)
+    drafts = tuple(times.get(("draft", n), 0.0) / drafter.stride for n in sizes)
     first = times["first"] + times["extend"] if drafter.one_pass else None
     return Costs(sizes, tuple(times[n] for n in sizes), drafts, first)
 
@@ -111,10 +111,10 @@ def graphed(call: Call, device: torch.device) -> Call:
     """On CUDA a recording of the call, as rounds run there; elsewhere the call itself."""
     if device.type != "cuda":
         return call
-    for _ in range(WARM_UP):
-        clocked(call, device)
     if isinstance(call, LastDraftCall):
         call.ready()  # once: replays read what it left
+    for _ in range(WARM_UP):
+        call()
     replay = CudaRecorder()(call)
 
     def again(held: Call = call) -> object:  # a recording keeps none of what it reads; `held` does
@@ -174,14 +174,23 @@ def draft_call(twin: Drafter, fed: Sequence[int], **at: Any) -> Call:
 class LastDraftCall:
     """The last of a round's draft calls after `context` tokens; `ready` makes those before it. They
     feed so many nodes a row at each level, children of the root that see it and themselves (their
-    form doesn't change the work).
+    form doesn't change the work). plan: that the round asks for, by default just these levels.
     """
 
     def __init__(
-        self, twin: Drafter, fed: Sequence[int], *, batch: int, context: int, device: torch.device
+        self,
+        twin: Drafter,
+        fed: Sequence[int],
+        plan: Plan | None = None,
+        *,
+        batch: int,
+        context: int,
+        device: torch.device,
     ) -> None:
-        request = round_of(chain_plan(len(fed)), batch, context, device)
-        self.twin, self.request = twin, replace(request, top=context + sum(fed))
+        plan = plan or chain_plan(len(fed))
+        request = round_of(plan, batch, context, device)
+        self.twin = twin
+        self.request = replace(request, top=context + max(sum(fed), plan.slots))
         self.frontiers = []
         for depth, nodes in enumerate(fed):
             slot_M = torch.arange(sum(fed[: depth + 1]), device=device)

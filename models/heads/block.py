@@ -224,7 +224,7 @@ class Block(Head):
         """MASK."""
         if self.config.mask_token < 0:
             return self.mask
-        return self.embed(torch.tensor(self.config.mask_token, device=self.fc.weight.device))
+        return self._bound[0][self.config.mask_token].to(self.fc.weight.dtype)
 
     def fuse(self, taps_XU: Tensor) -> Tensor:
         """The context states c [..., H] of the target's taps side by side."""
@@ -340,7 +340,7 @@ class Block(Head):
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Block":
-        flags = {name: entry(config, name, bool) for name in ("convs", "noise", "last")}
+        flags = {name: entry(config, name, bool, False) for name in ("convs", "noise", "last")}
         words = {name: entry(config, name, str) for name in ("light", "labels", "mask")}
         sizes = {name: entry(config, name, int) for name in ("levels", "rank")}
         sizes["mask_token"] = entry(config, "mask_token", int, -1)

@@ -6,8 +6,9 @@ block those up to itself. One softmax goes over both parts:
 
     scores = [ q.k(i) for i in the anchor's context | q.k(j) for j in the block ] / sqrt(E)
 
-`concatenated` is that formula. `beside` runs the first part as flash attention and adds the second,
-b columns a row, to its denominator, as `unrolled_attention.py` does. No row meets another block.
+`concatenated` is that formula. `beside` runs the first part as flash attention (on a CPU; on CUDA
+flash takes no mask) and adds the second, b columns a row, to its denominator, as
+`unrolled_attention.py` does. No row meets another block.
 
 Shapes: B rows of text, T its positions, M blocks a row, b rows of a block, R = M * b, A query
 heads, K key-value heads, G = A / K, E head width.

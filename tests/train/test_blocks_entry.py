@@ -46,8 +46,8 @@ def test_a_recipe_says_what_its_drafter_is(
 
 
 def test_taps_are_spread_over_deep_targets() -> None:
-    assert block_taps(36) == (1, 9, 17, 25, 33)
-    assert block_taps(28) == (1, 7, 13, 19, 25)
+    assert block_taps(36) == (2, 10, 18, 26, 34)
+    assert block_taps(28) == (2, 8, 14, 20, 26)
     assert all(max(block_taps(layers)) <= layers for layers in range(2, 60))
 
 

@@ -34,6 +34,7 @@ SHORT = {
     "distill": ["dtype=float32"],
     "heads": ["dtype=float32"],
     "eagle": ["dtype=float32"],
+    "blocks": ["dtype=float32"],
     "scorers": ["dtype=float32"],
     "online": ["dtype=float32"],
 }

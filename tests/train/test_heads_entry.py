@@ -123,7 +123,7 @@ def test_a_joint_run_leaves_a_target_and_its_drafter(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["head.kind=medusas"], "head.kind='medusas'.*expected hydra or medusa"),
+        (["head.kind=medusas"], "head.kind='medusas'.*expected chimera or "),
         (["head.kind=medusa", "head.prefix=true"], "got head.prefix with head.kind=medusa"),
         (["head.kind=hydra", "joint=true"], "got joint.enabled with head.kind=hydra"),
         (["head.kind=hydra", "head.own_heads=false"], "got head.own_heads with head.kind=hydra"),

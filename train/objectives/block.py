@@ -124,7 +124,7 @@ class BlockObjective(OnStates):
         self.anchors, self.loss = anchors, parse_loss(loss)
         mixed({name: weight for name, weight in self.loss.items() if name != "ce"} or {"fkl": 1.0})
         self._p_head_VG = (cut_rows(head_weight(target).detach(), self.vocab_size),)
-        self.register_buffer("steps_done", torch.zeros(()))
+        self.register_buffer("steps_done", torch.zeros((), dtype=torch.int64))
 
     def observe(self, means: dict[str, float]) -> None:
         super().observe(means)

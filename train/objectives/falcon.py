@@ -44,7 +44,7 @@ class FalconObjective(HeadObjective):
         if not 0 <= glance <= 1:
             raise ValueError(f"glance: got {glance}, expected a share, 0 to 1")
         self.glance, self.steps = glance, steps
-        self.register_buffer("steps_done", torch.zeros(()))
+        self.register_buffer("steps_done", torch.zeros((), dtype=torch.int64))
 
     @staticmethod
     def fresh(recipe: Any, target: PreTrainedModel) -> Falcon:

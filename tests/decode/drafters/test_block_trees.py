@@ -198,7 +198,9 @@ def test_a_causal_block_does_not_know_how_deep_the_round_is(
     fed: list[int] = []
     head = made(name)
     trunk = head.trunk
-    head.trunk = lambda tokens, at, *more: fed.append(at.shape[1]) or trunk(tokens, at, *more)  # type: ignore[func-returns-value,method-assign]
+    head.trunk = lambda tokens, last, rows, *more: (
+        fed.append(rows) or trunk(tokens, last, rows, *more)
+    )  # type: ignore[func-returns-value,method-assign]
     drafted = []
     for K in (1, 2, LEVELS):
         own = drafter(head, tiny_target)

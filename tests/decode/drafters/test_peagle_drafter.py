@@ -23,7 +23,7 @@ from draftsmith.decode.drafters.peagle import PEagleDrafter
 from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.attention import Seen
-from draftsmith.decode.forward.lean import LeanEagle
+from draftsmith.decode.forward.lean_heads import LeanEagle
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
@@ -285,4 +285,4 @@ def test_no_one_takes_it_for_eagle3() -> None:
     """Its folder names no architecture of a server, which would go on from its own outputs."""
     config = made("peagle").to_json()
     assert config["architectures"] not in (["LlamaForCausalLMEagle3"], ["Eagle3Qwen3ForCausalLM"])
-    assert Eagle.kinds.keys() == {"eagle1", "eagle3"} and not PEagle.kinds["peagle"].stacks
+    assert Eagle.kinds.keys() == {"eagle1", "eagle3", "mtp"} and not PEagle.kinds["peagle"].stacks

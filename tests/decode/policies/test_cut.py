@@ -9,9 +9,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.policies.choice import make_policy
-from draftsmith.decode.policies.policy import Costs
+from draftsmith.decode.policies.policy import Costs, Outcome
 from draftsmith.decode.policies.priced import CutGrown
 from draftsmith.decode.tree_shapes import DynamicTree, chain_plan
 
@@ -65,6 +66,10 @@ def test_it_verifies_what_pays_and_no_more() -> None:
     assert bend._keep(scores, active) == 3  # of 1, 2, 3, 5, 9, 12: the last before the bend
 
 
+def heard(policy: CutGrown, kept: int, rows: int = 1) -> None:
+    policy.observe(Outcome(TREE, TREE.levels, [(0,) * kept] * rows))
+
+
 def test_the_rate_so_far_decides_not_the_round_alone() -> None:
     """A poor round beside good ones ends early: its time is worth more in the next round."""
     poor, good = falling(0.3, 0.2), falling(*[0.95] * 11)
@@ -73,7 +78,20 @@ def test_the_rate_so_far_decides_not_the_round_alone() -> None:
     alone, after = priced(verify, draft), priced(verify, draft)
     for _ in range(20):
         assert after._keep(good, active) == 12
+        heard(after, 10)
     assert alone._keep(poor, active) > after._keep(poor, active) == 1
+
+
+def test_promises_that_are_not_kept_count_less() -> None:
+    """A draft that is sure and wrong is verified less, then not at all."""
+    sure, active = falling(*[0.99] * 11), torch.tensor([True])
+    policy, plans, sizes = priced((1.0, 1.05, 1.1, 1.3, 1.7), 0.05), [], []
+    for _ in range(60):
+        plans.append(policy.next_plan())
+        if plans[-1] is not None:
+            sizes.append(policy._keep(sure, active))
+            heard(policy, 0)
+    assert sizes[0] == 12 and plans[-1] is None and plans.count(None) > 30
 
 
 def test_idle_and_broken_rows_have_no_say() -> None:
@@ -85,13 +103,43 @@ def test_idle_and_broken_rows_have_no_say() -> None:
 
 
 def test_where_drafting_never_pays_it_rests_and_tries_again() -> None:
-    policy, active = priced((1.0, 2.0, 3.0, 5.0, 9.0), 1.0), torch.tensor([True])
-    plans = []
-    for _ in range(2 * (CutGrown.RETRY + 1)):
-        plans.append(policy.next_plan())
-        if plans[-1] is not None:
-            policy._keep(falling(0.1), active)
-    assert [i for i, plan in enumerate(plans) if plan is not None] == [0, CutGrown.RETRY + 1]
+    active = torch.tensor([True])
+    for rests in (True, False):
+        policy, plans = priced((1.0, 2.0, 3.0, 5.0, 9.0), 1.0), []
+        policy.rests = rests
+        for _ in range(2 * (CutGrown.RETRY + 4)):
+            plans.append(policy.next_plan())
+            if plans[-1] is not None:
+                policy._keep(falling(0.1), active)
+                heard(policy, 0)
+        drafted = [i for i, plan in enumerate(plans) if plan is not None]
+        tried = [*range(CutGrown.HEAR), CutGrown.HEAR + CutGrown.RETRY]
+        assert drafted == (
+            [*tried, tried[-1] + CutGrown.RETRY + 1][: len(drafted)]
+            if rests
+            else [*range(len(plans))]
+        )
+
+
+def test_a_draft_lm_is_never_left_without_its_tokens(
+    tiny_target: PreTrainedModel, tiny_draft: PreTrainedModel, tiny_tokenizer
+) -> None:
+    """It writes keys as it drafts: rounds that draft nothing would leave holes. Heads follow."""
+    made = Decoder(
+        tiny_target,
+        tiny_tokenizer,
+        LMDrafter(tiny_draft, len(tiny_tokenizer)),
+        tree="dynamic:3,3,12",
+        policy="cut",
+    )
+    made.generate(PROMPTS[:1], replace(SETTINGS[0], max_new_tokens=4))
+    assert made.policy.costs is not None and not made.policy.rests and HeadDrafter.follows
+
+
+def test_it_is_asked_in_the_middle_of_rounds() -> None:
+    """So that none is recorded as a graph, which asks nobody."""
+    asked = {name: make_policy(name, TREE).asked for name in ("fixed", "confidence", "cut")}
+    assert asked == {"fixed": False, "confidence": True, "cut": True}
 
 
 def test_it_wants_a_tree_with_an_order() -> None:

@@ -185,7 +185,7 @@ def off_by_one(objective: HeadObjective) -> None:
     """The twin: every head is taught the token after the one it is to predict."""
     rightly = objective._compared
 
-    def wrongly(batch: Batch, norm_BTH: Tensor):
+    def wrongly(batch: Batch, *states: Tensor):
         later = Batch(
             batch.input_ids.roll(-1, dims=1),
             batch.position_ids,
@@ -193,7 +193,7 @@ def off_by_one(objective: HeadObjective) -> None:
             None,
             (),
         )
-        for right, at in zip(rightly(batch, norm_BTH), rightly(later, norm_BTH), strict=True):
+        for right, at in zip(rightly(batch, *states), rightly(later, *states), strict=True):
             yield *right[:2], *at[2:]
 
     objective._compared = wrongly  # type: ignore[method-assign]
