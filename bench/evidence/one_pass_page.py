@@ -47,8 +47,9 @@ def costs(rows: Rows) -> list[list[str]]:
     found: list[list[str]] = []
     for kind in dict.fromkeys(row["what"] for row in rows):
         mine: list[dict[str, Any]] = [r for r in rows if r["what"] == kind and r["tree"] == "chain"]
-        seconds = [row["train_seconds"] for row in mine]
+        seconds = [row["train_seconds"] for row in mine if row["train_seconds"] is not None]
         drafting, c = min(row["draft_ms"] for row in mine), min(row["c"] for row in mine)
-        trained = f"{min(seconds):.0f} to {max(seconds):.0f}"
+        # None of a run that was held up: its clock ran on.
+        trained = f"{min(seconds):.0f} to {max(seconds):.0f}" if seconds else "-"
         found.append([kind, f"{mine[0]['parameters']:,}", trained, f"{drafting:.2f}", f"{c:.3f}"])
     return found

@@ -340,7 +340,8 @@ class Block(Head):
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Block":
-        flags = {name: entry(config, name, bool, False) for name in ("convs", "noise", "last")}
+        flags = {name: entry(config, name, bool) for name in ("convs", "noise")}
+        flags["last"] = entry(config, "last", bool, False)  # which no other layout has
         words = {name: entry(config, name, str) for name in ("light", "labels", "mask")}
         sizes = {name: entry(config, name, int) for name in ("levels", "rank")}
         sizes["mask_token"] = entry(config, "mask_token", int, -1)
