@@ -58,6 +58,8 @@ def fault(row: dict[str, Any], source_of: Source) -> str:
     text = source_of(row["commit"], script)
     if python != "python" or text is None:
         return f"{script} isn't in {row['commit']}"
+    for bench in re.findall(r"^from draftsmith\.(bench[\w.]*) import", text, re.MULTILINE):
+        text += source_of(row["commit"], f"{bench.replace('.', '/')}.py") or ""  # inherited ones
     names = [] if module else [a.partition("=")[0] for a in arguments if "=" in a]
     unknown = [name for name in names if not re.search(rf"^    {name}:", text, re.MULTILINE)]
     return f"{script} takes no {', '.join(unknown)}" if unknown else ""
