@@ -8,22 +8,16 @@ sides. Arms, memory and time are those of bench/speed/eagle.py, and so is what i
 draws its anchors itself, as ours are, so the blocks stand elsewhere, and are as many.
 """
 
-import importlib.util
-import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
-from draftsmith.bench.rows import lower, publish
-from draftsmith.bench.speed.eagle import GOALS, OURS, PEER, Words, step
-from draftsmith.bench.speed.workers import Arm, resident, settings
+from draftsmith.bench.speed.eagle import Words
+from draftsmith.bench.speed.training_step import OURS, measure
 from draftsmith.command import parse, run_command
 from draftsmith.models.heads.block import KINDS, Block, BlockConfig
 from draftsmith.models.heads.block_layouts import block_exported
@@ -142,63 +136,14 @@ def their_loss(x: Inputs, args: BlockStep) -> Callable[[], Tensor]:
     return loss
 
 
-def work(args: BlockStep) -> None:
-    """An arm's process: inputs, then one step for each line on stdin."""
-    inputs = Inputs(args)
-    loss = our_loss(inputs, args) if args.worker == OURS else their_loss(inputs, args)
-    if args.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far was that of the set-up
-    base = resident(args.device, peak=False)
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        seconds = step(loss, args.device)
-        peak = resident(args.device, peak=True) - base
-        print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
-
-
-def compare(args: BlockStep, documents: int) -> list[dict[str, Any]]:
-    """Two rows, time and memory, on a row of so many packed documents."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # of the arms
-    arms = {
-        name: Arm(__file__, *settings(args, worker=name, documents=documents))
-        for name in (OURS, PEER)
-    }
-    for arm in arms.values():
-        assert arm.read() == "ready\n"
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
-    for pair in range(1 + args.pairs):
-        for name in list(arms)[:: 1 if pair % 2 else -1]:
-            runs[name].append(arms[name].run())
-    for arm in arms.values():
-        arm.close()
-    shape = f"H {args.hidden}, V {args.vocabulary}, T {args.length}, {args.anchors} anchors of "
-    shape += f"{args.block}, {documents} document{'s' * (documents > 1)}, {args.device}"
-    peaks = {name: [runs[name][-1]["peak"]] for name in arms}
-    seconds = {name: [run["seconds"] for run in runs[name][1:]] for name in arms}
-    rows = [
-        lower(f"{args.kind} step, time, {shape}", PEER, seconds[OURS], seconds[PEER], "s"),
-        lower(f"{args.kind} step, peak memory, {shape}", PEER, peaks[OURS], peaks[PEER], "MiB"),
-    ]
-    return [row | {"goal": GOALS[row["unit"]]} for row in rows]
-
-
 def main(argv: list[str]) -> None:
     args = parse(BlockStep, argv)
-    if folder := os.environ.get("DRAFTSMITH_SPECULATORS"):
-        sys.path.append(folder)
-    if args.worker:
-        work(args)
-        return
-    if importlib.util.find_spec("speculators") is None:
-        reason = "DFlash's step: speculators isn't importable; see bench/speed/eagle.py"
-        os.makedirs(args.out, exist_ok=True)
-        Path(args.out, "blocks.txt").write_text(reason + "\n")  # gpu.py lists it as skipped
-        raise ValueError(reason)
-    rows = [row for count in (1, 4) for row in compare(args, count)]
-    publish("blocks", rows, Path(args.out))
-    print("Both are better when lower; their ratio is theirs / ours.")
+    shape = f"H {args.hidden}, V {args.vocabulary}, T {args.length}, {args.anchors} anchors of "
+
+    def loss(arm: str) -> Callable[[], Tensor]:
+        return (our_loss if arm == OURS else their_loss)(Inputs(args), args)
+
+    measure(args, __file__, args.kind, f"{shape}{args.block}", loss)
 
 
 if __name__ == "__main__":

@@ -13,22 +13,14 @@ order swapped from pair to pair, after one step of each that isn't counted. On C
 which speculators has on there, is off in both.
 """
 
-import importlib.util
-import json
-import os
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.bench.rows import lower, publish
-from draftsmith.bench.speed.workers import Arm, resident, settings, synchronise
+from draftsmith.bench.speed.training_step import OURS, measure
 from draftsmith.command import parse, run_command
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.taps import TargetStates
@@ -36,8 +28,6 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.objectives.eagle import EagleObjective, Unroll
 from draftsmith.train.text.batches import Batch
 
-OURS, PEER = "draftsmith", "speculators, eager"
-GOALS = {"MiB": 1 / 0.6, "s": 1.5}
 LARGE = {"hidden": 4096, "vocabulary": 131_072, "draft": 32_000, "length": 2048}
 SMALL = {"hidden": 256, "vocabulary": 16_384, "draft": 4096, "length": 1024}
 
@@ -172,74 +162,14 @@ def their_loss(x: Inputs, args: EagleStep) -> Callable[[], Tensor]:
     return loss
 
 
-def step(loss: Callable[[], Tensor], device: str) -> float:
-    """Seconds of one forward and backward, adding to the gradients."""
-    synchronise(device)
-    start = time.perf_counter()
-    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        value = loss()
-    value.backward()
-    synchronise(device)
-    return time.perf_counter() - start
-
-
-def work(args: EagleStep) -> None:
-    """An arm's process: inputs, then one step for each line on stdin."""
-    inputs = Inputs(args)
-    loss = our_loss(inputs, args) if args.worker == OURS else their_loss(inputs, args)
-    if args.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far was that of the set-up
-    base = resident(args.device, peak=False)
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        seconds = step(loss, args.device)
-        peak = resident(args.device, peak=True) - base
-        print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
-
-
-def compare(args: EagleStep, documents: int) -> list[dict[str, Any]]:
-    """Two rows, time and memory, on a row of so many packed documents."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # of the arms
-    arms = {
-        name: Arm(__file__, *settings(args, worker=name, documents=documents))
-        for name in (OURS, PEER)
-    }
-    for arm in arms.values():
-        assert arm.read() == "ready\n"
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
-    for pair in range(1 + args.pairs):
-        for name in list(arms)[:: 1 if pair % 2 else -1]:
-            runs[name].append(arms[name].run())
-    for arm in arms.values():
-        arm.close()
-    shape = f"H {args.hidden}, V {args.vocabulary}, D {args.draft}, T {args.length}"
-    shape += f", S {args.steps}, {documents} document{'s' * (documents > 1)}, {args.device}"
-    peaks = {name: [runs[name][-1]["peak"]] for name in arms}
-    seconds = {name: [run["seconds"] for run in runs[name][1:]] for name in arms}
-    rows = [
-        lower(f"EAGLE-3 step, time, {shape}", PEER, seconds[OURS], seconds[PEER], "s"),
-        lower(f"EAGLE-3 step, peak memory, {shape}", PEER, peaks[OURS], peaks[PEER], "MiB"),
-    ]
-    return [row | {"goal": GOALS[row["unit"]]} for row in rows]
-
-
 def main(argv: list[str]) -> None:
     args = parse(EagleStep, argv)
-    if folder := os.environ.get("DRAFTSMITH_SPECULATORS"):
-        sys.path.append(folder)
-    if args.worker:
-        work(args)
-        return
-    if importlib.util.find_spec("speculators") is None:
-        reason = "EAGLE-3's step: speculators isn't importable; see bench/speed/eagle.py"
-        os.makedirs(args.out, exist_ok=True)
-        Path(args.out, "eagle.txt").write_text(reason + "\n")  # gpu.py lists it as skipped
-        raise ValueError(reason)
-    rows = [row for count in (1, 4) for row in compare(args, count)]
-    publish("eagle", rows, Path(args.out))
-    print("Both are better when lower; their ratio is theirs / ours.")
+    shape = f"H {args.hidden}, V {args.vocabulary}, D {args.draft}, T {args.length}, S {args.steps}"
+
+    def loss(arm: str) -> Callable[[], Tensor]:
+        return (our_loss if arm == OURS else their_loss)(Inputs(args), args)
+
+    measure(args, __file__, "EAGLE-3", shape, loss)
 
 
 if __name__ == "__main__":

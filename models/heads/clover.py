@@ -107,9 +107,7 @@ class Clover(Head):
         hidden_BTH = self.enter(taps_BTH, self.embed(next_BT))
         rotary = self.rotary(hidden_BTH, positions_BT)
         for index, layer in enumerate(self.layers):
-            entry_BTH, _ = layer.enter(hidden_BTH, hidden_BTH, normed_residual=False)
-            mixed_BTO = attention(index, *layer.project(entry_BTH, rotary))
-            hidden_BTH = layer.leave(hidden_BTH, mixed_BTO)
+            hidden_BTH = layer.run(hidden_BTH, rotary, attention, index)
         normed_BTH: Tensor = self.norm(hidden_BTH)
         return normed_BTH
 
