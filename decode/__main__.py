@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from draftsmith.command import parse, run_command
+from draftsmith.decode.drafters.load import has_folder
 from draftsmith.decode.evaluate.advice import in_words, pays
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import evaluate
@@ -81,7 +82,7 @@ def arms(paths: list[str]) -> dict[str, str]:
     """
     if len(set(paths)) < len(paths) or "" in paths:
         raise ValueError(f"drafter: got {','.join(paths)!r}, expected names, each of them once")
-    parts = [(path,) if path == "ngram" else Path(path).resolve().parts for path in paths]
+    parts = [Path(path).resolve().parts if has_folder(path) else (path,) for path in paths]
     names: list[str] = []
     for depth in range(1, 1 + max(map(len, parts))):
         names = ["-".join(part[-depth:]) for part in parts]

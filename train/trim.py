@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.command import check_least, parse
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
-from draftsmith.decode.drafters.load import drafter_in, load_decoded
+from draftsmith.decode.drafters.load import drafter_in, has_folder, load_decoded
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import eos_ids
 from draftsmith.decode.evaluate import metrics
@@ -263,7 +263,7 @@ def cells(row: Row) -> list[str]:
 def refuse_others(settings: Trim) -> None:
     """ValueError for a kind that has no rows to leave out; no model is loaded yet."""
     kind, says = settings.drafter, "it has no LM head"
-    if kind not in ("ngram", "none"):
+    if has_folder(kind):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said when it is loaded
             config = load_config(settings.target)

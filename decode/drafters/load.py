@@ -9,6 +9,8 @@ from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
+from draftsmith.decode.untrained.jacobi import JacobiDrafter
+from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter
@@ -16,6 +18,19 @@ from draftsmith.models.heads.head import Head, family
 from draftsmith.models.scorers import load_acceptance
 from draftsmith.models.target import TargetSpec, check_split, load_target
 from draftsmith.models.tokenizer import vocab_size
+
+# Drafters without a folder, by the word before the colon of their names.
+UNTRAINED: dict[str, Any] = {
+    "exit": OwnLayersDrafter,
+    "skip": OwnLayersDrafter,
+    "jacobi": JacobiDrafter,
+}
+
+
+def has_folder(name: str) -> bool:
+    """Whether a drafter's name is a folder's, and not that of one without weights of its own."""
+    kind, _, says = name.partition(":")
+    return name not in ("none", "ngram") and not (says and kind in UNTRAINED)
 
 
 def load_decoded(
@@ -35,13 +50,18 @@ def load_drafter(
     *,
     allow_target_mismatch: bool = False,
 ) -> Drafter | None:
-    """None for None or "none"; prompt lookup for "ngram"; else the folder's drafter, on the
-    target's device and in its dtype. Raises as `open_drafter` for a folder that doesn't fit.
+    """None for None or "none"; prompt lookup for "ngram"; a name of `UNTRAINED`, as `exit:4`; else
+    the folder's drafter, on the target's device and in its dtype. ValueError for a name that says
+    nothing, and as `open_drafter` for a folder that doesn't fit.
     """
     if name is None or name == "none":
         return None
     if name == "ngram":
         return NgramDrafter(device=target.device)
+    if not has_folder(name):
+        kind, _, says = name.partition(":")
+        drafter: Drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
+        return drafter
     mark = fingerprint(target, tokenizer)
     folder = open_drafter(
         name,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.forward.attention import Seen
-from draftsmith.decode.forward.kv import kv_shape
+from draftsmith.decode.forward.kv import KVPool, kv_shape
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.sampling import BatchParams
 from draftsmith.decode.token_tree import TokenTree
@@ -162,7 +162,8 @@ class Kept(NamedTuple):
     path, None for chains; lens_B: committed tokens before the round; taps_BLU: the target's states
     at the tokens of the kept path (the old pending token, then the accepted ones), so that
     tokens_BL[b, l] is the token after the one of taps_BLU[b, l]; None for drafters without taps.
-    top: at least the largest of lens_B, where that is known.
+    top: at least the largest of lens_B, where that is known. nodes_BN, chosen_BN: all nodes' tokens
+    and what the target chose after it; None for drafters that aren't told.
     """
 
     tokens_BL: Tensor
@@ -171,6 +172,8 @@ class Kept(NamedTuple):
     lens_B: Tensor
     taps_BLU: Tensor | None = None
     top: int = ANY_DEPTH
+    nodes_BN: Tensor | None = None
+    chosen_BN: Tensor | None = None
 
 
 class Admitted(NamedTuple):
@@ -199,6 +202,8 @@ class Drafter(Protocol):
     one_pass: bool = False  # whether a round's first draft call makes what the later ones look up
     stride: int = 1  # levels that one pass drafts: draft calls between them look up what it made
     follows: bool = True  # whether it takes in rounds that draft nothing
+    shares: bool = False  # whether it drafts in the target's own keys and values
+    chooses: bool = False  # whether it is told what the target chose at every node
     acceptance: Scored | None = None  # foretells what is kept, where its folder holds such a head
     held: tuple[str, ...]  # the attributes that are its state of the rows
 
@@ -214,6 +219,12 @@ class Drafter(Protocol):
 
     def reset(self, rows: int, slots: int) -> None:
         """Forget everything; make room for rows of so many slots, the largest plan's included."""
+
+    def share(self, pool: KVPool) -> None:
+        """In the place of `reset` for drafters that share: the target's own keys and values, which
+        they read, and write from each row's length on.
+        """
+        raise NotImplementedError
 
     def release(self) -> None:
         """Let go of the state: another `reset` follows before anything else."""

@@ -305,7 +305,10 @@ class Decoder:
             pool = self.runner.pool(rows, work.slots)
             batch = self._batch = DecodeBatch(Rows(rows, stops, device), pool, params)
             if drafter is not None:
-                drafter.reset(rows, pool.slots)
+                if drafter.shares:
+                    drafter.share(pool)
+                else:
+                    drafter.reset(rows, pool.slots)
                 _works_for[drafter] = weakref.ref(batch)
         if self.policy.priced and self.policy.costs is None and drafter is not None:
             largest = self.policy.plans[-1]

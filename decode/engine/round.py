@@ -252,13 +252,26 @@ class Stepper:
             batch.harvest.keep(before_B, picked(hidden_BNH, path_BL), taps_BLU)
         if drafter is not None:
             path = None if topology.is_chain else path_BL
-            drafter.extend(Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top))
+            kept = Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top)
+            if drafter.chooses:
+                chosen_BN = self._chosen(p_logits_BNV, shared_BLV, topology)
+                kept = kept._replace(nodes_BN=tokens_BN, chosen_BN=chosen_BN)
+            drafter.extend(kept)
         columns = [n_accepted_B, n_new_B, rows.active_B, bad_B]
         news = torch.cat([emitted_BL, path_BL, torch.stack(columns, 1)], 1)
         if raw_BNV is not None and batch.listed is not None:
             told_BLW = told_log_probs(picked(raw_BNV, path_BL), emitted_BL, batch.listed)
             news = torch.cat([news, told_BLW.flatten(1).view(torch.int64)], 1)
         return Told(news, topology.levels, topology.nodes - 1)
+
+    def _chosen(
+        self, p_logits_BNV: Tensor, shared_BLV: Tensor | None, topology: Topology
+    ) -> Tensor:
+        """What the target chooses [B, N] after every node, by the noise of its depth."""
+        if shared_BLV is None:
+            return choose(p_logits_BNV, None)
+        at_BN = topology.depth.expand(p_logits_BNV.shape[:2])
+        return choose(p_logits_BNV, picked(shared_BLV, at_BN))
 
     def rule(self, params: BatchParams) -> RuleInfo:
         """The rule asked for; where nothing is drafted or drawn, every rule is the coupled one."""

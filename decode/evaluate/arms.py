@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import check_least
 from draftsmith.decode.drafters.lm import context_of
-from draftsmith.decode.drafters.load import load_decoded, load_drafter
+from draftsmith.decode.drafters.load import has_folder, load_decoded, load_drafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion, Counters
@@ -210,7 +210,7 @@ def unsaid(path: str, K: int | None, tree: str, policy: str) -> dict[str, Any]:
     Its K is the depth of a chain, and of its own tree; of others, and without a folder, the decoder
     has its own. Its tree may be a file in the folder.
     """
-    given = path not in ("none", "ngram") and local_folder(path) / META
+    given = has_folder(path) and local_folder(path) / META
     found = read_json(given).get("defaults", {}) if given and given.is_file() else {"K": None}
     kept = DEFAULTS | found
     own = tree in ("", kept["tree"] or "chain")

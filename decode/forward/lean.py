@@ -13,7 +13,8 @@ Shapes: B rows, N tokens (any leading axes: X), S slots, H hidden, E head width,
 key-value head.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,8 @@ from draftsmith.decode.forward.attention import mix
 from draftsmith.decode.forward.kv import SlotCache
 from draftsmith.decode.forward.product import Product, linear, version
 
+HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to that
+Half = tuple[int, str]  # (a layer, one of HALVES)
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 # The states of the taps asked for, by their number; None until the pass has been there.
 Taken = dict[int, Tensor | None]
@@ -58,6 +61,11 @@ def agree(own: list[Tensor], lean: list[Tensor], dtype: torch.dtype) -> bool:
     )
 
 
+def kept_layers(last: int, without: Collection[Half]) -> list[int]:
+    """Those of the first `last` layers of which a half at least stays."""
+    return [i for i in range(last) if any((i, half) not in without for half in HALVES)]
+
+
 def projections(layer: Any) -> list[nn.Linear]:
     """The layer's seven linear maps, in the order in which they are merged."""
     attention, mlp = layer.self_attn, layer.mlp
@@ -87,6 +95,14 @@ class LeanBody:
         torch._dynamo.config.recompile_limit = max(limit, 64)
         self.enter, self.leave = torch.compile(enter, **options), torch.compile(leave, **options)
 
+    def part(self, last: int, without: Collection[Half]) -> "LeanBody":
+        """Its first `last` layers without these halves, and the norm."""
+        part = copy.copy(self)
+        part.layers = [copy.copy(self.layers[i]) for i in kept_layers(last, without)]
+        for layer in part.layers:
+            layer.halves = tuple(half for half in HALVES if (layer.index, half) not in without)
+        return part
+
     def __call__(
         self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, taken: Taken
     ) -> Tensor:
@@ -97,7 +113,14 @@ class LeanBody:
         for layer in self.layers:
             if layer.index in taken:
                 taken[layer.index] = hidden_BNH
+            if layer.halves == HALVES[1:]:
+                hidden_BNH = fed_forward(hidden_BNH, layer.exit, layer.activation)
+                continue
             over = partial(attend, cache, layer.scale, layer.index)
+            if layer.halves == HALVES[:1]:
+                mixed_BNH = over(*enter(hidden_BNH, rotary, layer.entry, layer.sizes))
+                hidden_BNH = hidden_BNH + _product(layer.exit[0], mixed_BNH)
+                continue
             # No names for what lies between: it is free as soon as it has been used.
             hidden_BNH = last(
                 hidden_BNH,
@@ -144,9 +167,16 @@ def leave(
     """The layer's output, from its input and what attention mixed. ending: the output's map, a
     norm, and the feed-forward's maps in and out.
     """
-    out, norm, gate_up, down = ending
-    hidden_BNH = hidden_BNH + _product(out, mixed_BNH)
+    hidden_BNH = hidden_BNH + _product(ending[0], mixed_BNH)
     del mixed_BNH  # a prompt's is large, and the feed-forward is what needs most
+    return fed_forward(hidden_BNH, ending, activation)
+
+
+def fed_forward(
+    hidden_BNH: Tensor, ending: Parts, activation: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The second half of a layer."""
+    _, norm, gate_up, down = ending
     inner = _outputs(gate_up, normed(norm, hidden_BNH))
     gate, up = inner if len(inner) == 2 else inner[0].chunk(2, -1)
     return hidden_BNH + _product(down, activation(gate) * up)
@@ -189,6 +219,7 @@ class LeanLayer:
 
     def __init__(self, layer: Any, index: int) -> None:
         attention = layer.self_attn
+        self.halves = HALVES
         self.index, self.scale, self.activation = index, attention.scaling, layer.mlp.act_fn
         q, k, v, out, gate, up, down = projections(layer)
         own = [norm_of(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]

@@ -7,17 +7,26 @@ token. What a pass attends to is handed to each layer's attention as a keyword.
 Shapes: B rows, N tokens a row, H hidden, U width of the taps' states side by side, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.forward.attention import ATTENTION, Attend, Seen, resolve
 from draftsmith.decode.forward.kv import KVPool, SlotCache, kv_shape
-from draftsmith.decode.forward.lean import LeanBody, Taken, agree, lean_body
+from draftsmith.decode.forward.lean import (
+    HALVES,
+    Half,
+    LeanBody,
+    Taken,
+    agree,
+    kept_layers,
+    lean_body,
+)
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.models.taps import NORM, Tap, check_taps, joined, watching
 from draftsmith.models.target import output_head, unwrapped
@@ -120,6 +129,52 @@ class Runner:
         cache = SlotCache(pool, pool.flat(slots_BN), width, attend)
         return self._pass(tokens_BN, positions_BN, cache)
 
+    def part(
+        self, last: int, without: Collection[Half] = (), taps: tuple[Tap, ...] = ()
+    ) -> "Runner":
+        """The model's first `last` layers without these halves, then its final norm and LM head: a
+        runner on the same weights and on the same layers' slots of a pool. What it writes is the
+        model's own up to the first half that is left out. ValueError for layers that it hasn't, and
+        for a body whose first layers alone compute something else.
+        """
+        depth = self.config.num_hidden_layers
+        wrong = [half for half in without if not (0 <= half[0] < last and half[1] in HALVES)]
+        if not 0 <= last <= depth or wrong:
+            raise ValueError(
+                f"layers: got the first {last} without {sorted(wrong)}, expected 0 to {depth} of "
+                f"this model, and halves of these ({' or '.join(HALVES)})"
+            )
+        part = copy.copy(self)
+        part.taps = taps
+        if isinstance(self.call, LeanBody):
+            part.call = self.call.part(last, without)
+        else:
+            part.body = sliced(self.body, kept_layers(last, without), without)
+            part.configs = [*self.configs, part.body.config]
+            part.call = part._whole
+        if not without and not self._begins_with(part, last):
+            raise ValueError(
+                f"model {type(self.model).__name__}: got first {last} layers that alone compute "
+                "something else than inside the model, expected the same states; use a drafter of "
+                "its own for this target"
+            )
+        return part
+
+    def _begins_with(self, part: "Runner", last: int) -> bool:
+        whole, own = copy.copy(self), copy.copy(part)
+        whole.taps = own.taps = (last,)
+        if not isinstance(self.call, LeanBody):
+            whole.call, own.call = whole._whole, own._whole
+        return agree(whole._trial()[2:], own._trial()[2:], self.dtype)
+
+    def states(self, ids_BT: Tensor) -> States:
+        """Of whole texts, in slots of their own."""
+        rows_B1 = torch.arange(len(ids_BT), device=self.device)[:, None]
+        pool = self.pool(*ids_BT.shape)
+        at_BT = torch.arange(ids_BT.shape[1], device=self.device).expand_as(ids_BT)
+        cache = SlotCache(pool, (rows_B1 * pool.slots + at_BT).flatten(), prefix=0)
+        return self._pass(ids_BT, at_BT, cache)
+
     def _pass(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache) -> States:
         taken: Taken = {int(tap): None for tap in self.taps if tap != NORM}
         hidden_BNH = self.call(tokens_BN, positions_BN, cache, taken)
@@ -154,23 +209,27 @@ class Runner:
             for config, name in zip(self.configs, before, strict=True):
                 config._attn_implementation_internal = name
 
-    @torch.inference_mode()
     def _agree(self, lean: LeanBody) -> bool:
-        """Two ragged prompts, then three tokens each: does `lean` give the model's own states?"""
+        """Does `lean` give the model's own states?"""
+        own, fast = copy.copy(self), copy.copy(self)
+        own.taps = fast.taps = ()
+        own.call, fast.call = own._whole, lean
+        return agree(own._trial(), fast._trial(), self.dtype)
+
+    @torch.inference_mode()
+    def _trial(self) -> list[Tensor]:
+        """Two ragged prompts, then three tokens each: logits after the prompts and states of the
+        tokens, and the taps of both where there are any.
+        """
         lens_B = torch.tensor([7, 4], device=self.device)
         tokens_BN = torch.arange(14, device=self.device).view(2, 7) % len(self.head.weight)
-        rows_B = torch.arange(2, device=self.device)
-        states = []
-        for body in (self._whole, lean):
-            self.call, pool = body, self.pool(2, 16)
-            logits_BV = self.prefill(pool, rows_B, tokens_BN, lens_B)[0]
-            states.append(logits_BV.masked_fill(logits_BV.isneginf(), 0))  # tokens without a row
-            positions_BN = lens_B[:, None] + torch.arange(3, device=self.device)
-            seen = Seen(lens_B, pool.slots)
-            hidden_BNH, _ = self.verify(pool, tokens_BN[:, :3], positions_BN, positions_BN, seen)
-            states.append(hidden_BNH.float())
-        self.call = self._whole
-        return agree(states[:2], states[2:], self.dtype)
+        rows_B, pool = torch.arange(2, device=self.device), self.pool(2, 16)
+        logits_BV, prompt_BNU = self.prefill(pool, rows_B, tokens_BN, lens_B)
+        positions_BN = lens_B[:, None] + torch.arange(3, device=self.device)
+        seen = Seen(lens_B, pool.slots)
+        states = self.verify(pool, tokens_BN[:, :3], positions_BN, positions_BN, seen)
+        found = [logits_BV.masked_fill(logits_BV.isneginf(), 0), *states, prompt_BNU]
+        return [state.float() for state in found if state is not None]
 
 
 class CudaRecorder:
@@ -191,6 +250,27 @@ class CudaRecorder:
             return told
 
         return replay
+
+
+def sliced(body: Any, layers: list[int], without: Collection[Half]) -> Any:
+    """A transformers body of some of its layers, which know their own places in a cache. ValueError
+    where half a layer is to go: only the lean body does that.
+    """
+    held = getattr(body, "layers", None)
+    halves = sorted(half for half in without if half[0] in layers)
+    if not isinstance(held, nn.ModuleList) or halves:
+        raise ValueError(
+            f"model {type(body).__name__}: got halves {halves} to leave out of layers that are "
+            "transformers' own, expected whole layers of a body that lists them"
+        )
+    part = copy.copy(body)
+    part._modules = dict(body._modules)
+    part.layers = nn.ModuleList(held[i] for i in layers)
+    part.config = copy.copy(body.config)
+    part.config.num_hidden_layers = len(layers)
+    if kinds := getattr(body.config, "layer_types", None):
+        part.config.layer_types = [kinds[i] for i in layers]
+    return part
 
 
 def context_of(model: PreTrainedModel) -> int:

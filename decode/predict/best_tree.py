@@ -27,6 +27,7 @@ import torch
 
 from draftsmith.command import check_least, parse
 from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.load import has_folder
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate.metrics import ratio_interval
@@ -220,7 +221,7 @@ def run(settings: Calibration) -> Calibrated:
 def _refuse_heads(settings: Calibration) -> None:
     """ValueError for anything but a draft LM, by the folder's kind: no model is loaded yet."""
     kind = settings.drafter
-    if kind not in ("ngram", "none"):
+    if has_folder(kind):
         config = load_config(settings.target)
         with warnings.catch_warnings(action="ignore"):  # said when it is loaded
             kind = open_drafter(kind, None, target_config=config).kind
