@@ -252,11 +252,8 @@ class Stepper:
             batch.harvest.keep(before_B, picked(hidden_BNH, path_BL), taps_BLU)
         if drafter is not None:
             path = None if topology.is_chain else path_BL
-            kept = Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top)
-            if drafter.chooses:
-                chosen_BN = self._chosen(p_logits_BNV, shared_BLV, topology)
-                kept = kept._replace(nodes_BN=tokens_BN, chosen_BN=chosen_BN)
-            drafter.extend(kept)
+            told = self._chosen(tree, p_logits_BNV, shared_BLV) if drafter.chooses else ()
+            drafter.extend(Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top, *told))
         columns = [n_accepted_B, n_new_B, rows.active_B, bad_B]
         news = torch.cat([emitted_BL, path_BL, torch.stack(columns, 1)], 1)
         if raw_BNV is not None and batch.listed is not None:
@@ -265,13 +262,14 @@ class Stepper:
         return Told(news, topology.levels, topology.nodes - 1)
 
     def _chosen(
-        self, p_logits_BNV: Tensor, shared_BLV: Tensor | None, topology: Topology
-    ) -> Tensor:
-        """What the target chooses [B, N] after every node, by the noise of its depth."""
+        self, tree: TokenTree, p_logits_BNV: Tensor, shared_BLV: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Every node's token [B, N], and what the target chooses after it by the noise there."""
         if shared_BLV is None:
-            return choose(p_logits_BNV, None)
-        at_BN = topology.depth.expand(p_logits_BNV.shape[:2])
-        return choose(p_logits_BNV, picked(shared_BLV, at_BN))
+            return tree.tokens_BN, choose(p_logits_BNV, None)
+        at_BN = tree.topology.depth.expand(p_logits_BNV.shape[:2])
+        race_BNV = shared_BLV[torch.arange(len(at_BN), device=at_BN.device)[:, None], at_BN]
+        return tree.tokens_BN, choose(p_logits_BNV, race_BNV)
 
     def rule(self, params: BatchParams) -> RuleInfo:
         """The rule asked for; where nothing is drafted or drawn, every rule is the coupled one."""
