@@ -225,6 +225,8 @@ CASES = [
     (f"{TRACE} drafter=ngram", "drafter=ngram, expected a drafter with a q"),
     (f"{TRACE} source=mixed mixing=2", "mixing: got 2.0, expected"),
     ("stopping tune=absent c=0.1", "absent: got no", "expected a folder that"),
+    ("stopping tune=absent target=target drafter=draft", "absent: got no", "expected a folder"),
+    ("stopping tune=absent costs=old", "costs: got 'old', expected kept or new"),
     ("judge-labels target=target", "data", "expected"),
     ("judge-labels target=target drafter=draft data=text.jsonl limit=2", "text.jsonl", "expected"),
     (

@@ -7,15 +7,21 @@
 Fixed K, confidence, the product of q, entropy, and the acceptance head of the drafter folder if it
 has one, each at the setting that is fastest on the tune trace; the figures are of the report trace.
 `head-costs` isn't tuned: its threshold follows from c and v. Beside them the oracles, which no rule
-reaches. Costs are measured on this machine (target=...) or said: c = t_draft / t_plain, v =
-t_verify / t_plain. save=true makes the head's threshold that of the table, for `policy=acceptance`.
-See `decode/traces/simulate_stops.py` for what is counted.
+reaches. Costs are said, or measured on this machine (target=...) once and kept beside the tune
+trace, in its costs.json, for as long as nothing that they depend on changes; costs=new measures
+again. c = t_draft / t_plain, v = t_verify / t_plain. save=true makes the head's threshold that of
+the table, for `policy=acceptance`. See `decode/traces/simulate_stops.py` for what is counted.
 """
 
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from draftsmith.command import parse
 from draftsmith.decode.engine.decoder import Decoder
@@ -25,7 +31,10 @@ from draftsmith.decode.traces import simulate_stops as replay
 from draftsmith.decode.traces.simulate_stops import Rounds, Stop
 from draftsmith.decode.traces.store import read_traces
 from draftsmith.decode.tree_shapes import chain_plan
-from draftsmith.models.fingerprint import differences
+from draftsmith.models.disk.provenance import git_commit, machine, versions
+from draftsmith.models.disk.read_lm import read_json
+from draftsmith.models.disk.store import what_differs, write_atomically
+from draftsmith.models.fingerprint import differences, fingerprint
 from draftsmith.models.scorers import FOLDER, Scored, load_acceptance, set_threshold, weights_mark
 from draftsmith.printed import print_table
 
@@ -34,7 +43,7 @@ GRID = (
     *(0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99),
 )
 CAPS = (2, 3, 4, 6, 8)  # of tokens, beside the longest draft
-CONTEXT = 256  # tokens of a row, whose middle the costs are measured at
+DRAFTED, CONTEXT = 4, 256  # K, and tokens of a row, whose middle the costs are measured at
 DECIDE = ("temperature", "top_k", "top_p", "min_p", "K")  # what two traces must share
 Arms = Mapping[str, tuple[Mapping[str, Stop], Sequence[Rounds], Sequence[Rounds]]]
 
@@ -49,6 +58,7 @@ class Stopping:
     target: str = ""  # to measure the costs with
     c: float | None = None  # of a draft call, in plain steps; none: measured
     v: float = 1.0  # of a verify call, in plain steps
+    costs: str = "kept"  # kept: read beside the trace, measured if need be | new: measured again
     save: bool = False  # the threshold, into the drafter's head
     device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "bfloat16"
@@ -180,17 +190,65 @@ def check_alike(tune: str, report: str) -> None:
 
 
 def costs(settings: Stopping) -> tuple[float, float]:
-    """(c, v), as said or measured for one row; ValueError where neither can be."""
+    """(c, v), as said, as kept beside the tune trace, or measured and kept, and prints which;
+    ValueError where none of it can be.
+    """
+    if settings.costs not in ("kept", "new"):
+        raise ValueError(f"costs: got {settings.costs!r}, expected kept or new")
     if settings.c is not None:
         if not settings.c > 0 or not settings.v > 0:
             raise ValueError(f"c, v: got {settings.c}, {settings.v}, expected numbers above 0")
+        print("costs: as given")
         return settings.c, settings.v
     if not settings.target or not settings.drafter:
         raise ValueError("c: got none, expected c=..., or target= and drafter= to measure it")
-    return measured(Decoder.of(settings))
+    rounds(settings, settings.tune, None)  # costs are kept beside traces of this drafter alone
+    decoder, file = Decoder.of(settings), Path(settings.tune) / "costs.json"
+    now = measured_with(decoder, settings.drafter)
+    try:
+        found = kept_costs(file, now, settings.costs == "new")
+        print(f"costs: {file}, measured {found.get('when')}, commit {found.get('commit')}")
+        return found["c"], found["v"]
+    except ValueError as why:
+        print(f"costs: measured now: {why}")
+    c, v = measured(decoder)
+    when = time.strftime("%F %R UTC", time.gmtime())
+    made = {"c": c, "v": v, "when": when, "commit": git_commit(), "with": now}
+    try:
+        write_atomically(file, json.dumps(made, indent=1).encode() + b"\n")
+    except OSError as error:  # of a folder that can't be written, a full disk
+        print(f"costs: not kept: {error}")
+    return c, v
 
 
-def measured(decoder: Decoder, K: int = 4) -> tuple[float, float]:
+def measured_with(decoder: Decoder, drafter: str) -> dict[str, Any]:
+    """All that the costs of one row depend on, in JSON."""
+    device = decoder.runner.device.type
+    return {
+        "machine": machine("cpu"),
+        "device": "cpu" if device == "cpu" else machine(device),
+        "threads": torch.get_num_threads(),
+        "dtype": str(decoder.runner.dtype),
+        "target": fingerprint(decoder.runner.model, decoder.tokenizer),
+        "drafter": weights_mark(drafter),
+        "shape": {"rows": 1, "K": DRAFTED, "context": CONTEXT},
+        "versions": versions(),
+    }
+
+
+def kept_costs(file: Path, now: Mapping[str, Any], again: bool) -> dict[str, Any]:
+    """What an earlier call kept; ValueError, why to measure, where it doesn't hold now."""
+    if again or not file.exists():
+        raise ValueError("costs=new" if again else "none were kept")
+    found = read_json(file)
+    if not all(isinstance(found.get(x), float) and found[x] > 0 for x in "cv"):
+        raise ValueError(f"got {file} without c and v above 0, it was edited")
+    if differ := what_differs(found.get("with"), now):
+        raise ValueError(f"{file} was measured with others ({'; '.join(differ)})")
+    return found
+
+
+def measured(decoder: Decoder, K: int = DRAFTED) -> tuple[float, float]:
     """(c, v) of one row on this machine, v at drafts of K."""
     assert decoder.drafter is not None
     found = measured_costs(decoder.runner, decoder.drafter, chain_plan(K), 1, CONTEXT)

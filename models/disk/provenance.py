@@ -70,9 +70,9 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def machine() -> str:
-    """The processor or GPU in words, and the cores."""
-    if torch.cuda.is_available():
+def machine(device: str = "cuda") -> str:
+    """The GPU in words, or, where there is none or `device` is cpu, the processor and its cores."""
+    if device == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
     found = cpuinfo.exists() and re.search(r"^model name.*?: (.*)", cpuinfo.read_text(), re.M)
