@@ -1,5 +1,7 @@
 """Prompts, ways of sampling, and the plain answers that every way of decoding must give."""
 
+from functools import cache
+
 from plain_decoding import plain_decode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,6 +24,19 @@ SETTINGS = [
 
 def truths(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, params: SamplingParams
+) -> list[list[int]]:
+    """Found once for each state of a target's weights."""
+    return [list(answer) for answer in _found(target, changes(target), tokenizer, params)]
+
+
+def changes(target: PreTrainedModel) -> int:
+    """A number that grows when weights are changed in place."""
+    return sum(p._version for p in target.parameters())
+
+
+@cache
+def _found(
+    target: PreTrainedModel, state: int, tokenizer: PreTrainedTokenizerBase, params: SamplingParams
 ) -> list[list[int]]:
     stops = () if params.ignore_eos else (0,)
     return [

@@ -95,7 +95,17 @@ def test_a_run_says_what_it_trains_on_and_how_to_evaluate_it(
     assert decoding.target == str(tmp_path / "target")
 
 
-@pytest.mark.parametrize("name", recipe.names())
+def long_or_not(name: str) -> object:
+    """Recipes that differ from another in their sizes, their target or a choice of tokens alone are
+    for the slow suite, the quickstart's too, which its own test runs.
+    """
+    group, _, rest = name.partition("/")
+    like_another = rest.startswith(("llama-3.1-8b", "phi-2", "pythia")) or group == "quickstart"
+    chosen = rest.startswith("gsm8k-") and rest not in ("gsm8k-adaspec", "gsm8k-plus")
+    return pytest.param(name, marks=pytest.mark.slow) if like_another or chosen else name
+
+
+@pytest.mark.parametrize("name", map(long_or_not, recipe.names()))
 def test_every_recipe_runs_two_steps_on_a_tiny_target(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
