@@ -37,6 +37,7 @@ KINDS: Kinds = {
     "domino": (*PUBLISHED, "head.kind=domino", "loss=ce", "anchors.base=1", "anchors.base_ends=50"),
     "dflash2": (*PUBLISHED, "head.kind=dflash2", "loss=ce"),
     "ours, no noise": (*BLOCK, "head.noise=false"),
+    "ours, Markov head": (*BLOCK, "head.light=markov"),
     "ours": BLOCK,
 }
 

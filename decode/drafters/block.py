@@ -85,7 +85,8 @@ class BlockDrafter(HeadDrafter):
             embedded_BFH = self.head.embed(tokens_BF)
             output_BFH = output_BnH[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
             if light.deep:
-                state_BFH = self.body.normed(light.changed(output_BFH, embedded_BFH))
+                output_BFH, carried_BFS = light.changed(output_BFH, embedded_BFH, carried_BFS)
+                state_BFH = self.body.normed(output_BFH)
                 return Fed(self.lm_head.logits(state_BFH), state_BFH)
             state_BFH = state_BnH[:, depth, None].expand_as(output_BFH)
             logits_BFV = logits_BnV[:, depth, None].expand(-1, tokens_BF.shape[1], -1)

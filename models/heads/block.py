@@ -321,14 +321,17 @@ class Block(Head):
         at_BMn = (anchors_BM[..., None] + step_n).clamp(max=tokens_BT.shape[1] - 1)
         path_BMn = tokens_BT.gather(1, at_BMn.flatten(1)).view_as(at_BMn)
         embedded_BMnH = self.embed(path_BMn)
-        output_BMnH = self.light.changed(output_BMnH, embedded_BMnH)
-        state_BMnH, lows = self.norm(output_BMnH), []
-        carried_BMS = state_BMnH.new_zeros(*anchors_BM.shape, self.light.width)
+        carried_BMS = output_BMnH.new_zeros(*anchors_BM.shape, self.light.width)
+        found = []
         for depth in range(self.levels):
-            given = (state_BMnH[:, :, depth], path_BMn[:, :, depth], embedded_BMnH[:, :, depth])
-            low_BMR, carried_BMS = self.light.low(*given, carried_BMS)
-            lows.append(low_BMR)
-        return torch.cat([state_BMnH, torch.stack(lows, 2).to(state_BMnH)], -1)
+            embedded_BMH = embedded_BMnH[:, :, depth]
+            given = output_BMnH[:, :, depth], embedded_BMH, carried_BMS
+            output_BMH, carried_BMS = self.light.changed(*given)
+            state_BMH = self.norm(output_BMH)
+            given = state_BMH, path_BMn[:, :, depth], embedded_BMH, carried_BMS
+            low_BMR, carried_BMS = self.light.low(*given)
+            found.append(torch.cat([state_BMH, low_BMR.to(state_BMH)], -1))
+        return torch.stack(found, 2)
 
     def to_json(self) -> dict[str, Any]:
         about = asdict(self.config)

@@ -28,6 +28,7 @@ OURS: dict[str, dict[str, Any]] = {
     "noise": {"light": "none", "noise": True},
     "noise-markov": {"noise": True, "layers": 2},
     "noise-swiglu": {"light": "swiglu", "noise": True},
+    "noise-path": {"light": "path", "noise": True, "last": True},
 }
 # The published ones, and what they are not.
 FORMS: dict[str, dict[str, Any]] = KINDS | OURS

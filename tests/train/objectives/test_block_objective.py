@@ -80,6 +80,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("domino", {"loss": "ce", "base": 1.0, "decay": 0.0}),
     ("treeflash", {"loss": "tv", "base": 0.25, "decay": 1.0}),
     ("rnn", {"loss": "0.5*fkl+0.5*ce", "base": 0.5}),
+    ("noise-path", {"base": 0.3}),
     ("noise-markov", {"base": 0.5}),
 ]
 
