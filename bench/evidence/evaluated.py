@@ -1,14 +1,15 @@
-"""Drafters made of the target's own layers, measured by `evaluate` beside each other.
+"""A table of drafters, measured by `evaluate` beside each other on one target or several.
 
-    python bench/evidence/own_layers.py         # exits, skipped layers, Jacobi's guesses
-    python bench/evidence/own_layers.py drafters=exit:4,jacobi:8 K=3,8 \\
-        targets=trained=runs/layerskip/gsm8k/target,twin=runs/twin/target
+    python bench/evidence/evaluated.py      # the target's own layers: exits, skipped ones, guesses
+    python bench/evidence/evaluated.py name=one-pass-twin 'title=One-pass drafters on a costly twin' \\
+        targets=twin=runs/twin/target drafters=runs/twin/ours-0,runs/twin/eagle3-0 threads=2 \\
+        K=5 'trees=chain;dynamic:5,6,17'
 
-targets: name=folder of each target that is measured, comma between: the target itself, a copy that
-was trained to exit early, a costly twin (`bench/speed/twin.py`). Each takes the drafters of the
-same place in `drafters`, lists with a semicolon between (one list: of all). Chains of every K at
-both temperatures; the page shows of each drafter the K with the largest measured speed-up. Rows and
-page: <out>/own-layers.*
+targets: name=folder of each target, comma between: the target itself, a copy that was trained to
+exit early, a costly twin (`bench/speed/twin.py`). Each takes the drafters of the same place in
+`drafters`, lists with a semicolon between (one list: of all). Every tree, and chains of every K, at
+every temperature; the page shows of each drafter and tree the K with the largest measured speed-up.
+Rows and page: <out>/<name>.*
 """
 
 import json
@@ -27,15 +28,18 @@ from draftsmith.train.run.recipe import gsm8k
 
 FIGURES = ("tau", "tau_interval", "alpha", "c", "mbsu", "speedup", "speedup_interval")
 FIGURES += ("ideal_speedup", "K", "tree", "temperature", "n_prompts", "identical")
-HEAD = ("drafter", "K", "tau", "alpha", "c", "MBSU", "speed-up", "ideal", "same tokens")
+HEAD = ("drafter", "tree", "K", "tau", "alpha", "c", "MBSU", "speed-up", "ideal", "same tokens")
 
 
 @dataclass
-class OwnLayers:
+class Table:
+    name: str = "own-layers"
+    title: str = "Drafters made of the target's own layers"
     targets: str = field(default_factory=lambda: f"target={gsm8k('target')}")
     drafters: str = "exit:2,exit:4,exit:6,skip:3+5,jacobi:4"
     data: str = field(default_factory=lambda: gsm8k("data"))
     K: str = "1,3"
+    trees: str = "chain"  # semicolon between
     temperatures: str = "0,1"
     prompts: int = 16
     max_new_tokens: int = 64
@@ -45,26 +49,33 @@ class OwnLayers:
 
 
 def main(argv: list[str]) -> None:
-    settings = parse(OwnLayers, argv)
+    settings = parse(Table, argv)
     targets = [target.partition("=") for target in settings.targets.split(",")]
     lists = settings.drafters.split(";")
     if len(lists) not in (1, len(targets)):
         raise ValueError(f"drafters: got {len(lists)} lists for {len(targets)} targets")
     lists = lists * len(targets) if len(lists) == 1 else lists
+    chains = [("chain", int(K)) for K in settings.K.split(",")]
+    plans = [
+        plan
+        for tree in settings.trees.split(";")
+        for plan in (chains if tree == "chain" else [(tree, None)])
+    ]
     runs = [
-        (name, path, names, int(K), float(temperature))
+        (name, path, names, *plan, float(temperature))
         for (name, _, path), names in zip(targets, lists, strict=True)
         for temperature in settings.temperatures.split(",")
-        for K in settings.K.split(",")
+        for plan in plans
     ]
     rows: list[dict[str, Any]] = []
-    for name, path, names, K, temperature in track(runs, "evaluating"):
+    for name, path, names, tree, K, temperature in track(runs, "evaluating"):
         need("target", path)
         asked = Evaluation(
             target=path,
             drafter=names,
             prompts=settings.data,
             K=K,
+            tree=tree,
             temperature=temperature,
             limit=settings.prompts,
             max_new_tokens=settings.max_new_tokens,
@@ -72,7 +83,7 @@ def main(argv: list[str]) -> None:
             advice=False,
             identity=settings.identity,
         )
-        reports = evaluate(asked, {what: what for what in names.split(",")})
+        reports = evaluate(asked, {Path(what).name: what for what in names.split(",")})
         about = {"on": name, "target": path, "data": settings.data} | about_run()
         rows += [
             {"what": what} | {key: report[key] for key in FIGURES} | about
@@ -80,16 +91,16 @@ def main(argv: list[str]) -> None:
         ]
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "own-layers.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (out / "own-layers.md").write_text(page(rows))
-    print(page(rows))
+    (out / f"{settings.name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (out / f"{settings.name}.md").write_text(page(settings.title, rows))
+    print(page(settings.title, rows))
 
 
-def page(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a table for each target and temperature, of each drafter its fastest K."""
+def page(title: str, rows: list[dict[str, Any]]) -> str:
+    """Markdown: a table for each target and temperature, of each drafter and tree its fastest K."""
     first = rows[0]
     lines = [
-        "# Drafters made of the target's own layers",
+        f"# {title}",
         "",
         f"{source(rows)} {first['n_prompts']} held-out prompts of {first['data']}, one at a time; "
         "chains of the K with the largest measured speed-up over plain decoding. MBSU: tau / (1 + K "
@@ -99,8 +110,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         for temperature in sorted({row["temperature"] for row in rows}):
             here = [r for r in rows if (r["on"], r["temperature"]) == (on, temperature)]
             lines += ["", f"## {on} ({here[0]['target']}), temperature {temperature:g}", ""]
-            names = dict.fromkeys(row["what"] for row in here)
-            best = [max((r for r in here if r["what"] == n), key=speed) for n in names]
+            arms = dict.fromkeys((row["what"], row["tree"]) for row in here)
+            best = [max((r for r in here if (r["what"], r["tree"]) == a), key=speed) for a in arms]
             lines += markdown(HEAD, list(map(cells, best)))
     return "\n".join(lines) + "\n"
 
@@ -118,8 +129,15 @@ def cells(row: dict[str, Any]) -> list[str]:
     numbers += [f"{row['mbsu']:.2f}", f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]"]
     same = row["identical"]
     agree = "-" if same is None else f"{same['same'] + same['excused']} of {same['total']}"
-    return [row["what"], str(row["K"]), *numbers, f"{row['ideal_speedup']:.2f}", agree]
+    return [
+        row["what"],
+        row["tree"],
+        f"{row['K']:g}",
+        *numbers,
+        f"{row['ideal_speedup']:.2f}",
+        agree,
+    ]
 
 
 if __name__ == "__main__":
-    run_command(main, OwnLayers)
+    run_command(main, Table)
