@@ -1,0 +1,143 @@
+"""A table of drafters, measured by `evaluate` beside each other on one target or several.
+
+    python bench/evidence/evaluated.py      # the target's own layers: exits, skipped ones, guesses
+    python bench/evidence/evaluated.py name=one-pass-twin 'title=One-pass drafters on a costly twin' \\
+        targets=twin=runs/twin/target drafters=runs/twin/ours-0,runs/twin/eagle3-0 threads=2 \\
+        K=5 'trees=chain;dynamic:5,6,17'
+
+targets: name=folder of each target, comma between: the target itself, a copy that was trained to
+exit early, a costly twin (`bench/speed/twin.py`). Each takes the drafters of the same place in
+`drafters`, lists with a semicolon between (one list: of all). Every tree, and chains of every K, at
+every temperature; the page shows of each drafter and tree the K with the largest measured speed-up.
+Rows and page: <out>/<name>.*
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from draftsmith.bench.reproduce import need
+from draftsmith.bench.rows import about_run, markdown, source
+from draftsmith.command import parse, run_command
+from draftsmith.decode.evaluate.arms import Evaluation
+from draftsmith.decode.evaluate.evaluate import evaluate
+from draftsmith.train.run.recipe import gsm8k
+
+FIGURES = ("tau", "tau_interval", "alpha", "c", "mbsu", "speedup", "speedup_interval")
+FIGURES += ("ideal_speedup", "K", "tree", "temperature", "n_prompts", "identical")
+HEAD = ("drafter", "tree", "K", "tau", "alpha", "c", "MBSU", "speed-up", "ideal", "same tokens")
+
+
+@dataclass
+class Table:
+    name: str = "own-layers"
+    title: str = "Drafters made of the target's own layers"
+    targets: str = field(default_factory=lambda: f"target={gsm8k('target')}")
+    drafters: str = "exit:2,exit:4,exit:6,skip:3+5,jacobi:4"
+    data: str = field(default_factory=lambda: gsm8k("data"))
+    K: str = "1,3"
+    trees: str = "chain"  # semicolon between
+    temperatures: str = "0,1"
+    prompts: int = 16
+    max_new_tokens: int = 64
+    threads: int = 1
+    identity: bool = True  # also compare tokens in fp32
+    out: str = "docs/results"
+
+
+def main(argv: list[str]) -> None:
+    settings = parse(Table, argv)
+    targets = [target.partition("=") for target in settings.targets.split(",")]
+    lists = settings.drafters.split(";")
+    if len(lists) not in (1, len(targets)):
+        raise ValueError(f"drafters: got {len(lists)} lists for {len(targets)} targets")
+    lists = lists * len(targets) if len(lists) == 1 else lists
+    chains = [("chain", int(K)) for K in settings.K.split(",")]
+    plans = [
+        plan
+        for tree in settings.trees.split(";")
+        for plan in (chains if tree == "chain" else [(tree, None)])
+    ]
+    runs = [
+        (name, path, names, *plan, float(temperature))
+        for (name, _, path), names in zip(targets, lists, strict=True)
+        for temperature in settings.temperatures.split(",")
+        for plan in plans
+    ]
+    rows: list[dict[str, Any]] = []
+    for name, path, names, tree, K, temperature in track(runs, "evaluating"):
+        need("target", path)
+        asked = Evaluation(
+            target=path,
+            drafter=names,
+            prompts=settings.data,
+            K=K,
+            tree=tree,
+            temperature=temperature,
+            limit=settings.prompts,
+            max_new_tokens=settings.max_new_tokens,
+            threads=settings.threads,
+            advice=False,
+            identity=settings.identity,
+        )
+        reports = evaluate(asked, {Path(what).name: what for what in names.split(",")})
+        about = {"on": name, "target": path, "data": settings.data} | about_run()
+        rows += [
+            {"what": what} | {key: report[key] for key in FIGURES} | about
+            for what, report in reports.items()
+        ]
+    out = Path(settings.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{settings.name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (out / f"{settings.name}.md").write_text(page(settings.title, rows))
+    print(page(settings.title, rows))
+
+
+def page(title: str, rows: list[dict[str, Any]]) -> str:
+    """Markdown: a table for each target and temperature, of each drafter and tree its fastest K."""
+    first = rows[0]
+    lines = [
+        f"# {title}",
+        "",
+        f"{source(rows)} {first['n_prompts']} held-out prompts of {first['data']}, one at a time; "
+        "chains of the K with the largest measured speed-up over plain decoding. MBSU: tau / (1 + K "
+        "bytes read by a draft call / bytes of a plain step). Intervals are 95%, over prompts.",
+    ]
+    for on in dict.fromkeys(row["on"] for row in rows):
+        for temperature in sorted({row["temperature"] for row in rows}):
+            here = [r for r in rows if (r["on"], r["temperature"]) == (on, temperature)]
+            lines += ["", f"## {on} ({here[0]['target']}), temperature {temperature:g}", ""]
+            arms = dict.fromkeys((row["what"], row["tree"]) for row in here)
+            best = [max((r for r in here if (r["what"], r["tree"]) == a), key=speed) for a in arms]
+            lines += markdown(HEAD, list(map(cells, best)))
+    return "\n".join(lines) + "\n"
+
+
+def speed(row: dict[str, Any]) -> float:
+    return float(row["speedup"])
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row in words, in the order of HEAD."""
+    low, high = row["tau_interval"]
+    alpha = "-" if row["alpha"] is None else f"{row['alpha']:.3f}"
+    numbers = [f"{row['tau']:.2f} [{low:.2f}, {high:.2f}]", alpha, f"{row['c']:.3f}"]
+    low, high = row["speedup_interval"] or (float("nan"),) * 2
+    numbers += [f"{row['mbsu']:.2f}", f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]"]
+    same = row["identical"]
+    agree = "-" if same is None else f"{same['same'] + same['excused']} of {same['total']}"
+    return [
+        row["what"],
+        row["tree"],
+        f"{row['K']:g}",
+        *numbers,
+        f"{row['ideal_speedup']:.2f}",
+        agree,
+    ]
+
+
+if __name__ == "__main__":
+    run_command(main, Table)
