@@ -1,7 +1,7 @@
 """A table of drafters, measured by `evaluate` beside each other on one target or several.
 
     python bench/evidence/evaluated.py      # the target's own layers: exits, skipped ones, guesses
-    python bench/evidence/evaluated.py name=one-pass-twin 'title=One-pass drafters on a costly twin' \\
+    python bench/evidence/evaluated.py name=one-pass-twin 'title=On a costly twin' \\
         targets=twin=runs/twin/target drafters=runs/twin/ours-0,runs/twin/eagle3-0 threads=2 \\
         K=5 'trees=chain;dynamic:5,6,17'
 
@@ -103,8 +103,8 @@ def page(title: str, rows: list[dict[str, Any]]) -> str:
         f"# {title}",
         "",
         f"{source(rows)} {first['n_prompts']} held-out prompts of {first['data']}, one at a time; "
-        "chains of the K with the largest measured speed-up over plain decoding. MBSU: tau / (1 + K "
-        "bytes read by a draft call / bytes of a plain step). Intervals are 95%, over prompts.",
+        "of each tree the K with the largest measured speed-up over plain decoding. MBSU: tau / "
+        "(1 + K bytes read by a draft call / bytes of a plain step). Intervals: 95%, over prompts.",
     ]
     for on in dict.fromkeys(row["on"] for row in rows):
         for temperature in sorted({row["temperature"] for row in rows}):
