@@ -35,7 +35,10 @@ class BlockDrafter(HeadDrafter):
         super().__init__(head, target, head.config.layer)
         self.lm_head = VocabHead(head.target_head_VH.detach(), None, vocab_size)
         self.after = None
-        if head.light.rank:
+        if head.light.tied:
+            after_VR = head.target_head_VH.float() @ head.light.out.weight.float()
+            self.after = output_product(after_VR.to(self.dtype), None, vocab_size)
+        elif head.light.rank:
             self.after = output_product(head.light.after.weight, None, vocab_size)
         self.body: Block | LeanBlock = lean_block(head) or head
 
@@ -85,8 +88,7 @@ class BlockDrafter(HeadDrafter):
             embedded_BFH = self.head.embed(tokens_BF)
             output_BFH = output_BnH[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
             if light.deep:
-                output_BFH, carried_BFS = light.changed(output_BFH, embedded_BFH, carried_BFS)
-                state_BFH = self.body.normed(output_BFH)
+                state_BFH = self.body.normed(light.changed(output_BFH, embedded_BFH))
                 return Fed(self.lm_head.logits(state_BFH), state_BFH)
             state_BFH = state_BnH[:, depth, None].expand_as(output_BFH)
             logits_BFV = logits_BnV[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
@@ -136,7 +138,7 @@ class BlockDrafter(HeadDrafter):
         text = (taps_BTU.to(self.dtype), ids_BT, at_BT, anchors_BM, guess)
         state_BMI = self.head.drafted(*text)[1][:, :, 0]
         logits_BMV = self.lm_head.logits(state_BMI[..., : self.head.hidden].contiguous())
-        if self.after is not None:
+        if self.after is not None and not self.head.light.tied:
             logits_BMV = logits_BMV + head_logits(self.after, state_BMI[..., self.head.hidden :])
         return F.pad(logits_BMV, (0, 0, 1, 0))
 
@@ -147,5 +149,7 @@ class BlockDrafter(HeadDrafter):
         own = sum(p.nbytes for p in light.parameters())
         whole = sum(p.nbytes for p in self.head.parameters()) - own
         own -= sum(part.weight.nbytes for part in light.children() if isinstance(part, Embedding))
+        if light.tied and self.after is not None:  # multiplied out
+            own += self.after.weight.nbytes - light.out.weight.nbytes
         once, each = (whole, own + lm_head) if light.deep else (whole + lm_head, own)
         return once // self.levels + each
