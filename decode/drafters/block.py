@@ -19,10 +19,11 @@ from draftsmith.decode.drafters.medusa import output_product
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV, keep_last
 from draftsmith.decode.forward.attention import Seen
-from draftsmith.decode.forward.lean_heads import LeanBlock, lean_block
+from draftsmith.decode.forward.lean_heads import LeanBlock, LeanPath, lean_block
 from draftsmith.decode.forward.product import VocabHead, head_logits
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.block import Block, Guess
+from draftsmith.models.layers.block_lights import PathLight
 
 
 class BlockDrafter(HeadDrafter):
@@ -34,8 +35,9 @@ class BlockDrafter(HeadDrafter):
     def __init__(self, head: Block, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config.layer)
         self.lm_head = VocabHead(head.target_head_VH.detach(), None, vocab_size)
-        self.after = None
-        if head.light.tied:
+        self.after, self.low = None, head.light.low
+        if isinstance(head.light, PathLight):
+            self.low = LeanPath(head.light).low
             after_VR = head.target_head_VH.float() @ head.light.out.weight.float()
             self.after = output_product(after_VR.to(self.dtype), None, vocab_size)
         elif head.light.rank:
@@ -93,7 +95,7 @@ class BlockDrafter(HeadDrafter):
             state_BFH = state_BnH[:, depth, None].expand_as(output_BFH)
             logits_BFV = logits_BnV[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
             if self.after is not None:
-                low_BFR, carried_BFS = light.low(state_BFH, tokens_BF, embedded_BFH, carried_BFS)
+                low_BFR, carried_BFS = self.low(state_BFH, tokens_BF, embedded_BFH, carried_BFS)
                 logits_BFV = logits_BFV + head_logits(self.after, low_BFR)
             return Fed(logits_BFV, state_BFH)
 
