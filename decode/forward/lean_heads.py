@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.decode.forward.lean import (
@@ -24,6 +25,7 @@ from draftsmith.decode.forward.product import Product
 from draftsmith.models.heads.block import Block, Layer
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.layers.block_attention import Blocks
+from draftsmith.models.layers.block_lights import PathLight
 from draftsmith.models.layers.layer import Attention, Keep, causal
 
 
@@ -133,6 +135,22 @@ class LeanBlock:
 
     def _rotary(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         return self.cos_SE[positions_BT].unsqueeze(2), self.sin_SE[positions_BT].unsqueeze(2)
+
+
+class LeanPath:
+    """`PathLight.low` by products in their fastest form."""
+
+    def __init__(self, light: PathLight) -> None:
+        self.light, self.norm = light, norm_of(light.of_token)
+        self.into, self.mix = Product.of([light.into]), Product.of([light.mix])
+
+    def low(
+        self, state_XH: Tensor, tokens_X: Tensor, embedded_XH: Tensor, carried_XS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        token_XS = self.into(normed(self.norm, embedded_XH))
+        carried_XS = torch.addcmul(token_XS, carried_XS, self.light.decay.sigmoid())
+        gate_XR, up_XR = self.mix(torch.cat([state_XH, carried_XS, token_XS], -1)).chunk(2, -1)
+        return F.silu(gate_XR) * up_XR, carried_XS
 
 
 def lean_eagle(head: Eagle) -> LeanEagle | None:

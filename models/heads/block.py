@@ -216,8 +216,8 @@ class Block(Head):
     @property
     def heads(self) -> tuple[Tensor, ...]:
         """What multiplies the two parts of `drafted`: the target's LM head, and `after`."""
-        after = (self.light.after.weight,) if self.light.rank else ()
-        return (self.target_head_VH, *after)
+        own = self.light.rank and not self.light.tied
+        return (self.target_head_VH, *((self.light.after.weight,) if own else ()))
 
     @property
     def mask_H(self) -> Tensor:
@@ -321,17 +321,17 @@ class Block(Head):
         at_BMn = (anchors_BM[..., None] + step_n).clamp(max=tokens_BT.shape[1] - 1)
         path_BMn = tokens_BT.gather(1, at_BMn.flatten(1)).view_as(at_BMn)
         embedded_BMnH = self.embed(path_BMn)
-        carried_BMS = output_BMnH.new_zeros(*anchors_BM.shape, self.light.width)
-        found = []
+        output_BMnH = self.light.changed(output_BMnH, embedded_BMnH)
+        state_BMnH, lows = self.norm(output_BMnH), []
+        carried_BMS = state_BMnH.new_zeros(*anchors_BM.shape, self.light.width)
         for depth in range(self.levels):
-            embedded_BMH = embedded_BMnH[:, :, depth]
-            given = output_BMnH[:, :, depth], embedded_BMH, carried_BMS
-            output_BMH, carried_BMS = self.light.changed(*given)
-            state_BMH = self.norm(output_BMH)
-            given = state_BMH, path_BMn[:, :, depth], embedded_BMH, carried_BMS
-            low_BMR, carried_BMS = self.light.low(*given)
-            found.append(torch.cat([state_BMH, low_BMR.to(state_BMH)], -1))
-        return torch.stack(found, 2)
+            given = (state_BMnH[:, :, depth], path_BMn[:, :, depth], embedded_BMnH[:, :, depth])
+            low_BMR, carried_BMS = self.light.low(*given, carried_BMS)
+            lows.append(low_BMR)
+        low_BMnR = torch.stack(lows, 2).to(state_BMnH)
+        if self.light.tied:
+            return state_BMnH + self.light.out(low_BMnR)
+        return torch.cat([state_BMnH, low_BMnR], -1)
 
     def to_json(self) -> dict[str, Any]:
         about = asdict(self.config)
