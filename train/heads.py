@@ -1,5 +1,5 @@
 """Medusa (arXiv 2401.10774), Hydra (2402.05109) and Chimera (2402.15758) heads on a frozen target,
-and Medusa-2.
+Kangaroo's adapter (2404.18911), and Medusa-2.
 
     draftsmith train heads recipe=medusa/quickstart lr=1e-3
     accelerate launch train/heads.py ...           (the same)
@@ -8,9 +8,10 @@ and Medusa-2.
 
 Head d reads the target's last state at t; Hydra's also the tokens up to t+1+d, and Hydra++'s
 (`head.prefix`) the states before t through a decoder layer; Chimera (train/objectives/chimera.py)
-runs such a layer for each token. l is cross-entropy with the text, or a divergence from the
-target's own distribution there (train/losses/pure.py). `joint` is Medusa-2
-(train/objectives/medusa.py): it changes the target too, and writes `target/` beside `drafter/`.
+runs such a layer for each token; Kangaroo's one depth predicts x_{t+1}. l is cross-entropy with the
+text, or a divergence from the target's own distribution there (train/losses/pure.py). `joint` is
+Medusa-2 (train/objectives/medusa.py): it changes the target too, and writes `target/` beside
+`drafter/`.
 
 Where this differs from the papers:
 1. All depths are divided by the trained tokens of the step; the papers take means by depth.
@@ -56,6 +57,7 @@ class HeadSizes:
     prefix: bool = False  # hydra: Hydra++'s decoder layer
     dropout: float = 0.0  # of hydra
     block: int = 2  # falcon: tokens of a pass
+    early: int = 2  # kangaroo: the target's layers that draft
 
 
 @dataclass(kw_only=True)

@@ -67,6 +67,8 @@ def head_figures(heldout: HeldOut, objective: Trained, K: int, tree: str) -> Eva
             means |= {f"alpha_{depth}": alpha / pairs, f"top1_{depth}": top1 / pairs}
             along *= (alpha if heldout.params.temperature else top1) / pairs
             estimate += along if depth < K else 0.0
+        if objective.begins < 0:
+            estimate = sum(along**kept for kept in range(K + 1))
         return means | {"tau_estimate": estimate, "tau": heldout.tau(drafter, K, tree)}
 
     return evaluate

@@ -4,7 +4,8 @@ from the states of a target.
 Head d at position t predicts x_{t+2+d}: the target itself has written x_{t+1}. It is compared with
 that token, or with the target's own p_{t+1+d}, made from its state at t+1+d. A pair (t, d) is
 trained where the text says that token t+2+d is (`Batch.loss_mask[t+1+d]`) and t is of the same
-document.
+document. A head that goes on through the target's own layers predicts x_{t+1}, with p_t beside it:
+that is depth -1 (`HeadObjective.begins`).
 
 Legend: B rows, T positions, S = T - 1 - d positions with a token at depth d, N = B * S, H hidden
 size, F = (number of taps) * H, V vocabulary, D depths.
@@ -32,7 +33,7 @@ def trained_pairs(batch: Batch, depth: int) -> Tensor:
     """[B, S] bool: which positions t have a trained token t + 2 + depth in their document."""
     at = 1 + depth
     positions_BT = batch.position_ids
-    same_BS = positions_BT[:, at:] == positions_BT[:, :-at] + at
+    same_BS = positions_BT[:, at:] == positions_BT[:, : positions_BT.shape[1] - at] + at
     return batch.loss_mask[:, at:] & same_BS
 
 
@@ -45,6 +46,7 @@ class OnStates(Objective):
 
     mean_alpha_D: Tensor  # of the step before
     alpha_name = "alpha"  # of the metric
+    begins = 0  # the depth of what is drafted first; -1: the only one, and all are like it
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class HeadObjective(OnStates):
     def __init__(
         self, head: Head, *given: Any, loss: str, decay: float, state: float = 0.0
     ) -> None:
-        super().__init__(head, *given, depths=head.levels)
+        super().__init__(head, *given, depths=1 if self.begins < 0 else head.levels)
         if loss != "ce":
             divergence(loss)  # what is wrong with it shows now
         if state < 0:
@@ -151,11 +153,12 @@ class HeadObjective(OnStates):
         p_head_VH = cut_rows(head_weight(self._target[0]), self.vocab_size)
         own = next(self.head.parameters()).dtype
         for depth, q_hidden_BTH in enumerate(self.drafted(batch, taps_BTF.to(own))):
-            mask_BS = trained_pairs(batch, depth)
+            at = 1 + depth + self.begins
+            mask_BS = trained_pairs(batch, depth + self.begins)
             q_hidden_NH = q_hidden_BTH[:, : mask_BS.shape[1]].flatten(0, 1)
-            p_hidden_NH = norm_BTH[:, 1 + depth :].flatten(0, 1).to(p_head_VH.dtype)
-            # The last position of S has no token two further on, and is never trained.
-            tokens_BT = batch.input_ids.roll(-2 - depth, dims=1)
+            p_hidden_NH = norm_BTH[:, at:].flatten(0, 1).to(p_head_VH.dtype)
+            # The last position of S has no token one further on, and is never trained.
+            tokens_BT = batch.input_ids.roll(-1 - at, dims=1)
             yield (
                 (q_hidden_NH, cut_rows(self.head.head_VH(depth), self.vocab_size)),
                 (p_hidden_NH, p_head_VH),

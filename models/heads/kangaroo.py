@@ -1,0 +1,88 @@
+"""Kangaroo (Liu et al., arXiv 2404.18911): a target's first layers, and a small adapter on them.
+
+    s_t        the target's state at t after its first E layers: our tap E
+    adapter    z_t = norm'(s_t + attention(norm s)_t), over s_0 .. s_t, no feed-forward
+    logits     of x_{t+1}: the target's LM head on z_t
+
+The state at t knows x_t, so what is drafted there stands beside p_t itself: no shift. All drafted
+tokens pass the target's own first layers, so each depth reads exact states, and the adapter's keys
+and values of a token that is kept are exact too.
+
+The attention begins as that of the target's layer E and norm' as its final norm, where their parts
+are alike.
+
+Shapes: B rows, T positions, H hidden, V rows of the target's LM head.
+"""
+
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from draftsmith.models.heads.head import ANY_DEPTH, Head, Kind, entry
+from draftsmith.models.layers.layer import (
+    Attention,
+    EagleLayer,
+    Rotary,
+    begin_as,
+    layer_json,
+    read_layer,
+)
+from draftsmith.models.taps import decoder_layers
+from draftsmith.models.target import output_head
+
+
+class Kangaroo(Head):
+    """layer: sizes of the adapter's attention; early: E. ValueError for less than a layer."""
+
+    kind = "kangaroo"
+    kinds: ClassVar = {kind: Kind("Kangaroo's adapters")}
+    levels = ANY_DEPTH
+
+    def __init__(self, layer: PretrainedConfig, early: int) -> None:
+        super().__init__()
+        if early < 1 or layer.num_hidden_layers != 1:
+            raise ValueError(
+                f"kangaroo: got the target's first {early} layers with {layer.num_hidden_layers} "
+                "of its own, expected at least one of the target's and one of its own"
+            )
+        self.config, self.taps = layer, (early,)
+        self.hidden, self.rows = layer.hidden_size, layer.vocab_size
+        self.context = layer.max_position_embeddings
+        self.adapter = EagleLayer(layer, 0, wide=False, bare=False)
+        del self.adapter.mlp  # its second norm is norm'
+        self.rotary = Rotary(layer)
+
+    def init_from(self, target: PreTrainedModel) -> Self:
+        self.bind(target)
+        layers = decoder_layers(target)
+        begin_as(self.adapter, layers[min(int(self.taps[0]), len(layers) - 1)])
+        if isinstance(last := getattr(output_head(target)[0], "norm", None), nn.Module):
+            begin_as(self.adapter.post_attention_layernorm, last)
+        return self
+
+    def adapted(self, taps_BTH: Tensor, positions_BT: Tensor, attention: Attention) -> Tensor:
+        """What the LM head multiplies, [B, T, H]; attention: how positions see each other."""
+        part, turned = self.adapter, self.rotary(taps_BTH, positions_BT)
+        mixed_BTO = attention(0, *part.project(part.input_layernorm(taps_BTH), turned))
+        normed_BTH: Tensor = part.post_attention_layernorm(
+            taps_BTH + part.self_attn.o_proj(mixed_BTO)
+        )
+        return normed_BTH
+
+    def keys(self, taps_BTH: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens."""
+        part = self.adapter
+        return part.remember(part.input_layernorm(taps_BTH), self.rotary(taps_BTH, positions_BT))
+
+    def head_VH(self, depth: int) -> Tensor:
+        """The target's LM head, at every depth."""
+        return self.target_head_VH
+
+    def to_json(self) -> dict[str, Any]:
+        made = {"architectures": ["Kangaroo"], "early_layers": self.taps[0]}
+        return layer_json(self.config) | made
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> "Kangaroo":
+        return cls(read_layer(config), entry(config, "early_layers", int))
