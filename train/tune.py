@@ -35,14 +35,16 @@ from draftsmith.train.heldout.heldout import shrunk as shrunk_run
 from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.launch import begin
-from draftsmith.train.run.loop import Evaluate, StepBatches, fit
+from draftsmith.train.run.loop import Evaluate, fit
 from draftsmith.train.run.lora import Lora, to_save, with_lora
 from draftsmith.train.run.result import save_model
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.text.on_policy import Snapshot, Text, make_batches, training_examples
+from draftsmith.train.tuning.consistency import Consistency, ConsistencyObjective
 from draftsmith.train.tuning.exits import ExitObjective, Exits
 
-METHODS = ("exits",)
+METHODS = ("exits", "consistency")
+Tuned = ExitObjective | ConsistencyObjective
 
 
 @dataclass(kw_only=True)
@@ -51,8 +53,9 @@ class TuneConfig(Settings):
 
     entry: str = "tune"
     target: TargetSpec  # or a draft LM's folder
-    method: str  # exits
+    method: str  # exits | consistency
     exits: Exits = field(default_factory=Exits)
+    consistency: Consistency = field(default_factory=Consistency)
     lora: Lora = field(default_factory=Lora)
     data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
     text: Text = field(default_factory=Text)
@@ -93,7 +96,7 @@ def main(argv: list[str]) -> None:
 
     # ---- text, objective ----------------------------------------------------------------------
     examples = training_examples(config.data, tokenizer, few=config.target.shrink)
-    batches: StepBatches = make_batches(config.text, config, examples, tokenizer)
+    batches = make_batches(config.text, config, examples, tokenizer)
     objective = make_objective(config, model, tokenizer).to(accelerator.device)
 
     # ---- held-out prompts, and what the target wrote to them before ---------------------------
@@ -118,16 +121,18 @@ def main(argv: list[str]) -> None:
 
 def make_objective(
     config: TuneConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> ExitObjective:
+) -> Tuned:
     """What the recipe trains for; `drafter` is the name of what decodes with the result."""
     size = vocab_size(tokenizer)
+    if config.method == "consistency":
+        return ConsistencyObjective(model, config.consistency, drafted=config.K, vocab_size=size)
     return ExitObjective(model, config.exits, steps=config.steps, vocab_size=size)
 
 
 def figures(
     config: TuneConfig,
     heldout: HeldOut,
-    objective: ExitObjective,
+    objective: Tuned,
     snapshot: Snapshot[PreTrainedModel],
 ) -> Evaluate:
     """Loss on what the target wrote before it was tuned, and what else the objective measures;

@@ -15,6 +15,8 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.train import tune
+from draftsmith.train.plan.memory import sizes_of
+from draftsmith.train.plan.models import staged
 from draftsmith.train.plan.table import plan
 
 Argv = list[str]
@@ -94,7 +96,17 @@ def test_adapters_and_checkpointed_layers(tuning: Argv, tmp_path: Path) -> None:
     decodes_as_plainly(tmp_path / "run/target", "exit:2")
 
 
-@pytest.mark.parametrize("method", ["exits"])
+def test_a_model_that_writes_what_it_guessed(tuning: Argv, tmp_path: Path) -> None:
+    """The folder decodes as it says; the loss is measured on text alone."""
+    sizes = "consistency={window: 8, passes: 2, ar: 1}"
+    tune.main([*tuning, "method=consistency", sizes, "temperature=0", "K=4", "lr=0.01"])
+    log = records(tmp_path / "run")
+    assert all(r["loss"] == pytest.approx(r["consistency"] + r["ar"], rel=1e-5) for r in log[1:])
+    assert log[-1]["ar"] < log[1]["ar"] and log[0].keys() >= {"eval_loss", "eval_tau"}
+    decodes_as_plainly(tmp_path / "run/target", "jacobi:4", K=4)
+
+
+@pytest.mark.parametrize("method", ["exits", "consistency"])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     tuning: Argv, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,16 +134,17 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
         assert straight.read_bytes() == broken.read_bytes(), name
 
 
-@pytest.mark.parametrize("method", ["exits"])
+@pytest.mark.parametrize("method", ["exits", "consistency"])
 def test_a_run_is_planned(tuning: Argv, tmp_path: Path, method: str) -> None:
     """All weights in fp32 with their optimizer's states, and a copy to decode with."""
-    argv = ["entry=tune", f"method={method}", "gpu=cpu", *tuning]
+    argv = ["entry=tune", f"method={method}", "gpu=cpu", *tuning, "consistency.passes=1"]
+    argv += ["text.packing=false"]
     outline = plan(argv)
     numbers = sum(t.numel() for t in load_file(tmp_path / "of/model.safetensors").values())
     sizes = outline.sizes
     assert sizes.learned == numbers and sizes.weights == sizes.target == 4 * numbers
     assert sizes.optimizer == 8 * numbers
-    adapted = plan([*argv, "lora.rank=4"]).sizes
+    adapted = sizes_of(staged([*argv[:2], *argv[3:], "lora.rank=4"], "cpu"))
     assert 0 < adapted.learned < 0.2 * numbers and adapted.optimizer == 8 * adapted.learned
     assert len(outline.choices) == 2, "with gradient checkpointing, and without"
 
@@ -148,11 +161,12 @@ def test_more_exits_need_more(tuning: Argv) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["method=exists"], "method: got 'exists', expected exits"),
+        (["method=exists"], "method: got 'exists', expected exits or consistency"),
         (["method=exits", "exits.layers=[4]"], r"exits: got \[4\], expected exits after 1 to 3"),
         (["method=exits", "compile=true"], "got compile=true, expected false"),
         (["method=exits", "target.quantise=int8"], "target.quantise: got int8, expected nothing"),
         (["method=exits", "K=0"], "K: got 0, expected 1 to 64"),
+        (["method=consistency", "consistency.window=1"], "consistency: got window=1, .*expected 2"),
     ],
 )
 def test_options_that_do_not_go(tuning: Argv, options: Argv, message: str) -> None:
