@@ -17,6 +17,7 @@ COMMANDS = {
     "train heads": ("train.heads", "HeadsConfig", "Medusa and Hydra heads on a frozen target"),
     "train eagle": ("train.eagle", "EagleRun", "EAGLE-1 and EAGLE-3 heads on a frozen target"),
     "train blocks": ("train.blocks", "BlocksRun", "drafters of a block a pass: DFlash, DSpark ..."),
+    "train tune": ("train.tune", "TuneConfig", "the target itself, so that it drafts for itself"),
     "train scorers": ("train.scorers", "ScorersConfig", "acceptance heads and judges, from traces"),
     "train online": ("train.online", "OnlineRun", "a draft, from what its server decodes"),
     "evaluate": ("decode.__main__", "Evaluation", "decode with a drafter: speed, proof"),

@@ -26,6 +26,7 @@ FEW = "heldout.limit=2 heldout.prompt_tokens=8 heldout.max_new_tokens=4 text.max
 EAGLE = f"train eagle {TRAIN} {FEW}"
 BLOCKS = f"train blocks {TRAIN} {FEW}"
 HEADS = f"train heads {TRAIN} {FEW} head.kind=medusa"
+TUNE = f"train tune {TRAIN} {FEW}"
 DISTILL = f"train distill {TRAIN} {FEW}"
 PRETRAIN = f"train pretrain data=text.jsonl steps=1 dtype=float32 tokenizer=target {FEW}"
 SCORERS = "train scorers target=target steps=1 reading.kind=acceptance reading.drafter=draft"
@@ -174,6 +175,8 @@ CASES = [
     (f"{HEADS} head.kind=hydra noise=-1", "noise: got -1.0, expected at least 0"),
     (f"{HEADS} head.heads=0", "heads=0", "expected each to be at least 1"),
     (f"{HEADS} loss=nothing", "got 'nothing', expected one of fkl"),
+    (f"{TUNE} method=exists", "method: got 'exists', expected exits or consistency"),
+    (f"{TUNE} method=exits exits.every=0", "exits: got", "every=0", "expected"),
     (f"{DISTILL} draft.heads=5", "heads", "expected"),
     (f"{DISTILL} draft=eagle", "a head of kind eagle3, expected a draft LM"),
     (f"{DISTILL} draft=foreign", "got", "tokenizer"),

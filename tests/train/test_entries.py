@@ -35,6 +35,7 @@ SHORT = {
     "heads": ["dtype=float32"],
     "eagle": ["dtype=float32"],
     "blocks": ["dtype=float32"],
+    "tune": ["dtype=float32"],
     "scorers": ["dtype=float32"],
     "online": ["dtype=float32"],
 }

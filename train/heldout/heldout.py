@@ -82,8 +82,9 @@ def shrunk(config: Any) -> Any:
     data = config.data if Path(config.data).exists() else prompts_from
     few = HeldOutPrompts(prompts=prompts_from, limit=2, prompt_tokens=8, max_new_tokens=8)
     text = replace(config.text, max_length=min(config.text.max_length, 256))
-    short = {"steps": 2, "warmup": 0, "batch_size": 2}
-    return replace(config, data=data, heldout=few, text=text, cache=Cache(), **short)
+    short: dict[str, Any] = {"steps": 2, "warmup": 0, "batch_size": 2}
+    short |= {"cache": Cache()} if hasattr(config, "cache") else {}
+    return replace(config, data=data, heldout=few, text=text, **short)
 
 
 def draft_figures(

@@ -22,7 +22,6 @@ from draftsmith.decode.engine import memory
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import parse_tree
 from draftsmith.models.target import output_head
-from draftsmith.train.objectives.distillation import Distillation
 from draftsmith.train.plan.fake_step import GRADIENTS, Step, rehearse, sweeping_as_on
 from draftsmith.train.plan.models import Staged, remade
 from draftsmith.train.run.optim import optimizers
@@ -114,7 +113,7 @@ def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
         learned = [p for p in objective.parameters() if p.requires_grad]
         steps = []
         for first in getattr(objective, "stages", [0]):
-            if isinstance(objective, Distillation):
+            if hasattr(objective, "stages"):
                 objective.steps_done = torch.tensor(first)  # one that can be read
             how = {"autocast": autocast, "micros": config.accumulation}
             steps.append(rehearse(loss, learned, body, **how))

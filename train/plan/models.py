@@ -277,6 +277,13 @@ def _online(cast: Staged, entry: Any) -> None:
     cast.also(draft, *[torch.float32] * compared, *[target.dtype] * bool(config.replay.stream))
 
 
+def _tune(cast: Staged, entry: Any) -> None:
+    config, (copied, tokenizer) = cast.config, cast.open_target()  # the copy that decodes
+    model = cast.masked(model_of(copied.config, torch.float32, config.lora))
+    cast.objective = entry.make_objective(config, model, tokenizer)
+    cast.layered = model
+
+
 def _scorers(cast: Staged, entry: Any) -> None:
     config = cast.config
     if config.reading.kind == "judge":
@@ -358,6 +365,7 @@ ENTRIES: dict[str, tuple[str, Callable[[Staged, Any], None]]] = {
     "heads": ("HeadsConfig", _heads),
     "eagle": ("EagleRun", _eagle),
     "blocks": ("BlocksRun", _blocks),
+    "tune": ("TuneConfig", _tune),
     "online": ("OnlineRun", _online),
     "scorers": ("ScorersConfig", _scorers),
 }

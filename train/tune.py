@@ -1,0 +1,174 @@
+"""Tuning a target so that it drafts for itself; writes `target/`, a plain model folder.
+
+    draftsmith train tune recipe=layerskip/gsm8k lr=1e-4
+    accelerate launch train/tune.py ...            (the same)
+
+    exits        sum_E w_E CE(exit after E layers, text)        decodes with drafter=exit:E
+    consistency  KL(model on the text || model on a guess of it) + ar CE(text)     jacobi:K
+
+`exits` is LayerSkip (arXiv 2404.16710; train/tuning/exits.py), `consistency` CLLM (2403.00835;
+train/tuning/consistency.py). Decoding stays lossless, but with respect to the tuned target: how far
+that is from what it was is told by `loss`, of the answers that it gave to held-out prompts before.
+
+Where this differs from the papers:
+1. Sums are divided by the trained tokens of the step; rows are packed for `exits`, so that a layer
+   is left out of a row of texts, and what it computed is thrown away: no time is saved.
+2. The weights with the best held-out tau are kept, not the last ones.
+"""
+
+import json
+import shlex
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.command import run_command
+from draftsmith.decode.drafters.lm import weights_read
+from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.prompts.chat import set_template
+from draftsmith.models.disk.provenance import provenance
+from draftsmith.models.target import TargetSpec, load_target
+from draftsmith.models.tokenizer import vocab_size
+from draftsmith.train.heldout.heldout import HeldOut, HeldOutPrompts, open_heldout
+from draftsmith.train.heldout.heldout import shrunk as shrunk_run
+from draftsmith.train.plan.refuse import refuse
+from draftsmith.train.run.folder import Run
+from draftsmith.train.run.launch import begin
+from draftsmith.train.run.loop import Evaluate, fit
+from draftsmith.train.run.lora import Lora, to_save, with_lora
+from draftsmith.train.run.result import save_model
+from draftsmith.train.run.settings import Settings
+from draftsmith.train.text.on_policy import Snapshot, Text, make_batches, training_examples
+from draftsmith.train.tuning.consistency import Consistency, ConsistencyObjective
+from draftsmith.train.tuning.exits import ExitObjective, Exits
+
+METHODS = ("exits", "consistency")
+Tuned = ExitObjective | ConsistencyObjective
+
+
+@dataclass(kw_only=True)
+class TuneConfig(Settings):
+    """What a recipe of this entry can say."""
+
+    entry: str = "tune"
+    target: TargetSpec  # or a draft LM's folder
+    method: str  # exits | consistency
+    exits: Exits = field(default_factory=Exits)
+    consistency: Consistency = field(default_factory=Consistency)
+    lora: Lora = field(default_factory=Lora)
+    data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
+    text: Text = field(default_factory=Text)
+    heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)
+    temperature: float = 1.0  # of the answers that figures are taken on, and of tau
+    K: int = 4  # drafted tokens a round: for tau
+    best_metric: str = "tau"
+    best_mode: str = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.method not in METHODS:
+            raise ValueError(f"method: got {self.method!r}, expected {' or '.join(METHODS)}")
+        if self.target.quantise:
+            raise ValueError(
+                f"target.quantise: got {self.target.quantise}, expected nothing: its weights are "
+                "trained; quantise the result"
+            )
+        if self.compile and self.method == "exits":
+            raise ValueError("got compile=true, expected false: exits are read between its layers")
+
+
+def main(argv: list[str]) -> None:
+    # ---- the recipe, this process, the run folder ---------------------------------------------
+    config, accelerator, run = begin(TuneConfig, argv, shrunk, refuse)
+    if run is None:
+        return
+
+    # ---- the target, which learns, and a copy to decode with ----------------------------------
+    weights = replace(config.target, dtype="float32")
+    model, tokenizer = load_target(weights, accelerator.device)
+    set_template(tokenizer, config.text.thinking, config.text.template_kwargs)
+    dtype = getattr(torch, config.target.resolved(config.dtype).dtype)
+    model = with_lora(model.requires_grad_(), config.lora, given=True, seed=config.seed)
+    snapshot = Snapshot(model, dtype)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    # ---- text, objective ----------------------------------------------------------------------
+    examples = training_examples(config.data, tokenizer, few=config.target.shrink)
+    batches = make_batches(config.text, config, examples, tokenizer)
+    objective = make_objective(config, model, tokenizer).to(accelerator.device)
+
+    # ---- held-out prompts, and what the target wrote to them before ---------------------------
+    params = config.heldout.params(config.temperature)
+    heldout = open_heldout(config, params, accelerator, snapshot.take(), tokenizer, run)
+
+    # ---- fit, and keep what drafts best -------------------------------------------------------
+    evaluate = figures(config, heldout, objective, snapshot)
+    ended = fit(accelerator, objective, batches, config, run, evaluate)
+    run.load_best(objective)
+
+    # ---- save ---------------------------------------------------------------------------------
+    if accelerator.is_main_process:
+        model = to_save(model, run.folder / "adapter", config.save_dtype)
+        made = provenance(argv, config.seed, examples.fingerprint(), ended.best_step)
+        result = run.folder / "target"
+        save_model(result, model, tokenizer, made)
+        run.finish({"result": str(result), **ended._asdict()})
+        print(f"saved {result}")
+        tell(config, run, objective.drafter, ended.best_step)
+
+
+def make_objective(
+    config: TuneConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Tuned:
+    """What the recipe trains for; `drafter` is the name of what decodes with the result."""
+    size = vocab_size(tokenizer)
+    if config.method == "consistency":
+        return ConsistencyObjective(model, config.consistency, drafted=config.K, vocab_size=size)
+    return ExitObjective(model, config.exits, steps=config.steps, vocab_size=size)
+
+
+def figures(
+    config: TuneConfig,
+    heldout: HeldOut,
+    objective: Tuned,
+    snapshot: Snapshot[PreTrainedModel],
+) -> Evaluate:
+    """Loss on what the target wrote before it was tuned, and what else the objective measures;
+    tau and MBSU, decoded with a copy of the target as it is now.
+    """
+
+    def evaluate() -> dict[str, float]:
+        target = snapshot.take()
+        drafter = load_drafter(objective.drafter, target, heldout.tokenizer)
+        assert drafter is not None
+        means, tau = heldout.means(objective.measure), heldout.tau(drafter, config.K)
+        c_bytes = drafter.parameter_bytes / weights_read(target)
+        return means | {"tau": tau, "mbsu": tau / (1 + config.K * c_bytes)}
+
+    return evaluate
+
+
+def tell(config: TuneConfig, run: Run, drafter: str, best_step: int) -> None:
+    """What tuning has changed, and the line that evaluates the result."""
+    log = map(json.loads, run.metrics.read_text("utf-8").splitlines())
+    first, *_, kept = [r for r in log if r["step"] in (0, best_step) and "eval_tau" in r] * 2
+    for name in ("tau", "loss"):
+        before, after = (record[f"eval_{name}"] for record in (first, kept))
+        print(f"held-out {name}: {before:.3f} before, {after:.3f} after")
+    asked = {"target": str(run.folder / "target"), "drafter": drafter, "K": f"{config.K}"}
+    asked |= {"prompts": config.heldout.prompts or config.data}
+    asked |= {"temperature": f"{config.temperature:g}"} if config.temperature else {}
+    keys = " ".join(shlex.quote(f"{key}={value}") for key, value in asked.items())
+    print(f"python -m draftsmith evaluate {keys}")
+
+
+def shrunk(config: TuneConfig) -> TuneConfig:
+    """Two steps of a tiny random target."""
+    exits = replace(config.exits, layers=[], draft=0)
+    return replace(shrunk_run(config), exits=exits, lora=Lora())
+
+
+if __name__ == "__main__":
+    run_command(main, TuneConfig)
