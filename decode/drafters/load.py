@@ -11,6 +11,7 @@ from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.untrained.jacobi import JacobiDrafter
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
+from draftsmith.decode.untrained.swift import SwiftDrafter
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter
@@ -24,13 +25,14 @@ UNTRAINED: dict[str, Any] = {
     "exit": OwnLayersDrafter,
     "skip": OwnLayersDrafter,
     "jacobi": JacobiDrafter,
+    "swift": SwiftDrafter,
 }
 
 
 def has_folder(name: str) -> bool:
     """Whether a drafter's name is a folder's, and not that of one without weights of its own."""
     kind, _, says = name.partition(":")
-    return name not in ("none", "ngram") and not (says and kind in UNTRAINED)
+    return name not in ("none", "ngram", "swift") and not (says and kind in UNTRAINED)
 
 
 def load_decoded(

@@ -154,6 +154,8 @@ class Frontier(NamedTuple):
 
 
 Feed = Callable[[Frontier], Fed]
+# log E [B, M, V] of the tokens at positions [B, M], None when they weren't chosen by it.
+Race = Callable[[Tensor], Tensor | None]
 
 
 class Kept(NamedTuple):
@@ -204,6 +206,10 @@ class Drafter(Protocol):
     follows: bool = True  # whether it takes in rounds that draft nothing
     shares: bool = False  # whether it drafts in the target's own keys and values
     chooses: bool = False  # whether it is told what the target chose at every node
+    scratch: int = (
+        0  # slots beyond a row's length that it writes between rounds; 0: none, not asked
+    )
+    form: str = ""  # which of several it drafts by now; a recorded round is of one
     acceptance: Scored | None = None  # foretells what is kept, where its folder holds such a head
     held: tuple[str, ...]  # the attributes that are its state of the rows
 
@@ -243,6 +249,12 @@ class Drafter(Protocol):
 
     def extend(self, kept: Kept) -> None:
         """Take in the tokens just emitted."""
+
+    def between(self, request: Round, race: Race) -> bool:
+        """Before a round, for drafters with `scratch`: look at the text so far. True where other
+        halves draft from now on: of what `first_rows` copied nothing is good any more.
+        """
+        return False
 
     def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor) -> Tensor | None:
         """Raw logits [B, T, V] of what it drafts first after each token of a text, from the states

@@ -45,8 +45,9 @@ _works_for: "weakref.WeakKeyDictionary[Any, weakref.ref[DecodeBatch]]" = weakref
 
 
 def compile_runner(drafter: Drafter | None) -> None:
-    if (runner := getattr(drafter, "runner", None)) is not None:
-        runner.compile()
+    for name in ("runner", "whole"):  # what it drafts with, and what that is made of
+        if (runner := getattr(drafter, name, None)) is not None:
+            runner.compile()
 
 
 class Decoder:
@@ -284,6 +285,7 @@ class Decoder:
             tree=None if drafter is None else self.policy.plans[-1],
             rule=self.settings.rule,
             lossy=self.settings.needs_q,
+            scratch=0 if drafter is None else drafter.scratch,
         )
         draft = None if drafter is None else drafter.size
         planned = memory.plan(work, memory.ModelSize.of(self.runner), draft)

@@ -17,7 +17,7 @@ from draftsmith.decode.forward.runner import round_up, windowed
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import WITH_REPLACEMENT, WITHOUT_REPLACEMENT
-from draftsmith.decode.tree_shapes import Plan, StaticTree
+from draftsmith.decode.tree_shapes import Plan, StaticTree, chain_plan
 from draftsmith.decode.verify.rules import RULES
 
 GIB = 1 << 30
@@ -33,7 +33,7 @@ COPIES = {"block": (2, 5), "leviathan": (2, 7), "recursive": (2, 7), "traversal"
 class Work:
     """What is to be decoded. prompt, new: the longest prompt and answer, in tokens; tree: the
     largest that may be asked for, None for plain decoding; lossy: whether an extra acceptance wants
-    the draft's logits.
+    the draft's logits; scratch: the drafter's.
     """
 
     rows: int
@@ -44,11 +44,14 @@ class Work:
     tree: Plan | None = None
     rule: str = "coupled"
     lossy: bool = False
+    scratch: int = 0
 
     @property
     def slots(self) -> int:
-        """Slots a row: its tokens, the pending one, and the tree's."""
-        tree = 1 if self.tree is None else max(self.tree.nodes, self.tree.slots)
+        """Slots a row: its tokens, the pending one, and the tree's or what is tried in their place
+        between rounds.
+        """
+        tree = 1 if self.tree is None else max(self.tree.nodes, self.tree.slots, self.scratch)
         return round_up(self.prompt + self.new + 1 + tree)
 
 
@@ -91,6 +94,8 @@ def plan(work: Work, target: ModelSize, drafter: ModelSize | None) -> MemoryPlan
             taps = work.rows * work.prompt * target.handed * target.dtype.itemsize
             prefill = max(prefill, taps + _prefill(work, drafter))
     target_kv, tree = target.kv(work.rows, work.slots), _round(work, target, drafter)
+    if work.scratch:  # it is tried as a chain is verified
+        tree = max(tree, _round(replace(work, tree=chain_plan(work.scratch)), target, None))
     return MemoryPlan(target_kv, own_kv, prefill, tree, work, target, drafter)
 
 

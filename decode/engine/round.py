@@ -39,7 +39,7 @@ from draftsmith.decode.verify.rules import RULES, Noise, RuleInfo
 SMALLEST = 256  # slots that a recorded round attends to
 MOST = 128  # recordings kept
 Kind = TypeVar("Kind")
-Key = tuple[Plan | None, int, tuple[float, ...], int | None]
+Key = tuple[Plan | None, int, tuple[float, ...], int | None, str]
 
 
 class Rows:
@@ -261,6 +261,20 @@ class Stepper:
             news = torch.cat([news, told_BLW.flatten(1).view(torch.int64)], 1)
         return Told(news, topology.levels, topology.nodes - 1)
 
+    @torch.inference_mode()
+    def between(self, batch: DecodeBatch, plan: Plan, top: int) -> bool:
+        """Let a drafter with `scratch` look at its rows; as `Drafter.between`."""
+        if self.drafter is None or not self.drafter.scratch:
+            return False
+        rows, params = batch.rows, batch.params
+        rule = self.rule(params)
+
+        def race(positions_BM: Tensor) -> Tensor | None:
+            return self.race(rows.seeds_B, positions_BM, params) if rule.identical else None
+
+        at = rows.lens_B, rows.pending_B, rows.active_B
+        return self.drafter.between(Round(plan, *at, top, params, rule.law), race)
+
     def _chosen(
         self, tree: TokenTree, p_logits_BNV: Tensor, shared_BLV: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -332,8 +346,8 @@ class Stepper:
 
 class Graphs:
     """Rounds captured as CUDA graphs, of one batch at a time: one launch a round instead of
-    thousands. One for each (tree, attended slots, sampling); slots are rounded up to a power of
-    two. recorder: by default CUDA's.
+    thousands. One for each (tree, attended slots, sampling, form of the drafter); slots are rounded
+    up to a power of two. recorder: by default CUDA's.
     """
 
     def __init__(self, stepper: Stepper, recorder: Record | None = None) -> None:
@@ -354,7 +368,8 @@ class Graphs:
             # A pool of memory of its own: the last one ends with its last recording.
             self.batch, self.record = batch, self.recorder or CudaRecorder()
         top = max(SMALLEST, 1 << (top - 1).bit_length())
-        key = (plan, top, batch.params.law, batch.listed)
+        form = "" if self.stepper.drafter is None else self.stepper.drafter.form
+        key = (plan, top, batch.params.law, batch.listed, form)
 
         def run() -> Told:
             return self.stepper.step(batch, plan, top, None)

@@ -144,6 +144,8 @@ class Session:
         on_cuda = device.type == "cuda"
         # Captures and events belong to the current device.
         with torch.cuda.device(device) if on_cuda else nullcontext():
+            if plan is not None and decoder.stepper.between(self._part(), plan, top):
+                self._parts = {}
             if decoder.graphs is not None:
                 told = decoder.graphs.step(self.batch, plan, top)
             else:

@@ -16,6 +16,7 @@ Shapes: B rows, T tokens, F nodes fed.
 
 import copy
 import re
+from collections.abc import Collection, Set
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.drafting.base import Drafter, Fed, Feed, Frontier, Round
 from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.lean import HALVES, Half
+from draftsmith.decode.forward.lean import HALVES, Half, LeanBody
 from draftsmith.decode.forward.runner import Runner, round_up
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
@@ -43,7 +44,7 @@ class OwnLayersDrafter(Drafter):
     held: tuple[str, ...] = ("pool",)
 
     def __init__(
-        self, kind: str, target: PreTrainedModel, vocab_size: int, last: int, without: set[Half]
+        self, kind: str, target: PreTrainedModel, vocab_size: int, last: int, without: Set[Half]
     ) -> None:
         self.kind, self.last, self.without = kind, last, without
         self.whole = Runner(target, vocab_size)
@@ -75,12 +76,7 @@ class OwnLayersDrafter(Drafter):
     @property
     def parameter_bytes(self) -> int:
         """The LM head's, and what is left of the layers."""
-        total = output_head(self.runner.model)[1].nbytes
-        for index, layer in enumerate(decoder_layers(self.runner.model)[: self.last]):
-            for name, parameter in layer.named_parameters():
-                half = HALVES["attn" not in name and "input" not in name]
-                total += bytes_read(parameter) * ((index, half) not in self.without)
-        return total
+        return part_bytes(self.runner.model, self.last, self.without)
 
     def reset(self, rows: int, slots: int) -> None:
         self.share(self.runner.pool(rows, slots))
@@ -107,6 +103,32 @@ class OwnLayersDrafter(Drafter):
         return self.runner.logits(self.runner.states(ids_BT)[0])
 
 
+def part_bytes(model: PreTrainedModel, last: int, without: Collection[Half]) -> int:
+    """What a call of a model's first `last` layers without these halves reads, LM head included."""
+    total = output_head(model)[1].nbytes
+    for index, layer in enumerate(decoder_layers(model)[:last]):
+        for name, parameter in layer.named_parameters():
+            half = HALVES["attn" not in name and "input" not in name]
+            total += bytes_read(parameter) * ((index, half) not in without)
+    return total
+
+
+def units_of(runner: Runner, layers: range) -> list[frozenset[Half]]:
+    """What can be left out of these layers one by one: halves, or where a body is transformers' own
+    whole layers.
+    """
+    halves = [[(i, half)] for i in layers for half in HALVES]
+    whole = [[(i, half) for half in HALVES] for i in layers]
+    return list(map(frozenset, halves if isinstance(runner.call, LeanBody) else whole))
+
+
+def worth(agreement: float, K: int, c: float) -> float:
+    """MBSU of chains of K tokens, of which each agrees with so great a chance: expected tau over 1
+    + K c.
+    """
+    return float(sum(agreement**i for i in range(K + 1)) / (1 + K * c))
+
+
 def skip_set(says: str, depth: int) -> set[Half]:
     """The halves that `3+5a+6m` names, of so many layers; ValueError for what isn't there, or a set
     that leaves nothing.
@@ -125,7 +147,7 @@ def skip_set(says: str, depth: int) -> set[Half]:
     return found
 
 
-def skip_name(without: set[Half]) -> str:
+def skip_name(without: Collection[Half]) -> str:
     """What `skip_set` reads."""
     words = []
     for layer in sorted({layer for layer, _ in without}):
