@@ -11,6 +11,7 @@ from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.untrained.jacobi import JacobiDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
+from draftsmith.decode.untrained.partial_kv import PartialKVDrafter
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter
@@ -24,6 +25,8 @@ UNTRAINED: dict[str, Any] = {
     "exit": OwnLayersDrafter,
     "skip": OwnLayersDrafter,
     "jacobi": JacobiDrafter,
+    "streaming": PartialKVDrafter,
+    "snapkv": PartialKVDrafter,
 }
 
 

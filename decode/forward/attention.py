@@ -69,6 +69,7 @@ class Attend:
         self.seen, self.positions_BN, self.backend = seen, positions_BN, backend
         self.groups, self.dtype = groups, dtype
         self._made: dict[Any, Any] = {}
+        self.weights: list[Tensor] = []  # of each layer, where the backend watches
 
     def once(self, make: Callable[["Attend", int | None], Any], window: int | None = None) -> Any:
         """make(self, window), made at the first call."""
@@ -188,6 +189,15 @@ def kept(lse_BHN: Tensor, sinks_H: Tensor) -> Tensor:
 
 def _masked(attend: Attend, qkv: QKV, scale: float, window: int | None) -> Mixed:
     return weigh(qkv, attend.once(Attend.mask, window), scale)
+
+
+def _watched(attend: Attend, qkv: QKV, scale: float, window: int | None) -> Mixed:
+    """Masked; notes what each slot weighs, [B, K, S], summed over the packed queries."""
+    mixed, lse = _masked(attend, qkv, scale, window)
+    query, key = qkv[0].to(lse.dtype) * scale, qkv[1].to(lse.dtype)
+    scores = query @ key.transpose(-1, -2) + attend.once(Attend.mask, window)
+    attend.weights.append((scores - lse[..., None]).exp().sum(2))
+    return mixed, lse
 
 
 def _block(attend: Attend, qkv: QKV, scale: float, window: int | None) -> Mixed:
@@ -311,5 +321,6 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype) -> str:
 
 flash: Callable[..., Any] = varlen.varlen_attn
 BACKENDS = {"masked": _masked, "split": _split, "varlen": _varlen, "flex": _flex}
+BACKENDS["watched"] = _watched  # for who asks what weighs, never for decoding
 AttentionInterface.register(ATTENTION, slot_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
