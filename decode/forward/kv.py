@@ -73,6 +73,10 @@ class KVPool:
         self.kv_2LBSHE[:, :, rows_R, :chosen] = source.kv_2LBSHE[(slice(None), *at)]
 
 
+# Slots beyond a ring of them, for what a round drafts.
+ROOM = 128
+
+
 def ring(number: Tensor, size: int, sinks: int = 0) -> Tensor:
     """The slots, of `size`, of tokens by their number in order: once all are full, each new token
     takes the oldest one's, except that the first `sinks` stay.

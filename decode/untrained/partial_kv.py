@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round
-from draftsmith.decode.forward.kv import KVPool, ring
+from draftsmith.decode.forward.kv import ROOM, KVPool, ring
 from draftsmith.decode.forward.runner import Seen, round_up, windowed
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
@@ -30,7 +30,6 @@ from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
 SINKS = 4
 WATCHED = 32  # the prompt's last tokens, whose queries choose
 POOLED = 5  # neighbours that a slot's weight is averaged over
-ROOM = 128  # slots of the view beyond its budget, for a round's drafted tokens
 LEAST = {"streaming": 2 * SINKS, "snapkv": WATCHED + 2 * SINKS}
 
 
