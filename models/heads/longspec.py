@@ -1,12 +1,15 @@
 """LongSpec (Yang et al., arXiv 2502.17421): one layer that reads the target's own last keys.
 
     x = e(token);  x += self-attention over the last W tokens;  x += cross-attention;  x += MLP
-    logits of the next token: the target's LM head on x, without a norm before it
+    logits of the next token: the target's LM head on norm(x)
 
 The cross-attention's keys and values are the target's last layer's, turned to their positions; only
 its queries and its output map are trained. The drafter's own memory is W tokens, whatever the
 context: its own keys and values depend on a token and its place alone, its first sublayer's input
 being an embedding.
+
+The official code (sail-sg/LongSpec) has no norm there; with one, which begins as the target's, a
+short training comes further.
 
 Lag: what is drafted d tokens ahead sees the target's keys up to d tokens before it.
 
@@ -61,7 +64,9 @@ class LongSpec(Head):
         self.layer = EagleLayer(layer, 0, wide=False, bare=False)
         self.rotary = Rotary(layer)
         own = self.layer.self_attn
-        self.cross_norm = LlamaRMSNorm(self.hidden, eps=layer.rms_norm_eps)
+        self.cross_norm, self.norm = (
+            LlamaRMSNorm(self.hidden, eps=layer.rms_norm_eps) for _ in range(2)
+        )
         self.cross_q = nn.Linear(self.hidden, own.q_proj.out_features, layer.attention_bias)
         self.cross_o = nn.Linear(own.o_proj.in_features, self.hidden, bias=False)
 
@@ -88,6 +93,8 @@ class LongSpec(Head):
         last: Any = decoder_layers(target)[-1]
         begin_as(self.layer, last)
         begin_as(self.cross_norm, last.input_layernorm)
+        if isinstance(norm := getattr(output_head(target)[0], "norm", None), nn.Module):
+            begin_as(self.norm, norm)
         begin_as(self.cross_q, last.self_attn.q_proj)
         begin_as(self.cross_o, last.self_attn.o_proj)
         return self.bind(target)
@@ -108,7 +115,9 @@ class LongSpec(Head):
         # Its first two arguments are turned alike.
         query = apply_rotary_pos_emb(query, query, *rotary, unsqueeze_dim=2)[0]
         hidden_BTH = hidden_BTH + self.cross_o(cross(query))
-        return hidden_BTH + self.layer.mlp(self.layer.post_attention_layernorm(hidden_BTH))
+        inner_BTH = self.layer.mlp(self.layer.post_attention_layernorm(hidden_BTH))
+        normed_BTH: Tensor = self.norm(hidden_BTH + inner_BTH)
+        return normed_BTH
 
     def lagging(
         self,

@@ -53,7 +53,7 @@ def state_after(head: LongSpec, target: PreTrainedModel, ids: list[int], lag: in
         states = target_states(target, head.taps, input_ids=tokens).taps_BTF
         keys, values = last_keys(target, states, at)
         x_H = x_H + head.cross_o(mix(own, keys[0, : len(ids) - lag], values[0, : len(ids) - lag]))
-    return x_H + layer.mlp(layer.post_attention_layernorm(x_H))
+    return head.norm(x_H + layer.mlp(layer.post_attention_layernorm(x_H)))
 
 
 def mix(query_AE: Tensor, key_SKE: Tensor, value_SKE: Tensor) -> Tensor:
