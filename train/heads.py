@@ -58,6 +58,7 @@ class HeadSizes:
     dropout: float = 0.0  # of hydra
     block: int = 2  # falcon: tokens of a pass
     early: int = 2  # kangaroo: the target's layers that draft
+    window: int = 512  # longspec: tokens that its own attention sees
 
 
 @dataclass(kw_only=True)
@@ -77,6 +78,7 @@ class HeadsConfig(Settings):
     noise: float = 0.0  # hydra: alpha of NEFTune's noise on the states read
     state: float = 0.0  # clover2, falcon: weight of smooth-L1 to the target's states
     glance: float = 0.4  # falcon: share of wrong tokens that are shown, falling to 0
+    offset: int = 0  # longspec: positions are moved by up to so many, within the target's context
     cache: Cache = field(default_factory=Cache)
     heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)
     temperature: float = 1.0  # of held-out tau, and of the answers that figures are taken on

@@ -20,7 +20,7 @@ from draftsmith.bench.speed.eagle import Words
 from draftsmith.bench.speed.training_step import OURS, measure
 from draftsmith.command import parse, run_command
 from draftsmith.models.heads.block import KINDS, Block, BlockConfig
-from draftsmith.models.heads.block_layouts import block_exported
+from draftsmith.models.layouts.block_layouts import block_exported
 from draftsmith.models.taps import TargetStates
 from draftsmith.train.objectives.block import Anchors, BlockObjective
 from draftsmith.train.text.batches import Batch

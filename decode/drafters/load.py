@@ -6,11 +6,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.lm import LMDrafter
-from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.untrained.jacobi import JacobiDrafter
+from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
+from draftsmith.decode.untrained.partial_kv import PartialKVDrafter
 from draftsmith.decode.untrained.swift import SwiftDrafter
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.fingerprint import fingerprint
@@ -26,6 +27,8 @@ UNTRAINED: dict[str, Any] = {
     "skip": OwnLayersDrafter,
     "jacobi": JacobiDrafter,
     "swift": SwiftDrafter,
+    "streaming": PartialKVDrafter,
+    "snapkv": PartialKVDrafter,
 }
 
 

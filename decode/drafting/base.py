@@ -204,6 +204,7 @@ class Drafter(Protocol):
     one_pass: bool = False  # whether a round's first draft call makes what the later ones look up
     stride: int = 1  # levels that one pass drafts: draft calls between them look up what it made
     follows: bool = True  # whether it takes in rounds that draft nothing
+    room: int = ANY_DEPTH  # slots that a round's drafted tokens may take
     shares: bool = False  # whether it drafts in the target's own keys and values
     chooses: bool = False  # whether it is told what the target chose at every node
     scratch: int = (

@@ -143,14 +143,14 @@ class HeadKV(KVPool):
         at_RN = torch.arange(length, device=rows_R.device).expand(len(rows_R), -1)
         return at_RN, (rows_R[:, None] * self.slots + at_RN).flatten()
 
-    def fed(self, at_BN: Tensor, slots_BN: Tensor, seen: Seen) -> Where:
+    def fed(self, at_BN: Tensor, slots_BN: Tensor, seen: Seen, window: int | None = None) -> Where:
         """Of new tokens of rows 0..B-1, which are kept in these slots."""
         # What lies past the context's end is never kept; it only must not overrun the tables.
         at_BN = at_BN.clamp(max=self.context - 1)
         dtype = self.kv_2LBSHE.dtype
         attended = Attend(seen, at_BN, groups=self.groups, dtype=dtype, backend="masked")
         cache = SlotCache(self, self.flat(slots_BN), seen.width, attended)
-        return at_BN, partial(attend, cache, None)
+        return at_BN, partial(attend, cache, None, window=window)
 
     def width(self, slots: int) -> int:
         """Slots to attend over where `slots` are in use."""

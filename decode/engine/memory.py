@@ -10,14 +10,16 @@ Shapes: B rows, N nodes, I inner nodes, L = D + 1 tokens that one round can emit
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from draftsmith.decode.forward.runner import round_up, windowed
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import WITH_REPLACEMENT, WITHOUT_REPLACEMENT
-from draftsmith.decode.tree_shapes import Plan, StaticTree, chain_plan
+from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_plan
 from draftsmith.decode.verify.rules import RULES
 
 GIB = 1 << 30
@@ -107,11 +109,12 @@ def check(plan: MemoryPlan, free: int | None) -> MemoryPlan:
     work = plan.work
     lone = replace(plan, work=replace(work, rows=1, new=1))
     offers = []
-    if rows := _most(plan, free, "rows", work.rows):
+    if rows := _most(plan, free, "rows", range(1, work.rows)):
         offers.append(f"batch_size={rows}")
-    if new := _most(plan, free, "new", work.new):
+    if new := _most(plan, free, "new", range(1, work.new)):
         offers.append(f"max_new_tokens={new}")
-    if not offers and (prompt := _most(lone, free, "prompt", work.prompt)):
+    offers += _smaller_tree(plan, free)
+    if not offers and (prompt := _most(lone, free, "prompt", range(1, work.prompt))):
         offers.append(f"batch_size=1 with prompts of at most {prompt} tokens")
     fits = " or ".join(offers) + " would fit" if offers else "not even one row of one token fits"
     raise ValueError(
@@ -125,14 +128,31 @@ def size(count: int) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.0f} MiB"
 
 
-def _most(made: MemoryPlan, free: int, name: str, limit: int) -> int:
-    """The largest `name` below `limit` that fits, 0 if none."""
+def _most(
+    made: MemoryPlan, free: int, name: str, values: range, meant: Callable[[int], Any] = int
+) -> int:
+    """The largest of `values` that fits, 0 if none; meant: what of `Work` a value stands for."""
 
     def total(value: int) -> int:
-        changes: dict[str, Any] = {name: value}
+        changes: dict[str, Any] = {name: meant(value)}
         return plan(replace(made.work, **changes), made.target, made.drafter).total
 
-    return bisect_right(range(1, limit), free, key=total)
+    fitting = bisect_right(values, free, key=total)
+    return values[fitting - 1] if fitting else 0
+
+
+def _smaller_tree(made: MemoryPlan, free: int) -> list[str]:
+    """The largest part of the tree asked for that fits, as a setting: SpecMemo's question (arXiv
+    2506.01986). A dynamic tree loses nodes, any other its deepest levels.
+    """
+    tree = made.work.tree
+    if isinstance(tree, DynamicTree):
+        fewer = partial(replace, tree)
+        nodes = _most(made, free, "tree", range(2, tree.nodes), lambda n: fewer(nodes=n))
+        sharp = "" if tree.sharpness == 1 else f",{tree.sharpness:g}"
+        return [f"tree=dynamic:{tree.levels},{tree.width},{nodes}{sharp}"] if nodes else []
+    levels = 0 if tree is None else _most(made, free, "tree", range(1, tree.levels), tree.cut)
+    return [f"K={levels}"] if levels else []
 
 
 def _copies(params: SamplingParams) -> float:

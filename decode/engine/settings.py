@@ -125,6 +125,11 @@ class DecodeSettings:
                 f"{got}, {plan.levels} levels deep, with {of} that drafts {drafter.levels} tokens "
                 f"ahead; give K={drafter.levels} or less, or a flatter tree"
             )
+        if plan.slots > drafter.room:
+            raise ValueError(
+                f"{got}, whose draft takes {plan.slots} slots, with {of} that has room for "
+                f"{drafter.room}; give a smaller tree"
+            )
         if self.needs_q and not drafter.samples:
             raise ValueError(
                 f"lossy: got {self.lossy} with {of}, which has no distribution to compare; use "

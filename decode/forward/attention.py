@@ -48,13 +48,15 @@ class Seen:
     that begins there, what `block` marks: [N, M] or [B, N, M], True where query n sees slot
     lens + m. Without a block the queries are a chain: query n sees slots up to lens + n. width: of
     the slots looked at, a plain int that covers them all. depth: [M] or [B, M], how far beyond lens
-    the position of each slot of the block is (a chain: 0, 1, ...).
+    the position of each slot of the block is (a chain: 0, 1, ...). at: [B, S], the position of
+    every slot looked at, where that isn't its number; of new tokens any that is far enough on.
     """
 
     lens_B: Tensor
     width: int
     block: Tensor | None = None
     depth: Tensor | None = None
+    at: Tensor | None = None
 
 
 class Attend:
@@ -69,6 +71,7 @@ class Attend:
         self.seen, self.positions_BN, self.backend = seen, positions_BN, backend
         self.groups, self.dtype = groups, dtype
         self._made: dict[Any, Any] = {}
+        self.weights: list[Tensor] = []  # of each layer, where the backend watches
 
     def once(self, make: Callable[["Attend", int | None], Any], window: int | None = None) -> Any:
         """make(self, window), made at the first call."""
@@ -84,7 +87,7 @@ class Attend:
         """[B, N, S], True where a query sees a slot."""
         seen, length = self.seen, self.positions_BN.shape[1]
         slot_S = torch.arange(seen.width, device=seen.lens_B.device)
-        at_BS = slot_S.expand(len(seen.lens_B), -1)
+        at_BS = slot_S.expand(len(seen.lens_B), -1) if seen.at is None else seen.at
         if seen.block is None:
             step_N = torch.arange(length, device=slot_S.device)
             allowed_BNS = slot_S <= (seen.lens_B[:, None] + step_N)[..., None]
@@ -97,7 +100,7 @@ class Attend:
             family_BNS = seen.block.expand(len(node_BS), -1, -1).gather(2, node_BNS)
             before_BS = slot_S < seen.lens_B[:, None]
             allowed_BNS = (family_BNS & inside_BS[:, None]) | before_BS[:, None]
-            if seen.depth is not None:
+            if seen.depth is not None and seen.at is None:
                 depth_BS = seen.depth.expand(len(node_BS), -1).gather(1, node_BS)
                 at_BS = torch.where(inside_BS, seen.lens_B[:, None] + depth_BS, slot_S)
         if window is None:
@@ -188,6 +191,15 @@ def kept(lse_BHN: Tensor, sinks_H: Tensor) -> Tensor:
 
 def _masked(attend: Attend, qkv: QKV, scale: float, window: int | None) -> Mixed:
     return weigh(qkv, attend.once(Attend.mask, window), scale)
+
+
+def _watched(attend: Attend, qkv: QKV, scale: float, window: int | None) -> Mixed:
+    """Masked; notes what each slot weighs, [B, K, S], summed over the packed queries."""
+    mixed, lse = _masked(attend, qkv, scale, window)
+    query, key = qkv[0].to(lse.dtype) * scale, qkv[1].to(lse.dtype)
+    scores = query @ key.transpose(-1, -2) + attend.once(Attend.mask, window)
+    attend.weights.append((scores - lse[..., None]).exp().sum(2))
+    return mixed, lse
 
 
 def _block(attend: Attend, qkv: QKV, scale: float, window: int | None) -> Mixed:
@@ -311,5 +323,6 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype) -> str:
 
 flash: Callable[..., Any] = varlen.varlen_attn
 BACKENDS = {"masked": _masked, "split": _split, "varlen": _varlen, "flex": _flex}
+BACKENDS["watched"] = _watched  # for who asks what weighs, never for decoding
 AttentionInterface.register(ATTENTION, slot_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -37,10 +37,14 @@ class KVPool:
 
     def first(self, rows: int) -> Self:
         """The same memory, rows 0..rows-1 of it."""
+        return self.part(0, rows)
+
+    def part(self, first: int, last: int) -> Self:
+        """The same memory, rows first..last-1 of it."""
         part = copy.copy(self)
-        part.kv_2LBSHE = self.kv_2LBSHE[:, :, :rows]
+        part.kv_2LBSHE = self.kv_2LBSHE[:, :, first:last]
         part.keys_LBSHE, part.values_LBSHE = part.kv_2LBSHE
-        part.rows = rows
+        part.rows = last - first
         return part
 
     def flat(self, slots_BN: Tensor) -> Tensor:
@@ -52,13 +56,32 @@ class KVPool:
         """Forget rows: what a request left behind, NaN perhaps, can't reach the next one."""
         self.kv_2LBSHE.index_fill_(2, rows_R, 0)
 
-    def commit(self, source_BP: Tensor, target_BP: Tensor) -> None:
+    def commit(self, source_BP: Tensor, target_BP: Tensor, into: "KVPool | None" = None) -> None:
         """Move the entries of accepted paths into place, slots source -> target of rows 0..B-1: one
-        gather and one scatter for all layers. A chain's path is in place already.
+        gather and one scatter for all layers. A chain's path is in place already. into: another
+        pool of as many rows, whose slots the targets then are.
         """
-        kv_2LTHE = self.kv_2LBSHE.flatten(2, 3)
-        moved = kv_2LTHE.index_select(2, self.flat(source_BP))
-        kv_2LTHE.index_copy_(2, self.flat(target_BP), moved)
+        into = self if into is None else into
+        moved = self.kv_2LBSHE.flatten(2, 3).index_select(2, self.flat(source_BP))
+        into.kv_2LBSHE.flatten(2, 3).index_copy_(2, into.flat(target_BP), moved)
+
+    def take(self, source: "KVPool", rows_R: Tensor, slots_LRCH: Tensor) -> None:
+        """Fill slots 0..C-1 of rows R from another pool's, chosen for each layer and head."""
+        layers, _, chosen, heads = slots_LRCH.shape
+        layer_L, head_H = (torch.arange(n, device=rows_R.device) for n in (layers, heads))
+        at = (layer_L[:, None, None, None], rows_R[:, None, None], slots_LRCH, head_H)
+        self.kv_2LBSHE[:, :, rows_R, :chosen] = source.kv_2LBSHE[(slice(None), *at)]
+
+
+# Slots beyond a ring of them, for what a round drafts.
+ROOM = 128
+
+
+def ring(number: Tensor, size: int, sinks: int = 0) -> Tensor:
+    """The slots, of `size`, of tokens by their number in order: once all are full, each new token
+    takes the oldest one's, except that the first `sinks` stay.
+    """
+    return torch.where(number < sinks, number, sinks + (number - sinks) % (size - sinks))
 
 
 def kv_shape(config: PreTrainedConfig, rows: int, slots: int) -> tuple[int, ...]:
@@ -70,11 +93,12 @@ def kv_shape(config: PreTrainedConfig, rows: int, slots: int) -> tuple[int, ...]
 
 class SlotCache(Cache):
     """What one forward pass writes to and reads from: with `prefix=0` (prefill) its own keys alone,
-    else the first `prefix` slots of every row, as `attend` says.
+    else the first `prefix` slots of every row, as `attend` says. flat_slots: None where the new
+    tokens' keys and values are in their slots already, and are left as they are.
     """
 
     def __init__(
-        self, pool: KVPool, flat_slots: Tensor, prefix: int, attend: Attend | None = None
+        self, pool: KVPool, flat_slots: Tensor | None, prefix: int, attend: Attend | None = None
     ) -> None:
         super().__init__(layers=[])
         self._pool, self._flat, self._prefix, self.attend = pool, flat_slots, prefix, attend
@@ -82,8 +106,9 @@ class SlotCache(Cache):
     def write(self, layer: int, keys_BNHE: Tensor, values_BNHE: Tensor) -> tuple[Tensor, Tensor]:
         """Put new keys and values into their slots; return what to attend to, [B, S, H, E] each."""
         keys_BSHE, values_BSHE = self._pool.keys_LBSHE[layer], self._pool.values_LBSHE[layer]
-        keys_BSHE.flatten(0, 1).index_copy_(0, self._flat, keys_BNHE.flatten(0, 1))
-        values_BSHE.flatten(0, 1).index_copy_(0, self._flat, values_BNHE.flatten(0, 1))
+        if self._flat is not None:
+            keys_BSHE.flatten(0, 1).index_copy_(0, self._flat, keys_BNHE.flatten(0, 1))
+            values_BSHE.flatten(0, 1).index_copy_(0, self._flat, values_BNHE.flatten(0, 1))
         if self._prefix == 0:
             return keys_BNHE, values_BNHE
         return keys_BSHE[:, : self._prefix], values_BSHE[:, : self._prefix]

@@ -231,14 +231,24 @@ class LeanLayer:
 
 
 def attend(
-    cache: SlotCache, scale: float | None, layer: int, query: Tensor, key: Tensor, value: Tensor
+    cache: SlotCache,
+    scale: float | None,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None = None,
 ) -> Tensor:
-    """Attention of [B, N, heads, E] as [B, N, Hq * E], a prompt's to itself alone."""
+    """Attention of [B, N, heads, E] as [B, N, Hq * E], a prompt's to itself alone. window: of new
+    tokens.
+    """
     seen = cache.write(layer, key, value)
     grouped = query.shape[2] != key.shape[2]
     query, keys, values = (x.transpose(1, 2) for x in (query, *seen))
     if cache.attend is not None:
-        return mix(cache.attend, query, keys, values, scale=scale).flatten(2)
+        mixed = mix(cache.attend, query, keys, values, scale=scale, window=window)
+        return mixed.flatten(2)
     mixed = F.scaled_dot_product_attention(
         query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
     )

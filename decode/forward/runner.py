@@ -129,6 +129,22 @@ class Runner:
         cache = SlotCache(pool, pool.flat(slots_BN), width, attend)
         return self._pass(tokens_BN, positions_BN, cache)
 
+    def again(
+        self,
+        pool: KVPool,
+        tokens_BN: Tensor,
+        at_BN: Tensor,
+        seen: Seen,
+        backend: str = "masked",
+    ) -> tuple[Tensor, list[Tensor]]:
+        """States [B, N, H] of tokens whose keys and values are in slots `at_BN` already: nothing is
+        written. With the backend "watched" also what each slot weighed in each layer, [B, K, S],
+        summed over the tokens and over the heads of a group.
+        """
+        attend = Attend(seen, at_BN, groups=self.groups, dtype=self.dtype, backend=backend)
+        cache = SlotCache(pool, None, seen.width, attend)
+        return self._pass(tokens_BN, at_BN, cache)[0], attend.weights
+
     def part(
         self, last: int, without: Collection[Half] = (), taps: tuple[Tap, ...] = ()
     ) -> "Runner":

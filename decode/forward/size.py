@@ -17,7 +17,8 @@ class ModelSize:
     """config: of the text model, or of a head's layers; beside: further numbers alive for each
     token of a pass: taps inside a target, or a head's wide input; handed: numbers of a token's
     states that a drafter is given; scratch: slots that a pass needs beyond a row's own; ahead:
-    logits [B, V] that are alive beside a call's own.
+    logits [B, V] that are alive beside a call's own; window: slots of a row whose keys and values
+    don't grow with it, beside `scratch`; 0: they do.
     """
 
     config: PreTrainedConfig
@@ -26,6 +27,7 @@ class ModelSize:
     handed: int = 0
     scratch: int = 0
     ahead: int = 0
+    window: int = 0
 
     @classmethod
     def of(cls, runner: Runner) -> "ModelSize":
@@ -36,7 +38,7 @@ class ModelSize:
 
     def kv(self, rows: int, slots: int) -> int:
         """Bytes of a pool."""
-        slots = round_up(slots + self.scratch)
+        slots = round_up((self.window or slots) + self.scratch)
         return prod(kv_shape(self.config, rows, slots)) * self.dtype.itemsize
 
     @property
@@ -59,6 +61,7 @@ class ModelSize:
         config = self.config
         kinds = 1 + ("full_attention" in (getattr(config, "layer_types", None) or ()))
         groups = config.num_attention_heads // kv_shape(config, 1, 1)[4]
+        width = round_up(self.window + self.scratch) if self.window else width
         one = rows * nodes * width * groups * self.dtype.itemsize
         return one * (kinds if windowed(config) else 1)
 

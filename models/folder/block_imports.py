@@ -18,7 +18,7 @@ from draftsmith.models.folder.foreign import (
 )
 from draftsmith.models.folder.tensors import Checkpoint
 from draftsmith.models.heads.block import Block
-from draftsmith.models.heads.block_layouts import MARKOV, MARKOV_HEAD, MASK_FILE, NAMES, vector_of
+from draftsmith.models.layouts.block_layouts import MARKOV, MARKOV_HEAD, MASK_FILE, NAMES, vector_of
 
 Config = dict[str, Any]
 BLOCKS = ("dflash", "dspark")  # speculators' types that are block drafters

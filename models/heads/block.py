@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.block_layouts import block_exported, unread
-from draftsmith.models.heads.head import Exported, Head, Kind, Reads, entry
+from draftsmith.models.heads.head import Head, Kind, Reads, entry
 from draftsmith.models.layers.block_attention import Blocks
 from draftsmith.models.layers.block_lights import LIGHTS, light_of
 from draftsmith.models.layers.layer import (
@@ -45,6 +44,8 @@ from draftsmith.models.layers.layer import (
     layer_json,
     read_layer,
 )
+from draftsmith.models.layouts.block_layouts import block_exported, unread
+from draftsmith.models.layouts.exported import Exported
 from draftsmith.models.taps import Tap, decoder_layers
 
 # States [B, R, H] that the LM head could multiply -> the tokens [B, R] that they win.

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.eagle_layouts import FLAGS, IDS, LAYOUTS, unread_by_sglang
-from draftsmith.models.heads.head import ANY_DEPTH, Exported, Head, Kind, Reads
+from draftsmith.models.heads.head import ANY_DEPTH, Head, Kind, Reads
 from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
@@ -39,6 +38,8 @@ from draftsmith.models.layers.layer import (
     rope_fields,
 )
 from draftsmith.models.layers.unrolled_attention import Unrolled
+from draftsmith.models.layouts.eagle_layouts import FLAGS, IDS, LAYOUTS, unread_by_sglang
+from draftsmith.models.layouts.exported import Exported
 from draftsmith.models.taps import NORM, Tap
 from draftsmith.models.vocab import DraftVocab
 

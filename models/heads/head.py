@@ -12,10 +12,9 @@ import copy
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.disk.read_lm import DTYPES, save_tensors, write_json
+from draftsmith.models.layouts.exported import Exported
 from draftsmith.models.taps import Tap, check_taps
 from draftsmith.models.target import head_weight
 from draftsmith.models.vocab import DraftVocab
@@ -54,18 +54,6 @@ class Kind:
     stacks: dict[str, Reads] = field(default_factory=dict)
     learns: bool = False
     whole: str = "its LM head's rows are all the target's: no layout of theirs has a map"
-
-
-class Exported(NamedTuple):
-    """A head in another layout: its config.json, its tensors, the file that they go into; what else
-    is pickled beside it, by file; the tokens that it drafts a round, where that isn't free.
-    """
-
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-    file: str = "model.safetensors"
-    beside: Mapping[str, Any] = MappingProxyType({})
-    K: int = 0
 
 
 class Head(nn.Module):

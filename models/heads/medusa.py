@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.heads.head import ANY_DEPTH, Exported, Head, Kind, Reads, entry
+from draftsmith.models.heads.head import ANY_DEPTH, Head, Kind, Reads, entry
 from draftsmith.models.layers.layer import OutputHead
+from draftsmith.models.layouts.exported import Exported
 from draftsmith.models.taps import NORM
 from draftsmith.models.target import head_weight
 

@@ -139,13 +139,7 @@ class EagleLayer(nn.Module):
 
     def remember(self, entry_BTH: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values alone [B, T, K, E], of states that nothing is asked about."""
-        part = self.self_attn
-        shape = (*entry_BTH.shape[:-1], -1, part.head_dim)
-        key, value = (project(entry_BTH).view(shape) for project in (part.k_proj, part.v_proj))
-        if hasattr(part, "k_norm"):
-            key = part.k_norm(key)
-        # Its first two arguments are turned alike.
-        return apply_rotary_pos_emb(key, key, *rotary, unsqueeze_dim=2)[0], value
+        return remembered(self.self_attn, entry_BTH, rotary)
 
     def run(
         self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, index: int
@@ -158,6 +152,18 @@ class EagleLayer(nn.Module):
         """The layer's output from the residual and what attention mixed."""
         hidden_BTH = residual_BTH + self.self_attn.o_proj(mixed_BTO)
         return hidden_BTH + self.mlp(self.post_attention_layernorm(hidden_BTH))
+
+
+def remembered(
+    part: Any, entry_BTH: Tensor, rotary: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, T, K, E] of an attention of Llama's or Qwen3's kind."""
+    shape = (*entry_BTH.shape[:-1], -1, part.head_dim)
+    key, value = (project(entry_BTH).view(shape) for project in (part.k_proj, part.v_proj))
+    if hasattr(part, "k_norm"):
+        key = part.k_norm(key)
+    # Its first two arguments are turned alike.
+    return apply_rotary_pos_emb(key, key, *rotary, unsqueeze_dim=2)[0], value
 
 
 def causal(mask: Tensor | None = None) -> Attention:

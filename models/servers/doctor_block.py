@@ -6,7 +6,7 @@ Each yields the problems it finds. What servers do is read from their loaders.
 from collections.abc import Iterator
 from typing import Any
 
-from draftsmith.models.heads.block_layouts import MARKOV_HEAD, MASK_FILE
+from draftsmith.models.layouts.block_layouts import MARKOV_HEAD, MASK_FILE
 from draftsmith.models.servers.doctor_eagle import TWO_HEADS, tensors
 from draftsmith.models.servers.findings import Case, Check, Finding, fault, warning
 

@@ -15,7 +15,7 @@ import torch
 from draftsmith.models.folder.foreign import rope_parameters
 from draftsmith.models.folder.imports import READERS, holds_ids
 from draftsmith.models.heads.eagle import EAGLE3_NAMES
-from draftsmith.models.heads.eagle_layouts import IDS, unread_by_sglang
+from draftsmith.models.layouts.eagle_layouts import IDS, unread_by_sglang
 from draftsmith.models.server_facts import EAGLE1_OF_SGLANG, USUAL_TAPS
 from draftsmith.models.servers.export import about
 from draftsmith.models.servers.findings import Case, Check, Finding, fault, warning

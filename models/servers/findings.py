@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.foreign import EAGLE, our_names
 from draftsmith.models.folder.tensors import Checkpoint
-from draftsmith.models.heads.eagle_layouts import IDS
+from draftsmith.models.layouts.eagle_layouts import IDS
 from draftsmith.models.server_facts import STACKS
 
 SERVERS = tuple(stack.name for stack in STACKS.values())

@@ -19,11 +19,11 @@ from transformers import (
 from truths import PROMPTS, SETTINGS
 
 from draftsmith.decode.drafters.lm import LMDrafter
-from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.round import Graphs
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.untrained.ngram import NgramDrafter
 
 
 def free(length: int, **options: object) -> SamplingParams:

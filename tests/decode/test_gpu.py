@@ -9,12 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import drafter_of
-from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.round import Graphs
 from draftsmith.decode.evaluate.answers import divergences
 from draftsmith.decode.forward.attention import Attend, Seen, available, mix
 from draftsmith.decode.sampling import SamplingParams, log_race, position_keys
+from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.models.heads.head import heads
 from draftsmith.train.losses.chunked import chunked_divergence
 from draftsmith.train.losses.pure import divergence

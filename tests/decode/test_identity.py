@@ -19,11 +19,11 @@ from transformers import (
 )
 
 from draftsmith.decode.drafters.lm import LMDrafter
-from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate.answers import divergences
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.models.target import TargetSpec, load_target
 
 SIZES = {

@@ -20,10 +20,10 @@ from draftsmith.models.draft_lm import draft_from_config, load_draft, recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
-from draftsmith.models.heads.eagle_layouts import FLAGS
 from draftsmith.models.heads.mixture import Mixture
 from draftsmith.models.heads.peagle import PEagle, PEagleConfig
 from draftsmith.models.layers.layer import LAYER_CONFIGS, LAYER_FIELDS
+from draftsmith.models.layouts.eagle_layouts import FLAGS
 from draftsmith.models.taps import default_taps
 from draftsmith.models.target import head_weight
 from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer, vocab_size

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.lm import LMDrafter
-from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.token_tree import Topology
 from draftsmith.decode.tree_shapes import (
@@ -19,6 +18,7 @@ from draftsmith.decode.tree_shapes import (
     parse_tree,
     static_levels,
 )
+from draftsmith.decode.untrained.ngram import NgramDrafter
 
 CPU = torch.device("cpu")
 TREES = ["chain", "eagle-25", "medusa-63", "dynamic:4,3,12", "dynamic:3,4,37"]

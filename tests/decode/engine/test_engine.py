@@ -10,11 +10,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.lm import LMDrafter
-from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.round import DecodeBatch
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.untrained.ngram import NgramDrafter
 
 
 def drafters(

@@ -18,6 +18,7 @@ from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.size import ModelSize, available
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.tree_shapes import DynamicTree, Plan
 
 NUCLEUS = SamplingParams(0.7, top_p=0.9, ignore_eos=True)
 
@@ -136,6 +137,35 @@ def test_a_single_row_that_does_not_fit() -> None:
         check(made, lone.total)
     with pytest.raises(ValueError, match="not even one row of one token fits"):
         check(made, 1000)
+
+
+@pytest.mark.parametrize("tree", ["chain", "medusa-63", "dynamic:6,8,60", "dynamic:6,8,60,2"])
+def test_the_largest_tree_that_fits_is_offered(tree: str) -> None:
+    """Nothing is offered that does not fit, and the next larger one would not."""
+    asked = DecodeSettings(tree=tree, K=16 if tree == "chain" else None).plan
+    params = SamplingParams(1.0, ignore_eos=True)
+    wide = replace(WORK, tree=asked, vocab=LARGE, params=params)
+    made = plan(wide, *SIZES)
+    small = replace(asked, nodes=2) if isinstance(asked, DynamicTree) else asked.cut(1)
+    least = plan(replace(wide, tree=small), *SIZES).total
+    free = (made.total + least) // 2
+    with pytest.raises(ValueError, match="would fit") as refused:
+        check(made, free)
+    offered = [w for w in refused.value.args[0].split() if w.startswith(("K=", "tree="))][-1]
+    name, _, value = offered.partition("=")
+    found = DecodeSettings(**{"tree": tree, name: int(value) if name == "K" else value}).plan
+    assert found.levels <= asked.levels and found.nodes < asked.nodes
+    assert plan(replace(wide, tree=found), *SIZES).total <= free
+    if isinstance(found, DynamicTree) and isinstance(asked, DynamicTree):
+        assert found.sharpness == asked.sharpness
+        larger: Plan = replace(found, nodes=found.nodes + 1)
+    else:
+        larger = asked.cut(found.levels + 1)
+    assert larger == asked or plan(replace(wide, tree=larger), *SIZES).total > free
+    plain = plan(replace(wide, tree=None), *SIZES)
+    with pytest.raises(ValueError) as told:
+        check(plain, plain.total - 1)
+    assert "tree=" not in told.value.args[0] and "K=" not in told.value.args[0]
 
 
 def test_one_line_for_users() -> None:

@@ -18,7 +18,6 @@ from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.hydra import HydraDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter
-from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Harvested
@@ -26,6 +25,7 @@ from draftsmith.decode.engine.request import Completion, Request, open_request
 from draftsmith.decode.engine.session import Session
 from draftsmith.decode.sampling import RowParams, SamplingParams, together, transform
 from draftsmith.decode.serve.top_k import likeliest
+from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.models.taps import target_states
 
 WAYS = [

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.command import guarded
 from draftsmith.decode.__main__ import arms, main
 from draftsmith.decode.drafters.lm import LMDrafter
-from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate import evaluate as evaluation
@@ -36,6 +35,7 @@ from draftsmith.decode.prompts.prompts import Prompt, load_prompts, next_turn
 from draftsmith.decode.report.schema import AnswerDifference, schema_problems
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
+from draftsmith.decode.untrained.ngram import NgramDrafter
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])

@@ -8,12 +8,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import drafter_of
-from draftsmith.decode.drafters.ngram import NgramDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.replay import replay
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
 
 COSTS = Costs((1, 64), (1.0, 1.0), (0.0, 0.0))

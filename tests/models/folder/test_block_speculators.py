@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.heads.block import Block
-from draftsmith.models.heads.block_layouts import block_exported
+from draftsmith.models.layouts.block_layouts import block_exported
 from draftsmith.models.servers.export import export
 from draftsmith.models.taps import TargetStates, target_states
 from draftsmith.train.objectives import block as objectives

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.heads.head import Exported
 from draftsmith.models.layers.layer import LAYER_FIELDS
+from draftsmith.models.layouts.exported import Exported
 from draftsmith.models.server_facts import EAGLE1_OF_SGLANG, SPECULATORS_VERSION
 
 Config = dict[str, Any]

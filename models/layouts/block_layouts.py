@@ -9,15 +9,16 @@ None has a place for a MASK of the head's own but vLLM, which takes one of DFlas
 `models.server_facts`.
 """
 
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.heads.eagle_layouts import LAYER_KEYS, Config, Tensors, speculators_fields
-from draftsmith.models.heads.head import ANY_DEPTH, Exported
 from draftsmith.models.layers.layer import rope_fields
+from draftsmith.models.layouts.eagle_layouts import LAYER_KEYS, Config, Tensors, speculators_fields
+from draftsmith.models.layouts.exported import Exported
 
 MASK_FILE = "mask_embedding.pt"
 MARKOV = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}  # our light head -> DSpark's name
@@ -79,7 +80,7 @@ def block_exported(to: str, config: Config, tensors: Tensors, target: PreTrained
     return Exported(made, tensors, beside=beside, K=config["levels"])
 
 
-def unread(to: str, config: Config, layers: int = ANY_DEPTH) -> str | None:
+def unread(to: str, config: Config, layers: float = inf) -> str | None:
     """Why a stack would draft wrongly with the head of this config.json of ours; None where it
     would not. layers: of the target.
     """
