@@ -8,7 +8,7 @@
 D is fkl, rkl, jsd, tv, tvpp, nla, lk or ce, or a weighted sum of them (train/losses/pure.py), and
 may be another one in a second stage. Both sides go through the one transform (vocabulary cut,
 temperature, top-k, top-p). w is 1, or chosen by `tokens.select` (AdaSPEC) or `tokens.by_depth`
-(train/objectives/token_selection.py). The text x is what `data` names: ground truth, or the
+(train/losses/token_selection.py). The text x is what `data` names: ground truth, or the
 target's own answers (of train/prepare.py; with loss=ce that is sequence-level distillation); at a
 share `on_policy` (lambda) of the steps the draft writes the answers itself, and no gradient goes
 through its sampling. `head.weight` trains an acceptance head along: train/scoring/joint.py.
@@ -34,8 +34,8 @@ from draftsmith.models.target import TargetSpec, vocab_size
 from draftsmith.train.drafts.start import TINY, ModelStart, open_draft, open_reference
 from draftsmith.train.heldout.heldout import HeldOutPrompts, draft_figures, open_heldout
 from draftsmith.train.heldout.heldout import shrunk as shrunk_run
+from draftsmith.train.losses.token_selection import Weighting
 from draftsmith.train.objectives.distillation import Distillation, Losses, stages
-from draftsmith.train.objectives.token_selection import Weighting
 from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.frozen_target import offloaded, open_target
 from draftsmith.train.run.launch import begin

@@ -39,8 +39,8 @@ from draftsmith.models.target import load_target, vocab_size
 from draftsmith.train.distill import DistillConfig
 from draftsmith.train.drafts.start import ModelStart, given_draft, place
 from draftsmith.train.heldout.heldout import HeldOut
+from draftsmith.train.losses.token_selection import Weighting
 from draftsmith.train.objectives.distillation import Distillation, Losses, stages
-from draftsmith.train.objectives.token_selection import Weighting
 from draftsmith.train.run import recipe
 from draftsmith.train.run.launch import start
 from draftsmith.train.run.loop import StepBatches, fit

@@ -5,8 +5,8 @@ from tiny_heads import ROWS, TOKENS, llama
 from tiny_llama import build_llama
 
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.train.losses.token_selection import Weighting
 from draftsmith.train.objectives.distillation import Distillation, Losses, stages
-from draftsmith.train.objectives.token_selection import Weighting
 from draftsmith.train.run.lora import Lora, with_lora
 from draftsmith.train.teachers.teachers import StateTeacher
 

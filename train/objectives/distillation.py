@@ -23,7 +23,7 @@ from draftsmith.train.losses.pure import (
     mixed,
     parse_loss,
 )
-from draftsmith.train.objectives.token_selection import Weighting, check, depth_weights, selected
+from draftsmith.train.losses.token_selection import Weighting, check, depth_weights, selected
 from draftsmith.train.run.loop import Objective, StepOutput
 from draftsmith.train.scoring.joint import AcceptanceLoss
 from draftsmith.train.teachers.teachers import TargetRows, Teacher

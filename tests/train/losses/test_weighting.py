@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.train.losses.pure import forward_kl
-from draftsmith.train.objectives.distillation import Distillation, Losses, stages
-from draftsmith.train.objectives.token_selection import (
+from draftsmith.train.losses.token_selection import (
     ORDERS,
     Weighting,
     check,
     depth_weights,
     selected,
 )
+from draftsmith.train.objectives.distillation import Distillation, Losses, stages
 from draftsmith.train.teachers.teachers import StateTeacher
 from draftsmith.train.text.batches import Batch
 
