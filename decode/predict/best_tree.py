@@ -45,16 +45,12 @@ SHARPNESS = (0.5, 0.7, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4, 2.8, 3.4, 4.0, 4.8, 5.7, 6.
 PASSES = 4  # of walking the trace; the values change by under a percent after two
 
 
-@dataclass
-class Calibration:
-    """What to calibrate a tree for, and how large it may be."""
+@dataclass(kw_only=True)
+class Tuning:
+    """A target, and which of its answers something is chosen on."""
 
     target: str
-    drafter: str
     prompts: str = "stdlib"
-    out: str = "runs/tree.json"
-    nodes: int = 16  # drafted tokens, the root not counted
-    levels: int = 4  # draft calls
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -68,6 +64,32 @@ class Calibration:
     seed: int = 0
     device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "bfloat16"
+
+    def answers(self, decoder: Decoder, params: SamplingParams) -> list[Completion]:
+        """The target's answers to prompts of the tune part, in their order. They are plain
+        decoding's, whatever drafts: so they may be drafted.
+        """
+        set_template(decoder.tokenizer, self.thinking, self.template_kwargs)
+        prompts = load_prompts(
+            self.prompts,
+            decoder.tokenizer,
+            limit=self.limit,
+            prompt_tokens=self.prompt_tokens,
+            split="tune",
+        )
+        events = decoder.stream([prompt.tokens for prompt in prompts], params)
+        done = (event.completion for event in events if event.completion is not None)
+        return sorted(watched(done, "decoding", len(prompts)), key=lambda made: made.index)
+
+
+@dataclass(kw_only=True)
+class Calibration(Tuning):
+    """What to calibrate a tree for, and how large it may be."""
+
+    drafter: str
+    out: str = "runs/tree.json"
+    nodes: int = 16  # drafted tokens, the root not counted
+    levels: int = 4  # draft calls
 
     def __post_init__(self) -> None:
         check_least(self, nodes=1, levels=1, batch_size=1, prompt_tokens=1)
@@ -201,18 +223,7 @@ def run(settings: Calibration) -> Calibrated:
     params = SamplingParams.of(settings)
     _refuse_heads(settings)
     decoder = Decoder.of(settings)
-    set_template(decoder.tokenizer, settings.thinking, settings.template_kwargs)
-    prompts = load_prompts(
-        settings.prompts,
-        decoder.tokenizer,
-        limit=settings.limit,
-        prompt_tokens=settings.prompt_tokens,
-        split="tune",
-    )
-    # The answers are plain decoding's, whatever drafts: so they may be drafted.
-    events = decoder.stream([prompt.tokens for prompt in prompts], params)
-    done = (event.completion for event in events if event.completion is not None)
-    answers = list(watched(done, "decoding", len(prompts)))
+    answers = settings.answers(decoder, params)
     assert isinstance(decoder.drafter, LMDrafter)
     ranks, sharpness = answer_ranks(decoder.drafter, answers, params)
     return calibrate(ranks, settings.nodes, settings.levels)._replace(sharpness=sharpness)

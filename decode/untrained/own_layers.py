@@ -16,7 +16,7 @@ Shapes: B rows, T tokens, F nodes fed.
 
 import copy
 import re
-from collections.abc import Collection, Set
+from collections.abc import Collection, Iterable, Set
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.taps import decoder_layers
 from draftsmith.models.target import bytes_read, output_head
 
+Unit = frozenset[Half]  # left out or not: a half, or a whole layer
 LETTERS = {"": HALVES, "a": HALVES[:1], "m": HALVES[1:]}
 
 
@@ -113,13 +114,16 @@ def part_bytes(model: PreTrainedModel, last: int, without: Collection[Half]) -> 
     return total
 
 
-def units_of(runner: Runner, layers: range) -> list[frozenset[Half]]:
-    """What can be left out of these layers one by one: halves, or where a body is transformers' own
-    whole layers.
-    """
-    halves = [[(i, half)] for i in layers for half in HALVES]
-    whole = [[(i, half) for half in HALVES] for i in layers]
-    return list(map(frozenset, halves if isinstance(runner.call, LeanBody) else whole))
+def units_of(runner: Runner, layers: range) -> list[Unit]:
+    """What can be left out of these layers: halves; where a body is transformers' own, layers."""
+    halves = [frozenset({(i, half)}) for i in layers for half in HALVES]
+    lean = isinstance(runner.call, LeanBody)
+    return halves if lean else [a | m for a, m in zip(halves[::2], halves[1::2], strict=True)]
+
+
+def joined(units: Iterable[Unit]) -> frozenset[Half]:
+    """All their halves."""
+    return frozenset[Half]().union(*units)
 
 
 def worth(agreement: float, K: int, c: float) -> float:
