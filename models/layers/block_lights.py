@@ -14,8 +14,9 @@ depth's logits by the tokens of the path to it, at the price of a small product 
     path       low = silu(g) * u, both of [state; s'; e], e = C norm E[x], s' = d s + e        ours
 
 x is the token just before the one that is predicted. `after` begins at zero (swiglu's last map
-does), so a fresh light head changes nothing. That of `path` is the LM head behind a small matrix:
-what it adds has a vocabulary from the first step on; decoding multiplies the two once.
+does), so a fresh light head changes nothing. That of `path` is the LM head behind a small matrix P
+and the trunk's norm, taken to be as it is without: LM head (w * P low / rms). What it adds has a
+vocabulary from the first step on; decoding multiplies LM head, w and P once.
 
 Shapes: X any leading axes, H hidden, R rank, V rows of the target's LM head, S numbers carried from
 token to token.
