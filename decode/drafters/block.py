@@ -38,7 +38,8 @@ class BlockDrafter(HeadDrafter):
         self.after, self.low = None, head.light.low
         if isinstance(head.light, PathLight):
             self.low = LeanPath(head.light).low
-            after_VR = head.target_head_VH.float() @ head.light.out.weight.float()
+            out_HR = head.norm.weight.float()[:, None] * head.light.out.weight.float()
+            after_VR = head.target_head_VH.float() @ out_HR
             self.after = output_product(after_VR.to(self.dtype), None, vocab_size)
         elif head.light.rank:
             self.after = output_product(head.light.after.weight, None, vocab_size)
@@ -74,10 +75,10 @@ class BlockDrafter(HeadDrafter):
 
     def feed(self, request: Round) -> Feed:
         light = self.head.light
-        output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.fc.weight
+        output_BnH = state_BnH = logits_BnV = carried_BFS = shrink_Bn1 = self.head.fc.weight
 
         def feed(frontier: Frontier) -> Fed:
-            nonlocal output_BnH, state_BnH, logits_BnV, carried_BFS
+            nonlocal output_BnH, state_BnH, logits_BnV, carried_BFS, shrink_Bn1
             depth, tokens_BF = frontier.depth, frontier.tokens_BF
             if depth == 0:
                 output_BnH = self._trunk(request)
@@ -85,6 +86,7 @@ class BlockDrafter(HeadDrafter):
                 if not light.deep:  # the LM head is read once for all depths
                     state_BnH = self.body.normed(output_BnH)
                     logits_BnV = self.lm_head.logits(state_BnH)
+                    shrink_Bn1 = self.head.shrinking(output_BnH).to(self.dtype)
             elif frontier.of_BF is not None and light.width:
                 carried_BFS = picked(carried_BFS, frontier.of_BF)
             embedded_BFH = self.head.embed(tokens_BF)
@@ -96,6 +98,8 @@ class BlockDrafter(HeadDrafter):
             logits_BFV = logits_BnV[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
             if self.after is not None:
                 low_BFR, carried_BFS = self.low(state_BFH, tokens_BF, embedded_BFH, carried_BFS)
+                if light.tied:
+                    low_BFR = low_BFR * shrink_Bn1[:, depth, None]
                 logits_BFV = logits_BFV + head_logits(self.after, low_BFR)
             return Fed(logits_BFV, state_BFH)
 

@@ -141,15 +141,17 @@ class LeanPath:
     """`PathLight.low` by products in their fastest form."""
 
     def __init__(self, light: PathLight) -> None:
-        self.light, self.norm = light, norm_of(light.of_token)
+        self.light = light
+        self.of_token, self.of_state = norm_of(light.of_token), norm_of(light.of_state)
         self.into, self.mix = Product.of([light.into]), Product.of([light.mix])
 
     def low(
         self, state_XH: Tensor, tokens_X: Tensor, embedded_XH: Tensor, carried_XS: Tensor
     ) -> tuple[Tensor, Tensor]:
-        token_XS = self.into(normed(self.norm, embedded_XH))
+        token_XS = self.into(normed(self.of_token, embedded_XH))
         carried_XS = torch.addcmul(token_XS, carried_XS, self.light.decay.sigmoid())
-        gate_XR, up_XR = self.mix(torch.cat([state_XH, carried_XS, token_XS], -1)).chunk(2, -1)
+        read = torch.cat([normed(self.of_state, state_XH), carried_XS, token_XS], -1)
+        gate_XR, up_XR = self.mix(read).chunk(2, -1)
         return F.silu(gate_XR) * up_XR, carried_XS
 
 

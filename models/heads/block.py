@@ -237,6 +237,11 @@ class Block(Head):
         normed_XH: Tensor = self.norm(output_XH)
         return normed_XH
 
+    def shrinking(self, output_XH: Tensor) -> Tensor:
+        """What the norm multiplies a state by, but for its weight, [..., 1] in fp32."""
+        mean_X1 = output_XH.float().square().mean(-1, keepdim=True)
+        return torch.rsqrt(mean_X1 + self.config.layer.rms_norm_eps)
+
     def keep(self, context_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
         """Hand each layer's keys and values of the context to `keep`."""
         rotary = self.rotary(context_BTH, positions_BT)
@@ -331,7 +336,8 @@ class Block(Head):
             lows.append(low_BMR)
         low_BMnR = torch.stack(lows, 2).to(state_BMnH)
         if self.light.tied:
-            return state_BMnH + self.light.out(low_BMnR)
+            shrunk_BMnR = low_BMnR * self.shrinking(output_BMnH).to(low_BMnR)
+            return state_BMnH + self.norm.weight * self.light.out(shrunk_BMnR)
         return torch.cat([state_BMnH, low_BMnR], -1)
 
     def to_json(self) -> dict[str, Any]:

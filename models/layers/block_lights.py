@@ -11,11 +11,12 @@ depth's logits by the tokens of the path to it, at the price of a small product 
     rnn        low = tanh(o), z = [s; W[x]; state], s' = g s + (1 - g) tanh(c)     DSpark's third
     gru        low = silu(A [state; s]), s' = GRU(E[x], s)                 Domino (2605.29707)
     swiglu     no low: the trunk's output + SwiGLU [norm E[x]; norm output]  TreeFlash (2606.03819)
-    path       low = silu(g) * u, both of [state; s'; e], e = C norm E[x], s' = d s + e        ours
+    path       low = silu(g) * u, of [norm state; s'; e], e = C norm E[x], s' = d s + e        ours
 
 x is the token just before the one that is predicted. `after` begins at zero (swiglu's last map
-does), so a fresh light head changes nothing. That of `path` is the LM head behind a small matrix:
-what it adds has a vocabulary from the first step on; decoding multiplies the two once.
+does), so a fresh light head changes nothing. That of `path` is the LM head behind a small matrix P
+and the trunk's norm, taken to be as it is without: LM head (w * P low / rms). What it adds has a
+vocabulary from the first step on; decoding multiplies LM head, w and P once.
 
 Shapes: X any leading axes, H hidden, R rank, V rows of the target's LM head, S numbers carried from
 token to token.
@@ -139,7 +140,7 @@ class PathLight(Light):
     def __init__(self, hidden: int, rows: int, rank: int) -> None:
         super().__init__()
         self.rank, self.width = rank, 2 * rank
-        self.of_token = LlamaRMSNorm(hidden, eps=1e-6)
+        self.of_token, self.of_state = (LlamaRMSNorm(hidden, eps=1e-6) for _ in range(2))
         self.into = nn.Linear(hidden, self.width, bias=False)
         self.decay = nn.Parameter(torch.linspace(-3, 3, self.width))
         self.mix = nn.Linear(hidden + 2 * self.width, 2 * rank, bias=False)
@@ -150,7 +151,8 @@ class PathLight(Light):
     ) -> tuple[Tensor, Tensor]:
         token_XS = self.into(self.of_token(embedded_XH))
         carried_XS = self.decay.sigmoid() * carried_XS + token_XS
-        gate_XR, up_XR = self.mix(torch.cat([state_XH, carried_XS, token_XS], -1)).chunk(2, -1)
+        read = torch.cat([self.of_state(state_XH), carried_XS, token_XS], -1)
+        gate_XR, up_XR = self.mix(read).chunk(2, -1)
         return F.silu(gate_XR) * up_XR, carried_XS
 
 
