@@ -19,11 +19,11 @@ from draftsmith.decode.drafters.medusa import output_product
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV, keep_last
 from draftsmith.decode.forward.attention import Seen
-from draftsmith.decode.forward.lean_heads import LeanBlock, LeanPath, lean_block
+from draftsmith.decode.forward.lean_heads import LeanBlock, LeanSwiglu, lean_block
 from draftsmith.decode.forward.product import VocabHead, head_logits
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.block import Block, Guess
-from draftsmith.models.layers.block_lights import PathLight
+from draftsmith.models.layers.block_lights import SwigluLight
 
 
 class BlockDrafter(HeadDrafter):
@@ -35,13 +35,10 @@ class BlockDrafter(HeadDrafter):
     def __init__(self, head: Block, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config.layer)
         self.lm_head = VocabHead(head.target_head_VH.detach(), None, vocab_size)
-        self.after, self.low = None, head.light.low
-        if isinstance(head.light, PathLight):
-            self.low = LeanPath(head.light).low
-            out_HR = head.norm.weight.float()[:, None] * head.light.out.weight.float()
-            after_VR = head.target_head_VH.float() @ out_HR
-            self.after = output_product(after_VR.to(self.dtype), None, vocab_size)
-        elif head.light.rank:
+        self.after, self.changed = None, head.light.changed
+        if isinstance(head.light, SwigluLight):
+            self.changed = LeanSwiglu(head.light).changed
+        if head.light.rank:
             self.after = output_product(head.light.after.weight, None, vocab_size)
         self.body: Block | LeanBlock = lean_block(head) or head
 
@@ -75,10 +72,10 @@ class BlockDrafter(HeadDrafter):
 
     def feed(self, request: Round) -> Feed:
         light = self.head.light
-        output_BnH = state_BnH = logits_BnV = carried_BFS = shrink_Bn1 = self.head.fc.weight
+        output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.fc.weight
 
         def feed(frontier: Frontier) -> Fed:
-            nonlocal output_BnH, state_BnH, logits_BnV, carried_BFS, shrink_Bn1
+            nonlocal output_BnH, state_BnH, logits_BnV, carried_BFS
             depth, tokens_BF = frontier.depth, frontier.tokens_BF
             if depth == 0:
                 output_BnH = self._trunk(request)
@@ -86,20 +83,18 @@ class BlockDrafter(HeadDrafter):
                 if not light.deep:  # the LM head is read once for all depths
                     state_BnH = self.body.normed(output_BnH)
                     logits_BnV = self.lm_head.logits(state_BnH)
-                    shrink_Bn1 = self.head.shrinking(output_BnH).to(self.dtype)
             elif frontier.of_BF is not None and light.width:
                 carried_BFS = picked(carried_BFS, frontier.of_BF)
             embedded_BFH = self.head.embed(tokens_BF)
             output_BFH = output_BnH[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
             if light.deep:
-                state_BFH = self.body.normed(light.changed(output_BFH, embedded_BFH))
+                output_BFH, carried_BFS = self.changed(output_BFH, embedded_BFH, carried_BFS)
+                state_BFH = self.body.normed(output_BFH)
                 return Fed(self.lm_head.logits(state_BFH), state_BFH)
             state_BFH = state_BnH[:, depth, None].expand_as(output_BFH)
             logits_BFV = logits_BnV[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
             if self.after is not None:
-                low_BFR, carried_BFS = self.low(state_BFH, tokens_BF, embedded_BFH, carried_BFS)
-                if light.tied:
-                    low_BFR = low_BFR * shrink_Bn1[:, depth, None]
+                low_BFR, carried_BFS = light.low(state_BFH, tokens_BF, embedded_BFH, carried_BFS)
                 logits_BFV = logits_BFV + head_logits(self.after, low_BFR)
             return Fed(logits_BFV, state_BFH)
 
@@ -144,7 +139,7 @@ class BlockDrafter(HeadDrafter):
         text = (taps_BTU.to(self.dtype), ids_BT, at_BT, anchors_BM, guess)
         state_BMI = self.head.drafted(*text)[1][:, :, 0]
         logits_BMV = self.lm_head.logits(state_BMI[..., : self.head.hidden].contiguous())
-        if self.after is not None and not self.head.light.tied:
+        if self.after is not None:
             logits_BMV = logits_BMV + head_logits(self.after, state_BMI[..., self.head.hidden :])
         return F.pad(logits_BMV, (0, 0, 1, 0))
 
@@ -155,7 +150,5 @@ class BlockDrafter(HeadDrafter):
         own = sum(p.nbytes for p in light.parameters())
         whole = sum(p.nbytes for p in self.head.parameters()) - own
         own -= sum(part.weight.nbytes for part in light.children() if isinstance(part, Embedding))
-        if light.tied and self.after is not None:  # multiplied out
-            own += self.after.weight.nbytes - light.out.weight.nbytes
         once, each = (whole, own + lm_head) if light.deep else (whole + lm_head, own)
         return once // self.levels + each

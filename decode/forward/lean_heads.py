@@ -25,7 +25,7 @@ from draftsmith.decode.forward.product import Product
 from draftsmith.models.heads.block import Block, Layer
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.layers.block_attention import Blocks
-from draftsmith.models.layers.block_lights import PathLight
+from draftsmith.models.layers.block_lights import SwigluLight
 from draftsmith.models.layers.layer import Attention, Keep, causal
 
 
@@ -137,22 +137,30 @@ class LeanBlock:
         return self.cos_SE[positions_BT].unsqueeze(2), self.sin_SE[positions_BT].unsqueeze(2)
 
 
-class LeanPath:
-    """`PathLight.low` by products in their fastest form."""
+class LeanSwiglu:
+    """`SwigluLight.changed` by products in their fastest form."""
 
-    def __init__(self, light: PathLight) -> None:
-        self.light = light
+    def __init__(self, light: SwigluLight) -> None:
         self.of_token, self.of_state = norm_of(light.of_token), norm_of(light.of_state)
-        self.into, self.mix = Product.of([light.into]), Product.of([light.mix])
+        self.gate_up, self.down = Product.of([light.gate_up]), Product.of([light.down])
+        self.cell: list[Product] = []
+        if light.width:
+            cell = light.cell
+            pairs = (cell.weight_ih, cell.bias_ih), (cell.weight_hh, cell.bias_hh)
+            self.cell = [Product([weight], [bias]) for weight, bias in pairs]
 
-    def low(
-        self, state_XH: Tensor, tokens_X: Tensor, embedded_XH: Tensor, carried_XS: Tensor
+    def changed(
+        self, output_XH: Tensor, embedded_XH: Tensor, carried_XS: Tensor
     ) -> tuple[Tensor, Tensor]:
-        token_XS = self.into(normed(self.of_token, embedded_XH))
-        carried_XS = torch.addcmul(token_XS, carried_XS, self.light.decay.sigmoid())
-        read = torch.cat([normed(self.of_state, state_XH), carried_XS, token_XS], -1)
-        gate_XR, up_XR = self.mix(read).chunk(2, -1)
-        return F.silu(gate_XR) * up_XR, carried_XS
+        read = [normed(self.of_token, embedded_XH), normed(self.of_state, output_XH)]
+        if self.cell:
+            given, kept = (of(x) for of, x in zip(self.cell, (read[0], carried_XS), strict=True))
+            resets, keeps, news = zip(given.chunk(3, -1), kept.chunk(3, -1), strict=True)
+            new_XS = (news[0] + sum(resets).sigmoid() * news[1]).tanh()
+            carried_XS = new_XS.lerp(carried_XS, sum(keeps).sigmoid())
+            read.append(carried_XS)
+        gate_XH, up_XH = self.gate_up(torch.cat(read, -1)).chunk(2, -1)
+        return output_XH + self.down(F.silu(gate_XH) * up_XH), carried_XS
 
 
 def lean_eagle(head: Eagle) -> LeanEagle | None:

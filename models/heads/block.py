@@ -217,8 +217,8 @@ class Block(Head):
     @property
     def heads(self) -> tuple[Tensor, ...]:
         """What multiplies the two parts of `drafted`: the target's LM head, and `after`."""
-        own = self.light.rank and not self.light.tied
-        return (self.target_head_VH, *((self.light.after.weight,) if own else ()))
+        after = (self.light.after.weight,) if self.light.rank else ()
+        return (self.target_head_VH, *after)
 
     @property
     def mask_H(self) -> Tensor:
@@ -236,11 +236,6 @@ class Block(Head):
         """What the LM head multiplies."""
         normed_XH: Tensor = self.norm(output_XH)
         return normed_XH
-
-    def shrinking(self, output_XH: Tensor) -> Tensor:
-        """What the norm multiplies a state by, but for its weight, [..., 1] in fp32."""
-        mean_X1 = output_XH.float().square().mean(-1, keepdim=True)
-        return torch.rsqrt(mean_X1 + self.config.layer.rms_norm_eps)
 
     def keep(self, context_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
         """Hand each layer's keys and values of the context to `keep`."""
@@ -327,18 +322,17 @@ class Block(Head):
         at_BMn = (anchors_BM[..., None] + step_n).clamp(max=tokens_BT.shape[1] - 1)
         path_BMn = tokens_BT.gather(1, at_BMn.flatten(1)).view_as(at_BMn)
         embedded_BMnH = self.embed(path_BMn)
-        output_BMnH = self.light.changed(output_BMnH, embedded_BMnH)
-        state_BMnH, lows = self.norm(output_BMnH), []
-        carried_BMS = state_BMnH.new_zeros(*anchors_BM.shape, self.light.width)
+        carried_BMS = output_BMnH.new_zeros(*anchors_BM.shape, self.light.width)
+        found = []
         for depth in range(self.levels):
-            given = (state_BMnH[:, :, depth], path_BMn[:, :, depth], embedded_BMnH[:, :, depth])
-            low_BMR, carried_BMS = self.light.low(*given, carried_BMS)
-            lows.append(low_BMR)
-        low_BMnR = torch.stack(lows, 2).to(state_BMnH)
-        if self.light.tied:
-            shrunk_BMnR = low_BMnR * self.shrinking(output_BMnH).to(low_BMnR)
-            return state_BMnH + self.norm.weight * self.light.out(shrunk_BMnR)
-        return torch.cat([state_BMnH, low_BMnR], -1)
+            embedded_BMH = embedded_BMnH[:, :, depth]
+            given = output_BMnH[:, :, depth], embedded_BMH, carried_BMS
+            output_BMH, carried_BMS = self.light.changed(*given)
+            state_BMH = self.norm(output_BMH)
+            given = state_BMH, path_BMn[:, :, depth], embedded_BMH, carried_BMS
+            low_BMR, carried_BMS = self.light.low(*given)
+            found.append(torch.cat([state_BMH, low_BMR.to(state_BMH)], -1))
+        return torch.stack(found, 2)
 
     def to_json(self) -> dict[str, Any]:
         about = asdict(self.config)

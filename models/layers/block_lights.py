@@ -11,12 +11,10 @@ depth's logits by the tokens of the path to it, at the price of a small product 
     rnn        low = tanh(o), z = [s; W[x]; state], s' = g s + (1 - g) tanh(c)     DSpark's third
     gru        low = silu(A [state; s]), s' = GRU(E[x], s)                 Domino (2605.29707)
     swiglu     no low: the trunk's output + SwiGLU [norm E[x]; norm output]  TreeFlash (2606.03819)
-    path       low = silu(g) * u, of [norm state; s'; e], e = C norm E[x], s' = d s + e        ours
+    path       no low: the same of [norm E[x]; norm output; s'], s' = GRU(E[x], s)             ours
 
 x is the token just before the one that is predicted. `after` begins at zero (swiglu's last map
-does), so a fresh light head changes nothing. That of `path` is the LM head behind a small matrix P
-and the trunk's norm, taken to be as it is without: LM head (w * P low / rms). What it adds has a
-vocabulary from the first step on; decoding multiplies LM head, w and P once.
+does), so a fresh light head changes nothing.
 
 Shapes: X any leading axes, H hidden, R rank, V rows of the target's LM head, S numbers carried from
 token to token.
@@ -34,17 +32,20 @@ from draftsmith.models.layers.layer import OutputHead
 
 class Light(nn.Module):
     """No light head, and what the others share. rank: R, 0 where nothing is added to logits; width:
-    S, 0 where only the last token counts; deep: whether it changes the trunk's output; tied:
-    whether `after` is the LM head behind its own `out`, R to H.
+    S, 0 where only the last token counts; deep: whether it changes the trunk's output.
     """
 
     rank = width = 0
-    deep = tied = False
-    after: Any  # of a rank above 0 that isn't tied
+    deep = False
+    after: Any  # of a rank above 0
 
-    def changed(self, output_XH: Tensor, embedded_XH: Tensor) -> Tensor:
-        """The trunk's output, before its norm, for a node after the token of this embedding."""
-        return output_XH
+    def changed(
+        self, output_XH: Tensor, embedded_XH: Tensor, carried_XS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The trunk's output, before its norm, for a node after the token of this embedding; and
+        what the next token's nodes carry.
+        """
+        return output_XH, carried_XS
 
     def low(
         self, state_XH: Tensor, tokens_X: Tensor, embedded_XH: Tensor, carried_XS: Tensor
@@ -115,45 +116,29 @@ class GruLight(Light):
 
 
 class SwigluLight(Light):
-    """TreeFlash's head, which the LM head follows."""
+    """TreeFlash's head, which the LM head follows; as `path` it remembers all drafted tokens."""
 
     deep = True
 
-    def __init__(self, hidden: int, rows: int, rank: int) -> None:
+    def __init__(self, hidden: int, rows: int, rank: int, width: int = 0) -> None:
         super().__init__()
+        self.width = width
+        if width:
+            self.cell = nn.GRUCell(hidden, width)
         self.of_token, self.of_state = (LlamaRMSNorm(hidden, eps=1e-6) for _ in range(2))
-        self.gate_up = nn.Linear(2 * hidden, 2 * hidden, bias=False)
+        self.gate_up = nn.Linear(2 * hidden + width, 2 * hidden, bias=False)
         self.down = zeroed(nn.Linear(hidden, hidden, bias=False))
 
-    def changed(self, output_XH: Tensor, embedded_XH: Tensor) -> Tensor:
-        both = torch.cat([self.of_token(embedded_XH), self.of_state(output_XH)], -1)
-        gate_XH, up_XH = self.gate_up(both).chunk(2, -1)
-        changed_XH: Tensor = output_XH + self.down(F.silu(gate_XH) * up_XH)
-        return changed_XH
-
-
-class PathLight(Light):
-    """Remembers all drafted tokens, each channel for as long as it has learnt; ours."""
-
-    tied = True
-
-    def __init__(self, hidden: int, rows: int, rank: int) -> None:
-        super().__init__()
-        self.rank, self.width = rank, 2 * rank
-        self.of_token, self.of_state = (LlamaRMSNorm(hidden, eps=1e-6) for _ in range(2))
-        self.into = nn.Linear(hidden, self.width, bias=False)
-        self.decay = nn.Parameter(torch.linspace(-3, 3, self.width))
-        self.mix = nn.Linear(hidden + 2 * self.width, 2 * rank, bias=False)
-        self.out = zeroed(nn.Linear(rank, hidden, bias=False))
-
-    def low(
-        self, state_XH: Tensor, tokens_X: Tensor, embedded_XH: Tensor, carried_XS: Tensor
+    def changed(
+        self, output_XH: Tensor, embedded_XH: Tensor, carried_XS: Tensor
     ) -> tuple[Tensor, Tensor]:
-        token_XS = self.into(self.of_token(embedded_XH))
-        carried_XS = self.decay.sigmoid() * carried_XS + token_XS
-        read = torch.cat([self.of_state(state_XH), carried_XS, token_XS], -1)
-        gate_XR, up_XR = self.mix(read).chunk(2, -1)
-        return F.silu(gate_XR) * up_XR, carried_XS
+        both = [self.of_token(embedded_XH), self.of_state(output_XH)]
+        if self.width:
+            flat = both[0].flatten(0, -2), carried_XS.flatten(0, -2)
+            carried_XS = self.cell(*flat).view_as(carried_XS)
+            both.append(carried_XS)
+        gate_XH, up_XH = self.gate_up(torch.cat(both, -1)).chunk(2, -1)
+        return output_XH + self.down(F.silu(gate_XH) * up_XH), carried_XS
 
 
 def zeroed(layer: Any) -> Any:
@@ -166,10 +151,11 @@ def light_of(name: str, hidden: int, rows: int, rank: int) -> Light:
     """The light head of that name."""
     if name in GATES:
         return MarkovLight(hidden, rows, rank, GATES[name])
+    if name == "path":
+        return SwigluLight(hidden, rows, rank, 4 * rank)
     return Light() if name == "none" else OTHERS[name](hidden, rows, rank)
 
 
 GATES: dict[str, str] = {"markov": "", "gated": "sigmoid", "selector": "product"}
 OTHERS: dict[str, Any] = {"rnn": RnnLight, "gru": GruLight, "swiglu": SwigluLight}
-OTHERS |= {"path": PathLight}
-LIGHTS: tuple[str, ...] = ("none", *GATES, *OTHERS)
+LIGHTS: tuple[str, ...] = ("none", *GATES, *OTHERS, "path")

@@ -51,8 +51,7 @@ def made(name: str, **changes: Any) -> Block:
         if parameter.ndim == 1 and part != "mask":
             parameter.copy_(1 + torch.randn_like(parameter) / 3)
         else:
-            loud = part.startswith("light") and not head.light.tied
-            nn.init.normal_(parameter, std=1.0 if loud else 0.2)
+            nn.init.normal_(parameter, std=1.0 if part.startswith("light") else 0.2)
     return head
 
 
