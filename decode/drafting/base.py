@@ -231,7 +231,7 @@ class Drafter(Protocol):
         """In the place of `reset` for drafters that share: the target's own keys and values, which
         they read, and write from each row's length on.
         """
-        raise NotImplementedError
+        raise AssertionError(f"a drafter of kind {self.kind} has no use for them")
 
     def release(self) -> None:
         """Let go of the state: another `reset` follows before anything else."""

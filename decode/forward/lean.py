@@ -219,7 +219,7 @@ class LeanLayer:
 
     def __init__(self, layer: Any, index: int) -> None:
         attention = layer.self_attn
-        self.halves = HALVES
+        self.halves: tuple[str, ...] = HALVES
         self.index, self.scale, self.activation = index, attention.scaling, layer.mlp.act_fn
         q, k, v, out, gate, up, down = projections(layer)
         own = [norm_of(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]

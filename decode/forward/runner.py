@@ -165,8 +165,8 @@ class Runner:
         if isinstance(self.call, LeanBody):
             part.call = self.call.part(last, without)
         else:
-            part.body = sliced(self.body, kept_layers(last, without), without)
-            part.configs = [*self.configs, part.body.config]
+            part.body = body = sliced(self.body, kept_layers(last, without), without)
+            part.configs = [*self.configs, body.config]
             part.call = part._whole
         if not without and not self._begins_with(part, last):
             raise ValueError(
