@@ -41,11 +41,8 @@ TORCH_ALONE = ("train/losses/", "decode/serve/top_k.py")
 READ_AS_KEY = {"entry": "train/run/recipe.py", "own_heads": "train/objectives/medusa.py"}
 READ_AS_KEY |= dict.fromkeys(("prefix", "dropout", "noise"), "train/objectives/hydra.py")
 READ_AS_KEY |= {"glance": "train/objectives/falcon.py", "block": "train/objectives/falcon.py"}
-<<<<<<< HEAD
 READ_AS_KEY |= {"early": "train/objectives/kangaroo.py"}
-=======
 READ_AS_KEY |= dict.fromkeys(("window", "offset"), "train/objectives/longspec.py")
->>>>>>> longctx
 TEXT = "as a text"
 MAX_FILE, MAX_BODY, MAX_PARAMETERS, MAX_YAML, MAX_ROOM = 400, 60, 8, 40, 13
 
