@@ -4,9 +4,10 @@ Shapes: B rows, R of them just admitted, N prompt tokens, D levels, L = D + 1, F
 draft call, C children drawn from them, U width of the taps' states side by side, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.kv import KVPool, kv_shape
 from draftsmith.decode.forward.size import ModelSize
-from draftsmith.decode.sampling import BatchParams
+from draftsmith.decode.sampling import BatchParams, SamplingParams
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import Plan
 from draftsmith.models.heads.head import ANY_DEPTH
@@ -163,7 +164,8 @@ class Kept(NamedTuple):
     at the tokens of the kept path (the old pending token, then the accepted ones), so that
     tokens_BL[b, l] is the token after the one of taps_BLU[b, l]; None for drafters without taps.
     top: at least the largest of lens_B, where that is known. nodes_BN, chosen_BN: all nodes' tokens
-    and what the target chose after it; None for drafters that aren't told.
+    and what the target chose after it; None for drafters that aren't told. params, race_BLV: how
+    tokens_BL were sampled, and by which noise (see `Round`).
     """
 
     tokens_BL: Tensor
@@ -174,6 +176,8 @@ class Kept(NamedTuple):
     top: int = ANY_DEPTH
     nodes_BN: Tensor | None = None
     chosen_BN: Tensor | None = None
+    params: BatchParams = SamplingParams()
+    race_BLV: Tensor | None = None
 
 
 class Admitted(NamedTuple):
@@ -204,6 +208,7 @@ class Drafter(Protocol):
     follows: bool = True  # whether it takes in rounds that draft nothing
     shares: bool = False  # whether it drafts in the target's own keys and values
     chooses: bool = False  # whether it is told what the target chose at every node
+    exits: Mapping[int, int] = MappingProxyType({})  # plans may name: bytes a call of each reads
     acceptance: Scored | None = None  # foretells what is kept, where its folder holds such a head
     held: tuple[str, ...]  # the attributes that are its state of the rows
 
@@ -241,8 +246,10 @@ class Drafter(Protocol):
         """The draft calls of one round, as `grow` makes them; None where there is no model."""
         return None
 
-    def extend(self, kept: Kept) -> None:
-        """Take in the tokens just emitted."""
+    def extend(self, kept: Kept) -> Tensor | None:
+        """Take in the tokens just emitted; float64 [B, X] for the policy to hear (`Outcome.news`),
+        where there is anything to say.
+        """
 
     def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor) -> Tensor | None:
         """Raw logits [B, T, V] of what it drafts first after each token of a text, from the states

@@ -17,7 +17,8 @@ class ModelSize:
     """config: of the text model, or of a head's layers; beside: further numbers alive for each
     token of a pass: taps inside a target, or a head's wide input; handed: numbers of a token's
     states that a drafter is given; scratch: slots that a pass needs beyond a row's own; ahead:
-    logits [B, V] that are alive beside a call's own.
+    logits [B, V] that are alive beside a call's own; shadow: how many sides of logits of the
+    whole kept path are made beside the target's (`at_once` of them).
     """
 
     config: PreTrainedConfig
@@ -26,6 +27,7 @@ class ModelSize:
     handed: int = 0
     scratch: int = 0
     ahead: int = 0
+    shadow: int = 0
 
     @classmethod
     def of(cls, runner: Runner) -> "ModelSize":
@@ -61,6 +63,13 @@ class ModelSize:
         groups = config.num_attention_heads // kv_shape(config, 1, 1)[4]
         one = rows * nodes * width * groups * self.dtype.itemsize
         return one * (kinds if windowed(config) else 1)
+
+
+def at_once(rows: int, nodes: int) -> int:
+    """Sides of so many states that go through the LM head together: a few states cost a reading of
+    it, many the arithmetic and the room.
+    """
+    return max(1, 64 // (rows * nodes))
 
 
 def available(device: torch.device) -> int | None:
