@@ -8,7 +8,7 @@ Shapes: B rows, N nodes, F of them fed to the draft in one call, C children draw
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path as File
 
@@ -39,9 +39,12 @@ class Level:
 
 @dataclass(frozen=True)
 class StaticTree:
-    """Rank paths in order of depth, then of rank; each one's beginning is among them."""
+    """Rank paths in order of depth, then of rank; each one's beginning is among them. exit: how
+    many of the target's layers draft it, 0 where the drafter knows.
+    """
 
     paths: tuple[RankPath, ...]
+    exit: int = 0
 
     @classmethod
     def from_paths(cls, paths: Iterable[RankPath]) -> "StaticTree":
@@ -85,7 +88,7 @@ class StaticTree:
         """The tree without what lies deeper than `levels`."""
         if levels >= self.levels:
             return self
-        return StaticTree(tuple(path for path in self.paths if len(path) <= levels))
+        return replace(self, paths=tuple(path for path in self.paths if len(path) <= levels))
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
@@ -101,13 +104,14 @@ class DynamicTree:
     sharpness: what the draft's scores are multiplied by before their softmax is taken for the
     chance that a node is kept. 1 is EAGLE-2; a draft whose best guess comes true more often than it
     says wants more (`calibrate` fits it): with 4 levels and 16 nodes the quickstart's pair has tau
-    4.14 at temperature 0 and 3.76 at 1 with it, 4.49 and 4.01 with 2.
+    4.14 at temperature 0 and 3.76 at 1 with it, 4.49 and 4.01 with 2. exit: as of `StaticTree`.
     """
 
     levels: int
     width: int
     nodes: int
     sharpness: float = 1.0
+    exit: int = field(default=0, kw_only=True)
 
     is_chain = False
 

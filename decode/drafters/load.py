@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
+from draftsmith.decode.untrained.exits import ExitsDrafter
 from draftsmith.decode.untrained.jacobi import JacobiDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
@@ -24,6 +25,7 @@ from draftsmith.models.tokenizer import vocab_size
 # Drafters without a folder, by the word before the colon of their names.
 UNTRAINED: dict[str, Any] = {
     "exit": OwnLayersDrafter,
+    "exits": ExitsDrafter,
     "skip": OwnLayersDrafter,
     "jacobi": JacobiDrafter,
     "swift": SwiftDrafter,

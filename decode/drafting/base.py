@@ -4,9 +4,10 @@ Shapes: B rows, R of them just admitted, N prompt tokens, D levels, L = D + 1, F
 draft call, C children drawn from them, U width of the taps' states side by side, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.kv import KVPool, kv_shape
 from draftsmith.decode.forward.size import ModelSize
-from draftsmith.decode.sampling import BatchParams
+from draftsmith.decode.sampling import BatchParams, SamplingParams
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import Plan
 from draftsmith.models.heads.head import ANY_DEPTH
@@ -165,7 +166,8 @@ class Kept(NamedTuple):
     at the tokens of the kept path (the old pending token, then the accepted ones), so that
     tokens_BL[b, l] is the token after the one of taps_BLU[b, l]; None for drafters without taps.
     top: at least the largest of lens_B, where that is known. nodes_BN, chosen_BN: all nodes' tokens
-    and what the target chose after it; None for drafters that aren't told.
+    and what the target chose after it; None for drafters that aren't told. params, race_BLV: how
+    tokens_BL were sampled, and by which noise (see `Round`).
     """
 
     tokens_BL: Tensor
@@ -176,6 +178,8 @@ class Kept(NamedTuple):
     top: int = ANY_DEPTH
     nodes_BN: Tensor | None = None
     chosen_BN: Tensor | None = None
+    params: BatchParams = SamplingParams()
+    race_BLV: Tensor | None = None
 
 
 class Admitted(NamedTuple):
@@ -207,10 +211,9 @@ class Drafter(Protocol):
     room: int = ANY_DEPTH  # slots that a round's drafted tokens may take
     shares: bool = False  # whether it drafts in the target's own keys and values
     chooses: bool = False  # whether it is told what the target chose at every node
-    scratch: int = (
-        0  # slots beyond a row's length that it writes between rounds; 0: none, not asked
-    )
+    scratch: int = 0  # slots beyond a row's length that it writes between rounds; 0: isn't asked
     form: str = ""  # which of several it drafts by now; a recorded round is of one
+    exits: Mapping[int, int] = MappingProxyType({})  # plans may name: bytes a call of each reads
     acceptance: Scored | None = None  # foretells what is kept, where its folder holds such a head
     held: tuple[str, ...]  # the attributes that are its state of the rows
 
@@ -248,8 +251,10 @@ class Drafter(Protocol):
         """The draft calls of one round, as `grow` makes them; None where there is no model."""
         return None
 
-    def extend(self, kept: Kept) -> None:
-        """Take in the tokens just emitted."""
+    def extend(self, kept: Kept) -> Tensor | None:
+        """Take in the tokens just emitted; float64 [B, X] for the policy to hear (`Outcome.news`),
+        where there is anything to say.
+        """
 
     def between(self, request: Round, race: Race) -> bool:
         """Before a round, for drafters with `scratch`: look at the text so far. True where other

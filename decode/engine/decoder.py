@@ -19,7 +19,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import context_of
+from draftsmith.decode.drafters.lm import context_of, weights_read
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.drafting.base import ANY_DEPTH, Drafter, shape_of
 from draftsmith.decode.engine import memory
@@ -31,6 +31,7 @@ from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.choice import make_policy
+from draftsmith.decode.policies.exits import Exits
 from draftsmith.decode.policies.policy import Acceptance
 from draftsmith.decode.policies.timing import measured_costs
 from draftsmith.decode.sampling import SamplingParams
@@ -45,9 +46,10 @@ _works_for: "weakref.WeakKeyDictionary[Any, weakref.ref[DecodeBatch]]" = weakref
 
 
 def compile_runner(drafter: Drafter | None) -> None:
-    for name in ("runner", "whole"):  # what it drafts with, and what that is made of
-        if (runner := getattr(drafter, name, None)) is not None:
-            runner.compile()
+    held = [getattr(drafter, name, None) for name in ("runner", "whole")]
+    held += getattr(drafter, "parts", {}).values()
+    for runner in {id(one): one for one in held if one is not None}.values():
+        runner.compile()
 
 
 class Decoder:
@@ -211,7 +213,9 @@ class Decoder:
             _works_for[drafter] = weakref.ref(self._batch)
 
     def _judge_by(self, drafter: Drafter) -> None:
-        """Let a policy read the drafter's acceptance head, where it asks for one."""
+        """Let a policy read the drafter's acceptance head or exits, where it asks for one."""
+        if isinstance(self.policy, Exits):
+            self.policy.choose_among(drafter.exits, weights_read(self.runner.model))
         if not isinstance(self.policy, Acceptance):
             return
         if drafter.acceptance is None:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from draftsmith.decode.forward.runner import round_up, windowed
-from draftsmith.decode.forward.size import ModelSize
+from draftsmith.decode.forward.size import ModelSize, at_once
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import WITH_REPLACEMENT, WITHOUT_REPLACEMENT
 from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_plan
@@ -195,6 +195,9 @@ def _round(work: Work, target: ModelSize, drafter: ModelSize | None) -> int:
         of_nodes, of_inner = COPIES[work.rule]
         # And one row: the race for the token after the path.
         stages.append(of_nodes * nodes * row + of_inner * q_logits + row)
+    if drafter is not None and drafter.shadow:  # beside the target's
+        sides = min(drafter.shadow, at_once(work.rows, nodes))
+        stages.append(held + int((sides + max(2, _copies(work.params))) * nodes * row))
     return max(stages)
 
 

@@ -168,19 +168,26 @@ class Told(NamedTuple):
     """A round's news. table: int64 [B, 2 L + 4 + W]: tokens emitted, nodes of the kept path, how
     many drafted ones the rule kept, how many were emitted, whether the row still decodes, whether
     its logits were broken; then, where the batch asks for them, the bits of `told_log_probs` of the
-    tokens. levels, nodes: of the tree that was verified (nodes without the root).
+    tokens, and those of what the drafter says. levels, nodes: of the tree that was verified (nodes
+    without the root); said: the drafter's columns.
     """
 
     table: Tensor
     levels: int
     nodes: int
+    said: int = 0
 
     def listed_BLW(self, table: Tensor) -> Tensor | None:
-        """The last part of the table, read from its copy on the host; None where nobody asked."""
+        """That part of the table, read from its copy on the host; None where nobody asked."""
         columns, length = 2 * self.levels + 6, self.levels + 1
-        if table.shape[1] == columns:
+        if table.shape[1] == columns + self.said:
             return None
-        return table[:, columns:].view(torch.float64).unflatten(1, (length, -1))
+        listed_BX = table[:, columns : table.shape[1] - self.said]
+        return listed_BX.view(torch.float64).unflatten(1, (length, -1))
+
+    def news_BX(self, table: Tensor) -> Tensor | None:
+        """The drafter's, likewise."""
+        return table[:, -self.said :].view(torch.float64) if self.said else None
 
 
 Run = Callable[[], Told]  # a round, or its recording
@@ -250,16 +257,21 @@ class Stepper:
         taps_BLU = None if taps_BNU is None else picked(taps_BNU, path_BL)
         if batch.harvest is not None:
             batch.harvest.keep(before_B, picked(hidden_BNH, path_BL), taps_BLU)
+        said_BX = None
         if drafter is not None:
             path = None if topology.is_chain else path_BL
             told = self._chosen(tree, p_logits_BNV, shared_BLV) if drafter.chooses else ()
-            drafter.extend(Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top, *told))
+            kept = Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top, *told)
+            said_BX = drafter.extend(kept._replace(params=params, race_BLV=shared_BLV))
         columns = [n_accepted_B, n_new_B, rows.active_B, bad_B]
         news = torch.cat([emitted_BL, path_BL, torch.stack(columns, 1)], 1)
         if raw_BNV is not None and batch.listed is not None:
             told_BLW = told_log_probs(picked(raw_BNV, path_BL), emitted_BL, batch.listed)
             news = torch.cat([news, told_BLW.flatten(1).view(torch.int64)], 1)
-        return Told(news, topology.levels, topology.nodes - 1)
+        if said_BX is not None:
+            news = torch.cat([news, said_BX.view(torch.int64)], 1)
+        said = 0 if said_BX is None else said_BX.shape[1]
+        return Told(news, topology.levels, topology.nodes - 1, said)
 
     @torch.inference_mode()
     def between(self, batch: DecodeBatch, plan: Plan, top: int) -> bool:

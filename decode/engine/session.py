@@ -166,7 +166,7 @@ class Session:
         host = flight.table.cpu()  # the round's only reading of the device
         listed_BLW, table = told.listed_BLW(host), host[:, : 2 * told.levels + 6].tolist()
         now = time.perf_counter()
-        news, paths = [], []
+        news, paths, heard = [], [], []
         for row, request in enumerate(flight.requests):
             if request is None or self.batch.rows.requests[row] is not request:
                 continue  # ended while this round was on its way
@@ -174,12 +174,15 @@ class Session:
             path = found[told.levels + 2 : told.levels + 2 + accepted]
             if not bad:
                 paths.append(rank_path(flight.plan, path))
+                heard.append(row)
                 request.completion.counters.decode_seconds = now - request.started
             news.append(self._news(row, found[:n_new], accepted, told, active=active, bad=bad))
             if listed_BLW is not None:
                 request.take_listed(listed_BLW[row, : len(news[-1][1])])
-        if flight.plan is not None:
-            self.decoder.policy.observe(Outcome(flight.plan, told.levels, paths))
+        said_BX = told.news_BX(host)
+        said_BX = None if said_BX is None else said_BX[heard]
+        if flight.plan is not None or said_BX is not None:
+            self.decoder.policy.observe(Outcome(flight.plan, told.levels, paths, said_BX))
         return news
 
     @torch.inference_mode()

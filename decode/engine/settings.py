@@ -169,6 +169,11 @@ class DecodeSettings:
                     "as they are, its chances may be off; train one on traces of this, or tune it",
                     stacklevel=4,
                 )
+        if self.policy.startswith("exits") and drafter is not None and not identical:
+            raise ValueError(
+                f"policy exits: got rule={self.rule} at temperature {params.temperature:g}, "
+                "expected rule=coupled, by whose noise every exit knows what of it would be kept"
+            )
         if self.same_shape and not identical:
             raise ValueError(
                 f"same_shape: got rule={self.rule} at temperature {params.temperature:g}, expected "

@@ -2,8 +2,9 @@
 
 Greedy, or with shared noise, an answer is the same whatever drafts it. So the decoder decodes with
 a target that isn't computed, which says the answer's next token whatever it is asked; what a
-drafter reads of its states comes of one pass over each answer. All else is the decoder's own: any
-tree and policy drafts, and is kept, as in a run. A round takes the target's isolated forward
+drafter reads of its states comes of one pass over each answer. For drafters in its own keys and
+values it is computed too, off the clock, to write these. All else is the decoder's own: any tree
+and policy drafts, and is kept, as in a run. A round takes the target's isolated forward
 (policies/timing.py), and what lies between two of them: the least of all rounds of as many nodes,
 since a busy machine only ever adds; on CUDA, where rounds are recorded, isolated forwards alone.
 
@@ -39,11 +40,12 @@ Rounds = list[tuple[int, float]]  # of each its nodes, and the seconds since the
 
 class KnownTarget(Runner):
     """A target that knows what comes, for rows that hold these answers in order. Its states [.., 1]
-    are next tokens. rounds: notes every pass.
+    are next tokens. shared: whether a drafter reads its keys and values. rounds: notes every pass.
     """
 
-    def __init__(self, runner: Runner, asked: Sequence[Completion]) -> None:
+    def __init__(self, runner: Runner, asked: Sequence[Completion], *, shared: bool) -> None:
         vars(self).update(vars(runner))
+        self.shared = shared
         texts = [torch.tensor(a.prompt_tokens + a.tokens, device=self.device) for a in asked]
         self.next_RT = F.pad(pad_sequence(texts, batch_first=True), (0, 1))[:, 1:]
         self.taps_RTU: Tensor | None = None
@@ -54,7 +56,9 @@ class KnownTarget(Runner):
         self.ended = time.perf_counter()
 
     def pool(self, rows: int, slots: int) -> KVPool:
-        """Of no layers: nothing is read from it."""
+        """Of no layers, where nothing is read from it."""
+        if self.shared:
+            return super().pool(rows, slots)
         nothing = LlamaConfig(hidden_size=1, num_attention_heads=1, num_hidden_layers=0)
         return KVPool(
             nothing, rows=rows, slots=round_up(slots), dtype=self.dtype, device=self.device
@@ -62,6 +66,8 @@ class KnownTarget(Runner):
 
     def _pass(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache) -> States:
         self.rounds.append((tokens_BN.shape[1], time.perf_counter() - self.ended))
+        if self.shared:
+            super()._pass(tokens_BN, positions_BN, cache)
         at_BN = positions_BN.clamp(max=self.next_RT.shape[1] - 1)
         taps_BNU = None if self.taps_RTU is None else picked(self.taps_RTU, at_BN)
         next_BN1 = self.next_RT.gather(1, at_BN)[..., None]
@@ -86,6 +92,7 @@ def replay(
     decode nothing else from now on. questions: the answers to each prompt, turn by turn.
     """
     arms, runner = [Arm() for _ in decoders], decoders[0].runner
+    shared = getattr(decoders[0].drafter, "shares", False)
     rounds: list[list[Rounds]] = [[] for _ in decoders]
     for start in range(0, len(questions), batch):
         together = questions[start : start + batch]
@@ -94,7 +101,7 @@ def replay(
             own.append([])
         for turn in range(max(map(len, together))):
             asked = [turns[turn] for turns in together if turn < len(turns)]
-            known = KnownTarget(runner, asked)
+            known = KnownTarget(runner, asked, shared=shared)
             for arm, own, decoder in zip(arms, rounds, decoders, strict=True):
                 decoder.runner = decoder.stepper.runner = known
                 known.rounds = []

@@ -18,7 +18,8 @@ class ModelSize:
     token of a pass: taps inside a target, or a head's wide input; handed: numbers of a token's
     states that a drafter is given; scratch: slots that a pass needs beyond a row's own; ahead:
     logits [B, V] that are alive beside a call's own; window: slots of a row whose keys and values
-    don't grow with it, beside `scratch`; 0: they do.
+    don't grow with it, beside `scratch`; 0: they do; shadow: how many sides of logits of the whole
+    kept path are made beside the target's (`at_once` of them).
     """
 
     config: PreTrainedConfig
@@ -28,6 +29,7 @@ class ModelSize:
     scratch: int = 0
     ahead: int = 0
     window: int = 0
+    shadow: int = 0
 
     @classmethod
     def of(cls, runner: Runner) -> "ModelSize":
@@ -64,6 +66,13 @@ class ModelSize:
         width = round_up(self.window + self.scratch) if self.window else width
         one = rows * nodes * width * groups * self.dtype.itemsize
         return one * (kinds if windowed(config) else 1)
+
+
+def at_once(rows: int, nodes: int) -> int:
+    """Sides of so many states that go through the LM head together: a few states cost a reading of
+    it, many the arithmetic and the room.
+    """
+    return max(1, 64 // (rows * nodes))
 
 
 def available(device: torch.device) -> int | None:

@@ -11,12 +11,16 @@ depth:0.3         dynamic depth: stop once the nodes to feed next hold less than
                   probability together
 cost              the K, or part of the tree, of the highest expected tokens a second, by
                   measured times of the models and running acceptance
+exits:1           DEL: of the target's layers that may draft (drafter=exits:2+4+6) and of lengths
+                  the best by running acceptance and bytes read; stop below a chance that follows
+                  what was kept, times that number (0: never)
 cut               a dynamic tree is grown whole, then verified as far as its own chances promise
                   more than the measured time of verifying costs; none at all where that is best
 """
 
 from collections.abc import Callable
 
+from draftsmith.decode.policies.exits import Exits
 from draftsmith.decode.policies.policy import Acceptance, Confidence, Depth, Entropy, Policy
 from draftsmith.decode.policies.priced import Cost, CutGrown
 from draftsmith.decode.tree_shapes import Plan
@@ -28,6 +32,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "acceptance": Acceptance,
     "depth": Depth,
     "cost": Cost,
+    "exits": Exits,
     "cut": CutGrown,
 }
 

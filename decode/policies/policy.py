@@ -50,13 +50,16 @@ class Costs(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a finished round's rows came to. levels: draft calls made; paths: of each row that
-    decoded, the rank path that was kept (of a dynamic tree: zeros in its place).
+    """What a finished round's rows came to. plan: None of a round that drafted nothing, which is
+    told only where there is news; levels: draft calls made; paths: of each row that decoded, the
+    rank path that was kept (of a dynamic tree: zeros in its place); news: what the drafter says of
+    these rows (`Drafter.extend`).
     """
 
-    plan: Plan
+    plan: Plan | None
     levels: int
     paths: Sequence[tuple[int, ...]]
+    news: Tensor | None = None
 
 
 class Policy:

@@ -3,6 +3,8 @@
 Shapes: B rows, N nodes of a grown tree, the root included.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from torch import Tensor
 
@@ -50,6 +52,8 @@ class Cost(Policy):
         return found
 
     def observe(self, outcome: Outcome) -> None:
+        if outcome.plan is None:
+            return
         self.hits *= self.MEMORY
         self.trials *= self.MEMORY
         drafted = set(counted(outcome.plan))
@@ -74,7 +78,7 @@ def parts(plan: Plan) -> tuple[Plan, ...]:
             found.append(cut)
             continue
         for limit in (1, 2, 4, 1 << 30):
-            found.append(StaticTree(tuple(path for path in cut.paths if max(path) < limit)))
+            found.append(replace(cut, paths=tuple(p for p in cut.paths if max(p) < limit)))
     return tuple(dict.fromkeys(found))
 
 

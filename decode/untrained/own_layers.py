@@ -29,6 +29,7 @@ from draftsmith.decode.forward.lean import HALVES, Half, LeanBody
 from draftsmith.decode.forward.runner import Runner, round_up
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
+from draftsmith.decode.tree_shapes import Plan
 from draftsmith.models.taps import decoder_layers
 from draftsmith.models.target import bytes_read, output_head
 
@@ -90,13 +91,18 @@ class OwnLayersDrafter(Drafter):
 
     def feed(self, request: Round) -> Feed:
         width = min(round_up(request.top + request.plan.slots), self.pool.slots)
+        runner = self.part(request.plan)
 
         def feed(frontier: Frontier) -> Fed:
             placed = frontier.placed(request.lens_B[:, None], width)
-            states_BFH, _ = self.runner.verify(self.pool, frontier.tokens_BF, *placed)
-            return Fed(self.runner.logits(states_BFH), states_BFH)
+            states_BFH, _ = runner.verify(self.pool, frontier.tokens_BF, *placed)
+            return Fed(runner.logits(states_BFH), states_BFH)
 
         return feed
+
+    def part(self, plan: Plan) -> Runner:
+        """What drafts it."""
+        return self.runner
 
     @torch.inference_mode()
     def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor | None = None) -> Tensor:

@@ -43,7 +43,7 @@ def record_rounds(decoder: Decoder) -> list[torch.fx.GraphModule]:
 
         def table() -> torch.Tensor:
             told = run()
-            shape.update(levels=told.levels, nodes=told.nodes)
+            shape.update(levels=told.levels, nodes=told.nodes, said=told.said)
             return told.table
 
         with torch.inference_mode():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from eagle_drafts import VOCAB, counting
+from tiny_hydra import layer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.lm import LMDrafter
@@ -13,7 +14,9 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.replay import replay
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.untrained.exits import ExitsDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
+from draftsmith.models.heads.kangaroo import Kangaroo
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
 
 COSTS = Costs((1, 64), (1.0, 1.0), (0.0, 0.0))
@@ -40,12 +43,21 @@ def pair_of(
     if kind == "medusa":
         head = Medusa(MedusaConfig(hidden=target.config.hidden_size, rows=VOCAB, heads=5))
         return target, drafter_of(head.eval().requires_grad_(False), target, VOCAB)
+    if kind == "kangaroo":
+        kangaroo = Kangaroo(layer(vocab_size=VOCAB), 2).init_from(target)
+        return target, drafter_of(kangaroo.eval().requires_grad_(False), target, VOCAB)
+    if kind == "exits":
+        return target, ExitsDrafter(target, VOCAB, [2, 1])
     return target, NgramDrafter()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("kind", "batch"), [("lm", 1), ("lm", 3), ("eagle1", 3), ("medusa", 1), ("ngram", 1)]
+    ("kind", "batch"),
+    [
+        *(("lm", 1), ("lm", 3), ("eagle1", 3), ("medusa", 1), ("ngram", 1)),
+        *(("kangaroo", 3), ("exits", 1), ("exits", 3)),
+    ],
 )
 def test_a_replay_counts_what_decoding_does(
     tiny_target: PreTrainedModel,
@@ -59,6 +71,7 @@ def test_a_replay_counts_what_decoding_does(
     prompts = [[5, 9, 30, 5, 9], [7] * 9, [8, 3]]
     target, drafter = pair_of(kind, tiny_target, tiny_draft)
     ways = WAYS if drafter.trees else {"chain": WAYS["chain"]}
+    ways = ways | {"exits": {"policy": "exits", "K": 5}} if drafter.exits else ways
     for name, how in ways.items():
         decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=batch, **how)
         done = decoder.generate(prompts, params)
