@@ -11,6 +11,7 @@ from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.untrained.jacobi import JacobiDrafter
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
+from draftsmith.decode.untrained.pads import PadsDrafter
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter
@@ -24,6 +25,7 @@ UNTRAINED: dict[str, Any] = {
     "exit": OwnLayersDrafter,
     "skip": OwnLayersDrafter,
     "jacobi": JacobiDrafter,
+    "pads": PadsDrafter,
 }
 
 
