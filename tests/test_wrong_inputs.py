@@ -175,7 +175,7 @@ CASES = [
     (f"{HEADS} head.kind=hydra noise=-1", "noise: got -1.0, expected at least 0"),
     (f"{HEADS} head.heads=0", "heads=0", "expected each to be at least 1"),
     (f"{HEADS} loss=nothing", "got 'nothing', expected one of fkl"),
-    (f"{TUNE} method=exists", "method: got 'exists', expected exits or consistency"),
+    (f"{TUNE} method=exists", "method: got 'exists', expected exits or consistency or units"),
     (f"{TUNE} method=exits exits.every=0", "exits: got", "every=0", "expected"),
     (f"{DISTILL} draft.heads=5", "heads", "expected"),
     (f"{DISTILL} draft=eagle", "a head of kind eagle3, expected a draft LM"),

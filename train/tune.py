@@ -5,10 +5,12 @@
 
     exits        sum_E w_E CE(exit after E layers, text)        decodes with drafter=exit:E
     consistency  KL(model on the text || model on a guess of it) + ar CE(text)     jacobi:K
+    units        CE(placeholders behind a text, what follows it) + ar CE(text)     pads:K
 
-`exits` is LayerSkip (arXiv 2404.16710; train/tuning/exits.py), `consistency` CLLM (2403.00835;
-train/tuning/consistency.py). Decoding stays lossless, but with respect to the tuned target: how far
-that is from what it was is told by `loss`, of the answers that it gave to held-out prompts before.
+`exits` is LayerSkip (arXiv 2404.16710), `consistency` CLLM (2403.00835), `units` Lexical Unit
+Decoding (2405.15208): a file of train/tuning each. Decoding stays lossless, but with respect to the
+tuned target: how far that is from what it was is told by `loss`, of the answers that it gave to
+held-out prompts before.
 
 Where this differs from the papers:
 1. Sums are divided by the trained tokens of the step; rows are packed for `exits`, so that a layer
@@ -42,9 +44,10 @@ from draftsmith.train.run.settings import Settings
 from draftsmith.train.text.on_policy import Snapshot, Text, make_batches, training_examples
 from draftsmith.train.tuning.consistency import Consistency, ConsistencyObjective
 from draftsmith.train.tuning.exits import ExitObjective, Exits
+from draftsmith.train.tuning.units import Units, UnitsObjective
 
-METHODS = ("exits", "consistency")
-Tuned = ExitObjective | ConsistencyObjective
+METHODS = ("exits", "consistency", "units")
+Tuned = ExitObjective | ConsistencyObjective | UnitsObjective
 
 
 @dataclass(kw_only=True)
@@ -53,9 +56,10 @@ class TuneConfig(Settings):
 
     entry: str = "tune"
     target: TargetSpec  # or a draft LM's folder
-    method: str  # exits | consistency
+    method: str  # exits | consistency | units
     exits: Exits = field(default_factory=Exits)
     consistency: Consistency = field(default_factory=Consistency)
+    units: Units = field(default_factory=Units)
     lora: Lora = field(default_factory=Lora)
     data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
     text: Text = field(default_factory=Text)
@@ -124,9 +128,11 @@ def make_objective(
 ) -> Tuned:
     """What the recipe trains for; `drafter` is the name of what decodes with the result."""
     size = vocab_size(tokenizer)
+    if config.method == "exits":
+        return ExitObjective(model, config.exits, steps=config.steps, vocab_size=size)
     if config.method == "consistency":
         return ConsistencyObjective(model, config.consistency, drafted=config.K, vocab_size=size)
-    return ExitObjective(model, config.exits, steps=config.steps, vocab_size=size)
+    return UnitsObjective(model, config.units, drafted=config.K, vocab_size=size)
 
 
 def figures(

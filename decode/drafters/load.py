@@ -12,6 +12,7 @@ from draftsmith.decode.untrained.exits import ExitsDrafter
 from draftsmith.decode.untrained.jacobi import JacobiDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
+from draftsmith.decode.untrained.pads import PadsDrafter
 from draftsmith.decode.untrained.partial_kv import PartialKVDrafter
 from draftsmith.decode.untrained.swift import SwiftDrafter
 from draftsmith.models.draft_lm import recast
@@ -31,6 +32,7 @@ UNTRAINED: dict[str, Any] = {
     "swift": SwiftDrafter,
     "streaming": PartialKVDrafter,
     "snapkv": PartialKVDrafter,
+    "pads": PadsDrafter,
 }
 
 

@@ -11,6 +11,8 @@ this one rolls on. With noise fixed by position, choices at temperature above 0 
 Shapes: B rows, R of them just admitted, K guesses, N nodes.
 """
 
+from typing import Self
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -31,9 +33,7 @@ class JacobiDrafter(Drafter):
         self.levels, self.device = levels, device
 
     @classmethod
-    def named(
-        cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int
-    ) -> "JacobiDrafter":
+    def named(cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int) -> Self:
         """jacobi:K; ValueError for anything else."""
         if not says.isdecimal() or not 0 < int(says) < 512:
             raise ValueError(f"drafter: got jacobi:{says}, expected jacobi:K, of 1 to 511 guesses")

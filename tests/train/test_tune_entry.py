@@ -106,7 +106,16 @@ def test_a_model_that_writes_what_it_guessed(tuning: Argv, tmp_path: Path) -> No
     decodes_as_plainly(tmp_path / "run/target", "jacobi:4", K=4)
 
 
-@pytest.mark.parametrize("method", ["exits", "consistency"])
+def test_a_model_that_says_what_pads_stand_for(tuning: Argv, tmp_path: Path) -> None:
+    units = "units={sure: 0.01, pads: 4}"
+    tune.main([*tuning, "method=units", units, "temperature=0", "K=4", "lr=0.01", "steps=6"])
+    log = records(tmp_path / "run")
+    assert all(r["loss"] == pytest.approx(r["units"] + r["ar"], rel=1e-5) for r in log[1:])
+    assert log[-1]["units"] / log[-1]["pads"] < log[1]["units"] / log[1]["pads"]
+    decodes_as_plainly(tmp_path / "run/target", "pads:4", K=4)
+
+
+@pytest.mark.parametrize("method", ["exits", "consistency", "units"])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     tuning: Argv, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,11 +170,12 @@ def test_more_exits_need_more(tuning: Argv) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["method=exists"], "method: got 'exists', expected exits or consistency"),
+        (["method=exists"], "method: got 'exists', expected exits or consistency or"),
         (["method=exits", "exits.layers=[4]"], r"exits: got \[4\], expected exits after 1 to 3"),
         (["method=exits", "compile=true"], "got compile=true, expected false"),
         (["method=exits", "target.quantise=int8"], "target.quantise: got int8, expected nothing"),
         (["method=exits", "K=0"], "K: got 0, expected 1 to 64"),
+        (["method=units", "units.sure=1"], "units: got sure=1.0, .*expected a share"),
         (["method=consistency", "consistency.window=1"], "consistency: got window=1, .*expected 2"),
     ],
 )

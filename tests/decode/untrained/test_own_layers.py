@@ -27,7 +27,7 @@ TREES: list[dict[str, Any]] = [
     {"tree": "dynamic:3,3,9"},
     {"tree": "dynamic:3,3,9", "policy": "depth:0.1"},
 ]
-NAMES = ["exit:0", "exit:2", "skip:1", "skip:0a+1m", "jacobi:3"]
+NAMES = ["exit:0", "exit:2", "skip:1", "skip:0a+1m", "jacobi:3", "pads:3"]
 IDS_BT = torch.arange(3, 23).view(2, 10) * 7 % 300
 
 
@@ -221,6 +221,7 @@ def test_jacobi_guesses_the_choices_after_what_was_kept(
         ("skip:0b", "expected layers 0 to 2 joined by +"),
         ("skip:0+1+2", "leaves nothing of 3 layers"),
         ("jacobi:0", "expected jacobi:K, of 1 to 511"),
+        ("pads:x", "got pads:x for a target whose pad_token_id is 1, expected pads:K"),
     ],
 )
 def test_names_that_say_nothing(

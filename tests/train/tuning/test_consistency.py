@@ -2,6 +2,7 @@
 
 import copy
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from draftsmith.train.objectives.distillation import NextToken
 from draftsmith.train.run.loop import Objective
 from draftsmith.train.text.batches import Batch, Batches, Examples
 from draftsmith.train.tuning.consistency import Consistency, ConsistencyObjective
+from draftsmith.train.tuning.units import Units, UnitsObjective
 from draftsmith.train.tuning.windows import side_by_side, windows
 
 WINDOW = 4
@@ -196,11 +198,11 @@ def test_a_step_draws_its_points() -> None:
     assert sum(found[1]) < 0.5 * sum(found[0])
 
 
-def passes(of: LlamaForCausalLM, answers: Answers) -> tuple[float, bool]:
-    """Of jacobi:6 a token, and whether it writes these answers."""
+def passes(of: LlamaForCausalLM, answers: Answers, drafter: str) -> tuple[float, bool]:
+    """Of this drafter of six tokens a token, and whether it writes these answers."""
     frozen = copy.deepcopy(of).eval().requires_grad_(False)
     tokenizer = words(ROWS)
-    decoder = Decoder(frozen, tokenizer, load_drafter("jacobi:6", frozen, tokenizer), K=6)
+    decoder = Decoder(frozen, tokenizer, load_drafter(drafter, frozen, tokenizer), K=6)
     params = SamplingParams(0.0, max_new_tokens=len(answers[0][1]), ignore_eos=True)
     done = decoder.generate([prompt for prompt, _ in answers], params)
     counts = [made.counters for made in done]
@@ -219,7 +221,16 @@ def trained(of: Objective, batch: Batch, steps: int) -> None:
         learner.zero_grad()
 
 
-def test_fewer_passes_write_the_same_text() -> None:
+@pytest.mark.parametrize(
+    ("drafter", "objective_of", "how", "most"),
+    [
+        ("jacobi:6", ConsistencyObjective, Consistency(window=6), 0.88),
+        ("pads:6", UnitsObjective, Units(pads=6), 0.65),
+    ],
+)
+def test_fewer_passes_write_the_same_text(
+    drafter: str, objective_of: Any, how: Any, most: float
+) -> None:
     """Eight answers by heart: cross-entropy leaves a pass for nearly each token."""
     draw = torch.Generator().manual_seed(0)
     answers_8T = torch.randint(20, 80, (8, 24), generator=draw).tolist()
@@ -230,14 +241,57 @@ def test_fewer_passes_write_the_same_text() -> None:
     batch = batches.batch(0, 0, 0, accumulation=1, world=1)
     plain = build_llama(ROWS, layers=2, hidden=32, seed=0)
     trained(NextToken(plain), batch, 60)
-    before, told = passes(plain, answers)
+    before, told = passes(plain, answers, drafter)
     assert before > 0.9 and told
     tuned = copy.deepcopy(plain)
     trained(NextToken(plain), batch, 60)
-    made = ConsistencyObjective(tuned, Consistency(window=6), drafted=6, vocab_size=ROWS)
-    trained(made, batch, 60)
-    (still, _), (after, told) = passes(plain, answers), passes(tuned, answers)
-    assert after < 0.88 < still and told, (before, still, after)
+    trained(objective_of(tuned, how, drafted=6, vocab_size=ROWS), batch, 60)
+    (still, _), (after, told) = (passes(model, answers, drafter) for model in (plain, tuned))
+    assert after < most < still and told, (before, still, after)
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["ours", "twin that says the token before"])
+def test_pads_learn_the_units_of_hand_made_chances(
+    shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of sure tokens, cut after pads + 1; the loss by a pass for each unit."""
+    ours, batch = model(), written(model(), [[5, 6, 7]], 12)
+    chances = [0.1, 0.2, 0.9, 0.9, 0.3, 0.9, 0.9, 0.9, 0.9, 0.9, 0.1, 0.9, 0.9, 0.9, 0.9]
+    made = UnitsObjective(ours, Units(sure=0.5, pads=3, ar=0.0), drafted=4, vocab_size=TOKENS)
+    sure_BT = torch.tensor([chances]) > 0.5
+    monkeypatch.setattr(made, "sure", lambda _: sure_BT)
+    units = [
+        (3, 4),
+        (5, 9),
+        (9, 10),
+        (11, 15),
+    ]  # the prompt has three tokens
+    begin_BT = windows(batch, 4, sure_BT)
+    assert begin_BT[0].tolist() == [0, 0, 0, 3, 0, 5, 5, 5, 5, 9, 0, 11, 11, 11, 11]
+    ids_T, expected, pads = batch.input_ids[0], 0.0, 0
+    for begin, end in units:
+        pads_T = torch.full((end - begin,), made.pad)
+        log_TV = logits(ours, torch.cat([ids_T[:begin], pads_T])).log_softmax(-1)
+        for at in range(begin, end - 1):
+            expected -= log_TV[at - shift, ids_T[at + 1]].item()
+            pads += 1
+    output = made(batch)
+    assert output.metrics["pads"] == pads == 6
+    assert (output.loss.item() == pytest.approx(expected, rel=1e-6)) is not shift
+
+
+def test_a_model_is_sure_of_what_it_gives_most() -> None:
+    ours, batch = model(), batch_of(False)
+    made = UnitsObjective(ours, Units(sure=0.02), drafted=4, vocab_size=TOKENS)
+    sure_BT = made.sure(batch)
+    p_BTV = ours(input_ids=batch.input_ids).logits[..., :TOKENS].softmax(-1)
+    given_BT = p_BTV[:, :-1].gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+    trained_BT = batch.loss_mask[:, :-1]
+    assert torch.equal(sure_BT[:, 1:][trained_BT], (given_BT > 0.02)[trained_BT])
+    assert sure_BT[:, 1:][trained_BT].any() and not sure_BT[:, 1:][trained_BT].all()
+    ours.config.pad_token_id = None
+    with pytest.raises(ValueError, match="got a config without pad_token_id"):
+        UnitsObjective(ours, Units(), drafted=4, vocab_size=TOKENS)
 
 
 @pytest.mark.parametrize("how", [{"window": 1}, {"passes": -1}, {"mended": 1.5}, {"ar": -1.0}])
