@@ -23,15 +23,16 @@ from draftsmith.decode.drafters.lm import context_of, weights_read
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.drafting.base import ANY_DEPTH, Drafter, shape_of
 from draftsmith.decode.engine import memory
+from draftsmith.decode.engine.graphs import Graphs
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.request import Completion, Event, Prompt, eos_ids, open_request
-from draftsmith.decode.engine.round import DecodeBatch, Graphs, Rows, Stepper
+from draftsmith.decode.engine.round import DecodeBatch, Rows, Stepper
 from draftsmith.decode.engine.session import Finished, News, Session
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.choice import make_policy
-from draftsmith.decode.policies.exits import Exits
+from draftsmith.decode.policies.exits import ExitPolicy
 from draftsmith.decode.policies.policy import Acceptance
 from draftsmith.decode.policies.timing import measured_costs
 from draftsmith.decode.sampling import SamplingParams
@@ -214,7 +215,7 @@ class Decoder:
 
     def _judge_by(self, drafter: Drafter) -> None:
         """Let a policy read the drafter's acceptance head or exits, where it asks for one."""
-        if isinstance(self.policy, Exits):
+        if isinstance(self.policy, ExitPolicy):
             self.policy.choose_among(drafter.exits, weights_read(self.runner.model))
         if not isinstance(self.policy, Acceptance):
             return

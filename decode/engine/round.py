@@ -6,8 +6,7 @@ that may end one request, U width of the taps' states, V vocabulary.
 """
 
 import copy
-import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -22,7 +21,7 @@ from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.runner import WARM_UP, CudaRecorder, Runner, Seen, round_up
+from draftsmith.decode.forward.runner import Runner, Seen, round_up
 from draftsmith.decode.policies.policy import Policy
 from draftsmith.decode.sampling import (
     BatchParams,
@@ -36,10 +35,7 @@ from draftsmith.decode.tree_shapes import Plan
 from draftsmith.decode.verify.lossy import Lossy
 from draftsmith.decode.verify.rules import RULES, Noise, RuleInfo
 
-SMALLEST = 256  # slots that a recorded round attends to
-MOST = 128  # recordings kept
 Kind = TypeVar("Kind")
-Key = tuple[Plan | None, int, tuple[float, ...], int | None, str]
 
 
 class Rows:
@@ -210,7 +206,6 @@ class Stepper:
         largest committed length, a plain int; policy: asked on the way, None for whole trees.
         """
         rows, params, pool = batch.rows, batch.params, batch.pool
-        drafter = batch.drafter or self.drafter
         levels = 0 if plan is None else plan.levels
         lens_B1 = rows.lens_B[:, None]
         step_L = torch.arange(levels + 1, device=self.runner.device)
@@ -241,9 +236,8 @@ class Stepper:
             self.recorder.record(rows, tree, calls, p_logits_BNV, hidden_BNH, noise)
         if self.acceptance is not None:
             extra_BN = self.acceptance.mask(tree, p_logits_BNV, noise, hidden_BNH)
-        path_BL, n_accepted_B, next_B = self.rule(params).verify(
-            tree, p_logits_BNV, noise, extra_BN
-        )
+        verify = self.rule(params).verify
+        path_BL, n_accepted_B, next_B = verify(tree, p_logits_BNV, noise, extra_BN)
         if self.settings.same_shape:
             n_accepted_B = torch.zeros_like(n_accepted_B)
             next_B = choose(p_logits_BNV[:, 0], None if shared_BLV is None else shared_BLV[:, 0])
@@ -258,20 +252,19 @@ class Stepper:
         if batch.harvest is not None:
             batch.harvest.keep(before_B, picked(hidden_BNH, path_BL), taps_BLU)
         said_BX = None
-        if drafter is not None:
+        if (drafter := batch.drafter or self.drafter) is not None:
             path = None if topology.is_chain else path_BL
             told = self._chosen(tree, p_logits_BNV, shared_BLV) if drafter.chooses else ()
             kept = Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top, *told)
             said_BX = drafter.extend(kept._replace(params=params, race_BLV=shared_BLV))
         columns = [n_accepted_B, n_new_B, rows.active_B, bad_B]
-        news = torch.cat([emitted_BL, path_BL, torch.stack(columns, 1)], 1)
+        news = [emitted_BL, path_BL, torch.stack(columns, 1)]
         if raw_BNV is not None and batch.listed is not None:
             told_BLW = told_log_probs(picked(raw_BNV, path_BL), emitted_BL, batch.listed)
-            news = torch.cat([news, told_BLW.flatten(1).view(torch.int64)], 1)
-        if said_BX is not None:
-            news = torch.cat([news, said_BX.view(torch.int64)], 1)
-        said = 0 if said_BX is None else said_BX.shape[1]
-        return Told(news, topology.levels, topology.nodes - 1, said)
+            news.append(told_BLW.flatten(1).view(torch.int64))
+        said = [] if said_BX is None else [said_BX.view(torch.int64)]
+        size = topology.levels, topology.nodes - 1, sum(part.shape[1] for part in said)
+        return Told(torch.cat(news + said, 1), *size)
 
     @torch.inference_mode()
     def between(self, batch: DecodeBatch, plan: Plan, top: int) -> bool:
@@ -354,52 +347,3 @@ class Stepper:
 
     def _round_keys(self, rows: Rows, stream: int) -> Tensor:
         return position_keys(rows.seeds_B, rows.rounds_B[:, None], stream)[:, 0]
-
-
-class Graphs:
-    """Rounds captured as CUDA graphs, of one batch at a time: one launch a round instead of
-    thousands. One for each (tree, attended slots, sampling, form of the drafter); slots are rounded
-    up to a power of two. recorder: by default CUDA's.
-    """
-
-    def __init__(self, stepper: Stepper, recorder: Record | None = None) -> None:
-        self.stepper, self.recorder = stepper, recorder
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop every recording, and the batch whose tensors they hold."""
-        self.batch: DecodeBatch | None = None
-        self.runs: Counter[Key] = Counter()
-        self.recordings: dict[Key, Run] = {}
-        self.record: Record | None = None
-
-    def step(self, batch: DecodeBatch, plan: Plan | None, top: int) -> Told:
-        """One round, replayed where it has been recorded."""
-        if batch is not self.batch:
-            self.forget()
-            # A pool of memory of its own: the last one ends with its last recording.
-            self.batch, self.record = batch, self.recorder or CudaRecorder()
-        top = max(SMALLEST, 1 << (top - 1).bit_length())
-        form = "" if self.stepper.drafter is None else self.stepper.drafter.form
-        key = (plan, top, batch.params.law, batch.listed, form)
-
-        def run() -> Told:
-            return self.stepper.step(batch, plan, top, None)
-
-        if isinstance(batch.params, RowParams) or batch.grammars is not None:
-            return run()  # as many recordings as mixtures would be more than are ever replayed
-        if key not in self.recordings:
-            self.runs[key] += 1
-            if self.runs[key] <= WARM_UP or self.record is None:
-                return run()
-            if len(self.recordings) >= MOST:
-                self.recordings.pop(next(iter(self.recordings)))
-            try:
-                self.recordings[key] = self.record(run)
-            except RuntimeError as error:
-                # Some models read the device in their forward pass (experts chosen by `nonzero`).
-                reason = str(error).splitlines()[0]
-                warnings.warn(f"rounds run uncaptured: {reason}; fast=false says so", stacklevel=2)
-                self.record = None
-                return run()
-        return self.recordings[key]()

@@ -19,8 +19,8 @@ from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import has_folder, load_decoded, load_drafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.graphs import SMALLEST
 from draftsmith.decode.engine.request import Completion, Counters
-from draftsmith.decode.engine.round import SMALLEST
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.evaluate.answers import TASKS

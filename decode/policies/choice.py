@@ -20,7 +20,7 @@ cut               a dynamic tree is grown whole, then verified as far as its own
 
 from collections.abc import Callable
 
-from draftsmith.decode.policies.exits import Exits
+from draftsmith.decode.policies.exits import ExitPolicy
 from draftsmith.decode.policies.policy import Acceptance, Confidence, Depth, Entropy, Policy
 from draftsmith.decode.policies.priced import Cost, CutGrown
 from draftsmith.decode.tree_shapes import Plan
@@ -32,7 +32,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "acceptance": Acceptance,
     "depth": Depth,
     "cost": Cost,
-    "exits": Exits,
+    "exits": ExitPolicy,
     "cut": CutGrown,
 }
 

@@ -28,7 +28,7 @@ from draftsmith.decode.policies.policy import Outcome, Policy
 from draftsmith.decode.tree_shapes import Plan
 
 
-class Exits(Policy):
+class ExitPolicy(Policy):
     """Chains. scale: of the stopping chance; 0 never stops a draft, so that nothing is read in the
     middle of rounds, and they can be recorded.
     """

@@ -20,7 +20,7 @@ from truths import PROMPTS, SETTINGS
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.round import Graphs
+from draftsmith.decode.engine.graphs import Graphs
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.untrained.ngram import NgramDrafter

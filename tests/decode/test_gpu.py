@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.round import Graphs
+from draftsmith.decode.engine.graphs import Graphs
 from draftsmith.decode.evaluate.answers import divergences
 from draftsmith.decode.forward.attention import Attend, Seen, available, mix
 from draftsmith.decode.sampling import SamplingParams, log_race, position_keys

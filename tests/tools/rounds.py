@@ -5,7 +5,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from truths import PROMPTS
 
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.round import Graphs, Run, Told
+from draftsmith.decode.engine.graphs import Graphs
+from draftsmith.decode.engine.round import Run, Told
 from draftsmith.decode.engine.session import Session
 from draftsmith.decode.sampling import SamplingParams
 

@@ -15,7 +15,8 @@ from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.round import SMALLEST, DecodeBatch, Graphs, Told
+from draftsmith.decode.engine.graphs import SMALLEST, Graphs
+from draftsmith.decode.engine.round import DecodeBatch, Told
 from draftsmith.decode.policies.policy import Policy
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import Plan
@@ -105,7 +106,7 @@ def test_a_round_looks_at_every_committed_slot(
 def test_a_recording_looks_at_every_committed_slot(top: int) -> None:
     """Slots are rounded up to a power of two, at least `SMALLEST`."""
     asked = []
-    stepper = SimpleNamespace(step=lambda batch, plan, top, policy: asked.append(top))
+    stepper = SimpleNamespace(drafter=None, step=lambda batch, plan, top, policy: asked.append(top))
     batch = SimpleNamespace(params=SamplingParams(), listed=None, grammars=None)
     Graphs(stepper, lambda run: run).step(batch, None, top)
     assert asked[0] >= max(top, SMALLEST) and asked[0] < max(2 * top, SMALLEST + 1)

@@ -26,7 +26,7 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import open_request
 from draftsmith.decode.forward.size import at_once
 from draftsmith.decode.policies.choice import make_policy
-from draftsmith.decode.policies.exits import Exits, best_length
+from draftsmith.decode.policies.exits import ExitPolicy, best_length
 from draftsmith.decode.policies.policy import Outcome
 from draftsmith.decode.policies.priced import parts
 from draftsmith.decode.sampling import SamplingParams, log_race, position_keys
@@ -43,8 +43,8 @@ def target(tiny_tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     return counting_target(len(tiny_tokenizer), 328, blur=0.2)
 
 
-def policy_of(reads: dict[int, int], whole: int, most: int, scale: float = 1.0) -> Exits:
-    policy = Exits(chain_plan(most), scale)
+def policy_of(reads: dict[int, int], whole: int, most: int, scale: float = 1.0) -> ExitPolicy:
+    policy = ExitPolicy(chain_plan(most), scale)
     policy.choose_among(reads, whole)
     return policy
 
@@ -193,7 +193,7 @@ def test_news_equals_a_table_made_token_by_token(
 def heard(decoder: Decoder) -> list[tuple[Outcome, int]]:
     """Outcomes as the policy hears them, and the exit that it had chosen."""
     found, policy = [], decoder.policy
-    assert isinstance(policy, Exits)
+    assert isinstance(policy, ExitPolicy)
     listens = policy.observe
 
     def observe(outcome: Outcome) -> None:
@@ -239,9 +239,9 @@ def test_the_exit_that_drafts_is_told_what_was_kept(
     for drafter in (own, blind):
         decoder = Decoder(target, tiny_tokenizer, drafter, K=3, policy="exits:0", batch_size=3)
         turns, policy = itertools.cycle([*plans, None]), decoder.policy
-        assert isinstance(policy, Exits)
+        assert isinstance(policy, ExitPolicy)
 
-        def next_plan(turns: Any = turns, policy: Exits = policy) -> Any:
+        def next_plan(turns: Any = turns, policy: ExitPolicy = policy) -> Any:
             plan = next(turns)
             policy.exit = 1 if plan is None else plan.exit
             return plan
@@ -310,7 +310,7 @@ def test_it_learns_which_exit_is_worth_it(
     found = heard(decoder)
     decoder.generate(PROMPTS, long)
     policy = decoder.policy
-    assert isinstance(policy, Exits)
+    assert isinstance(policy, ExitPolicy)
     assert policy.alpha(2) > 0.99 and policy.alpha(1) < policy.alpha(2)
     assert policy.whole == policy.reads[2] > policy.reads[1]
     assert best_length(1.0, policy.reads[2], policy.whole, 6)[1] == 0

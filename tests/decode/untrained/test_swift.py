@@ -23,8 +23,9 @@ from truths import PROMPTS, SETTINGS, truths
 from draftsmith.decode.drafters.load import has_folder, load_drafter
 from draftsmith.decode.drafting.base import Race, Round
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.graphs import Graphs
 from draftsmith.decode.engine.request import open_request
-from draftsmith.decode.engine.round import Graphs, Run
+from draftsmith.decode.engine.round import Run
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.predict.best_layers import best_sets, main
 from draftsmith.decode.sampling import SamplingParams
