@@ -206,9 +206,7 @@ class Drafter(Protocol):
     follows: bool = True  # whether it takes in rounds that draft nothing
     shares: bool = False  # whether it drafts in the target's own keys and values
     chooses: bool = False  # whether it is told what the target chose at every node
-    scratch: int = (
-        0  # slots beyond a row's length that it writes between rounds; 0: none, not asked
-    )
+    scratch: int = 0  # slots beyond a row's length that `between` writes; 0: isn't asked
     form: str = ""  # which of several it drafts by now; a recorded round is of one
     acceptance: Scored | None = None  # foretells what is kept, where its folder holds such a head
     held: tuple[str, ...]  # the attributes that are its state of the rows
