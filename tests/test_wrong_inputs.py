@@ -33,6 +33,7 @@ SCORERS = "train scorers target=target steps=1 reading.kind=acceptance reading.d
 ONLINE = "train online target=target drafter=draft steps=1 idle_priority=false dtype=float32"
 PREPARE = "prepare target=target prompts=text.jsonl prompt_tokens=8 max_new_tokens=4 limit=2"
 TRACE = f"trace {PAIR} prompts=text.jsonl split=train prompt_tokens=8 max_new_tokens=4 limit=2"
+SKIP_LAYERS = "skip-layers target=target prompts=text.jsonl"
 CALIBRATE = f"calibrate {PAIR} prompts=text.jsonl prompt_tokens=8 max_new_tokens=8"
 TRIM = f"trim {PAIR} data=text.jsonl sizes=300 prompt_tokens=8 max_new_tokens=8 limit=2"
 SIZE = "size target=target gpu=cpu"
@@ -223,6 +224,9 @@ CASES = [
     (f"{CALIBRATE} drafter=ngram", "ngram", "expected"),
     (f"{CALIBRATE} nodes=0", "nodes: got 0, expected"),
     (f"{CALIBRATE} levels=0", "levels: got 0, expected"),
+    (f"{SKIP_LAYERS} share=1", "share: got 1, expected a number above 0 and below 1"),
+    (f"{SKIP_LAYERS} K=0", "K: got 0, expected"),
+    (f"{SKIP_LAYERS} finalists=0", "finalists: got 0, expected at least 1"),
     (f"{TRACE} source=drafter", "source: got 'drafter', expected one of decoder, mixed"),
     (f"{TRACE} split=tuen", "split: got 'tuen', expected one of"),
     (f"{TRACE} drafter=ngram", "drafter=ngram, expected a drafter with a q"),
