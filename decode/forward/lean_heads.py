@@ -155,9 +155,9 @@ class LeanSwiglu:
         read = [normed(self.of_token, embedded_XH), normed(self.of_state, output_XH)]
         if self.cell:
             given, kept = (of(x) for of, x in zip(self.cell, (read[0], carried_XS), strict=True))
-            resets, keeps, news = zip(given.chunk(3, -1), kept.chunk(3, -1), strict=True)
-            new_XS = (news[0] + sum(resets).sigmoid() * news[1]).tanh()
-            carried_XS = new_XS.lerp(carried_XS, sum(keeps).sigmoid())
+            (reset, keep, new), (resets, keeps, news) = given.chunk(3, -1), kept.chunk(3, -1)
+            new_XS = (new + (reset + resets).sigmoid() * news).tanh()
+            carried_XS = new_XS.lerp(carried_XS, (keep + keeps).sigmoid())
             read.append(carried_XS)
         gate_XH, up_XH = self.gate_up(torch.cat(read, -1)).chunk(2, -1)
         return output_XH + self.down(F.silu(gate_XH) * up_XH), carried_XS

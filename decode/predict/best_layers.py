@@ -93,7 +93,13 @@ def main(argv: list[str]) -> None:
         row["mbsu"] = row["tau"] / (1 + row["K"] * row["c_bytes"])
     best = max(finalists, key=lambda row: row["mbsu"])
     write_json(Path(settings.out) / "best.json", {"best": best, "sets": rows})
-    shown = {"drafter": str, "agreement": share, "c_bytes": number, "K": str, "worth": times_as}
+    shown: dict[str, Any] = {
+        "drafter": str,
+        "agreement": share,
+        "c_bytes": number,
+        "K": str,
+        "worth": times_as,
+    }
     shown |= {"tau": number, "mbsu": times_as}
     cells = [[show(row.get(name)) for name, show in shown.items()] for row in rows]
     print_table(["drafter", "agreement", "c'", "K", "MBSU, foretold", "tau", "MBSU"], cells)

@@ -326,8 +326,8 @@ class Block(Head):
         found = []
         for depth in range(self.levels):
             embedded_BMH = embedded_BMnH[:, :, depth]
-            given = output_BMnH[:, :, depth], embedded_BMH, carried_BMS
-            output_BMH, carried_BMS = self.light.changed(*given)
+            before = output_BMnH[:, :, depth], embedded_BMH, carried_BMS
+            output_BMH, carried_BMS = self.light.changed(*before)
             state_BMH = self.norm(output_BMH)
             given = state_BMH, path_BMn[:, :, depth], embedded_BMH, carried_BMS
             low_BMR, carried_BMS = self.light.low(*given)
