@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.lm import weights_read
@@ -60,6 +61,7 @@ class Searching:
 
 class Bench:
     def __init__(self, settings: Searching) -> None:
+        need("target", settings.target)
         self.settings = settings
         spec = TargetSpec(settings.target, dtype="float32")
         self.model, self.tokenizer = load_decoded(spec, "cpu")
