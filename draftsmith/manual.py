@@ -35,7 +35,7 @@ COMMON = {
     "K": "draft calls a round",
     "tree": "chain, medusa-63, eagle-25, dynamic:levels,width,nodes, or a JSON file of paths",
     "rule": "coupled | point_mass | leviathan | block | recursive | traversal",
-    "policy": "when to stop: fixed | confidence | entropy | acceptance | depth | cost | cut",
+    "policy": "when to end: fixed | confidence | entropy | acceptance | depth | cost | cut | exits",
     "device": "where it runs",
     "dtype": "float32 | bfloat16 | auto: as it was saved",
     "entry": "the script of train/ that a recipe is for",

@@ -32,8 +32,8 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "acceptance": Acceptance,
     "depth": Depth,
     "cost": Cost,
-    "exits": ExitPolicy,
     "cut": CutGrown,
+    "exits": ExitPolicy,
 }
 
 

@@ -4,11 +4,11 @@ chains and as trees with wrong and repeated siblings.
 
 import torch
 
-from draftsmith.decode.drafting.base import ANY_DEPTH, Admitted, Kept, Round
+from draftsmith.decode.drafting.base import ANY_DEPTH, Admitted, Drafter, Kept, Round
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, Topology, chain
 
 
-class Scripted:
+class Scripted(Drafter):
     """truth: prompt -> the plain answer's tokens."""
 
     kind, parameter_bytes, trees, samples = "scripted", 0, True, False

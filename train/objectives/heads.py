@@ -33,7 +33,7 @@ def trained_pairs(batch: Batch, depth: int) -> Tensor:
     """[B, S] bool: which positions t have a trained token t + 2 + depth in their document."""
     at = 1 + depth
     positions_BT = batch.position_ids
-    same_BS = positions_BT[:, at:] == positions_BT[:, : positions_BT.shape[1] - at] + at
+    same_BS = positions_BT[:, at:] == positions_BT[:, : max(0, positions_BT.shape[1] - at)] + at
     return batch.loss_mask[:, at:] & same_BS
 
 
