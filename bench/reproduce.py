@@ -63,6 +63,11 @@ STEPS = {
     "heads": Step("bench/evidence/heads.py out={out}", "~130"),
     "one-pass": Step("bench/evidence/one_pass.py out={out}", "~150"),
     "calibration": Step("bench/evidence/calibration.py out={out}", "~2"),
+    "own-layers": Step(
+        "bench/evidence/evaluated.py K=1,3 prompts=12 max_new_tokens=48 identity=false drafters="
+        "exit:2,exit:6,skip:3a+4m,swift:0.3,jacobi:4,streaming:64,snapkv:64 out={out}",
+        "~15",
+    ),
     "eagle3": Step(
         "bench/evidence/heads.py kinds=eagle3 out=runs/heads", "~35", "runs/heads/eagle3-2/drafter"
     ),
@@ -140,6 +145,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "one-pass": (*GIVEN, "one-pass"),
     "online": (*GIVEN, "draft", "online"),
     "online-choices": (*GIVEN, "draft", "online", "eagle3", "online-choices"),
+    "own-layers": ("target", "own-layers"),
     "quickstart": ("quickstart-runs", "quickstart"),
     "ranks": ("ranks",),
     "scaling": (*GIVEN, "scaling"),
