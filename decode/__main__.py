@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from draftsmith.command import parse, run_command
-from draftsmith.decode.drafters.load import has_folder
+from draftsmith.decode.drafters.load import composed, has_folder
 from draftsmith.decode.evaluate.advice import in_words, pays
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import evaluate
@@ -82,10 +82,15 @@ def arms(paths: list[str]) -> dict[str, str]:
     """
     if len(set(paths)) < len(paths) or "" in paths:
         raise ValueError(f"drafter: got {','.join(paths)!r}, expected names, each of them once")
-    parts = [Path(path).resolve().parts if has_folder(path) else (path,) for path in paths]
+    split = [composed(path) for path in paths]
+    parts = [Path(name).resolve().parts if has_folder(name) else (name,) for _, name in split]
     names: list[str] = []
     for depth in range(1, 1 + max(map(len, parts))):
-        names = ["-".join(part[-depth:]) for part in parts]
+        ends = ["-".join(part[-depth:]) for part in parts]
+        names = [
+            f"{looked}+{end}" if looked else end
+            for (looked, _), end in zip(split, ends, strict=True)
+        ]
         if len(set(names)) == len(paths):
             break
     return dict(zip(names, paths, strict=True))

@@ -8,16 +8,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
+from draftsmith.decode.untrained.composite import CompositeDrafter
 from draftsmith.decode.untrained.exits import ExitsDrafter
 from draftsmith.decode.untrained.jacobi import JacobiDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
 from draftsmith.decode.untrained.pads import PadsDrafter
 from draftsmith.decode.untrained.partial_kv import PartialKVDrafter
+from draftsmith.decode.untrained.suffix import SuffixDrafter
 from draftsmith.decode.untrained.swift import SwiftDrafter
+from draftsmith.decode.untrained.tables import TableDrafter
+from draftsmith.models.disk.hub import local_folder
+from draftsmith.models.disk.read_lm import read_json
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter
+from draftsmith.models.folder.drafter_folder import DEFAULTS, META, DrafterFolder, open_drafter
 from draftsmith.models.heads.head import Head, family
 from draftsmith.models.scorers import load_acceptance
 from draftsmith.models.target import TargetSpec, check_split, load_target
@@ -33,13 +38,31 @@ UNTRAINED: dict[str, Any] = {
     "streaming": PartialKVDrafter,
     "snapkv": PartialKVDrafter,
     "pads": PadsDrafter,
+    "suffix": SuffixDrafter,
+    "recycling": TableDrafter,
+    "stand": TableDrafter,
 }
+LOOKED = ("suffix", "recycling", "stand")  # also before a folder: suffix+FOLDER
+BARE = ("none", "ngram", "swift", *LOOKED)  # whole names
 
 
 def has_folder(name: str) -> bool:
     """Whether a drafter's name is a folder's, and not that of one without weights of its own."""
     kind, _, says = name.partition(":")
-    return name not in ("none", "ngram", "swift") and not (says and kind in UNTRAINED)
+    return name not in BARE and not (says and kind in UNTRAINED) and not composed(name)[0]
+
+
+def composed(name: str) -> tuple[str, str]:
+    """The two parts of suffix+FOLDER; of any other name nothing, and the name."""
+    looked, plus, trained = name.partition("+")
+    return (looked, trained) if plus and looked in LOOKED else ("", name)
+
+
+def kept_defaults(name: str) -> dict[str, Any]:
+    """How a drafter's folder wants it decoded; without a folder no K, and the decoder's own."""
+    given = has_folder(name) and local_folder(name) / META
+    found = read_json(given).get("defaults", {}) if given and given.is_file() else {"K": None}
+    return DEFAULTS | found
 
 
 def load_decoded(
@@ -59,14 +82,24 @@ def load_drafter(
     *,
     allow_target_mismatch: bool = False,
 ) -> Drafter | None:
-    """None for None or "none"; prompt lookup for "ngram"; a name of `UNTRAINED`, as `exit:4`; else
-    the folder's drafter, on the target's device and in its dtype. ValueError for a name that says
-    nothing, and as `open_drafter` for a folder that doesn't fit.
+    """None for None or "none"; prompt lookup for "ngram"; a name of `UNTRAINED`, as `exit:4`; what
+    is looked up before a folder's, as `suffix+FOLDER`; else the folder's drafter, on the target's
+    device and in its dtype. ValueError for a name that says nothing, and as `open_drafter` for a
+    folder that doesn't fit.
     """
     if name is None or name == "none":
         return None
     if name == "ngram":
         return NgramDrafter(device=target.device)
+    looked, folder_name = composed(name)
+    if looked:
+        first = UNTRAINED[looked].named(looked, "", target, vocab_size(tokenizer))
+        second = load_drafter(
+            folder_name, target, tokenizer, allow_target_mismatch=allow_target_mismatch
+        )
+        if second is None:
+            raise ValueError(f"drafter: got {name}, expected a drafter folder after the plus")
+        return CompositeDrafter(first, second, kept_defaults(folder_name)["K"] or DEFAULTS["K"])
     if not has_folder(name):
         kind, _, says = name.partition(":")
         drafter: Drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))

@@ -17,7 +17,7 @@ from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.kv import KVPool, kv_shape
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.sampling import BatchParams, SamplingParams
-from draftsmith.decode.token_tree import TokenTree
+from draftsmith.decode.token_tree import TokenTree, Topology
 from draftsmith.decode.tree_shapes import Plan
 from draftsmith.models.heads.head import ANY_DEPTH
 from draftsmith.models.scorers import Scored
@@ -165,8 +165,9 @@ class Kept(NamedTuple):
     path, None for chains; lens_B: committed tokens before the round; taps_BLU: the target's states
     at the tokens of the kept path (the old pending token, then the accepted ones), so that
     tokens_BL[b, l] is the token after the one of taps_BLU[b, l]; None for drafters without taps.
-    top: at least the largest of lens_B, where that is known. nodes_BN, chosen_BN: all nodes' tokens
-    and what the target chose after it; None for drafters that aren't told. params, race_BLV: how
+    top: at least the largest of lens_B, where that is known. nodes_BN, topology: of the whole tree;
+    chosen_BN: what the target chose after each node; ids_BNX, log_p_BNX: the `likeliest` tokens of
+    its raw law there, before temperature; None for drafters that aren't told. params, race_BLV: how
     tokens_BL were sampled, and by which noise (see `Round`).
     """
 
@@ -178,6 +179,9 @@ class Kept(NamedTuple):
     top: int = ANY_DEPTH
     nodes_BN: Tensor | None = None
     chosen_BN: Tensor | None = None
+    topology: Topology | None = None
+    ids_BNX: Tensor | None = None
+    log_p_BNX: Tensor | None = None
     params: BatchParams = SamplingParams()
     race_BLV: Tensor | None = None
 
@@ -211,6 +215,7 @@ class Drafter(Protocol):
     room: int = ANY_DEPTH  # slots that a round's drafted tokens may take
     shares: bool = False  # whether it drafts in the target's own keys and values
     chooses: bool = False  # whether it is told what the target chose at every node
+    likeliest: int = 0  # how many of the target's likeliest tokens at every node it is told
     scratch: int = 0  # slots beyond a row's length that it writes between rounds; 0: isn't asked
     form: str = ""  # which of several it drafts by now; a recorded round is of one
     exits: Mapping[int, int] = MappingProxyType({})  # plans may name: bytes a call of each reads
@@ -240,6 +245,9 @@ class Drafter(Protocol):
         """Let go of the state: another `reset` follows before anything else."""
         for name in self.held:
             self.__dict__.pop(name, None)
+
+    def forget(self) -> None:
+        """Empty what outlives rows: a store of earlier answers."""
 
     def prefill(self, admitted: Admitted) -> None:
         """Take in prompts, and the first token sampled after each."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.drafting.base import Call, Fed, Feed, Frontier, Round, picked
-from draftsmith.decode.sampling import log_race, position_keys, top_k_values
+from draftsmith.decode.sampling import likeliest, log_race, position_keys
 from draftsmith.decode.token_tree import (
     DETERMINISTIC,
     WITH_REPLACEMENT,
@@ -28,8 +28,6 @@ from draftsmith.decode.tree_shapes import (
     static_levels,
     static_topology,
 )
-
-TWO_STAGES_FROM = 1 << 15  # tokens of vocabulary; below, one top-k is faster on a CPU
 
 
 def grow(request: Round, feed: Feed) -> tuple[TokenTree, Tensor | None]:
@@ -91,7 +89,7 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
         logits_BFV, states_BFH = feed(frontier)
         logits_BFV = request.params.transform(logits_BFV)
         log_q_BFV = (_scores(request, logits_BFV, drafted - 1) * plan.sharpness).log_softmax(-1)
-        log_q_BFK, children_BFK = _top(log_q_BFV, width)
+        log_q_BFK, children_BFK = likeliest(log_q_BFV, width)
         del log_q_BFV  # of all tokens of all nodes: what follows needs the room
         children_BK, own_BK = children_BFK.flatten(1), log_q_BFK.flatten(1)
         place_F = torch.arange(fed_BF.shape[1], device=device)
@@ -191,16 +189,9 @@ def _draw(request: Round, q_logits_BFV: Tensor, depth: int, level: Level) -> Ten
 
 def _best(scores_BFV: Tensor, breadth: int, of_C: Tensor, rank_C: Tensor) -> Tensor:
     if breadth > 1:
-        return _top(scores_BFV, breadth)[1][:, of_C, rank_C]
+        return likeliest(scores_BFV, breadth)[1][:, of_C, rank_C]
     best_BF = scores_BFV.argmax(-1)
     return best_BF if best_BF.shape[1] == 1 else best_BF[:, of_C]
-
-
-def _top(scores_BFV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The best k, by two stages where the vocabulary is large (measured: see `top_k_values`)."""
-    one_stage = scores_BFV.shape[-1] < TWO_STAGES_FROM
-    values, ids = scores_BFV.topk(k, dim=-1) if one_stage else top_k_values(scores_BFV, k)
-    return values, ids
 
 
 def _scores(request: Round, q_logits_BFV: Tensor, depth: int) -> Tensor:

@@ -122,6 +122,8 @@ def first_rows(whole: Kind, rows: int) -> Kind:
             setattr(part, name, value[:rows])
         elif isinstance(value, KVPool):
             setattr(part, name, value.first(rows))
+        elif hasattr(value, "held"):  # a drafter made of drafters
+            setattr(part, name, first_rows(value, rows))
     return part
 
 
@@ -226,6 +228,8 @@ class Stepper:
         hidden_BNH, taps_BNU = self.runner.verify(pool, tokens_BN, positions_BN, slots_BN, seen)
         logits_BNV = self.runner.logits(hidden_BNH)
         p_logits_BNV = batch.law(logits_BNV, tokens_BN, topology.parent)
+        drafter = batch.drafter or self.drafter
+        likeliest = _likeliest(logits_BNV, 0 if drafter is None else drafter.likeliest)
         raw_BNV = None if batch.listed is None else logits_BNV
         del logits_BNV  # a round's largest tensor, which nobody else needs
         # One broken node breaks its row: nothing times NaN is NaN in every product over the slots.
@@ -252,11 +256,12 @@ class Stepper:
         if batch.harvest is not None:
             batch.harvest.keep(before_B, picked(hidden_BNH, path_BL), taps_BLU)
         said_BX = None
-        if (drafter := batch.drafter or self.drafter) is not None:
+        if drafter is not None:
             path = None if topology.is_chain else path_BL
-            told = self._chosen(tree, p_logits_BNV, shared_BLV) if drafter.chooses else ()
+            chosen_BN = self._chosen(tree, p_logits_BNV, shared_BLV) if drafter.chooses else None
+            told = tokens_BN, chosen_BN, topology, *likeliest, params, shared_BLV
             kept = Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top, *told)
-            said_BX = drafter.extend(kept._replace(params=params, race_BLV=shared_BLV))
+            said_BX = drafter.extend(kept)
         columns = [n_accepted_B, n_new_B, rows.active_B, bad_B]
         news = [emitted_BL, path_BL, torch.stack(columns, 1)]
         if raw_BNV is not None and batch.listed is not None:
@@ -280,15 +285,13 @@ class Stepper:
         at = rows.lens_B, rows.pending_B, rows.active_B
         return self.drafter.between(Round(plan, *at, top, params, rule.law), race)
 
-    def _chosen(
-        self, tree: TokenTree, p_logits_BNV: Tensor, shared_BLV: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Every node's token [B, N], and what the target chooses after it by the noise there."""
+    def _chosen(self, tree: TokenTree, p_logits_BNV: Tensor, shared_BLV: Tensor | None) -> Tensor:
+        """What the target chooses after every node [B, N], by the noise there."""
         if shared_BLV is None:
-            return tree.tokens_BN, choose(p_logits_BNV, None)
+            return choose(p_logits_BNV, None)
         at_BN = tree.topology.depth.expand(p_logits_BNV.shape[:2])
         race_BNV = shared_BLV[torch.arange(len(at_BN), device=at_BN.device)[:, None], at_BN]
-        return tree.tokens_BN, choose(p_logits_BNV, race_BNV)
+        return choose(p_logits_BNV, race_BNV)
 
     def rule(self, params: BatchParams) -> RuleInfo:
         """The rule asked for; where nothing is drafted or drawn, every rule is the coupled one."""
@@ -347,3 +350,11 @@ class Stepper:
 
     def _round_keys(self, rows: Rows, stream: int) -> Tensor:
         return position_keys(rows.seeds_B, rows.rounds_B[:, None], stream)[:, 0]
+
+
+def _likeliest(logits_BNV: Tensor, k: int) -> tuple[Tensor | None, Tensor | None]:
+    """The k likeliest tokens of raw logits and their log-probabilities [B, N, k]; None for 0."""
+    if not k:
+        return None, None
+    values_BNX, ids_BNX = sampling.likeliest(logits_BNV, k)
+    return ids_BNX, values_BNX - logits_BNV.logsumexp(-1, keepdim=True)

@@ -16,7 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import check_least
 from draftsmith.decode.drafters.lm import context_of
-from draftsmith.decode.drafters.load import has_folder, load_decoded, load_drafter
+from draftsmith.decode.drafters.load import (
+    LOOKED,
+    composed,
+    has_folder,
+    kept_defaults,
+    load_decoded,
+    load_drafter,
+)
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.graphs import SMALLEST
@@ -29,11 +36,11 @@ from draftsmith.decode.prompts.prompts import Prompt, next_turn
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.verify.rules import RULES
 from draftsmith.models.disk.hub import local_folder
-from draftsmith.models.disk.read_lm import read_json
-from draftsmith.models.folder.drafter_folder import DEFAULTS, META
+from draftsmith.models.folder.drafter_folder import META
 from draftsmith.models.target import TargetSpec, device_of
 
 BASELINES = ("native", "same-shape")
+FAR = 16  # tokens that a looked-up chain may copy
 GROUP = 32  # prompts whose identity is proven before the clock is looked at
 
 
@@ -210,14 +217,15 @@ def unsaid(path: str, K: int | None, tree: str, policy: str) -> dict[str, Any]:
     Its K is the depth of a chain, and of its own tree; of others, and without a folder, the decoder
     has its own. Its tree may be a file in the folder.
     """
-    given = has_folder(path) and local_folder(path) / META
-    found = read_json(given).get("defaults", {}) if given and given.is_file() else {"K": None}
-    kept = DEFAULTS | found
+    looked, name = composed(path)
+    kept = kept_defaults(name)
     own = tree in ("", kept["tree"] or "chain")
     tree = tree or kept["tree"] or "chain"
-    if own and given and (given.parent / tree).is_file():
-        tree = str(given.parent / tree)
+    if own and has_folder(name) and (local_folder(name) / tree).is_file():
+        tree = str(local_folder(name) / tree)
     depth = kept["K"] if own or tree == "chain" else None
+    if looked or path in LOOKED:
+        depth = FAR if tree == "chain" else None
     return {"K": K or depth, "tree": tree, "policy": policy or kept["policy"]}
 
 
@@ -235,6 +243,8 @@ def time_arms(
     for decoder in decoders.values():
         for tokens in warm_ups(prompts, settings.device):
             decoder.generate([tokens] * settings.batch_size, settings.params)
+    for drafter in pair.drafters.values():
+        drafter.forget()  # the prompt that was warmed up on
     return converse(settings, pair, prompts, decoders, settings.batch_size, tick)
 
 

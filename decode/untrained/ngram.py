@@ -2,19 +2,20 @@
 
 Needs no training and no model; the baseline in every table. (Saxena 2023, "prompt lookup decoding")
 
-Shapes: B rows, S known tokens, L emitted window, N prompt tokens.
+Shapes: B rows, S known tokens.
 """
 
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafting.base import Admitted, Drafter, Kept, Round
+from draftsmith.decode.drafting.base import Round
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, chain
+from draftsmith.decode.untrained.texts import TextDrafter
 
 LONGEST = 3
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(TextDrafter):
     """Matches the longest ending of at most LONGEST tokens; among equal lengths, the latest match.
 
     When no row of the batch has a match, the round on a CPU is plain decoding: reading the flag
@@ -24,23 +25,6 @@ class NgramDrafter(Drafter):
 
     kind = "ngram"
     trees = samples = False
-    held: tuple[str, ...] = ("text_BS", "lens_B")
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
-
-    def reset(self, rows: int, slots: int) -> None:
-        # -1 never equals a token, so what lies beyond a row's length never matches.
-        self.text_BS = torch.full((rows, slots), -1, dtype=torch.int64, device=self.device)
-        self.lens_B = torch.zeros(rows, dtype=torch.int64, device=self.device)
-
-    def prefill(self, admitted: Admitted) -> None:
-        rows_R, tokens_RN, lens_R = admitted.rows_R, admitted.tokens_RN, admitted.lens_R
-        self.text_BS[rows_R] = -1
-        inside_RN = torch.arange(tokens_RN.shape[1], device=self.device) < lens_R[:, None]
-        self.text_BS[rows_R, : tokens_RN.shape[1]] = torch.where(inside_RN, tokens_RN, -1)
-        self.text_BS[rows_R, lens_R] = admitted.pending_R
-        self.lens_B[rows_R] = lens_R + 1
 
     def propose(self, request: Round) -> TokenTree:
         text_BS = self.text_BS[:, : request.top + 1]
@@ -59,15 +43,6 @@ class NgramDrafter(Drafter):
         drafted_BD = text_BS.gather(1, at_BD.clamp(0, text_BS.shape[1] - 1)).clamp(min=0)
         tokens_BN = torch.cat([request.pending_B[:, None], drafted_BD], 1)
         return TokenTree(tokens_BN, chain(levels, self.device), DETERMINISTIC)
-
-    def extend(self, kept: Kept) -> None:
-        tokens_BL, n_new_B = kept.tokens_BL, kept.n_new_B
-        step_L = torch.arange(tokens_BL.shape[1], device=self.device)
-        at_BL = (self.lens_B[:, None] + step_L).clamp(max=self.text_BS.shape[1] - 1)
-        new_BL = step_L < n_new_B[:, None]
-        old_BL = self.text_BS.gather(1, at_BL)
-        self.text_BS.scatter_(1, at_BL, torch.where(new_BL, tokens_BL, old_BL))
-        self.lens_B += n_new_B
 
     def _last_match(self, text_BS: Tensor) -> Tensor:
         """Where the continuation of the best match begins, or -1; [B]."""

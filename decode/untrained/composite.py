@@ -1,0 +1,127 @@
+"""Two drafters as one: what is looked up where that is sure of itself, a trained one elsewhere.
+
+    suffix+FOLDER    also recycling+FOLDER, stand+FOLDER
+
+A row is sure where the law looked up gives its best token a chance of SURE or more. On a CPU the
+trained drafter isn't asked where all rows are sure, nor the other one where none is; where rows
+differ, and on a GPU, which reads nothing back, both draft, and each row keeps one of the two trees,
+brought to a common size by children of the root that are there already. Under the coupled rule, the
+only one, a tree's shape may depend on what was drawn.
+
+A looked-up draft is a chain as deep as the plan; the trained one is asked for as many levels of it
+as its folder's K says, so that K=16 copies far and drafts no farther than it did.
+
+Shapes: B rows, N nodes, V vocabulary.
+"""
+
+import copy
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.decode.drafting.base import Admitted, Drafter, Feed, Frontier, Kept, Round
+from draftsmith.decode.forward.size import ModelSize
+from draftsmith.decode.token_tree import TokenTree, Topology
+from draftsmith.decode.tree_shapes import chain_plan
+from draftsmith.decode.untrained.texts import LookupDrafter
+
+SURE = 0.6
+
+
+class CompositeDrafter(Drafter):
+    """looked: asked first; trained: any drafter that may rest, levels: how deep it drafts.
+    ValueError for one that may not rest: keys of tokens that it didn't draft would be missing.
+    """
+
+    samples = False
+    held = ("looked", "trained")
+
+    def __init__(self, looked: LookupDrafter, trained: Drafter, levels: int) -> None:
+        if not trained.follows or trained.shares:
+            raise ValueError(
+                f"drafter: got {looked.kind}+FOLDER with a drafter of kind {trained.kind}, "
+                "expected one that can rest while another drafts: a head, as EAGLE's or Medusa's"
+            )
+        self.looked, self.trained, self.deepest = looked, trained, min(levels, trained.levels)
+        self.kind = f"{looked.kind}+{trained.kind}"
+        self.taps, self.likeliest, self.context = trained.taps, looked.likeliest, trained.context
+
+    @property
+    def size(self) -> ModelSize | None:
+        return self.trained.size
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.trained.parameter_bytes
+
+    def reset(self, rows: int, slots: int) -> None:
+        self.looked.reset(rows, slots)
+        self.trained.reset(rows, slots)
+
+    def release(self) -> None:
+        self.looked.release()
+        self.trained.release()
+
+    def forget(self) -> None:
+        self.looked.forget()
+
+    def prefill(self, admitted: Admitted) -> None:
+        self.looked.prefill(admitted)
+        self.trained.prefill(admitted)
+
+    def extend(self, kept: Kept) -> Tensor | None:
+        self.looked.extend(kept)
+        return self.trained.extend(kept)
+
+    def feed(self, request: Round) -> Feed | None:
+        """Of the trained one, which is what a draft call costs."""
+        return self.trained.feed(self._shallow(request))
+
+    def propose(self, request: Round) -> TokenTree:
+        feed, known_B = self.looked.looked_up()
+        root = Frontier(0, request.pending_B[:, None], None, torch.zeros_like(known_B[:1]).long())
+        sure_B = known_B & (feed(root).logits_BFV.softmax(-1).amax((1, 2)) >= SURE)
+        levels = min(request.plan.levels, request.plan.nodes - 1)
+        far = replace(request, plan=chain_plan(levels))
+        if self.looked.reads:
+            if bool((sure_B | ~request.active_B).all()):
+                return self.looked.grown(far, feed)
+            if not bool((sure_B & request.active_B).any()):
+                return self.trained.propose(self._shallow(request))
+        copied = self.looked.grown(far, feed)
+        return either(sure_B, copied, self.trained.propose(self._shallow(request)))
+
+    def _shallow(self, request: Round) -> Round:
+        return replace(request, plan=request.plan.cut(self.deepest))
+
+    def __copy__(self) -> "CompositeDrafter":
+        """With parts of its own, as other drafters have tensors of their own after `reset`."""
+        return CompositeDrafter(copy.copy(self.looked), copy.copy(self.trained), self.deepest)
+
+
+def either(first_B: Tensor, first: TokenTree, second: TokenTree) -> TokenTree:
+    """Of each row one of two trees."""
+    nodes = max(first.tokens_BN.shape[1], second.tokens_BN.shape[1])
+    pairs = zip(_padded(first, nodes), _padded(second, nodes), strict=True)
+    tokens_BN, parent_BN, depth_BN, ancestors_BNN = (
+        torch.where(first_B.view(-1, *[1] * (one.dim() - 1)), one, other) for one, other in pairs
+    )
+    levels = max(first.topology.levels, second.topology.levels)
+    topology = Topology(parent_BN, depth_BN, ancestors_BNN, levels)
+    return TokenTree(tokens_BN, topology, first.law)
+
+
+def _padded(tree: TokenTree, nodes: int) -> tuple[Tensor, ...]:
+    """Tokens, parents, depths and ancestors of a tree with more children of its root."""
+    rows, own = tree.tokens_BN.shape
+    more, topology = nodes - own, tree.topology
+    extra_BN = tree.tokens_BN[:, min(1, own - 1)][:, None].expand(-1, more)
+    tokens_BN = torch.cat([tree.tokens_BN, extra_BN], 1)
+    parent_BN = F.pad(topology.parent.expand(rows, -1), (0, more))
+    depth_BN = F.pad(topology.depth.expand(rows, -1), (0, more), value=1)
+    ancestors_BNN = F.pad(topology.ancestors.expand(rows, -1, -1), (0, more, 0, more))
+    ancestors_BNN = ancestors_BNN | torch.eye(nodes, dtype=torch.bool, device=tokens_BN.device)
+    ancestors_BNN[..., 0] = True
+    return tokens_BN, parent_BN, depth_BN, ancestors_BNN

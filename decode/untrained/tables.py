@@ -1,0 +1,161 @@
+"""What the target said after the same few tokens before, kept in a table and drafted again.
+
+    recycling    after one token, the target's latest law (Token Recycling: Luo et al., 2408.08696)
+    stand        after 4, 3, 2 or 1, the mean of its laws (STAND: Song et al., 2506.04708)
+
+Every verified node teaches, rejected ones too: the KEPT likeliest tokens of the target's raw law
+there, before temperature. A prompt teaches its own next tokens. Laws lie in a table by the hash of
+the context; of two in one place the later one stays.
+
+Our differences: Recycling keeps probabilities, not ranks alone, so that a tree's nodes are drawn by
+the target's noise; STAND also looks after one token; a table has no fixed tree.
+
+Shapes: B rows, N nodes, M tokens of a context, O orders, H places, X contexts at once, K tokens
+kept of a law, F nodes fed, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, picked
+from draftsmith.decode.untrained.texts import LookupDrafter, hashed, law_of
+
+ORDERS = {"recycling": (1,), "stand": (1, 2, 3, 4)}
+KEPT = 10
+PLACES = 1 << 18
+SLACK = 0.05  # chance of all tokens that aren't in a law
+
+
+class LawTable:
+    """keys_H: contexts' hashes, -1 where there is none; of the last place, which takes what isn't
+    to be kept, always. ids_HK, p_HK: a law, its tokens' probabilities; counts_H: its visits.
+    """
+
+    def __init__(self, orders: tuple[int, ...], mean: bool, device: torch.device) -> None:
+        self.orders, self.mean = orders, mean
+        self.keys_H = torch.full((PLACES + 1,), -1, dtype=torch.int64, device=device)
+        self.counts_H = torch.zeros(PLACES + 1, dtype=torch.int32, device=device)
+        self.ids_HK = torch.zeros(PLACES + 1, KEPT, dtype=torch.int32, device=device)
+        self.p_HK = torch.zeros(PLACES + 1, KEPT, dtype=torch.float16, device=device)
+
+    def forget(self) -> None:
+        self.keys_H.fill_(-1)
+
+    def laws(self, context_XM: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [X, K] and probabilities after the longest context known, last token first; 0
+        where none is.
+        """
+        keys_OX = hashed(context_XM, self.orders)
+        at_OX = keys_OX % PLACES
+        found_OX = self.keys_H[at_OX] == keys_OX
+        number_O1 = torch.arange(1, len(self.orders) + 1, device=at_OX.device)[:, None]
+        longest_X = (found_OX * number_O1).amax(0)
+        at_X = at_OX.gather(0, (longest_X - 1).clamp(min=0)[None])[0]
+        return self.ids_HK[at_X].long(), self.p_HK[at_X].float() * (longest_X > 0)[:, None]
+
+    def learn(self, context_XM: Tensor, ids_XK: Tensor, p_XK: Tensor, real_X: Tensor) -> None:
+        """Of contexts that come twice the one that stands last is taken."""
+        keys_OX = hashed(context_XM, self.orders)
+        keys_X, orders = keys_OX.flatten(), len(self.orders)
+        ids_XK, p_XK = ids_XK.repeat(orders, 1), p_XK.repeat(orders, 1)
+        at_X = torch.where(real_X.repeat(orders), keys_X % PLACES, PLACES)
+        # A number of its own for each, of which the largest wins a place.
+        number_X = torch.arange(len(at_X), dtype=torch.int32, device=at_X.device)
+        last_H = torch.full_like(self.counts_H, -1).scatter_reduce_(0, at_X, number_X, "amax")
+        at_X = torch.where(last_H[at_X] == number_X, at_X, PLACES)
+        visits_X = self.counts_H[at_X] * (self.keys_H[at_X] == keys_X) * self.mean
+        if self.mean:
+            before = self.ids_HK[at_X], self.p_HK[at_X].float()
+            ids_XK, p_XK = mixed(*before, ids_XK, p_XK, visits_X)
+        self.ids_HK[at_X], self.p_HK[at_X] = ids_XK.to(torch.int32), p_XK.to(torch.float16)
+        self.counts_H[at_X], self.keys_H[at_X] = visits_X + 1, keys_X
+        self.keys_H[PLACES] = -1
+
+
+def mixed(
+    old_XK: Tensor, old_p_XK: Tensor, new_XK: Tensor, new_p_XK: Tensor, visits_X: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mean of a law of so many visits and one more, its K likeliest tokens. -1 is no token."""
+    old_p_XK = old_p_XK * (visits_X / (visits_X + 1))[:, None]
+    new_p_XK = new_p_XK / (visits_X + 1)[:, None]
+    same_XKK = new_XK[:, :, None] == old_XK[:, None]
+    new_p_XK = new_p_XK + (same_XKK * old_p_XK[:, None]).sum(-1)
+    alone_XK = old_p_XK * ~same_XKK.any(1)
+    p_XK, at_XK = torch.cat([new_p_XK, alone_XK], 1).topk(old_XK.shape[1], 1)
+    return torch.cat([new_XK, old_XK], 1).gather(1, at_XK), p_XK
+
+
+class TableDrafter(LookupDrafter):
+    """Trees and chains by look-ups alone."""
+
+    likeliest = KEPT
+
+    def __init__(self, kind: str, device: torch.device, vocab_size: int) -> None:
+        super().__init__(device, vocab_size)
+        self.kind = kind
+        self.table = LawTable(ORDERS[kind], kind == "stand", self.device)
+        self.context_M = torch.arange(max(ORDERS[kind]), device=self.device)
+
+    @classmethod
+    def named(
+        cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int
+    ) -> "TableDrafter":
+        return cls(kind, target.device, vocab_size)
+
+    def forget(self) -> None:
+        self.table.forget()
+
+    def prefill(self, admitted: Admitted) -> None:
+        """A prompt's token is all of the law before it."""
+        super().prefill(admitted)
+        length = admitted.tokens_RN.shape[1]
+        text_RS = self.text_BS[admitted.rows_R]
+        at_N = torch.arange(length, device=self.device)
+        at_NM = at_N[:, None] - self.context_M
+        context_RNM = torch.where(at_NM >= 0, text_RS[:, at_NM.clamp(min=0)], -1)
+        next_RN = text_RS[:, 1 : length + 1]
+        ids_XK = torch.nn.functional.pad(next_RN.reshape(-1, 1), (0, KEPT - 1), value=-1)
+        real_X = (next_RN >= 0).flatten()
+        self.table.learn(context_RNM.flatten(0, 1), ids_XK, (ids_XK >= 0).float(), real_X)
+
+    def extend(self, kept: Kept) -> None:
+        """From the nodes' laws, of rows that went on."""
+        assert kept.nodes_BN is not None and kept.topology is not None, "the engine tells"
+        assert kept.ids_BNX is not None and kept.log_p_BNX is not None, "who asks by `likeliest`"
+        rows, nodes = kept.nodes_BN.shape
+        tail_BM = self.tail(len(self.context_M))
+        # The row's text hangs above the root: one more node for each token before the pending one.
+        above_M = nodes + self.context_M
+        parent_BN = kept.topology.parent.expand(rows, nodes).clone()
+        parent_BN[:, 0] = nodes
+        parent_BX = torch.cat([parent_BN, (above_M + 1).expand(rows, -1)], 1)
+        tokens_BX = torch.cat([kept.nodes_BN, tail_BM[:, 1:], tail_BM[:, :1] * 0 - 1], 1)
+        at_BN = torch.arange(nodes, device=self.device).expand(rows, -1)
+        context = []
+        for _ in self.context_M:
+            context.append(tokens_BX.gather(1, at_BN))
+            at_BN = parent_BX.gather(1, at_BN)
+        context_XM = torch.stack(context, -1).flatten(0, 1)
+        real_X = (kept.n_new_B > 0)[:, None].expand(rows, nodes).flatten()
+        p_XK = kept.log_p_BNX.flatten(0, 1).exp()
+        self.table.learn(context_XM, kept.ids_BNX.flatten(0, 1), p_XK, real_X)
+        super().extend(kept)
+
+    def looked_up(self) -> tuple[Feed, Tensor]:
+        context_BFM = self.tail(len(self.context_M))[:, None]
+        first = self.table.laws(context_BFM.flatten(0, 1))
+
+        def feed(frontier: Frontier) -> Fed:
+            nonlocal context_BFM
+            ids_XK, p_XK = first
+            if frontier.depth:
+                if frontier.of_BF is not None:
+                    context_BFM = picked(context_BFM.flatten(2), frontier.of_BF)
+                tokens_BF1 = frontier.tokens_BF[..., None]
+                context_BFM = torch.cat([tokens_BF1, context_BFM[..., :-1]], -1)
+                ids_XK, p_XK = self.table.laws(context_BFM.flatten(0, 1))
+            shape = (*context_BFM.shape[:2], -1)
+            return law_of(ids_XK.view(shape), p_XK.view(shape), SLACK, self.vocab_size)
+
+        return feed, first[1].amax(-1) > 0

@@ -1,0 +1,111 @@
+"""Each row's own text, and drafting by what is looked up with it.
+
+Shapes: B rows, R of them just admitted, S known tokens, N prompt tokens, L tokens of a kept path, F
+nodes fed, C of a node's tokens with a weight, M tokens of a context, X contexts, O orders, V
+vocabulary.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.drafting.base import Admitted, Call, Drafter, Fed, Feed, Kept, Round
+from draftsmith.decode.drafting.grow_tree import grow
+from draftsmith.decode.token_tree import TokenTree, chain
+
+HOPELESS = 0.2  # a draft ends where its next token is less likely than that
+MIX = 0x1E3779B97F4A7C15  # odd
+
+
+class TextDrafter(Drafter):
+    """text_BS: prompt and answer, the pending token last; lens_B: how many tokens that is. Beyond
+    stands -1, which equals no token.
+    """
+
+    held: tuple[str, ...] = ("text_BS", "lens_B")
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def reset(self, rows: int, slots: int) -> None:
+        self.text_BS = torch.full((rows, slots), -1, dtype=torch.int64, device=self.device)
+        self.lens_B = torch.zeros(rows, dtype=torch.int64, device=self.device)
+
+    def prefill(self, admitted: Admitted) -> None:
+        rows_R, tokens_RN, lens_R = admitted.rows_R, admitted.tokens_RN, admitted.lens_R
+        self.text_BS[rows_R] = -1
+        inside_RN = torch.arange(tokens_RN.shape[1], device=self.device) < lens_R[:, None]
+        self.text_BS[rows_R, : tokens_RN.shape[1]] = torch.where(inside_RN, tokens_RN, -1)
+        self.text_BS[rows_R, lens_R] = admitted.pending_R
+        self.lens_B[rows_R] = lens_R + 1
+
+    def extend(self, kept: Kept) -> None:
+        tokens_BL, n_new_B = kept.tokens_BL, kept.n_new_B
+        step_L = torch.arange(tokens_BL.shape[1], device=self.device)
+        at_BL = (self.lens_B[:, None] + step_L).clamp(max=self.text_BS.shape[1] - 1)
+        new_BL = step_L < n_new_B[:, None]
+        old_BL = self.text_BS.gather(1, at_BL)
+        self.text_BS.scatter_(1, at_BL, torch.where(new_BL, tokens_BL, old_BL))
+        self.lens_B += n_new_B
+
+    def tail(self, tokens: int) -> Tensor:
+        """The last tokens [B, M] of the text, the last one first; -1 before its beginning."""
+        at_BM = self.lens_B[:, None] - 1 - torch.arange(tokens, device=self.device)
+        return torch.where(at_BM >= 0, self.text_BS.gather(1, at_BM.clamp(min=0)), -1)
+
+
+class LookupDrafter(TextDrafter):
+    """Trees and chains from laws that are looked up. reads: whether it looks at what it found, as
+    costs nothing on a CPU: a round where nothing is found is then plain decoding, and a draft ends
+    where no row goes on.
+    """
+
+    def __init__(self, device: torch.device, vocab_size: int) -> None:
+        super().__init__(device)
+        self.vocab_size, self.reads = vocab_size, self.device.type == "cpu"
+
+    def looked_up(self) -> tuple[Feed, Tensor]:
+        """The calls of a round; and whether anything is known after a row's text [B]."""
+        raise NotImplementedError
+
+    def feed(self, request: Round) -> Feed:
+        return self.looked_up()[0]
+
+    def propose(self, request: Round) -> TokenTree:
+        feed, found_B = self.looked_up()
+        none = self.reads and not bool((found_B & request.active_B).any())
+        if none and not request.want_q:
+            return TokenTree(request.pending_B[:, None], chain(0, self.device), request.law)
+        return self.grown(request, feed)
+
+    def grown(self, request: Round, feed: Feed) -> TokenTree:
+        """The tree asked for, where it reads no deeper than there is hope."""
+        if self.reads:
+            request = replace(request, enough=request.enough or hopeless)
+        return grow(request, feed)[0]
+
+
+def hopeless(call: Call) -> Tensor:
+    """Where the best child is hardly likely."""
+    return call.log_q_BC.amax(1).exp() < HOPELESS
+
+
+def law_of(tokens_BFC: Tensor, weight_BFC: Tensor, slack: float, vocab_size: int) -> Fed:
+    """Tokens by their weights, and `slack` shared out among all; a token may come twice, and what
+    weighs nothing may be any number.
+    """
+    shape = *weight_BFC.shape[:2], vocab_size
+    total_BFV = weight_BFC.new_full(shape, slack / vocab_size)
+    total_BFV.scatter_add_(2, tokens_BFC.clamp(min=0), weight_BFC)
+    return Fed(total_BFV.log(), weight_BFC[..., :0])
+
+
+def hashed(last_XM: Tensor, orders: tuple[int, ...]) -> Tensor:
+    """Of as many tokens of each text as an order says, the last one first: [O, X], from 0 up."""
+    step_M = torch.arange(max(orders), device=last_XM.device)
+    orders_O1 = torch.tensor(orders, device=last_XM.device)[:, None]
+    factor_OM = torch.full_like(step_M, MIX).cumprod(0) * (step_M < orders_O1)
+    hash_OX = ((last_XM[:, : max(orders)] + 2) * factor_OM[:, None]).sum(-1) + orders_O1
+    hash_OX = (hash_OX ^ (hash_OX >> 29)) * MIX
+    return (hash_OX ^ (hash_OX >> 32)) & ((1 << 62) - 1)

@@ -1,0 +1,352 @@
+"""Drafts that are looked up: no answer changes, whatever a store holds; a look-up finds what a scan
+finds; a table holds what the target said.
+"""
+
+import copy
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from eagle_drafts import VOCAB, counting
+from rounds import record_rounds
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from truths import PROMPTS, SETTINGS, truths
+
+from draftsmith.decode.drafters.eagle import EagleDrafter
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.load import has_folder, load_drafter
+from draftsmith.decode.drafting.base import Admitted, Drafter, Frontier, Kept
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
+from draftsmith.decode.untrained import composite, suffix, tables
+from draftsmith.decode.untrained.composite import CompositeDrafter, either
+from draftsmith.decode.untrained.suffix import SLACK, SuffixDrafter
+from draftsmith.decode.untrained.tables import KEPT, LawTable, TableDrafter
+from draftsmith.decode.untrained.texts import LookupDrafter
+
+NAMES = ["suffix", "recycling", "stand"]
+TREES: list[dict[str, Any]] = [
+    {"K": 6},
+    {"tree": "eagle-25", "K": 3},
+    {"tree": "dynamic:4,3,9"},
+    {"tree": "dynamic:4,3,9", "policy": "depth:0.3"},
+]
+CPU = torch.device("cpu")
+
+
+def texts(completions: list[Completion]) -> list[list[int]]:
+    return [completion.tokens for completion in completions]
+
+
+def tau(completions: list[Completion]) -> float:
+    counted = [c.counters for c in completions]
+    return sum(c.emitted for c in counted) / sum(c.rounds for c in counted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_answer_changes(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
+    """Rows come and go, and what earlier prompts left behind stays; then it is forgotten."""
+    drafter = load_drafter(name, tiny_target, tiny_tokenizer)
+    assert drafter is not None and not has_folder(name)
+    for tree, batch in zip(TREES, (3, 1, 16, 3), strict=True):
+        decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=batch, **tree)
+        for params in SETTINGS:
+            expected = truths(tiny_target, tiny_tokenizer, params)
+            assert texts(decoder.generate(PROMPTS, params)) == expected, tree
+        drafter.forget()
+    assert texts(decoder.generate(PROMPTS, SETTINGS[0])) == truths(
+        tiny_target, tiny_tokenizer, SETTINGS[0]
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+def test_its_law_serves_rules_by_rejection(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, name: str, rule: str
+) -> None:
+    """Answers differ there, and are whole: the law of all rounds is checked for any q elsewhere."""
+    drafter = load_drafter(name, tiny_target, tiny_tokenizer)
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, rule=rule, tree="eagle-25", K=3)
+    done = decoder.generate(PROMPTS, SETTINGS[1])
+    assert all(c.finish_reason in ("length", "stop") for c in done)
+    assert sum(c.counters.nodes for c in done) > 0
+
+
+@pytest.mark.parametrize("name", [*NAMES, "suffix+"])
+@pytest.mark.parametrize("tree", ["chain", "dynamic:3,3,9"])
+def test_a_round_that_reads_nothing_can_be_recorded(
+    tiny_tokenizer: PreTrainedTokenizerBase, name: str, tree: str
+) -> None:
+    target, head = counting(wrong=0.35)
+    looked = load_drafter(name.strip("+"), target, tiny_tokenizer)
+    assert isinstance(looked, LookupDrafter)
+    looked.reads = False  # as on a GPU
+    drafter: Drafter = looked
+    if name.endswith("+"):
+        drafter = CompositeDrafter(looked, EagleDrafter(head, target, VOCAB), 3)
+    decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=2, tree=tree)
+    decoder.late = True
+    recordings = record_rounds(decoder)
+    expected = truths(target, tiny_tokenizer, SETTINGS[1])
+    for _ in range(2):
+        assert texts(decoder.generate(PROMPTS, SETTINGS[1])) == expected
+    assert len(recordings) == 1
+
+
+# --- suffix
+
+
+def scanned(known: list[list[int]], ending: list[int], path: list[int]) -> dict[int, float]:
+    """Weights of what followed the ending and then the path, by a scan over all places."""
+    found: dict[int, float] = defaultdict(float)
+    for text in known:
+        for at in range(1, len(text) - len(path)):
+            before = text[:at][::-1]
+            alike = zip(before, ending[::-1], strict=False)
+            matched = next((i for i, (a, b) in enumerate(alike) if a != b), None)
+            matched = min(len(before), len(ending)) if matched is None else matched
+            matched = min(matched, suffix.COMPARED)
+            if matched and text[at : at + len(path)] == path:
+                found[text[at + len(path)]] += 2.0**matched
+    return found
+
+
+def law_at(drafter: SuffixDrafter, row: int, path: list[int]) -> Tensor:
+    """What a chain of draft calls along `path` gives in a row."""
+    feed, _ = drafter.looked_up()
+    rows, one = len(drafter.lens_B), torch.zeros(1, dtype=torch.int64)
+    logits_BFV = feed(Frontier(0, one.expand(rows, 1), None, one)).logits_BFV
+    for depth, token in enumerate(path, 1):
+        tokens_B1 = torch.full((rows, 1), token)
+        logits_BFV = feed(Frontier(depth, tokens_B1, None, one + depth)).logits_BFV
+    return logits_BFV[row, 0].exp()
+
+
+def told(drafter: Drafter, row: int, tokens: list[int], rows: int) -> None:
+    """Emit tokens in one row, the others rest."""
+    tokens_BL = torch.zeros(rows, len(tokens), dtype=torch.int64)
+    tokens_BL[row] = torch.tensor(tokens)
+    n_new_B = torch.zeros(rows, dtype=torch.int64)
+    n_new_B[row] = len(tokens)
+    drafter.extend(Kept(tokens_BL, n_new_B, None, torch.zeros(rows, dtype=torch.int64)))
+
+
+def begun(drafter: Drafter, row: int, tokens: list[int]) -> None:
+    """A prompt, its last token the first one of the answer."""
+    prompt_RN = torch.tensor([tokens[:-1]])
+    lens_R = torch.tensor([len(tokens) - 1])
+    drafter.prefill(Admitted(torch.tensor([row]), prompt_RN, lens_R, torch.tensor(tokens[-1:])))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_law_is_what_a_scan_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random texts of three tokens, and tables wide enough to hold every place: texts of both rows
+    count, and answers that are over.
+    """
+    monkeypatch.setattr(suffix, "WIDE", 256)
+    draw = random.Random(seed)
+    drafter = SuffixDrafter(CPU, 5, remembered=1000)
+    drafter.reset(2, 64)
+    texts_B: list[list[int]] = [[], []]
+    past: list[list[int]] = []
+    begins_B = [6, 6]  # of the answers
+    for step in range(24):
+        row = draw.randrange(2)
+        new = [draw.randrange(3) for _ in range(draw.randint(1, 4))]
+        if not texts_B[row] or step == 12:
+            if texts_B[row]:
+                past.append(texts_B[row][max(0, begins_B[row] - suffix.LED) :])
+            prompt = [draw.randrange(3) for _ in range(6)]
+            texts_B[row] = [*prompt, draw.randrange(3)]
+            begun(drafter, row, texts_B[row])
+        else:
+            told(drafter, row, new, 2)
+            texts_B[row] += new
+        path = [draw.randrange(3) for _ in range(draw.randrange(3))]
+        weights = scanned([*texts_B, *past], texts_B[row], path)
+        expected_V = torch.tensor([weights[v] + SLACK / 5 for v in range(5)])
+        torch.testing.assert_close(law_at(drafter, row, path), expected_V)
+    assert past, "one answer is over"
+
+
+def test_of_many_places_the_latest_count() -> None:
+    """The same token is followed by 1 a hundred times, then by 2 for as often as a table is wide:
+    what counts is the end, also where all came in one prompt.
+    """
+    for at_once in (True, False):
+        drafter = SuffixDrafter(CPU, 5, remembered=1000)
+        drafter.reset(1, 1000)
+        tokens = [token for _ in range(100) for token in (3, 1)]
+        tokens += [token for _ in range(suffix.WIDE) for token in (3, 2)] + [3]
+        begun(drafter, 0, tokens if at_once else tokens[:2])
+        if not at_once:
+            for token in tokens[2:]:
+                told(drafter, 0, [token], 1)
+        one, two = law_at(drafter, 0, [])[[1, 2]]
+        # Of longer endings, 1 is still in the tables: the pair before it was another.
+        assert two > 1000 * one
+
+
+def test_places_are_overwritten_in_a_full_store() -> None:
+    """Twenty answers in a store for three: the latest are found, the first isn't."""
+    drafter = SuffixDrafter(CPU, 100, remembered=64)
+    drafter.reset(1, 32)
+    for number in range(20):
+        begun(drafter, 0, [number + 50] * 3)
+        told(drafter, 0, [*range(10), number + 60], 1)
+    begun(drafter, 0, [1, 2, 3, *range(10)])
+    law_V = law_at(drafter, 0, [])
+    assert law_V[60 + 18] > 100 and law_V[60] < 1
+
+
+def test_the_same_question_again_is_copied(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """And after `forget`, isn't."""
+    drafter = load_drafter("suffix", tiny_target, tiny_tokenizer)
+    assert isinstance(drafter, SuffixDrafter)
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=2, K=12)
+    first, second = (tau(decoder.generate(PROMPTS, SETTINGS[1])) for _ in range(2))
+    drafter.forget()
+    third = tau(decoder.generate(PROMPTS, SETTINGS[1]))
+    assert second > 2 * first and third == first
+
+
+# --- tables
+
+
+def test_a_table_holds_what_the_target_said() -> None:
+    """Beside a dict that does the same one visit after the other."""
+    generator = torch.Generator().manual_seed(0)
+    for kind, orders in tables.ORDERS.items():
+        table = LawTable(orders, kind == "stand", CPU)
+        known: dict[tuple[int, ...], tuple[dict[int, float], int]] = {}
+        for _ in range(30):
+            context_XM = torch.randint(3, (4, 4), generator=generator)
+            logits_XV = 3 * torch.rand(4, 12, generator=generator)
+            logits_XV[:, KEPT:] -= 20  # what is pruned weighs nothing
+            p_XV = logits_XV.softmax(-1)
+            p_XK, ids_XK = p_XV.topk(KEPT)
+            real_X = torch.rand(4, generator=generator) < 0.8
+            table.learn(context_XM, ids_XK, p_XK, real_X)
+            before = copy.deepcopy(known)  # what one call brings twice counts once, the last one
+            for x in range(4):
+                if not real_X[x]:
+                    continue
+                for order in orders:
+                    key = tuple(context_XM[x, :order].tolist())
+                    law, visits = before.get(key, ({}, 0))
+                    new = dict(zip(ids_XK[x].tolist(), p_XK[x].tolist(), strict=True))
+                    if kind == "stand" and visits:
+                        mean = {
+                            v: (law.get(v, 0) * visits + new.get(v, 0)) / (visits + 1)
+                            for v in law.keys() | new.keys()
+                        }
+                        new = dict(sorted(mean.items(), key=lambda item: -item[1])[:KEPT])
+                    known[key] = new, visits + 1
+        for x in range(4):
+            ids_1K, p_1K = table.laws(context_XM[x : x + 1])
+            contexts = [tuple(context_XM[x, :order].tolist()) for order in reversed(orders)]
+            law = next(known[key][0] for key in contexts if key in known)
+            found = dict(zip(ids_1K[0].tolist(), p_1K[0].tolist(), strict=True))
+            for token, p in law.items():
+                assert abs(found.get(token, 0.0) - p) < 2e-3  # of fp16, over up to 30 visits
+
+
+def test_a_tree_s_nodes_teach_by_their_own_paths() -> None:
+    """The context of a node is its path and the text before the root; of rows that ended nothing
+    is learnt.
+    """
+    drafter = TableDrafter("stand", CPU, 50)
+    drafter.reset(2, 32)
+    for row in range(2):
+        begun(drafter, row, [11, 12, 13])
+    topology = Topology.from_parents([-1, 0, 0, 1], CPU)
+    nodes_BN = torch.tensor([[13, 20, 21, 22], [13, 30, 31, 32]])
+    ids_BNX = torch.arange(40, 44)[None, :, None].expand(2, 4, KEPT).clone()
+    ids_BNX[..., 1:] = -1
+    log_p_BNX = torch.where(ids_BNX >= 0, 0.0, -torch.inf)
+    kept = Kept(
+        nodes_BN[:, 1:2], torch.tensor([1, 0]), None, torch.tensor([2, 2]), nodes_BN=nodes_BN,
+        topology=topology, ids_BNX=ids_BNX, log_p_BNX=log_p_BNX,
+    )  # fmt: skip
+    drafter.extend(kept)
+
+    def said(*context: int) -> int:
+        ids_1K, p_1K = drafter.table.laws(torch.tensor([list(context)]))
+        return int(ids_1K[0, 0]) if p_1K[0, 0] > 0 else -1
+
+    assert said(22, 20, 13, 12) == 43 and said(21, 13, 12, 11) == 42 and said(20, 9, 9, 9) == 41
+    assert said(13, 12, 11, -1) == 40 and said(12, 11, -1, -1) == 13  # the prompt's own
+    assert said(32, 30, 13, 12) == -1
+    assert drafter.text_BS[0, :4].tolist() == [11, 12, 13, 20]
+
+
+def test_a_table_learns_while_it_decodes(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    for name in ("recycling", "stand"):
+        drafter = load_drafter(name, tiny_target, tiny_tokenizer)
+        decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=1, tree="dynamic:6,3,17")
+        first, second = (tau(decoder.generate(PROMPTS, SETTINGS[0])) for _ in range(2))
+        assert second > first > 1
+
+
+# --- composites
+
+
+def test_a_composite_gives_plain_answers_and_uses_both(
+    tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never sure: the trained one alone, round by round; else both are asked in one batch."""
+    target, head = counting(wrong=0.35)
+    trained = EagleDrafter(head, target, VOCAB)
+    trees: list[dict[str, Any]] = [{"tree": "chain", "K": 5}, {"tree": "dynamic:6,3,9"}]
+    for tree in trees:
+        shallow = tree | {"K": 3}
+        alone = Decoder(target, tiny_tokenizer, trained, batch_size=3, **shallow)
+        for params in SETTINGS:
+            counts = {}
+            for sure in (2.0, composite.SURE, 0.0):
+                monkeypatch.setattr(composite, "SURE", sure)
+                looked = SuffixDrafter(CPU, VOCAB)
+                both = CompositeDrafter(looked, trained, 3)
+                decoder = Decoder(target, tiny_tokenizer, both, batch_size=3, **tree)
+                done = decoder.generate(PROMPTS, params)
+                assert texts(done) == truths(target, tiny_tokenizer, params), (tree, sure)
+                counts[sure] = tau(done)
+            monkeypatch.undo()
+            assert counts[2.0] == tau(alone.generate(PROMPTS, params))
+    assert len(set(counts.values())) > 1
+
+
+def test_each_row_keeps_one_of_two_trees() -> None:
+    """Padded by children of the root that are there already."""
+    first = TokenTree(torch.tensor([[1, 2, 3], [1, 4, 5]]), chain(2, CPU), COUPLED)
+    wide = Topology.from_parents([-1, 0, 0, 0, 1], CPU)
+    second = TokenTree(torch.tensor([[1, 6, 7, 8, 9], [1, 6, 7, 8, 9]]), wide, COUPLED)
+    tree = either(torch.tensor([True, False]), first, second)
+    assert tree.tokens_BN.tolist() == [[1, 2, 3, 2, 2], [1, 6, 7, 8, 9]]
+    assert tree.topology.parent.tolist() == [[-1, 0, 1, 0, 0], [-1, 0, 0, 0, 1]]
+    assert tree.topology.depth.tolist() == [[0, 1, 2, 1, 1], [0, 1, 1, 1, 2]]
+    assert tree.topology.ancestors[0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 0, 0, 1, 0],
+        [1, 0, 0, 0, 1],
+    ]
+    assert tree.topology.ancestors[1].equal(wide.ancestors) and tree.topology.levels == 2
+
+
+def test_a_draft_lm_cannot_rest(
+    tiny_target: PreTrainedModel, tiny_draft: PreTrainedModel, tmp_path: Any
+) -> None:
+    with pytest.raises(ValueError, match=r"suffix\+FOLDER with a drafter of kind lm.*can rest"):
+        CompositeDrafter(SuffixDrafter(CPU, VOCAB), LMDrafter(tiny_draft, VOCAB), 4)
