@@ -1,5 +1,6 @@
 """From names and folders to a target to decode, and a drafter that is ready to propose."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from draftsmith.decode.untrained.partial_kv import PartialKVDrafter
 from draftsmith.decode.untrained.suffix import SuffixDrafter
 from draftsmith.decode.untrained.swift import SwiftDrafter
 from draftsmith.decode.untrained.tables import TableDrafter
+from draftsmith.decode.untrained.texts import LookupDrafter
 from draftsmith.models.disk.hub import local_folder
 from draftsmith.models.disk.read_lm import read_json
 from draftsmith.models.draft_lm import recast
@@ -53,9 +55,10 @@ def has_folder(name: str) -> bool:
 
 
 def composed(name: str) -> tuple[str, str]:
-    """The two parts of suffix+FOLDER; of any other name nothing, and the name."""
+    """The parts of suffix+FOLDER or suffix:FILE+FOLDER; of another name nothing, and it."""
     looked, plus, trained = name.partition("+")
-    return (looked, trained) if plus and looked in LOOKED else ("", name)
+    kind = looked.partition(":")[0]
+    return (looked, trained) if plus and kind in LOOKED else ("", name)
 
 
 def kept_defaults(name: str) -> dict[str, Any]:
@@ -93,16 +96,18 @@ def load_drafter(
         return NgramDrafter(device=target.device)
     looked, folder_name = composed(name)
     if looked:
-        first = UNTRAINED[looked].named(looked, "", target, vocab_size(tokenizer))
+        first = load_drafter(looked, target, tokenizer)
         second = load_drafter(
             folder_name, target, tokenizer, allow_target_mismatch=allow_target_mismatch
         )
-        if second is None:
+        if second is None or not isinstance(first, LookupDrafter):
             raise ValueError(f"drafter: got {name}, expected a drafter folder after the plus")
         return CompositeDrafter(first, second, kept_defaults(folder_name)["K"] or DEFAULTS["K"])
     if not has_folder(name):
         kind, _, says = name.partition(":")
         drafter: Drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
+        if isinstance(drafter, LookupDrafter) and says:
+            drafter.load(Path(says), fingerprint(None, tokenizer)["tokenizer"])
         return drafter
     mark = fingerprint(target, tokenizer)
     folder = open_drafter(

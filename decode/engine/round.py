@@ -9,7 +9,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -212,7 +212,7 @@ class Stepper:
         lens_B1 = rows.lens_B[:, None]
         step_L = torch.arange(levels + 1, device=self.runner.device)
         shared_BLV = None
-        if self.rule(params).identical:
+        if (rule := self.rule(params)).identical:
             shared_BLV = self.race(rows.seeds_B, lens_B1 + step_L + 1, params)
         calls: list[Call] | None = None if self.recorder is None else []
         tree = self._propose(batch, plan, top, shared_BLV, policy, calls)
@@ -229,7 +229,7 @@ class Stepper:
         logits_BNV = self.runner.logits(hidden_BNH)
         p_logits_BNV = batch.law(logits_BNV, tokens_BN, topology.parent)
         drafter = batch.drafter or self.drafter
-        likeliest = _likeliest(logits_BNV, 0 if drafter is None else drafter.likeliest)
+        told = _told(drafter, tree, logits_BNV, p_logits_BNV, shared_BLV)
         raw_BNV = None if batch.listed is None else logits_BNV
         del logits_BNV  # a round's largest tensor, which nobody else needs
         # One broken node breaks its row: nothing times NaN is NaN in every product over the slots.
@@ -240,8 +240,7 @@ class Stepper:
             self.recorder.record(rows, tree, calls, p_logits_BNV, hidden_BNH, noise)
         if self.acceptance is not None:
             extra_BN = self.acceptance.mask(tree, p_logits_BNV, noise, hidden_BNH)
-        verify = self.rule(params).verify
-        path_BL, n_accepted_B, next_B = verify(tree, p_logits_BNV, noise, extra_BN)
+        path_BL, n_accepted_B, next_B = rule.verify(tree, p_logits_BNV, noise, extra_BN)
         if self.settings.same_shape:
             n_accepted_B = torch.zeros_like(n_accepted_B)
             next_B = choose(p_logits_BNV[:, 0], None if shared_BLV is None else shared_BLV[:, 0])
@@ -258,9 +257,7 @@ class Stepper:
         said_BX = None
         if drafter is not None:
             path = None if topology.is_chain else path_BL
-            chosen_BN = self._chosen(tree, p_logits_BNV, shared_BLV) if drafter.chooses else None
-            told = tokens_BN, chosen_BN, topology, *likeliest, params, shared_BLV
-            kept = Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top, *told)
+            kept = Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top, params=params, **told)
             said_BX = drafter.extend(kept)
         columns = [n_accepted_B, n_new_B, rows.active_B, bad_B]
         news = [emitted_BL, path_BL, torch.stack(columns, 1)]
@@ -284,14 +281,6 @@ class Stepper:
 
         at = rows.lens_B, rows.pending_B, rows.active_B
         return self.drafter.between(Round(plan, *at, top, params, rule.law), race)
-
-    def _chosen(self, tree: TokenTree, p_logits_BNV: Tensor, shared_BLV: Tensor | None) -> Tensor:
-        """What the target chooses after every node [B, N], by the noise there."""
-        if shared_BLV is None:
-            return choose(p_logits_BNV, None)
-        at_BN = tree.topology.depth.expand(p_logits_BNV.shape[:2])
-        race_BNV = shared_BLV[torch.arange(len(at_BN), device=at_BN.device)[:, None], at_BN]
-        return choose(p_logits_BNV, race_BNV)
 
     def rule(self, params: BatchParams) -> RuleInfo:
         """The rule asked for; where nothing is drafted or drawn, every rule is the coupled one."""
@@ -352,9 +341,23 @@ class Stepper:
         return position_keys(rows.seeds_B, rows.rounds_B[:, None], stream)[:, 0]
 
 
-def _likeliest(logits_BNV: Tensor, k: int) -> tuple[Tensor | None, Tensor | None]:
-    """The k likeliest tokens of raw logits and their log-probabilities [B, N, k]; None for 0."""
-    if not k:
-        return None, None
-    values_BNX, ids_BNX = sampling.likeliest(logits_BNV, k)
-    return ids_BNX, values_BNX - logits_BNV.logsumexp(-1, keepdim=True)
+def _told(
+    drafter: Drafter | None,
+    tree: TokenTree,
+    logits_BNV: Tensor,
+    p_logits_BNV: Tensor,
+    shared_BLV: Tensor | None,
+) -> dict[str, Any]:
+    """What a drafter is told of the tree's nodes, as `Kept` has it."""
+    told: dict[str, Any] = {"nodes_BN": tree.tokens_BN, "topology": tree.topology}
+    told["race_BLV"] = shared_BLV
+    if drafter is not None and drafter.chooses:
+        race_BNV = None
+        if shared_BLV is not None:
+            at_BN = tree.topology.depth.expand(p_logits_BNV.shape[:2])
+            race_BNV = shared_BLV[torch.arange(len(at_BN), device=at_BN.device)[:, None], at_BN]
+        told["chosen_BN"] = choose(p_logits_BNV, race_BNV)
+    if drafter is not None and drafter.likeliest:
+        values_BNX, told["ids_BNX"] = sampling.likeliest(logits_BNV, drafter.likeliest)
+        told["log_p_BNX"] = values_BNX - logits_BNV.logsumexp(-1, keepdim=True)
+    return told

@@ -224,7 +224,7 @@ def unsaid(path: str, K: int | None, tree: str, policy: str) -> dict[str, Any]:
     if own and has_folder(name) and (local_folder(name) / tree).is_file():
         tree = str(local_folder(name) / tree)
     depth = kept["K"] if own or tree == "chain" else None
-    if looked or path in LOOKED:
+    if looked or path.partition(":")[0] in LOOKED:
         depth = FAR if tree == "chain" else None
     return {"K": K or depth, "tree": tree, "policy": policy or kept["policy"]}
 

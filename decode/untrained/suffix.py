@@ -22,7 +22,6 @@ vocabulary.
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, picked
 from draftsmith.decode.untrained.texts import LookupDrafter, hashed, law_of
@@ -66,7 +65,8 @@ class Places:
         self.ring_R[at_N] = tokens_N.to(torch.int32)
         self.end += len(tokens_N) + 1
         self.ring_R[self.end - 1] = -1
-        self.note(at_N[1:], torch.ones_like(at_N[1:]).bool(), self.ring_R[:0])
+        for at_X in at_N[1:].split(1 << 16):
+            self.note(at_X, torch.ones_like(at_X).bool(), self.ring_R[:0])
 
     def read(self, at: Tensor, rows_Y: Tensor) -> Tensor:
         """The tokens at places; -1 before the first and past the last."""
@@ -122,18 +122,23 @@ class Places:
 class SuffixDrafter(LookupDrafter):
     """Trees and chains of what followed before."""
 
-    kind = "suffix"
     held = ("text_BS", "lens_B", "answer_B")
 
-    def __init__(self, device: torch.device, vocab_size: int, remembered: int = REMEMBERED) -> None:
-        super().__init__(device, vocab_size)
+    def __init__(
+        self, kind: str, device: torch.device, vocab_size: int, remembered: int = REMEMBERED
+    ) -> None:
+        super().__init__(kind, device, vocab_size)
         self.places = Places(self.device, remembered)
 
-    @classmethod
-    def named(
-        cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int
-    ) -> "SuffixDrafter":
-        return cls(target.device, vocab_size)
+    def remember(self, tokens_N: Tensor) -> None:
+        self.places.remember(tokens_N)
+
+    def stored(self) -> dict[str, Tensor]:
+        self._flush()
+        return {"ring_R": self.places.ring_R}
+
+    def restore(self, stored: dict[str, Tensor]) -> None:
+        self.places.remember(stored["ring_R"].to(self.device))
 
     @torch.inference_mode()
     def forget(self) -> None:
@@ -142,16 +147,16 @@ class SuffixDrafter(LookupDrafter):
             self.answer_B.copy_(self.lens_B)
 
     def reset(self, rows: int, slots: int) -> None:
-        self._remember()
+        self._flush()
         super().reset(rows, slots)
         self.answer_B = torch.zeros_like(self.lens_B)
 
     def release(self) -> None:
-        self._remember()
+        self._flush()
         super().release()
 
-    def _remember(self, rows: Tensor | None = None) -> None:
-        """The answers that stand in some rows, or in all."""
+    def _flush(self, rows: Tensor | None = None) -> None:
+        """Take the answers that stand in some rows, or in all, into the store."""
         if not hasattr(self, "lens_B"):
             return
         rows = torch.arange(len(self.lens_B), device=self.device) if rows is None else rows
@@ -162,7 +167,7 @@ class SuffixDrafter(LookupDrafter):
 
     def prefill(self, admitted: Admitted) -> None:
         rows_R = admitted.rows_R
-        self._remember(rows_R)
+        self._flush(rows_R)
         super().prefill(admitted)
         self.answer_B[rows_R] = admitted.lens_R
         at_N = torch.arange(1, admitted.tokens_RN.shape[1] + 1, device=self.device)

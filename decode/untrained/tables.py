@@ -15,8 +15,8 @@ kept of a law, F nodes fed, V vocabulary.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, picked
 from draftsmith.decode.untrained.texts import LookupDrafter, hashed, law_of
@@ -24,6 +24,7 @@ from draftsmith.decode.untrained.texts import LookupDrafter, hashed, law_of
 ORDERS = {"recycling": (1,), "stand": (1, 2, 3, 4)}
 KEPT = 10
 PLACES = 1 << 18
+CHUNK = 64  # tokens of a text that are learnt at once
 SLACK = 0.05  # chance of all tokens that aren't in a law
 
 
@@ -92,32 +93,36 @@ class TableDrafter(LookupDrafter):
     likeliest = KEPT
 
     def __init__(self, kind: str, device: torch.device, vocab_size: int) -> None:
-        super().__init__(device, vocab_size)
-        self.kind = kind
+        super().__init__(kind, device, vocab_size)
         self.table = LawTable(ORDERS[kind], kind == "stand", self.device)
         self.context_M = torch.arange(max(ORDERS[kind]), device=self.device)
-
-    @classmethod
-    def named(
-        cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int
-    ) -> "TableDrafter":
-        return cls(kind, target.device, vocab_size)
 
     def forget(self) -> None:
         self.table.forget()
 
+    def stored(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self.table).items() if torch.is_tensor(value)}
+
+    def restore(self, stored: dict[str, Tensor]) -> None:
+        for name, tensor in stored.items():
+            getattr(self.table, name).copy_(tensor)
+
+    def remember(self, tokens_N: Tensor) -> None:
+        """A context counts once in CHUNK tokens."""
+        for end in range(1, len(tokens_N), CHUNK):
+            self._read(tokens_N[None, max(0, end - len(self.context_M)) : end + CHUNK])
+
     def prefill(self, admitted: Admitted) -> None:
-        """A prompt's token is all of the law before it."""
         super().prefill(admitted)
-        length = admitted.tokens_RN.shape[1]
-        text_RS = self.text_BS[admitted.rows_R]
-        at_N = torch.arange(length, device=self.device)
-        at_NM = at_N[:, None] - self.context_M
-        context_RNM = torch.where(at_NM >= 0, text_RS[:, at_NM.clamp(min=0)], -1)
-        next_RN = text_RS[:, 1 : length + 1]
-        ids_XK = torch.nn.functional.pad(next_RN.reshape(-1, 1), (0, KEPT - 1), value=-1)
-        real_X = (next_RN >= 0).flatten()
-        self.table.learn(context_RNM.flatten(0, 1), ids_XK, (ids_XK >= 0).float(), real_X)
+        self._read(self.text_BS[admitted.rows_R, : admitted.tokens_RN.shape[1] + 1])
+
+    def _read(self, text_RN: Tensor) -> None:
+        """Of a text each token is all of the law before it."""
+        at_NM = torch.arange(text_RN.shape[1] - 1, device=self.device)[:, None] - self.context_M
+        context_RNM = torch.where(at_NM >= 0, text_RN[:, at_NM.clamp(min=0)], -1)
+        next_XK = F.pad(text_RN[:, 1:].reshape(-1, 1), (0, KEPT - 1), value=-1)
+        real_XK = next_XK >= 0
+        self.table.learn(context_RNM.flatten(0, 1), next_XK, real_XK.float(), real_XK[:, 0])
 
     def extend(self, kept: Kept) -> None:
         """From the nodes' laws, of rows that went on."""

@@ -6,13 +6,17 @@ vocabulary.
 """
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Call, Drafter, Fed, Feed, Kept, Round
 from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.token_tree import TokenTree, chain
+from draftsmith.models.disk.store import open_shard, save_shard
 
 HOPELESS = 0.2  # a draft ends where its next token is less likely than that
 MIX = 0x1E3779B97F4A7C15  # odd
@@ -61,9 +65,38 @@ class LookupDrafter(TextDrafter):
     where no row goes on.
     """
 
-    def __init__(self, device: torch.device, vocab_size: int) -> None:
+    def __init__(self, kind: str, device: torch.device, vocab_size: int) -> None:
         super().__init__(device)
-        self.vocab_size, self.reads = vocab_size, self.device.type == "cpu"
+        self.kind, self.vocab_size, self.reads = kind, vocab_size, self.device.type == "cpu"
+
+    @classmethod
+    def named(cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int) -> Self:
+        """Of any words after the colon: they name a file, which is read by `load`."""
+        return cls(kind, target.device, vocab_size)
+
+    def remember(self, tokens_N: Tensor) -> None:
+        """Learn from a whole text, as `draftsmith remember` reads them."""
+        raise NotImplementedError
+
+    def stored(self) -> dict[str, Tensor]:
+        """What a file of the store holds."""
+        raise NotImplementedError
+
+    def restore(self, stored: dict[str, Tensor]) -> None:
+        """Begin with what such a file held."""
+        raise NotImplementedError
+
+    def save(self, path: Path, tokenizer: str) -> None:
+        """Write the store, so that a kill leaves the file as it was, or new. tokenizer: its
+        fingerprint.
+        """
+        save_shard(path, self.stored(), of=f"{self.kind} {tokenizer}")
+
+    def load(self, path: Path, tokenizer: str) -> None:
+        """ValueError: a file that is cut, or of another kind or tokenizer."""
+        remedy = f"write it anew: draftsmith remember drafter={self.kind} data=... out={path}"
+        with open_shard(path, remedy, f"{self.kind} {tokenizer}") as shard:
+            self.restore({name: shard.get_tensor(name) for name in shard.keys()})  # noqa: SIM118
 
     def looked_up(self) -> tuple[Feed, Tensor]:
         """The calls of a round; and whether anything is known after a row's text [B]."""

@@ -3,8 +3,10 @@ finds; a table holds what the target said.
 """
 
 import copy
+import json
 import random
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,11 +24,13 @@ from draftsmith.decode.drafting.base import Admitted, Drafter, Frontier, Kept
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
+from draftsmith.decode.traces import fill_store
 from draftsmith.decode.untrained import composite, suffix, tables
 from draftsmith.decode.untrained.composite import CompositeDrafter, either
 from draftsmith.decode.untrained.suffix import SLACK, SuffixDrafter
 from draftsmith.decode.untrained.tables import KEPT, LawTable, TableDrafter
 from draftsmith.decode.untrained.texts import LookupDrafter
+from draftsmith.models.fingerprint import fingerprint
 
 NAMES = ["suffix", "recycling", "stand"]
 TREES: list[dict[str, Any]] = [
@@ -151,7 +155,7 @@ def test_the_law_is_what_a_scan_finds(seed: int, monkeypatch: pytest.MonkeyPatch
     """
     monkeypatch.setattr(suffix, "WIDE", 256)
     draw = random.Random(seed)
-    drafter = SuffixDrafter(CPU, 5, remembered=1000)
+    drafter = SuffixDrafter("suffix", CPU, 5, remembered=1000)
     drafter.reset(2, 64)
     texts_B: list[list[int]] = [[], []]
     past: list[list[int]] = []
@@ -180,7 +184,7 @@ def test_of_many_places_the_latest_count() -> None:
     what counts is the end, also where all came in one prompt.
     """
     for at_once in (True, False):
-        drafter = SuffixDrafter(CPU, 5, remembered=1000)
+        drafter = SuffixDrafter("suffix", CPU, 5, remembered=1000)
         drafter.reset(1, 1000)
         tokens = [token for _ in range(100) for token in (3, 1)]
         tokens += [token for _ in range(suffix.WIDE) for token in (3, 2)] + [3]
@@ -195,7 +199,7 @@ def test_of_many_places_the_latest_count() -> None:
 
 def test_places_are_overwritten_in_a_full_store() -> None:
     """Twenty answers in a store for three: the latest are found, the first isn't."""
-    drafter = SuffixDrafter(CPU, 100, remembered=64)
+    drafter = SuffixDrafter("suffix", CPU, 100, remembered=64)
     drafter.reset(1, 32)
     for number in range(20):
         begun(drafter, 0, [number + 50] * 3)
@@ -315,7 +319,7 @@ def test_a_composite_gives_plain_answers_and_uses_both(
             counts = {}
             for sure in (2.0, composite.SURE, 0.0):
                 monkeypatch.setattr(composite, "SURE", sure)
-                looked = SuffixDrafter(CPU, VOCAB)
+                looked = SuffixDrafter("suffix", CPU, VOCAB)
                 both = CompositeDrafter(looked, trained, 3)
                 decoder = Decoder(target, tiny_tokenizer, both, batch_size=3, **tree)
                 done = decoder.generate(PROMPTS, params)
@@ -349,4 +353,56 @@ def test_a_draft_lm_cannot_rest(
     tiny_target: PreTrainedModel, tiny_draft: PreTrainedModel, tmp_path: Any
 ) -> None:
     with pytest.raises(ValueError, match=r"suffix\+FOLDER with a drafter of kind lm.*can rest"):
-        CompositeDrafter(SuffixDrafter(CPU, VOCAB), LMDrafter(tiny_draft, VOCAB), 4)
+        CompositeDrafter(SuffixDrafter("suffix", CPU, VOCAB), LMDrafter(tiny_draft, VOCAB), 4)
+
+
+# --- stores on the disk
+
+
+def test_a_store_is_filled_saved_and_begun_with(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """By the command, from rows of the target's own answers: the first round already copies."""
+    tiny_target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    answers = truths(tiny_target, tiny_tokenizer, SETTINGS[0])
+    rows = [
+        {"prompt": prompt, "completion": tiny_tokenizer.decode(answer)}
+        for prompt, answer in zip(PROMPTS, answers, strict=True)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for kind in NAMES:
+        out = tmp_path / f"{kind}.safetensors"
+        said = [f"target={tmp_path / 'target'}", f"data={data}", "split=all"]
+        fill_store.main([*said, f"drafter={kind}", f"out={out}"])
+        taus = {}
+        for name in (kind, f"{kind}:{out}"):
+            drafter = load_drafter(name, tiny_target, tiny_tokenizer)
+            decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=4, K=8)
+            done = decoder.generate(PROMPTS, SETTINGS[0])
+            assert texts(done) == answers
+            taus[name] = tau(done)
+        assert taus[f"{kind}:{out}"] > taus[kind], taus
+
+
+def test_a_store_that_does_not_fit_is_refused(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    drafter = load_drafter("suffix", tiny_target, tiny_tokenizer)
+    assert isinstance(drafter, LookupDrafter)
+    mine, other = tmp_path / "mine.safetensors", tmp_path / "other.safetensors"
+    drafter.save(mine, fingerprint(None, tiny_tokenizer)["tokenizer"])
+    drafter.save(other, "another tokenizer")
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(mine.read_bytes()[:1000])
+    for name, says in (
+        (f"suffix:{other}", "cut or foreign"),
+        (f"stand:{mine}", "cut or foreign"),
+        (f"suffix:{cut}", "cut or foreign"),
+        (f"suffix:{tmp_path / 'none'}", "missing"),
+    ):
+        with pytest.raises(ValueError, match=f"{says}.*draftsmith remember drafter="):
+            load_drafter(name, tiny_target, tiny_tokenizer)
+    with pytest.raises(ValueError, match="did you mean suffix"):
+        fill_store.main(["target=x", "data=y", "drafter=sufix"])
