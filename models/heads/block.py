@@ -181,7 +181,7 @@ class Block(Head):
         self.fc = nn.Linear(len(config.taps) * self.hidden, self.hidden, bias=False)
         self.hidden_norm = LlamaRMSNorm(self.hidden, **norm)
         self.layers: Any = nn.ModuleList(
-            EagleLayer(layer, i, wide=False, bare=False) for i in range(layer.num_hidden_layers)
+            EagleLayer(layer, index) for index in range(layer.num_hidden_layers)
         )
         self.convs: Any = nn.ModuleList(
             nn.ModuleList(TwoTap(self.hidden) for _ in KEPT)

@@ -92,7 +92,7 @@ class Hydra(Head):
         layer = config.prefix
         if layer is not None:
             self.context = layer.max_position_embeddings
-            self.prefix_layer = EagleLayer(layer, 0, wide=False, bare=False)
+            self.prefix_layer = EagleLayer(layer, 0)
             self.prefix_norm = LlamaRMSNorm(config.hidden, eps=layer.rms_norm_eps)
             self.rotary = Rotary(layer)
 

@@ -95,7 +95,9 @@ class EagleLayer(nn.Module):
     before its attention; else an ordinary one.
     """
 
-    def __init__(self, config: PretrainedConfig, index: int, *, wide: bool, bare: bool) -> None:
+    def __init__(
+        self, config: PretrainedConfig, index: int, *, wide: bool = False, bare: bool = False
+    ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn: Any = ATTENTIONS[config.model_type](config, index)
