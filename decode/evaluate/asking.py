@@ -1,6 +1,7 @@
 """What commands that decode ask of a target: which prompts, and how it answers them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -35,8 +36,8 @@ class Asking:
     def asked(self, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Prompt]:
         """The prompts of one split, as the settings have the chat template show them."""
         set_template(tokenizer, self.thinking, self.template_kwargs)
-        how = {"limit": self.limit, "prompt_tokens": self.prompt_tokens}
-        return load_prompts(self.prompts, tokenizer, **how, split=split)
+        how: Any = {"limit": self.limit, "prompt_tokens": self.prompt_tokens, "split": split}
+        return load_prompts(self.prompts, tokenizer, **how)
 
     def answers(self, decoder: Decoder, params: SamplingParams) -> list[Completion]:
         """The target's answers to prompts of the tune part, in their order: what a choice is made

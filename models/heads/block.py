@@ -24,7 +24,7 @@ R = M * b, H hidden, U width of the taps side by side, I = H + the light head's 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -229,13 +229,11 @@ class Block(Head):
 
     def fuse(self, taps_XU: Tensor) -> Tensor:
         """The context states c [..., H] of the target's taps side by side."""
-        normed_XH: Tensor = self.hidden_norm(self.fc(taps_XU))
-        return normed_XH
+        return self.hidden_norm(self.fc(taps_XU))
 
     def normed(self, output_XH: Tensor) -> Tensor:
         """What the LM head multiplies."""
-        normed_XH: Tensor = self.norm(output_XH)
-        return normed_XH
+        return self.norm(output_XH)
 
     def keep(self, context_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
         """Hand each layer's keys and values of the context to `keep`."""
@@ -344,10 +342,8 @@ class Block(Head):
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Block":
-        flags = {name: entry(config, name, bool) for name in ("convs", "noise")}
-        flags["last"] = entry(config, "last", bool, False)  # which no other layout has
-        words = {name: entry(config, name, str) for name in ("light", "labels", "mask")}
-        sizes = {name: entry(config, name, int) for name in ("levels", "rank")}
-        sizes["mask_token"] = entry(config, "mask_token", int, -1)
-        taps = tuple(entry(config, "taps", list))
-        return cls(BlockConfig(read_layer(config), taps, **sizes, **words, **flags))
+        usual = {"last": False, "mask_token": -1}  # which no other layout has
+        taps, own = tuple(entry(config, "taps", list)), get_type_hints(BlockConfig)
+        plain = {name: kind for name, kind in own.items() if kind in (int, str, bool)}
+        said = {name: entry(config, name, kind, usual.get(name)) for name, kind in plain.items()}
+        return cls(BlockConfig(read_layer(config), taps, **said))

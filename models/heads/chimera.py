@@ -14,7 +14,7 @@ Shapes: B rows, T positions, H hidden, V rows of the target's LM head.
 
 from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ class Chimera(LayerHead):
         self.layer = EagleLayer(layer, 0)
         self.norm = LlamaRMSNorm(hidden, eps=layer.rms_norm_eps)
         heads = (OutputHead(2 * hidden, self.rows, bias=False) for _ in range(levels))
-        self.heads = nn.ModuleList(heads)
+        self.heads: Any = nn.ModuleList(heads)
 
     @torch.no_grad()
     def init_from(self, target: PreTrainedModel) -> Self:
@@ -58,8 +58,7 @@ class Chimera(LayerHead):
 
     def head_VH(self, depth: int) -> Tensor:
         """The LM head [V, 2H] of one depth."""
-        weight_VI: Tensor = self.heads[depth].weight
-        return weight_VI
+        return self.heads[depth].weight
 
     def keep(self, states_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
         """Hand the keys and values of states, h or f, to `keep`."""

@@ -98,8 +98,7 @@ class Clover(LayerHead):
         rotary = self.rotary(hidden_BTH, positions_BT)
         for index, layer in enumerate(self.layers):
             hidden_BTH = layer.run(hidden_BTH, rotary, attention, index)
-        normed_BTH: Tensor = self.norm(hidden_BTH)
-        return normed_BTH
+        return self.norm(hidden_BTH)
 
     def state(self, state_XH: Tensor, token_XH: Tensor | None) -> Tensor:
         """What the LM head multiplies, of s_d and the token that made it; None: of s_0."""
@@ -107,5 +106,4 @@ class Clover(LayerHead):
             x_XH = self.first(state_XH)
         else:
             x_XH = self.later(torch.cat([state_XH, token_XH], -1))
-        normed_XH: Tensor = self.head_norm(x_XH)
-        return normed_XH
+        return self.head_norm(x_XH)

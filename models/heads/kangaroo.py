@@ -57,10 +57,7 @@ class Kangaroo(LayerHead):
         """What the LM head multiplies, [B, T, H]; attention: how positions see each other."""
         part, turned = self.adapter, self.rotary(taps_BTH, positions_BT)
         mixed_BTO = attention(0, *part.project(part.input_layernorm(taps_BTH), turned))
-        normed_BTH: Tensor = part.post_attention_layernorm(
-            taps_BTH + part.self_attn.o_proj(mixed_BTO)
-        )
-        return normed_BTH
+        return part.post_attention_layernorm(taps_BTH + part.self_attn.o_proj(mixed_BTO))
 
     def keys(self, taps_BTH: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens."""

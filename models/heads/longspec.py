@@ -106,8 +106,7 @@ class LongSpec(LayerHead):
         query = apply_rotary_pos_emb(query, query, *rotary, unsqueeze_dim=2)[0]
         hidden_BTH = hidden_BTH + self.cross_o(cross(query))
         inner_BTH = self.layer.mlp(self.layer.post_attention_layernorm(hidden_BTH))
-        normed_BTH: Tensor = self.norm(hidden_BTH + inner_BTH)
-        return normed_BTH
+        return self.norm(hidden_BTH + inner_BTH)
 
     def lagging(
         self,

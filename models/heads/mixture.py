@@ -90,8 +90,7 @@ class Mixture(LayerHead):
         sides = [side[:, :0] for side in sides]
         if memory_BTH is not None:
             sides = second.remember(memory_BTH, rotary)
-        f_BTH: Tensor = second.leave(hidden_BTH, (asks or own)(1, query, *sides))
-        return f_BTH
+        return second.leave(hidden_BTH, (asks or own)(1, query, *sides))
 
     def unroll(
         self,

@@ -59,8 +59,7 @@ def beside(*given: Tensor) -> Tensor:
     and values of the context [B, K, T, E], and of the rows [B, K, R, E]; what is added to scores,
     [B, 1, R, T] of the context and `own_bias` [b, b] of a block.
     """
-    mixed_BARE: Tensor = _Beside.apply(*given)
-    return mixed_BARE
+    return _Beside.apply(*given)
 
 
 class _Beside(torch.autograd.Function):

@@ -24,7 +24,7 @@ from draftsmith.train.losses.pure import (
     parse_loss,
 )
 from draftsmith.train.losses.token_selection import Weighting, check, depth_weights, selected
-from draftsmith.train.run.loop import Objective, StepOutput
+from draftsmith.train.run.loop import Counting, Objective, StepOutput
 from draftsmith.train.scoring.joint import AcceptanceLoss
 from draftsmith.train.teachers.teachers import TargetRows, Teacher
 from draftsmith.train.text.batches import Batch
@@ -57,7 +57,7 @@ class Losses:
 Stages = tuple[dict[int, dict[str, float]], float]
 
 
-class Distillation(Objective):
+class Distillation(Counting):
     """A divergence of the draft from the target, after the one transform on both sides.
 
     vocab_size: tokens of the tokenizer; logits beyond are padding. warp: temperature, top-k and
@@ -76,7 +76,6 @@ class Distillation(Objective):
 
     mean_alpha: Tensor
     mean_worth: Tensor
-    steps_done: Tensor
 
     def __init__(
         self,
@@ -101,7 +100,6 @@ class Distillation(Objective):
         self.register_buffer("mean_alpha", torch.zeros(()))
         if self.weighting.by_depth:
             self.register_buffer("mean_worth", torch.ones(()))
-        self.register_buffer("steps_done", torch.zeros((), dtype=torch.int64))
 
     @property
     def chooses(self) -> str:
@@ -155,7 +153,7 @@ class Distillation(Objective):
         return StepOutput(loss, batch.loss_mask.sum(), {"alpha": alpha, "agreement": found.total})
 
     def observe(self, means: dict[str, float]) -> None:
-        self.steps_done += 1
+        super().observe(means)
         for name in {"alpha", "worth"} & means.keys():
             self.get_buffer(f"mean_{name}").fill_(means[name])
 
