@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
@@ -134,16 +133,8 @@ class LongSpec(LayerHead):
 def over(key_BSKE: Tensor, value_BSKE: Tensor, sees: Tensor) -> Cross:
     """Cross-attention to what `sees` [.., T, S] allows; 0 where that is nothing."""
     none = ~sees.any(-1, keepdim=True)
-
-    def cross(query_BTAE: Tensor) -> Tensor:
-        query, key, value = (x.transpose(1, 2) for x in (query_BTAE, key_BSKE, value_BSKE))
-        grouped = query.shape[1] != key.shape[1]
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=sees | none, enable_gqa=grouped
-        )
-        return mixed.masked_fill(none, 0).transpose(1, 2).flatten(2)
-
-    return cross
+    attend, none_XT1 = causal(sees | none), none.flatten(0, -3) if none.ndim > 2 else none
+    return lambda query: attend(0, query, key_BSKE, value_BSKE).masked_fill(none_XT1, 0)
 
 
 @torch.no_grad()
