@@ -196,8 +196,7 @@ class Distillation(Counting):
         return selected(select, self.tokens(batch), mask_N, loss_N, reference_N)
 
     def _draft_side(self, draft: PreTrainedModel, batch: Batch) -> Side:
-        hidden_NH, head_VH = hidden_and_head(draft, batch)
-        return hidden_NH, cut_rows(head_VH, self.vocab_size)
+        return hidden_and_head(draft, batch, self.vocab_size)
 
 
 def stages(loss: Losses, steps: int) -> Stages:
@@ -218,8 +217,8 @@ def stages(loss: Losses, steps: int) -> Stages:
     return found, loss.beta
 
 
-def hidden_and_head(model: PreTrainedModel, batch: Batch) -> Side:
-    """The states [N, H] that `model`'s head [V, H] turns into logits."""
+def hidden_and_head(model: PreTrainedModel, batch: Batch, rows: int | None = None) -> Side:
+    """The states [N, H] that `model`'s head [V, H] turns into logits; rows: of it, without padding."""
     body, head_VH, bias_V = output_head(model)
     hidden_BTH = body(
         input_ids=batch.input_ids,
@@ -227,4 +226,5 @@ def hidden_and_head(model: PreTrainedModel, batch: Batch) -> Side:
         attention_mask=batch.attention_mask,
         use_cache=False,
     ).last_hidden_state
-    return without_bias(hidden_BTH.flatten(0, 1), head_VH, bias_V)
+    hidden_NH, head_VH = without_bias(hidden_BTH.flatten(0, 1), head_VH, bias_V)
+    return hidden_NH, cut_rows(head_VH, rows or len(head_VH))
