@@ -31,18 +31,17 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.head import Head, Kind, Reads, entry
+from draftsmith.models.heads.head import Kind, LayerHead, Reads, entry
 from draftsmith.models.layers.block_attention import Blocks
 from draftsmith.models.layers.block_lights import LIGHTS, light_of
 from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
-    EagleLayer,
     Keep,
-    Rotary,
     begin_as,
     layer_json,
     read_layer,
+    stack,
 )
 from draftsmith.models.layouts.block_layouts import block_exported, unread
 from draftsmith.models.layouts.exported import Exported
@@ -162,7 +161,7 @@ def shifted(x_BMbH: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(x_BMbH[:, :, :1]), x_BMbH[:, :, :-1]], 2)
 
 
-class Block(Head):
+class Block(LayerHead):
     """A block drafter; `kind` says whose."""
 
     mask: nn.Parameter  # unless it is a token's embedding
@@ -170,24 +169,20 @@ class Block(Head):
     kinds: ClassVar = {kind: Kind(title, STACKS.get(kind, {})) for kind, title in TITLES.items()}
 
     def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        layer = config.layer
+        super().__init__(layer := config.layer)
         self.config, self.kind, self.taps = config, config.kind, config.taps
-        self.hidden, self.rows = layer.hidden_size, layer.vocab_size
-        self.context, self.levels = layer.max_position_embeddings, config.levels
+        self.levels = config.levels
         self.first = int(config.labels == "same")  # row that drafts the first token
         self.block = config.levels + self.first  # b
         norm = {"eps": layer.rms_norm_eps}
         self.fc = nn.Linear(len(config.taps) * self.hidden, self.hidden, bias=False)
         self.hidden_norm = LlamaRMSNorm(self.hidden, **norm)
-        self.layers: Any = nn.ModuleList(
-            EagleLayer(layer, index) for index in range(layer.num_hidden_layers)
-        )
+        self.layers = stack(layer)
         self.convs: Any = nn.ModuleList(
             nn.ModuleList(TwoTap(self.hidden) for _ in KEPT)
             for _ in range(layer.num_hidden_layers * config.convs)
         )
-        self.norm, self.rotary = LlamaRMSNorm(self.hidden, **norm), Rotary(layer)
+        self.norm = LlamaRMSNorm(self.hidden, **norm)
         if config.mask_token < 0:
             self.mask = nn.Parameter(torch.randn(self.hidden) * layer.initializer_range)
         self.light = light_of(config.light, self.hidden, self.rows, config.rank)

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.fingerprint import final_norm
 from draftsmith.models.heads.head import Kind, LayerHead
-from draftsmith.models.layers.layer import Attention, begin_as
+from draftsmith.models.layers.layer import Attention, begin_as, stack
 from draftsmith.models.taps import decoder_layers
 
 
@@ -68,7 +68,7 @@ class Clover(LayerHead):
             )
         self.levels, self.tap, self.taps = levels, tap, (tap,)
         self.enter, self.step = TokenAttention(layer), TokenAttention(layer)
-        self.layers = self.stack()
+        self.layers = stack(layer)
         self.norm, self.head_norm = (
             LlamaRMSNorm(self.hidden, eps=layer.rms_norm_eps) for _ in range(2)
         )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.models.disk.read_lm import DTYPES, save_tensors, write_json
-from draftsmith.models.layers.layer import EagleLayer, Rotary, layer_json, read_layer
+from draftsmith.models.layers.layer import Rotary, layer_json, read_layer
 from draftsmith.models.layouts.exported import Exported
 from draftsmith.models.taps import Tap, check_taps
 from draftsmith.models.target import head_weight
@@ -160,17 +160,13 @@ class LayerHead(Head):
 
     own: ClassVar[dict[str, type]] = {}
     architecture: ClassVar[str] = ""  # by default the name of the class
+    config: Any  # of the layers; a family with more settings keeps them all here
 
     def __init__(self, layer: PretrainedConfig) -> None:
         super().__init__()
         self.config, self.rotary = layer, Rotary(layer)
         self.hidden, self.rows = layer.hidden_size, layer.vocab_size
         self.context = layer.max_position_embeddings
-
-    def stack(self) -> Any:
-        """As many ordinary layers as the config says."""
-        count = self.config.num_hidden_layers
-        return nn.ModuleList(EagleLayer(self.config, index) for index in range(count))
 
     def to_json(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in self.own}

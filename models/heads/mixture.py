@@ -26,7 +26,7 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.heads.head import ANY_DEPTH, Kind, LayerHead
-from draftsmith.models.layers.layer import Attention, EagleLayer, causal
+from draftsmith.models.layers.layer import Attention, EagleLayer, causal, stack
 from draftsmith.models.taps import Tap
 from draftsmith.models.vocab import DraftVocab
 
@@ -51,7 +51,7 @@ class Mixture(LayerHead):
         self.among = EagleLayer(within, 0)
         self.fc = nn.Linear(wide, self.hidden)
         self.norm = LlamaRMSNorm(self.hidden, eps=layer.rms_norm_eps)
-        self.layers = self.stack()
+        self.layers = stack(layer)
 
     @property
     def vocab(self) -> DraftVocab:

@@ -156,6 +156,11 @@ class EagleLayer(nn.Module):
         return hidden_BTH + self.mlp(self.post_attention_layernorm(hidden_BTH))
 
 
+def stack(config: PretrainedConfig) -> Any:
+    """As many ordinary layers as a config says."""
+    return nn.ModuleList(EagleLayer(config, i) for i in range(config.num_hidden_layers))
+
+
 def remembered(
     part: Any, entry_BTH: Tensor, rotary: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
