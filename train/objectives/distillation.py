@@ -218,7 +218,7 @@ def stages(loss: Losses, steps: int) -> Stages:
 
 
 def hidden_and_head(model: PreTrainedModel, batch: Batch, rows: int | None = None) -> Side:
-    """The states [N, H] that `model`'s head [V, H] turns into logits; rows: of it, without padding."""
+    """The states [N, H] that `model`'s head [V, H] turns into logits; rows: of it that count."""
     body, head_VH, bias_V = output_head(model)
     hidden_BTH = body(
         input_ids=batch.input_ids,
