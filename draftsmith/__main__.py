@@ -100,8 +100,7 @@ def command(name: str, argv: list[str]) -> int | None:
             raise
         extra = f"pip install 'draftsmith[{EXTRAS[error.name]}]'"
         raise ValueError(f"{name}: got no package {error.name}, expected it: {extra}") from error
-    code: int | None = module.main(argv)
-    return code
+    return module.main(argv)
 
 
 if __name__ == "__main__":

@@ -121,8 +121,7 @@ class Scorer(nn.Module):
         x = x if self.enter is None else self.enter(x)
         for block in self.blocks:
             x = x + F.silu(block(x))
-        logit_X: Tensor = self.out(x)[..., 0]
-        return logit_X
+        return self.out(x)[..., 0]
 
     def calibrated(self, logit_X: Tensor) -> Tensor:
         """Log-odds of being kept."""

@@ -152,8 +152,7 @@ def with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     if wrong:
         raise _wrong_adapter(folder, f"{len(wrong)} tensors that don't match ({wrong[0]}, ...)")
     set_peft_model_state_dict(wrapped, given)
-    merged: PreTrainedModel = wrapped.merge_and_unload()
-    return merged
+    return wrapped.merge_and_unload()
 
 
 def _wrong_adapter(folder: str, what: str) -> ValueError:

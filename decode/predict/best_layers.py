@@ -37,9 +37,9 @@ from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.engine.settings import DecodeSettings
+from draftsmith.decode.evaluate.asking import Asking
 from draftsmith.decode.evaluate.metrics import block_efficiency
 from draftsmith.decode.forward.runner import Runner
-from draftsmith.decode.predict.best_tree import Tuning
 from draftsmith.decode.sampling import SamplingParams, choose, request_race
 from draftsmith.decode.untrained.own_layers import (
     Unit,
@@ -59,7 +59,7 @@ Units = frozenset[Unit]
 
 
 @dataclass(kw_only=True)
-class LayerSearch(Tuning):
+class LayerSearch(Asking):
     """What may be left out of a target."""
 
     out: str = "runs/skip-layers"

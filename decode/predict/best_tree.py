@@ -30,60 +30,21 @@ from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import has_folder
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.evaluate.asking import Asking
 from draftsmith.decode.evaluate.metrics import ratio_interval
-from draftsmith.decode.prompts.chat import set_template
-from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams, request_race
 from draftsmith.decode.tree_shapes import RankPath, StaticTree
 from draftsmith.models.disk.provenance import command_line, git_commit
 from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.printed import bracket
-from draftsmith.progress import watched
 
 SHARPNESS = (0.5, 0.7, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4, 2.8, 3.4, 4.0, 4.8, 5.7, 6.7, 8.0)
 PASSES = 4  # of walking the trace; the values change by under a percent after two
 
 
 @dataclass(kw_only=True)
-class Tuning:
-    """A target, and which of its answers something is chosen on."""
-
-    target: str
-    prompts: str = "stdlib"
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_new_tokens: int = 128
-    limit: int | None = 64  # prompts; none: all
-    prompt_tokens: int = 64
-    thinking: bool | None = None
-    template_kwargs: str = ""
-    batch_size: int = 8
-    seed: int = 0
-    device: str = "auto"  # a GPU where there is one, else cpu
-    dtype: str = "bfloat16"
-
-    def answers(self, decoder: Decoder, params: SamplingParams) -> list[Completion]:
-        """The target's answers to prompts of the tune part, in their order. They are plain
-        decoding's, whatever drafts: so they may be drafted.
-        """
-        set_template(decoder.tokenizer, self.thinking, self.template_kwargs)
-        prompts = load_prompts(
-            self.prompts,
-            decoder.tokenizer,
-            limit=self.limit,
-            prompt_tokens=self.prompt_tokens,
-            split="tune",
-        )
-        events = decoder.stream([prompt.tokens for prompt in prompts], params)
-        done = (event.completion for event in events if event.completion is not None)
-        return sorted(watched(done, "decoding", len(prompts)), key=lambda made: made.index)
-
-
-@dataclass(kw_only=True)
-class Calibration(Tuning):
+class Calibration(Asking):
     """What to calibrate a tree for, and how large it may be."""
 
     drafter: str

@@ -29,9 +29,8 @@ from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Recorder
 from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.evaluate.asking import Asking
 from draftsmith.decode.forward.runner import Runner
-from draftsmith.decode.prompts.chat import set_template
-from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams, position_keys
 from draftsmith.decode.traces.store import TraceWriter, made_by, read_traces
 from draftsmith.models.disk.provenance import git_commit
@@ -45,17 +44,14 @@ NUMBERS = 46  # bytes of a row beside its states
 FREE = ("target", "drafter", "out", "limit", "max_gb", "batch_size", "device")
 
 
-@dataclass
-class Tracing:
+@dataclass(kw_only=True)
+class Tracing(Asking):
     """Which prompts to decode, how, and what to record of it."""
 
-    target: str
     drafter: str
-    prompts: str = "stdlib"
     out: str = "runs/trace"
     split: str = "train"  # train | tune | report | all of a file that nothing was trained on
     limit: int | None = 256  # prompts, spread evenly; none: all
-    prompt_tokens: int = 64
     source: str = "decoder"  # decoder: drafted nodes | mixed: draws along the answers
     mixing: float = 0.15  # of source=mixed: the share of the answer's own tokens
     every: bool = False  # a round at every position, whatever was kept
@@ -63,16 +59,7 @@ class Tracing:
     tree: str = "chain"
     rule: str = "coupled"
     temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_new_tokens: int = 128
-    batch_size: int = 8
-    seed: int = 0
-    thinking: bool | None = None
-    template_kwargs: str = ""
     max_gb: float = 4.0  # of rows
-    device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -99,14 +86,7 @@ def trace(settings: Tracing) -> TraceWriter:
     decoder = Decoder.of(settings, **how)
     params = SamplingParams.of(settings)
     draft = check_mixing(decoder.drafter, params, settings.mixing) if mixed else None
-    set_template(decoder.tokenizer, settings.thinking, settings.template_kwargs)
-    prompts = load_prompts(
-        settings.prompts,
-        decoder.tokenizer,
-        limit=settings.limit,
-        prompt_tokens=settings.prompt_tokens,
-        split=settings.split,
-    )
+    prompts = settings.asked(decoder.tokenizer, settings.split)
     fitting = [p for p in prompts if len(p.tokens) + settings.max_new_tokens <= decoder.context]
     most = int(settings.max_gb * 1e9)
     writer = TraceWriter(settings.out, about(settings, decoder), max_bytes=most)

@@ -24,25 +24,24 @@ R = M * b, H hidden, U width of the taps side by side, I = H + the light head's 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.head import Head, Kind, Reads, entry
+from draftsmith.models.heads.head import Kind, LayerHead, Reads, entry
 from draftsmith.models.layers.block_attention import Blocks
 from draftsmith.models.layers.block_lights import LIGHTS, light_of
 from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
-    EagleLayer,
     Keep,
-    Rotary,
     begin_as,
     layer_json,
     read_layer,
+    stack,
 )
 from draftsmith.models.layouts.block_layouts import block_exported, unread
 from draftsmith.models.layouts.exported import Exported
@@ -162,7 +161,7 @@ def shifted(x_BMbH: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(x_BMbH[:, :, :1]), x_BMbH[:, :, :-1]], 2)
 
 
-class Block(Head):
+class Block(LayerHead):
     """A block drafter; `kind` says whose."""
 
     mask: nn.Parameter  # unless it is a token's embedding
@@ -170,24 +169,20 @@ class Block(Head):
     kinds: ClassVar = {kind: Kind(title, STACKS.get(kind, {})) for kind, title in TITLES.items()}
 
     def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        layer = config.layer
+        super().__init__(layer := config.layer)
         self.config, self.kind, self.taps = config, config.kind, config.taps
-        self.hidden, self.rows = layer.hidden_size, layer.vocab_size
-        self.context, self.levels = layer.max_position_embeddings, config.levels
+        self.levels = config.levels
         self.first = int(config.labels == "same")  # row that drafts the first token
         self.block = config.levels + self.first  # b
         norm = {"eps": layer.rms_norm_eps}
         self.fc = nn.Linear(len(config.taps) * self.hidden, self.hidden, bias=False)
         self.hidden_norm = LlamaRMSNorm(self.hidden, **norm)
-        self.layers: Any = nn.ModuleList(
-            EagleLayer(layer, i, wide=False, bare=False) for i in range(layer.num_hidden_layers)
-        )
+        self.layers = stack(layer)
         self.convs: Any = nn.ModuleList(
             nn.ModuleList(TwoTap(self.hidden) for _ in KEPT)
             for _ in range(layer.num_hidden_layers * config.convs)
         )
-        self.norm, self.rotary = LlamaRMSNorm(self.hidden, **norm), Rotary(layer)
+        self.norm = LlamaRMSNorm(self.hidden, **norm)
         if config.mask_token < 0:
             self.mask = nn.Parameter(torch.randn(self.hidden) * layer.initializer_range)
         self.light = light_of(config.light, self.hidden, self.rows, config.rank)
@@ -229,13 +224,11 @@ class Block(Head):
 
     def fuse(self, taps_XU: Tensor) -> Tensor:
         """The context states c [..., H] of the target's taps side by side."""
-        normed_XH: Tensor = self.hidden_norm(self.fc(taps_XU))
-        return normed_XH
+        return self.hidden_norm(self.fc(taps_XU))
 
     def normed(self, output_XH: Tensor) -> Tensor:
         """What the LM head multiplies."""
-        normed_XH: Tensor = self.norm(output_XH)
-        return normed_XH
+        return self.norm(output_XH)
 
     def keep(self, context_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
         """Hand each layer's keys and values of the context to `keep`."""
@@ -344,10 +337,8 @@ class Block(Head):
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Block":
-        flags = {name: entry(config, name, bool) for name in ("convs", "noise")}
-        flags["last"] = entry(config, "last", bool, False)  # which no other layout has
-        words = {name: entry(config, name, str) for name in ("light", "labels", "mask")}
-        sizes = {name: entry(config, name, int) for name in ("levels", "rank")}
-        sizes["mask_token"] = entry(config, "mask_token", int, -1)
-        taps = tuple(entry(config, "taps", list))
-        return cls(BlockConfig(read_layer(config), taps, **sizes, **words, **flags))
+        usual = {"last": False, "mask_token": -1}  # which no other layout has
+        taps, own = tuple(entry(config, "taps", list)), get_type_hints(BlockConfig)
+        plain = {name: kind for name, kind in own.items() if kind in (int, str, bool)}
+        said = {name: entry(config, name, kind, usual.get(name)) for name, kind in plain.items()}
+        return cls(BlockConfig(read_layer(config), taps, **said))

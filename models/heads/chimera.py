@@ -22,37 +22,29 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.head import Head, Kind, entry
+from draftsmith.models.heads.head import Kind, LayerHead
 from draftsmith.models.heads.medusa import ResidualBlock, check_sizes
-from draftsmith.models.layers.layer import (
-    Attention,
-    EagleLayer,
-    Keep,
-    OutputHead,
-    Rotary,
-    layer_json,
-    read_layer,
-)
+from draftsmith.models.layers.layer import Attention, EagleLayer, Keep, OutputHead
 from draftsmith.models.layers.unrolled_attention import Unrolled
 from draftsmith.models.taps import NORM
 
 
-class Chimera(Head):
-    """layer: sizes of its layer, hidden_size and vocab_size the target's; levels: tokens ahead."""
+class Chimera(LayerHead):
+    """See `LayerHead`; levels: tokens ahead."""
 
     kind = "chimera"
     kinds: ClassVar = {kind: Kind("Chimera")}
     taps = (NORM,)
+    own: ClassVar = {"levels": int}
 
     def __init__(self, layer: PretrainedConfig, levels: int) -> None:
-        super().__init__()
-        self.config, self.levels, self.context = layer, levels, layer.max_position_embeddings
-        self.rows, self.hidden = layer.vocab_size, (hidden := layer.hidden_size)
+        super().__init__(layer)
+        self.levels, hidden = levels, self.hidden
         check_sizes(self.kind, hidden, self.rows, levels, layer.num_hidden_layers)
         narrow = nn.Linear(3 * hidden, hidden, bias=False)
         self.trigram = nn.Sequential(ResidualBlock(3 * hidden), narrow)
-        self.layer = EagleLayer(layer, 0, wide=False, bare=False)
-        self.norm, self.rotary = LlamaRMSNorm(hidden, eps=layer.rms_norm_eps), Rotary(layer)
+        self.layer = EagleLayer(layer, 0)
+        self.norm = LlamaRMSNorm(hidden, eps=layer.rms_norm_eps)
         heads = (OutputHead(2 * hidden, self.rows, bias=False) for _ in range(levels))
         self.heads: Any = nn.ModuleList(heads)
 
@@ -66,8 +58,7 @@ class Chimera(Head):
 
     def head_VH(self, depth: int) -> Tensor:
         """The LM head [V, 2H] of one depth."""
-        weight_VI: Tensor = self.heads[depth].weight
-        return weight_VI
+        return self.heads[depth].weight
 
     def keep(self, states_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
         """Hand the keys and values of states, h or f, to `keep`."""
@@ -96,10 +87,3 @@ class Chimera(Head):
             f_BTH = self.step(grams_BT3, positions_BT + step, attention)
             self.keep(f_BTH, positions_BT + step, partial(attention.keep, instead=True))
             yield torch.cat([norm_BTH, f_BTH], -1)
-
-    def to_json(self) -> dict[str, Any]:
-        return layer_json(self.config) | {"architectures": ["Chimera"], "levels": self.levels}
-
-    @classmethod
-    def from_json(cls, config: dict[str, Any]) -> "Chimera":
-        return cls(read_layer(config), entry(config, "levels", int))

@@ -15,7 +15,7 @@ augmenting layers without the tokens, ours with them.
 Shapes: B rows, T positions, X any leading axes, H hidden, V rows of the target's LM head, A heads.
 """
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +23,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.head import Head, Kind, entry
-from draftsmith.models.layers.layer import (
-    Attention,
-    EagleLayer,
-    Rotary,
-    begin_as,
-    layer_json,
-    read_layer,
-)
+from draftsmith.models.fingerprint import final_norm
+from draftsmith.models.heads.head import Kind, LayerHead
+from draftsmith.models.layers.layer import Attention, begin_as, stack
 from draftsmith.models.taps import decoder_layers
-from draftsmith.models.target import output_head
 
 
 class TokenAttention(nn.Module):
@@ -58,27 +51,24 @@ class TokenAttention(nn.Module):
         return state_XH + (value * alike_XA1).flatten(-2)
 
 
-class Clover(Head):
-    """Clover-2 heads; layer: sizes of the augmenting layers, levels: tokens ahead."""
+class Clover(LayerHead):
+    """See `LayerHead`; its layers augment; levels: tokens ahead."""
 
     kind = "clover2"
     kinds: ClassVar = {kind: Kind("Clover-2 heads")}
+    own: ClassVar = {"tap": int, "levels": int}
+    architecture = "Clover2"
 
     def __init__(self, layer: PretrainedConfig, tap: int, levels: int) -> None:
-        super().__init__()
+        super().__init__(layer)
         if levels < 1 or layer.num_hidden_layers < 1:
             raise ValueError(
                 f"clover2: got {levels} tokens ahead, {layer.num_hidden_layers} layers, expected "
                 "at least 1 of each"
             )
-        self.config, self.levels, self.taps = layer, levels, (tap,)
-        self.hidden, self.rows = layer.hidden_size, layer.vocab_size
-        self.context = layer.max_position_embeddings
+        self.levels, self.tap, self.taps = levels, tap, (tap,)
         self.enter, self.step = TokenAttention(layer), TokenAttention(layer)
-        self.layers: Any = nn.ModuleList(
-            EagleLayer(layer, i, wide=False, bare=False) for i in range(layer.num_hidden_layers)
-        )
-        self.rotary = Rotary(layer)
+        self.layers = stack(layer)
         self.norm, self.head_norm = (
             LlamaRMSNorm(self.hidden, eps=layer.rms_norm_eps) for _ in range(2)
         )
@@ -91,7 +81,7 @@ class Clover(Head):
         """Bind the target; layers and norms begin as its last ones where their parts are alike."""
         for layer in self.layers:
             begin_as(layer, decoder_layers(target)[-1])
-        if isinstance(last := getattr(output_head(target)[0], "norm", None), nn.Module):
+        for last in final_norm(target):
             for norm in (self.norm, self.head_norm):
                 begin_as(norm, last)
         return self.bind(target)
@@ -108,8 +98,7 @@ class Clover(Head):
         rotary = self.rotary(hidden_BTH, positions_BT)
         for index, layer in enumerate(self.layers):
             hidden_BTH = layer.run(hidden_BTH, rotary, attention, index)
-        normed_BTH: Tensor = self.norm(hidden_BTH)
-        return normed_BTH
+        return self.norm(hidden_BTH)
 
     def state(self, state_XH: Tensor, token_XH: Tensor | None) -> Tensor:
         """What the LM head multiplies, of s_d and the token that made it; None: of s_0."""
@@ -117,17 +106,4 @@ class Clover(Head):
             x_XH = self.first(state_XH)
         else:
             x_XH = self.later(torch.cat([state_XH, token_XH], -1))
-        normed_XH: Tensor = self.head_norm(x_XH)
-        return normed_XH
-
-    def head_VH(self, depth: int) -> Tensor:
-        """The target's LM head, at every depth."""
-        return self.target_head_VH
-
-    def to_json(self) -> dict[str, Any]:
-        made = {"architectures": ["Clover2"], "tap": self.taps[0], "levels": self.levels}
-        return layer_json(self.config) | made
-
-    @classmethod
-    def from_json(cls, config: dict[str, Any]) -> "Clover":
-        return cls(read_layer(config), *(entry(config, name, int) for name in ("tap", "levels")))
+        return self.head_norm(x_XH)

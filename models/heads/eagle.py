@@ -26,13 +26,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.head import ANY_DEPTH, Head, Kind, Reads
+from draftsmith.models.heads.head import ANY_DEPTH, Kind, LayerHead, Reads
 from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
     EagleLayer,
     OutputHead,
-    Rotary,
     layer_json,
     read_layer,
     rope_fields,
@@ -106,7 +105,7 @@ class EagleConfig:
             )
 
 
-class Eagle(Head):
+class Eagle(LayerHead):
     """An EAGLE-1 or EAGLE-3 head, or an MTP module; `kind` says which."""
 
     kinds: ClassVar = {
@@ -134,12 +133,9 @@ class Eagle(Head):
     }
 
     def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        layer = config.layer
+        super().__init__(layer := config.layer)
         self.config, self.kind = config, "mtp" if config.mtp else f"eagle{config.version}"
-        self.hidden, self.rows = layer.hidden_size, layer.vocab_size
-        self.context, self.levels = layer.max_position_embeddings, ANY_DEPTH
-        self.taps = config.taps
+        self.levels, self.taps = ANY_DEPTH, config.taps
         wide, eps = config.version == 3, layer.rms_norm_eps
         width = (len(config.taps) if wide else 2) * self.hidden
         self.fc = nn.Linear(width, self.hidden, bias=config.fc_bias)
@@ -147,7 +143,6 @@ class Eagle(Head):
             EagleLayer(layer, i, wide=wide and i == 0, bare=self.kind == "eagle1" and i == 0)
             for i in range(layer.num_hidden_layers)
         )
-        self.rotary = Rotary(layer)
         if config.mtp:
             self.pre_fc_norm_embedding = LlamaRMSNorm(self.hidden, eps=eps)
             self.pre_fc_norm_hidden = LlamaRMSNorm(self.hidden, eps=eps)

@@ -20,41 +20,39 @@ keeps of a text, G = 4 H its gates, V rows of the target's LM head.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from draftsmith.models.heads.head import Head, Kind, entry
-from draftsmith.models.layers.layer import EagleLayer, Rotary, causal, layer_json, read_layer
+from draftsmith.models.heads.head import Kind, LayerHead
+from draftsmith.models.layers.layer import EagleLayer, causal
 from draftsmith.models.taps import NORM
 
 OF_LSTM = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 SHUT = 1e4  # a gate's input that closes or opens it exactly, in any type
 
 
-class Falcon(Head):
-    """layer: sizes of its decoder layer; levels: tokens ahead; block: k."""
+class Falcon(LayerHead):
+    """See `LayerHead`; levels: tokens ahead; block: k."""
 
     kind = "falcon"
     kinds: ClassVar = {kind: Kind("Falcon")}
     taps = (NORM,)
+    own: ClassVar = {"levels": int, "block": int}
 
     def __init__(self, layer: PretrainedConfig, levels: int, block: int) -> None:
-        super().__init__()
+        super().__init__(layer)
         if layer.num_hidden_layers != 1 or not 1 <= block <= levels:
             raise ValueError(
                 f"falcon: got {layer.num_hidden_layers} layers, block={block}, {levels} tokens "
                 "ahead, expected one layer and a block of 1 to as many tokens as are drafted"
             )
-        self.config, self.levels, self.block = layer, levels, block
-        self.hidden, self.rows = layer.hidden_size, layer.vocab_size
-        self.context = layer.max_position_embeddings
+        self.levels, self.block = levels, block
         self.lstm = nn.LSTM(2 * self.hidden, self.hidden, num_layers=2)
-        self.layer = EagleLayer(layer, 0, wide=False, bare=True)
-        self.rotary = Rotary(layer)
+        self.layer = EagleLayer(layer, 0, bare=True)
         # Of the gates (in, forget, cell, out): what ends a text, and what passes over a pair.
         shut_42 = SHUT * torch.tensor([[-1.0, -1.0], [-1.0, 1.0], [0.0, 0.0], [-1.0, 0.0]])
         self.register_buffer("shut_G2", shut_42.repeat_interleave(self.hidden, 0), persistent=False)
@@ -141,15 +139,3 @@ class Falcon(Head):
         """Positions [B, M, k] of the rows of the blocks that end at these."""
         back_k = torch.arange(self.block - 1, -1, -1, device=positions_BM.device)
         return positions_BM.unsqueeze(-1) - back_k
-
-    def head_VH(self, depth: int) -> Tensor:
-        """The target's LM head, at every depth."""
-        return self.target_head_VH
-
-    def to_json(self) -> dict[str, Any]:
-        made = {"architectures": ["Falcon"], "levels": self.levels, "block": self.block}
-        return layer_json(self.config) | made
-
-    @classmethod
-    def from_json(cls, config: dict[str, Any]) -> "Falcon":
-        return cls(read_layer(config), *(entry(config, name, int) for name in ("levels", "block")))

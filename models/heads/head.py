@@ -20,9 +20,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.models.disk.read_lm import DTYPES, save_tensors, write_json
+from draftsmith.models.layers.layer import Rotary, layer_json, read_layer
 from draftsmith.models.layouts.exported import Exported
 from draftsmith.models.taps import Tap, check_taps
 from draftsmith.models.target import head_weight
@@ -137,6 +138,10 @@ class Head(nn.Module):
         """The target's LM head."""
         return self._bound[1]
 
+    def head_VH(self, depth: int) -> Tensor:
+        """The LM head of one depth: the target's, unless a family has its own."""
+        return self.target_head_VH
+
     @property
     def _bound(self) -> tuple[Tensor, Tensor]:
         assert self._borrowed is not None, f"{self.kind} head: bind(target) comes first"
@@ -146,6 +151,32 @@ class Head(nn.Module):
         """Write config.json and model.safetensors."""
         write_json(Path(folder) / "config.json", self.to_json())
         save_tensors(Path(folder) / "model.safetensors", self.on_disk())
+
+
+class LayerHead(Head):
+    """A head of decoder layers. layer: their sizes, hidden_size and vocab_size the target's. Its
+    config.json has these, and what else its constructor takes: `own`, attributes by name and kind.
+    """
+
+    own: ClassVar[dict[str, type]] = {}
+    architecture: ClassVar[str] = ""  # by default the name of the class
+    config: Any  # of the layers; a family with more settings keeps them all here
+
+    def __init__(self, layer: PretrainedConfig) -> None:
+        super().__init__()
+        self.config, self.rotary = layer, Rotary(layer)
+        self.hidden, self.rows = layer.hidden_size, layer.vocab_size
+        self.context = layer.max_position_embeddings
+
+    def to_json(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in self.own}
+        named = {"architectures": [self.architecture or type(self).__name__]}
+        return layer_json(self.config) | own | named
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> Self:
+        own = (entry(config, name, kind) for name, kind in cls.own.items())
+        return cls(read_layer(config), *own)
 
 
 def heads() -> dict[str, type[Head]]:

@@ -92,7 +92,7 @@ class Hydra(Head):
         layer = config.prefix
         if layer is not None:
             self.context = layer.max_position_embeddings
-            self.prefix_layer = EagleLayer(layer, 0, wide=False, bare=False)
+            self.prefix_layer = EagleLayer(layer, 0)
             self.prefix_norm = LlamaRMSNorm(config.hidden, eps=layer.rms_norm_eps)
             self.rotary = Rotary(layer)
 
@@ -117,8 +117,7 @@ class Hydra(Head):
         if self.config.prefix is None:
             return norm_BTH
         rotary = self.rotary(norm_BTH, positions_BT)
-        normed_BTH: Tensor = self.prefix_norm(self.prefix_layer.run(norm_BTH, rotary, attention, 0))
-        return normed_BTH
+        return self.prefix_norm(self.prefix_layer.run(norm_BTH, rotary, attention, 0))
 
     def state(self, depth: int, base_XH: Tensor, path_XPH: Tensor) -> Tensor:
         """What the LM head of head `depth` multiplies, [..., H].

@@ -14,50 +14,42 @@ are alike.
 Shapes: B rows, T positions, H hidden, V rows of the target's LM head.
 """
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from draftsmith.models.heads.head import ANY_DEPTH, Head, Kind, entry
-from draftsmith.models.layers.layer import (
-    Attention,
-    EagleLayer,
-    Rotary,
-    begin_as,
-    layer_json,
-    read_layer,
-)
+from draftsmith.models.fingerprint import final_norm
+from draftsmith.models.heads.head import ANY_DEPTH, Kind, LayerHead
+from draftsmith.models.layers.layer import Attention, EagleLayer, begin_as
 from draftsmith.models.taps import decoder_layers
-from draftsmith.models.target import output_head
 
 
-class Kangaroo(Head):
-    """layer: sizes of the adapter's attention; early: E. ValueError for less than a layer."""
+class Kangaroo(LayerHead):
+    """See `LayerHead`; early_layers: E. ValueError for less than a layer."""
 
     kind = "kangaroo"
     kinds: ClassVar = {kind: Kind("Kangaroo's adapters")}
     levels = ANY_DEPTH
+    own: ClassVar = {"early_layers": int}
 
-    def __init__(self, layer: PretrainedConfig, early: int) -> None:
-        super().__init__()
-        if early < 1 or layer.num_hidden_layers != 1:
+    def __init__(self, layer: PretrainedConfig, early_layers: int) -> None:
+        super().__init__(layer)
+        if early_layers < 1 or layer.num_hidden_layers != 1:
             raise ValueError(
-                f"kangaroo: got the target's first {early} layers with {layer.num_hidden_layers} "
-                "of its own, expected at least one of the target's and one of its own"
+                f"kangaroo: got the target's first {early_layers} layers with "
+                f"{layer.num_hidden_layers} of its own, expected at least one of the target's and "
+                "one of its own"
             )
-        self.config, self.taps = layer, (early,)
-        self.hidden, self.rows = layer.hidden_size, layer.vocab_size
-        self.context = layer.max_position_embeddings
-        self.adapter = EagleLayer(layer, 0, wide=False, bare=False)
+        self.early_layers, self.taps = early_layers, (early_layers,)
+        self.adapter = EagleLayer(layer, 0)
         del self.adapter.mlp  # its second norm is norm'
-        self.rotary = Rotary(layer)
 
     def init_from(self, target: PreTrainedModel) -> Self:
         self.bind(target)
         layers = decoder_layers(target)
-        begin_as(self.adapter, layers[min(int(self.taps[0]), len(layers) - 1)])
-        if isinstance(last := getattr(output_head(target)[0], "norm", None), nn.Module):
+        begin_as(self.adapter, layers[min(self.early_layers, len(layers) - 1)])
+        for last in final_norm(target):
             begin_as(self.adapter.post_attention_layernorm, last)
         return self
 
@@ -65,24 +57,9 @@ class Kangaroo(Head):
         """What the LM head multiplies, [B, T, H]; attention: how positions see each other."""
         part, turned = self.adapter, self.rotary(taps_BTH, positions_BT)
         mixed_BTO = attention(0, *part.project(part.input_layernorm(taps_BTH), turned))
-        normed_BTH: Tensor = part.post_attention_layernorm(
-            taps_BTH + part.self_attn.o_proj(mixed_BTO)
-        )
-        return normed_BTH
+        return part.post_attention_layernorm(taps_BTH + part.self_attn.o_proj(mixed_BTO))
 
     def keys(self, taps_BTH: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens."""
         part = self.adapter
         return part.remember(part.input_layernorm(taps_BTH), self.rotary(taps_BTH, positions_BT))
-
-    def head_VH(self, depth: int) -> Tensor:
-        """The target's LM head, at every depth."""
-        return self.target_head_VH
-
-    def to_json(self) -> dict[str, Any]:
-        made = {"architectures": ["Kangaroo"], "early_layers": self.taps[0]}
-        return layer_json(self.config) | made
-
-    @classmethod
-    def from_json(cls, config: dict[str, Any]) -> "Kangaroo":
-        return cls(read_layer(config), entry(config, "early_layers", int))

@@ -21,48 +21,37 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from draftsmith.models.heads.head import Head, Kind, entry
-from draftsmith.models.layers.layer import (
-    Attention,
-    EagleLayer,
-    Rotary,
-    begin_as,
-    causal,
-    layer_json,
-    read_layer,
-    remembered,
-)
+from draftsmith.models.fingerprint import final_norm
+from draftsmith.models.heads.head import Kind, LayerHead
+from draftsmith.models.layers.layer import Attention, EagleLayer, begin_as, causal, remembered
 from draftsmith.models.taps import decoder_layers
 from draftsmith.models.target import output_head
 
 Cross = Callable[[Tensor], Tensor]  # queries [B, T, A, E] -> mixed [B, T, O]
 
 
-class LongSpec(Head):
-    """layer: sizes of its layer, whose heads are the target's; tap: L - 1, where the last layer's
-    keys and values are made from in training; levels: the largest lag; window: W.
+class LongSpec(LayerHead):
+    """See `LayerHead`, the layer's heads are the target's; tap: L - 1, where the last layer's keys
+    and values are made from in training; levels: the largest lag; window: W.
     """
 
     kind = "longspec"
     kinds: ClassVar = {kind: Kind("LongSpec")}
+    own: ClassVar = {"tap": int, "levels": int, "window": int}
 
     def __init__(self, layer: PretrainedConfig, tap: int, levels: int, window: int) -> None:
-        super().__init__()
+        super().__init__(layer)
         if levels < 1 or window <= levels:
             raise ValueError(
                 f"longspec: got {levels} tokens ahead, window={window}, expected at least 1, and "
                 "more of the window"
             )
-        self.config, self.levels, self.window, self.taps = layer, levels, window, (tap,)
-        self.hidden, self.rows = layer.hidden_size, layer.vocab_size
-        self.context = layer.max_position_embeddings
-        self.layer = EagleLayer(layer, 0, wide=False, bare=False)
-        self.rotary = Rotary(layer)
+        self.tap, self.levels, self.window, self.taps = tap, levels, window, (tap,)
+        self.layer = EagleLayer(layer, 0)
         own = self.layer.self_attn
         self.cross_norm, self.norm = (
             LlamaRMSNorm(self.hidden, eps=layer.rms_norm_eps) for _ in range(2)
@@ -93,7 +82,7 @@ class LongSpec(Head):
         last: Any = decoder_layers(target)[-1]
         begin_as(self.layer, last)
         begin_as(self.cross_norm, last.input_layernorm)
-        if isinstance(norm := getattr(output_head(target)[0], "norm", None), nn.Module):
+        for norm in final_norm(target):
             begin_as(self.norm, norm)
         begin_as(self.cross_q, last.self_attn.q_proj)
         begin_as(self.cross_o, last.self_attn.o_proj)
@@ -116,8 +105,7 @@ class LongSpec(Head):
         query = apply_rotary_pos_emb(query, query, *rotary, unsqueeze_dim=2)[0]
         hidden_BTH = hidden_BTH + self.cross_o(cross(query))
         inner_BTH = self.layer.mlp(self.layer.post_attention_layernorm(hidden_BTH))
-        normed_BTH: Tensor = self.norm(hidden_BTH + inner_BTH)
-        return normed_BTH
+        return self.norm(hidden_BTH + inner_BTH)
 
     def lagging(
         self,
@@ -141,33 +129,12 @@ class LongSpec(Head):
             states.append(self.end(hidden_BTH, positions_BT, over(*kv, sees)))
         return states
 
-    def head_VH(self, depth: int) -> Tensor:
-        """The target's LM head, at every depth."""
-        return self.target_head_VH
-
-    def to_json(self) -> dict[str, Any]:
-        made = {"tap": self.taps[0], "levels": self.levels, "window": self.window}
-        return layer_json(self.config) | made | {"architectures": ["LongSpec"]}
-
-    @classmethod
-    def from_json(cls, config: dict[str, Any]) -> "LongSpec":
-        numbers = (entry(config, name, int) for name in ("tap", "levels", "window"))
-        return cls(read_layer(config), *numbers)
-
 
 def over(key_BSKE: Tensor, value_BSKE: Tensor, sees: Tensor) -> Cross:
     """Cross-attention to what `sees` [.., T, S] allows; 0 where that is nothing."""
     none = ~sees.any(-1, keepdim=True)
-
-    def cross(query_BTAE: Tensor) -> Tensor:
-        query, key, value = (x.transpose(1, 2) for x in (query_BTAE, key_BSKE, value_BSKE))
-        grouped = query.shape[1] != key.shape[1]
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=sees | none, enable_gqa=grouped
-        )
-        return mixed.masked_fill(none, 0).transpose(1, 2).flatten(2)
-
-    return cross
+    attend, none_XT1 = causal(sees | none), none.flatten(0, -3) if none.ndim > 2 else none
+    return lambda query: attend(0, query, key_BSKE, value_BSKE).masked_fill(none_XT1, 0)
 
 
 @torch.no_grad()

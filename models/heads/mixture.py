@@ -16,7 +16,8 @@ Shapes: B rows, T positions, H hidden, m taps, U = m * H, W width of layer atten
 """
 
 import copy
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,41 +25,33 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.head import ANY_DEPTH, Head, Kind, entry
-from draftsmith.models.layers.layer import (
-    Attention,
-    EagleLayer,
-    Rotary,
-    causal,
-    layer_json,
-    read_layer,
-)
+from draftsmith.models.heads.head import ANY_DEPTH, Kind, LayerHead
+from draftsmith.models.layers.layer import Attention, EagleLayer, causal, stack
 from draftsmith.models.taps import Tap
 from draftsmith.models.vocab import DraftVocab
 
 
-class Mixture(Head):
-    """layer: of its two layers, hidden_size and vocab_size the target's; taps: at least one."""
+class Mixture(LayerHead):
+    """See `LayerHead`, of which it has two; taps: at least one."""
 
     kind = "mixture"
     kinds: ClassVar = {kind: Kind("Mixture of Attentions")}
     levels = ANY_DEPTH
+    own: ClassVar = {"taps": list}
 
-    def __init__(self, layer: PretrainedConfig, taps: tuple[Tap, ...]) -> None:
-        super().__init__()
+    def __init__(self, layer: PretrainedConfig, taps: Sequence[Tap]) -> None:
         layer = copy.copy(layer)
         layer.num_hidden_layers = 2
-        self.config, self.taps, self.context = layer, taps, layer.max_position_embeddings
-        self.hidden, self.rows = layer.hidden_size, layer.vocab_size
+        super().__init__(layer)
+        self.taps = tuple(taps)
         within = copy.copy(layer)
         within.hidden_size = wide = 2 * layer.num_key_value_heads * layer.head_dim  # W
         within.intermediate_size = layer.intermediate_size * wide // self.hidden
         self.narrow = nn.Linear(self.hidden, wide, bias=False)
-        self.among = EagleLayer(within, 0, wide=False, bare=False)
+        self.among = EagleLayer(within, 0)
         self.fc = nn.Linear(wide, self.hidden)
-        self.norm, self.rotary = LlamaRMSNorm(self.hidden, eps=layer.rms_norm_eps), Rotary(layer)
-        both = (EagleLayer(layer, index, wide=False, bare=False) for index in range(2))
-        self.layers: Any = nn.ModuleList(both)
+        self.norm = LlamaRMSNorm(self.hidden, eps=layer.rms_norm_eps)
+        self.layers = stack(layer)
 
     @property
     def vocab(self) -> DraftVocab:
@@ -97,8 +90,7 @@ class Mixture(Head):
         sides = [side[:, :0] for side in sides]
         if memory_BTH is not None:
             sides = second.remember(memory_BTH, rotary)
-        f_BTH: Tensor = second.leave(hidden_BTH, (asks or own)(1, query, *sides))
-        return f_BTH
+        return second.leave(hidden_BTH, (asks or own)(1, query, *sides))
 
     def unroll(
         self,
@@ -125,10 +117,3 @@ class Mixture(Head):
             output_BTH = self.step(memory_BTH, tokens_BT, positions_BT, causal(mask), asks)
             states.append(output_BTH.roll(-step, 1))
         return states
-
-    def to_json(self) -> dict[str, Any]:
-        return layer_json(self.config) | {"architectures": ["Mixture"], "taps": self.taps}
-
-    @classmethod
-    def from_json(cls, config: dict[str, Any]) -> "Mixture":
-        return cls(read_layer(config), tuple(entry(config, "taps", list)))

@@ -6,9 +6,9 @@ block those up to itself. One softmax goes over both parts:
 
     scores = [ q.k(i) for i in the anchor's context | q.k(j) for j in the block ] / sqrt(E)
 
-`concatenated` is that formula. `beside` runs the first part as flash attention (on a CPU; on CUDA
-flash takes no mask) and adds the second, b columns a row, to its denominator, as
-`unrolled_attention.py` does. No row meets another block.
+`beside` runs the first part as flash attention (on a CPU; on CUDA flash takes no mask) and adds the
+second, b columns a row, to its denominator, as `unrolled_attention.py` does. No row meets another
+block.
 
 Shapes: B rows of text, T its positions, M blocks a row, b rows of a block, R = M * b, A query
 heads, K key-value heads, G = A / K, E head width.
@@ -54,33 +54,12 @@ def own_bias(rows: int, causal: bool, device: torch.device) -> Tensor:
     return torch.zeros(rows, rows, device=device).masked_fill(hidden_bb & causal, -torch.inf)
 
 
-def concatenated(
-    query_BARE: Tensor,
-    context_key_BKTE: Tensor,
-    context_value_BKTE: Tensor,
-    key_BKRE: Tensor,
-    value_BKRE: Tensor,
-    bias_B1RT: Tensor,
-    own_bb: Tensor,
-) -> Tensor:
-    """The formula as it stands: [B, A, R, E]."""
-    groups, rows = query_BARE.shape[1] // key_BKRE.shape[1], query_BARE.shape[2]
-    key, value = (
-        torch.cat([spread(context, groups), spread(own, groups)], 2)
-        for context, own in ((context_key_BKTE, key_BKRE), (context_value_BKTE, value_BKRE))
-    )
-    blocks = [own_bb] * (rows // len(own_bb))
-    other_RR = torch.block_diag(*[torch.ones_like(block) for block in blocks]) == 0
-    own_RR = torch.block_diag(*blocks).nan_to_num(nan=-torch.inf).masked_fill(other_RR, -torch.inf)
-    bias_B1RX = torch.cat([bias_B1RT, own_RR.to(bias_B1RT).expand(len(bias_B1RT), 1, -1, -1)], 3)
-    scores = query_BARE @ key.mT * query_BARE.shape[-1] ** -0.5 + bias_B1RX
-    return scores.softmax(-1) @ value
-
-
 def beside(*given: Tensor) -> Tensor:
-    """The same, its context part by flash attention; arguments as of `concatenated`."""
-    mixed_BARE: Tensor = _Beside.apply(*given)
-    return mixed_BARE
+    """The formula, its context part by flash attention: [B, A, R, E], of queries [B, A, R, E]; keys
+    and values of the context [B, K, T, E], and of the rows [B, K, R, E]; what is added to scores,
+    [B, 1, R, T] of the context and `own_bias` [b, b] of a block.
+    """
+    return _Beside.apply(*given)
 
 
 class _Beside(torch.autograd.Function):

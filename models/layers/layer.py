@@ -95,7 +95,9 @@ class EagleLayer(nn.Module):
     before its attention; else an ordinary one.
     """
 
-    def __init__(self, config: PretrainedConfig, index: int, *, wide: bool, bare: bool) -> None:
+    def __init__(
+        self, config: PretrainedConfig, index: int, *, wide: bool = False, bare: bool = False
+    ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn: Any = ATTENTIONS[config.model_type](config, index)
@@ -152,6 +154,11 @@ class EagleLayer(nn.Module):
         """The layer's output from the residual and what attention mixed."""
         hidden_BTH = residual_BTH + self.self_attn.o_proj(mixed_BTO)
         return hidden_BTH + self.mlp(self.post_attention_layernorm(hidden_BTH))
+
+
+def stack(config: PretrainedConfig) -> Any:
+    """As many ordinary layers as a config says."""
+    return nn.ModuleList(EagleLayer(config, i) for i in range(config.num_hidden_layers))
 
 
 def remembered(

@@ -6,11 +6,11 @@ own keys of steps 1 .. s. One softmax goes over both parts:
 
     scores(t, s) = [ q.k_0(t') for t' <= t  |  q.k_1(t), ..., q.k_s(t) ] / sqrt(E)
 
-Steps s >= 1 may be of M <= T positions only. `concatenated` is that formula. `merged` runs the
-first part as flash attention, which also gives the log of its softmax's denominator; adding the
-other columns to the denominator is then arithmetic on single numbers. Backward, a flash kernel that
-is handed the *merged* output and denominator gives exactly the first part's share of the gradient
-(Ring Attention, arXiv 2310.01889, splits its keys alike). Nothing of size [B, A, T, T] is kept.
+Steps s >= 1 may be of M <= T positions only. `merged` runs the first part as flash attention, which
+also gives the log of its softmax's denominator; adding the other columns to the denominator is then
+arithmetic on single numbers. Backward, a flash kernel that is handed the *merged* output and
+denominator gives exactly the first part's share of the gradient (Ring Attention, arXiv 2310.01889,
+splits its keys alike). Nothing of size [B, A, T, T] is kept.
 
 Shapes: B rows, T positions, M of them, A query heads, K key-value heads, G = A / K, E head width.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftsmith.models.layers.flash import causal_bias, gather, in_autocast, kernels, spread
+from draftsmith.models.layers.flash import gather, in_autocast, kernels, spread
 
 
 class Unrolled:
@@ -65,27 +65,10 @@ class Unrolled:
 Kept = Sequence[tuple[Tensor, ...]]  # (keys, values) of each step, [B, K, T, E] each
 
 
-def concatenated(query_BATE: Tensor, kept: Kept, bias_B1TT: Tensor | None = None) -> Tensor:
-    """The formula as it stands: [B, A, T, E]. bias: added to step 0's scores; None: causal."""
-    groups, length = query_BATE.shape[1] // kept[0][0].shape[1], kept[0][0].shape[2]
-    keys, values = (
-        [x.repeat_interleave(groups, 1) for x in side] for side in zip(*kept, strict=True)
-    )
-    query_BATE = query_BATE * query_BATE.shape[-1] ** -0.5
-    if bias_B1TT is None:
-        bias_B1TT = causal_bias(query_BATE)
-    scores = [query_BATE @ keys[0].mT + bias_B1TT]
-    scores += [(query_BATE * key).sum(-1, keepdim=True) for key in keys[1:]]
-    wide = torch.promote_types(query_BATE.dtype, torch.float32)
-    weights = torch.cat(scores, -1).softmax(-1, dtype=wide).to(query_BATE.dtype)
-    mixed_BATE = weights[..., :length] @ values[0]
-    for step, value in enumerate(values[1:]):
-        mixed_BATE = mixed_BATE + weights[..., length + step, None] * value
-    return mixed_BATE
-
-
 def merged(query_BATE: Tensor, kept: Kept, bias_B1TT: Tensor | None = None) -> Tensor:
-    """The same by flash attention on step 0's keys, with bounded memory."""
+    """The formula by flash attention on step 0's keys, with bounded memory: [B, A, T, E]. bias:
+    added to step 0's scores; None: causal.
+    """
     return _Merged.apply(query_BATE, bias_B1TT, *itertools.chain(*kept))
 
 

@@ -34,8 +34,17 @@ def model(vocab: int, layers: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config(vocab, layers)).eval().requires_grad_(False)
 
 
-def peak(call: Callable[[], object]) -> int:
-    """The most bytes that the call's tensors, and torch's own workspaces, hold at one time."""
+def peak(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
+    """The most bytes that the call's tensors, and torch's own workspaces, hold at one time, beyond
+    what is allocated before it: by every allocation that torch's profiler sees, or CUDA's counter.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     events = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]

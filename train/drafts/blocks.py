@@ -1,6 +1,6 @@
 """The block drafter that a run starts from: one of its recipe's sizes, or an earlier result."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -74,12 +74,10 @@ def open_block(
         )
     layer = layer_like(target, source.layers)
     layer = read_layer(layer_json(layer) | {"model_type": source.layer or layer.model_type})
-    settings: dict[str, Any] = {key: getattr(source, key) for key in KINDS["dflash"]}
-    settings |= KINDS.get(source.kind, {})
     taps = tuple(source.taps or block_taps(target.config.get_text_config().num_hidden_layers))
-    given = ("levels", "rank", "noise", "last", "mask_token")
-    sizes: Any = {key: getattr(source, key) for key in given}
-    config = BlockConfig(layer, taps, **sizes, **settings)
+    names = (own.name for own in fields(BlockConfig) if own.name not in ("layer", "taps"))
+    said: dict[str, Any] = {name: getattr(source, name) for name in names}
+    config = BlockConfig(layer, taps, **said | KINDS.get(source.kind, {}))
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         head = Block(config)

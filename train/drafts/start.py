@@ -22,7 +22,7 @@ from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.mixture import Mixture
 from draftsmith.models.heads.peagle import PEagle, PEagleConfig
-from draftsmith.models.layers.layer import LAYER_CONFIGS, LAYER_FIELDS
+from draftsmith.models.layers.layer import LAYER_CONFIGS, LAYER_FIELDS, layer_json, read_layer
 from draftsmith.models.layouts.eagle_layouts import FLAGS
 from draftsmith.models.taps import default_taps
 from draftsmith.models.target import head_weight
@@ -275,11 +275,10 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle | M
         "head_dim": source.head_dim,
         "intermediate_size": source.intermediate,
     }
-    sizes = layer_like(target, source.layers).to_dict() | {k: v for k, v in named.items() if v}
-    kept = {k: sizes[k] for k in (*LAYER_FIELDS, "rope_parameters") if sizes.get(k) is not None}
+    sizes = layer_json(layer_like(target, source.layers)) | {k: v for k, v in named.items() if v}
     check_least(source, layers=1, heads=0, kv_heads=0, head_dim=0, intermediate=0, parallel=0)
     try:
-        layer = LAYER_CONFIGS[source.layer](**kept)
+        layer = read_layer(sizes | {"model_type": source.layer})
     except StrictDataclassError as error:
         why = str(error).splitlines()[-1].strip()
         raise ValueError(

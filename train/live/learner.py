@@ -115,8 +115,7 @@ def make_objective(
     draft.bind(target)
     objective_of = family(lessons.kind, "train.objectives", "Objective")
     given = (lessons.unroll, draft, target, tokenizer, kept_states)
-    made: EagleObjective = objective_of(*given, loss=lessons.loss.name)
-    return made
+    return objective_of(*given, loss=lessons.loss.name)
 
 
 @dataclass(eq=False)

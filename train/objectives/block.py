@@ -36,7 +36,7 @@ from draftsmith.train.losses.chunked import (
 )
 from draftsmith.train.losses.pure import agreement, lk_weight, mixed, parse_loss
 from draftsmith.train.objectives.heads import OnStates
-from draftsmith.train.run.loop import StepOutput
+from draftsmith.train.run.loop import Counting, StepOutput
 from draftsmith.train.teachers.states import States
 from draftsmith.train.text.batches import Batch
 
@@ -91,7 +91,7 @@ def draw(batch: Batch, count: int, levels: int, *, evenly: bool = False) -> Draw
     return Drawn(at_BM, pair_BMn, weight_BM[..., None])
 
 
-class BlockObjective(OnStates):
+class BlockObjective(OnStates, Counting):
     """A block drafter against the target.
 
     loss, beyond the arguments of `OnStates`: see `pure.parse_loss`. Its LM head, the target's, is
@@ -101,7 +101,6 @@ class BlockObjective(OnStates):
     """
 
     head: Block
-    steps_done: Tensor
 
     def __init__(
         self,
@@ -124,11 +123,6 @@ class BlockObjective(OnStates):
         self.anchors, self.loss = anchors, parse_loss(loss)
         mixed({name: weight for name, weight in self.loss.items() if name != "ce"} or {"fkl": 1.0})
         self._p_head_VG = (cut_rows(head_weight(target).detach(), self.vocab_size),)
-        self.register_buffer("steps_done", torch.zeros((), dtype=torch.int64))
-
-    def observe(self, means: dict[str, float]) -> None:
-        super().observe(means)
-        self.steps_done += 1
 
     def forward(self, batch: Batch) -> StepOutput:
         drawn = draw(batch, self.anchors.count, self.head.levels)

@@ -24,7 +24,7 @@ from draftsmith.train.losses.pure import (
     parse_loss,
 )
 from draftsmith.train.losses.token_selection import Weighting, check, depth_weights, selected
-from draftsmith.train.run.loop import Objective, StepOutput
+from draftsmith.train.run.loop import Counting, Objective, StepOutput
 from draftsmith.train.scoring.joint import AcceptanceLoss
 from draftsmith.train.teachers.teachers import TargetRows, Teacher
 from draftsmith.train.text.batches import Batch
@@ -57,7 +57,7 @@ class Losses:
 Stages = tuple[dict[int, dict[str, float]], float]
 
 
-class Distillation(Objective):
+class Distillation(Counting):
     """A divergence of the draft from the target, after the one transform on both sides.
 
     vocab_size: tokens of the tokenizer; logits beyond are padding. warp: temperature, top-k and
@@ -76,7 +76,6 @@ class Distillation(Objective):
 
     mean_alpha: Tensor
     mean_worth: Tensor
-    steps_done: Tensor
 
     def __init__(
         self,
@@ -101,7 +100,6 @@ class Distillation(Objective):
         self.register_buffer("mean_alpha", torch.zeros(()))
         if self.weighting.by_depth:
             self.register_buffer("mean_worth", torch.ones(()))
-        self.register_buffer("steps_done", torch.zeros((), dtype=torch.int64))
 
     @property
     def chooses(self) -> str:
@@ -155,7 +153,7 @@ class Distillation(Objective):
         return StepOutput(loss, batch.loss_mask.sum(), {"alpha": alpha, "agreement": found.total})
 
     def observe(self, means: dict[str, float]) -> None:
-        self.steps_done += 1
+        super().observe(means)
         for name in {"alpha", "worth"} & means.keys():
             self.get_buffer(f"mean_{name}").fill_(means[name])
 
@@ -198,8 +196,7 @@ class Distillation(Objective):
         return selected(select, self.tokens(batch), mask_N, loss_N, reference_N)
 
     def _draft_side(self, draft: PreTrainedModel, batch: Batch) -> Side:
-        hidden_NH, head_VH = hidden_and_head(draft, batch)
-        return hidden_NH, cut_rows(head_VH, self.vocab_size)
+        return hidden_and_head(draft, batch, self.vocab_size)
 
 
 def stages(loss: Losses, steps: int) -> Stages:
@@ -220,8 +217,8 @@ def stages(loss: Losses, steps: int) -> Stages:
     return found, loss.beta
 
 
-def hidden_and_head(model: PreTrainedModel, batch: Batch) -> Side:
-    """The states [N, H] that `model`'s head [V, H] turns into logits."""
+def hidden_and_head(model: PreTrainedModel, batch: Batch, rows: int | None = None) -> Side:
+    """The states [N, H] that `model`'s head [V, H] turns into logits; rows: of it that count."""
     body, head_VH, bias_V = output_head(model)
     hidden_BTH = body(
         input_ids=batch.input_ids,
@@ -229,4 +226,5 @@ def hidden_and_head(model: PreTrainedModel, batch: Batch) -> Side:
         attention_mask=batch.attention_mask,
         use_cache=False,
     ).last_hidden_state
-    return without_bias(hidden_BTH.flatten(0, 1), head_VH, bias_V)
+    hidden_NH, head_VH = without_bias(hidden_BTH.flatten(0, 1), head_VH, bias_V)
+    return hidden_NH, cut_rows(head_VH, rows or len(head_VH))

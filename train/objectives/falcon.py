@@ -26,17 +26,17 @@ from transformers import PreTrainedModel
 from draftsmith.models.heads.falcon import Falcon
 from draftsmith.train.drafts.start import layer_like
 from draftsmith.train.objectives.heads import HeadObjective, trained_pairs
+from draftsmith.train.run.loop import Counting
 from draftsmith.train.text.batches import Batch
 
 
-class FalconObjective(HeadObjective):
+class FalconObjective(HeadObjective, Counting):
     """glance, steps, beyond the arguments of `HeadObjective`: the share at first, and E. A loss
     that knows no alpha (ce) counts as always wrong. Draws are from torch's generator, which the
     loop seeds at every step. ValueError for a share out of range.
     """
 
     head: Falcon
-    steps_done: Tensor
     options = ("head.block", "glance", "state", "steps")
 
     def __init__(self, *given: Any, glance: float = 0.4, steps: int = 1, **about: Any) -> None:
@@ -44,15 +44,10 @@ class FalconObjective(HeadObjective):
         if not 0 <= glance <= 1:
             raise ValueError(f"glance: got {glance}, expected a share, 0 to 1")
         self.glance, self.steps = glance, steps
-        self.register_buffer("steps_done", torch.zeros((), dtype=torch.int64))
 
     @staticmethod
     def fresh(recipe: Any, target: PreTrainedModel) -> Falcon:
         return Falcon(layer_like(target), recipe.head.heads, recipe.head.block)
-
-    def observe(self, means: dict[str, float]) -> None:
-        super().observe(means)
-        self.steps_done += 1
 
     def drafted(self, batch: Batch, taps_BTF: Tensor) -> list[Tensor]:
         next_BT = batch.input_ids.roll(-1, 1)

@@ -65,6 +65,7 @@ class OnStates(Objective):
         self.register_buffer("mean_alpha_D", torch.zeros(depths))
 
     def observe(self, means: dict[str, float]) -> None:
+        super().observe(means)
         for depth in range(len(self.mean_alpha_D)):
             pairs, alpha = (means.get(f"{name}_{depth}") for name in ("count", self.alpha_name))
             if pairs and alpha is not None:

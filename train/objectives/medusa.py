@@ -24,7 +24,7 @@ from draftsmith.train.losses.chunked import chunked_divergence
 from draftsmith.train.losses.pure import forward_kl
 from draftsmith.train.objectives.distillation import hidden_and_head
 from draftsmith.train.objectives.heads import HeadObjective
-from draftsmith.train.run.loop import StepOutput
+from draftsmith.train.run.loop import Counting, StepOutput
 from draftsmith.train.run.lora import Lora, with_lora
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.states import OnlineTaps
@@ -55,12 +55,10 @@ class JointTraining:
     head_lr_scale: float = 4.0  # how much faster the heads learn
 
 
-class JointMedusa(MedusaObjective):
+class JointMedusa(MedusaObjective, Counting):
     """The loss of heads and adapters, which alone of the target are part of this module's state.
     Metrics have the sum `base_kl` too. how: loss and decay of the heads.
     """
-
-    steps_done: Tensor
 
     def __init__(
         self,
@@ -87,7 +85,6 @@ class JointMedusa(MedusaObjective):
         held = sum(p.numel() for p in self.adapters.parameters())
         wanted = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
         assert held == wanted > 0, f"adapters of {held} weights found, the model trains {wanted}"
-        self.register_buffer("steps_done", torch.zeros((), dtype=torch.int64))
 
     @property
     def lr_scales(self) -> dict[str, float]:
@@ -119,11 +116,6 @@ class JointMedusa(MedusaObjective):
     def measure(self, batch: Batch) -> StepOutput:
         return self.forward(batch, fully=True)
 
-    def observe(self, means: dict[str, float]) -> None:
-        super().observe(means)
-        self.steps_done += 1
-
     def merged(self) -> PreTrainedModel:
         """The target with the adapters added to its weights, which ends the training."""
-        made: PreTrainedModel = self._adapted[0].merge_and_unload()
-        return made
+        return self._adapted[0].merge_and_unload()

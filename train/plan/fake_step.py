@@ -11,13 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from itertools import accumulate
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -212,23 +210,3 @@ def sweeping_as_on(device: str, logits: int) -> Iterator[None]:
     tile = max(TILE_LOGITS[device], logits // MOST_TILES)
     with patch.dict(CHUNK_LOGITS, cpu=CHUNK_LOGITS[device]), patch.dict(TILE_LOGITS, cpu=tile):
         yield
-
-
-def measured_peak(work: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """Bytes that `work` really holds at its fullest, beyond what is allocated before it, by CUDA's
-    allocator, or on the CPU by every allocation that torch's profiler sees.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        work()
-    assert seen.profiler is not None
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(accumulate((event.nbytes() for event in events), initial=0))

@@ -95,8 +95,7 @@ def rehearsed(staged: Staged, *, checkpointing: bool, low: bool) -> Step:
     autocast = bf16 and not low
 
     def loss() -> Tensor:
-        found: Tensor = objective(staged.batch()).loss
-        return found
+        return objective(staged.batch()).loss
 
     body = output_head(staged.target)[0] if staged.target else None
     logits = config.batch_size * staged.length * staged.vocab

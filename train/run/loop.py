@@ -72,6 +72,20 @@ class Objective(nn.Module):
         """Called with the means of each finished step; what it keeps must be a buffer."""
 
 
+class Counting(Objective):
+    """One that goes by how far its run is."""
+
+    steps_done: Tensor  # of the optimizer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps_done", torch.zeros((), dtype=torch.int64))
+
+    def observe(self, means: dict[str, float]) -> None:
+        super().observe(means)
+        self.steps_done += 1
+
+
 class StepBatches(Protocol):
     """Where micro-batches come from: a function of its arguments alone, or asked for in order.
 

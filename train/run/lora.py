@@ -69,8 +69,7 @@ def to_save(model: PreTrainedModel, folder: Path, dtype: str) -> PreTrainedModel
             # Without a look at the hub for the base model's vocabulary.
             model.save_pretrained(half, save_embedding_layers=False)
         plain = plain.merge_and_unload()
-    made: PreTrainedModel = plain.to("cpu", getattr(torch, dtype))
-    return made
+    return plain.to("cpu", getattr(torch, dtype))
 
 
 def _targets(model: PreTrainedModel, names: list[str]) -> str | list[str]:

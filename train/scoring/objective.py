@@ -54,8 +54,7 @@ class ScorerObjective(Objective):
 
     def measure(self, batch: RowBatch) -> Tensor:
         """Logits [X]."""
-        logit_X: Tensor = self.scorer((batch.x_XI - self.mean_I) / self.deviation_I)
-        return logit_X
+        return self.scorer((batch.x_XI - self.mean_I) / self.deviation_I)
 
     def heldout(self, rows: ScorerRows) -> dict[str, float]:
         """Of rows it isn't fitted to: `loss`; `auc`; and `brier`, after a calibration on them."""

@@ -24,7 +24,7 @@ from draftsmith.models.taps import decoder_layers, watching
 from draftsmith.models.target import check_split, cut_rows, output_head, unwrapped, without_bias
 from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_divergence
 from draftsmith.train.losses.pure import agreement
-from draftsmith.train.run.loop import Objective, StepOutput
+from draftsmith.train.run.loop import Counting, StepOutput
 from draftsmith.train.text.batches import Batch
 
 CURRICULA, WEIGHTS = ("rotational", "gradual", "none"), ("depth", "equal")
@@ -55,7 +55,7 @@ class Exits:
             )
 
 
-class ExitObjective(Objective):
+class ExitObjective(Counting):
     """The loss of all exits in one sweep over the vocabulary. Metrics: `last`, the last layer's
     cross-entropy; in `measure` the loss is that, and `agreement` and `alpha` are the exit's that
     drafts with the last layer. steps: of the run.
@@ -63,8 +63,6 @@ class ExitObjective(Objective):
     ValueError for exits that the model hasn't, and one whose layers, final norm or logits can't be
     told apart. Copy the model before it comes here: its layers get hooks.
     """
-
-    steps_done: Tensor
 
     def __init__(self, model: PreTrainedModel, how: Exits, *, steps: int, vocab_size: int) -> None:
         super().__init__()
@@ -80,7 +78,6 @@ class ExitObjective(Objective):
                 f"{depth - 1} of this model's {depth} layers, and a norm before its LM head"
             )
         self._norm = (norms[0],)  # a part of the model already
-        self.register_buffer("steps_done", torch.zeros((), dtype=torch.int64))
         self._kept_LB: Tensor | None = None
         if how.dropout:
             for index, layer in enumerate(layers):
@@ -137,9 +134,6 @@ class ExitObjective(Objective):
         found = chunked_divergence(agreement, exit_NH, head_VH, last_NH, head_VH, weight_N)
         metrics = {"agreement": found.total, "alpha": found.alpha_N.sum()}
         return StepOutput(loss, batch.loss_mask.sum(), metrics)
-
-    def observe(self, means: dict[str, float]) -> None:
-        self.steps_done += 1
 
     def _states(self, batch: Batch, exits: list[int]) -> tuple[Tensor, Tensor]:
         """What the LM head multiplies at each exit, one exit's N rows after the other's; the head.

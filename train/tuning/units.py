@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.target import cut_rows
 from draftsmith.train.objectives.distillation import hidden_and_head
 from draftsmith.train.run.loop import StepOutput
 from draftsmith.train.text.batches import Batch
@@ -66,7 +65,6 @@ class UnitsObjective(BesideText):
     @torch.no_grad()
     def sure(self, batch: Batch) -> Tensor:
         """[B, T] bool: tokens to which the model gives more than `sure`."""
-        hidden_NH, head_VH = hidden_and_head(self.model, batch)
-        side = hidden_NH, cut_rows(head_VH, self.vocab_size)
+        side = hidden_and_head(self.model, batch, self.vocab_size)
         loss_BT = self.ar(batch, side)[1].view_as(batch.input_ids)
         return loss_BT.neg().exp().roll(1, 1) > self.how.sure

@@ -79,8 +79,7 @@ class BesideText(Objective):
     @torch.no_grad()
     def measure(self, batch: Batch) -> StepOutput:
         """Cross-entropy with the text alone."""
-        hidden_NH, head_VH = hidden_and_head(self.model, batch)
-        side = hidden_NH, cut_rows(head_VH, self.vocab_size)
+        side = hidden_and_head(self.model, batch, self.vocab_size)
         return StepOutput(self.ar(batch, side)[0], batch.loss_mask.sum(), {})
 
     def sides(self, batch: Batch, version_BT: Tensor, begin_BT: Tensor) -> list[Side]:

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from attention_formulas import block_attention
 from torch import Tensor
 
 from draftsmith.models.layers import flash as attention
-from draftsmith.models.layers.block_attention import Blocks, beside, concatenated, own_bias
+from draftsmith.models.layers.block_attention import Blocks, beside, own_bias
 
 ROWS, TEXT, BLOCKS, BLOCK = 2, 11, 3, 4
 
@@ -38,7 +39,7 @@ def test_merged_parts_are_one_softmax(
         about = bias.repeat_interleave(BLOCK, 1)[:, None], own_bias(BLOCK, causal, bias.device)
         weight = torch.linspace(-1, 1, given[0].numel(), dtype=dtype).view_as(given[0])
         found = []
-        for form in (beside, concatenated):
+        for form in (beside, block_attention):
             mixed = form(*given, *about)
             found.append([mixed, *torch.autograd.grad((mixed * weight).sum(), given)])
         for ours, theirs in zip(*found, strict=True):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from attention_formulas import unrolled_attention
 from torch import Tensor
 
 from draftsmith.models.layers import flash as attention
-from draftsmith.models.layers.unrolled_attention import Unrolled, concatenated, merged
+from draftsmith.models.layers.unrolled_attention import Unrolled, merged
 
 B, T, E = 2, 19, 8
 FLASH = pytest.mark.parametrize("flash", [True, False])
@@ -46,7 +47,7 @@ def test_values_and_gradients_are_the_formulas(kernels, masked, heads, steps) ->
     bias = bias_of(documents(), torch.float64) if masked else None
     leaves = [query, *(x for pair in kept for x in pair)]
     upstream = torch.randn_like(query)
-    found, want = merged(query, kept, bias), concatenated(query, kept, bias)
+    found, want = merged(query, kept, bias), unrolled_attention(query, kept, bias)
     assert torch.allclose(found, want, atol=1e-12)
     gradients = [torch.autograd.grad(out, leaves, upstream) for out in (found, want)]
     for ours, theirs in zip(*gradients, strict=True):
@@ -63,9 +64,12 @@ def test_low_precision_is_as_near_as_its_rounding(kernels, dtype) -> None:
     low_kept = list(zip(low[1::2], low[2::2], strict=True))
     upstream = torch.randn_like(query)
     want = [query, kept]
-    exact = [concatenated(query, kept), *torch.autograd.grad(concatenated(*want), leaves, upstream)]
+    exact = [
+        unrolled_attention(query, kept),
+        *torch.autograd.grad(unrolled_attention(*want), leaves, upstream),
+    ]
     worst = []
-    for attend in (merged, concatenated):
+    for attend in (merged, unrolled_attention):
         out = attend(low[0], low_kept)
         assert out.dtype == dtype
         results = [out, *torch.autograd.grad(out, low, upstream.to(dtype))]
@@ -96,7 +100,7 @@ def test_steps_and_layers_are_kept_apart() -> None:
             found = attention(layer, *made[step, layer])
             kept = [(k.transpose(1, 2), v.transpose(1, 2)) for _, k, v in made[: step + 1, layer]]
             query = made[step, layer, 0].transpose(1, 2)
-            want = concatenated(query, kept, bias_of(mask, torch.float32))
+            want = unrolled_attention(query, kept, bias_of(mask, torch.float32))
             assert torch.allclose(found, want.transpose(1, 2).flatten(2), atol=1e-5)
 
 

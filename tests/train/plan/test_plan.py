@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peak_memory import peak
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.command import guarded
@@ -15,7 +16,6 @@ from draftsmith.models.tokenizer import stand_in_tokenizer
 from draftsmith.train.drafts.start import fresh_draft, open_head
 from draftsmith.train.objectives.distillation import Distillation, stages
 from draftsmith.train.objectives.eagle import EagleObjective
-from draftsmith.train.plan.fake_step import measured_peak
 from draftsmith.train.plan.memory import Held, held, rehearsed
 from draftsmith.train.plan.models import sized_tokenizer
 from draftsmith.train.plan.table import Outline, main, plan
@@ -110,7 +110,7 @@ def test_a_plan_is_what_two_real_steps_hold(
     outline = planned(tmp_path, vocab, *given)
     best = outline.best
     assert best is not None
-    expected, found = best.held.total, measured_peak(lambda: two_steps(outline))
+    expected, found = best.held.total, peak(lambda: two_steps(outline))
     assert 0.8 < expected / found < 1.2, f"{expected / MIB:.1f} MiB planned, {found / MIB:.1f} held"
 
 
@@ -160,7 +160,7 @@ def test_one_card_holds_what_its_plan_says(tmp_path: Path, vocab: int, drafted: 
     (choice,) = outline.choices
     assert choice.held.when == "a step's passes" and choice.held.parts["losses"] > 0
     assert choice.held.target - outline.staged.spare == stays
-    found = measured_peak(lambda: steps_on_kept_states(outline, target))
+    found = peak(lambda: steps_on_kept_states(outline, target))
     expected = choice.held.total - stays
     assert 0.9 < expected / found < 1.1, f"{expected / MIB:.1f} MiB planned, {found / MIB:.1f} held"
 
