@@ -1,1 +1,119 @@
-"""Suffix decoding: no answer changes, whatever the store holds; the law is what a scan finds."""
+"""The law of suffix decoding is what a scan over all texts finds; a full store forgets."""
+
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+from looked_up import begun, tau, told
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from truths import PROMPTS, SETTINGS
+
+from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafting.base import Frontier
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.untrained import suffix
+from draftsmith.decode.untrained.suffix import SLACK, SuffixDrafter
+
+CPU = torch.device("cpu")
+
+
+def scanned(known: list[list[int]], ending: list[int], path: list[int]) -> dict[int, float]:
+    """Weights of what followed the ending and then the path, by a scan over all places."""
+    found: dict[int, float] = defaultdict(float)
+    for text in known:
+        for at in range(1, len(text) - len(path)):
+            before = text[:at][::-1]
+            alike = zip(before, ending[::-1], strict=False)
+            matched = next((i for i, (a, b) in enumerate(alike) if a != b), None)
+            matched = min(len(before), len(ending)) if matched is None else matched
+            matched = min(matched, suffix.COMPARED)
+            if matched and text[at : at + len(path)] == path:
+                found[text[at + len(path)]] += 2.0**matched
+    return found
+
+
+def law_at(drafter: SuffixDrafter, row: int, path: list[int]) -> Tensor:
+    """What a chain of draft calls along `path` gives in a row."""
+    feed, _ = drafter.looked_up()
+    rows, one = len(drafter.lens_B), torch.zeros(1, dtype=torch.int64)
+    logits_BFV = feed(Frontier(0, one.expand(rows, 1), None, one)).logits_BFV
+    for depth, token in enumerate(path, 1):
+        tokens_B1 = torch.full((rows, 1), token)
+        logits_BFV = feed(Frontier(depth, tokens_B1, None, one + depth)).logits_BFV
+    return logits_BFV[row, 0].exp()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_law_is_what_a_scan_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random texts of three tokens, and tables wide enough to hold every place: texts of both rows
+    count, and answers that are over.
+    """
+    monkeypatch.setattr(suffix, "WIDE", 256)
+    draw = random.Random(seed)
+    drafter = SuffixDrafter("suffix", CPU, 5, remembered=1000)
+    drafter.reset(2, 64)
+    texts_B: list[list[int]] = [[], []]
+    past: list[list[int]] = []
+    begins_B = [6, 6]  # of the answers
+    for step in range(24):
+        row = draw.randrange(2)
+        new = [draw.randrange(3) for _ in range(draw.randint(1, 4))]
+        if not texts_B[row] or step == 12:
+            if texts_B[row]:
+                past.append(texts_B[row][max(0, begins_B[row] - suffix.LED) :])
+            prompt = [draw.randrange(3) for _ in range(6)]
+            texts_B[row] = [*prompt, draw.randrange(3)]
+            begun(drafter, row, texts_B[row])
+        else:
+            told(drafter, row, new, 2)
+            texts_B[row] += new
+        path = [draw.randrange(3) for _ in range(draw.randrange(3))]
+        weights = scanned([*texts_B, *past], texts_B[row], path)
+        expected_V = torch.tensor([weights[v] + SLACK / 5 for v in range(5)])
+        torch.testing.assert_close(law_at(drafter, row, path), expected_V)
+    assert past, "one answer is over"
+
+
+def test_of_many_places_the_latest_count() -> None:
+    """The same token is followed by 1 a hundred times, then by 2 for as often as a table is wide:
+    what counts is the end, also where all came in one prompt.
+    """
+    for at_once in (True, False):
+        drafter = SuffixDrafter("suffix", CPU, 5, remembered=1000)
+        drafter.reset(1, 1000)
+        tokens = [token for _ in range(100) for token in (3, 1)]
+        tokens += [token for _ in range(suffix.WIDE) for token in (3, 2)] + [3]
+        begun(drafter, 0, tokens if at_once else tokens[:2])
+        if not at_once:
+            for token in tokens[2:]:
+                told(drafter, 0, [token], 1)
+        one, two = law_at(drafter, 0, [])[[1, 2]]
+        # Of longer endings, 1 is still in the tables: the pair before it was another.
+        assert two > 1000 * one
+
+
+def test_places_are_overwritten_in_a_full_store() -> None:
+    """Twenty answers in a store for three: the latest are found, the first isn't."""
+    drafter = SuffixDrafter("suffix", CPU, 100, remembered=64)
+    drafter.reset(1, 32)
+    for number in range(20):
+        begun(drafter, 0, [number + 50] * 3)
+        told(drafter, 0, [*range(10), number + 60], 1)
+    begun(drafter, 0, [1, 2, 3, *range(10)])
+    law_V = law_at(drafter, 0, [])
+    assert law_V[60 + 18] > 100 and law_V[60] < 1
+
+
+def test_the_same_question_again_is_copied(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """And after `forget`, isn't."""
+    drafter = load_drafter("suffix", tiny_target, tiny_tokenizer)
+    assert isinstance(drafter, SuffixDrafter)
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=2, K=12)
+    first, second = (tau(decoder.generate(PROMPTS, SETTINGS[1])) for _ in range(2))
+    drafter.forget()
+    third = tau(decoder.generate(PROMPTS, SETTINGS[1]))
+    assert second > 2 * first and third == first
