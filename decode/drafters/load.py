@@ -15,6 +15,7 @@ from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
 from draftsmith.decode.untrained.pads import PadsDrafter
 from draftsmith.decode.untrained.partial_kv import PartialKVDrafter
 from draftsmith.decode.untrained.swift import SwiftDrafter
+from draftsmith.decode.untrained.tokenswift import TokenSwiftDrafter
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter
@@ -33,6 +34,7 @@ UNTRAINED: dict[str, Any] = {
     "streaming": PartialKVDrafter,
     "snapkv": PartialKVDrafter,
     "pads": PadsDrafter,
+    "tokenswift": TokenSwiftDrafter,
 }
 
 
@@ -69,7 +71,14 @@ def load_drafter(
         return NgramDrafter(device=target.device)
     if not has_folder(name):
         kind, _, says = name.partition(":")
-        drafter: Drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
+        drafter: Drafter
+        if kind == "tokenswift":
+            says, _, path = says.partition("+")
+            lax = {"allow_target_mismatch": allow_target_mismatch}
+            heads = load_drafter(path or None, target, tokenizer, **lax)
+            drafter = TokenSwiftDrafter.over(says, heads, target, vocab_size(tokenizer))
+        else:
+            drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
         return drafter
     mark = fingerprint(target, tokenizer)
     folder = open_drafter(
