@@ -35,6 +35,7 @@ UNTRAINED: dict[str, Any] = {
     "snapkv": PartialKVDrafter,
     "pads": PadsDrafter,
     "tokenswift": TokenSwiftDrafter,
+    "rapid": LMDrafter,
 }
 
 
@@ -72,11 +73,11 @@ def load_drafter(
     if not has_folder(name):
         kind, _, says = name.partition(":")
         drafter: Drafter
-        if kind == "tokenswift":
+        if kind in ("tokenswift", "rapid"):
             says, _, path = says.partition("+")
             lax = {"allow_target_mismatch": allow_target_mismatch}
-            heads = load_drafter(path or None, target, tokenizer, **lax)
-            drafter = TokenSwiftDrafter.over(says, heads, target, vocab_size(tokenizer))
+            inner = load_drafter(path or None, target, tokenizer, **lax)
+            drafter = UNTRAINED[kind].over(says, inner, target, vocab_size(tokenizer))
         else:
             drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
         return drafter

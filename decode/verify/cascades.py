@@ -51,7 +51,7 @@ def cascade(
         rest_BI1 = (1 - kept_BIV.sum(-1, keepdim=True)).clamp(min=0)
         pi_BIV = kept_BIV + rest_BI1 * sampled(p_logits_BIV, p_BIV, params)
         return torch.where(inside_BIV.any(-1, keepdim=True), pi_BIV.log(), p_logits_BIV)
-    least_BI1 = 1 - a if rule == "chow" else sure_BI1 - a
+    least_BI1 = torch.full_like(sure_BI1, 1 - a) if rule == "chow" else sure_BI1 - a
     if rule == "opt":
         laws = sampled(p_logits_BIV, p_BIV, params), sampled(q_logits_BIV, q_BIV, params)
         least_BI1 = sure_BI1 - a * (laws[1] - laws[0]).clamp(min=0).sum(-1, keepdim=True)
