@@ -2,9 +2,11 @@
 
     rapid:BUDGET, rapid:BUDGET+FOLDER    the target itself, or the LM in FOLDER, reads BUDGET tokens
                                          retrieved from a prompt (RAPID, arXiv 2502.20330)
+    easy:G+FOLDER                        the LM in FOLDER, its layers side by side in groups of G
+                                         (EasySpec, 2502.02493)
 
-Shapes: B rows, R of them just admitted, M tokens read of a prompt, L tokens of a kept path, N
-prompt tokens or nodes, F nodes fed, V vocabulary.
+Shapes: B rows, R of them just admitted, M tokens read of a prompt or fed again, L tokens of a kept
+path, N prompt tokens or nodes, F nodes fed, V vocabulary.
 """
 
 import torch
@@ -12,10 +14,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafting.base import Admitted, Drafter, Fed, Feed, Frontier, Kept, Round
+from draftsmith.decode.drafting.base import (
+    Admitted,
+    Drafter,
+    Fed,
+    Feed,
+    Frontier,
+    Kept,
+    Round,
+    picked,
+)
 from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.drafting.retrieval import LEAST, retrieved
 from draftsmith.decode.forward.runner import Runner, Seen, context_of, round_up
+from draftsmith.decode.forward.side_by_side import side_by_side
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.head import ANY_DEPTH
@@ -147,6 +159,61 @@ class LMDrafter(Drafter):
         hidden_BNH, _ = self.runner.verify(self.pool, tokens_BN, at_BN, slots_BN, seen)
         hidden_BFH = hidden_BNH[:, -fed:]
         return Fed(self.runner.logits(hidden_BFH), hidden_BFH)
+
+
+class EasyDrafter(LMDrafter):
+    """One that drafts all but a round's first token with its layers side by side. The first draft
+    call is exact and feeds the round's kept tokens again: of what the others wrote nothing stays.
+    """
+
+    kind = "easy"
+    levels = 8  # and so the tokens that the first call feeds, the pending one too, are one more
+    held = (*LMDrafter.held, "text_BS")
+
+    def __init__(self, whole: LMDrafter, size: int) -> None:
+        vars(self).update(vars(whole))
+        self.coarse = side_by_side(self.runner, size)
+
+    @classmethod
+    def over(
+        cls, says: str, own: Drafter | None, target: PreTrainedModel, vocab_size: int
+    ) -> "LMDrafter":
+        """Of a name's group size and the LM of its folder; ValueError for others."""
+        if not isinstance(own, LMDrafter) or not says.isdecimal() or int(says) < 1:
+            raise ValueError(
+                f"drafter: got easy:{says} with a drafter of kind {getattr(own, 'kind', None)}, "
+                "expected easy:G+FOLDER, groups of 1 layer or more of a draft LM"
+            )
+        return cls(own, int(says))
+
+    def reset(self, rows: int, slots: int) -> None:
+        super().reset(rows, slots)
+        self.text_BS = torch.zeros(rows, self.pool.slots, dtype=torch.int64).to(self.runner.device)
+
+    def prefill(self, admitted: Admitted) -> None:
+        super().prefill(admitted)
+        rows_R, tokens_RN = admitted.rows_R, admitted.tokens_RN
+        self.text_BS[rows_R, : tokens_RN.shape[1]] = tokens_RN
+        self.text_BS[rows_R, admitted.lens_R] = admitted.pending_R
+
+    def extend(self, kept: Kept) -> None:
+        step_L = torch.arange(1, kept.tokens_BL.shape[1] + 1, device=kept.lens_B.device)
+        at_BL = (kept.lens_B[:, None] + step_L).clamp(max=self.text_BS.shape[1] - 1)
+        self.text_BS.scatter_(1, at_BL, kept.tokens_BL)  # what wasn't kept lies beyond the text
+
+    def _fed(self, request: Round, frontier: Frontier, width: int) -> Fed:
+        lens_B1 = request.lens_B[:, None]
+        if frontier.depth:
+            placed = frontier.tokens_BF, *frontier.placed(lens_B1, width)
+            hidden_BFH, _ = self.coarse.verify(self.pool, *placed)
+            return Fed(self.runner.logits(hidden_BFH), hidden_BFH)
+        first_B1 = (lens_B1 - self.levels).clamp(min=0)
+        at_BM = first_B1 + torch.arange(self.levels + 1, device=lens_B1.device)
+        # What lies beyond a short text's end is written over before anything sees it.
+        tokens_BM, seen = self.text_BS.gather(1, at_BM), Seen(first_B1[:, 0], width)
+        hidden_BMH, _ = self.runner.verify(self.pool, tokens_BM, at_BM, at_BM, seen)
+        hidden_B1H = picked(hidden_BMH, lens_B1 - first_B1)
+        return Fed(self.runner.logits(hidden_B1H), hidden_B1H)
 
 
 def weights_read(model: PreTrainedModel) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.untrained.exits import ExitsDrafter
@@ -36,6 +36,7 @@ UNTRAINED: dict[str, Any] = {
     "pads": PadsDrafter,
     "tokenswift": TokenSwiftDrafter,
     "rapid": LMDrafter,
+    "easy": EasyDrafter,
 }
 
 
@@ -73,7 +74,7 @@ def load_drafter(
     if not has_folder(name):
         kind, _, says = name.partition(":")
         drafter: Drafter
-        if kind in ("tokenswift", "rapid"):
+        if kind in ("tokenswift", "rapid", "easy"):
             says, _, path = says.partition("+")
             lax = {"allow_target_mismatch": allow_target_mismatch}
             inner = load_drafter(path or None, target, tokenizer, **lax)
