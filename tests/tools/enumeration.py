@@ -140,13 +140,11 @@ def enumerate_rule(
     extra: Extra | None = None,
     drawn: Tables | None = None,
     share: Callable[[Tensor], Tensor] | None = None,
-    then: Tables | None = None,
 ) -> Outcome:
     """What `rule` emits when it verifies trees drawn from q by `law`, completed from p.
 
     drawn: what the drafts are truly drawn from, where a drafter lies about its q; share: of each
-    draft [R, N], how often it is this tree that is drafted; then: what goes on in the place of p
-    after a path that ended early.
+    draft [R, N], how often it is this tree that is drafted.
     """
     tokens_RN, weight_R, log_q_RIV = drafts(topology, drawn or q, law)
     if share is not None:
@@ -177,9 +175,7 @@ def enumerate_rule(
     # What a uniform is compared with may depend on the tree alone: else there are more cells.
     for (_, before), (_, now) in zip(first.compared, watch.compared, strict=True):
         assert torch.equal(before[index_R], now)
-    return _collect(
-        verdict, watch.log_laws[-1].softmax(-1), big.tokens_BN, weight_R[real], then or p
-    )
+    return _collect(verdict, watch.log_laws[-1].softmax(-1), big.tokens_BN, weight_R[real], p)
 
 
 def _collect(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import CPU, Tables, enumerate_rule, joint_of, toy
+from enumeration import CPU, Tables, at_nodes, enumerate_rule, joint_of, toy
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +18,7 @@ from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.sampling import RowParams, SamplingParams
+from draftsmith.decode.sampling import RowParams, SamplingParams, request_race
 from draftsmith.decode.token_tree import (
     COUPLED,
     WITH_REPLACEMENT,
@@ -135,7 +135,12 @@ def error(text: str, rule: Rule, topology: Topology, law: str, seed: int = 0) ->
     levels = topology.levels + 1
     p, q = toy(seed, 3, levels, 1.5), toy(seed + 50, 3, levels)
     laws = of_tables(text, p, q, topology.levels)
-    joint = enumerate_rule(rule, topology, law, p, q, then=laws).joint
+
+    def told(tree: TokenTree, logits: Tensor, noise: Noise, extra: Tensor | None) -> Verdict:
+        """What goes on after a path that ended early has pi's law; the rule is told p."""
+        return rule(tree, at_nodes(topology, tree.tokens_BN, p).log(), noise, extra)
+
+    joint = enumerate_rule(told, topology, law, laws, q).joint
     return float((joint - joint_of(laws, levels)).abs().max())
 
 
@@ -295,6 +300,47 @@ def test_switched_off_no_answer_changes(
     for text in OFF:
         assert decoded(*models, params, lossy=text, **tree)[0] == expected, text
     assert decoded(*models, params, lossy="cascade:v3,0.9", **tree)[0] != expected
+
+
+@torch.no_grad()
+def slow(models: Models, text: str, params: SamplingParams, index: int, K: int) -> list[int]:
+    """A prompt's answer by the coupled rule, a whole pass for every token."""
+    target, tokenizer, draft = models
+    ids, vocab = tokenizer(PROMPTS[index]).input_ids, len(tokenizer)
+    race = request_race(params, index, torch.arange(len(ids) + 99), vocab)
+    stops, start = () if params.ignore_eos else (0,), len(ids)
+
+    def logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+        return params.transform(model(torch.tensor([tokens])).logits[0, -1, :vocab])
+
+    def chosen(law: Tensor, at: int) -> int:
+        return int((law if race is None else law - race[at]).argmax())
+
+    def ended() -> bool:
+        return ids[-1] in stops or len(ids) - start >= params.max_new_tokens
+
+    ids.append(chosen(logits(target, ids), len(ids)))
+    while not ended():
+        drafted, q = list(ids), []
+        for _ in range(K):
+            q.append(logits(draft, drafted))
+            drafted.append(chosen(q[-1], len(drafted)))
+        for depth in range(K + 1):
+            law = logits(target, ids)
+            if depth < K:
+                law = parse(text).law(*one_node(law[None], q[depth][None]), params)[0, 0]
+            ids.append(chosen(law, len(ids)))
+            if ended() or ids != drafted[: len(ids)]:
+                break
+    return ids[start:]
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=["greedy", "t1", "top-p"])
+@pytest.mark.parametrize("text", ["rapid:9", "cascade:opt,0.8", "cascade:v3,0.9"])
+def test_decoding_is_the_obvious_loop(models: Models, text: str, params: SamplingParams) -> None:
+    params = replace(params, max_new_tokens=20)
+    found = decoded(*models, params, lossy=text, K=2)[0]
+    assert found == [slow(models, text, params, i, 2) for i in range(len(PROMPTS))]
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
