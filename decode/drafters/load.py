@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.untrained.exits import ExitsDrafter
@@ -15,6 +15,7 @@ from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
 from draftsmith.decode.untrained.pads import PadsDrafter
 from draftsmith.decode.untrained.partial_kv import PartialKVDrafter
 from draftsmith.decode.untrained.swift import SwiftDrafter
+from draftsmith.decode.untrained.tokenswift import TokenSwiftDrafter
 from draftsmith.models.draft_lm import recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter
@@ -33,6 +34,9 @@ UNTRAINED: dict[str, Any] = {
     "streaming": PartialKVDrafter,
     "snapkv": PartialKVDrafter,
     "pads": PadsDrafter,
+    "tokenswift": TokenSwiftDrafter,
+    "rapid": LMDrafter,
+    "easy": EasyDrafter,
 }
 
 
@@ -69,7 +73,14 @@ def load_drafter(
         return NgramDrafter(device=target.device)
     if not has_folder(name):
         kind, _, says = name.partition(":")
-        drafter: Drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
+        drafter: Drafter
+        if kind in ("tokenswift", "rapid", "easy"):
+            says, _, path = says.partition("+")
+            lax = {"allow_target_mismatch": allow_target_mismatch}
+            inner = load_drafter(path or None, target, tokenizer, **lax)
+            drafter = UNTRAINED[kind].over(says, inner, target, vocab_size(tokenizer))
+        else:
+            drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
         return drafter
     mark = fingerprint(target, tokenizer)
     folder = open_drafter(

@@ -209,8 +209,8 @@ class Stepper:
         levels = 0 if plan is None else plan.levels
         lens_B1 = rows.lens_B[:, None]
         step_L = torch.arange(levels + 1, device=self.runner.device)
-        shared_BLV = None
-        if self.rule(params).identical:
+        shared_BLV, rule = None, self.rule(params)
+        if rule.identical:
             shared_BLV = self.race(rows.seeds_B, lens_B1 + step_L + 1, params)
         calls: list[Call] | None = None if self.recorder is None else []
         tree = self._propose(batch, plan, top, shared_BLV, policy, calls)
@@ -230,22 +230,22 @@ class Stepper:
         del logits_BNV  # a round's largest tensor, which nobody else needs
         # One broken node breaks its row: nothing times NaN is NaN in every product over the slots.
         bad_B = p_logits_BNV.amax(-1).isnan().any(1)
+        if self.acceptance is not None:
+            p_logits_BNV = self.acceptance.law(tree, p_logits_BNV, params)
 
         noise, extra_BN = self._noise(batch, topology, shared_BLV), None
         if self.recorder is not None and calls:
             self.recorder.record(rows, tree, calls, p_logits_BNV, hidden_BNH, noise)
-        if self.acceptance is not None:
+        if self.acceptance is not None and self.acceptance.masks:
             extra_BN = self.acceptance.mask(tree, p_logits_BNV, noise, hidden_BNH)
-        verify = self.rule(params).verify
-        path_BL, n_accepted_B, next_B = verify(tree, p_logits_BNV, noise, extra_BN)
+        path_BL, n_accepted_B, next_B = rule.verify(tree, p_logits_BNV, noise, extra_BN)
         if self.settings.same_shape:
             n_accepted_B = torch.zeros_like(n_accepted_B)
             next_B = choose(p_logits_BNV[:, 0], None if shared_BLV is None else shared_BLV[:, 0])
         elif not topology.is_chain:
             pool.commit(lens_B1 + path_BL, lens_B1 + step_L[: topology.levels + 1])
         kept_BL = tokens_BN.gather(1, path_BL)
-        emitted_BL = torch.cat([kept_BL[:, 1:], kept_BL[:, :1]], 1)
-        emitted_BL = emitted_BL.scatter(1, n_accepted_B[:, None], next_B[:, None])
+        emitted_BL = kept_BL.roll(-1, 1).scatter(1, n_accepted_B[:, None], next_B[:, None])
         before_B = rows.lens_B.clone()
         n_new_B = rows.advance(emitted_BL, n_accepted_B, bad_B)
         taps_BLU = None if taps_BNU is None else picked(taps_BNU, path_BL)
@@ -257,8 +257,8 @@ class Stepper:
             told = self._chosen(tree, p_logits_BNV, shared_BLV) if drafter.chooses else ()
             kept = Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top, *told)
             said_BX = drafter.extend(kept._replace(params=params, race_BLV=shared_BLV))
-        columns = [n_accepted_B, n_new_B, rows.active_B, bad_B]
-        news = [emitted_BL, path_BL, torch.stack(columns, 1)]
+        columns_B4 = torch.stack([n_accepted_B, n_new_B, rows.active_B, bad_B], 1)
+        news = [emitted_BL, path_BL, columns_B4]
         if raw_BNV is not None and batch.listed is not None:
             told_BLW = told_log_probs(picked(raw_BNV, path_BL), emitted_BL, batch.listed)
             news.append(told_BLW.flatten(1).view(torch.int64))
