@@ -1,19 +1,40 @@
 """A standalone draft language model as the drafter.
 
-Shapes: B rows, L tokens of a kept path, N prompt tokens or nodes, F nodes fed, V vocabulary.
+    rapid:BUDGET, rapid:BUDGET+FOLDER    the target itself, or the LM in FOLDER, reads BUDGET tokens
+                                         retrieved from a prompt (RAPID, arXiv 2502.20330)
+    easy:G+FOLDER                        the LM in FOLDER, its layers side by side in groups of G
+                                         (EasySpec, 2502.02493)
+
+Shapes: B rows, R of them just admitted, M tokens read of a prompt or fed again, L tokens of a kept
+path, N prompt tokens or nodes, F nodes fed, V vocabulary.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafting.base import Admitted, Drafter, Fed, Feed, Frontier, Kept, Round
+from draftsmith.decode.drafting.base import (
+    Admitted,
+    Drafter,
+    Fed,
+    Feed,
+    Frontier,
+    Kept,
+    Round,
+    picked,
+)
 from draftsmith.decode.drafting.grow_tree import grow
+from draftsmith.decode.drafting.retrieval import LEAST, retrieved
 from draftsmith.decode.forward.runner import Runner, Seen, context_of, round_up
+from draftsmith.decode.forward.side_by_side import side_by_side
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
+from draftsmith.models.heads.head import ANY_DEPTH
 from draftsmith.models.target import bytes_read, output_head
 from draftsmith.models.vocab import DraftVocab
+
+COARSE = 256
 
 
 class LMDrafter(Drafter):
@@ -22,11 +43,15 @@ class LMDrafter(Drafter):
 
     tail_B2 holds each row's last two tokens, the second one pending. The first draft call feeds
     both: that brings the KV up to date whatever was accepted (a kept leaf was never fed).
+
+    One that reads only a part of a prompt has positions of its own: a row's are shift_B less than
+    the target's, in its keys and values too.
     """
 
     kind = "lm"
+    reads = 0  # tokens of a prompt; 0: all
     follows = False  # keys of tokens that came by undrafted rounds would be missing
-    held: tuple[str, ...] = ("pool", "tail_B2", "slot_BN")
+    held: tuple[str, ...] = ("pool", "tail_B2", "slot_BN", "shift_B")
 
     def __init__(
         self, model: PreTrainedModel, vocab_size: int, vocab: DraftVocab | None = None
@@ -34,6 +59,22 @@ class LMDrafter(Drafter):
         self.runner = Runner(model, vocab_size, vocab=vocab)
         self.context = context_of(model)
         self.vocab = vocab or DraftVocab.whole(output_head(self.runner.model)[1].shape[0])
+
+    @classmethod
+    def over(
+        cls, says: str, own: Drafter | None, target: PreTrainedModel, vocab_size: int
+    ) -> "LMDrafter":
+        """Of a name's budget, the target itself or the LM of its folder; ValueError for others."""
+        own = cls(target, vocab_size) if own is None else own
+        if not isinstance(own, LMDrafter) or not says.isdecimal() or int(says) < LEAST:
+            raise ValueError(
+                f"drafter: got rapid:{says} with a drafter of kind {own.kind}, expected "
+                f"rapid:BUDGET or rapid:BUDGET+FOLDER, with at least {LEAST} tokens and the folder "
+                "of a draft LM"
+            )
+        # Beyond a context of its own it drafts badly; the target's alone ends an answer.
+        own.kind, own.reads, own.context = "rapid", int(says), ANY_DEPTH
+        return own
 
     @property
     def size(self) -> ModelSize:
@@ -43,20 +84,45 @@ class LMDrafter(Drafter):
         self.pool = self.runner.pool(rows, slots)
         self.tail_B2 = torch.zeros(rows, 2, dtype=torch.int64, device=self.runner.device)
         self.slot_BN: Tensor | None = None  # where the last round's nodes were fed, beyond lens
+        # Rows begin as those of a prompt that fills them.
+        self.shifts = [max(0, slots - self.reads) * (self.reads > 0)] * rows
+        self.shift_B = torch.tensor(self.shifts, device=self.runner.device)
 
     def prefill(self, admitted: Admitted) -> None:
         rows_R, tokens_RN, lens_R = admitted.rows_R, admitted.tokens_RN, admitted.lens_R
+        if self.reads:
+            tokens_RN, lens_R = self._read(admitted)
         self.pool.clear(rows_R)
         self.runner.prefill(self.pool, rows_R, tokens_RN, lens_R)
         last_R = tokens_RN.gather(1, lens_R[:, None] - 1)[:, 0]
         self.tail_B2[rows_R] = torch.stack([last_R, admitted.pending_R], 1)
+
+    def _read(self, admitted: Admitted) -> tuple[Tensor, Tensor]:
+        """What it reads of prompts, [R, M], and how much of it [R]."""
+        each = zip(admitted.tokens_RN, admitted.lens_R.tolist(), strict=True)
+        texts = [retrieved(tokens_N[:length], self.reads) for tokens_N, length in each]
+        lens_R = torch.tensor([len(text) for text in texts], device=self.runner.device)
+        self.shift_B[admitted.rows_R] = shift_R = admitted.lens_R - lens_R
+        for row, shift in zip(admitted.rows_R.tolist(), shift_R.tolist(), strict=True):
+            self.shifts[row] = shift
+        self.form = str(self._fewer())
+        return pad_sequence(texts, batch_first=True), lens_R
+
+    def _fewer(self) -> int:
+        """By how many slots less than the target's its rounds see; coarse: it is a `form`."""
+        return min(self.shifts) // COARSE * COARSE
+
+    def _own(self, lens_B: Tensor) -> Tensor:
+        """Its own committed tokens [B, 1], of rows with so many."""
+        return (lens_B - self.shift_B).clamp(min=1)[:, None] if self.reads else lens_B[:, None]
 
     def propose(self, request: Round) -> TokenTree:
         tree, self.slot_BN = grow(request, self.feed(request))
         return tree
 
     def feed(self, request: Round) -> Feed:
-        width = min(round_up(request.top + request.plan.slots), self.pool.slots)
+        slots = request.top - self._fewer() + request.plan.slots
+        width = min(round_up(slots), self.pool.slots)
         return lambda frontier: self._fed(request, frontier, width)
 
     def extend(self, kept: Kept) -> None:
@@ -67,11 +133,11 @@ class LMDrafter(Drafter):
             if self.slot_BN is not None:
                 source_BL = self.slot_BN.gather(1, source_BL)
             target_L = torch.arange(source_BL.shape[1], device=source_BL.device)
-            first_B1 = kept.lens_B[:, None]
+            first_B1 = self._own(kept.lens_B)
             self.pool.commit(first_B1 + source_BL, first_B1 + target_L)
 
     def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor | None = None) -> Tensor:
-        """Its own law of the next token; it reads no states."""
+        """Its own law of the next token, of whole texts; it reads no states."""
         hidden_BTH = self.runner.body(input_ids=ids_BT, use_cache=False).last_hidden_state
         return self.runner.logits(hidden_BTH)
 
@@ -82,7 +148,7 @@ class LMDrafter(Drafter):
         return weights_read(self.runner.model) - unread * self.runner.head.weight[0].nbytes
 
     def _fed(self, request: Round, frontier: Frontier, width: int) -> Fed:
-        tokens_BN, lens_B1 = frontier.tokens_BF, request.lens_B[:, None]
+        tokens_BN, lens_B1 = frontier.tokens_BF, self._own(request.lens_B)
         fed = tokens_BN.shape[1]
         if frontier.depth:
             at_BN, slots_BN, seen = frontier.placed(lens_B1, width)
@@ -93,6 +159,61 @@ class LMDrafter(Drafter):
         hidden_BNH, _ = self.runner.verify(self.pool, tokens_BN, at_BN, slots_BN, seen)
         hidden_BFH = hidden_BNH[:, -fed:]
         return Fed(self.runner.logits(hidden_BFH), hidden_BFH)
+
+
+class EasyDrafter(LMDrafter):
+    """One that drafts all but a round's first token with its layers side by side. The first draft
+    call is exact and feeds the round's kept tokens again: of what the others wrote nothing stays.
+    """
+
+    kind = "easy"
+    levels = 8  # and so the tokens that the first call feeds, the pending one too, are one more
+    held = (*LMDrafter.held, "text_BS")
+
+    def __init__(self, whole: LMDrafter, size: int) -> None:
+        vars(self).update(vars(whole))
+        self.coarse = side_by_side(self.runner, size)
+
+    @classmethod
+    def over(
+        cls, says: str, own: Drafter | None, target: PreTrainedModel, vocab_size: int
+    ) -> "LMDrafter":
+        """Of a name's group size and the LM of its folder; ValueError for others."""
+        if not isinstance(own, LMDrafter) or not says.isdecimal() or int(says) < 1:
+            raise ValueError(
+                f"drafter: got easy:{says} with a drafter of kind {getattr(own, 'kind', None)}, "
+                "expected easy:G+FOLDER, groups of 1 layer or more of a draft LM"
+            )
+        return cls(own, int(says))
+
+    def reset(self, rows: int, slots: int) -> None:
+        super().reset(rows, slots)
+        self.text_BS = torch.zeros(rows, self.pool.slots, dtype=torch.int64).to(self.runner.device)
+
+    def prefill(self, admitted: Admitted) -> None:
+        super().prefill(admitted)
+        rows_R, tokens_RN = admitted.rows_R, admitted.tokens_RN
+        self.text_BS[rows_R, : tokens_RN.shape[1]] = tokens_RN
+        self.text_BS[rows_R, admitted.lens_R] = admitted.pending_R
+
+    def extend(self, kept: Kept) -> None:
+        step_L = torch.arange(1, kept.tokens_BL.shape[1] + 1, device=kept.lens_B.device)
+        at_BL = (kept.lens_B[:, None] + step_L).clamp(max=self.text_BS.shape[1] - 1)
+        self.text_BS.scatter_(1, at_BL, kept.tokens_BL)  # what wasn't kept lies beyond the text
+
+    def _fed(self, request: Round, frontier: Frontier, width: int) -> Fed:
+        lens_B1 = request.lens_B[:, None]
+        if frontier.depth:
+            placed = frontier.tokens_BF, *frontier.placed(lens_B1, width)
+            hidden_BFH, _ = self.coarse.verify(self.pool, *placed)
+            return Fed(self.runner.logits(hidden_BFH), hidden_BFH)
+        first_B1 = (lens_B1 - self.levels).clamp(min=0)
+        at_BM = first_B1 + torch.arange(self.levels + 1, device=lens_B1.device)
+        # What lies beyond a short text's end is written over before anything sees it.
+        tokens_BM, seen = self.text_BS.gather(1, at_BM), Seen(first_B1[:, 0], width)
+        hidden_BMH, _ = self.runner.verify(self.pool, tokens_BM, at_BM, at_BM, seen)
+        hidden_B1H = picked(hidden_BMH, lens_B1 - first_B1)
+        return Fed(self.runner.logits(hidden_B1H), hidden_B1H)
 
 
 def weights_read(model: PreTrainedModel) -> int:

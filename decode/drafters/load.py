@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.untrained.composite import CompositeDrafter
@@ -20,6 +20,7 @@ from draftsmith.decode.untrained.suffix import SuffixDrafter
 from draftsmith.decode.untrained.swift import SwiftDrafter
 from draftsmith.decode.untrained.tables import TableDrafter
 from draftsmith.decode.untrained.texts import LookupDrafter
+from draftsmith.decode.untrained.tokenswift import TokenSwiftDrafter
 from draftsmith.models.disk.hub import local_folder
 from draftsmith.models.disk.read_lm import read_json
 from draftsmith.models.draft_lm import recast
@@ -43,8 +44,12 @@ UNTRAINED: dict[str, Any] = {
     "suffix": SuffixDrafter,
     "recycling": TableDrafter,
     "stand": TableDrafter,
+    "tokenswift": TokenSwiftDrafter,
+    "rapid": LMDrafter,
+    "easy": EasyDrafter,
 }
 LOOKED = ("suffix", "recycling", "stand")  # also before a folder: suffix+FOLDER
+OVER = ("tokenswift", "rapid", "easy")  # of a folder after the plus
 BARE = ("none", "ngram", "swift", *LOOKED)  # whole names
 
 
@@ -55,10 +60,12 @@ def has_folder(name: str) -> bool:
 
 
 def composed(name: str) -> tuple[str, str]:
-    """The parts of suffix+FOLDER or suffix:FILE+FOLDER; of another name nothing, and it."""
-    looked, plus, trained = name.partition("+")
-    kind = looked.partition(":")[0]
-    return (looked, trained) if plus and kind in LOOKED else ("", name)
+    """The parts of suffix+FOLDER, suffix:FILE+FOLDER, easy:2+FOLDER; of another name nothing, and
+    it.
+    """
+    first, plus, folder = name.partition("+")
+    of_two = plus and first.partition(":")[0] in (*LOOKED, *OVER)
+    return (first, folder) if of_two else ("", name)
 
 
 def kept_defaults(name: str) -> dict[str, Any]:
@@ -94,18 +101,23 @@ def load_drafter(
         return None
     if name == "ngram":
         return NgramDrafter(device=target.device)
+    lax = {"allow_target_mismatch": allow_target_mismatch}
     looked, folder_name = composed(name)
-    if looked:
+    if looked.partition(":")[0] in LOOKED:
         first = load_drafter(looked, target, tokenizer)
-        second = load_drafter(
-            folder_name, target, tokenizer, allow_target_mismatch=allow_target_mismatch
-        )
+        second = load_drafter(folder_name, target, tokenizer, **lax)
         if second is None or not isinstance(first, LookupDrafter):
             raise ValueError(f"drafter: got {name}, expected a drafter folder after the plus")
         return CompositeDrafter(first, second, kept_defaults(folder_name)["K"] or DEFAULTS["K"])
     if not has_folder(name):
         kind, _, says = name.partition(":")
-        drafter: Drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
+        drafter: Drafter
+        if kind in OVER:
+            says, _, path = says.partition("+")
+            inner = load_drafter(path or None, target, tokenizer, **lax)
+            drafter = UNTRAINED[kind].over(says, inner, target, vocab_size(tokenizer))
+        else:
+            drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
         if isinstance(drafter, LookupDrafter) and says:
             drafter.load(Path(says), fingerprint(None, tokenizer)["tokenizer"])
         return drafter

@@ -29,6 +29,8 @@ RACE = 6
 FILTERED, SORTED = 2.25, 6.0
 # Of rules by rejection: copies of [B, N, V] and of [B, I, V] at their largest.
 COPIES = {"block": (2, 5), "leviathan": (2, 7), "recursive": (2, 7), "traversal": (3, 4)}
+# Of another law to verify against: copies of [B, I, V].
+MIXED = 7
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,8 @@ def _round(work: Work, target: ModelSize, drafter: ModelSize | None) -> int:
     cast = 1 if target.dtype.itemsize >= 4 else 1.5  # the product, and its fp32 copy
     stages.append(held + int(max(cast, _copies(work.params)) * nodes * row))
     chain = tree is None or tree.is_chain
+    if work.lossy:
+        stages.append(held + MIXED * q_logits + 2 * nodes * row)
     if rule.identical:
         copies = 1 if work.params.greedy else 2 if chain else 3
         stages.append(held + copies * nodes * row)

@@ -234,11 +234,13 @@ class Stepper:
         del logits_BNV  # a round's largest tensor, which nobody else needs
         # One broken node breaks its row: nothing times NaN is NaN in every product over the slots.
         bad_B = p_logits_BNV.amax(-1).isnan().any(1)
+        if self.acceptance is not None:
+            p_logits_BNV = self.acceptance.law(tree, p_logits_BNV, params)
 
         noise, extra_BN = self._noise(batch, topology, shared_BLV), None
         if self.recorder is not None and calls:
             self.recorder.record(rows, tree, calls, p_logits_BNV, hidden_BNH, noise)
-        if self.acceptance is not None:
+        if self.acceptance is not None and self.acceptance.masks:
             extra_BN = self.acceptance.mask(tree, p_logits_BNV, noise, hidden_BNH)
         path_BL, n_accepted_B, next_B = rule.verify(tree, p_logits_BNV, noise, extra_BN)
         if self.settings.same_shape:
@@ -247,8 +249,7 @@ class Stepper:
         elif not topology.is_chain:
             pool.commit(lens_B1 + path_BL, lens_B1 + step_L[: topology.levels + 1])
         kept_BL = tokens_BN.gather(1, path_BL)
-        emitted_BL = torch.cat([kept_BL[:, 1:], kept_BL[:, :1]], 1)
-        emitted_BL = emitted_BL.scatter(1, n_accepted_B[:, None], next_B[:, None])
+        emitted_BL = kept_BL.roll(-1, 1).scatter(1, n_accepted_B[:, None], next_B[:, None])
         before_B = rows.lens_B.clone()
         n_new_B = rows.advance(emitted_BL, n_accepted_B, bad_B)
         taps_BLU = None if taps_BNU is None else picked(taps_BNU, path_BL)
@@ -259,8 +260,7 @@ class Stepper:
             path = None if topology.is_chain else path_BL
             kept = Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top, params=params, **told)
             said_BX = drafter.extend(kept)
-        columns = [n_accepted_B, n_new_B, rows.active_B, bad_B]
-        news = [emitted_BL, path_BL, torch.stack(columns, 1)]
+        news = [emitted_BL, path_BL, torch.stack([n_accepted_B, n_new_B, rows.active_B, bad_B], 1)]
         if raw_BNV is not None and batch.listed is not None:
             told_BLW = told_log_probs(picked(raw_BNV, path_BL), emitted_BL, batch.listed)
             news.append(told_BLW.flatten(1).view(torch.int64))

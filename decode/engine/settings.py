@@ -69,7 +69,7 @@ class DecodeSettings:
                 f"lossy: got {self.lossy!r}, which changes the target's answers; say "
                 "allow_lossy=true if that is what you want"
             )
-        if self.lossy and not info.masks:
+        if self.acceptance is not None and self.acceptance.masks and not info.masks:
             raise ValueError(
                 f"lossy: got {self.lossy!r} with rule {self.rule}, which judges whole paths; use "
                 "rule=coupled, or leviathan"

@@ -217,14 +217,15 @@ def unsaid(path: str, K: int | None, tree: str, policy: str) -> dict[str, Any]:
     Its K is the depth of a chain, and of its own tree; of others, and without a folder, the decoder
     has its own. Its tree may be a file in the folder.
     """
-    looked, name = composed(path)
+    copies = path.partition("+")[0].partition(":")[0] in LOOKED
+    name = composed(path)[1] if copies else path
     kept = kept_defaults(name)
     own = tree in ("", kept["tree"] or "chain")
     tree = tree or kept["tree"] or "chain"
     if own and has_folder(name) and (local_folder(name) / tree).is_file():
         tree = str(local_folder(name) / tree)
     depth = kept["K"] if own or tree == "chain" else None
-    if looked or path.partition(":")[0] in LOOKED:
+    if copies:
         depth = FAR if tree == "chain" else None
     return {"K": K or depth, "tree": tree, "policy": policy or kept["policy"]}
 

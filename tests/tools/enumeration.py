@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from draftsmith.decode.token_tree import WITHOUT_REPLACEMENT, TokenTree, Topology
+from draftsmith.decode.token_tree import COUPLED, WITHOUT_REPLACEMENT, TokenTree, Topology, chain
 from draftsmith.decode.verify.rules import Noise, Rule
 
 Tables = list[Tensor]  # at depth d: the law of the next token after each prefix of d tokens
@@ -202,3 +202,10 @@ def error(rule: Rule, topology: Topology, law: str, p: Tables, q: Tables, **opti
     """The largest error of the joint law that `rule` emits."""
     outcome = enumerate_rule(rule, topology, law, p, q, **options)
     return float((outcome.joint - joint_of(p, topology.levels + 1)).abs().max())
+
+
+def one_node(p: Tensor, q: Tensor) -> tuple[TokenTree, Tensor]:
+    """A chain of one drafted token, of p and q logits [B, V]."""
+    tokens = torch.zeros(len(p), 2, dtype=torch.int64)
+    p_BNV = torch.stack([p, torch.zeros_like(p)], 1)
+    return TokenTree(tokens, chain(1, CPU), COUPLED, q[:, None]), p_BNV

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from enumeration import CPU, enumerate_rule, error, toy
+from enumeration import CPU, enumerate_rule, error, one_node, toy
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -260,3 +260,36 @@ def test_typical_matches_its_definition() -> None:
             entropy = -sum(p * math.log(p) for p in law if p > 0)
             accept = law[int(tree.tokens_BN[row, node])] > min(0.09, 0.3 * math.exp(-entropy))
             assert bool(mask[row, node]) == accept
+
+
+def test_fuzzy_by_its_other_divergences_by_hand() -> None:
+    """p (.8, .2), q (.5, .5): KL(q || p) = .5 log(.25 / .16) = .2231 nats, TV .3; JS .0507."""
+    tree, p_logits = one_node(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([[0.5, 0.5]]).log())
+    for text, passes in (
+        ("fuzzy:kl,0.22", False),
+        ("fuzzy:0.224,kl", True),
+        ("fuzzy:tv,0.299", False),
+        ("fuzzy:tv,0.301", True),
+        ("fuzzy:js,0.050", False),
+        ("fuzzy:0.051", True),
+    ):
+        mask = parse(text).mask(tree, p_logits, Noise())
+        assert mask.tolist() == [[False, passes]], text
+        assert parse(str(parse(text))) == parse(text)
+
+
+def test_top_beta_by_hand() -> None:
+    """p (.5, .3, .15, .05): token 2 is the third best, log(.5 / .15) = 1.204 behind."""
+    p = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    tree, p_logits = one_node(p, p)
+    for token, text, passes in (
+        (0, "top-beta:1,0", True),
+        (1, "top-beta:1,0", False),
+        (1, "top-beta:1,9", False),
+        (2, "top-beta:3,1.21", True),
+        (2, "top-beta:3,1.2", False),
+        (2, "top-beta:2,9", False),
+    ):
+        drafted = replace(tree, tokens_BN=torch.tensor([[0, token]]))
+        mask = parse(text).mask(drafted, p_logits, Noise())
+        assert mask.tolist() == [[False, passes]], (token, text)
