@@ -5,10 +5,16 @@
         targets=twin=runs/twin/target drafters=runs/twin/ours-0,runs/twin/eagle3-0 threads=2 \\
         K=5 'trees=chain;dynamic:5,6,17'
 
+    python bench/evidence/evaluated.py name=training-free 'title=Drafts that are looked up' \\
+        K=4,12 'trees=chain;dynamic:12,4,17' data=gsm8k=GSM8K,spec-bench=SPEC_BENCH again=3 \\
+        drafters=ngram,suffix,recycling,stand,HEAD,suffix+HEAD identity=false
+
 targets: name=folder of each target, comma between: the target itself, a copy that was trained to
 exit early, a costly twin (`bench/speed/twin.py`). Each takes the drafters of the same place in
 `drafters`, lists with a semicolon between (one list: of all). Every tree, and chains of every K, at
 every temperature; the page shows of each drafter and tree the K with the largest measured speed-up.
+data: one path, or name=path of several; again: beside them a stream that asks the first prompts of
+the first one so many times over, as agents and retries do. Prompt lookup takes no part in trees.
 Rows and page: <out>/<name>.*
 """
 
@@ -22,13 +28,27 @@ from rich.progress import track
 from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run, markdown, source
 from draftsmith.command import parse, run_command
+from draftsmith.decode.__main__ import arms
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import evaluate
+from draftsmith.decode.prompts.splits import load_rows, part_of
 from draftsmith.train.run.recipe import gsm8k
 
 FIGURES = ("tau", "tau_interval", "alpha", "c", "mbsu", "speedup", "speedup_interval")
 FIGURES += ("ideal_speedup", "K", "tree", "temperature", "n_prompts", "identical")
-HEAD = ("drafter", "tree", "K", "tau", "alpha", "c", "MBSU", "speed-up", "ideal", "same tokens")
+HEAD = (
+    "drafter",
+    "tree",
+    "K",
+    "tau",
+    "by halves",
+    "alpha",
+    "c",
+    "MBSU",
+    "speed-up",
+    "ideal",
+    "same tokens",
+)
 
 
 @dataclass
@@ -38,6 +58,7 @@ class Table:
     targets: str = field(default_factory=lambda: f"target={gsm8k('target')}")
     drafters: str = "exit:2,exit:4,exit:6,skip:3+5,jacobi:4"
     data: str = field(default_factory=lambda: gsm8k("data"))
+    again: int = 0  # times that every prompt of the repetitive stream is asked; 0: no such stream
     K: str = "1,3"
     trees: str = "chain"  # semicolon between
     temperatures: str = "0,1"
@@ -61,19 +82,26 @@ def main(argv: list[str]) -> None:
         for tree in settings.trees.split(";")
         for plan in (chains if tree == "chain" else [(tree, None)])
     ]
+    sets = [
+        tuple(one.split("=", 1)) if "=" in one else ("", one) for one in settings.data.split(",")
+    ]
+    sets += [("again", repeated(sets[0][1], settings))] if settings.again else []
     runs = [
-        (name, path, names, *plan, float(temperature))
+        (name, path, names, *plan, float(temperature), data)
+        for data in sets
         for (name, _, path), names in zip(targets, lists, strict=True)
         for temperature in settings.temperatures.split(",")
         for plan in plans
     ]
     rows: list[dict[str, Any]] = []
-    for name, path, names, tree, K, temperature in track(runs, "evaluating"):
+    for name, path, names, tree, K, temperature, (of, data) in track(runs, "evaluating"):
         need("target", path)
+        taking = [one for one in names.split(",") if tree == "chain" or one != "ngram"]
         asked = Evaluation(
             target=path,
-            drafter=names,
-            prompts=settings.data,
+            drafter=",".join(taking),
+            prompts=data,
+            split="all" if of == "again" else "report",
             K=K,
             tree=tree,
             temperature=temperature,
@@ -83,10 +111,10 @@ def main(argv: list[str]) -> None:
             advice=False,
             identity=settings.identity,
         )
-        reports = evaluate(asked, {Path(what).name: what for what in names.split(",")})
-        about = {"on": name, "target": path, "data": settings.data} | about_run()
+        reports = evaluate(asked, arms(taking))
+        about = {"on": name, "target": path, "of": of, "data": data} | about_run()
         rows += [
-            {"what": what} | {key: report[key] for key in FIGURES} | about
+            {"what": what} | {key: report[key] for key in FIGURES} | halves(report) | about
             for what, report in reports.items()
         ]
     out = Path(settings.out)
@@ -96,22 +124,43 @@ def main(argv: list[str]) -> None:
     print(page(settings.title, rows))
 
 
+def repeated(data: str, settings: Table) -> str:
+    """A file of the first held-out prompts, each `again` times, one round after the other."""
+    rows = part_of(load_rows(data, "heldout"), "report")[: settings.prompts // settings.again]
+    path = Path(f"runs/evaluated/again-{settings.name}.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"prompt": row.prompt, "completion": row.completion}) for row in rows]
+    path.write_text("\n".join(lines * settings.again) + "\n")
+    return str(path)
+
+
+def halves(report: dict[str, Any]) -> dict[str, Any]:
+    """tau over the first and the last half of the requests, which a store tells apart."""
+    per = report["per_prompt"]
+    parts = per[: len(per) // 2], per[len(per) // 2 :]
+    taus = [sum(r["emitted"] for r in part) / sum(r["rounds"] for r in part) for part in parts]
+    return {"tau_halves": taus}
+
+
 def page(title: str, rows: list[dict[str, Any]]) -> str:
     """Markdown: a table for each target and temperature, of each drafter and tree its fastest K."""
     first = rows[0]
     lines = [
         f"# {title}",
         "",
-        f"{source(rows)} {first['n_prompts']} held-out prompts of {first['data']}, one at a time; "
+        f"{source(rows)} {first['n_prompts']} held-out prompts of a set, one at a time; "
         "of each tree the K with the largest measured speed-up over plain decoding. MBSU: tau / "
         "(1 + K bytes read by a draft call / bytes of a plain step). Intervals: 95%, over prompts.",
     ]
-    for on in dict.fromkeys(row["on"] for row in rows):
+    parts = dict.fromkeys((row["on"], row["data"]) for row in rows)
+    for on, data in parts:
         for temperature in sorted({row["temperature"] for row in rows}):
-            here = [r for r in rows if (r["on"], r["temperature"]) == (on, temperature)]
-            lines += ["", f"## {on} ({here[0]['target']}), temperature {temperature:g}", ""]
-            arms = dict.fromkeys((row["what"], row["tree"]) for row in here)
-            best = [max((r for r in here if (r["what"], r["tree"]) == a), key=speed) for a in arms]
+            place = on, data, temperature
+            here = [r for r in rows if (r["on"], r["data"], r["temperature"]) == place]
+            head = f"## {on} ({here[0]['target']}), {data}, temperature {temperature:g}"
+            lines += ["", head, ""]
+            each = dict.fromkeys((row["what"], row["tree"]) for row in here)
+            best = [max((r for r in here if (r["what"], r["tree"]) == a), key=speed) for a in each]
             lines += markdown(HEAD, list(map(cells, best)))
     return "\n".join(lines) + "\n"
 
@@ -124,7 +173,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     """A row in words, in the order of HEAD."""
     low, high = row["tau_interval"]
     alpha = "-" if row["alpha"] is None else f"{row['alpha']:.3f}"
-    numbers = [f"{row['tau']:.2f} [{low:.2f}, {high:.2f}]", alpha, f"{row['c']:.3f}"]
+    halved = ", ".join(f"{tau:.2f}" for tau in row.get("tau_halves", ())) or "-"
+    numbers = [f"{row['tau']:.2f} [{low:.2f}, {high:.2f}]", halved, alpha, f"{row['c']:.3f}"]
     low, high = row["speedup_interval"] or (float("nan"),) * 2
     numbers += [f"{row['mbsu']:.2f}", f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]"]
     same = row["identical"]
@@ -132,7 +182,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [
         row["what"],
         row["tree"],
-        f"{row['K']:g}",
+        f"{row['K']:.3g}",
         *numbers,
         f"{row['ideal_speedup']:.2f}",
         agree,

@@ -132,7 +132,7 @@ def candidates(
     """
     own, drafter = pair.decoding[name], pair.drafters[name]
     levels = own.plan.levels
-    if not levels:
+    if not levels or drafter.remembers:  # a replay would find its own answers
         return [], []
     deepest = min(levels + BEYOND, drafter.levels)
     last = deepest if own.plan.is_chain else levels

@@ -49,7 +49,7 @@ class Evaluation:
     """What to evaluate, and how."""
 
     target: str
-    drafter: str  # a folder, a hub name, ngram, or several of them with commas between
+    drafter: str  # a folder, a hub name, ngram, suffix; several with commas between
     prompts: str = "stdlib"  # a file (JSONL, text) or the embedded corpus
     split: str = "report"  # of what is held out; or all of a file that nothing was trained on
     out: str = "runs/evaluate"

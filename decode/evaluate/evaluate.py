@@ -195,11 +195,12 @@ def settings_part(settings: Evaluation, prompts: int) -> Values:
 
 
 def acceptance_part(settings: Evaluation, pair: Loaded, name: str, plain: Arm) -> Values:
-    """alpha and coupled acceptance, teacher-forced on the target's answers; None without a q. Of
-    heads, which guess worse the further ahead, they are those of the first token drafted.
+    """alpha and coupled acceptance, teacher-forced on the target's answers; None without a q, or
+    with one that depends on earlier answers. Of heads, which guess worse the further ahead, they
+    are those of the first token drafted.
     """
     drafter = pair.drafters[name]
-    if not drafter.samples:
+    if drafter.remembers or not drafter.samples:
         return dict(NO_ALPHA)
     runner = pair.decoder(settings, None).runner
     rows = teacher_forced(runner, drafter, plain.completions, settings.params)
@@ -248,8 +249,9 @@ def tau_by_rule(
     settings: Evaluation, pair: Loaded, name: str, plain: Arm, tau: float
 ) -> dict[str, float] | None:
     """tau under coupled and under block acceptance, which differ above temperature 0: of chains."""
+    drafter = pair.drafters[name]
     unlike = settings.params.greedy or settings.lossy or not pair.decoding[name].plan.is_chain
-    if unlike or not pair.drafters[name].samples:
+    if unlike or drafter.remembers or not drafter.samples:
         return None
     taus = {settings.rule: tau}
     for rule in sorted({"coupled", "block"} - {settings.rule}):

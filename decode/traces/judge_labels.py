@@ -78,10 +78,10 @@ class Miner:
     max_new_tokens: int
 
     def __post_init__(self) -> None:
-        if not self.drafter.samples:
+        if self.drafter.remembers or not self.drafter.samples:
             raise ValueError(
                 f"drafter: got one of kind {self.drafter.kind}, expected one that has a choice at "
-                "every position; prompt lookup has none"
+                "every position of a text; what is looked up has none"
             )
         self.params = SamplingParams(max_new_tokens=self.max_new_tokens)
         self.decoder = Decoder(self.target, self.tokenizer, batch_size=self.batch_size)

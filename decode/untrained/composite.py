@@ -35,7 +35,7 @@ class CompositeDrafter(Drafter):
     ValueError for one that may not rest: keys of tokens that it didn't draft would be missing.
     """
 
-    samples = False
+    samples, remembers = False, True
     held = ("looked", "trained")
 
     def __init__(self, looked: LookupDrafter, trained: Drafter, levels: int) -> None:

@@ -65,6 +65,8 @@ class LookupDrafter(TextDrafter):
     where no row goes on.
     """
 
+    remembers = True
+
     def __init__(self, kind: str, device: torch.device, vocab_size: int) -> None:
         super().__init__(device)
         self.kind, self.vocab_size, self.reads = kind, vocab_size, self.device.type == "cpu"

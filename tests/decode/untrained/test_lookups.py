@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 import torch
 from eagle_drafts import VOCAB, counting
+from evaluated import arguments, save_pair
 from looked_up import begun, tau, texts
 from rounds import record_rounds
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
+from draftsmith.decode import __main__ as evaluation
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import has_folder, load_drafter
 from draftsmith.decode.drafting.base import Drafter, Kept
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
 from draftsmith.decode.traces import fill_store
 from draftsmith.decode.untrained import composite, tables
@@ -275,3 +278,28 @@ def test_a_store_that_does_not_fit_is_refused(
             load_drafter(name, tiny_target, tiny_tokenizer)
     with pytest.raises(ValueError, match="did you mean suffix"):
         fill_store.main(["target=x", "data=y", "drafter=sufix"])
+
+
+def test_an_evaluation_begins_with_an_empty_store(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+) -> None:
+    """The warm-up, and what is decoded for other reasons, leave nothing: the report's counts are
+    those of a fresh decoder. Of what depends on earlier answers no alpha and no advice is told.
+    """
+    save_pair(tmp_path, tiny_target, tiny_draft, tiny_tokenizer)
+    said = arguments(tmp_path, tmp_path / "out", "drafter=suffix", "advice=true", "K=8")
+    evaluation.main([*said, "dtype=float32", "split=all"])
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    fresh = load_drafter("suffix", tiny_target, tiny_tokenizer)
+    decoder = Decoder(tiny_target, tiny_tokenizer, fresh, batch_size=1, K=8)
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    rounds = []
+    for line in (tmp_path / "prompts.jsonl").read_text().splitlines():
+        ids = tiny_tokenizer(json.loads(line)["prompt"]).input_ids
+        rounds.append(decoder.generate([ids], params)[0].counters.rounds)
+    assert [row["rounds"] for row in report["per_prompt"]] == rounds
+    assert report["identical"]["same"] == 6
+    assert report["alpha"] is None and report["advice"] is None
