@@ -163,6 +163,6 @@ class SwiftDrafter(OwnLayersDrafter):
         found = [counts_BM]
         for runner in runners:
             states_BMH, _ = runner.verify(pool, fed_BM, at_BM, lens_B1 + step_M, seen)
-            logits_BMV = request.params.transform(runner.logits(states_BMH))
-            found.append((choose(logits_BMV, race_BMV) == true_BM) & counts_BM)
+            chosen_BM = choose(request.params.transform(runner.logits(states_BMH)), race_BMV)
+            found.append((chosen_BM == true_BM) & counts_BM)
         return found
