@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import product
+from math import prod
 from pathlib import Path as File
 
 import torch
@@ -152,8 +154,9 @@ def chain_plan(levels: int) -> StaticTree:
 
 
 def parse_tree(text: str, K: int | None) -> Plan:
-    """`chain`, a name of PUBLISHED, `dynamic:levels,width,nodes` or a JSON file of rank paths, cut
-    to depth K; a chain without a K has 4 levels. ValueError for anything else.
+    """`chain`, a name of PUBLISHED, `dynamic:levels,width,nodes`, `kary:4,2,2` (so many children of
+    each node, level by level) or a JSON file of rank paths, cut to depth K; a chain without a K has
+    4 levels. ValueError for anything else.
     """
     if text == "chain":
         return chain_plan(4 if K is None else K)
@@ -166,6 +169,17 @@ def parse_tree(text: str, K: int | None) -> Plan:
         except ValueError as error:
             form = "expected dynamic:levels,width,nodes, and a sharpness if you like"
             raise ValueError(f"tree: got {text!r} ({error}); {form}") from None
+    elif name == "kary":
+        counts = [int(count) if count.isdecimal() else 0 for count in numbers.split(",")]
+        if not 0 < prod(counts) < MAX_NODES:
+            raise ValueError(
+                f"tree: got {text!r}, expected kary:4,2,2, the children of each node by level, and "
+                f"fewer than {MAX_NODES} nodes"
+            )
+        levels = range(1, len(counts) + 1)
+        plan = StaticTree.from_paths(
+            path for depth in levels for path in product(*map(range, counts[:depth]))
+        )
     elif text in PUBLISHED:
         # Ranks of the children along each path: "02" is (0, 2).
         plan = StaticTree.from_paths(tuple(map(int, word)) for word in PUBLISHED[text].split())
@@ -174,7 +188,8 @@ def parse_tree(text: str, K: int | None) -> Plan:
     else:
         raise ValueError(
             f"tree: got {text!r}, expected chain, {', '.join(PUBLISHED)}, "
-            "dynamic:levels,width,nodes, or a JSON file of rank paths, [[0], [1], [0, 0]]"
+            "dynamic:levels,width,nodes, kary:4,2,2, or a JSON file of rank paths, "
+            "[[0], [1], [0, 0]]"
         )
     return plan if K is None else plan.cut(K)
 

@@ -29,6 +29,7 @@ RACE = 6
 FILTERED, SORTED = 2.25, 6.0
 # Of rules by rejection: copies of [B, N, V] and of [B, I, V] at their largest.
 COPIES = {"block": (2, 5), "leviathan": (2, 7), "recursive": (2, 7), "traversal": (3, 4)}
+COPIES["k-seq"] = (2, 6)
 # Of another law to verify against: copies of [B, I, V].
 MIXED = 7
 

@@ -9,6 +9,8 @@ acceptance:0.7,1  SpecDec++: stop once something drafted has been rejected with 
                   numbers at the head's own threshold
 depth:0.3         dynamic depth: stop once the nodes to feed next hold less than that
                   probability together
+gain:0.1          OPT-Tree: stop growing a dynamic tree once a call adds fewer tokens than that to
+                  what its nodes promise
 cost              the K, or part of the tree, of the highest expected tokens a second, by
                   measured times of the models and running acceptance
 exits:1           DEL: of the target's layers that may draft (drafter=exits:2+4+6) and of lengths
@@ -21,7 +23,7 @@ cut               a dynamic tree is grown whole, then verified as far as its own
 from collections.abc import Callable
 
 from draftsmith.decode.policies.exits import ExitPolicy
-from draftsmith.decode.policies.policy import Acceptance, Confidence, Depth, Entropy, Policy
+from draftsmith.decode.policies.policy import Acceptance, Confidence, Depth, Entropy, Gain, Policy
 from draftsmith.decode.policies.priced import Cost, CutGrown
 from draftsmith.decode.tree_shapes import Plan
 
@@ -31,6 +33,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "entropy": Entropy,
     "acceptance": Acceptance,
     "depth": Depth,
+    "gain": Gain,
     "cost": Cost,
     "cut": CutGrown,
     "exits": ExitPolicy,

@@ -120,6 +120,29 @@ class Depth(Policy):
         self.enough = enough
 
 
+class Gain(Policy):
+    """OPT-Tree (Wang et al., arXiv 2406.17276): the tokens that a tree of so many nodes promises, 1
+    and the chances of its best paths, grow by less than `least` with another call.
+    """
+
+    def __init__(self, plan: Plan, least: float = 0.1) -> None:
+        super().__init__(plan)
+        if not isinstance(plan, DynamicTree) or least < 0:
+            raise ValueError(
+                f"policy gain: got {plan.nodes} nodes of a {type(plan).__name__} and {least:g}, "
+                "expected tree=dynamic:levels,width,nodes, and a number of tokens from 0 up"
+            )
+
+        def enough(call: Call) -> Tensor:
+            assert call.path_BC is not None
+            before_BC = call.path_BC[:, :0] if call.depth == 0 else self.best_BC
+            all_BC = torch.cat([before_BC, call.path_BC], 1)
+            self.best_BC = all_BC.topk(min(plan.nodes - 1, all_BC.shape[1]), 1).values
+            return self.best_BC.exp().sum(1) - before_BC.exp().sum(1) < least
+
+        self.enough = enough
+
+
 class AcceptanceHead:
     """(call) -> what it adds to the log chance of its children's paths [B, C]; a copy of the scorer
     on `device` in fp32, its calibration folded into its last map.

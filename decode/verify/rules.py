@@ -11,11 +11,13 @@ the shared noise, token for token; the others are exact in distribution, for dra
     recursive   a tree from the root down: SpecInfer's rounds with replacement (Miao et al., arXiv
                 2305.09781), recursive rejection without (Jeon et al., arXiv 2402.14160)
     traversal   a tree from its leaves up (Weng et al., arXiv 2505.12398); of a chain, `block`
+    k-seq       a tree of independent draws from the root down, siblings at one chance (SpecTr: Sun
+                et al., arXiv 2310.15141)
 
-The last four compare one uniform a node with a chance that depends on the tree alone. Siblings are
-offered as they were drawn; a rejected one turns p into max(p - q, 0) renormalised and, where they
-were drawn without replacement, drops out of q. The token after the kept path is drawn from what is
-left of p.
+The last five compare one uniform a node with a chance that depends on the tree alone. Siblings are
+offered as they were drawn; but in `k-seq` a rejected one turns p into max(p - q, 0) renormalised
+and, where they were drawn without replacement, drops out of q. The token after the kept path is
+drawn from what is left of p.
 
 Shapes: B rows, N nodes, I inner nodes, M of them at a time, D levels, L = D + 1, V vocabulary.
 """
@@ -136,15 +138,31 @@ def recursive(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra 
     as the siblings before it left them.
     """
     q_BIV = _law("recursive", tree)
-    topology, nodes = tree.topology, tree.topology.inner
+    nodes = tree.topology.inner
     laws, chances, _ = _reject(tree, p_logits_BNV.softmax(-1), q_BIV, [nodes], joint=False)
-    assert noise.accept_BN is not None
-    pass_BN = noise.accept_BN < torch.stack(chances, 1)
-    if extra is not None:
-        pass_BN |= extra
-    before_NN = (topology.parent[:, None] == topology.parent).tril(-1)
-    first_BN = pass_BN & ~(before_NN & pass_BN[:, None, :]).any(-1)
-    return _verdict(tree, laws, deepest(topology, first_BN), noise)
+    return _downward(tree, laws, chances, noise, extra)
+
+
+def k_seq(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra = None) -> Verdict:
+    """From the root down: of a node's k children keep the first that passes u < p / (rho q), the
+    same p and q for each; after k rejections max(p - rho q, 0) renormalised is left. rho, of 1 to
+    k, solves 1 - (1 - b)^k = rho b with b = sum_v min(q, p / rho), by bisection.
+    """
+    q_BIV = _law("k-seq", tree, drawn=(WITH_REPLACEMENT,))
+    children, nodes = tree.topology.children, tree.topology.inner
+    p_BNV = p_logits_BNV.softmax(-1)
+    laws, chances = list(p_BNV.unbind(1)), [torch.ones_like(p_BNV[:, 0, 0])] * tree.topology.nodes
+    for i, node in enumerate(nodes):
+        p_BV, q_BV, drawn = laws[node], q_BIV[:, i], children[node]
+        rho_B1 = _rho(p_BV, q_BV, len(drawn))
+        offered_BC = _columns(tree.tokens_BN, drawn)
+        ratio_BC = _ratio(p_BV.gather(1, offered_BC), (rho_B1 * q_BV).gather(1, offered_BC))
+        for child, ratio_B in zip(drawn, ratio_BC.clamp(max=1).unbind(1), strict=True):
+            chances[child] = ratio_B
+        left_BV = (p_BV - rho_B1 * q_BV).clamp(min=0)
+        s_B1 = left_BV.sum(-1, keepdim=True)
+        laws[node] = torch.where(s_B1 > 0, left_BV / s_B1, p_BV)
+    return _downward(tree, laws, chances, noise, extra)
 
 
 def traversal(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra = None) -> Verdict:
@@ -199,6 +217,35 @@ def block(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra = No
     next_B = _after(torch.cat([law_BDV, p_BNV[:, -1:]], 1), n_accepted_B, noise)
     path_BL = torch.arange(tree.topology.levels + 1, device=next_B.device).expand_as(weight_BL)
     return Verdict(path_BL, n_accepted_B, next_B)
+
+
+def _downward(
+    tree: TokenTree, laws: list[Tensor], chances: list[Tensor], noise: Noise, extra: Extra
+) -> Verdict:
+    """Keep, from the root down, the first child that passes its chance."""
+    assert noise.accept_BN is not None
+    topology = tree.topology
+    pass_BN = noise.accept_BN < torch.stack(chances, 1)
+    if extra is not None:
+        pass_BN |= extra
+    before_NN = (topology.parent[:, None] == topology.parent).tril(-1)
+    first_BN = pass_BN & ~(before_NN & pass_BN[:, None, :]).any(-1)
+    return _verdict(tree, laws, deepest(topology, first_BN), noise)
+
+
+def _rho(p_BV: Tensor, q_BV: Tensor, k: int) -> Tensor:
+    """What k independent draws are charged for [B, 1]; see `k_seq`."""
+    low_B1 = torch.ones_like(p_BV[:, :1])
+    high_B1 = low_B1 * k
+    for _ in range(torch.finfo(p_BV.dtype).bits):
+        rho_B1 = (low_B1 + high_B1) / 2
+        b_B1 = torch.minimum(q_BV, p_BV / rho_B1).sum(-1, keepdim=True)
+        more_B1 = 1 - (1 - b_B1) ** k > rho_B1 * b_B1
+        low_B1, high_B1 = (
+            torch.where(more_B1, rho_B1, low_B1),
+            torch.where(more_B1, high_B1, rho_B1),
+        )
+    return high_B1
 
 
 def _reject(
@@ -270,7 +317,14 @@ def _after(laws_BNV: Tensor, node_B: Tensor, noise: Noise) -> Tensor:
     return choose(laws_BNV.gather(1, at_B11)[:, 0].log(), noise.log_residual_BV)
 
 
-def _law(rule: str, tree: TokenTree, extra: Extra = None, *, chains: bool = False) -> Tensor:
+def _law(
+    rule: str,
+    tree: TokenTree,
+    extra: Extra = None,
+    *,
+    chains: bool = False,
+    drawn: Sequence[str] = (WITH_REPLACEMENT, WITHOUT_REPLACEMENT),
+) -> Tensor:
     """q [B, I, V], 0 throughout where the draft's logits are NaN; ValueError for a tree that the
     rule can't judge, or marked nodes where it takes none.
     """
@@ -279,7 +333,7 @@ def _law(rule: str, tree: TokenTree, extra: Extra = None, *, chains: bool = Fals
             f"rule {rule}: got a mask of extra acceptances, expected none, since it judges whole "
             "paths; use rule=coupled with it"
         )
-    topology, drawn = tree.topology, (WITH_REPLACEMENT, WITHOUT_REPLACEMENT)
+    topology = tree.topology
     fits = topology.is_chain if chains else topology.parents is not None
     if not fits or tree.law not in drawn or tree.q_logits_BIV is None:
         raise ValueError(
@@ -321,4 +375,5 @@ RULES = {
     "block": RuleInfo(block, WITH_REPLACEMENT, False, False, False),
     "recursive": RuleInfo(recursive, WITHOUT_REPLACEMENT, True, False, True),
     "traversal": RuleInfo(traversal, WITHOUT_REPLACEMENT, True, False, False),
+    "k-seq": RuleInfo(k_seq, WITH_REPLACEMENT, True, False, True),
 }

@@ -114,6 +114,11 @@ def test_trees_are_read_from_files_and_cut_to_K(tmp_path: Path) -> None:
     assert parse_tree("chain", 3) == chain_plan(3)
     assert parse_tree("chain", None).levels == 4
     assert parse_tree("dynamic:3,2,9", 2) == DynamicTree(2, 2, 7)
+    assert parse_tree("kary:2,1,2", None).parents == (-1, 0, 0, 1, 2, 3, 3, 4, 4)
+    assert parse_tree("kary:1,1,1", 2) == chain_plan(2)
+    for text in ("kary:", "kary:2,0", "kary:8,8,8", "kary:2,x", "kary:-1"):
+        with pytest.raises(ValueError, match=f"tree: got {text!r}, expected kary:4,2,2"):
+            parse_tree(text, None)
     for text, message in (
         ("[[0], [1, 0]]", r"without \[1\]"),
         ("[]", "got 0 paths"),

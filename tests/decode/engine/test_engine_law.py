@@ -33,6 +33,7 @@ RULES = [
     ("block", "chain"),
     ("recursive", "chain"),
     ("recursive", "tree"),
+    ("k-seq", "tree"),
     ("traversal", "tree"),
 ]
 

@@ -65,6 +65,7 @@ def planned_and_used(
         (NUCLEUS, {"K": 15}),
         (SAMPLED, {"K": 15, "rule": "block"}),
         (SAMPLED, {"tree": "eagle-25", "rule": "recursive"}),
+        (SAMPLED, {"tree": "eagle-25", "rule": "k-seq"}),
         (GREEDY, {"tree": "eagle-25"}),
         (SAMPLED, {"tree": "eagle-25"}),
         (SAMPLED, {"tree": "dynamic:4,8,16"}),

@@ -1,5 +1,7 @@
 """Policies change how much is drafted and never what comes out; each does what its name says."""
 
+from itertools import product
+
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,8 +20,10 @@ POLICIES = ["confidence:0.2", "entropy:0.1,0.5", "depth:0.1", "cost"]
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=["greedy", "t1", "filtered"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("tree", ["chain", "eagle-25", "dynamic:4,3,12"])
+@pytest.mark.parametrize(
+    ("tree", "policy"),
+    [*product(("chain", "eagle-25", "dynamic:4,3,12"), POLICIES), ("dynamic:4,3,12", "gain:0.2")],
+)
 def test_no_policy_changes_an_answer(
     tiny_target: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
@@ -35,6 +39,23 @@ def test_no_policy_changes_an_answer(
             (1, 2, 4, 8, 16, 32), (1.0, 1.1, 1.2, 1.5, 2.0, 3.0), (0.1,) * 6
         )
     assert [c.tokens for c in decoder.generate(PROMPTS, params)] == expected
+
+
+def test_gain_stops_where_another_call_promises_little() -> None:
+    """Of a tree of three drafted nodes: the best three paths so far, of all calls of the round."""
+    flat, plan = torch.zeros(1, 1, 50), DynamicTree(3, 2, 4)
+    first, second = a_call([0.5], [0.6, 0.3], flat), a_call([0.5], [0.4, 0.2], flat, depth=1)
+    third = a_call([0.5], [0.35, 0.1], flat, depth=2)
+    for least, stops in ((0.41, (False, True)), (0.39, (False, False)), (0.91, (True, True))):
+        policy = make_policy(f"gain:{least}", plan)
+        assert policy.enough is not None
+        for _ in range(2):  # another round begins anew
+            # 0.9; of 0.6, 0.4, 0.3 it is 1.3, which is 0.4 more.
+            assert tuple(bool(policy.enough(call)) for call in (first, second)) == stops
+        # 0.6, 0.4, 0.35: 0.05 more.
+        assert bool(policy.enough(third)) == (least > 0.05)
+    with pytest.raises(ValueError, match=r"policy gain: got .* expected tree=dynamic"):
+        make_policy("gain:0.1", chain_plan(4))
 
 
 @pytest.mark.parametrize("rule", ["block", "leviathan"])

@@ -27,6 +27,7 @@ from draftsmith.decode.verify.rules import (
     Rule,
     Verdict,
     block,
+    k_seq,
     leviathan,
     recursive,
     traversal,
@@ -60,7 +61,7 @@ def cases() -> list[tuple[Rule, str, str]]:
         for name in SHAPES
         for law in LAWS
         if rule in (recursive, traversal) or name.startswith("chain")
-    ]
+    ] + [(k_seq, name, WITH_REPLACEMENT) for name in SHAPES]
 
 
 @pytest.mark.parametrize(("rule", "name", "law"), cases())
@@ -294,6 +295,7 @@ def test_marked_nodes_pass_in_their_turn() -> None:
 def test_what_a_rule_says_it_handles(name: str) -> None:
     info = RULES[name]
     handled = {"coupled": (COUPLED, DETERMINISTIC, *LAWS), "point_mass": (DETERMINISTIC,)}
+    handled["k-seq"] = (WITH_REPLACEMENT,)
     laws = handled.get(name, LAWS)
     noise = Noise(torch.zeros(1, 3, 5), torch.full((1, 3), 0.5), torch.zeros(1, 5))
     uneven_rows = replace(chain(2, CPU), parents=None)
@@ -329,3 +331,24 @@ def test_no_rule_reads_a_tensor(name: str) -> None:
         verdict = info.verify(tree, torch.zeros(2, 6, 9), noise, None)
         assert verdict.path_BL.shape == (2, topology.levels + 1)
         assert verdict.n_accepted_B.shape == verdict.next_B.shape == (2,)
+
+
+def test_k_seq_keeps_more_than_rounds_and_less_than_nothing_lost() -> None:
+    """Of draws with replacement; of one draw it is Leviathan's rule."""
+    topology, vocab = shape("star-3")
+    for seed in range(6):
+        p, q = toy(seed, vocab, 2, 1.5), toy(seed + 50, vocab, 2)
+        kept = {
+            rule: enumerate_rule(rule, topology, WITH_REPLACEMENT, p, q).tau
+            for rule in (k_seq, recursive)
+        }
+        assert kept[recursive] <= kept[k_seq] + 1e-12
+        one, _ = shape("chain-1")
+        taus = [enumerate_rule(r, one, WITH_REPLACEMENT, p, q).tau for r in (k_seq, leviathan)]
+        assert taus[0] == pytest.approx(taus[1], abs=1e-12)
+
+
+def test_k_seq_without_its_price_is_biased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rho = 1: each of the siblings at min(1, p / q), as if it were alone."""
+    monkeypatch.setattr(rules, "_rho", lambda p_BV, q_BV, k: torch.ones_like(p_BV[:, :1]))
+    assert error_on(k_seq, "star-2", WITH_REPLACEMENT) > 1e-3
