@@ -41,6 +41,7 @@ PAIR = "target=runs/quickstart/target/model drafter=runs/quickstart/distill/draf
 TREES = {"chain": "chain", "eagle-25": "eagle-25", "calibrated": "runs/trees/t{T}.json"}
 TREES |= {"dynamic": "dynamic:4,4,17,2.4"}
 DRAFTS = "runs/gsm8k/draft/drafter,runs/gsm8k/distill/drafter,ngram"
+EAGLE = "runs/one-pass/eagle3-0/drafter"
 SCALING = "steps=120 eval_every=15 warmup=10 heldout.limit=24 heldout.max_new_tokens=64"
 TRAIN = "draftsmith train pretrain recipe="
 STEPS = {
@@ -67,6 +68,13 @@ STEPS = {
         "bench/evidence/evaluated.py K=1,3 prompts=12 max_new_tokens=48 identity=false drafters="
         "exit:2,exit:6,skip:3a+4m,swift:0.3,jacobi:4,streaming:64,snapkv:64 out={out}",
         "~15",
+    ),
+    "training-free": Step(
+        "bench/evidence/evaluated.py name=training-free 'title=Drafts that are looked up' K=4,8 "
+        "'trees=chain;dynamic:4,4,17;dynamic:8,4,17' again=3 prompts=12 max_new_tokens=48 "
+        "identity=false data=gsm8k={data},spec-bench=../shared/data/spec_bench/question.jsonl drafters=ngram,"
+        f"suffix,stand,recycling,{EAGLE},suffix+{EAGLE} out={{out}}",
+        "~30",
     ),
     "eagle3": Step(
         "bench/evidence/heads.py kinds=eagle3 out=runs/heads", "~35", "runs/heads/eagle3-2/drafter"
@@ -150,6 +158,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "ranks": ("ranks",),
     "scaling": (*GIVEN, "scaling"),
     "specdecpp": ("target", "specdecpp"),
+    "training-free": (*GIVEN, "one-pass", "training-free"),
     "trees": ("quickstart-runs", *(name for name in STEPS if name.startswith("tree"))),
 }
 
