@@ -7,7 +7,8 @@ Every drafter sees the same answers of the same target in the same order, for as
 gsm8k recipe; what its training took stands beside. Held-out prompts are then decoded with a chain
 and with trees of 5, 8, 16 and 32 drafted nodes, all grown by `grow_dynamic` from the drafter's own
 scores with the target's noise: the order that published forms lack at temperature above 0, so that
-what is compared is the drafters alone. Rows and page: <out>/one-pass.*
+what is compared is the drafters alone. Rows and page: <out>/one-pass.*, where the rows of other
+drafters and seeds stay.
 """
 
 import json
@@ -58,6 +59,10 @@ def main(argv: list[str]) -> None:
     rows = [row | {"nodes": row["N"] - 1} for row in rows]
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
+    if (kept := out / "one-pass.json").exists():  # of drafters and seeds that weren't asked for
+        new = {(row["what"], row["seed"]) for row in rows}
+        before = json.loads(kept.read_text())
+        rows = [row for row in before if (row["what"], row["seed"]) not in new] + rows
     (out / "one-pass.json").write_text(json.dumps(rows, indent=1) + "\n")
     (out / "one-pass.md").write_text(one_pass_page.page(rows))
     print(one_pass_page.page(rows))

@@ -10,19 +10,20 @@ def page(rows: Rows) -> str:
     """Markdown: tau by drafter and size of tree, what each costs, and ours against each other."""
     first = rows[0]
     kinds, trees = (list(dict.fromkeys(row[name] for row in rows)) for name in ("what", "tree"))
-    seeds = sorted({row["seed"] for row in rows})
     lines = [
         "# One-pass drafters on one target",
         "",
         f"{source(rows)} Target {first['target']}, {first['n_prompts']} held-out prompts of "
-        f"{first['data']}, {first['max_new_tokens']} new tokens, bf16, seeds "
-        f"{', '.join(map(str, seeds))}; {first['steps']} steps each on the same answers. tau: "
-        "tokens a target call, over all seeds; its interval is 95%, bootstrap over prompts; in "
-        "brackets the smallest and largest seed. A chain has five tokens; trees are grown from six "
+        f"{first['data']}, {first['max_new_tokens']} new tokens, bf16; {first['steps']} steps each "
+        "on the same answers. tau: tokens a target call, over all seeds; its interval is 95%, "
+        "bootstrap over prompts; in brackets the smallest and largest seed. A chain has five "
+        "tokens; trees are grown from six "
         "nodes a level with six children each, and cut to so many drafted nodes. Every drafter's "
         "children are ranked with the target's own noise.",
         "",
-        *markdown(("drafter", "parameters", "training s", "draft ms a round", "c"), costs(rows)),
+        *markdown(
+            ("drafter", "seeds", "parameters", "training s", "draft ms a round", "c"), costs(rows)
+        ),
     ]
     for temperature in sorted({row["temperature"] for row in rows}):
         here = [row for row in rows if row["temperature"] == temperature]
@@ -51,5 +52,8 @@ def costs(rows: Rows) -> list[list[str]]:
         drafting, c = min(row["draft_ms"] for row in mine), min(row["c"] for row in mine)
         # None of a run that was held up: its clock ran on.
         trained = f"{min(seconds):.0f} to {max(seconds):.0f}" if seconds else "-"
-        found.append([kind, f"{mine[0]['parameters']:,}", trained, f"{drafting:.2f}", f"{c:.3f}"])
+        seeds = ", ".join(str(row["seed"]) for row in mine if row["temperature"] == 0)
+        found.append(
+            [kind, seeds, f"{mine[0]['parameters']:,}", trained, f"{drafting:.2f}", f"{c:.3f}"]
+        )
     return found
