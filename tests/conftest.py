@@ -5,13 +5,38 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_llama import CHAT_TEMPLATE, SHARED, build_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.decode.evaluate import metrics
+from draftsmith.decode.policies import timing
 from draftsmith.models.tokenizer import stand_in_tokenizer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_turns() -> Iterator[None]:
+    """What a forward costs is measured in two turns, not in 100, and any figure is believed: how
+    fine and how sane they are is asked in test_speed.py alone. Intervals are of 200 draws, not of
+    2000.
+    """
+    least, draw = timing.least_times, metrics.bootstraps
+
+    def soon(calls: Any, device: Any, turns: int = 2) -> Any:
+        return least(calls, device, min(turns, 2))
+
+    def few(statistics: Any, prompts: int, draws: int = 200) -> Any:
+        return draw(statistics, prompts, min(draws, 200))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(timing, "least_times", soon)
+        patched.setattr(timing, "SANE", 0.0)
+        patched.setattr(metrics, "bootstraps", few)
+        yield
 
 
 @pytest.fixture(scope="session")

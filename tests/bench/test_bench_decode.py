@@ -1,12 +1,11 @@
 """The benchmark against transformers runs on a pair of folders and writes what it promises."""
 
 import json
-import subprocess
-import sys
 import xml.dom.minidom
 from pathlib import Path
 
 import pytest
+from forked import Forked, run
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,9 +30,8 @@ def pair(
     return [*where, f"prompts={texts}", f"out={tmp_path}", "limit=2", "max_new_tokens=8"]
 
 
-def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "bench/speed/decode.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+def bench(*arguments: str) -> Forked:
+    return run(["bench/speed/decode.py", *arguments], cwd=ROOT)
 
 
 @pytest.mark.slow
@@ -41,7 +39,7 @@ def test_bench_compares_every_arm_and_writes_rows_page_and_picture(
     tmp_path: Path, pair: list[str]
 ) -> None:
     done = bench(*pair, "K=2", "batches=3")
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.err[-2000:]
     rows = json.loads((tmp_path / "decode.json").read_text())
     assert all(list(r) == FIELDS and r["ratio_min"] <= r["ratio"] <= r["ratio_max"] for r in rows)
     assert all(r["ours"] > 0 and r["theirs"] > 0 for r in rows)
@@ -69,4 +67,4 @@ def test_bench_compares_every_arm_and_writes_rows_page_and_picture(
 def test_a_missing_pair_is_named(tmp_path: Path) -> None:
     done = bench(f"target={tmp_path / 'none'}")
     assert done.returncode == 2
-    assert f"{tmp_path / 'none'}; run first: draftsmith quickstart" in done.stderr
+    assert f"{tmp_path / 'none'}; run first: draftsmith quickstart" in done.err

@@ -51,7 +51,7 @@ def unrolled(head: Clover | Falcon, states_BTH: Tensor, ids_BT: Tensor) -> list[
     return found
 
 
-def lesson(head: Clover | Falcon, target: PreTrainedModel, tokens: int, steps: int = 80) -> None:
+def lesson(head: Clover | Falcon, target: PreTrainedModel, tokens: int, steps: int = 60) -> None:
     """Teach it that after x comes x + 1."""
     learner = torch.optim.Adam(head.parameters(), lr=0.02)
     ids_BT = (torch.arange(tokens // 5)[:, None] * 5 + torch.arange(16)) % tokens

@@ -1,7 +1,6 @@
 """A server over the tests' tiny models, in a thread of this process, and what it must answer."""
 
 import asyncio
-import socket
 import subprocess
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+from forked import Forked, free_port
 from plain_decoding import plain_decode
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
@@ -77,12 +77,6 @@ def read_metrics(page: str, model: str = "tiny") -> dict[str, float]:
     }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def save_tiny(
     folder: Path,
     draft: LlamaForCausalLM,
@@ -114,11 +108,11 @@ def save_pair(
     return folder / "tiny", save_tiny(folder / "draft", draft, target, tokenizer)
 
 
-def wait_until_up(process: subprocess.Popen[Any], url: str) -> None:
+def wait_until_up(process: Forked | subprocess.Popen[Any], url: str) -> None:
     """Until a server's own process answers."""
 
     def up() -> bool:
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.returncode
         try:
             return httpx.get(f"{url}/health").status_code == 200
         except httpx.TransportError:

@@ -1,9 +1,15 @@
 """Rounds of every mode, started and recorded."""
 
-import torch
-from torch.fx.experimental.proxy_tensor import make_fx
-from truths import PROMPTS
+from dataclasses import replace
+from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from truths import PROMPTS, truths
+
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.graphs import Graphs
 from draftsmith.decode.engine.round import Run, Told
@@ -27,6 +33,36 @@ def started(decoder: Decoder, params: SamplingParams) -> Session:
     session.admit()
     session.hear(session.launch())
     return session
+
+
+def reads_nothing(decoder: Decoder, session: Session) -> None:
+    """The next round of a session, which must not read the device: fake tensors have no values,
+    so that `.item()`, `nonzero` and the like raise.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        told = decoder.stepper.step(session.batch, decoder.policy.next_plan(), 64, None)
+    rows = len(session.batch.rows.requests)
+    assert told.table.shape == (rows, 2 * (told.levels + 1) + 4)
+
+
+def records(
+    pair: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    drafter: Drafter,
+    params: SamplingParams,
+    new: int = 10,
+    **how: Any,
+) -> None:
+    """A recorded round is the round: replayed on the same tensors and read one round late, over two
+    calls of so many tokens whose rows come and go, it gives the plain answers.
+    """
+    decoder = Decoder(*pair, drafter, batch_size=2, **how)
+    decoder.late = True
+    recordings = record_rounds(decoder)
+    expected = [answer[:new] for answer in truths(*pair, params)]
+    for _ in range(2):
+        done = decoder.generate(PROMPTS, replace(params, max_new_tokens=new))
+        assert [c.tokens for c in done] == expected
+    assert len(recordings) == 1
 
 
 def record_rounds(decoder: Decoder) -> list[torch.fx.GraphModule]:

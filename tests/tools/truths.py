@@ -1,11 +1,17 @@
 """Prompts, ways of sampling, and the plain answers that every way of decoding must give."""
 
+from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import Any
 
 from plain_decoding import plain_decode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.drafting.base import Drafter
+from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
+
+Text = str | Sequence[int]
 
 PROMPTS = [
     "def main(",
@@ -23,10 +29,28 @@ SETTINGS = [
 
 
 def truths(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, params: SamplingParams
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    params: SamplingParams,
+    texts: Sequence[Text] = PROMPTS,
 ) -> list[list[int]]:
     """Found once for each state of a target's weights."""
-    return [list(answer) for answer in _found(target, changes(target), tokenizer, params)]
+    asked = tuple(text if isinstance(text, str) else tuple(text) for text in texts)
+    return [list(one) for one in _found(target, changes(target), tokenizer, params, asked)]
+
+
+def changes_nothing(
+    pair: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    drafter: Drafter,
+    trials: Iterable[tuple[dict[str, Any], int, Sequence[SamplingParams]]],
+    texts: Sequence[Text] = PROMPTS,
+) -> None:
+    """The drafter leaves the answers as they are, in trials of (how, rows, ways)."""
+    for how, rows, ways in trials:
+        decoder = Decoder(*pair, drafter, batch_size=rows, **how)
+        for params in ways:
+            done = decoder.generate(texts, params)
+            assert [c.tokens for c in done] == truths(*pair, params, texts), (how, rows, params)
 
 
 def changes(target: PreTrainedModel) -> int:
@@ -36,17 +60,13 @@ def changes(target: PreTrainedModel) -> int:
 
 @cache
 def _found(
-    target: PreTrainedModel, state: int, tokenizer: PreTrainedTokenizerBase, params: SamplingParams
+    target: PreTrainedModel,
+    state: int,
+    tokenizer: PreTrainedTokenizerBase,
+    params: SamplingParams,
+    texts: tuple[str | tuple[int, ...], ...],
 ) -> list[list[int]]:
     stops = () if params.ignore_eos else (0,)
-    return [
-        plain_decode(
-            target,
-            tokenizer(text).input_ids,
-            params,
-            vocab_size=len(tokenizer),
-            stop_ids=stops,
-            index=i,
-        )
-        for i, text in enumerate(PROMPTS)
-    ]
+    ids = [tokenizer(text).input_ids if isinstance(text, str) else list(text) for text in texts]
+    how: dict[str, Any] = {"vocab_size": len(tokenizer), "stop_ids": stops}
+    return [plain_decode(target, one, params, index=i, **how) for i, one in enumerate(ids)]

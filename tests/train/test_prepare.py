@@ -1,10 +1,7 @@
 """Answers written by the target: what they are; a kill, a torn line, more processes change none."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import Forked, ranks
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.decode.engine.decoder import Decoder
@@ -138,33 +136,19 @@ def test_a_torn_line_is_dropped_and_only_what_is_missing_is_redone(
         load_prepared(tmp_path)
 
 
-def launch(arguments: list[str], processes: int = 1) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "train/prepare.py", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    if processes > 1:
-        flags = {"num_machines": 1, "num_processes": processes, "main_process_port": 0}
-        flags |= {"mixed_precision": "no", "dynamo_backend": "no"}
-        options = [f"--{name}={value}" for name, value in flags.items()]
-        module = ["-m", "accelerate.commands.launch", "--multi_gpu", *options]
-        command = [sys.executable, *module, "train/prepare.py", *arguments]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
 def test_after_kill_9_the_same_command_goes_on(
     folder: Path, finished: Path, tmp_path: Path
 ) -> None:
     # Long answers one by one, so that the kill comes within the work.
     long = arguments(folder, tmp_path, batch_size=1, max_new_tokens=150)
-    run = launch(long)
+    run = Forked(["train/prepare.py", *long], cwd=ROOT)
     shard = tmp_path / "answers-00000-of-00001.jsonl"
     deadline = time.monotonic() + 1800
     while not (shard.exists() and shard.read_bytes().count(b"\n") >= 3):
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     run.send_signal(signal.SIGKILL)
-    run.communicate()
+    run.wait()
     before = answers_of(tmp_path)
     assert 3 <= len(before) < COUNT * SAMPLES
     first_lines = shard.read_bytes().rpartition(b"\n")[0]
@@ -176,9 +160,8 @@ def test_after_kill_9_the_same_command_goes_on(
 
 
 def test_processes_share_the_prompts(folder: Path, finished: Path, tmp_path: Path) -> None:
-    run = launch(arguments(folder, tmp_path), processes=2)
-    output, _ = run.communicate(timeout=1800)
-    assert run.returncode == 0, output
+    for rank in ranks(["train/prepare.py", *arguments(folder, tmp_path)], cwd=ROOT):
+        assert rank.returncode == 0, rank.told
     assert [path.name for path in sorted(tmp_path.glob("answers-*"))] == [
         "answers-00000-of-00002.jsonl",
         "answers-00001-of-00002.jsonl",

@@ -1,12 +1,11 @@
 """Recipes: what composes, and what each mistake is told."""
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
+from forked import run
 
 from draftsmith.train.run import recipe
 
@@ -160,6 +159,6 @@ def test_mistakes(recipes: Path, arguments: list[str], message: str) -> None:
 
 def test_recipes_are_found_from_anywhere(tmp_path: Path) -> None:
     code = "from draftsmith.train.run import recipe; print(recipe.names())"
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert "quickstart/distill" in run.stdout, run.stderr
-    assert "accelerate" not in run.stdout
+    done = run(["-c", code], cwd=tmp_path)
+    assert "quickstart/distill" in done.out, done.err
+    assert "accelerate" not in done.out

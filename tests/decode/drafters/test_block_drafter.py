@@ -8,10 +8,9 @@ import torch
 from block_drafts import FORMS, GRID, LEVELS, counting, drafter, guessing, made
 from eagle_drafts import VOCAB
 from eagle_drafts import counting as counting_pair
-from rounds import MODES, record_rounds, started
-from torch._subclasses.fake_tensor import FakeTensorMode
+from rounds import MODES, reads_nothing, records, started
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from truths import PROMPTS, SETTINGS, truths
+from truths import PROMPTS, SETTINGS, changes_nothing, truths
 
 from draftsmith.decode.drafters.block import BlockDrafter
 from draftsmith.decode.engine.decoder import Decoder
@@ -30,28 +29,15 @@ TREES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def answers(
-    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
-) -> list[list[list[int]]]:
-    return [truths(tiny_target, tiny_tokenizer, params) for params in WAYS]
-
-
 @pytest.mark.parametrize("name", FORMS)
 def test_no_answer_changes(
     tiny_target: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
-    answers: list[list[list[int]]],
     name: str,
 ) -> None:
     """Rows come and go: four prompts in three rows; and one by one, and all at once."""
-    head = made(name)
-    for tree, batch, ways in zip(TREES, (3, 1, 3, 16), (range(4), (3,), (0, 1), (1,)), strict=True):
-        own = drafter(head, tiny_target)
-        decoder = Decoder(tiny_target, tiny_tokenizer, own, batch_size=batch, **tree)
-        for way in ways:
-            got = [c.tokens for c in decoder.generate(PROMPTS, WAYS[way])]
-            assert got == answers[way], (tree, batch, IDS[way])
+    trials = zip(TREES, (3, 1, 3, 16), (WAYS, WAYS[3:], WAYS[:2], WAYS[1:2]), strict=True)
+    changes_nothing((tiny_target, tiny_tokenizer), drafter(made(name), tiny_target), trials)
 
 
 @pytest.mark.parametrize(
@@ -66,16 +52,13 @@ def test_no_answer_changes(
 def test_no_plan_that_changes_changes_an_answer(
     tiny_target: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
-    answers: list[list[list[int]]],
     name: str,
     policy: str,
     tree: str,
 ) -> None:
     """Shorter and longer rounds take turns: what a block left behind harms none."""
-    own = drafter(made(name), tiny_target)
-    given: dict[str, Any] = {"policy": policy, "batch_size": 3, "tree": tree}
-    decoder = Decoder(tiny_target, tiny_tokenizer, own, **given)
-    assert [c.tokens for c in decoder.generate(PROMPTS, WAYS[1])] == answers[1]
+    trials = [({"policy": policy, "tree": tree}, 3, WAYS[1:2])]
+    changes_nothing((tiny_target, tiny_tokenizer), drafter(made(name), tiny_target), trials)
 
 
 @pytest.mark.slow
@@ -85,15 +68,12 @@ def test_no_plan_that_changes_changes_an_answer(
 def test_no_answer_changes_by_any_form(
     tiny_target: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
-    answers: list[list[list[int]]],
     name: str,
     tree: dict[str, Any],
     batch: int,
 ) -> None:
     own = drafter(made(name), tiny_target)
-    decoder = Decoder(tiny_target, tiny_tokenizer, own, batch_size=batch, **tree)
-    for expected, params in zip(answers, WAYS, strict=True):
-        assert [c.tokens for c in decoder.generate(PROMPTS, params)] == expected
+    changes_nothing((tiny_target, tiny_tokenizer), own, [(tree, batch, WAYS)])
 
 
 def kept(decoder: Decoder, params: SamplingParams) -> tuple[int, int]:
@@ -160,7 +140,6 @@ def test_guesses_win_the_targets_own_race(
 def test_rules_by_rejection_run(
     tiny_target: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
-    answers: list[list[list[int]]],
     name: str,
     rule: str,
 ) -> None:
@@ -168,7 +147,8 @@ def test_rules_by_rejection_run(
     tree = {"tree": "eagle-25", "K": LEVELS} if rule == "recursive" else {"K": LEVELS}
     own = drafter(made(name), tiny_target)
     decoder = Decoder(tiny_target, tiny_tokenizer, own, rule=rule, batch_size=3, **tree)
-    assert [c.tokens for c in decoder.generate(PROMPTS, WAYS[0])] == answers[0]
+    expected = truths(tiny_target, tiny_tokenizer, WAYS[0])
+    assert [c.tokens for c in decoder.generate(PROMPTS, WAYS[0])] == expected
     assert all(0 < len(c.tokens) <= 14 for c in decoder.generate(PROMPTS, WAYS[1]))
 
 
@@ -184,9 +164,7 @@ def test_a_round_never_reads_the_device(
     place = own.pool.kv_2LBSHE.data_ptr()
     session.hear(session.launch())
     assert place == own.pool.kv_2LBSHE.data_ptr()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        told = decoder.stepper.step(session.batch, decoder.policy.next_plan(), 64, None)
-    assert told.table.shape == (4, 2 * (told.levels + 1) + 4)
+    reads_nothing(decoder, session)
 
 
 @pytest.mark.parametrize(
@@ -196,18 +174,12 @@ def test_a_round_never_reads_the_device(
 def test_a_recorded_round_is_the_round(
     tiny_target: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
-    answers: list[list[list[int]]],
     name: str,
     tree: dict[str, Any],
 ) -> None:
     """Replayed on the same tensors, over two calls whose rows come and go: the same tokens."""
     own = drafter(made(name), tiny_target)
-    decoder = Decoder(tiny_target, tiny_tokenizer, own, batch_size=2, **tree)
-    decoder.late = True
-    recordings = record_rounds(decoder)
-    for _ in range(2):
-        assert [c.tokens for c in decoder.generate(PROMPTS, WAYS[1])] == answers[1]
-    assert len(recordings) == 1
+    records((tiny_target, tiny_tokenizer), own, WAYS[1], **tree)
 
 
 @pytest.mark.parametrize("name", ["dspark", "dflash", "jetspec"])

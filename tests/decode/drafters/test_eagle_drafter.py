@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from eagle_drafts import HEADS, TEXTS, VOCAB, begin, counting, draft, made
-from rounds import MODES, record_rounds, started
+from rounds import MODES, reads_nothing, records, started
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
@@ -193,13 +192,10 @@ def test_a_round_never_reads_the_device(
     drafter = EagleDrafter(made("eagle3-two"), tiny_target, VOCAB)
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=4, **ROUNDS[mode])
     session = started(decoder, SETTINGS[1])
-    batch = session.batch
     places = [t.data_ptr() for t in (drafter.state_BH, drafter.pool.kv_2LBSHE)]
     session.hear(session.launch())
     assert places == [t.data_ptr() for t in (drafter.state_BH, drafter.pool.kv_2LBSHE)]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        told = decoder.stepper.step(batch, decoder.policy.next_plan(), 64, None)
-    assert told.table.shape == (4, 2 * (told.levels + 1) + 4)
+    reads_nothing(decoder, session)
 
 
 @pytest.mark.parametrize("tree", ["chain", "eagle-25", "dynamic:3,3,9"])
@@ -207,13 +203,7 @@ def test_a_recorded_round_is_the_round(tiny_tokenizer: PreTrainedTokenizerBase, 
     """Replayed on the same tensors, over two calls whose rows come and go: the same tokens."""
     target, head = counting(wrong=0.35)
     drafter = EagleDrafter(head, target, VOCAB)
-    decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=2, tree=tree)
-    decoder.late = True
-    recordings = record_rounds(decoder)
-    expected = truths(target, tiny_tokenizer, WAYS[1])
-    for _ in range(2):
-        assert [c.tokens for c in decoder.generate(PROMPTS, WAYS[1])] == expected
-    assert len(recordings) == 1
+    records((target, tiny_tokenizer), drafter, WAYS[1], tree=tree)
 
 
 @pytest.mark.parametrize("name", HEADS)

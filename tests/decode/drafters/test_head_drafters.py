@@ -11,23 +11,20 @@ import pytest
 import torch
 from counting import ahead, counting_target
 from randomised import randomised
-from rounds import record_rounds, started
+from rounds import reads_nothing, records, started
+from saved_heads import reloaded
 from tiny_hydra import layer, looks_at
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.hydra import HydraDrafter
-from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.drafting.base import Round
 from draftsmith.decode.drafting.head_drafter import keep_last
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import TokenTree
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
 from draftsmith.models.taps import target_states
@@ -240,9 +237,7 @@ def test_a_round_never_reads_the_device(
 ) -> None:
     drafter = make(kind, target, len(tiny_tokenizer))
     decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=4, **tree)
-    batch = started(decoder, WAYS[1]).batch
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        decoder.stepper.step(batch, decoder.policy.next_plan(), 64, None)
+    reads_nothing(decoder, started(decoder, WAYS[1]))
 
 
 @pytest.mark.parametrize("tree", [TREES[0], TREES[3]], ids=str)
@@ -255,13 +250,7 @@ def test_a_recorded_round_is_the_round(
 ) -> None:
     """Replayed on the same tensors, over two calls whose rows come and go: the same tokens."""
     drafter = make(kind, target, len(tiny_tokenizer), off=0)
-    decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=2, **tree)
-    decoder.late = True
-    recordings = record_rounds(decoder)
-    expected = truths(target, tiny_tokenizer, WAYS[1])
-    for _ in range(2):
-        assert [c.tokens for c in decoder.generate(PROMPTS, WAYS[1])] == expected
-    assert len(recordings) == 1
+    records((target, tiny_tokenizer), drafter, WAYS[1], **tree)
 
 
 @pytest.mark.parametrize("params", WAYS, ids=["greedy", "t1"])
@@ -292,20 +281,7 @@ def test_saved_heads_draft_as_before(
     target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, kind: str
 ) -> None:
     drafter = make(kind, target, len(tiny_tokenizer))
-    save_drafter(
-        tmp_path / "drafter",
-        kind=drafter.kind,
-        model=drafter.head,
-        tokenizer=tiny_tokenizer,
-        target_fingerprint=fingerprint(target, tiny_tokenizer),
-        provenance={},
-        defaults={"K": 3},
-    )
-    loaded = load_drafter(str(tmp_path / "drafter"), target, tiny_tokenizer)
-    assert isinstance(loaded, type(drafter))
-    assert loaded.head.config.layers == drafter.head.config.layers
-    for name, tensor in drafter.head.state_dict().items():
-        assert torch.equal(loaded.head.state_dict()[name], tensor), name
+    loaded = reloaded((target, tiny_tokenizer), drafter, tmp_path)
     ids_BT = torch.arange(24).view(2, 12)
     norm_BTH, _ = target_states(target, (), input_ids=ids_BT)
     teacher = [d.teacher_logits(ids_BT, norm_BTH) for d in (drafter, loaded)]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from counting import counting_target
 from randomised import randomised
-from rounds import record_rounds, started
+from rounds import reads_nothing, records, started
+from saved_heads import reloaded
 from tiny_hydra import layer
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
@@ -21,8 +21,6 @@ from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Kept, Round
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.round import first_rows
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.heads.kangaroo import Kangaroo
 from draftsmith.models.taps import target_states
 from draftsmith.models.target import head_weight, output_head
@@ -198,16 +196,8 @@ def test_a_round_never_reads_the_device_and_can_be_recorded(
     target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tree: dict[str, Any]
 ) -> None:
     decoder = Decoder(target, tiny_tokenizer, drafting(target), batch_size=4, **tree)
-    batch = started(decoder, WAYS[1]).batch
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        decoder.stepper.step(batch, decoder.policy.next_plan(), 64, None)
-    decoder = Decoder(target, tiny_tokenizer, drafting(target), batch_size=2, **tree)
-    decoder.late = True
-    recordings = record_rounds(decoder)
-    expected = truths(target, tiny_tokenizer, WAYS[1])
-    for _ in range(2):
-        assert [c.tokens for c in decoder.generate(PROMPTS, WAYS[1])] == expected
-    assert len(recordings) == 1
+    reads_nothing(decoder, started(decoder, WAYS[1]))
+    records((target, tiny_tokenizer), drafting(target), WAYS[1], **tree)
 
 
 @torch.no_grad()
@@ -215,19 +205,8 @@ def test_a_saved_adapter_drafts_as_before(
     target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     drafter = drafting(target, random=True)
-    save_drafter(
-        tmp_path / "drafter",
-        kind=drafter.kind,
-        model=drafter.head,
-        tokenizer=tiny_tokenizer,
-        target_fingerprint=fingerprint(target, tiny_tokenizer),
-        provenance={},
-        defaults={"K": 6, "policy": "confidence:0.6"},
-    )
-    loaded = load_drafter(str(tmp_path / "drafter"), target, tiny_tokenizer)
-    assert isinstance(loaded, KangarooDrafter) and loaded.taps == (1,)
-    for name, tensor in drafter.head.state_dict().items():
-        assert torch.equal(loaded.head.state_dict()[name], tensor), name
+    loaded = reloaded((target, tiny_tokenizer), drafter, tmp_path)
+    assert loaded.taps == (1,)
     assert not [name for name in drafter.head.state_dict() if "mlp" in name]
     ids_1T = torch.tensor([[(7 * i) % 320 for i in range(12)]])
     taps_1TU = target_states(target, (1,), input_ids=ids_1T).taps_BTF

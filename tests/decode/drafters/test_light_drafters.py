@@ -12,22 +12,19 @@ import torch
 from counting import counting_target
 from light_heads import KINDS, fresh, last_state, lesson, made, states_of
 from randomised import randomised
-from rounds import record_rounds, started
+from rounds import reads_nothing, records, started
+from saved_heads import reloaded
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.clover import CloverDrafter
 from draftsmith.decode.drafters.falcon import FalconDrafter
-from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Admitted, Kept, Round
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.policies.timing import round_of
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import Plan, StaticTree, parse_tree
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.heads.clover import Clover
 
 ROWS = 328  # of the LM head: eight more than the tokenizer has
@@ -45,7 +42,11 @@ def drafter_of(head: Any, target: PreTrainedModel, vocab: int) -> Drafting:
     return (CloverDrafter if isinstance(head, Clover) else FalconDrafter)(head, target, vocab)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# Blocks of 1 as drafters of whole answers; their nodes, one by one, are compared below.
+TAUGHT = [pytest.param(k, marks=pytest.mark.slow) if k == "falcon-1" else k for k in KINDS]
+
+
+@pytest.fixture(scope="module", params=TAUGHT)
 def knows(
     request: pytest.FixtureRequest,
     target: PreTrainedModel,
@@ -80,7 +81,7 @@ def test_no_answer_changes(
         decoder = Decoder(target, tiny_tokenizer, knows, rule=rule, tree=tree, batch_size=3)
         greedy = decoder.generate(PROMPTS, WAYS[0])
         assert [c.tokens for c in greedy] == answers[0]
-        several = [replace(WAYS[1], seed=seed) for seed in range(4)]
+        several = [replace(WAYS[1], seed=seed) for seed in range(2)]
         sampled = [c.counters for way in several for c in decoder.generate(PROMPTS, way)]
         assert sum(c.emitted for c in sampled) > sum(c.rounds for c in sampled)
 
@@ -217,16 +218,8 @@ def test_a_round_never_reads_the_device_and_can_be_recorded(
 ) -> None:
     drafter = drafter_of(made(kind, target), target, len(tiny_tokenizer))
     decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=4, **tree)
-    batch = started(decoder, WAYS[1]).batch
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        decoder.stepper.step(batch, decoder.policy.next_plan(), 64, None)
-    decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=2, **tree)
-    decoder.late = True
-    recordings = record_rounds(decoder)
-    expected = truths(target, tiny_tokenizer, WAYS[1])
-    for _ in range(2):
-        assert [c.tokens for c in decoder.generate(PROMPTS, WAYS[1])] == expected
-    assert len(recordings) == 1
+    reads_nothing(decoder, started(decoder, WAYS[1]))
+    records((target, tiny_tokenizer), drafter, WAYS[1], **tree)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,20 +228,7 @@ def test_saved_heads_draft_as_before(
     target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, kind: str
 ) -> None:
     drafter = drafter_of(made(kind, target), target, len(tiny_tokenizer))
-    save_drafter(
-        tmp_path / "drafter",
-        kind=drafter.kind,
-        model=drafter.head,
-        tokenizer=tiny_tokenizer,
-        target_fingerprint=fingerprint(target, tiny_tokenizer),
-        provenance={},
-        defaults={"K": 3},
-    )
-    loaded = load_drafter(str(tmp_path / "drafter"), target, tiny_tokenizer)
-    assert isinstance(loaded, type(drafter))
-    assert loaded.head.to_json() == drafter.head.to_json()
-    for name, tensor in drafter.head.state_dict().items():
-        assert torch.equal(loaded.head.state_dict()[name], tensor), name
+    loaded = reloaded((target, tiny_tokenizer), drafter, tmp_path)
     states_1TH = states_of(target, drafter.head, TEXTS[3])
     teacher = [d.teacher_logits(torch.tensor(TEXTS[3:]), states_1TH) for d in (drafter, loaded)]
     assert torch.equal(*teacher)

@@ -15,20 +15,17 @@ import torch.nn.functional as F
 from counting import counting_target
 from families import made as made_family
 from randomised import randomised
-from rounds import record_rounds, started
+from rounds import reads_nothing, records, started
+from saved_heads import keeps_its_size, reloaded
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafters.longspec import LongSpecDrafter
 from draftsmith.decode.drafting.base import Round
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.token_tree import TokenTree
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.heads.longspec import LongSpec, last_keys
 from draftsmith.models.taps import target_states
 from draftsmith.train.drafts.start import layer_like
@@ -199,14 +196,7 @@ def test_the_target_s_last_keys_are_those_of_its_pool(
 def test_its_memory_is_planned_and_does_not_grow(
     target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, knows: LongSpecDrafter
 ) -> None:
-    found = set()
-    for new in (4, 300):
-        decoder = Decoder(target, tiny_tokenizer, knows, K=3, batch_size=2)
-        decoder.generate(PROMPTS[:2], replace(WAYS[0], max_new_tokens=new))
-        assert decoder.memory is not None
-        assert knows.own.kv_2LBSHE.nbytes == decoder.memory.drafter_kv
-        found.add(decoder.memory.drafter_kv)
-    assert len(found) == 1
+    keeps_its_size((target, tiny_tokenizer), knows, "own", PROMPTS[:2], WAYS[0])
 
 
 @pytest.mark.parametrize("tree", TREES[::2], ids=["chain", "dynamic"])
@@ -217,16 +207,8 @@ def test_a_round_never_reads_the_device_and_can_be_recorded(
     tree: dict[str, Any],
 ) -> None:
     decoder = Decoder(target, tiny_tokenizer, knows, batch_size=4, **tree)
-    batch = started(decoder, WAYS[1]).batch
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        decoder.stepper.step(batch, decoder.policy.next_plan(), 64, None)
-    decoder = Decoder(target, tiny_tokenizer, knows, batch_size=2, **tree)
-    decoder.late = True
-    recordings = record_rounds(decoder)
-    expected = truths(target, tiny_tokenizer, WAYS[1])
-    for _ in range(2):
-        assert [c.tokens for c in decoder.generate(PROMPTS, WAYS[1])] == expected
-    assert len(recordings) == 1
+    reads_nothing(decoder, started(decoder, WAYS[1]))
+    records((target, tiny_tokenizer), knows, WAYS[1], **tree)
 
 
 @torch.no_grad()
@@ -236,21 +218,7 @@ def test_a_saved_head_drafts_as_before(
     knows: LongSpecDrafter,
     tmp_path: Path,
 ) -> None:
-    save_drafter(
-        tmp_path / "drafter",
-        kind="longspec",
-        model=knows.head,
-        tokenizer=tiny_tokenizer,
-        target_fingerprint=fingerprint(target, tiny_tokenizer),
-        provenance={},
-        defaults={"K": 3},
-    )
-    loaded = load_drafter(str(tmp_path / "drafter"), target, tiny_tokenizer)
-    assert isinstance(loaded, LongSpecDrafter)
-    assert loaded.head.to_json() == knows.head.to_json()
-    assert loaded.parameter_bytes == knows.parameter_bytes
-    for name, tensor in knows.head.state_dict().items():
-        assert torch.equal(loaded.head.state_dict()[name], tensor), name
+    loaded = reloaded((target, tiny_tokenizer), knows, tmp_path)
     ids_BT = torch.arange(4, 34)[None]
     ours, theirs = (one.teacher_logits(ids_BT, ids_BT[..., None]) for one in (knows, loaded))
     assert torch.equal(ours, theirs) and ours.shape == (1, 30, 320)

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from eagle_drafts import PARALLEL, TEXTS, VOCAB, begin, draft, made
-from rounds import MODES, record_rounds, started
+from rounds import MODES, reads_nothing, records, started
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
@@ -216,9 +215,7 @@ def test_a_round_never_reads_the_device(
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=4, **ROUNDS[mode])
     session = started(decoder, SETTINGS[1])
     session.hear(session.launch())
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        told = decoder.stepper.step(session.batch, decoder.policy.next_plan(), 64, None)
-    assert told.table.shape == (4, 2 * (told.levels + 1) + 4)
+    reads_nothing(decoder, session)
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic:3,3,9"])
@@ -229,12 +226,7 @@ def test_a_recorded_round_is_the_round(
     tree: str,
 ) -> None:
     drafter = PEagleDrafter(made("peagle"), tiny_target, VOCAB)
-    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=2, tree=tree)
-    decoder.late = True
-    recordings = record_rounds(decoder)
-    for _ in range(2):
-        assert [c.tokens for c in decoder.generate(PROMPTS, WAYS[1])] == answers[1]
-    assert len(recordings) == 1
+    records((tiny_target, tiny_tokenizer), drafter, WAYS[1], tree=tree)
 
 
 @torch.no_grad()

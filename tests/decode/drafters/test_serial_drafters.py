@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 import torch
 from eagle_drafts import VOCAB, counting
-from rounds import record_rounds, started
+from rounds import reads_nothing, records, started
+from saved_heads import reloaded
 from serial_heads import KINDS, following, serial
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.load import drafter_of, load_drafter
+from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.decode.drafting.base import Admitted, Round
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.token_tree import TokenTree
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.taps import target_states
 
 TREES: dict[str, dict[str, Any]] = {
@@ -211,9 +209,7 @@ def test_a_round_never_reads_the_device(
 ) -> None:
     drafter = made(kind, target)
     decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=4, **TREES[tree])
-    batch = started(decoder, WAYS["t1"]).batch
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        decoder.stepper.step(batch, decoder.policy.next_plan(), 64, None)
+    reads_nothing(decoder, started(decoder, WAYS["t1"]))
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
@@ -227,12 +223,7 @@ def test_a_recorded_round_is_the_round(
 ) -> None:
     """Replayed on the same tensors, over two calls whose rows come and go: the same tokens."""
     drafter = made(kind, target, wrong=0.1)
-    decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=2, **TREES[tree])
-    decoder.late = True
-    recordings = record_rounds(decoder)
-    for _ in range(2):
-        assert [c.tokens for c in decoder.generate(PROMPTS, WAYS["t1"])] == answers["t1"]
-    assert len(recordings) == 1
+    records((target, tiny_tokenizer), drafter, WAYS["t1"], **TREES[tree])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -241,18 +232,7 @@ def test_saved_heads_draft_as_before(
     target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, kind: str
 ) -> None:
     drafter = made(kind, target)
-    save_drafter(
-        tmp_path / "drafter",
-        kind=kind,
-        model=drafter.head,
-        tokenizer=tiny_tokenizer,
-        target_fingerprint=fingerprint(target, tiny_tokenizer),
-        provenance={},
-        defaults={"K": 3},
-    )
-    loaded: Any = load_drafter(str(tmp_path / "drafter"), target, tiny_tokenizer)
-    for name, tensor in drafter.head.state_dict().items():
-        assert torch.equal(loaded.head.state_dict()[name], tensor), name
+    loaded = reloaded((target, tiny_tokenizer), drafter, tmp_path)
     ids_BT = torch.arange(24).view(2, 12)
     taps_BTU = target_states(target, drafter.taps, input_ids=ids_BT).taps_BTF
     teacher = [each.teacher_logits(ids_BT, taps_BTU) for each in (drafter, loaded)]
@@ -260,7 +240,6 @@ def test_saved_heads_draft_as_before(
     wanted_V = following(drafter.head, target, ids_BT[1, :7].tolist(), [19])
     assert torch.allclose(teacher[0][1, 7], wanted_V, atol=1e-4)
     assert not teacher[0][:, 0].any()
-    assert loaded.parameter_bytes == drafter.parameter_bytes > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,17 +1,18 @@
 """The round as one piece: nothing in it reads the device, and its recording is itself."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from rounds import MODES, record_rounds, started
+from rounds import MODES, reads_nothing, records, started
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from truths import PROMPTS, SETTINGS, truths
+from truths import PROMPTS, SETTINGS
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
@@ -21,23 +22,34 @@ from draftsmith.decode.policies.policy import Policy
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import Plan
 
+WAYS = dict(zip(("greedy", "t1", "filtered"), SETTINGS, strict=True))
 
-@pytest.mark.parametrize("params", SETTINGS, ids=["greedy", "t1", "filtered"])
-@pytest.mark.parametrize("mode", MODES)
+
+def grid(*fast: tuple[str, str], ways: tuple[str, ...]) -> list[Any]:
+    """Every mode with every way to sample; those that share each half with a fast one are slow."""
+    modes = dict.fromkeys(mode for mode, _ in fast)
+    pairs = [(mode, way) for mode in modes for way in ways]
+    slow = [pytest.param(*one, marks=pytest.mark.slow) for one in pairs if one not in fast]
+    return [*fast, *slow]
+
+
+READ = [("chain", way) for way in WAYS] + [(mode, "t1") for mode in list(MODES)[1:]]
+READ += [("static", "greedy"), ("dynamic", "greedy")]
+RECORDED = [("chain", "greedy"), ("static", "t1"), ("dynamic", "t1")]
+
+
+@pytest.mark.parametrize(("mode", "way"), grid(*READ, ways=tuple(WAYS)))
 def test_a_round_never_reads_the_device(
     tiny_target: PreTrainedModel,
     tiny_draft: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
     mode: str,
-    params: SamplingParams,
+    way: str,
 ) -> None:
     """Fake tensors have no values: `.item()`, `nonzero` and the like raise."""
     drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=4, **MODES[mode])
-    batch = started(decoder, params).batch
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        told = decoder.stepper.step(batch, decoder.policy.next_plan(), 64, None)
-    assert told.table.shape == (4, 2 * (told.levels + 1) + 4)
+    reads_nothing(decoder, started(decoder, WAYS[way]))
 
 
 def test_a_policy_that_asks_after_each_call_does_read_it(
@@ -54,27 +66,20 @@ def test_a_policy_that_asks_after_each_call_does_read_it(
         decoder.stepper.step(batch, decoder.policy.next_plan(), 64, decoder.policy)
 
 
-@pytest.mark.parametrize("params", SETTINGS[:2], ids=["greedy", "t1"])
-@pytest.mark.parametrize("mode", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize(("mode", "way"), grid(*RECORDED, ways=("greedy", "t1")))
 def test_a_recorded_round_is_the_round(
     tiny_target: PreTrainedModel,
     tiny_draft: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
     mode: str,
-    params: SamplingParams,
+    way: str,
 ) -> None:
     """Recorded once for each kind and replayed on the same tensors, read one round late, over two
     calls whose rows come and go: the same tokens. The recorder stands in for CUDA's: what it
     records is the list of tensor operations, so whatever the host decided is frozen in it.
     """
     drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
-    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=2, **MODES[mode])
-    decoder.late = True
-    recordings = record_rounds(decoder)
-    expected = truths(tiny_target, tiny_tokenizer, params)
-    for _ in range(2):
-        assert [c.tokens for c in decoder.generate(PROMPTS, params)] == expected
-    assert len(recordings) == 1
+    records((tiny_target, tiny_tokenizer), drafter, WAYS[way], new=40, **MODES[mode])
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])

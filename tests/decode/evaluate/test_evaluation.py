@@ -220,7 +220,6 @@ def test_one_dtype_is_held_at_a_time(
         return pair
 
     monkeypatch.setattr(evaluation, "load", watched)
-    monkeypatch.setattr("draftsmith.decode.policies.timing.LONGEST", 0.5)
     report_of(folders, tmp_path, f"drafter={folders / 'draft'}", "limit=2", "advice=true")
     assert alive == [False, False]
 

@@ -70,8 +70,8 @@ def trained(ids_T: torch.Tensor, *, layers: int, hidden: int, steps: int) -> Lla
 @pytest.fixture(scope="module")
 def models(tiny_tokenizer: PreTrainedTokenizerBase) -> Models:
     ids_T = torch.tensor(source_ids(LEARNT, tiny_tokenizer))
-    target = trained(ids_T, layers=2, hidden=64, steps=200)
-    return target, trained(ids_T, layers=1, hidden=32, steps=100)
+    target = trained(ids_T, layers=2, hidden=64, steps=120)
+    return target, trained(ids_T, layers=1, hidden=32, steps=60)
 
 
 @pytest.fixture(scope="module")

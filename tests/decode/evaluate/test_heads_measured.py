@@ -24,14 +24,11 @@ from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.policies import timing
 from draftsmith.decode.policies.timing import (
-    LEAST,
-    Call,
     LastDraftCall,
     clocked,
     draft_call,
     extend_call,
     isolated_times,
-    least_times,
     measured_costs,
     with_room,
 )
@@ -75,14 +72,7 @@ def folders(
     return root
 
 
-def test_a_heads_report_is_whole(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def soon(calls: dict[Any, Call], device: torch.device, turns: int = LEAST) -> dict[Any, float]:
-        """How fine the times are doesn't matter here."""
-        return least_times(calls, device, min(turns, LEAST))
-
-    monkeypatch.setattr(timing, "least_times", soon)
+def test_a_heads_report_is_whole(folders: Path, tmp_path: Path) -> None:
     asked = f"drafter={folders / 'knows'},{folders / 'random'}"
     argv = arguments(folders, tmp_path, asked, "temperature=1", "dtype=float32", "split=all")
     argv = [word.replace("advice=false", "advice=true") for word in argv]

@@ -8,12 +8,17 @@ from typing import Any, cast
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from draftsmith.decode.engine.request import Completion, Counters
 from draftsmith.decode.evaluate import speed
 from draftsmith.decode.evaluate.arms import Arm, Evaluation, Loaded
+from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.policies import timing as measure
+from draftsmith.decode.policies.timing import SANE, least_times, median_times
 from draftsmith.decode.prompts.prompts import Prompt
+from draftsmith.decode.tree_shapes import chain_plan
+from draftsmith.decode.untrained.ngram import NgramDrafter
 
 
 def prompts(*categories: str) -> list[Prompt]:
@@ -161,8 +166,30 @@ def test_costs_agree_where_other_work_interrupts(monkeypatch: pytest.MonkeyPatch
         c = [found["draft"] / found["plain"] for found in (times(calls, cpu) for _ in range(5))]
         return max(c) / min(c) - 1
 
-    assert spread(measure.least_times) < 0.1 < spread(measure.median_times)
+    assert spread(least_times) < 0.1 < spread(median_times)
     # Slow calls end after some turns.
     slow, before = {"plain": busy(5.0)}, now[0]
-    measure.least_times(slow, cpu)
+    least_times(slow, cpu)
     assert 3 * 5 * measure.LEAST <= now[0] - before < 3 * 7 * measure.LEAST
+
+
+def test_costs_that_cannot_be_are_refused(
+    tiny_target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tokens never take clearly less than one: a machine that says so is asked thrice."""
+    monkeypatch.setattr(measure, "SANE", SANE)
+    for share, tries in ((SANE + 0.01, 1), (SANE - 0.01, 3)):
+        asked: list[int] = []
+
+        def least(calls: dict, *_: object, share: float = share, asked: list = asked) -> dict:
+            asked.append(len(calls))
+            return {name: 1.0 if name == 1 else share for name in calls}
+
+        monkeypatch.setattr(measure, "least_times", least)
+        given = Runner(tiny_target, 320), NgramDrafter(), chain_plan(7), 1, 64
+        if tries == 1:
+            assert measure.measured_costs(*given).verify == (1.0, *[share] * 3)
+        else:
+            with pytest.raises(ValueError, match=r"1e\+03 ms for one token .* 3 times over, which"):
+                measure.measured_costs(*given)
+        assert len(asked) == tries

@@ -16,6 +16,7 @@ from draftsmith.decode.policies.priced import Cost, parts
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import DynamicTree, StaticTree, chain_plan
 
+COSTS = Costs((1, 2, 4, 8, 16, 32), (1.0, 1.1, 1.2, 1.5, 2.0, 3.0), (0.1,) * 6)
 POLICIES = ["confidence:0.2", "entropy:0.1,0.5", "depth:0.1", "cost"]
 
 
@@ -35,9 +36,7 @@ def test_no_policy_changes_an_answer(
     drafter = LMDrafter(tiny_target, len(tiny_tokenizer))
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, policy=policy, tree=tree, batch_size=3)
     if not params.greedy and policy == "cost":  # the greedy runs measure them
-        decoder.policy.costs = Costs(
-            (1, 2, 4, 8, 16, 32), (1.0, 1.1, 1.2, 1.5, 2.0, 3.0), (0.1,) * 6
-        )
+        decoder.policy.costs = COSTS
     assert [c.tokens for c in decoder.generate(PROMPTS, params)] == expected
 
 

@@ -1,17 +1,15 @@
 """kill -9 of whole processes, the server's and the learner's, where it hurts most."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
+from forked import Forked, free_port
 from killed_midway import LEARNER, SERVER
-from live_server import free_port, read_metrics, save_pair, truth, wait_until_up
+from live_server import read_metrics, save_pair, truth, wait_until_up
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.decode.serve.buffer import ReplayBuffer
@@ -34,20 +32,16 @@ class Mortal:
         self.killed: list[str] = []
         self.process = self.start()
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> Forked:
         midway = Path(__file__).parents[2] / "tools/killed_midway.py"
-        command = [sys.executable, str(midway), self.spots[0], str(self.told), *self.end]
-        with self.told.with_suffix(f".{self.end[0]}.log").open("ab") as log:
-            return subprocess.Popen(
-                command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
-            )
+        return Forked([str(midway), self.spots[0], str(self.told), *self.end])
 
     def dead(self) -> bool:
         """Whether it has been killed: it is running again then, with the next spot."""
         code = self.process.poll()
         if code is None:
             return False
-        assert code == -signal.SIGKILL, f"{self.end[0]} at {self.spots[0]!r} ended with {code}"
+        assert code == -signal.SIGKILL, (self.end[0], self.spots[0], code, self.process.told)
         self.killed.append(self.spots.pop(0))
         self.process = self.start()
         return True

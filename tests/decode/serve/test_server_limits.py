@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,13 +15,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from forked import Forked, free_port
 from live_server import (
     GOOD,
     LONG,
     Live,
     ask_all,
     expected,
-    free_port,
     live,
     save_pair,
     truth,
@@ -355,10 +352,9 @@ def test_the_command_drains_and_exits_with_0(
 ) -> None:
     port = free_port()
     target, draft = save_pair(tmp_path, tiny_target, tiny_draft, tiny_tokenizer)
-    command = [sys.executable, "-m", "draftsmith", "serve", f"target={target}", f"port={port}"]
+    command = ["-m", "draftsmith", "serve", f"target={target}", f"port={port}"]
     command += [f"drafter={draft}", "max_length=512", "batch_size=2", "drain_s=600"]
-    environment = os.environ | {"DRAFTSMITH_API_KEY": "k"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    process = Forked(command, {"DRAFTSMITH_API_KEY": "k"})
     url = f"http://127.0.0.1:{port}"
 
     try:
@@ -380,7 +376,7 @@ def test_the_command_drains_and_exits_with_0(
             for token in json.loads(line[6:])["choices"][0]["token_ids"]
         ]
         assert rest[-1] == "data: [DONE]" and len(tokens) == 450
-        assert process.wait(timeout=600) == 0, process.communicate()[1]
+        assert process.wait() == 0, process.err
     finally:
         process.kill()
         process.wait()

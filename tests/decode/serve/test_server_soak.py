@@ -8,7 +8,8 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
-from live_server import free_port, save_pair, truth, wait_until_up
+from forked import free_port
+from live_server import save_pair, truth, wait_until_up
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 REQUESTS, WARM_UP, AT_ONCE, TOKENS, DIFFERENT = 10_000, 2_000, 16, 16, 200

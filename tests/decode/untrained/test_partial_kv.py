@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import made
-from plain_decoding import plain_decode
+from saved_heads import keeps_its_size
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from truths import SETTINGS
+from truths import SETTINGS, changes_nothing
 
 from draftsmith.decode.drafters.load import has_folder, load_drafter
 from draftsmith.decode.drafting.base import Admitted, Frontier, Kept, Round
@@ -38,36 +38,17 @@ TREES: list[dict[str, Any]] = [
 NAMES = ["streaming:8", "snapkv:40"]
 
 
-@pytest.fixture(scope="module")
-def answers(
-    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
-) -> list[list[list[int]]]:
-    how: dict[str, Any] = {"vocab_size": len(tiny_tokenizer)}
-    return [
-        [
-            plain_decode(
-                tiny_target, t, params, stop_ids=() if params.ignore_eos else (0,), index=i, **how
-            )
-            for i, t in enumerate(TEXTS)
-        ]
-        for params in WAYS
-    ]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_no_answer_changes(
     tiny_target: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
-    answers: list[list[list[int]]],
     name: str,
 ) -> None:
     """Rows come and go: four prompts in three rows; and one by one, and all at once."""
     own = load_drafter(name, tiny_target, tiny_tokenizer)
     assert own is not None and not has_folder(name)
-    for tree, batch in zip(TREES, (3, 1, 16, 3), strict=True):
-        decoder = Decoder(tiny_target, tiny_tokenizer, own, batch_size=batch, **tree)
-        for params, expected in zip(WAYS, answers, strict=True):
-            assert [c.tokens for c in decoder.generate(TEXTS, params)] == expected, tree
+    trials = [(tree, batch, WAYS) for tree, batch in zip(TREES, (3, 1, 16, 3), strict=True)]
+    changes_nothing((tiny_target, tiny_tokenizer), own, trials, TEXTS)
 
 
 class Followed(PartialKVDrafter):
@@ -241,14 +222,7 @@ def test_the_view_s_memory_is_planned_and_does_not_grow(
     tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     own = PartialKVDrafter("streaming", tiny_target, len(tiny_tokenizer), 64)
-    found = set()
-    for new in (4, 300):
-        decoder = Decoder(tiny_target, tiny_tokenizer, own, K=3, batch_size=2)
-        decoder.generate(TEXTS[:2], replace(WAYS[0], max_new_tokens=new))
-        assert decoder.memory is not None
-        assert own.view.kv_2LBSHE.nbytes == decoder.memory.drafter_kv
-        found.add(decoder.memory.drafter_kv)
-    assert len(found) == 1
+    keeps_its_size((tiny_target, tiny_tokenizer), own, "view", TEXTS[:2], WAYS[0])
 
 
 def test_teacher_forced_law_of_a_whole_view_is_the_target_s(

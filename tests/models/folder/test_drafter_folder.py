@@ -4,14 +4,13 @@ import copy
 import json
 import resource
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -295,9 +294,8 @@ save_drafter(folder, kind="lm", model=model, tokenizer=tokenizer, target_fingerp
 def test_a_file_that_cannot_be_written_whole(folder: Path, mark: dict[str, Any]) -> None:
     before = weights_of(folder)
     assert len(before) > 32_768  # the limit cuts the weights, not the small files
-    command = [sys.executable, "-c", FILL_THE_DISK, str(folder), "32768"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-    assert run.returncode != 0 and "what was saved there before is unchanged" in run.stderr
+    done = run(["-c", FILL_THE_DISK, str(folder), "32768"])
+    assert done.returncode != 0 and "what was saved there before is unchanged" in done.err
     assert weights_of(folder) == before and open_drafter(folder, mark)
     assert [path.name for path in folder.parent.iterdir()] == ["drafter"]
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 32_768

@@ -142,7 +142,11 @@ def steps_on_kept_states(outline: Outline, target: LlamaForCausalLM) -> None:
     assert snapshot.take() is not head
 
 
-@pytest.mark.parametrize(("vocab", "drafted"), [(1024, 256), (4096, 2048)])
+# The smaller one has a single tile; the larger one's last tile is such a one, too.
+SMALLER = pytest.param(1024, 256, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("vocab", "drafted"), [SMALLER, (4096, 2048)])
 def test_one_card_holds_what_its_plan_says(tmp_path: Path, vocab: int, drafted: int) -> None:
     """Within 10%, with the flags that the planner gives: the target's layers are away while the
     head trains, and what stays of it (embeddings, LM head, norm) was there before. With many
@@ -184,12 +188,10 @@ def test_a_frozen_weight_that_is_read_is_nothing_new(tmp_path: Path) -> None:
     assert parts[0] == parts[1]
 
 
-def test_a_step_is_broken_down(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_step_is_broken_down(tmp_path: Path) -> None:
     held = planned(tmp_path, 32000, *WIDE).choices[0].held
     assert sum(held.parts.values()) == held.step and min(held.parts.values()) >= 0
     assert {"activations", "losses", "weights' copies", "target's pass"} <= held.parts.keys()
-    main(["recipe=gsm8k/distill", "target.shrink=true", "gpu=cpu"])
-    assert "step, at the fullest moment (" in capsys.readouterr().out
 
 
 def test_flags_that_would_fit_are_printed(
@@ -278,6 +280,7 @@ def test_more_rows_need_more_and_checkpointing_less(tmp_path: Path) -> None:
 def test_a_recipe_is_planned_without_its_weights(capsys: pytest.CaptureFixture[str]) -> None:
     main(["recipe=gsm8k/distill", "target.shrink=true", "gpu=l40s", "gpus=2"])
     shown = capsys.readouterr().out
+    assert "step, at the fullest moment (" in shown
     # Its optimizer is muon, which DeepSpeed doesn't take.
     assert "zero" not in shown and "fsdp2" in shown
     line = "accelerate launch --config_file recipes/accelerate/gpu_ddp.yaml --num_processes 2 "

@@ -4,12 +4,10 @@ The modes that cut the draft itself are in test_sharding.py.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import distributed_job
+import forked
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -24,11 +22,12 @@ CLIP_NORM = 2.7
 PLAIN = {"optimizer": "sgd", "momentum": 0.0, "schedule": "constant", "clip_norm": CLIP_NORM}
 
 
-def launch(flags: list[str], folder: Path, **changes: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
-    command += [str(ROOT / "tests/tools/distributed_job.py"), str(folder), json.dumps(changes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
+def job(folder: Path, **changes: object) -> list[str]:
+    return [str(ROOT / "tests/tools/distributed_job.py"), str(folder), json.dumps(changes)]
+
+
+def launch(flags: list[str], folder: Path, **changes: object) -> forked.Forked:
+    return forked.launched(*flags, *job(folder, **changes))
 
 
 def records(folder: Path) -> list[dict[str, float]]:
@@ -40,7 +39,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """8 sequences a step in one batch."""
     folder = tmp_path_factory.mktemp("one")
     run = launch(["--config_file", str(LAUNCHERS / "cpu.yaml")], folder, batch_size=8, **PLAIN)
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.err
     assert (folder / "kind.txt").read_text() == "NO"
     return folder
 
@@ -62,12 +61,10 @@ def test_ddp_and_on_with_one_process(
     tmp_path: Path, one_process: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """2 processes of 2 micro-batches of 2 sequences, with unequal masks; after step 4, 1 of 8."""
-    flags = ["--config_file", str(LAUNCHERS / "cpu_ddp2.yaml")]
     shape = {"batch_size": 2, "accumulation": 2, "processes": 2, "save_every": 4}
-    cut = launch(flags, tmp_path, cut_at=4, **shape, **PLAIN)
-    assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-000004"], (
-        cut.stderr
-    )
+    for one in forked.ranks(job(tmp_path, cut_at=4, **shape, **PLAIN)):
+        assert one.returncode == 9, one.told
+    assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-000004"]
     AcceleratorState._reset_state(reset_partial_state=True)
     distributed_job.main([str(tmp_path), json.dumps({"batch_size": 8, **PLAIN})])
     assert "2 x 2 x 2 became 8 x 1 x 1" in capsys.readouterr().out
@@ -82,7 +79,7 @@ def test_ddp_of_a_head(tmp_path: Path) -> None:
     distributed_job.main([str(tmp_path / "one"), json.dumps({"batch_size": 8, **plain})])
     flags = ["--config_file", str(LAUNCHERS / "cpu_ddp2.yaml")]
     run = launch(flags, tmp_path / "two", batch_size=2, accumulation=2, processes=2, **plain)
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.err
     kinds = [(tmp_path / name / "kind.txt").read_text() for name in ("one", "two")]
     assert kinds == ["NO", "MULTI_CPU"]
     assert {"alpha_0", "alpha_2", "count_2"} <= records(tmp_path / "one")[1].keys()
@@ -99,8 +96,8 @@ def test_zero2_trains_saves_and_resumes(tmp_path: Path, one_process: Path) -> No
     assert cut.returncode != 0
     assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-000003"]
     run = launch(flags, tmp_path, **changes)
-    assert run.returncode == 0, run.stderr
-    assert "resumed after step 3" in run.stdout
+    assert run.returncode == 0, run.err
+    assert "resumed after step 3" in run.out
     assert (tmp_path / "kind.txt").read_text() == "DEEPSPEED"
     assert_same_run(one_process, tmp_path)
 
@@ -130,21 +127,19 @@ def test_distillation_in_two_processes(
     with (tmp_path / "text.jsonl").open("w") as file:
         for row in range(60):
             file.write(json.dumps({"text": f"row {row} " + " ".join(map(str, range(40)))}) + "\n")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [str(LAUNCHERS / f"{launcher}.yaml"), str(ROOT / "train/distill.py")]
+    command = ["--config_file", str(LAUNCHERS / f"{launcher}.yaml"), str(ROOT / "train/distill.py")]
     command += [f"target.path={tmp_path}/target", f"data={tmp_path}/text.jsonl", "loss=lk"]
     command += ["draft={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}", "text.max_length=48"]
     share = 0.5 if launcher in ("cpu_ddp2", "zero2") else 0.0
     command += [f"on_policy={{share: {share}, prompt_tokens: 8, max_new_tokens: 8}}"]
     command += ["heldout={limit: 4, prompt_tokens: 8, max_new_tokens: 8}"]
     command += ["steps=6", "batch_size=2", "accumulation=2", "processes=2", f"out={tmp_path}/run"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = forked.launched(*command)
+    assert run.returncode == 0, run.told
     log = records(tmp_path / "run")
     assert [record["step"] for record in log] == list(range(7))
     assert all(0 < record["alpha"] < 1 for record in log[1:])
-    assert run.stdout.count("vllm serve") == 1
+    assert run.out.count("vllm serve") == 1
     draft = load_draft(tmp_path / "run/drafter")
     assert draft.lm_head.weight is draft.model.embed_tokens.weight
 
@@ -176,5 +171,5 @@ def test_launches_that_fail_in_silence(
         base += ["--num_processes", "2", "--main_process_port", "0"]
     run = launch([*flags, *base], tmp_path)
     assert run.returncode != 0
-    assert message in run.stderr, run.stderr
+    assert message in run.err, run.err
     assert not (tmp_path / "metrics.jsonl").exists()

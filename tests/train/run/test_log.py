@@ -2,16 +2,13 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bigram
 import pytest
 from bigram import settings
+from forked import run
 from rich.console import Console
 
 from draftsmith.train.run.launch import start
@@ -83,11 +80,9 @@ fit(start(config), Bigram(), Sequences(), config, Run(out, "lr: 1", main=True))
 
 def tracked(out: Path, name: str) -> None:
     """Two steps, and in another process a third."""
-    tools = {"PYTHONPATH": os.pathsep.join([str(Path(bigram.__file__).parent), *sys.path])}
     for steps in ("2", "3"):
-        command = [sys.executable, "-c", JOB, str(out), name, steps]
-        run = subprocess.run(command, capture_output=True, text=True, env=os.environ | tools)
-        assert run.returncode == 0, run.stderr
+        done = run(["-c", JOB, str(out), name, steps])
+        assert done.returncode == 0, done.err
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

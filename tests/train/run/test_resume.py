@@ -1,49 +1,40 @@
 """A run that is killed, interrupted and resumed ends in the very bytes of one that was not.
 
-Each run here is a process of its own, started by the same command every time.
+Each run here is a process of its own, of the same command every time.
 """
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from forked import Forked
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLLOW = "repeat the same command to resume"
 
 
-def start_entry(entry: str, arguments: list[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "train" / f"{entry}.py"), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
+def start_entry(entry: str, arguments: list[str]) -> Forked:
+    return Forked([str(ROOT / "train" / f"{entry}.py"), *arguments])
 
 
 def run_entry(entry: str, arguments: list[str]) -> tuple[int, str]:
     process = start_entry(entry, arguments)
-    output, _ = process.communicate(timeout=1800)
-    return process.returncode, output
+    return process.wait(), process.told
 
 
-def stop_after(process: subprocess.Popen[str], metrics: Path, lines: int, number: int) -> str:
+def stop_after(process: Forked, metrics: Path, lines: int, number: int) -> str:
     """Send the signal once so many records are written, and return the process's output."""
     deadline = time.monotonic() + 1800
     while not metrics.exists() or metrics.read_text().count("\n") < lines:
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.told
         assert time.monotonic() < deadline, "no progress"
         time.sleep(0.002)
     process.send_signal(number)
-    return process.communicate(timeout=1800)[0]
+    process.wait()
+    return process.told
 
 
 def records(folder: Path) -> list[dict[str, float]]:
@@ -133,13 +124,13 @@ def test_distillation_survives_kill_9(
     ]
     arguments += ["heldout={limit: 4, prompt_tokens: 8, max_new_tokens: 8}", "batch_size=2"]
     arguments += ["on_policy.prompt_tokens=8", "on_policy.max_new_tokens=8"]
-    arguments += ["steps=20", "save_every=4", "eval_every=10", "lr=0.02"]
+    arguments += ["steps=12", "save_every=3", "eval_every=6", "lr=0.02"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     code, output = run_entry("distill", [*arguments, f"out={straight}"])
     assert code == 0, output
     again = [*arguments, f"out={broken}"]
     process = start_entry("distill", again)
-    stop_after(process, broken / "metrics.jsonl", 8, signal.SIGKILL)
+    stop_after(process, broken / "metrics.jsonl", 6, signal.SIGKILL)
     code, output = run_entry("distill", again)
     assert code == 0, output
     assert "resumed after step" in output

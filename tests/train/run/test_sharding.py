@@ -1,17 +1,16 @@
 """Runs that are spread over processes equal one process, and what can't be is refused.
 
 A launch takes 10 s or more on two quiet cores, so each mode has one, in which a run is cut short
-and goes on; DDP, and ZeRO-2 after a kill, are in test_distributed.py.
+and goes on; DDP's own, and ZeRO-2 after a kill, are in test_distributed.py.
 """
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 import sharding_job
 import torch
@@ -31,6 +30,7 @@ from draftsmith.train.scoring.joint import JointHead
 from draftsmith.train.text.on_policy import OnPolicyText
 
 ROOT = Path(__file__).resolve().parents[3]
+JOB = str(ROOT / "tests/tools/sharding_job.py")
 STEPS = {"steps": 4, "eval_every": 2, "save_every": 2, "schedule": "constant", "clip_norm": 0.5}
 RUNS: dict[str, dict] = {
     # SGD: the scale of a gradient shows, which Adam would hide. Clipped at every step.
@@ -55,13 +55,10 @@ def divided(share: dict[str, int], names: Iterable[str] = RUNS) -> str:
 
 
 def launched(mode: str, folder: Path, runs: str, *flags: str) -> str:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [str(ROOT / f"recipes/accelerate/{mode}.yaml"), *flags]
-    command += [str(ROOT / "tests/tools/sharding_job.py"), str(folder), runs]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    config = ["--config_file", str(ROOT / f"recipes/accelerate/{mode}.yaml")]
+    done = forked.launched(*config, *flags, JOB, str(folder), runs)
+    assert done.returncode == 0, done.told
+    return done.out
 
 
 def records(folder: Path) -> list[dict[str, float]]:
@@ -108,8 +105,9 @@ def test_two_processes_equal_one(
 
 def test_ddp_with_a_target_in_parts(tmp_path: Path, one_process: Path) -> None:
     """The job looks at what each process holds; fingerprint, cache, answers, tau are one's, too."""
-    output = launched("cpu_ddp2", tmp_path, json.dumps({"parts": RUNS["parts"] | PARTS}))
-    assert output.count("resumed after step 2") == 1
+    processes = forked.ranks([JOB, str(tmp_path), json.dumps({"parts": RUNS["parts"] | PARTS})])
+    assert [one.returncode for one in processes] == [0, 0], processes[0].told
+    assert [one.out.count("resumed after step 2") for one in processes] == [1, 0]
     assert (tmp_path / "parts" / "mode.txt").read_text() == "replicated"
     assert_same_run(one_process / "parts", tmp_path / "parts")
 
