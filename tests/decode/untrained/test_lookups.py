@@ -12,9 +12,9 @@ import torch
 from eagle_drafts import VOCAB, counting
 from evaluated import arguments, save_pair
 from looked_up import begun, tau, texts
-from rounds import record_rounds
+from rounds import reads_nothing, records, started
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from truths import PROMPTS, SETTINGS, truths
+from truths import PROMPTS, SETTINGS, changes_nothing, truths
 
 from draftsmith.decode import __main__ as evaluation
 from draftsmith.decode.drafters.eagle import EagleDrafter
@@ -49,15 +49,11 @@ def test_no_answer_changes(
     """Rows come and go, and what earlier prompts left behind stays; then it is forgotten."""
     drafter = load_drafter(name, tiny_target, tiny_tokenizer)
     assert drafter is not None and not has_folder(name)
+    pair = tiny_target, tiny_tokenizer
     for tree, batch in zip(TREES, (3, 1, 16, 3), strict=True):
-        decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=batch, **tree)
-        for params in SETTINGS:
-            expected = truths(tiny_target, tiny_tokenizer, params)
-            assert texts(decoder.generate(PROMPTS, params)) == expected, tree
+        changes_nothing(pair, drafter, [(tree, batch, SETTINGS)])
         drafter.forget()
-    assert texts(decoder.generate(PROMPTS, SETTINGS[0])) == truths(
-        tiny_target, tiny_tokenizer, SETTINGS[0]
-    )
+    changes_nothing(pair, drafter, [(TREES[0], 3, SETTINGS[:1])])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -85,13 +81,10 @@ def test_a_round_that_reads_nothing_can_be_recorded(
     drafter: Drafter = looked
     if name.endswith("+"):
         drafter = CompositeDrafter(looked, EagleDrafter(head, target, VOCAB), 3)
-    decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=2, tree=tree)
-    decoder.late = True
-    recordings = record_rounds(decoder)
-    expected = truths(target, tiny_tokenizer, SETTINGS[1])
-    for _ in range(2):
-        assert texts(decoder.generate(PROMPTS, SETTINGS[1])) == expected
-    assert len(recordings) == 1
+    params = SETTINGS[1]
+    decoder = Decoder(target, tiny_tokenizer, drafter, tree=tree)
+    reads_nothing(decoder, started(decoder, params))
+    records((target, tiny_tokenizer), drafter, params, tree=tree)
 
 
 # --- tables
