@@ -176,9 +176,10 @@ def parse_tree(text: str, K: int | None) -> Plan:
                 f"tree: got {text!r}, expected kary:4,2,2, the children of each node by level, and "
                 f"fewer than {MAX_NODES} nodes"
             )
-        levels = range(1, len(counts) + 1)
         plan = StaticTree.from_paths(
-            path for depth in levels for path in product(*map(range, counts[:depth]))
+            path
+            for depth in range(1, len(counts) + 1)
+            for path in product(*map(range, counts[:depth]))
         )
     elif text in PUBLISHED:
         # Ranks of the children along each path: "02" is (0, 2).

@@ -108,7 +108,7 @@ def load_drafter(
         second = load_drafter(folder_name, target, tokenizer, **lax)
         if second is None or not isinstance(first, LookupDrafter):
             raise ValueError(f"drafter: got {name}, expected a drafter folder after the plus")
-        return CompositeDrafter(first, second, kept_defaults(folder_name)["K"] or DEFAULTS["K"])
+        return CompositeDrafter(first, second, kept_defaults(folder_name)["K"] or FIRST_K)
     if not has_folder(name):
         kind, _, says = name.partition(":")
         drafter: Drafter

@@ -249,6 +249,7 @@ class Drafter(Protocol):
 
     def forget(self) -> None:
         """Empty what outlives rows: a store of earlier answers."""
+        return None
 
     def prefill(self, admitted: Admitted) -> None:
         """Take in prompts, and the first token sampled after each."""

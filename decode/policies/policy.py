@@ -133,12 +133,15 @@ class Gain(Policy):
                 "expected tree=dynamic:levels,width,nodes, and a number of tokens from 0 up"
             )
 
+        best_BC = torch.empty(0)
+
         def enough(call: Call) -> Tensor:
+            nonlocal best_BC
             assert call.path_BC is not None
-            before_BC = call.path_BC[:, :0] if call.depth == 0 else self.best_BC
+            before_BC = best_BC if call.depth else call.path_BC[:, :0]
             all_BC = torch.cat([before_BC, call.path_BC], 1)
-            self.best_BC = all_BC.topk(min(plan.nodes - 1, all_BC.shape[1]), 1).values
-            return self.best_BC.exp().sum(1) - before_BC.exp().sum(1) < least
+            best_BC = all_BC.topk(min(plan.nodes - 1, all_BC.shape[1]), 1).values
+            return best_BC.exp().sum(1) - before_BC.exp().sum(1) < least
 
         self.enough = enough
 
