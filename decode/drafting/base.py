@@ -216,6 +216,7 @@ class Drafter(Protocol):
     shares: bool = False  # whether it drafts in the target's own keys and values
     chooses: bool = False  # whether it is told what the target chose at every node
     likeliest: int = 0  # how many of the target's likeliest tokens at every node it is told
+    host: bool = False  # whether it works on the host: a round then reads the device
     scratch: int = 0  # slots beyond a row's length that it writes between rounds; 0: isn't asked
     form: str = ""  # which of several it drafts by now; a recorded round is of one
     exits: Mapping[int, int] = MappingProxyType({})  # plans may name: bytes a call of each reads
