@@ -33,11 +33,6 @@ class Spelling:
                 self.ids.setdefault(piece, i)
         self.ends = tokenizer.bos_token_id, tokenizer.eos_token_id
 
-    @property
-    def width(self) -> float:
-        """Bytes of a token, on average over the vocabulary."""
-        return sum(map(len, self.ids)) / max(1, len(self.ids))
-
     def after(self, before: bytes, text: bytes) -> list[int]:
         """The tokens of a text that follows another, of which the last bytes will do: as both are
         tokenised together, if a token begins where the text does, else as it is tokenised alone.

@@ -19,8 +19,7 @@ class ModelSize:
     states that a drafter is given; scratch: slots that a pass needs beyond a row's own; ahead:
     logits [B, V] that are alive beside a call's own; window: slots of a row whose keys and values
     don't grow with it, beside `scratch`; 0: they do; shadow: how many sides of logits of the whole
-    kept path are made beside the target's (`at_once` of them); stretch: slots that it has for a
-    token of the target's.
+    kept path are made beside the target's (`at_once` of them).
     """
 
     config: PreTrainedConfig
@@ -31,7 +30,6 @@ class ModelSize:
     ahead: int = 0
     window: int = 0
     shadow: int = 0
-    stretch: int = 1
 
     @classmethod
     def of(cls, runner: Runner) -> "ModelSize":
@@ -42,7 +40,7 @@ class ModelSize:
 
     def kv(self, rows: int, slots: int) -> int:
         """Bytes of a pool."""
-        slots = round_up((self.window or slots * self.stretch) + self.scratch)
+        slots = round_up((self.window or slots) + self.scratch)
         return prod(kv_shape(self.config, rows, slots)) * self.dtype.itemsize
 
     @property

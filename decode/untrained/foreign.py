@@ -8,28 +8,20 @@
 with z the draft's logits and d(t) its token of the same bytes. Tokenizers work on the host: a round
 reads the device, and none is recorded. It is meant for CPUs first.
 
-Shapes: B rows, R of them just admitted, N tokens fed, F nodes fed, K draft calls, T tokens of a
-text, H hidden, V vocabulary of the target, D of the draft.
+Shapes: B rows, R of them read anew, N tokens fed, F nodes fed, K draft calls, L tokens said, T
+tokens of a text, M mapped tokens, V vocabulary of the target, D of the draft.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafting.base import (
-    Admitted,
-    Drafter,
-    Fed,
-    Feed,
-    Frontier,
-    Kept,
-    Round,
-    picked,
-)
+from draftsmith.decode.drafting import base
+from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round
 from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.runner import Runner, Seen, round_up
@@ -38,32 +30,29 @@ from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, chain
 from draftsmith.decode.untrained.own_layers import part_bytes
 from draftsmith.models.target import output_head
 from draftsmith.models.tokenizer import vocab_size
-from draftsmith.models.vocab_map import Spelling, VocabMap
+from draftsmith.models.vocab_map import Spelling, VocabMap, whole
 
 NEAR = 16  # bytes of text that tokens are made after
-LONG = 64  # bytes whose tokens may still change
+LONG = 32  # bytes whose tokens may still change
 
 
 @dataclass
 class OwnText:
-    """A row's text in the draft's tokens. ids: those that stay; rest: bytes after them; before: the
-    last bytes that they stand for; fed: tokens with keys and values, of which the first `sure` were
-    among ids then.
+    """A row's text in the draft's tokens. ids: those that stay; sure: how many of them have keys
+    and values; rest: bytes after them; before: the last bytes that they stand for.
     """
 
     ids: list[int] = field(default_factory=list)
+    sure: int = 0
     rest: bytearray = field(default_factory=bytearray)
     before: bytes = b""
-    fed: list[int] = field(default_factory=list)
-    sure: int = 0
 
 
-class ForeignDrafter(Drafter):
+class ForeignDrafter(base.Drafter):
     """Trees and chains in the target's tokens, by a draft's law over those that map. A target's
     token that maps is the draft's own in its context; the text of others is tokenised again. It has
-    positions and slots of its own, and of a text that is too long for them it reads the end.
-
-    own, target: the tokenizers. ValueError: no ordinary token is in both.
+    slots of its own, as many as the target, and of a text that is too long for them it reads the
+    end. own, target: the tokenizers. ValueError: no ordinary token is in both.
     """
 
     kind = "tli"
@@ -78,7 +67,6 @@ class ForeignDrafter(Drafter):
     ) -> None:
         self.runner = Runner(model, vocab_size(own))
         self.own, self.target = Spelling(own), Spelling(target)
-        self.stretch = max(1, round(self.target.width / self.own.width))
         self.map = VocabMap.of(self.own, self.target)
         self._join(vocab_size(target))
 
@@ -92,16 +80,15 @@ class ForeignDrafter(Drafter):
             )
         self.known = self.map.ordinary | self.map.special
         target_M = torch.tensor(sorted(self.known), device=self.runner.device)
-        draft_M = torch.tensor([self.known[i] for i in sorted(self.known)]).to(target_M.device)
-        self.own_V = torch.zeros(size, dtype=torch.int64, device=self.runner.device)
-        self.own_V[target_M] = draft_M
+        draft_M = torch.tensor([self.known[i] for i in sorted(self.known)]).to(target_M)
+        self.own_V = draft_M.new_zeros(size).index_copy(0, target_M, draft_M)
         _, head_DH, bias_D = output_head(self.runner.model)
         bias_M = None if bias_D is None else bias_D[draft_M]
         self.runner.head = VocabHead(head_DH.detach()[draft_M], target_M, size, bias_M)
 
     @property
     def size(self) -> ModelSize:
-        return replace(ModelSize.of(self.runner), stretch=self.stretch, scratch=1)
+        return ModelSize.of(self.runner)
 
     @property
     def parameter_bytes(self) -> int:
@@ -110,38 +97,34 @@ class ForeignDrafter(Drafter):
         return whole - output_head(model)[1].nbytes + head.nbytes
 
     def reset(self, rows: int, slots: int) -> None:
-        self.pool = self.runner.pool(rows, slots * self.stretch + 1)
-        self.texts = [OwnText() for _ in range(rows)]
+        self.pool = self.runner.pool(rows, slots)
+        self.texts = [OwnText([0], sure=1) for _ in range(rows)]
 
     def prefill(self, admitted: Admitted) -> None:
-        rows, lens = admitted.rows_R.tolist(), admitted.lens_R.tolist()
-        pending = admitted.pending_R.tolist()
-        for row, prompt, length, last in zip(
-            rows, admitted.tokens_RN.tolist(), lens, pending, strict=True
-        ):
+        """It is read in the row's first round."""
+        for i, row in enumerate(admitted.rows_R.tolist()):
+            prompt = admitted.tokens_RN[i, : admitted.lens_R[i]].tolist()
             self.texts[row] = OwnText()
-            self._take(self.texts[row], [*prompt[:length], last])
+            self._take(self.texts[row], [*prompt, int(admitted.pending_R[i])])
         self.pool.clear(admitted.rows_R)
-        self._read(rows, 1)
 
     def extend(self, kept: Kept) -> None:
-        new = zip(self.texts, kept.tokens_BL.tolist(), kept.n_new_B.tolist(), strict=False)
-        for text, tokens, count in new:
+        counts = kept.n_new_B.tolist()
+        for text, tokens, count in zip(self.texts, kept.tokens_BL.tolist(), counts, strict=False):
             self._take(text, tokens[:count])
 
     def _take(self, text: OwnText, tokens: Iterable[int]) -> None:
         """Let a text go on with the target's tokens."""
         for token in tokens:
-            said, own = self.target.bytes_of.get(token, b""), self.known.get(token)
-            if own is None:
-                text.rest += said
-            else:
+            said = self.target.bytes_of.get(token, b"")
+            if token in self.known:
                 self._settle(text, len(text.rest))
-                text.ids.append(own)
+                text.ids.append(self.known[token])
                 text.before = (text.before + said)[-NEAR:]
+            else:
+                text.rest += said
         if len(text.rest) > LONG:
-            cut = text.rest.rfind(b" ", 1, -LONG // 2)
-            self._settle(text, cut if cut > 0 else len(text.rest) - LONG // 2)
+            self._settle(text, max(text.rest.rfind(b" ", 1), whole(bytes(text.rest[:-LONG]))))
 
     def _settle(self, text: OwnText, count: int) -> None:
         """Make tokens that stay of so many bytes."""
@@ -153,57 +136,47 @@ class ForeignDrafter(Drafter):
     def _ids(self, text: OwnText) -> list[int]:
         return text.ids + self.own.after(text.before, bytes(text.rest)) or [0]
 
-    def _read(self, rows: Sequence[int], slots: int) -> None:
-        """Begin anew with rows' texts, with their last half where a round that takes so many slots
-        would find no room.
-        """
-        most = self._most(slots)
-        for text in (self.texts[row] for row in rows):
-            if len(self._ids(text)) > most:
-                self._settle(text, len(text.rest))
-                text.ids = text.ids[-(most + 1) // 2 :]
-            text.fed, text.sure = self._ids(text), len(text.ids)
-        fed = [torch.tensor(self.texts[row].fed, device=self.runner.device) for row in rows]
-        lens_R = torch.tensor(list(map(len, fed)), device=self.runner.device)
-        tokens_RN = pad_sequence(fed, batch_first=True)
-        self.runner.prefill(self.pool, lens_R.new_tensor(rows), tokens_RN, lens_R)
-
-    def _most(self, slots: int) -> int:
-        """Tokens that a text may have in such a round; the pool's last slot is nobody's."""
-        return max(1, min(self.pool.slots - 1, self.runner.context) - slots)
-
     def propose(self, request: Round) -> TokenTree:
         return grow(request, self.feed(request))[0]
 
     def feed(self, request: Round) -> Feed:
-        """Its first call feeds what is new of each row's text, of which a tree's nodes may be a
-        part: nothing is moved in the pool.
+        """Its first call feeds what is new of each row's text, kept nodes of the last tree too:
+        nothing is moved in the pool. What was never read, or would find no room, is read anew.
         """
-        rows, slots, device = range(len(request.lens_B)), request.plan.slots, self.runner.device
-        ids = [self._ids(self.texts[row]) for row in rows]
-        if long := [row for row in rows if len(ids[row]) > self._most(slots)]:
-            self._read(long, slots)
-            ids = [self._ids(self.texts[row]) for row in rows]
+        texts, device = self.texts[: len(request.lens_B)], self.runner.device
+        # The last slot is nobody's: padding beyond a row goes there.
+        most = min(self.pool.slots - 1, self.runner.context) - request.plan.slots
+        for text in texts:
+            if len(self._ids(text)) > max(1, most):
+                self._settle(text, len(text.rest))
+                text.ids, text.sure = text.ids[-max(1, most // 2) :], 0
+        ids = [self._ids(text) for text in texts]
+        if rows := [row for row, text in enumerate(texts) if not text.sure]:
+            fed = [torch.tensor(ids[row], device=device) for row in rows]
+            lens_R = torch.tensor(list(map(len, fed)), device=device)
+            tokens_RN = pad_sequence(fed, batch_first=True)
+            self.runner.prefill(self.pool, lens_R.new_tensor(rows), tokens_RN, lens_R)
+        pairs = list(zip(ids, texts, strict=True))
+        first = [min(text.sure or len(own), len(own) - 1) for own, text in pairs]
+        for text in texts:
+            text.sure = len(text.ids)
+        new = [torch.tensor(own[at:]) for own, at in zip(ids, first, strict=True)]
+        new_BN = pad_sequence(new, batch_first=True).to(device)
+        first_B1 = torch.tensor(first, device=device)[:, None]
         root_B1 = torch.tensor([[len(own) - 1] for own in ids], device=device)
-        width = max(*map(len, ids), request.top) + slots
-        width = min(round_up(width), self.pool.slots)
+        at_BN = first_B1 + torch.arange(new_BN.shape[1], device=device)
+        at_BN = at_BN.clamp(max=self.pool.slots - 1)
+        width = round_up(max(request.top, *map(len, ids)) + request.plan.slots)
+        width = min(width, self.pool.slots)
 
         def feed(frontier: Frontier) -> Fed:
+            placed = new_BN, at_BN, at_BN, Seen(first_B1[:, 0], width)
             if frontier.depth:
                 placed = self.own_V[frontier.tokens_BF], *frontier.placed(root_B1, width)
-                hidden_BFH, _ = self.runner.verify(self.pool, *placed)
-                return Fed(self.runner.logits(hidden_BFH), hidden_BFH)
-            first = [begun(self.texts[row], own) for row, own in zip(rows, ids, strict=True)]
-            new = [torch.tensor(own[at:]) for own, at in zip(ids, first, strict=True)]
-            tokens_BN = pad_sequence(new, batch_first=True).to(device)
-            first_B1 = torch.tensor(first, device=device)[:, None]
-            at_BN = first_B1 + torch.arange(tokens_BN.shape[1], device=device)
-            # Padding is written over before anything sees it, or goes to the last slot.
-            at_BN = at_BN.clamp(max=self.pool.slots - 1)
-            seen = Seen(first_B1[:, 0], width)
-            hidden_BNH, _ = self.runner.verify(self.pool, tokens_BN, at_BN, at_BN, seen)
-            hidden_B1H = picked(hidden_BNH, root_B1 - first_B1)
-            return Fed(self.runner.logits(hidden_B1H), hidden_B1H)
+            hidden_BFH, _ = self.runner.verify(self.pool, *placed)
+            if not frontier.depth:
+                hidden_BFH = base.picked(hidden_BFH, root_B1 - first_B1)
+            return Fed(self.runner.logits(hidden_BFH), hidden_BFH)
 
         return feed
 
@@ -217,23 +190,13 @@ class ForeignDrafter(Drafter):
                 at.append(len(self._ids(text)) - 1)
             own_1N = torch.tensor([self._ids(text)], device=ids_BT.device)
             at_1T = torch.tensor([at], device=ids_BT.device).clamp(max=own_1N.shape[1] - 1)
-            hidden.append(picked(self.runner.states(own_1N)[0], at_1T))
+            hidden.append(base.picked(self.runner.states(own_1N)[0], at_1T))
         return self.runner.logits(torch.cat(hidden))
 
 
-def begun(text: OwnText, ids: list[int]) -> int:
-    """How many of a text's tokens needn't be fed again, the last one aside; all of them are fed."""
-    same = min(text.sure, len(ids) - 1)
-    while same < min(len(text.fed), len(ids) - 1) and text.fed[same] == ids[same]:
-        same += 1
-    text.fed, text.sure = ids, len(text.ids)
-    return same
-
-
 class TextwiseDrafter(ForeignDrafter):
-    """Chains of what the target's tokenizer makes of a text: K of the draft's likeliest tokens,
-    whatever either vocabulary is. An end of the text, and other tokens that aren't text, are mapped
-    as TLI's are.
+    """Chains of what the target's tokenizer makes of K of the draft's likeliest tokens, whatever
+    either vocabulary is. What ends a text, and other tokens that aren't text, are mapped.
     """
 
     kind = "slem"
@@ -241,7 +204,6 @@ class TextwiseDrafter(ForeignDrafter):
 
     def _join(self, size: int) -> None:
         self.known = self.map.special
-        self.theirs = {own: token for token, own in self.known.items()}
         self.own_V = torch.arange(self.runner.head.size, device=self.runner.device)
 
     def propose(self, request: Round) -> TokenTree:
@@ -252,18 +214,18 @@ class TextwiseDrafter(ForeignDrafter):
             last_B1 = feed(frontier).logits_BFV.argmax(-1)
             drafted.append(last_B1)
         both = zip(self.texts, torch.cat(drafted, 1).tolist(), strict=False)
+        # The last one may be the beginning of a longer token: it costs a node, no right answer.
         said = [torch.tensor(self._said(*one)[: len(drafted)], dtype=torch.int64) for one in both]
-        # The last of them is often cut short: it costs a node, and no token.
         said_BL = pad_sequence(said, batch_first=True).to(last_B1.device)
         tokens_BN = torch.cat([request.pending_B[:, None], said_BL], 1)
         return TokenTree(tokens_BN, chain(said_BL.shape[1], last_B1.device), DETERMINISTIC)
 
     def _said(self, text: OwnText, drafted: list[int]) -> list[int]:
         """The target's tokens for the draft's, as far as these are text, and what ends it."""
-        more, end = b"", []
+        special, more = {own: token for token, own in self.known.items()}, b""
         for own in drafted:
             if own in self.own.special.values():
-                end = [self.theirs[own]] if own in self.theirs else []
                 break
             more += self.own.bytes_of.get(own, b"")
+        end = [special[own]] if own in special else []
         return self.target.after((text.before + text.rest)[-NEAR:], more) + end

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tiny_llama import build_llama
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -48,6 +48,21 @@ def letters(*names: str) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
     bpe.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+def marked() -> PreTrainedTokenizerFast:
+    """As Llama 2's: spaces are letters of their own, one is put before every text, what isn't in
+    the vocabulary is spelled in bytes by their numbers.
+    """
+    numbers = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["<unk>", *numbers, *"▁acehmnosts", "th", "the", "▁the", "at", "sat", "▁sat", "cat"]
+    vocab = {name: i for i, name in enumerate(dict.fromkeys(words))}
+    joins = [("t", "h"), ("th", "e"), ("▁", "the"), ("a", "t"), ("s", "at"), ("▁", "sat")]
+    bpe = Tokenizer(models.BPE(vocab, joins, unk_token="<unk>", byte_fallback=True))
+    bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    plain = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    bpe.decoder = decoders.Sequence([*plain, decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>")
 
 
 def by_heart(tokenizer: PreTrainedTokenizerBase, seed: int, layers: int = 2) -> LlamaForCausalLM:
