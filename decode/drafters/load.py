@@ -11,6 +11,7 @@ from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.untrained.composite import CompositeDrafter
 from draftsmith.decode.untrained.exits import ExitsDrafter
+from draftsmith.decode.untrained.foreign import ForeignDrafter, TextwiseDrafter
 from draftsmith.decode.untrained.jacobi import JacobiDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
@@ -29,9 +30,9 @@ from draftsmith.models.folder.drafter_folder import DEFAULTS, META, DrafterFolde
 from draftsmith.models.heads.head import Head, family
 from draftsmith.models.scorers import load_acceptance
 from draftsmith.models.target import TargetSpec, check_split, load_target
-from draftsmith.models.tokenizer import vocab_size
+from draftsmith.models.tokenizer import load_tokenizer, vocab_size
 
-# Drafters without a folder, by the word before the colon of their names.
+# Drafters named by a word before a colon, not by a folder alone.
 UNTRAINED: dict[str, Any] = {
     "exit": OwnLayersDrafter,
     "exits": ExitsDrafter,
@@ -47,9 +48,12 @@ UNTRAINED: dict[str, Any] = {
     "tokenswift": TokenSwiftDrafter,
     "rapid": LMDrafter,
     "easy": EasyDrafter,
+    "tli": ForeignDrafter,
+    "slem": TextwiseDrafter,
 }
 LOOKED = ("suffix", "recycling", "stand")  # also before a folder: suffix+FOLDER
 OVER = ("tokenswift", "rapid", "easy")  # of a folder after the plus
+FOREIGN = ("tli", "slem")  # around a folder's draft LM, of any tokenizer
 BARE = ("none", "ngram", "swift", *LOOKED)  # whole names
 
 
@@ -108,11 +112,20 @@ def load_drafter(
         second = load_drafter(folder_name, target, tokenizer, **lax)
         if second is None or not isinstance(first, LookupDrafter):
             raise ValueError(f"drafter: got {name}, expected a drafter folder after the plus")
-        return CompositeDrafter(first, second, kept_defaults(folder_name)["K"] or FIRST_K)
+        return CompositeDrafter(first, second, int(kept_defaults(folder_name)["K"] or 4))
     if not has_folder(name):
         kind, _, says = name.partition(":")
         drafter: Drafter
-        if kind in OVER:
+        if kind in FOREIGN:
+            folder = open_drafter(says, None)
+            if folder.kind != "lm":
+                raise ValueError(
+                    f"drafter: got {name}, the folder of a drafter of kind {folder.kind}, expected "
+                    f"{kind}:FOLDER with the folder of a causal LM and its tokenizer"
+                )
+            model = draft_lm(folder, target)
+            drafter = UNTRAINED[kind](model, load_tokenizer(folder.path), tokenizer)
+        elif kind in OVER:
             says, _, path = says.partition("+")
             inner = load_drafter(path or None, target, tokenizer, **lax)
             drafter = UNTRAINED[kind].over(says, inner, target, vocab_size(tokenizer))
@@ -144,12 +157,17 @@ def drafter_in(
         head = folder.head().requires_grad_(False).to(target.device, target.dtype)
         lay_side_by_side(head)
         return drafter_of(head, target, vocab_size(tokenizer))
+    return LMDrafter(draft_lm(folder, target), vocab_size(tokenizer), folder.vocab)
+
+
+def draft_lm(folder: DrafterFolder, target: PreTrainedModel) -> PreTrainedModel:
+    """The draft LM in a folder, frozen, where the target is and as wide."""
     model = folder.model().eval().requires_grad_(False)
     recast(model, target.dtype)
     model.to(target.device)
     check_split(model)
     lay_side_by_side(model)
-    return LMDrafter(model, vocab_size(tokenizer), folder.vocab)
+    return model
 
 
 def drafter_of(head: Head, target: PreTrainedModel, vocab_size: int) -> Any:

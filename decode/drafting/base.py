@@ -217,6 +217,7 @@ class Drafter(Protocol):
     chooses: bool = False  # whether it is told what the target chose at every node
     likeliest: int = 0  # how many of the target's likeliest tokens at every node it is told
     remembers: bool = False  # whether what it drafts depends on earlier answers
+    host: bool = False  # whether it works on the host: a round then reads the device
     scratch: int = 0  # slots beyond a row's length that it writes between rounds; 0: isn't asked
     form: str = ""  # which of several it drafts by now; a recorded round is of one
     exits: Mapping[int, int] = MappingProxyType({})  # plans may name: bytes a call of each reads
@@ -249,7 +250,7 @@ class Drafter(Protocol):
 
     def forget(self) -> None:
         """Empty what outlives rows: a store of earlier answers."""
-        return None
+        assert not self.remembers, "who remembers can forget"
 
     def prefill(self, admitted: Admitted) -> None:
         """Take in prompts, and the first token sampled after each."""

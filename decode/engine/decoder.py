@@ -88,6 +88,7 @@ class Decoder:
         self.eos_ids = eos_ids(target, tokenizer)
         # A body that is shared out over processes gathers its weights as it runs.
         fast = self.settings.fast and not isinstance(self.runner.body, FSDPModule)
+        fast = fast and not (drafter is not None and drafter.host)
         # On a CPU a round is over when its call returns: reading it late would only waste one.
         self.late = fast and recorder is None and self.runner.device.type == "cuda"
         if self.late:

@@ -57,7 +57,8 @@ def isolated_times(
         calls["draft"] = draft_call(twin, plan.fed, **at, device=target.device)
         if drafter.taps:
             calls["extend"] = extend_call(twin, target, plan.levels + 1, **at)
-    calls = {name: graphed(call, target.device) for name, call in calls.items()}
+    if not drafter.host:
+        calls = {name: graphed(call, target.device) for name, call in calls.items()}
     calls["prefill"] = prefill_call(target, batch=batch, length=prompt)
     times: dict[str, Any] = {"extend": None} | least_times(calls, target.device, SHORT)
     times["draft"] /= plan.levels
@@ -89,7 +90,8 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
         if drafter.one_pass:
             calls["first"] = LastDraftCall(twin, (1,), plan, device=target.device, **at)
             calls["extend"] = extend_call(twin, target, plan.levels + 1, **at)
-    calls = {name: graphed(call, target.device) for name, call in calls.items()}
+    if not drafter.host:
+        calls = {name: graphed(call, target.device) for name, call in calls.items()}
     for _ in range(TRIES):
         times = least_times(calls, target.device)
         least = min(times[n] for n in sizes)

@@ -47,6 +47,7 @@ class CompositeDrafter(Drafter):
         self.looked, self.trained, self.deepest = looked, trained, min(levels, trained.levels)
         self.kind = f"{looked.kind}+{trained.kind}"
         self.taps, self.likeliest, self.context = trained.taps, looked.likeliest, trained.context
+        self.host = trained.host
 
     @property
     def size(self) -> ModelSize | None:
