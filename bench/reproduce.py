@@ -70,8 +70,8 @@ STEPS = {
         "~15",
     ),
     "training-free": Step(
-        "bench/evidence/evaluated.py name=training-free 'title=Drafts that are looked up' K=4,8 "
-        "'trees=chain;dynamic:4,4,17;dynamic:8,4,17' again=3 prompts=12 max_new_tokens=48 "
+        "bench/evidence/evaluated.py name=training-free 'title=Drafts that are looked up' K=6 "
+        "'trees=chain;dynamic:6,4,17' again=3 prompts=12 max_new_tokens=40 "
         "identity=false data=gsm8k={data},spec-bench=../shared/data/spec_bench/question.jsonl "
         f"drafters=ngram,suffix,stand,recycling,{EAGLE},suffix+{EAGLE} out={{out}}",
         "~30",
