@@ -34,6 +34,7 @@ ONLINE = "train online target=target drafter=draft steps=1 idle_priority=false d
 PREPARE = "prepare target=target prompts=text.jsonl prompt_tokens=8 max_new_tokens=4 limit=2"
 TRACE = f"trace {PAIR} prompts=text.jsonl split=train prompt_tokens=8 max_new_tokens=4 limit=2"
 SKIP_LAYERS = "skip-layers target=target prompts=text.jsonl"
+REMEMBER = "remember target=target data=text.jsonl"
 CALIBRATE = f"calibrate {PAIR} prompts=text.jsonl prompt_tokens=8 max_new_tokens=8"
 TRIM = f"trim {PAIR} data=text.jsonl sizes=300 prompt_tokens=8 max_new_tokens=8 limit=2"
 SIZE = "size target=target gpu=cpu"
@@ -69,6 +70,16 @@ CASES = [
     (f"{EVALUATE} device=gpu", "device: got 'gpu', expected one that this machine has: cpu"),
     (f"{EVALUATE} dtype=bf16", "got dtype 'bf16'; expected one of auto, float32, bfloat16"),
     (f"{EAGLE} target.dtype=half", "got dtype 'half'; expected one of auto, float32, bfloat16"),
+    # ---- stores ------------------------------------------------------------------------------
+    (f"{REMEMBER} drafter=sufix", "unknown drafter 'sufix': did you mean suffix?"),
+    (f"{REMEMBER} limit=0", "limit: got 0, expected at least 1"),
+    (
+        f"{EVALUATE} drafter=suffix:absent",
+        "absent: got a shard that is missing",
+        "remember drafter",
+    ),
+    (f"{EVALUATE} drafter=stand:a_file", "cut or foreign", "draftsmith remember drafter=stand"),
+    (f"{EVALUATE} drafter=suffix+draft", "a drafter of kind lm", "a head, as EAGLE's"),
     # ---- the drafter -------------------------------------------------------------------------
     (f"{EVALUATE} drafter=absent", "got absent", "expected a drafter folder"),
     (f"{EVALUATE} drafter=a_file", "got a_file", "expected a drafter folder"),

@@ -51,7 +51,7 @@ class LMDrafter(Drafter):
     kind = "lm"
     reads = 0  # tokens of a prompt; 0: all
     follows = False  # keys of tokens that came by undrafted rounds would be missing
-    held: tuple[str, ...] = ("pool", "tail_B2", "slot_BN", "shift_B")
+    held: tuple[str, ...] = ("pool", "tail_B2", "slot_BN", "shift_B", "shifts")
 
     def __init__(
         self, model: PreTrainedModel, vocab_size: int, vocab: DraftVocab | None = None

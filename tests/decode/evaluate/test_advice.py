@@ -60,7 +60,7 @@ def advised(
 
     monkeypatch.setattr(advice, "time_arms", world)
     monkeypatch.setattr(Loaded, "decoder", lambda *_: SimpleNamespace(runner=None))
-    drafter: Any = SimpleNamespace(levels=5)
+    drafter: Any = SimpleNamespace(levels=5, remembers=False)
     nothing: Any = None
     pair = Loaded(nothing, nothing, {"d": drafter}, {"d": DecodeSettings(K=4)})
     timed = {None: arm([16], 1.0), "d": arm(HISTOGRAM, loop * (verify + 4 * c))}

@@ -36,6 +36,7 @@ def batch() -> Batch:
 
 @pytest.fixture
 def reference(tiny_draft: PreTrainedModel) -> PreTrainedModel:
+    torch.manual_seed(3)  # or two gains may once be equal up to rounding, and either token kept
     other = type(tiny_draft)(tiny_draft.config)
     return other.eval().requires_grad_(False)
 
