@@ -107,7 +107,7 @@ def test_zero2_trains_saves_and_resumes(tmp_path: Path, one_process: Path) -> No
     [
         "cpu_ddp2",
         pytest.param("zero2", marks=pytest.mark.slow),
-        pytest.param("fsdp2", marks=pytest.mark.slow),
+        "fsdp2",
         pytest.param("zero3", marks=pytest.mark.slow),
     ],
 )
