@@ -185,6 +185,12 @@ class Kept(NamedTuple):
     params: BatchParams = SamplingParams()
     race_BLV: Tensor | None = None
 
+    def write(self, text_BS: Tensor) -> None:
+        """Let each row's text go on; what wasn't kept lies beyond its end."""
+        step_L = torch.arange(1, self.tokens_BL.shape[1] + 1, device=self.lens_B.device)
+        at_BL = (self.lens_B[:, None] + step_L).clamp(max=text_BS.shape[1] - 1)
+        text_BS.scatter_(1, at_BL, self.tokens_BL)
+
 
 class Admitted(NamedTuple):
     """Prompts that begin: the rows they take, their tokens right-padded, their lengths, the first
@@ -196,6 +202,11 @@ class Admitted(NamedTuple):
     lens_R: Tensor
     pending_R: Tensor
     taps_RNU: Tensor | None = None
+
+    def write(self, text_BS: Tensor) -> None:
+        """Begin the text of these rows."""
+        text_BS[self.rows_R, : self.tokens_RN.shape[1]] = self.tokens_RN
+        text_BS[self.rows_R, self.lens_R] = self.pending_R
 
 
 class Drafter(Protocol):

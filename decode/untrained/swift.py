@@ -99,15 +99,11 @@ class SwiftDrafter(OwnLayersDrafter):
         self.text_BS, self.answer_B, self.first_B = zeros
 
     def prefill(self, admitted: Admitted) -> None:
-        rows_R, tokens_RN, lens_R = admitted.rows_R, admitted.tokens_RN, admitted.lens_R
-        self.text_BS[rows_R, : tokens_RN.shape[1]] = tokens_RN
-        self.text_BS[rows_R, lens_R] = admitted.pending_R
-        self.answer_B[rows_R] = self.first_B[rows_R] = lens_R
+        admitted.write(self.text_BS)
+        self.answer_B[admitted.rows_R] = self.first_B[admitted.rows_R] = admitted.lens_R
 
     def extend(self, kept: Kept) -> None:
-        step_L = torch.arange(1, kept.tokens_BL.shape[1] + 1, device=kept.lens_B.device)
-        at_BL = (kept.lens_B[:, None] + step_L).clamp(max=self.text_BS.shape[1] - 1)
-        self.text_BS.scatter_(1, at_BL, kept.tokens_BL)  # what wasn't kept lies beyond the text
+        kept.write(self.text_BS)
 
     def between(self, request: Round, race: Race) -> bool:
         self.wait -= 1

@@ -70,15 +70,11 @@ class TokenSwiftDrafter(PartialKVDrafter):
     @torch.inference_mode()
     def prefill(self, admitted: Admitted) -> None:
         super().prefill(admitted)
-        rows_R, tokens_RN = admitted.rows_R, admitted.tokens_RN
-        self.text_BS[rows_R, : tokens_RN.shape[1]] = tokens_RN
-        self.text_BS[rows_R, admitted.lens_R] = admitted.pending_R
+        admitted.write(self.text_BS)
 
     def extend(self, kept: Kept) -> None:
         super().extend(kept)
-        step_L = torch.arange(1, kept.tokens_BL.shape[1] + 1, device=kept.lens_B.device)
-        at_BL = (kept.lens_B[:, None] + step_L).clamp(max=self.text_BS.shape[1] - 1)
-        self.text_BS.scatter_(1, at_BL, kept.tokens_BL)  # what wasn't kept lies beyond the text
+        kept.write(self.text_BS)
 
     def feed(self, request: Round) -> Feed:
         ask = super().feed(request)
