@@ -86,12 +86,9 @@ class Places:
         bucket_X, sorted_X = (order_O1 * (BUCKETS + 1) + bucket_OX).flatten().sort(stable=True)
         at_X = at_X.repeat(len(ORDERS))[sorted_X]
         # Of many places for one bucket at once each has a number, and the last WIDE stay.
-        number_X = torch.arange(len(at_X), device=at_X.device) - torch.searchsorted(
-            bucket_X, bucket_X
-        )
-        left_X = torch.searchsorted(bucket_X, bucket_X, right=True) - torch.arange(
-            len(at_X), device=at_X.device
-        )
+        step_X = torch.arange(len(at_X), device=at_X.device)
+        number_X = step_X - torch.searchsorted(bucket_X, bucket_X)
+        left_X = torch.searchsorted(bucket_X, bucket_X, right=True) - step_X
         counts_H = self.counts_OH.view(-1)
         into_X = bucket_X * WIDE + (counts_H[bucket_X] + number_X) % WIDE
         into_X = torch.where(left_X <= WIDE, into_X, BUCKETS * WIDE)
