@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.decode.drafting.base import Admitted, Drafter, Feed, Frontier, Kept, Round
+from draftsmith.decode.drafting.base import Admitted, Drafter, Fed, Feed, Frontier, Kept, Round
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree, Topology
 from draftsmith.decode.tree_shapes import chain_plan
@@ -81,9 +81,14 @@ class CompositeDrafter(Drafter):
         return self.trained.feed(self._shallow(request))
 
     def propose(self, request: Round) -> TokenTree:
-        feed, known_B = self.looked.looked_up()
-        root = Frontier(0, request.pending_B[:, None], None, torch.zeros_like(known_B[:1]).long())
-        sure_B = known_B & (feed(root).logits_BFV.softmax(-1).amax((1, 2)) >= SURE)
+        ask, known_B = self.looked.looked_up()
+        slot_1 = torch.zeros_like(known_B[:1]).long()
+        first = ask(Frontier(0, request.pending_B[:, None], None, slot_1))
+        sure_B = known_B & (first.logits_BFV.softmax(-1).amax((1, 2)) >= SURE)
+
+        def feed(frontier: Frontier) -> Fed:
+            return ask(frontier) if frontier.depth else first
+
         levels = min(request.plan.levels, request.plan.nodes - 1)
         far = replace(request, plan=chain_plan(levels))
         if self.looked.reads:
