@@ -90,10 +90,15 @@ class TokenTree:
     """What a drafter proposes: tokens_BN (column 0 the pending token), their topology, the law the
     drafted tokens were drawn by and, where a rule needs it, q_logits_BIV: for each inner node in
     ascending order the transformed draft logits that its children were drawn from (of a chain:
-    nodes 0 to D - 1).
+    nodes 0 to D - 1). rank_BN: of a tree ordered by worth, each node's place in that order.
     """
 
     tokens_BN: Tensor
     topology: Topology
     law: str
     q_logits_BIV: Tensor | None = None
+    rank_BN: Tensor | None = None
+
+    def ranks(self, nodes_BL: Tensor) -> Tensor:
+        """Of some nodes, that place; where there is no order, their numbers."""
+        return nodes_BL if self.rank_BN is None else self.rank_BN.gather(1, nodes_BL)

@@ -210,10 +210,10 @@ def read_tree(file: File) -> StaticTree:
 
 
 def rank_path(plan: Plan | None, nodes: list[int]) -> tuple[int, ...]:
-    """The rank path of the last node kept; zeros where ranks aren't known."""
+    """The rank path of the last node kept; of a dynamic tree, what is said of the nodes."""
     if nodes and isinstance(plan, StaticTree):
         return plan.paths[nodes[-1] - 1]
-    return (0,) * len(nodes)
+    return tuple(nodes)
 
 
 @cache  # recordings of rounds read these tensors: none may go

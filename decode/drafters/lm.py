@@ -50,7 +50,8 @@ class LMDrafter(Drafter):
 
     kind = "lm"
     reads = 0  # tokens of a prompt; 0: all
-    follows = False  # keys of tokens that came by undrafted rounds would be missing
+    follows = False  # keys of tokens that it hasn't drafted would be missing
+    owes = True
     held: tuple[str, ...] = ("pool", "tail_B2", "slot_BN", "shift_B", "shifts")
 
     def __init__(
@@ -136,6 +137,22 @@ class LMDrafter(Drafter):
             first_B1 = self._own(kept.lens_B)
             self.pool.commit(first_B1 + source_BL, first_B1 + target_L)
 
+    def settle(self, kept: Kept) -> None:
+        """All but the last two, which the next draft call feeds."""
+        tokens_BM = torch.cat([self.tail_B2, kept.tokens_BL], 1)[:, :-2]
+        self._take_in(tokens_BM, self._own(kept.lens_B) - 1, kept)
+        self.extend(kept)
+
+    def _take_in(self, tokens_BM: Tensor, first_B1: Tensor, kept: Kept) -> None:
+        """Make keys and values of tokens from this position on; those past the row's end all go
+        where its pending one will be fed.
+        """
+        end_B1 = self._own(kept.lens_B) + kept.n_new_B[:, None]
+        step_M = torch.arange(tokens_BM.shape[1], device=end_B1.device)
+        at_BM = torch.minimum(first_B1 + step_M, end_B1)
+        width = min(round_up(kept.top - self._fewer() + 1), self.pool.slots)
+        self.runner.verify(self.pool, tokens_BM, at_BM, at_BM, Seen(first_B1[:, 0], width))
+
     def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor | None = None) -> Tensor:
         """Its own law of the next token, of whole texts; it reads no states."""
         hidden_BTH = self.runner.body(input_ids=ids_BT, use_cache=False).last_hidden_state
@@ -196,6 +213,15 @@ class EasyDrafter(LMDrafter):
 
     def extend(self, kept: Kept) -> None:
         kept.write(self.text_BS)
+
+    def settle(self, kept: Kept) -> None:
+        """And what the first call would have fed again meanwhile."""
+        self.extend(kept)
+        first_B1 = (kept.lens_B[:, None] - self.levels).clamp(min=0)
+        size = kept.tokens_BL.shape[1] + self.levels
+        at_BM = first_B1 + torch.arange(size, device=first_B1.device)
+        at_BM = at_BM.clamp(max=self.text_BS.shape[1] - 1)
+        self._take_in(self.text_BS.gather(1, at_BM), first_B1, kept)
 
     def _fed(self, request: Round, frontier: Frontier, width: int) -> Fed:
         lens_B1 = request.lens_B[:, None]

@@ -222,7 +222,8 @@ class Drafter(Protocol):
     levels: int = ANY_DEPTH  # of the deepest tree that it can draft
     one_pass: bool = False  # whether a round's first draft call makes what the later ones look up
     stride: int = 1  # levels that one pass drafts: draft calls between them look up what it made
-    follows: bool = True  # whether it takes in rounds that draft nothing
+    follows: bool = True  # whether it takes in tokens that it hasn't drafted
+    owes: bool = False  # whether taking in is a pass of its model: tokens then wait (`settle`)
     room: int = ANY_DEPTH  # slots that a round's drafted tokens may take
     shares: bool = False  # whether it drafts in the target's own keys and values
     chooses: bool = False  # whether it is told what the target chose at every node
@@ -277,6 +278,10 @@ class Drafter(Protocol):
         """Take in the tokens just emitted; float64 [B, X] for the policy to hear (`Outcome.news`),
         where there is anything to say.
         """
+
+    def settle(self, kept: Kept) -> None:
+        """Take in what several rounds that drafted nothing emitted."""
+        self.extend(kept)
 
     def between(self, request: Round, race: Race) -> bool:
         """Before a round, for drafters with `scratch`: look at the text so far. True where other

@@ -126,13 +126,14 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
     # scores above its parent, and ties, those of -inf too, go to the earlier one.
     order_BC = score_BC.sort(dim=1, descending=True, stable=True).indices
     nodes = plan.nodes
-    chosen_BN = order_BC[:, :nodes].sort(1).values
+    chosen_BN, rank_BN = order_BC[:, :nodes].sort(1)
     if request.keep is not None:
         kept = request.keep(score_BC.gather(1, chosen_BN), request.active_B)
         nodes = min(kept, nodes)
-        chosen_BN = order_BC[:, :nodes].sort(1).values
+        chosen_BN, rank_BN = order_BC[:, :nodes].sort(1)
     topology = _topology(min(plan.levels, nodes - 1), parent_BC, depth_C, chosen_BN)
-    tree = TokenTree(tokens_BC.gather(1, chosen_BN), topology, request.law)
+    tokens_BN = tokens_BC.gather(1, chosen_BN)
+    tree = TokenTree(tokens_BN, topology, request.law, rank_BN=rank_BN)
     return tree, slot_BC.gather(1, chosen_BN)
 
 

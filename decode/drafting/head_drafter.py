@@ -38,6 +38,7 @@ class HeadDrafter(Drafter):
     """
 
     head: Head
+    owes = True
     held: tuple[str, ...] = ("pool", "state_BH")
 
     def __init__(

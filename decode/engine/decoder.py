@@ -24,6 +24,7 @@ from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.drafting.base import ANY_DEPTH, Drafter, shape_of
 from draftsmith.decode.engine import memory
 from draftsmith.decode.engine.graphs import Graphs
+from draftsmith.decode.engine.owed import STATES, Owed
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.request import Completion, Event, Prompt, eos_ids, open_request
 from draftsmith.decode.engine.round import DecodeBatch, Rows, Stepper
@@ -315,11 +316,14 @@ class Decoder:
             if drafter is not None:
                 if drafter.shares:
                     drafter.share(pool)
+                elif drafter.owes and self.policy.rests:
+                    wide = len(self.runner.taps) * self.runner.config.hidden_size
+                    batch.owed = Owed(rows, wide, self.runner.dtype, device)
+                    drafter.reset(rows, pool.slots + STATES)
                 else:
                     drafter.reset(rows, pool.slots)
                 _works_for[drafter] = weakref.ref(batch)
         if self.policy.priced and self.policy.costs is None and drafter is not None:
             largest = self.policy.plans[-1]
             self.policy.costs = measured_costs(self.runner, drafter, largest, rows, prompt + new)
-            self.policy.rests = drafter.follows
         return batch

@@ -17,6 +17,7 @@ from torch import Tensor
 from draftsmith.decode import sampling
 from draftsmith.decode.drafting.base import Call, Drafter, Kept, Round, picked
 from draftsmith.decode.engine.grammar import Grammar, ruled
+from draftsmith.decode.engine.owed import Owed
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.engine.settings import DecodeSettings
@@ -132,7 +133,8 @@ class DecodeBatch:
     """What rounds work on. harvest: None where nobody wants it; drafter: the stepper's own, of a
     part of the rows; listed: how many likeliest tokens to tell of each place, None for no
     log-probabilities; grammars: of each row's answer, None where no row has one. They are followed
-    on the host, so what was emitted is read before the next round.
+    on the host, so what was emitted is read before the next round. owed: to drafters that let
+    tokens wait, where a policy may draft nothing.
     """
 
     rows: Rows
@@ -142,6 +144,14 @@ class DecodeBatch:
     drafter: Drafter | None = None
     listed: int | None = None
     grammars: Sequence[Grammar | None] | None = None
+    owed: Owed | None = None
+
+    def told(self, drafter: Drafter, kept: Kept, *, waits: bool) -> Tensor | None:
+        """Let the drafter take a round in, now or, where it `waits`, with others."""
+        if not waits or self.owed is None:
+            return drafter.extend(kept)
+        self.owed.take(kept)
+        return None
 
     def law(self, logits_BNV: Tensor, tokens_BN: Tensor, parent: Tensor) -> Tensor:
         """What the target's raw logits at some nodes become: ruled by grammars, transformed."""
@@ -159,11 +169,13 @@ class DecodeBatch:
         part, found = first_rows(self, rows), first_rows(drafter, rows)
         part.rows, part.harvest = first_rows(self.rows, rows), first_rows(self.harvest, rows)
         part.params, part.drafter = params, found
+        part.owed = first_rows(self.owed, rows)
         return part
 
 
 class Told(NamedTuple):
-    """A round's news. table: int64 [B, 2 L + 4 + W]: tokens emitted, nodes of the kept path, how
+    """A round's news. table: int64 [B, 2 L + 4 + W]: tokens emitted, nodes of the kept path (of a
+    tree ordered by worth: their places in that order), how
     many drafted ones the rule kept, how many were emitted, whether the row still decodes, whether
     its logits were broken; then, where the batch asks for them, the bits of `told_log_probs` of the
     tokens, and those of what the drafter says. levels, nodes: of the tree that was verified (nodes
@@ -210,8 +222,7 @@ class Stepper:
         rows, params, pool = batch.rows, batch.params, batch.pool
         levels = 0 if plan is None else plan.levels
         lens_B1 = rows.lens_B[:, None]
-        step_L = torch.arange(levels + 1, device=self.runner.device)
-        shared_BLV = None
+        step_L, shared_BLV = torch.arange(levels + 1, device=self.runner.device), None
         if (rule := self.rule(params)).identical:
             shared_BLV = self.race(rows.seeds_B, lens_B1 + step_L + 1, params)
         calls: list[Call] | None = None if self.recorder is None else []
@@ -259,14 +270,22 @@ class Stepper:
         if drafter is not None:
             path = None if topology.is_chain else path_BL
             kept = Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top, params=params, **told)
-            said_BX = drafter.extend(kept)
-        news = [emitted_BL, path_BL, torch.stack([n_accepted_B, n_new_B, rows.active_B, bad_B], 1)]
+            said_BX = batch.told(drafter, kept, waits=plan is None)
+        ended = torch.stack([n_accepted_B, n_new_B, rows.active_B, bad_B], 1)
+        news = [emitted_BL, tree.ranks(path_BL), ended]
         if raw_BNV is not None and batch.listed is not None:
             told_BLW = told_log_probs(picked(raw_BNV, path_BL), emitted_BL, batch.listed)
             news.append(told_BLW.flatten(1).view(torch.int64))
         said = [] if said_BX is None else [said_BX.view(torch.int64)]
         size = topology.levels, topology.nodes - 1, sum(part.shape[1] for part in said)
         return Told(torch.cat(news + said, 1), *size)
+
+    @torch.inference_mode()
+    def settle(self, batch: DecodeBatch, rounds: int, top: int) -> None:
+        """Let the drafter take in what at most so many rounds without a draft owe it."""
+        drafter = batch.drafter or self.drafter
+        if drafter is not None and batch.owed is not None:
+            drafter.settle(batch.owed.settled(batch.rows.lens_B, rounds, top))
 
     @torch.inference_mode()
     def between(self, batch: DecodeBatch, plan: Plan, top: int) -> bool:

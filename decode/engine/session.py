@@ -20,7 +20,7 @@ from draftsmith.decode.engine.grammar import ruled
 from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.engine.round import DecodeBatch, Told
-from draftsmith.decode.policies.policy import Outcome
+from draftsmith.decode.policies.policy import Load, Outcome
 from draftsmith.decode.sampling import BatchParams, choose, together, told_log_probs
 from draftsmith.decode.tree_shapes import Plan, rank_path
 
@@ -39,6 +39,8 @@ class Flight(NamedTuple):
     ready: torch.cuda.Event | None
     plan: Plan | None
     requests: list[Request | None]
+    load: Load
+    started: float
 
 
 class Session:
@@ -61,6 +63,8 @@ class Session:
         self.flight: Flight | None = None
         self.narrow = narrow and decoder.runner.device.type == "cpu"
         self._parts: dict[int, DecodeBatch] = {}  # of the batch, by their rows
+        self.rested = 0  # rounds without a draft since the drafter took in what they emitted
+        self.heard: float | None = None  # when; None where prompts came in since
 
     @property
     def running(self) -> int:
@@ -136,7 +140,8 @@ class Session:
     def launch(self) -> Flight:
         """Set off one round."""
         decoder, requests = self.decoder, list(self.batch.rows.requests)
-        plan = None if decoder.drafter is None else decoder.policy.next_plan()
+        load = Load(len(self._part().rows.lens_B), self.running)
+        plan = None if decoder.drafter is None else decoder.policy.next_plan(load)
         ahead = 0 if self.flight is None else self.flight.told.levels + 1
         top = ahead + max((r.length for r in requests if r is not None), default=1)
         self.batch.listed = most_listed(requests)
@@ -144,8 +149,10 @@ class Session:
         on_cuda = device.type == "cuda"
         # Captures and events belong to the current device.
         with torch.cuda.device(device) if on_cuda else nullcontext():
+            self._rest(plan is None, top)
             if plan is not None and decoder.stepper.between(self._part(), plan, top):
                 self._parts = {}
+            started = time.perf_counter()
             if decoder.graphs is not None:
                 told = decoder.graphs.step(self.batch, plan, top)
             else:
@@ -156,7 +163,18 @@ class Session:
                 table.copy_(told.table, non_blocking=True)
                 ready = torch.cuda.Event()
                 ready.record()
-        return Flight(told, table, ready, plan, requests)
+        return Flight(told, table, ready, plan, requests, load, started)
+
+    def _rest(self, rests: bool, top: int) -> None:
+        """Before a round: count it if it drafts nothing, else settle what such rounds owe."""
+        owed, rows = self.batch.owed, self.batch.rows
+        if owed is None:
+            return
+        if rests and not self.rested:
+            owed.begin(slice(None), rows.lens_B)
+        elif not rests and self.rested:
+            self.decoder.stepper.settle(self._part(), self.rested, top)
+        self.rested = self.rested + 1 if rests else 0
 
     def hear(self, flight: Flight) -> list[News]:
         """Take in what a round tells."""
@@ -181,8 +199,11 @@ class Session:
                 request.take_listed(listed_BLW[row, : len(news[-1][1])])
         said_BX = told.news_BX(host)
         said_BX = None if said_BX is None else said_BX[heard]
-        if flight.plan is not None or said_BX is not None:
-            self.decoder.policy.observe(Outcome(flight.plan, told.levels, paths, said_BX))
+        # A device that runs ahead begins a round when the one before has ended.
+        seconds = None if self.heard is None else now - max(self.heard, flight.started)
+        self.heard = now
+        told_of = flight.plan, told.levels, paths, said_BX, flight.load, seconds
+        self.decoder.policy.observe(Outcome(*told_of))
         return news
 
     @torch.inference_mode()
@@ -209,6 +230,9 @@ class Session:
         p_logits_RV = params.transform(ruled_RV)
         pending_R = choose(p_logits_RV, None if race_RLV is None else race_RLV[:, 0])
         rows.admit(rows_R, lens_R, pending_R, requests)
+        self.heard = None
+        if batch.owed is not None:
+            batch.owed.begin(rows_R, lens_R)
         admitted = Admitted(rows_R, tokens_RN, lens_R, pending_R, taps_RNU)
         if decoder.drafter is not None:
             decoder.drafter.prefill(admitted)

@@ -16,6 +16,9 @@ cost              the K, or part of the tree, of the highest expected tokens a s
 exits:1           DEL: of the target's layers that may draft (drafter=exits:2+4+6) and of lengths
                   the best by running acceptance and bytes read; stop below a chance that follows
                   what was kept, times that number (0: never)
+auto              the K, or part of the tree, or no draft at all, that gives most tokens a second
+                  with as many rows as there are, by the rounds so far
+table:1-8=4,9-=0  so many draft calls for so many rows that decode
 cut               a dynamic tree is grown whole, then verified as far as its own chances promise
                   more than the measured time of verifying costs; none at all where that is best
 """
@@ -23,6 +26,7 @@ cut               a dynamic tree is grown whole, then verified as far as its own
 from collections.abc import Callable
 
 from draftsmith.decode.policies.exits import ExitPolicy
+from draftsmith.decode.policies.load import Auto, Table
 from draftsmith.decode.policies.policy import Acceptance, Confidence, Depth, Entropy, Gain, Policy
 from draftsmith.decode.policies.priced import Cost, CutGrown
 from draftsmith.decode.tree_shapes import Plan
@@ -37,7 +41,11 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "cost": Cost,
     "cut": CutGrown,
     "exits": ExitPolicy,
+    "auto": Auto,
+    "table": Table,
 }
+
+NUMBERS = {"confidence": 1, "depth": 1, "gain": 1, "exits": 1, "entropy": 2, "acceptance": 2}
 
 
 def make_policy(text: str, plan: Plan) -> Policy:
@@ -45,11 +53,13 @@ def make_policy(text: str, plan: Plan) -> Policy:
     name, _, numbers = text.partition(":")
     if name not in POLICIES:
         raise ValueError(f"policy: got {text!r}, expected one of {', '.join(POLICIES)}")
+    if name == "table":
+        return Table(plan, numbers)
     try:
         values = [float(number) for number in numbers.split(",")] if numbers else []
     except ValueError:
         raise ValueError(f"policy: got {text!r}, expected numbers after the colon") from None
-    most = {"fixed": 0, "cost": 0, "cut": 0, "entropy": 2, "acceptance": 2}.get(name, 1)
+    most = NUMBERS.get(name, 0)
     if len(values) > most:
         raise ValueError(f"policy: got {text!r}, expected at most {most} numbers for {name}")
     return POLICIES[name](plan, *values)

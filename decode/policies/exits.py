@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from draftsmith.decode.drafting.base import Call
-from draftsmith.decode.policies.policy import Outcome, Policy
+from draftsmith.decode.policies.policy import ALONE, Load, Outcome, Policy
 from draftsmith.decode.tree_shapes import Plan
 
 
@@ -60,7 +60,7 @@ class ExitPolicy(Policy):
         self.sums = {e: np.zeros(4) for e in reads}
         self.seed = 1.0
 
-    def next_plan(self) -> Plan | None:
+    def next_plan(self, load: Load = ALONE) -> Plan | None:
         longest = self.plans[-1]
         found = {
             e: best_length(self.alpha(e), read, self.whole, longest.levels)

@@ -49,17 +49,30 @@ class Costs(NamedTuple):
         return float(np.interp(nodes, self.nodes, self.verify))
 
 
+class Load(NamedTuple):
+    """What a round works on: rows that are computed, and those of them that decode."""
+
+    rows: int = 1
+    running: int = 1
+
+
+ALONE = Load()
+
+
 class Outcome(NamedTuple):
-    """What a finished round's rows came to. plan: None of a round that drafted nothing, which is
-    told only where there is news; levels: draft calls made; paths: of each row that decoded, the
-    rank path that was kept (of a dynamic tree: zeros in its place); news: what the drafter says of
-    these rows (`Drafter.extend`).
+    """What a finished round's rows came to. plan: None of a round that drafted nothing; levels:
+    draft calls made; paths: of each row that decoded, the rank path that was kept (of a dynamic
+    tree: the places of the nodes kept in its order of worth); news: what the drafter says of these
+    rows (`Drafter.extend`); load: what it worked on; seconds: that it took, None where something
+    else was done meanwhile.
     """
 
     plan: Plan | None
     levels: int
     paths: Sequence[tuple[int, ...]]
     news: Tensor | None = None
+    load: Load = ALONE
+    seconds: float | None = None
 
 
 class Policy:
@@ -71,8 +84,7 @@ class Policy:
     enough: Enough | None = None
     chance: Chance | None = None
     keep: HowMany | None = None
-    orders = priced = False
-    rests = True
+    orders = priced = rests = False
     costs: Costs | None = None
 
     def __init__(self, plan: Plan) -> None:
@@ -83,7 +95,7 @@ class Policy:
         """Whether it is asked in the middle of rounds."""
         return self.enough is not None or self.keep is not None
 
-    def next_plan(self) -> Plan | None:
+    def next_plan(self, load: Load = ALONE) -> Plan | None:
         """The tree of the next round; None for a round that drafts nothing."""
         return self.plans[-1]
 

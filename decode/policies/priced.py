@@ -3,60 +3,50 @@
 Shapes: B rows, N nodes of a grown tree, the root included.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
-from draftsmith.decode.policies.policy import Outcome, Policy
-from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_plan
+from draftsmith.decode.policies.policy import ALONE, Load, Outcome, Policy
+from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree
 
 
-class Cost(Policy):
-    """Of all parts of the tree the one that promises most tokens a second, chosen anew every
-    `PERIOD` rounds. A node's chance to be kept is the product along its path of P(rank r kept at
-    depth d | its parent kept), counted over recent rounds, and leaning on all depths' average where
-    counts are few.
+class PathCounts:
+    """How often each rank at each depth was kept in recent rounds of a static tree or its parts. A
+    node's chance is the product along its path of P(rank r kept at depth d | its parent kept),
+    leaning on all depths' average where counts are few.
     """
 
-    PERIOD, MEMORY, LEAN = 8, 0.995, 8.0
+    MEMORY, LEAN = 0.995, 8.0  # of each row that is heard of
 
-    priced = True
-
-    def __init__(self, plan: Plan) -> None:
-        self.plans = parts(plan)
-        self.paths = counted(plan)
+    def __init__(self, plan: StaticTree) -> None:
+        self.paths = plan.paths
         shape = plan.levels, 1 + max(max(path) for path in self.paths)
         self.hits, self.trials = np.zeros(shape), np.zeros(shape)
-        self.choice, self.rounds = self.plans[-1], 0
 
-    def next_plan(self) -> Plan:
-        if self.costs is not None and self.rounds and self.rounds % self.PERIOD == 0:
-            chances = self.chances()
-            self.choice = max(self.plans, key=lambda plan: self.rate(plan, chances))
-        self.rounds += 1
-        return self.choice
-
-    def rate(self, plan: Plan, chances: dict[tuple[int, ...], float]) -> float:
-        """Expected tokens a second of a row."""
-        assert self.costs is not None
-        return (1 + sum(chances[path] for path in counted(plan))) / self.costs.of(plan)
-
-    def chances(self) -> dict[tuple[int, ...], float]:
-        """Rank path -> the chance that it is kept."""
+    def expected(self, plans: Sequence[Plan]) -> dict[Plan | None, float]:
+        """Tokens of a row's round of each plan, and of none."""
         pooled = (self.hits.sum(0) + 1) / (self.trials.sum(0) + 2)
         table = (self.hits + self.LEAN * pooled) / (self.trials + self.LEAN)
-        found: dict[tuple[int, ...], float] = {(): 1.0}
+        chances: dict[tuple[int, ...], float] = {(): 1.0}
         for path in self.paths:
-            found[path] = found[path[:-1]] * float(table[len(path) - 1, path[-1]])
+            chances[path] = chances[path[:-1]] * float(table[len(path) - 1, path[-1]])
+        found: dict[Plan | None, float] = {None: 1.0}
+        for plan in plans:
+            assert isinstance(plan, StaticTree)
+            found[plan] = 1 + sum(chances[path] for path in plan.paths)
         return found
 
-    def observe(self, outcome: Outcome) -> None:
+    def take(self, outcome: Outcome) -> None:
+        """Count a round."""
         if outcome.plan is None:
             return
-        self.hits *= self.MEMORY
-        self.trials *= self.MEMORY
-        drafted = set(counted(outcome.plan))
+        assert isinstance(outcome.plan, StaticTree)
+        self.hits *= self.MEMORY ** len(outcome.paths)
+        self.trials *= self.MEMORY ** len(outcome.paths)
+        drafted = set(outcome.plan.paths)
         for kept in outcome.paths:
             for depth in range(min(len(kept) + 1, outcome.levels)):
                 for rank in range(self.hits.shape[1]):
@@ -65,17 +55,83 @@ class Cost(Policy):
                     self.hits[depth, kept[depth]] += 1
 
 
-def counted(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The rank paths that `Cost` counts: of a dynamic tree, whose ranks aren't known, a chain's."""
-    return plan.paths if isinstance(plan, StaticTree) else chain_plan(plan.levels).paths
+class PlaceCounts:
+    """The same of a dynamic tree, by depth, for every number of nodes that one may have: the best
+    few of a tree would have kept what was kept as far as it is among them.
+    """
+
+    MEMORY, LEAN = PathCounts.MEMORY, PathCounts.LEAN
+
+    def __init__(self, plan: DynamicTree) -> None:
+        self.nodes = sorted({part.nodes for part in parts(plan)})
+        shape = len(self.nodes), plan.levels
+        self.hits, self.trials = np.zeros(shape), np.zeros(shape)
+
+    def expected(self, plans: Sequence[Plan]) -> dict[Plan | None, float]:
+        """As of `PathCounts`."""
+        chance_D = np.full(self.hits.shape[1], 0.5)
+        found: dict[Plan | None, float] = {None: 1.0}
+        for nodes, hits_D, trials_D in zip(self.nodes, self.hits, self.trials, strict=True):
+            # Where little was tried with so many nodes, as with fewer.
+            lean_D = (hits_D.sum() + chance_D) / (trials_D.sum() + 1)
+            chance_D = (hits_D + self.LEAN * lean_D) / (trials_D + self.LEAN)
+            sums = 1 + chance_D.cumprod().cumsum()
+            found |= {p: float(sums[p.levels - 1]) for p in plans if p.nodes == nodes}
+        return found
+
+    def take(self, outcome: Outcome) -> None:
+        """As of `PathCounts`."""
+        if outcome.plan is None:
+            return
+        self.hits *= self.MEMORY ** len(outcome.paths)
+        self.trials *= self.MEMORY ** len(outcome.paths)
+        for i, nodes in enumerate(self.nodes):
+            if nodes > outcome.plan.nodes:
+                break
+            for path in outcome.paths:
+                kept = next((d for d, place in enumerate(path) if place >= nodes), len(path))
+                self.hits[i, :kept] += 1
+                self.trials[i, : min(kept + 1, outcome.levels)] += 1
+
+
+def counts_of(plan: Plan) -> PathCounts | PlaceCounts:
+    """What counts the rounds of a tree and of its parts."""
+    return PathCounts(plan) if isinstance(plan, StaticTree) else PlaceCounts(plan)
+
+
+class Cost(Policy):
+    """Of all parts of the tree the one that promises most tokens a second by measured `costs`,
+    chosen anew every `PERIOD` rounds.
+    """
+
+    PERIOD = 8
+
+    priced = True
+
+    def __init__(self, plan: Plan) -> None:
+        self.plans, self.counts = parts(plan), counts_of(plan)
+        self.choice, self.rounds = self.plans[-1], 0
+
+    def next_plan(self, load: Load = ALONE) -> Plan | None:
+        if (costs := self.costs) is not None and self.rounds and self.rounds % self.PERIOD == 0:
+            tokens = self.counts.expected(self.plans)
+            self.choice = max(self.plans, key=lambda plan: tokens[plan] / costs.of(plan))
+        self.rounds += 1
+        return self.choice
+
+    def observe(self, outcome: Outcome) -> None:
+        self.counts.take(outcome)
 
 
 def parts(plan: Plan) -> tuple[Plan, ...]:
-    """From the smallest to the whole: every depth, and of static trees ranks below 1, 2, 4, all."""
+    """From the smallest to the whole: every depth; of static trees ranks below 1, 2, 4, all, of
+    dynamic ones a quarter of the nodes, half of them, all.
+    """
     found: list[Plan] = []
     for cut in (plan.cut(levels) for levels in range(1, plan.levels + 1)):
         if isinstance(cut, DynamicTree):
-            found.append(cut)
+            fewer = [plan.nodes // share for share in (4, 2, 1)]
+            found += [replace(cut, nodes=max(2, min(nodes, cut.nodes))) for nodes in fewer]
             continue
         for limit in (1, 2, 4, 1 << 30):
             found.append(replace(cut, paths=tuple(p for p in cut.paths if max(p) < limit)))
@@ -92,14 +148,14 @@ class CutGrown(Policy):
     the most tokens a second in the long run (Dinkelbach's form of a ratio), not of one round; r:
     drafted tokens kept so far over those promised. A node's chance is what orders the tree. Where
     rounds have given less than plain decoding would have in their time, most draft nothing; every
-    `RETRY`th tries again. Not with drafters that must be fed each round's tokens (draft LMs).
+    `RETRY`th tries again.
 
     One reading of the device a round. All rows verify as many nodes.
     """
 
     RETRY, MEMORY, LEAN, HEAR = 32, 0.95, 8.0, 4
     SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257)  # nodes, the root included
-    priced = True
+    priced = rests = True
 
     def __init__(self, plan: Plan) -> None:
         if not isinstance(plan, DynamicTree):
@@ -115,15 +171,17 @@ class CutGrown(Policy):
         self.heard = self.idle = 0  # rounds heard of, and those without a draft since the last
         self.keep = self._keep
 
-    def next_plan(self) -> Plan | None:
+    def next_plan(self, load: Load = ALONE) -> Plan | None:
         pays = self.rows + self.kept >= self.plain
-        if self.rests and self.heard >= self.HEAR and not pays and self.idle < self.RETRY:
+        if self.heard >= self.HEAR and not pays and self.idle < self.RETRY:
             self.idle += 1
             return None
         self.idle = 0
         return self.plans[-1]
 
     def observe(self, outcome: Outcome) -> None:
+        if outcome.plan is None:
+            return
         self.heard += 1
         self.kept += sum(map(len, outcome.paths))
 

@@ -241,7 +241,7 @@ def test_the_exit_that_drafts_is_told_what_was_kept(
         turns, policy = itertools.cycle([*plans, None]), decoder.policy
         assert isinstance(policy, ExitPolicy)
 
-        def next_plan(turns: Any = turns, policy: ExitPolicy = policy) -> Any:
+        def next_plan(*_: Any, turns: Any = turns, policy: ExitPolicy = policy) -> Any:
             plan = next(turns)
             policy.exit = 1 if plan is None else plan.exit
             return plan
@@ -269,7 +269,7 @@ def test_no_answer_knows_of_it(
             decoder = Decoder(target, tiny_tokenizer, own, batch_size=3, **tree)
             plan = decoder.policy.plans[-1]
             turns = itertools.cycle([replace(plan.cut(d), exit=e) for d in (4, 2) for e in (2, 1)])
-            decoder.policy.next_plan = turns.__next__  # type: ignore[method-assign]
+            decoder.policy.next_plan = lambda *_, turns=turns: next(turns)  # type: ignore[method-assign]
             assert [c.tokens for c in decoder.generate(PROMPTS, params)] == expected, tree
 
 
@@ -331,7 +331,7 @@ def test_a_round_never_reads_the_device_and_plans_are_recorded_apart(
         decoder.stepper.step(batch, replace(chain_plan(3), exit=2), 64, None)
     decoder = Decoder(target, tiny_tokenizer, own, batch_size=2, K=3, policy="exits:0")
     turns = itertools.cycle([replace(chain_plan(3), exit=e) for e in (1, 2)])
-    decoder.policy.next_plan = turns.__next__  # type: ignore[method-assign]
+    decoder.policy.next_plan = lambda *_: next(turns)  # type: ignore[method-assign]
     decoder.late = True
     recordings = record_rounds(decoder)
     long = replace(WAYS[1], max_new_tokens=40)
@@ -386,7 +386,7 @@ def test_a_runs_peak_is_planned(params: SamplingParams, K: int) -> None:
     drafter = ExitsDrafter(target, LARGE, [1, 2, 3])
     assert at_once(8, K + 1) == (1 if K == 7 else 2)
     decoder = Decoder(target, words(LARGE), drafter, batch_size=8, K=K, policy="exits:0")
-    decoder.policy.next_plan = lambda: replace(chain_plan(K), exit=1)  # type: ignore[method-assign]
+    decoder.policy.next_plan = lambda *_: replace(chain_plan(K), exit=1)  # type: ignore[method-assign]
 
     def run() -> None:
         prompts = [[7 + row] * 10 for row in range(8)]

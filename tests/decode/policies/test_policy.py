@@ -143,4 +143,5 @@ def test_parts_are_trees_of_every_depth_and_width() -> None:
     found = parts(tree)
     assert found[-1] == tree and len(set(found)) == len(found) == 6
     assert found[0] == chain_plan(1)
-    assert [p.levels for p in parts(DynamicTree(3, 2, 7))] == [1, 2, 3]
+    shapes = [(p.levels, p.nodes) for p in parts(DynamicTree(3, 2, 8))]
+    assert shapes == [(1, 2), (1, 3), (2, 2), (2, 4), (2, 7), (3, 2), (3, 4), (3, 8)]

@@ -1,0 +1,161 @@
+"""Policies that ask how much there is to do: what is drafted falls as rows are added, to nothing
+where plain decoding is faster.
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftsmith.decode.policies.policy import ALONE, Load, Outcome, Policy
+from draftsmith.decode.policies.priced import counts_of, parts
+from draftsmith.decode.tree_shapes import Plan
+
+Ranges = tuple[tuple[int, float, int], ...]  # from so many rows to so many: draft calls
+
+
+class Table(Policy):
+    """So many draft calls for so many rows that decode: `table:1-8=4,9-32=2,33-=0`, vLLM's
+    `num_speculative_tokens_per_batch_size` in other words.
+    """
+
+    rests = True
+
+    def __init__(self, plan: Plan, text: str) -> None:
+        super().__init__(plan)
+        self.ranges = read_table(text, plan.levels)
+
+    def next_plan(self, load: Load = ALONE) -> Plan | None:
+        levels = next(K for _, last, K in self.ranges if load.running <= last)
+        return self.plans[-1].cut(levels) if levels else None
+
+
+def read_table(text: str, most: int) -> Ranges:
+    """The ranges in a table's text; ValueError where they don't follow each other from 1 on."""
+    found, first = [], 1
+    for part in text.split(","):
+        rows, _, K = part.partition("=")
+        low, _, high = rows.partition("-")
+        last = float("inf") if rows.endswith("-") else int(high) if high.isdecimal() else 0
+        if low != str(first) or last < first or not K.isdecimal() or int(K) > most:
+            break
+        found.append((first, last, int(K)))
+        if last == float("inf"):
+            first = 0  # nothing may follow
+        else:
+            first = int(last) + 1
+    if not found or len(found) != len(text.split(",")) or found[-1][1] != float("inf"):
+        raise ValueError(
+            f"policy table: got {text!r}, expected ranges of rows from 1 on without a gap, the "
+            f"last one open, and the draft calls of each, at most {most}: table:1-8={most},9-=0"
+        )
+    return tuple(found)
+
+
+@dataclass
+class Pace:
+    """Of rounds with so many rows: the latest seconds of each tree, and how many rounds there were;
+    the tree now, the one held best, the round of the next choice, and choices until another tree
+    is tried.
+    """
+
+    seconds: defaultdict[Plan | None, deque[float]]
+    rounds: int = 0
+    choice: Plan | None = None
+    best: Plan | None = None
+    next: int = 0
+    due: int = 0
+    every: int = 0
+
+
+class Auto(Policy):
+    """The tree, of all parts of the one given and none at all, that gives most tokens a second with
+    as many rows as there are now: goodput, as SmartSpec (Liu et al., arXiv 2406.14066) has it,
+
+        (1 + sum over drafted nodes of the chance that each is kept) / seconds of a round
+
+    Nothing is measured beforehand. Seconds are those of rounds that were decoded: of a tree that
+    has been tried with as many rows, the lower quartile of its latest `WATCH`; of others, those of
+    a plain round and `SHARES` of it for drafting at all, for each draft call and for each drafted
+    token, fitted to what has been tried. Chances are counted over recent rounds (`counts_of`).
+
+    With a number of rows that is new, `PLAIN` rounds are plain; then comes the largest tree of at
+    most `START` tokens in all. Of trees nearly as good as the best one is tried after `EVERY`
+    choices, then half as often each time that this changes nothing.
+
+    Differences from SmartSpec: positions have chances of their own, trees are weighed as chains
+    are, the search doesn't stop at the first fall, and no profile is needed.
+    """
+
+    WATCH, PLAIN, START, PERIOD, TRY = 12, 2, 32, 8, 2
+    EVERY, SELDOM = 4, 64
+    NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
+    SHARES = np.array([0.0, 0.15, 0.05])  # of a plain round's seconds, before anything is known
+    PRIOR = 0.05  # how much these weigh beside one measured tree
+    rests = True
+
+    def __init__(self, plan: Plan) -> None:
+        self.plans = parts(plan)
+        self.counts = counts_of(plan)
+        self.shares = self.SHARES
+        self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
+
+    def _pace(self) -> Pace:
+        return Pace(defaultdict(lambda: deque(maxlen=self.WATCH)), due=self.EVERY, every=self.EVERY)
+
+    def next_plan(self, load: Load = ALONE) -> Plan | None:
+        pace = self.paces[load.rows]
+        if len(pace.seconds[None]) < self.PLAIN:
+            return None
+        pace.rounds += 1
+        if pace.rounds == 1:
+            small = [plan for plan in self.plans if load.rows * plan.nodes <= self.START]
+            pace.choice, pace.next = (small or self.plans[:1])[-1], 1 + self.TRY
+        elif pace.rounds >= pace.next:
+            pace.choice, lasts = self._choose(pace)
+            # While little is known, what was learned is used at once.
+            pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self.TRY)
+        return pace.choice
+
+    def observe(self, outcome: Outcome) -> None:
+        self.counts.take(outcome)
+        if outcome.seconds is not None:
+            self.paces[outcome.load.rows].seconds[outcome.plan].append(outcome.seconds)
+
+    def _choose(self, pace: Pace) -> tuple[Plan | None, int]:
+        """The tree to go on with, and for how many rounds."""
+        tokens, seconds = self.counts.expected(self.plans), self._seconds(pace)
+        rates = {plan: tokens[plan] / took for plan, took in seconds.items()}
+        best = max(rates, key=lambda plan: rates[plan])
+        if best != pace.best:
+            pace.best, pace.due, pace.every = best, self.EVERY, self.EVERY
+        pace.due -= 1
+        if pace.due > 0:
+            return best, self.PERIOD
+        least = rates[best] * (self.FAR if pace.every == self.SELDOM else self.NEAR)
+        others = [plan for plan in rates if plan != best and rates[plan] >= least]
+        pace.due = pace.every = min(2 * pace.every, self.SELDOM)
+        if not others:
+            return best, self.PERIOD
+        return min(others, key=lambda p: (len(pace.seconds[p]), -rates[p])), self.TRY
+
+    def _seconds(self, pace: Pace) -> dict[Plan | None, float]:
+        """Of a round of every plan, and of none."""
+        found = {plan: sorted(each) for plan, each in pace.seconds.items() if each}
+        known = {plan: each[len(each) // 4] for plan, each in found.items()}
+        plain = known[None]
+        tried = {plan: took for plan, took in known.items() if plan is not None}
+        # Least squares of relative seconds, drawn to the shares known before.
+        work_PX = np.array([work(plan) for plan in tried]).reshape(-1, 3)
+        more_P = np.array([took / plain - 1 for took in tried.values()])
+        pull = self.PRIOR / np.maximum(self.SHARES, self.SHARES.max() / 3) ** 2
+        left_XX = work_PX.T @ work_PX + np.diag(pull)
+        found_X = np.linalg.solve(left_XX, work_PX.T @ more_P + pull * self.shares)
+        self.shares = np.maximum(found_X, 0)
+        guess = {plan: plain * (1 + float(work(plan) @ self.shares)) for plan in self.plans}
+        return {None: plain, **guess, **known}
+
+
+def work(plan: Plan) -> np.ndarray:
+    """What a round does beside a plain one: whether it drafts, its draft calls, drafted tokens."""
+    return np.array([1.0, plan.levels, plan.nodes - 1])

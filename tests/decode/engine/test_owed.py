@@ -1,0 +1,139 @@
+"""Rounds that draft nothing: what a drafter drafts after them is what it would have drafted had it
+taken each in, and no answer changes.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_folders import made, ours
+from tiny_llama import build_llama
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from truths import PROMPTS, SETTINGS, truths
+
+from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
+from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafting.base import Drafter, Kept, Round
+from draftsmith.decode.engine import owed
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.token_tree import TokenTree
+
+KINDS = ("eagle3", "peagle", "hydra", "block")
+RESTS = (0, 3, 1, 6, 0, 2)  # rounds without a draft between two with one
+
+Drafted = dict[tuple[int, ...], list[int]]
+
+
+def resting(pair: Any, drafter: Drafter, *, batch: int = 3, **how: Any) -> tuple[Decoder, Drafted]:
+    """A decoder that rests, and what it drafts after each text that its rows come to."""
+    decoder = Decoder(*pair, drafter, batch_size=batch, policy="table:1-=3", K=3, **how)
+    whole = decoder.policy.plans[-1]
+    turns = itertools.cycle(t for n in RESTS for t in [whole, *[None] * n])
+    decoder.policy.next_plan = lambda *_: next(turns)  # type: ignore[method-assign]
+    drafted: Drafted = {}
+    propose = drafter.propose
+
+    def noted(request: Round) -> TokenTree:
+        tree = propose(request)
+        assert decoder._batch is not None
+        for row, active in enumerate(request.active_B.tolist()):
+            held = decoder._batch.rows.requests[row]
+            if active and held is not None:
+                text = (*held.completion.prompt_tokens, *held.completion.tokens)
+                drafted[text] = tree.tokens_BN[row, 1:].tolist()
+        return tree
+
+    drafter.propose = noted  # type: ignore[method-assign]
+    return decoder, drafted
+
+
+def decode(decoder: Decoder, pair: Any, ways: Any = SETTINGS[:2]) -> None:
+    for params in ways:
+        done = decoder.generate(PROMPTS, params)
+        assert [c.tokens for c in done] == truths(*pair, params)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_drafts_as_if_it_had_taken_in_each_round(
+    kind: str, tmp_path: Path, tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    pair = tiny_target, tiny_tokenizer
+    folder = ours(tmp_path / "it/drafter", made(kind, tiny_target), *pair)
+    found = []
+    for owes in (True, False):
+        drafter = load_drafter(str(folder), *pair)
+        assert drafter is not None and drafter.owes
+        drafter.owes = owes
+        decoder, drafted = resting(pair, drafter)
+        decode(decoder, pair)
+        assert decoder._batch is not None and (decoder._batch.owed is not None) == owes
+        found.append(drafted)
+    assert found[0] == found[1] and len(found[0]) > 40
+
+
+def likeliest_after(model: PreTrainedModel, text: tuple[int, ...], vocab: int) -> int:
+    return int(model(torch.tensor([text])).logits[0, -1, :vocab].argmax())
+
+
+@pytest.mark.parametrize("group", [0, 2], ids=["lm", "easy"])
+def test_a_draft_lm_knows_what_it_did_not_draft(
+    group: int,
+    tiny_target: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first drafted token is that of its own law after the whole text; not so where what is
+    owed is thrown away.
+    """
+    pair = tiny_target, tiny_tokenizer
+    draft = build_llama(len(tiny_tokenizer), layers=4, hidden=32, seed=5).requires_grad_(False)
+
+    def wrong() -> float:
+        drafter = LMDrafter(draft, len(tiny_tokenizer))
+        drafter = EasyDrafter(drafter, group) if group else drafter
+        decoder, drafted = resting(pair, drafter)
+        decode(decoder, pair, SETTINGS[:1])
+        missed = [
+            first != likeliest_after(draft, text, len(tiny_tokenizer))
+            for text, (first, *_) in drafted.items()
+        ]
+        return sum(missed) / len(missed)
+
+    assert wrong() == 0
+    monkeypatch.setattr(LMDrafter, "_take_in", lambda *_: None)
+    assert wrong() > 0.1
+
+
+def test_of_more_than_can_wait_the_oldest_are_lost(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(owed, "TOKENS", 2)
+    pair = tiny_target, tiny_tokenizer
+    decoder, drafted = resting(pair, LMDrafter(tiny_draft, len(tiny_tokenizer)))
+    decode(decoder, pair)
+    assert drafted
+
+
+def test_what_is_owed_is_in_order_of_position() -> None:
+    """Tokens 10 p of positions p; of three rows one has just begun, one rests."""
+    debt = owed.Owed(3, wide=2, dtype=torch.float32, device=torch.device("cpu"))
+    lens_B = torch.tensor([5, 31, 40])
+    debt.begin(slice(None), lens_B)
+
+    def states(lens_B: Tensor) -> Tensor:
+        return torch.stack([lens_B, lens_B + 0.5], 1)[:, None].float()
+
+    for _ in range(4):
+        debt.take(Kept(10 * lens_B[:, None], torch.ones(3), None, lens_B, states(lens_B)))
+        lens_B = lens_B + torch.tensor([1, 1, 0])
+    debt.begin(torch.tensor([0]), torch.tensor([8]))
+    kept = debt.settled(lens_B, 4, 99)
+    assert kept.n_new_B.tolist() == [1, 4, 0] and kept.lens_B.tolist() == [8, 31, 40]
+    assert kept.tokens_BL[0, 0] == 80 and kept.tokens_BL[1].tolist() == [310, 320, 330, 340]
+    assert kept.taps_BLU is not None and kept.taps_BLU[1, :, 1].tolist() == [31.5, 32.5, 33.5, 34.5]

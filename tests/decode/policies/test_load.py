@@ -1,0 +1,131 @@
+"""Policies that ask how much there is to do, against machines and drafts that are known."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from draftsmith.decode.policies.choice import make_policy
+from draftsmith.decode.policies.load import Auto
+from draftsmith.decode.policies.policy import Load, Outcome, Policy
+from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_plan
+
+Seconds = Callable[[int, Plan | None], float]
+ROUNDS = 2000
+
+
+def flat_then_linear(tokens: float, draft: float, knee: int = 32) -> Seconds:
+    """A pass costs 1 up to `knee` tokens, then as many times more; a draft call so much of one."""
+
+    def seconds(rows: int, plan: Plan | None) -> float:
+        nodes, levels = (1, 0) if plan is None else (plan.nodes, plan.levels)
+        each = max(1.0, rows / knee)
+        return max(1.0, rows * nodes / knee) ** tokens + levels * draft * each
+
+    return seconds
+
+
+def rounds(
+    plan: Plan | None, chances: list[float], rows: int, noise: np.random.Generator
+) -> Iterator[tuple[int, ...]]:
+    """What rows keep: at each depth a place falls off by a half, as ranks do."""
+    for _ in range(rows):
+        kept: list[int] = []
+        while plan is not None and len(kept) < plan.levels and len(kept) < len(chances):
+            if noise.random() > chances[len(kept)]:
+                break
+            if isinstance(plan, StaticTree):
+                kept.append(0)
+                continue
+            place = (kept[-1] if kept else 0) + int(noise.geometric(0.5))
+            if place >= plan.nodes:
+                break
+            kept.append(place)
+        yield tuple(kept)
+
+
+def decoded(
+    policy: Policy,
+    rows: int,
+    seconds: Seconds,
+    chances: list[float],
+    *,
+    seed: int = 0,
+    jitter: float = 0.05,
+    count: int = ROUNDS,
+) -> float:
+    """Tokens a second of a row."""
+    noise = np.random.default_rng(seed)
+    tokens = took = 0.0
+    for _ in range(count):
+        plan = policy.next_plan(Load(rows, rows))
+        paths = list(rounds(plan, chances, rows, noise))
+        this = seconds(rows, plan)
+        tokens += 1 + sum(map(len, paths)) / rows
+        took += this
+        measured = this * (1 + jitter * noise.exponential())
+        levels = 0 if plan is None else plan.levels
+        policy.observe(Outcome(plan, levels, paths, None, Load(rows, rows), measured))
+    return tokens / took
+
+
+MACHINES = {
+    "weights": (flat_then_linear(1.0, 0.05), [0.8, 0.75, 0.7, 0.6, 0.5, 0.4]),
+    "costly draft": (flat_then_linear(1.0, 0.46), [0.7] * 6),
+    "bad draft": (flat_then_linear(1.0, 0.1), [0.15] * 6),
+    "small model": (flat_then_linear(0.8, 0.2, knee=4), [0.6] * 6),
+    "free draft": (flat_then_linear(1.0, 0.0), [0.9] * 6),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 64])
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("whole", [chain_plan(6), DynamicTree(6, 4, 24)], ids=["chain", "dynamic"])
+def test_never_slower_than_plain_and_near_the_best(whole: Plan, machine: str, rows: int) -> None:
+    """Never slower from the first round on; near the best as soon as enough was tried."""
+    seconds, chances = MACHINES[machine]
+    count = ROUNDS if rows < 16 else ROUNDS // 4
+    policy = Auto(whole)
+    first = decoded(policy, rows, seconds, chances, count=count)
+    later = decoded(policy, rows, seconds, chances, count=count, seed=1)
+    fixed = [decoded(Policy(p), rows, seconds, chances, count=count, seed=1) for p in policy.plans]
+    plain = 1 / seconds(rows, None)
+    assert min(first, later) >= 0.98 * plain
+    assert later >= 0.97 * max(plain, *fixed)
+
+
+def test_it_follows_a_draft_that_gets_worse_and_better() -> None:
+    """Through the rounds in which nothing is drafted, too."""
+    seconds = MACHINES["weights"][0]
+    policy = make_policy("auto", chain_plan(4))
+    good = decoded(policy, 4, seconds, [0.8] * 4)
+    bad = decoded(policy, 4, seconds, [0.01] * 4)
+    again = decoded(policy, 4, seconds, [0.8] * 4, count=2 * ROUNDS)
+    assert good > 2 and bad > 0.97 and again > 0.9 * good
+
+
+def test_a_chain_and_a_tree_count_what_was_kept() -> None:
+    """Of a tree's kept nodes those that a smaller one would hold."""
+    policy = make_policy("auto", DynamicTree(3, 2, 8))
+    assert isinstance(policy, Auto)
+    for _ in range(500):
+        policy.observe(Outcome(policy.plans[-1], 3, [(1, 3, 6)]))
+    tokens = policy.counts.expected(policy.plans)
+    by_shape = {(p.levels, p.nodes): tokens[p] for p in policy.plans if p is not None}
+    assert by_shape[3, 8] > 3.9 and by_shape[1, 2] > 1.9
+    assert by_shape[3, 4] == pytest.approx(3, abs=0.1)  # nodes 1 and 3, not 6
+    assert by_shape[3, 2] == pytest.approx(2, abs=0.1)
+
+
+def test_a_table_is_read_by_rows() -> None:
+    policy = make_policy("table:1-2=4,3-8=1,9-=0", chain_plan(4))
+    found = [policy.next_plan(Load(64, running)) for running in (1, 2, 3, 8, 9, 1000)]
+    assert [0 if plan is None else plan.levels for plan in found] == [4, 4, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1-4=2", "2-=1", "1-4=2,6-=1", "1-=5", "1-=x", "1-=2,9-=0", "1-0=2,1-=1", "4"]
+)
+def test_a_table_with_gaps_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"policy table: got .* expected ranges of rows from 1 on"):
+        make_policy(f"table:{text}", chain_plan(4))
