@@ -199,9 +199,11 @@ class Session:
                 request.take_listed(listed_BLW[row, : len(news[-1][1])])
         said_BX = told.news_BX(host)
         said_BX = None if said_BX is None else said_BX[heard]
-        # A device that runs ahead begins a round when the one before has ended.
-        seconds = None if self.heard is None else now - max(self.heard, flight.started)
-        self.heard = now
+        since, self.heard = flight.started if self.heard is None else self.heard, now
+        # A device that runs ahead begins a round when the one before has ended; what came between
+        # them isn't known to be over.
+        known = flight.ready is None or since != flight.started
+        seconds = now - max(since, flight.started) if known else None
         told_of = flight.plan, told.levels, paths, said_BX, flight.load, seconds
         self.decoder.policy.observe(Outcome(*told_of))
         return news

@@ -1,0 +1,153 @@
+"""Tokens a second of decoding by how many rows decode at a time: plain, every fixed K, `auto`.
+
+    python bench/speed/load.py                        # the one-pass table's EAGLE-3 head
+    python bench/speed/load.py sizes=1,8 temperatures=0 groups=2 out=runs/bench/try
+
+Every arm decodes each group of prompts in an order that rotates; what counts is the decoding alone,
+prefills excluded, and answers are as long as they may be. ratio: an arm's rate over plain
+decoding's, the mean over groups, with a 95% interval over groups (bootstrap). `auto` learns as it
+goes; one group before the first one counted is its warm-up, as everybody's. At temperature 0
+transformers' `generate` on a padded batch stands beside. Rows, page and picture: <out>/load.*
+"""
+
+import json
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import logging
+
+from draftsmith.bench.reproduce import need
+from draftsmith.bench.rows import about_run, interval, markdown, source
+from draftsmith.bench.speed.arms import Arm, Turn, decode_rate, generate, take_turns, tau
+from draftsmith.command import parse, run_command
+from draftsmith.decode.drafters.load import load_decoded, load_drafter
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.prompts.prompts import load_prompts
+from draftsmith.decode.report.charts import Trend, drawing, scatter
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.target import TargetSpec
+from draftsmith.train.run.recipe import gsm8k
+
+
+@dataclass
+class LoadBench:
+    target: str = field(default_factory=lambda: gsm8k("target"))
+    drafter: str = "runs/one-pass/eagle3-0/drafter"
+    data: str = field(default_factory=lambda: gsm8k("data"))
+    sizes: str = "1,2,4,8,16,32,64"  # rows that decode at a time
+    temperatures: str = "0,0.7,1"
+    fixed: str = "1,2,4"  # K of the arms that never change it
+    tree: str = "chain"  # of which auto chooses a part
+    K: int = 5
+    groups: int = 4  # of as many prompts as rows, but of at least `least`
+    least: int = 4
+    max_new_tokens: int = 64
+    dtype: str = "bfloat16"
+    threads: int = 1
+    out: str = "runs/bench"
+
+
+def main(argv: list[str]) -> None:
+    settings = parse(LoadBench, argv)
+    need("one-pass", settings.drafter)
+    torch.set_num_threads(settings.threads)
+    logging.set_verbosity_error()
+    target, tokenizer = load_decoded(TargetSpec(settings.target, dtype=settings.dtype), "cpu")
+    texts = [prompt.tokens for prompt in load_prompts(settings.data, tokenizer, limit=300)]
+    rows: list[dict[str, Any]] = []
+    for size in map(int, settings.sizes.split(",")):
+        count = max(size, settings.least)
+        starts = range(0, (settings.groups + 1) * count, count)
+        groups = [[texts[(at + i) % len(texts)] for i in range(count)] for at in starts[1:]]
+
+        def ours(name: str | None = settings.drafter, size: int = size, **how: Any) -> Decoder:
+            return Decoder(
+                target, tokenizer, load_drafter(name, target, tokenizer), batch_size=size, **how
+            )
+
+        arms = {"plain": ours(None)}
+        arms |= {f"K = {K}": ours(K=int(K)) for K in settings.fixed.split(",")}
+        arms["auto"] = ours(policy="auto", tree=settings.tree, K=settings.K)
+        for T in map(float, settings.temperatures.split(",")):
+            params = SamplingParams(T, max_new_tokens=settings.max_new_tokens, ignore_eos=True)
+            called: dict[str, Arm] = {
+                name: partial(decoder.generate, params=params) for name, decoder in arms.items()
+            }
+            if T == 0:
+                called["generate"] = generate(target, settings.max_new_tokens)
+            turns = take_turns(f"{size} rows, temperature {T:g}", called, groups)
+            rows += [row(size, T, what, turns[what], turns["plain"]) for what in called]
+    about = (
+        f"{settings.dtype}, {settings.threads} thread(s), {settings.max_new_tokens} new tokens, "
+        f"{settings.groups} groups of prompts, {Path(settings.drafter).parent.name} drafting."
+    )
+    out = Path(settings.out)
+    rows = [about_run() | one for one in rows]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "load.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (out / "load.svg").write_text(picture(rows))
+    (out / "load.md").write_text(page(rows, about))
+    print(page(rows, about))
+
+
+def row(size: int, T: float, what: str, turns: list[Turn], plain: list[Turn]) -> dict[str, Any]:
+    """An arm's rate, and its ratio to plain decoding's, group by group."""
+    rate = whole_rate if what == "generate" else decode_rate
+    ratios = [rate([a]) / rate([b]) for a, b in zip(turns, plain, strict=True)]
+    peer = {"peer": "transformers"} if what == "generate" else {}
+    tokens = {"ratio": float(np.mean(ratios)), "interval": interval(ratios), "rate": rate(turns)}
+    return {"what": what, "batch": size, "temperature": T} | tokens | {"tau": tau(turns)} | peer
+
+
+def whole_rate(turns: list[Turn]) -> float:
+    """Prefills included, which a peer's call doesn't tell apart."""
+    return sum(turn.rate * turn.seconds for turn in turns) / sum(turn.seconds for turn in turns)
+
+
+def page(rows: list[dict[str, Any]], about: str) -> str:
+    """Markdown: a table a temperature, a row a batch size, a column an arm."""
+    lines = ["# Tokens a second by load", "", f"{source(rows)} {about}", ""]
+    lines += [
+        "Ratio to plain decoding of the same rows, with its 95% interval over groups; under plain, "
+        "its tokens a second. `generate` is transformers', padded, prefills included on both sides."
+    ]
+    for T in dict.fromkeys(one["temperature"] for one in rows):
+        here = [one for one in rows if one["temperature"] == T]
+        whats = list(dict.fromkeys(one["what"] for one in here))
+        lines += ["", f"## Temperature {T:g}", ""]
+        body = []
+        for size in dict.fromkeys(one["batch"] for one in here):
+            found = {one["what"]: one for one in here if one["batch"] == size}
+            cells = [
+                f"{found[what]['rate']:.0f}"
+                if what == "plain"
+                else "{:.2f} ({:.2f} to {:.2f})".format(
+                    found[what]["ratio"], *found[what]["interval"]
+                )
+                for what in whats
+            ]
+            body.append([str(size), *cells])
+        lines += markdown(("rows", *whats), body)
+    return "\n".join([*lines, "", "![tokens a second by rows](load.svg)", ""])
+
+
+def picture(rows: list[dict[str, Any]]) -> str:
+    """Tokens a second over plain decoding's by rows, a chart a temperature."""
+    charts = []
+    for T in dict.fromkeys(one["temperature"] for one in rows):
+        here = [one for one in rows if one["temperature"] == T and one["what"] != "plain"]
+        trends = []
+        for css, what in zip(("b", "c", "d", "soft", "a"), dict.fromkeys(one["what"] for one in here), strict=False):
+            points = [(float(r["batch"]), r["ratio"]) for r in here if r["what"] == what]
+            trends.append(Trend(what, css, points, [], points))
+        words = {"x_label": "rows that decode at a time", "y_label": "over plain decoding"}
+        charts.append(scatter(f"Temperature {T:g}", trends, **words))
+    return drawing(charts)
+
+
+if __name__ == "__main__":
+    run_command(main, LoadBench)
