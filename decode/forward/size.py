@@ -7,7 +7,7 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
-from draftsmith.decode.forward.kv import kv_shape
+from draftsmith.decode.forward.kv import kv_shape, query_heads
 from draftsmith.decode.forward.runner import Runner, round_up, windowed
 from draftsmith.models.taps import NORM
 
@@ -54,7 +54,7 @@ class ModelSize:
         experts = getattr(config, "num_experts_per_tok", None)
         if experts:
             inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
-        heads = (config.num_attention_heads + 2 * kv_heads) * width
+        heads = (query_heads(config) + 2 * kv_heads) * width
         elements = 2 * config.hidden_size + 4 * max(inner, heads) + 2 * width + self.beside
         return int(elements) * self.dtype.itemsize
 
@@ -62,7 +62,7 @@ class ModelSize:
         """Bytes of a round's additive masks: one for each kind of layer."""
         config = self.config
         kinds = 1 + ("full_attention" in (getattr(config, "layer_types", None) or ()))
-        groups = config.num_attention_heads // kv_shape(config, 1, 1)[4]
+        groups = query_heads(config) // kv_shape(config, 1, 1)[4]
         width = round_up(self.window + self.scratch) if self.window else width
         one = rows * nodes * width * groups * self.dtype.itemsize
         return one * (kinds if windowed(config) else 1)
