@@ -8,6 +8,7 @@ Shapes: as in `recurrent.py`; H hidden, X whatever a layer's maps give beside.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ class Recurrent:
         self.dtype = weight_C1W.dtype
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.conv_shape = (weight_C1W.shape[2] - 1, weight_C1W.shape[0])
+        narrow, wide, (heads, keys, values) = self.dtype.itemsize, self.wide.itemsize, state_shape
+        self.row_bytes = prod(self.conv_shape) * narrow + prod(state_shape) * wide
+        self.node_bytes = self.conv_shape[1] * narrow + heads * (keys + values + 1) * wide
 
     def convolved(self, window_BNWC: Tensor) -> Tensor:
         conv = self.module.conv1d

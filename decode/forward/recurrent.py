@@ -85,6 +85,8 @@ class Mixer(Protocol):
     wide: torch.dtype  # of the state
     conv_shape: tuple[int, int]  # (W - 1, C)
     state_shape: tuple[int, int, int]  # (J, K, E)
+    row_bytes: int  # of the pool, for each row
+    node_bytes: int  # of what is kept for each node until a commit
 
     def enter(self, hidden_BNH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The convolution's inputs [B, N, C]; what rates are made of, and the gate [B, N, ..]."""
