@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
 from draftsmith.decode.forward.attention import Attend
-from draftsmith.decode.forward.recurrent import StatePool
+from draftsmith.decode.forward.states import StatePool
 
 LINEAR = "linear_attention"  # transformers' name for layers that keep a state instead
 

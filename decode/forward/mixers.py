@@ -5,9 +5,7 @@ compares each model with its own forward before it is used.
 Shapes: as in `recurrent.py`; H hidden, X whatever a layer's maps give beside.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -16,13 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from draftsmith.decode.forward.recurrent import Mixer, Tokens
+from draftsmith.decode.forward.recurrent import Tokens
 
 EPSILON = 1e-6  # of a delta net's norm of queries and keys: no config has it
 
 
 class Recurrent:
-    """What both kinds share: a convolution of each channel, and what a state takes."""
+    """What both kinds share: a convolution of each channel, and what a state takes. dtype: of the
+    convolution's inputs; wide: of the state. conv_shape: (W - 1, C); state_shape: (J, K, E).
+    row_bytes: of the pool, for each row; node_bytes: of what is kept for each node until a commit.
+
+    A kind adds `enter`: hidden -> the convolution's inputs, what rates are made of, and the gate,
+    [B, N, ..] each; `tokens`, from what was convolved and those rates; `leave`: what was read, and
+    the gate -> the layer's output.
+    """
 
     def __init__(self, module: Any, state_shape: tuple[int, int, int]) -> None:
         self.module, self.state_shape = module, state_shape
@@ -117,38 +122,8 @@ class DeltaNet(Recurrent):
         return made
 
 
-def mixers_of(model: nn.Module) -> Mapping[int, Mixer]:
-    """A model's recurrent layers by their number; none where one isn't known."""
-    kinds = [(part, KINDS.get(type(part).__name__)) for part in model.modules()]
-    return {part.layer_idx: kind(part) for part, kind in kinds if kind is not None}
-
-
-@contextmanager
-def mixing(
-    mixers: Mapping[int, Mixer], mix: Callable[[int, Tensor], Tensor] | None
-) -> Iterator[None]:
-    """While it lasts a model's recurrent layers are (number, input) -> output; else their own."""
-    modules = {layer: mixer.module for layer, mixer in mixers.items()}
-    held = {layer: vars(module).get("forward") for layer, module in modules.items()}
-    for layer, module in modules.items():
-        assert mix is not None, "layers that keep a state need a pool with states"
-        module.forward = partial(_instead, mix, layer)
-    try:
-        yield
-    finally:
-        for layer, module in modules.items():
-            del module.forward
-            if held[layer] is not None:  # a hook's, put there by others
-                module.forward = held[layer]
-
-
-def _instead(
-    mix: Callable[[int, Tensor], Tensor], layer: int, hidden_states: Tensor, **others: Any
-) -> Tensor:
-    return mix(layer, hidden_states)
-
-
-KINDS: dict[str, Any] = {
+Mixer = Mamba2 | DeltaNet
+KINDS: dict[str, type[Mixer]] = {
     "Mamba2Mixer": Mamba2,
     "BambaMixer": Mamba2,
     "GraniteMoeHybridMambaLayer": Mamba2,
@@ -156,3 +131,9 @@ KINDS: dict[str, Any] = {
     "Qwen3_5GatedDeltaNet": DeltaNet,
     "Qwen3_5MoeGatedDeltaNet": DeltaNet,
 }
+
+
+def mixers_of(model: nn.Module) -> Mapping[int, Mixer]:
+    """A model's recurrent layers by their number; none where one isn't known."""
+    found: list[Any] = [part for part in model.modules() if type(part).__name__ in KINDS]
+    return {part.layer_idx: KINDS[type(part).__name__](part) for part in found}

@@ -29,9 +29,9 @@ from draftsmith.decode.forward.lean import (
     kept_layers,
     lean_body,
 )
-from draftsmith.decode.forward.mixers import KINDS, mixers_of, mixing
+from draftsmith.decode.forward.mixers import KINDS, mixers_of
 from draftsmith.decode.forward.product import VocabHead
-from draftsmith.decode.forward.recurrent import StatePool
+from draftsmith.decode.forward.states import StatePool, mixing
 from draftsmith.models.taps import NORM, Tap, check_taps, joined, watching
 from draftsmith.models.target import output_head, unwrapped
 from draftsmith.models.vocab import DraftVocab

@@ -21,8 +21,8 @@ from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion, open_request
 from draftsmith.decode.evaluate.answers import divergences
-from draftsmith.decode.forward.recurrent import StatePool
 from draftsmith.decode.forward.runner import Runner
+from draftsmith.decode.forward.states import StatePool
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.models.taps import decoder_layers
@@ -188,21 +188,10 @@ def test_a_session_whose_requests_come_and_go(
             assert differing(model, [answer], [made], GREEDY) == 0
 
 
-@pytest.mark.parametrize("family", RECURRENT)
 @torch.inference_mode()
-def test_states_are_those_of_a_fresh_prefill(
-    family: str, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Of ragged prompts, transformers' own; after rounds, those of the text so far."""
-    model = MODEL(family)
-    decoder = Decoder(
-        model,
-        tiny_tokenizer,
-        Bushy("half", truth(family, GREEDY), VOCAB),
-        batch_size=6,
-        tree="dynamic:4,3,8",
-    )
-    session = decoder._open(prompts(), replace(GREEDY, ignore_eos=True), None)
+def states_hold(decoder: Decoder, family: str, params: SamplingParams) -> None:
+    """After each of some rounds they are those of transformers' own cache for the text so far."""
+    session, model = decoder._open(prompts(), params, None), MODEL(family)
     session.admit()
     pool, rows = session.batch.pool, session.batch.rows
     assert pool.states is not None
@@ -223,6 +212,34 @@ def test_states_are_those_of_a_fresh_prefill(
                 assert torch.allclose(pool.states.conv[layer][row], conv[1:], rtol=1e-3, atol=1e-4)
         session.hear(session.launch())
     session.close()
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_states_are_those_of_a_fresh_prefill(
+    family: str, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    drafter = Bushy("half", truth(family, GREEDY), VOCAB)
+    how: dict[str, Any] = {"batch_size": 6, "tree": "dynamic:4,3,8"}
+    decoder = Decoder(MODEL(family), tiny_tokenizer, drafter, **how)
+    states_hold(decoder, family, replace(GREEDY, ignore_eos=True))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"rule": "leviathan", "K": 3},
+        {"rule": "recursive", "tree": "eagle-25"},
+        {"rule": "traversal", "tree": "eagle-25"},
+        {"same_shape": True, "tree": "eagle-25"},
+    ],
+    ids=lambda how: how.get("rule", "same shape"),
+)
+def test_states_hold_under_every_rule(
+    how: dict[str, Any], tiny_draft: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    drafter = LMDrafter(tiny_draft, VOCAB)
+    decoder = Decoder(MODEL("mamba2"), tiny_tokenizer, drafter, batch_size=6, **how)
+    states_hold(decoder, "mamba2", SamplingParams(3.0, ignore_eos=True, max_new_tokens=24))
 
 
 @torch.inference_mode()
