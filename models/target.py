@@ -228,7 +228,7 @@ def check_split(model: PreTrainedModel) -> None:
     model.eval()
     ids_BT = torch.arange(8, device=head_VH.device)[None] % head_VH.shape[0]
     hidden_BTH = body(input_ids=ids_BT, use_cache=False).last_hidden_state
-    split_BTV = nn.functional.linear(hidden_BTH, head_VH, bias_V).float()
+    split_BTV = nn.functional.linear(hidden_BTH.to(head_VH.dtype), head_VH, bias_V).float()
     whole_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
     model.train(training)
     limit = 1e-4 if head_VH.dtype == torch.float32 else 1e-2

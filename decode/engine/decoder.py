@@ -73,7 +73,8 @@ class Decoder:
         levels, taps = (ANY_DEPTH, ()) if drafter is None else (drafter.levels, drafter.taps)
         self.settings = DecodeSettings(**settings).reaching(levels)
         self.tokenizer, self.vocab_size = tokenizer, vocab_size(tokenizer)
-        self.runner = Runner(target, self.vocab_size, self.settings.attention, taps)
+        how = self.vocab_size, self.settings.attention, taps
+        self.runner = Runner(target, *how, recurrent=True)
         self.drafter, self.recorder = drafter, recorder
         self.policy = make_policy(self.settings.policy, self.settings.plan)
         lossy = self.settings.acceptance

@@ -187,7 +187,7 @@ def _round(work: Work, target: ModelSize, drafter: ModelSize | None) -> int:
         stages.append(shared + drafting)
     held = shared + q_logits
     mask = target.mask(work.rows, nodes, work.slots)
-    stages.append(held + work.rows * nodes * target.token + mask)
+    stages.append(held + work.rows * nodes * (target.token + target.fresh) + mask)
     cast = 1 if target.dtype.itemsize >= 4 else 1.5  # the product, and its fp32 copy
     stages.append(held + int(max(cast, _copies(work.params)) * nodes * row))
     chain = tree is None or tree.is_chain

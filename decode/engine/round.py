@@ -229,7 +229,6 @@ class Stepper:
         tree = self._propose(batch, plan, top, shared_BLV, policy, calls)
         if shared_BLV is not None:
             shared_BLV = shared_BLV[:, : tree.topology.levels + 1]
-
         tokens_BN, topology = tree.tokens_BN, tree.topology
         block = None if topology.is_chain else topology.ancestors
         width = min(round_up(top + topology.nodes), pool.slots)
@@ -263,6 +262,7 @@ class Stepper:
         emitted_BL = kept_BL.roll(-1, 1).scatter(1, n_accepted_B[:, None], next_B[:, None])
         before_B = rows.lens_B.clone()
         n_new_B = rows.advance(emitted_BL, n_accepted_B, bad_B)
+        pool.settle(path_BL, n_new_B)
         taps_BLU = None if taps_BNU is None else picked(taps_BNU, path_BL)
         if batch.harvest is not None:
             batch.harvest.keep(before_B, picked(hidden_BNH, path_BL), taps_BLU)

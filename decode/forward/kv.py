@@ -8,6 +8,7 @@ Shapes: L layers, B rows, S slots a row, H key-value heads, E head width, N new 
 """
 
 import copy
+from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -15,10 +16,17 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
 from draftsmith.decode.forward.attention import Attend
+from draftsmith.decode.forward.states import StatePool
+
+LINEAR = "linear_attention"  # transformers' name for layers that keep a state instead
 
 
 class KVPool:
-    """kv_2LBSHE: keys, then values. Token-major: one token's keys in a layer are one run."""
+    """kv_2LBSHE: keys, then values. Token-major: one token's keys in a layer are one run. place: of
+    each layer that has them among those. states: of the layers that have none, if there are any.
+    """
+
+    states: StatePool | None = None
 
     def __init__(
         self,
@@ -34,6 +42,7 @@ class KVPool:
         self.kv_2LBSHE = torch.zeros(shape, dtype=dtype, device=device)
         self.keys_LBSHE, self.values_LBSHE = self.kv_2LBSHE
         self.rows, self.slots = rows, slots
+        self.place = {layer: i for i, layer in enumerate(kv_layers(config))}
 
     def first(self, rows: int) -> Self:
         """The same memory, rows 0..rows-1 of it."""
@@ -45,6 +54,8 @@ class KVPool:
         part.kv_2LBSHE = self.kv_2LBSHE[:, :, first:last]
         part.keys_LBSHE, part.values_LBSHE = part.kv_2LBSHE
         part.rows = last - first
+        if self.states is not None:
+            part.states = self.states.part(first, last)
         return part
 
     def flat(self, slots_BN: Tensor) -> Tensor:
@@ -55,6 +66,13 @@ class KVPool:
     def clear(self, rows_R: Tensor) -> None:
         """Forget rows: what a request left behind, NaN perhaps, can't reach the next one."""
         self.kv_2LBSHE.index_fill_(2, rows_R, 0)
+        if self.states is not None:
+            self.states.clear(rows_R)
+
+    def settle(self, path_BL: Tensor, n_new_B: Tensor) -> None:
+        """Let layers that keep a state take in the first n_new_B tokens of the kept paths."""
+        if self.states is not None:
+            self.states.commit(path_BL, n_new_B)
 
     def commit(self, source_BP: Tensor, target_BP: Tensor, into: "KVPool | None" = None) -> None:
         """Move the entries of accepted paths into place, slots source -> target of rows 0..B-1: one
@@ -86,16 +104,30 @@ def ring(number: Tensor, size: int, sinks: int = 0) -> Tensor:
 
 def kv_shape(config: PreTrainedConfig, rows: int, slots: int) -> tuple[int, ...]:
     """The shape (2, L, B, S, H, E) of a pool."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2, config.num_hidden_layers, rows, slots, heads, width
+    heads = getattr(config, "num_key_value_heads", None) or query_heads(config)
+    width = getattr(config, "head_dim", None) or config.hidden_size // query_heads(config)
+    return 2, len(kv_layers(config)), rows, slots, heads, width
+
+
+def query_heads(config: PreTrainedConfig) -> int:
+    """Of an attention; of a model without any, one that nothing is made of."""
+    return getattr(config, "num_attention_heads", 1)
+
+
+def kv_layers(config: PreTrainedConfig) -> list[int]:
+    """The layers that have keys and values."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return [i for i in range(config.num_hidden_layers) if LINEAR not in kinds[i : i + 1]]
 
 
 class SlotCache(Cache):
     """What one forward pass writes to and reads from: with `prefix=0` (prefill) its own keys alone,
     else the first `prefix` slots of every row, as `attend` says. flat_slots: None where the new
-    tokens' keys and values are in their slots already, and are left as they are.
+    tokens' keys and values are in their slots already, and are left as they are. mix: (layer, its
+    input [B, N, H]) -> its output, of layers that keep a state.
     """
+
+    mix: Callable[[int, Tensor], Tensor] | None = None
 
     def __init__(
         self, pool: KVPool, flat_slots: Tensor | None, prefix: int, attend: Attend | None = None
@@ -123,7 +155,7 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """The same for transformers, whose keys and values are [B, H, N, E]."""
         new = key_states.transpose(1, 2), value_states.transpose(1, 2)
-        keys, values = self.write(layer_idx, *new)
+        keys, values = self.write(self._pool.place[layer_idx], *new)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

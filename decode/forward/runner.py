@@ -1,8 +1,9 @@
 """The only code that calls a model while decoding: prefill and verify over per-row KV slots; and on
 CUDA the recording of calls, to be replayed.
 
-Works on unmodified transformers classes whose layers keep nothing but keys and values of every
-token. What a pass attends to is handed to each layer's attention as a keyword.
+Works on unmodified transformers classes whose layers keep keys and values of every token, or, of a
+target, a state that is known (`mixers.py`). What a pass attends to is handed to each layer's
+attention as a keyword; what mixes tokens in the others is put in the place of their forward.
 
 Shapes: B rows, N tokens a row, H hidden, U width of the taps' states side by side, V vocabulary.
 """
@@ -10,6 +11,7 @@ Shapes: B rows, N tokens a row, H hidden, U width of the taps' states side by si
 import copy
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.forward.attention import ATTENTION, Attend, Seen, resolve
-from draftsmith.decode.forward.kv import KVPool, SlotCache, kv_shape
+from draftsmith.decode.forward.kv import LINEAR, KVPool, SlotCache, kv_shape, query_heads
 from draftsmith.decode.forward.lean import (
     HALVES,
     Half,
@@ -27,7 +29,9 @@ from draftsmith.decode.forward.lean import (
     kept_layers,
     lean_body,
 )
+from draftsmith.decode.forward.mixers import KINDS, mixers_of
 from draftsmith.decode.forward.product import VocabHead
+from draftsmith.decode.forward.states import StatePool, mixing
 from draftsmith.models.taps import NORM, Tap, check_taps, joined, watching
 from draftsmith.models.target import output_head, unwrapped
 from draftsmith.models.vocab import DraftVocab
@@ -49,9 +53,10 @@ class Runner:
     model: a causal LM, or a PeftModel around one, whose adapter then stays live. attention: a
     backend of `decode/forward/attention.py`, or "auto". taps: states that each pass gives beside
     the last. vocab: the tokens with logits, whose rows of the LM head are then copied; None: all.
+    recurrent: whether layers may keep a state, which only a round's commit changes: of a target.
 
-    ValueError for models that can't be rolled back by slots (recurrent state), whose logits are
-    more than head(hidden), and for an attention backend that the machine lacks.
+    ValueError for models that can't be rolled back, whose logits are more than head(hidden), and
+    for an attention backend that the machine lacks.
     """
 
     def __init__(
@@ -61,9 +66,12 @@ class Runner:
         attention: str = "auto",
         taps: tuple[Tap, ...] = (),
         vocab: DraftVocab | None = None,
+        *,
+        recurrent: bool = False,
     ) -> None:
         model = unwrapped(model)
-        refuse_what_cannot_roll_back(model)
+        self.mixers = mixers_of(model) if recurrent else {}
+        refuse_what_cannot_roll_back(model, known=bool(self.mixers))
         self.model = model
         self.body, head_VH, bias_D = output_head(model)
         if head_VH.shape[0] < vocab_size:
@@ -80,7 +88,7 @@ class Runner:
         self.config = config = model.config.get_text_config()
         check_taps(taps, config.num_hidden_layers)
         self.taps, self.context = taps, context_of(model)
-        self.groups = config.num_attention_heads // kv_shape(config, 1, 1)[4]
+        self.groups = query_heads(config) // kv_shape(config, 1, 1)[4]
         self.attention = resolve(attention, self.device, self.dtype)
         # Also a layer's own, which may have come from another model.
         configs = (getattr(part, "config", None) for part in model.modules())
@@ -91,6 +99,8 @@ class Runner:
         lean = None if windowed(config) else lean_body(self.body)
         if lean is not None and self._agree(lean):
             self.call = lean
+        if self.mixers:
+            self._check_mixers()
 
     def compile(self, **options: Any) -> None:
         """Compile the lean body's layers, where the model has one; options of `torch.compile`."""
@@ -99,9 +109,12 @@ class Runner:
 
     def pool(self, rows: int, slots: int) -> KVPool:
         """A KV pool for this model; the slots are rounded up to whole buckets."""
-        return KVPool(
+        pool = KVPool(
             self.config, rows=rows, slots=round_up(slots), dtype=self.dtype, device=self.device
         )
+        if self.mixers:
+            pool.states = StatePool(self.mixers, rows, self.device)
+        return pool
 
     def prefill(
         self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor
@@ -109,11 +122,16 @@ class Runner:
         """Write prompts (right-padded to N) into the slots of `rows_B`, garbage beyond their
         lengths; the logits [B, V] after each, and the taps' states [B, N, U], where there are taps.
         """
-        positions_BN = torch.arange(tokens_BN.shape[1], device=self.device).expand_as(tokens_BN)
-        cache = SlotCache(pool, (rows_B[:, None] * pool.slots + positions_BN).flatten(), prefix=0)
-        hidden_BNH, taps_BNU = self._pass(tokens_BN, positions_BN, cache)
+        hidden_BNH, taps_BNU = self._prompts(pool, rows_B, tokens_BN, lens_B)
         last_B11 = (lens_B - 1)[:, None, None].expand(-1, 1, hidden_BNH.shape[-1])
         return self.logits(hidden_BNH.gather(1, last_B11)[:, 0]), taps_BNU
+
+    def _prompts(self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor) -> States:
+        positions_BN = torch.arange(tokens_BN.shape[1], device=self.device).expand_as(tokens_BN)
+        cache = SlotCache(pool, (rows_B[:, None] * pool.slots + positions_BN).flatten(), prefix=0)
+        if pool.states is not None:
+            cache.mix = partial(pool.states.prefill, rows_B, lens_B)
+        return self._pass(tokens_BN, positions_BN, cache)
 
     def verify(
         self, pool: KVPool, tokens_BN: Tensor, positions_BN: Tensor, slots_BN: Tensor, seen: Seen
@@ -127,6 +145,8 @@ class Runner:
         # The flash call reads whole rows of the pool by their lengths.
         width = pool.slots if self.attention == "varlen" else seen.width
         cache = SlotCache(pool, pool.flat(slots_BN), width, attend)
+        if pool.states is not None:
+            cache.mix = partial(pool.states.verify, pool.states.tree(seen.block, tokens_BN))
         return self._pass(tokens_BN, positions_BN, cache)
 
     def again(
@@ -185,11 +205,9 @@ class Runner:
 
     def states(self, ids_BT: Tensor) -> States:
         """Of whole texts, in slots of their own."""
-        rows_B1 = torch.arange(len(ids_BT), device=self.device)[:, None]
-        pool = self.pool(*ids_BT.shape)
-        at_BT = torch.arange(ids_BT.shape[1], device=self.device).expand_as(ids_BT)
-        cache = SlotCache(pool, (rows_B1 * pool.slots + at_BT).flatten(), prefix=0)
-        return self._pass(ids_BT, at_BT, cache)
+        rows_B = torch.arange(len(ids_BT), device=self.device)
+        lens_B = torch.full_like(rows_B, ids_BT.shape[1])
+        return self._prompts(self.pool(*ids_BT.shape), rows_B, ids_BT, lens_B)
 
     def _pass(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache) -> States:
         taken: Taken = {int(tap): None for tap in self.taps if tap != NORM}
@@ -210,8 +228,9 @@ class Runner:
             extra = {"attend": cache.attend, "attention_mask": positions_BN[:, None, :, None]}
         inputs = {"input_ids": tokens_BN, "position_ids": positions_BN, "past_key_values": cache}
         watched = watching(self.model, taken) if taken else nullcontext()
-        with self._attending(), watched:
-            return self.body(**inputs, use_cache=True, **extra).last_hidden_state
+        with self._attending(), mixing(self.mixers, cache.mix), watched:
+            hidden_BNH: Tensor = self.body(**inputs, use_cache=True, **extra).last_hidden_state
+        return hidden_BNH.to(self.dtype)  # Mamba-2's residual stream may be wider
 
     @contextmanager
     def _attending(self) -> Iterator[None]:
@@ -231,6 +250,22 @@ class Runner:
         own.taps = fast.taps = ()
         own.call, fast.call = own._whole, lean
         return agree(own._trial(), fast._trial(), self.dtype)
+
+    @torch.inference_mode()
+    def _check_mixers(self) -> None:
+        """ValueError where four tokens of a prompt and three after it aren't the model's own."""
+        ids_1T = torch.arange(7, device=self.device)[None] % len(self.head.weight)
+        own_1TH = self.body(input_ids=ids_1T, use_cache=False).last_hidden_state
+        pool, lens_1 = self.pool(1, 8), torch.full((1,), 4, device=self.device)
+        row_1, at_1N = torch.zeros_like(lens_1), torch.arange(4, 7, device=self.device)[None]
+        first_1NH, _ = self._prompts(pool, row_1, ids_1T[:, :4], lens_1)
+        next_1NH, _ = self.verify(pool, ids_1T[:, 4:], at_1N, at_1N, Seen(lens_1, pool.slots))
+        if not agree([own_1TH], [torch.cat([first_1NH, next_1NH], 1)], self.dtype):
+            raise ValueError(
+                f"model {type(self.model).__name__}: got layers with a state that compute "
+                f"something else than {sorted(KINDS)}, expected the states of its own forward; use "
+                "a target of another family"
+            )
 
     @torch.inference_mode()
     def _trial(self) -> list[Tensor]:
@@ -308,16 +343,18 @@ def windowed(config: PreTrainedConfig) -> bool:
     return bool(used and getattr(config, "sliding_window", None))
 
 
-def refuse_what_cannot_roll_back(model: PreTrainedModel) -> None:
-    """ValueError for a model with state other than the keys and values of every token."""
+def refuse_what_cannot_roll_back(model: PreTrainedModel, known: bool = False) -> None:
+    """ValueError for a model with state other than the keys and values of every token; known: but
+    for layers that keep a state which a round's commit can go on with.
+    """
     config = model.config.get_text_config()
     unknown = set(getattr(config, "layer_types", None) or ())
-    unknown -= {"full_attention", "sliding_attention"}
+    unknown -= {"full_attention", "sliding_attention", *[LINEAR] * known}
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [part for part in rope.values() if isinstance(part, dict)] or [rope]  # of layer types
     row_bound = ROW_BOUND & {part.get("rope_type") for part in ropes}
     reasons = {
-        "a recurrent state": getattr(model, "_is_stateful", False),
+        "a recurrent state": getattr(model, "_is_stateful", False) and not known,
         f"layers of type {sorted(unknown)}": unknown,
         "attention in chunks": getattr(config, "attention_chunk_size", None),
         "layers that share their keys and values": getattr(config, "num_kv_shared_layers", 0),
@@ -325,12 +362,14 @@ def refuse_what_cannot_roll_back(model: PreTrainedModel) -> None:
         # Which factors they use depends on the longest row of the batch, not on the prompt alone.
         f"rotary embeddings of type {sorted(ROW_BOUND)}": row_bound,
         "capped attention logits": getattr(config, "attn_logit_softcapping", None),
-        "attention that can't be replaced": not model._supports_attention_backend,
+        # Hybrids don't say; they are compared with their own forward.
+        "attention that can't be replaced": not (model._supports_attention_backend or known),
     }
     for reason, found in reasons.items():
         if found:
             raise ValueError(
                 f"model {type(model).__name__}: got {reason}, expected full or sliding attention "
                 "in every layer and one key and value a token (Llama, Qwen, Mistral, Mixtral, "
-                "Gemma 3 and GPT-OSS are tested): rejected drafts could not be rolled back"
+                "Gemma 3 and GPT-OSS are tested; of targets alone also Mamba-2, Bamba, Qwen3-Next "
+                "and Qwen3.5): rejected drafts could not be rolled back"
             )

@@ -7,7 +7,7 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
-from draftsmith.decode.forward.kv import kv_shape
+from draftsmith.decode.forward.kv import kv_shape, query_heads
 from draftsmith.decode.forward.runner import Runner, round_up, windowed
 from draftsmith.models.taps import NORM
 
@@ -19,7 +19,9 @@ class ModelSize:
     states that a drafter is given; scratch: slots that a pass needs beyond a row's own; ahead:
     logits [B, V] that are alive beside a call's own; window: slots of a row whose keys and values
     don't grow with it, beside `scratch`; 0: they do; shadow: how many sides of logits of the whole
-    kept path are made beside the target's (`at_once` of them).
+    kept path are made beside the target's (`at_once` of them). state, fresh: bytes of each row, and
+    of each node until its round's commit, of layers that keep a state; channels: of the widest. (A
+    chunk of one such layer's own matrices isn't counted.)
     """
 
     config: PreTrainedConfig
@@ -30,18 +32,30 @@ class ModelSize:
     ahead: int = 0
     window: int = 0
     shadow: int = 0
+    state: int = 0
+    fresh: int = 0
+    channels: int = 0
 
     @classmethod
     def of(cls, runner: Runner) -> "ModelSize":
         """The size of the model that a runner runs."""
         hidden, taps = runner.config.hidden_size, runner.taps
         inside = sum(tap != NORM for tap in taps)  # the last state is the pass's own output
-        return cls(runner.config, runner.dtype, inside * hidden, len(taps) * hidden)
+        mixers = runner.mixers.values()
+        return cls(
+            runner.config,
+            runner.dtype,
+            beside=inside * hidden,
+            handed=len(taps) * hidden,
+            state=sum(mixer.row_bytes for mixer in mixers),
+            fresh=sum(mixer.node_bytes for mixer in mixers),
+            channels=max((mixer.conv_shape[1] for mixer in mixers), default=0),
+        )
 
     def kv(self, rows: int, slots: int) -> int:
         """Bytes of a pool."""
         slots = round_up((self.window or slots) + self.scratch)
-        return prod(kv_shape(self.config, rows, slots)) * self.dtype.itemsize
+        return prod(kv_shape(self.config, rows, slots)) * self.dtype.itemsize + rows * self.state
 
     @property
     def token(self) -> int:
@@ -54,15 +68,16 @@ class ModelSize:
         experts = getattr(config, "num_experts_per_tok", None)
         if experts:
             inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
-        heads = (config.num_attention_heads + 2 * kv_heads) * width
-        elements = 2 * config.hidden_size + 4 * max(inner, heads) + 2 * width + self.beside
+        heads = (query_heads(config) + 2 * kv_heads) * width
+        inner = max(inner, heads, 2 * self.channels)
+        elements = 2 * config.hidden_size + 4 * inner + 2 * width + self.beside
         return int(elements) * self.dtype.itemsize
 
     def mask(self, rows: int, nodes: int, width: int) -> int:
         """Bytes of a round's additive masks: one for each kind of layer."""
         config = self.config
         kinds = 1 + ("full_attention" in (getattr(config, "layer_types", None) or ()))
-        groups = config.num_attention_heads // kv_shape(config, 1, 1)[4]
+        groups = query_heads(config) // kv_shape(config, 1, 1)[4]
         width = round_up(self.window + self.scratch) if self.window else width
         one = rows * nodes * width * groups * self.dtype.itemsize
         return one * (kinds if windowed(config) else 1)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round
 from draftsmith.decode.forward.kv import ROOM, KVPool, ring
-from draftsmith.decode.forward.runner import Seen, round_up, windowed
+from draftsmith.decode.forward.runner import Seen, context_of, round_up, windowed
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
 
@@ -57,7 +57,7 @@ class PartialKVDrafter(OwnLayersDrafter):
         cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int
     ) -> "PartialKVDrafter":
         """streaming:BUDGET or snapkv:BUDGET; ValueError for anything else."""
-        most = target.config.get_text_config().max_position_embeddings
+        most = context_of(target)
         if not says.isdecimal() or not LEAST[kind] <= int(says) <= most:
             raise ValueError(
                 f"drafter: got {kind}:{says}, expected {kind}:BUDGET with {LEAST[kind]} slots to "

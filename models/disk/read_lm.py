@@ -47,21 +47,23 @@ def load_config(path: str | Path, *, local_files_only: bool = False) -> Pretrain
 
 
 def load_lm(path: str | Path, *, dtype: str, allow_unknown: bool) -> PreTrainedModel:
-    """A causal LM with sdpa attention, every tensor of it read from the folder or hub name `path`.
+    """A causal LM with sdpa attention (if any), every tensor of it read from the folder or hub name
+    `path`.
 
     dtype: of `DTYPES`; allow_unknown: accept tensors without a place in it (some published targets
     carry layers that only their own servers use). ValueError for an unknown dtype, nothing at
     `path`, a cut file, or tensors that are missing, of another shape, or (unless allowed) unknown.
     """
     check_dtype(dtype)
-    load_config(path)
+    kinds = getattr(load_config(path).get_text_config(), "layer_types", None) or ("full",)
     try:
         # Any: with output_loading_info the call returns a pair, which its annotation doesn't say.
         with _bar_if_large(Path(path)):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(path),
                 dtype=DTYPES[dtype],
-                attn_implementation="sdpa",
+                # Refused by models without any attention.
+                attn_implementation=None if set(kinds) == {"linear_attention"} else "sdpa",
                 trust_remote_code=False,
                 # A wrong shape is then listed in `info` with the rest, and refused below.
                 ignore_mismatched_sizes=True,

@@ -4,6 +4,8 @@ One sequence at a time, transformers' own cache, its own forward; nothing shared
 the transform and the noise.
 """
 
+import inspect
+
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
@@ -22,10 +24,17 @@ def plain_decode(
 ) -> list[int]:
     """The tokens that follow `prompt`, a stop token included; index: the prompt's global number."""
     cache = DynamicCache(config=model.config)
+    named = (
+        "cache_params" in inspect.signature(model.forward).parameters
+    )  # models without attention
+    held = {"cache_params" if named else "past_key_values": cache}
     fed = list(prompt)
     tokens: list[int] = []
     while len(tokens) < params.max_new_tokens:
-        out = model(torch.tensor([fed], device=model.device), past_key_values=cache)
+        at = len(prompt) + len(tokens) - len(fed)  # said, as some models begin at 0 again
+        at_1N = torch.arange(at, at + len(fed), device=model.device)[None]
+        ids_1N = torch.tensor([fed], device=model.device)
+        out = model(ids_1N, position_ids=at_1N, use_cache=True, **held)
         logits_V = params.transform(out.logits[0, -1, :vocab_size])
         position_1 = torch.tensor([len(prompt) + len(tokens)], device=model.device)
         race_1V = request_race(params, index, position_1, vocab_size)
