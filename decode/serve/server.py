@@ -66,7 +66,7 @@ class ServerConfig:
     max_length: int = 2048  # tokens of prompt and answer; at most the context
     K: int | None = None  # draft calls a round; none: the drafter folder's default
     tree: str = ""  # empty: the drafter folder's, else chain
-    policy: str = ""  # empty: the drafter folder's, else fixed
+    policy: str = "auto"  # how much to draft for how many answers; empty: the drafter folder's
     device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "auto"
     quantise: str = ""  # int8: the target's weights, as `target.quantise` of a training run
