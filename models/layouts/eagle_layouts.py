@@ -118,14 +118,11 @@ def unread_by_llama_cpp(config: dict[str, Any]) -> str | None:
     """Why llama.cpp would draft wrongly with the EAGLE-3 head of this config.json (norm_output), or
     its converter or loader refuse it; None where neither.
     """
-    ids = config.get(IDS) or [0, 0, 0]
+    ids, qwen = config.get(IDS) or [0, 0, 0], config.get("model_type") == "qwen3"
     reasons = (
         ("it feeds back a state that isn't normed (norm_output)", config.get("norm_output")),
         ("it has no norm for each tap (fc_norm)", config.get("fc_norm")),
-        (
-            "its layers have no norms on queries and keys (qwen3)",
-            config.get("model_type") == "qwen3",
-        ),
+        ("its layers have no norms on queries and keys (qwen3)", qwen),
         ("it has no biases of the attention", config.get("attention_bias")),
         ("it has one layer", config.get("num_hidden_layers", 1) > 1),
         (f"it taps three layers, and these are {len(ids)}", len(ids) != 3),

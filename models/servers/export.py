@@ -24,10 +24,11 @@ from draftsmith.models.folder.drafter_folder import META, open_drafter, read_met
 from draftsmith.models.folder.tensors import outline
 from draftsmith.models.heads.head import TAKES, Kind, Reads, heads
 from draftsmith.models.server_facts import FIRST, NO_OVERLAP, SERVES, STACKS
+from draftsmith.models.servers.gguf_file import to_gguf
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.models.vocab import FILE
 
-LAYOUTS = ("sglang", "vllm", "speculators", "tgi")
+LAYOUTS = ("sglang", "vllm", "speculators", "tgi", "gguf")
 LM = {"vllm": "draft_model", "sglang": "STANDALONE", "transformers": "", "gguf": "draft-simple"}
 LM |= {"tensorrt": "DraftTarget", "mlx": "", "lmstudio": ""}
 READS = {"gguf": "reads it, converted", "mlx": "reads it, converted", "tensorrt": TAKES}
@@ -58,9 +59,10 @@ def about(layout: str) -> Kind:
     return OTHERS.get(layout) or heads()[layout].kinds[layout]
 
 
-def export(drafter: str, target: str, to: str, out: str) -> str:
+def export(drafter: str, target: str, to: str, out: str, converter: str = "") -> str:
     """Write the drafter in `drafter` as stack `to`, one of `LAYOUTS`, reads it, into the new
-    folder `out`; returns the command that serves it there.
+    folder `out`; returns the command that serves it there. gguf: a draft LM, into the new file
+    `out`, by llama.cpp's `converter`.
 
     Of the target its config, tokenizer, embeddings, LM head and final norm are read, whatever files
     they stand in. The drafter may be another toolkit's, see `imports`.
@@ -71,7 +73,7 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
         raise ValueError(f"to: got {to!r}, expected one of {', '.join(LAYOUTS)}")
     folder = Path(os.path.abspath(out))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"out: got {folder}, which holds something; expected a new folder")
+        raise ValueError(f"out: got {folder}, which holds something; expected a new one")
     if Path(target).is_dir():
         target = os.path.abspath(target)  # some layouts name it
     model, tokenizer = outline(target), load_tokenizer(target)
@@ -79,13 +81,20 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
     opened = open_drafter(drafter, fingerprint(model, tokenizer, target), **given)
     kind, K = opened.kind, served_K(opened.meta)
     stacks = about(kind).stacks
+    if to == "gguf" and to in stacks and kind != "lm":
+        raise ValueError(
+            f"to=gguf: got a drafter of kind {kind}, expected a draft LM; llama.cpp's converter "
+            "takes it by the line that is printed after training"
+        )
     if to not in stacks:
-        able = [name for name in LAYOUTS if name in stacks]
+        able = [name for name in LAYOUTS[:-1] if name in stacks]
         others = f"these do: {', '.join(able)}" if able else "no server does: decode with it here"
         raise ValueError(
             f"to={to}: got a drafter of kind {kind}, which {to} doesn't load; {others}"
         )
-    if kind == "lm":
+    if to == "gguf":
+        to_gguf(opened.path, target, {"target": model, "tokenizer": tokenizer}, converter, folder)
+    elif kind == "lm":
         rows = load_config(opened.path).get_text_config().vocab_size
         wanted = model.config.get_text_config().vocab_size
         if rows != wanted:
