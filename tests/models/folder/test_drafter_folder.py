@@ -342,6 +342,19 @@ def test_save_refuses(
         save_drafter(folder, kind="lm", provenance={}, defaults={"k": 1}, **common)
 
 
+def test_lines_of_servers_that_make_answers_up(folder: Path) -> None:
+    """At a measured acceptance, and as deep as it was measured, whatever the folder says."""
+    vllm, sglang, llama = serve_line(folder, "t", [0.75, 0.5, 0.25]).splitlines()
+    config = json.loads(shlex.split(vllm)[-1])
+    assert (
+        config["rejection_sample_method"] == "synthetic" and config["num_speculative_tokens"] == 3
+    )
+    assert config["synthetic_acceptance_rates"] == [0.75, 0.5, 0.25]
+    pretended = "SGLANG_SIMULATE_ACC_METHOD=match-expected SGLANG_SIMULATE_ACC_LEN=2.500 python"
+    assert sglang.startswith(pretended) and "--speculative-num-steps 3" in sglang
+    assert "--spec-draft-n-max 3" in llama and llama.endswith(" --spec-synth-rates 0.75,0.5,0.25")
+
+
 def test_serve_lines(folder: Path) -> None:
     text = serve_line(folder, "models/my target")
     vllm, sglang, transformers, llama, tensorrt, mlx, studio = text.splitlines()
