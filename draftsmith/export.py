@@ -22,6 +22,5 @@ class Export:
 def main(argv: list[str]) -> None:
     """Write the folder, print the command that serves it."""
     settings = parse(Export, argv)
-    asked = settings.drafter, settings.target, settings.to, settings.out, settings.converter
-    line = export(*asked)
+    line = export(**vars(settings))
     Console(soft_wrap=True).print(f"written: {settings.out}\n{line}", markup=False, highlight=False)

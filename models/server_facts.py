@@ -20,10 +20,6 @@ class Stack(NamedTuple):
     synthetic: str = ""
 
 
-LLAMA_SERVER = (
-    "llama-server -m TARGET.gguf -md {made} --spec-type {method} --spec-draft-n-max {K} "
-    "--spec-draft-ngl all"
-)
 STACKS = {
     "vllm": Stack(
         "vLLM 0.33", "vllm serve {target} --speculative-config {options}", synthetic="{serve}"
@@ -46,7 +42,8 @@ STACKS = {
     ),
     "gguf": Stack(
         "llama.cpp",  # of llama-cpp-python 0.3.36; older ones call the options otherwise
-        LLAMA_SERVER,
+        "llama-server -m TARGET.gguf -md {made} --spec-type {method} --spec-draft-n-max {K} "
+        "--spec-draft-ngl all",
         "python convert_hf_to_gguf.py {folder} --target-model-dir {target} --outtype bf16 "
         "--outfile {made}",
         ".gguf",

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.head import ANY_DEPTH, TAKES, Kind, LayerHead, Reads
+from draftsmith.models.heads.head import ANY_DEPTH, CONVERTED, TAKES, Kind, LayerHead, Reads
 from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
@@ -128,9 +128,7 @@ class Eagle(LayerHead):
                 "vllm": Reads("eagle3", ours=True),
                 "sglang": Reads("EAGLE3", ours=True, misread=unread_by_sglang),
                 "speculators": Reads(says="after export to=speculators"),
-                "gguf": Reads(
-                    "draft-eagle3", True, "reads it, converted", misread=unread_by_llama_cpp
-                ),
+                "gguf": Reads("draft-eagle3", True, CONVERTED, misread=unread_by_llama_cpp),
                 "tensorrt": Reads("Eagle3", True, TAKES, misread=unread_by_tensorrt),
             },
             learns=True,

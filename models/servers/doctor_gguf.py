@@ -52,13 +52,13 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, config: Any, path: Path) -> V
 
 def llama_cpp(case: Case) -> Iterator[Finding]:
     """What its converter takes otherwise or lacks, then the four rules for two vocabularies."""
-    config = load_config(case.folder).get_text_config()
-    if GGUF_EAGLE3 in case.raw and config.num_hidden_layers == 1:
+    if GGUF_EAGLE3 in case.raw and case.raw.get("num_hidden_layers") == 1:
         says = f"{GGUF_EAGLE3} in the config.json of a draft LM of one layer"
         yield warning(says, "drop the key", "gguf: its converter takes it for an EAGLE-3 head")
     heads = [t.shape[0] for n, t in case.checkpoint.meta.items() if n.endswith("lm_head.weight")]
-    if heads and heads[0] != config.vocab_size:
-        says = f"an LM head of {heads[0]} rows for {config.vocab_size} tokens"
+    rows = (case.raw.get("text_config") or case.raw).get("vocab_size")
+    if heads and rows and heads[0] != rows:
+        says = f"an LM head of {heads[0]} rows for {rows} tokens"
         does = "gguf, draftsmith: refuses it: a draft LM's head can't be trimmed in its file"
         yield fault(says, "restore the whole head", does)
     if not any((case.folder / name).is_file() for name in VOCABULARIES):
@@ -71,13 +71,13 @@ def llama_cpp(case: Case) -> Iterator[Finding]:
         yield warning(f"no {theirs.name}, which the target has", COPY, does)
     if case.tokenizer is None:
         return
+    config = load_config(case.folder).get_text_config()
     draft = vocabulary(load_tokenizer(case.folder), config, case.folder)
     target = vocabulary(case.tokenizer, case.target_config, Path(case.target_path))
     refuses = "gguf, lmstudio: refuses it as the target's draft"
     if draft.kind != target.kind:
-        yield warning(
-            f"a tokenizer of kind {draft.kind}, the target's {target.kind}", COPY, refuses
-        )
+        says = f"a tokenizer of kind {draft.kind}, the target's {target.kind}"
+        yield warning(says, COPY, refuses)
     for end, (own, added) in draft.ends.items():
         its, adds = target.ends[end]
         if own != its:
@@ -94,6 +94,5 @@ def llama_cpp(case: Case) -> Iterator[Finding]:
     if other:
         i, own, its = other[0]
         says = f"{len(other)} tokens of another text: id {i} is {own!r}, the target's {its!r}"
-        yield fault(
-            says, COPY, f"{refuses}; vllm, sglang, mlx: drafts other tokens, without a word"
-        )
+        does = "vllm, sglang, transformers, tensorrt, mlx: drafts other tokens, without a word"
+        yield fault(says, COPY, f"{refuses}; {does}; draftsmith: refuses it")

@@ -22,7 +22,7 @@ from draftsmith.models.disk.read_lm import load_config, read_json, save_tensors,
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import META, open_drafter, read_meta
 from draftsmith.models.folder.tensors import outline
-from draftsmith.models.heads.head import TAKES, Kind, Reads, heads
+from draftsmith.models.heads.head import CONVERTED, TAKES, Kind, Reads, heads
 from draftsmith.models.server_facts import FIRST, NO_OVERLAP, SERVES, STACKS
 from draftsmith.models.servers.gguf_file import to_gguf
 from draftsmith.models.tokenizer import load_tokenizer
@@ -31,7 +31,7 @@ from draftsmith.models.vocab import FILE
 LAYOUTS = ("sglang", "vllm", "speculators", "tgi", "gguf")
 LM = {"vllm": "draft_model", "sglang": "STANDALONE", "transformers": "", "gguf": "draft-simple"}
 LM |= {"tensorrt": "DraftTarget", "mlx": "", "lmstudio": ""}
-READS = {"gguf": "reads it, converted", "mlx": "reads it, converted", "tensorrt": TAKES}
+READS = {"gguf": CONVERTED, "mlx": CONVERTED, "tensorrt": TAKES}
 # Layouts that are no kind of head of ours.
 OTHERS = {
     "lm": Kind(
@@ -48,7 +48,7 @@ OTHERS = {
     "speculators": Kind(
         "EAGLE-3 in speculators' format",
         {"vllm": Reads(), "sglang": Reads(says="after export to=sglang"), "speculators": Reads()}
-        | {"gguf": Reads(says=READS["gguf"])},
+        | {"gguf": Reads(says=CONVERTED)},
     ),
     "unknown": Kind("a folder that can't be read"),
 }
