@@ -92,7 +92,9 @@ def llama_cpp(case: Case) -> Iterator[Finding]:
     pairs = [*zip(draft.texts, target.texts, strict=False)][GGUF_TEXTS:]
     other = [(i, *pair) for i, pair in enumerate(pairs, GGUF_TEXTS) if pair[0] != pair[1]]
     if other:
-        i, own, its = other[0]
-        says = f"{len(other)} tokens of another text: id {i} is {own!r}, the target's {its!r}"
+        token, text, wanted = other[0]
+        says = (
+            f"{len(other)} tokens of another text: id {token} is {text!r}, the target's {wanted!r}"
+        )
         does = "vllm, sglang, transformers, tensorrt, mlx: drafts other tokens, without a word"
         yield fault(says, COPY, f"{refuses}; {does}; draftsmith: refuses it")

@@ -73,7 +73,8 @@ def export(drafter: str, target: str, to: str, out: str, converter: str = "") ->
         raise ValueError(f"to: got {to!r}, expected one of {', '.join(LAYOUTS)}")
     folder = Path(os.path.abspath(out))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"out: got {folder}, which holds something; expected a new one")
+        what = "file" if to == "gguf" else "folder"
+        raise ValueError(f"out: got {folder}, which holds something; expected a new {what}")
     if Path(target).is_dir():
         target = os.path.abspath(target)  # some layouts name it
     model, tokenizer = outline(target), load_tokenizer(target)
