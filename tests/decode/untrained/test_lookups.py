@@ -148,7 +148,7 @@ def test_a_tree_s_nodes_teach_by_their_own_paths() -> None:
     drafter.extend(kept)
 
     def said(*context: int) -> int:
-        ids_1K, p_1K = drafter.table.laws(torch.tensor([list(context)]))
+        ids_1K, p_1K = drafter.store.laws(torch.tensor([list(context)]))
         return int(ids_1K[0, 0]) if p_1K[0, 0] > 0 else -1
 
     assert said(22, 20, 13, 12) == 43 and said(21, 13, 12, 11) == 42 and said(20, 9, 9, 9) == 41
