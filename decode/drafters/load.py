@@ -69,7 +69,7 @@ def composed(name: str) -> tuple[str, str]:
     """
     first, plus, folder = name.partition("+")
     of_two = plus and first.partition(":")[0] in (*LOOKED, *OVER)
-    return (first, folder) if of_two else ("", name)
+    return (first, folder.removeprefix("+")) if of_two else ("", name)
 
 
 def kept_defaults(name: str) -> dict[str, Any]:
@@ -97,9 +97,9 @@ def load_drafter(
     allow_target_mismatch: bool = False,
 ) -> Drafter | None:
     """None for None or "none"; prompt lookup for "ngram"; a name of `UNTRAINED`, as `exit:4`; what
-    is looked up before a folder's, as `suffix+FOLDER`; else the folder's drafter, on the target's
-    device and in its dtype. ValueError for a name that says nothing, and as `open_drafter` for a
-    folder that doesn't fit.
+    is looked up before a folder's, as `suffix+FOLDER`, or `suffix++FOLDER`, fused; else the
+    folder's drafter, on the target's device and in its dtype. ValueError for a name that says
+    nothing, and as `open_drafter` for a folder that doesn't fit.
     """
     if name is None or name == "none":
         return None
@@ -112,7 +112,8 @@ def load_drafter(
         second = load_drafter(folder_name, target, tokenizer, **lax)
         if second is None or not isinstance(first, LookupDrafter):
             raise ValueError(f"drafter: got {name}, expected a drafter folder after the plus")
-        return CompositeDrafter(first, second, int(kept_defaults(folder_name)["K"] or 4))
+        levels = int(kept_defaults(folder_name)["K"] or 4)
+        return CompositeDrafter(first, second, levels, fused="++" in name)
     if not has_folder(name):
         kind, _, says = name.partition(":")
         drafter: Drafter

@@ -132,6 +132,7 @@ class SuffixDrafter(LookupDrafter):
     """Trees and chains of what followed before."""
 
     held = ("text_BS", "lens_B", "answer_B")
+    slack = SLACK
 
     def __init__(
         self, kind: str, device: torch.device, vocab_size: int, remembered: int = REMEMBERED

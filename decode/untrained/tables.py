@@ -95,7 +95,7 @@ def mixed(
 class TableDrafter(LookupDrafter):
     """Trees and chains by look-ups alone."""
 
-    likeliest = KEPT
+    likeliest, slack = KEPT, SLACK
 
     def __init__(self, kind: str, device: torch.device, vocab_size: int) -> None:
         super().__init__(kind, device, vocab_size)

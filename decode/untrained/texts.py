@@ -63,11 +63,13 @@ class TextDrafter(Drafter):
 class LookupDrafter(TextDrafter):
     """Trees and chains from laws that are looked up. reads: whether it looks at what it found, as
     costs nothing on a CPU: a round where nothing is found is then plain decoding, and a draft ends
-    where no row goes on. store: what outlives rows; drafters of one kind may have one in common.
+    where no row goes on. store: what outlives rows; drafters of one kind may have one in common;
+    slack: the weight of what it never saw, shared out among all tokens.
     """
 
     remembers = True
     store: Any
+    slack: float
 
     def __init__(self, kind: str, device: torch.device, vocab_size: int) -> None:
         super().__init__(device)
