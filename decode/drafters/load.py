@@ -12,7 +12,7 @@ from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.untrained.composite import CompositeDrafter
 from draftsmith.decode.untrained.exits import ExitsDrafter
 from draftsmith.decode.untrained.foreign import ForeignDrafter, TextwiseDrafter
-from draftsmith.decode.untrained.jacobi import JacobiDrafter
+from draftsmith.decode.untrained.jacobi import JacobiDrafter, LookaheadDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
 from draftsmith.decode.untrained.pads import PadsDrafter
@@ -38,6 +38,7 @@ UNTRAINED: dict[str, Any] = {
     "exits": ExitsDrafter,
     "skip": OwnLayersDrafter,
     "jacobi": JacobiDrafter,
+    "lookahead": LookaheadDrafter,
     "swift": SwiftDrafter,
     "streaming": PartialKVDrafter,
     "snapkv": PartialKVDrafter,
@@ -132,7 +133,7 @@ def load_drafter(
             drafter = UNTRAINED[kind].over(says, inner, target, vocab_size(tokenizer))
         else:
             drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
-        if isinstance(drafter, LookupDrafter) and says:
+        if kind in LOOKED and says:
             drafter.load(Path(says), fingerprint(None, tokenizer)["tokenizer"])
         return drafter
     mark = fingerprint(target, tokenizer)
