@@ -218,8 +218,7 @@ def read_tree(file: File) -> StaticTree:
 
 def rank_path(plan: Plan | None, nodes: list[int]) -> tuple[int, ...]:
     """The rank path of the last node kept; zeros where ranks aren't known."""
-    known = nodes and isinstance(plan, StaticTree)
-    path = plan.paths[nodes[-1] - 1] if known else ()
+    path = plan.paths[nodes[-1] - 1] if nodes and isinstance(plan, StaticTree) else ()
     return path if len(path) == len(nodes) else (0,) * len(nodes)
 
 

@@ -133,7 +133,7 @@ def load_drafter(
             drafter = UNTRAINED[kind].over(says, inner, target, vocab_size(tokenizer))
         else:
             drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
-        if kind in LOOKED and says:
+        if isinstance(drafter, LookupDrafter) and kind in LOOKED and says:
             drafter.load(Path(says), fingerprint(None, tokenizer)["tokenizer"])
         return drafter
     mark = fingerprint(target, tokenizer)
