@@ -102,8 +102,8 @@ def arms(paths: list[str]) -> dict[str, str]:
     for depth in range(1, 1 + max(map(len, parts))):
         ends = ["-".join(part[-depth:]) for part in parts]
         names = [
-            f"{looked}+{end}" if looked else end
-            for (looked, _), end in zip(split, ends, strict=True)
+            f"{looked}{'++' if '++' in path else '+'}{end}" if looked else end
+            for path, (looked, _), end in zip(paths, split, ends, strict=True)
         ]
         if len(set(names)) == len(paths):
             break
