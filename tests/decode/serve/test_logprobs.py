@@ -60,7 +60,8 @@ def test_a_completion_tells_the_targets_log_probabilities(
     chunks = [chunk.choices[0].logprobs for chunk in client.create(stream=True, **how)]
     for part in ("token_logprobs", "text_offset"):
         pieces = [one for chunk in chunks if chunk is not None for one in getattr(chunk, part)]
-        assert pieces == getattr(told, part)
+        # Rounds of another call may be of other sizes, which round differently.
+        assert pieces == pytest.approx(getattr(told, part), abs=1e-4)
     assert sum(chunk is not None for chunk in chunks) > 1
 
 

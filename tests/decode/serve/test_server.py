@@ -45,6 +45,7 @@ def running(
 ) -> Iterator[Live]:
     drafts = (f"twin={draft_folder}", "lookup=ngram", "plain=none")
     how = {"drafter": str(draft_folder), "drafters": drafts, "batch_size": 16, "K": 2}
+    how |= {"policy": "fixed"}  # whose counts are known
     with live(tiny_target, tiny_tokenizer, **how) as made:
         yield made
 
