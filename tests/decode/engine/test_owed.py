@@ -22,7 +22,7 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.token_tree import TokenTree
 
 KINDS = ("eagle3", "peagle", "hydra", "block")
-RESTS = (0, 3, 1, 6, 0, 2)  # rounds without a draft between two with one
+RESTS = (0, 3, 1, 14)  # rounds without a draft between two with one; EasyDrafter feeds 9 again
 
 Drafted = dict[tuple[int, ...], list[int]]
 
