@@ -62,6 +62,7 @@ STEPS = {
     "ranks": Step("bench/speed/ranks.py steps=23 out={out}", "~9"),
     "gkd": Step("bench/speed/gkd.py out={out}", "4"),  # beside TRL
     "heads": Step("bench/evidence/heads.py out={out}", "~130"),
+    "load": Step("bench/speed/load.py out={out}", "~40"),
     "one-pass": Step("bench/evidence/one_pass.py out={out}", "~150"),
     "calibration": Step("bench/evidence/calibration.py out={out}", "~2"),
     "own-layers": Step(
@@ -149,6 +150,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "gsm8k": (*GIVEN, "draft", "distill", "gsm8k-0", "gsm8k-1", "gsm8k"),
     "heads": (*GIVEN, "heads"),
     "judge": ("judge-target", "judge-draft", "judge"),
+    "load": (*GIVEN, "one-pass", "load"),
     "losses": ("losses",),
     "one-pass": (*GIVEN, "one-pass"),
     "online": (*GIVEN, "draft", "online"),
