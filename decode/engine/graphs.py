@@ -16,8 +16,11 @@ Key = tuple[Plan | None, int, tuple[float, ...], int | None, str]
 class Graphs:
     """Rounds captured as CUDA graphs, of one batch at a time: one launch a round instead of
     thousands. One for each (tree, attended slots, sampling, form of the drafter); slots are rounded
-    up to a power of two. recorder: by default CUDA's.
+    up to a power of two. recorder: by default CUDA's. steady: whether the last round ran as all
+    like it will.
     """
+
+    steady = True
 
     def __init__(self, stepper: Stepper, recorder: Record | None = None) -> None:
         self.stepper, self.recorder = stepper, recorder
@@ -43,9 +46,11 @@ class Graphs:
         def run() -> Told:
             return self.stepper.step(batch, plan, top, None)
 
+        self.steady = True
         if isinstance(batch.params, RowParams) or batch.grammars is not None:
             return run()  # as many recordings as mixtures would be more than are ever replayed
         if key not in self.recordings:
+            self.steady = self.record is None
             self.runs[key] += 1
             if self.runs[key] <= WARM_UP or self.record is None:
                 return run()

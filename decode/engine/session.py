@@ -40,7 +40,7 @@ class Flight(NamedTuple):
     plan: Plan | None
     requests: list[Request | None]
     load: Load
-    started: float
+    started: float | None  # None where rounds like it will be faster
 
 
 class Session:
@@ -153,8 +153,10 @@ class Session:
             if plan is not None and decoder.stepper.between(self._part(), plan, top):
                 self._parts = {}
             started = time.perf_counter()
+            steady = True
             if decoder.graphs is not None:
                 told = decoder.graphs.step(self.batch, plan, top)
+                steady = decoder.graphs.steady
             else:
                 told = decoder.stepper.step(self._part(), plan, top, decoder.policy)
             table, ready = told.table, None
@@ -163,7 +165,7 @@ class Session:
                 table.copy_(told.table, non_blocking=True)
                 ready = torch.cuda.Event()
                 ready.record()
-        return Flight(told, table, ready, plan, requests, load, started)
+        return Flight(told, table, ready, plan, requests, load, started if steady else None)
 
     def _rest(self, rests: bool, top: int) -> None:
         """Before a round: count it if it drafts nothing, else settle what such rounds owe."""
@@ -199,11 +201,10 @@ class Session:
                 request.take_listed(listed_BLW[row, : len(news[-1][1])])
         said_BX = told.news_BX(host)
         said_BX = None if said_BX is None else said_BX[heard]
-        since, self.heard = flight.started if self.heard is None else self.heard, now
-        # A device that runs ahead begins a round when the one before has ended; what came between
-        # them isn't known to be over.
-        known = flight.ready is None or since != flight.started
-        seconds = now - max(since, flight.started) if known else None
+        before, self.heard, seconds = self.heard, now, None
+        if flight.started is not None and (flight.ready is None or before is not None):
+            # A device that runs ahead begins a round when the one before has ended.
+            seconds = now - max(before or 0.0, flight.started)
         told_of = flight.plan, told.levels, paths, said_BX, flight.load, seconds
         self.decoder.policy.observe(Outcome(*told_of))
         return news

@@ -54,9 +54,9 @@ def read_table(text: str, most: int) -> Ranges:
 
 @dataclass
 class Pace:
-    """Of rounds with so many rows: the latest seconds of each tree, and how many rounds there were;
-    the tree now, the one held best, the round of the next choice, and choices until another tree
-    is tried.
+    """Of rounds with so many rows: the latest seconds of each tree, and how many rounds of what was
+    chosen were timed; the tree now, the one held best, the round of the next choice (0 before the
+    first), and choices until another tree is tried.
     """
 
     seconds: defaultdict[Plan | None, deque[float]]
@@ -107,10 +107,9 @@ class Auto(Policy):
         pace = self.paces[load.rows]
         if len(pace.seconds[None]) < self.PLAIN:
             return None
-        pace.rounds += 1
-        if pace.rounds == 1:
+        if not pace.next:
             small = [plan for plan in self.plans if load.rows * plan.nodes <= self.START]
-            pace.choice, pace.next = (small or self.plans[:1])[-1], 1 + self.TRY
+            pace.choice, pace.next = (small or self.plans[:1])[-1], pace.rounds + self.TRY
         elif pace.rounds >= pace.next:
             pace.choice, lasts = self._choose(pace)
             # While little is known, what was learned is used at once.
@@ -119,8 +118,10 @@ class Auto(Policy):
 
     def observe(self, outcome: Outcome) -> None:
         self.counts.take(outcome)
+        pace = self.paces[outcome.load.rows]
         if outcome.seconds is not None:
-            self.paces[outcome.load.rows].seconds[outcome.plan].append(outcome.seconds)
+            pace.seconds[outcome.plan].append(outcome.seconds)
+            pace.rounds += outcome.plan == pace.choice
 
     def _choose(self, pace: Pace) -> tuple[Plan | None, int]:
         """The tree to go on with, and for how many rounds."""

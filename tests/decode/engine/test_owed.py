@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from head_folders import made, ours
+from rounds import record_rounds
 from tiny_llama import build_llama
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,6 +20,7 @@ from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Drafter, Kept, Round
 from draftsmith.decode.engine import owed
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.forward.runner import WARM_UP
 from draftsmith.decode.token_tree import TokenTree
 
 KINDS = ("eagle3", "peagle", "hydra", "block")
@@ -105,6 +107,23 @@ def test_a_draft_lm_knows_what_it_did_not_draft(
     assert wrong() == 0
     monkeypatch.setattr(LMDrafter, "_take_in", lambda *_: None)
     assert wrong() > 0.1
+
+
+def test_recorded_rounds_rest_too(
+    tmp_path: Path, tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Those with a draft and those without are recorded apart; none is timed before it is."""
+    pair = tiny_target, tiny_tokenizer
+    folder = ours(tmp_path / "it/drafter", made("eagle3", tiny_target), *pair)
+    drafter = load_drafter(str(folder), *pair)
+    assert drafter is not None
+    decoder, drafted = resting(pair, drafter)
+    decoder.late, timed = True, list[bool]()
+    decoder.policy.observe = lambda told: timed.append(told.seconds is not None)  # type: ignore[method-assign]
+    recordings = record_rounds(decoder)
+    decode(decoder, pair, SETTINGS[:1])
+    assert len(recordings) == 2 and drafted
+    assert not any(timed[: 2 * WARM_UP + 1]) and all(timed[-10:])
 
 
 def test_of_more_than_can_wait_the_oldest_are_lost(
