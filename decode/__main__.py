@@ -19,8 +19,8 @@ from draftsmith.decode.evaluate.evaluate import evaluate
 from draftsmith.decode.report import results
 from draftsmith.decode.report.page import write
 from draftsmith.decode.report.terminal import comparison, table
-from draftsmith.models.folder.drafter_folder import save_defaults
-from draftsmith.models.servers.export import serve_line
+from draftsmith.models.folder.drafter_folder import read_meta, save_defaults
+from draftsmith.models.servers.export import serve_line, served_K
 from draftsmith.printed import bracket, number, print_table, times_as
 
 
@@ -46,6 +46,8 @@ def main(argv: list[str]) -> None:
         console.print(f"written: {folder / 'report.json'}, {folder / 'report.html'}", markup=False)
         if advice:
             tell(advice, result["drafter"], settings)
+        if settings.save:
+            pretend(result, settings.target)
     rows = [results.row(name, result) for name, result in reports.items()]
     if len(rows) > 1:
         console.print(comparison(rows))
@@ -75,6 +77,18 @@ def tell(advice: dict[str, Any], drafter: dict[str, Any], settings: Evaluation) 
         print(serve_line(folder, settings.target))
 
 
+def pretend(result: dict[str, Any], target: str) -> None:
+    """The lines of servers that make up answers at the acceptance that a chain was measured with,
+    for the depth that they would draft to: how fast each would be.
+    """
+    folder, rates = Path(result["drafter"]["path"]), result["acceptance_by_position"]
+    if result["tree"] != "chain" or result["policy"] != "fixed" or not any(rates):
+        return
+    rates = [round(rate, 4) for rate in rates[: served_K(read_meta(folder))]]
+    if lines := serve_line(folder, target, rates):
+        print(f"how fast a server would be at this acceptance, with made-up answers:\n{lines}")
+
+
 def arms(paths: list[str]) -> dict[str, str]:
     """Name -> path: the last part of each path, or as many as tell them all apart.
 
@@ -88,8 +102,8 @@ def arms(paths: list[str]) -> dict[str, str]:
     for depth in range(1, 1 + max(map(len, parts))):
         ends = ["-".join(part[-depth:]) for part in parts]
         names = [
-            f"{looked}+{end}" if looked else end
-            for (looked, _), end in zip(split, ends, strict=True)
+            f"{looked}{'++' if '++' in path else '+'}{end}" if looked else end
+            for path, (looked, _), end in zip(paths, split, ends, strict=True)
         ]
         if len(set(names)) == len(paths):
             break

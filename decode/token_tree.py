@@ -16,6 +16,7 @@ COUPLED = "coupled"  # the best of log q minus the shared log E: fixed once the 
 DETERMINISTIC = "deterministic"  # fixed by the context alone
 WITH_REPLACEMENT = "with replacement"  # independent draws from q
 WITHOUT_REPLACEMENT = "without replacement"  # draws from q, each sibling excluding the earlier ones
+LAST_DRAWN = "best, the last drawn"  # the last sibling from q without the others, q's best
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class TokenTree:
     """What a drafter proposes: tokens_BN (column 0 the pending token), their topology, the law the
     drafted tokens were drawn by and, where a rule needs it, q_logits_BIV: for each inner node in
     ascending order the transformed draft logits that its children were drawn from (of a chain:
-    nodes 0 to D - 1). rank_BN: of a tree ordered by worth, each node's place in that order.
+    nodes 0 to D - 1), -inf at tokens that were given. rank_BN: of a tree ordered by worth, each
+    node's place in that order.
     """
 
     tokens_BN: Tensor

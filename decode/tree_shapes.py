@@ -92,6 +92,10 @@ class StaticTree:
             return self
         return replace(self, paths=tuple(path for path in self.paths if len(path) <= levels))
 
+    def within(self, nodes: int) -> "StaticTree":
+        """Its first nodes."""
+        return replace(self, paths=self.paths[: nodes - 1])
+
     @cached_property
     def parents(self) -> tuple[int, ...]:
         number = {path: i for i, path in enumerate(self.paths, 1)} | {(): 0}
@@ -143,6 +147,9 @@ class DynamicTree:
     def cut(self, levels: int) -> "DynamicTree":
         levels = min(levels, self.levels)
         return replace(self, levels=levels, nodes=min(self.nodes, self.most(levels)))
+
+    def within(self, nodes: int) -> "DynamicTree":
+        return replace(self, nodes=min(self.nodes, nodes))
 
 
 Plan = StaticTree | DynamicTree
@@ -210,10 +217,13 @@ def read_tree(file: File) -> StaticTree:
 
 
 def rank_path(plan: Plan | None, nodes: list[int]) -> tuple[int, ...]:
-    """The rank path of the last node kept; of a dynamic tree, what is said of the nodes."""
-    if nodes and isinstance(plan, StaticTree):
-        return plan.paths[nodes[-1] - 1]
-    return tuple(nodes)
+    """The rank path of the last node kept; of a dynamic tree, what is said of the nodes; zeros of
+    nodes that aren't the plan's own.
+    """
+    if not isinstance(plan, StaticTree):
+        return tuple(nodes)
+    path = plan.paths[nodes[-1] - 1] if nodes else ()
+    return path if len(path) == len(nodes) else (0,) * len(nodes)
 
 
 @cache  # recordings of rounds read these tensors: none may go

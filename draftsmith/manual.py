@@ -34,9 +34,10 @@ COMMON = {
     "batch_size": "prompts decoded together",
     "K": "draft calls a round",
     "tree": "chain, medusa-63, eagle-25, dynamic:levels,width,nodes, kary:4,2,2, or a JSON file",
-    "rule": "coupled | point_mass | leviathan | block | recursive | traversal | k-seq",
-    "policy": "when to end: "
-    "fixed | confidence | entropy | acceptance | depth | gain | cost | cut | exits",
+    "rule": "coupled | point_mass | leviathan | block | recursive | traversal | multi-draft | "
+    "k-seq",
+    "policy": "how much to draft: "
+    "fixed | auto | table | confidence | entropy | acceptance | depth | gain | cost | cut | exits",
     "device": "where it runs",
     "dtype": "float32 | bfloat16 | auto: as it was saved",
     "entry": "the script of train/ that a recipe is for",

@@ -102,6 +102,7 @@ CASES = [
     (f"{EVALUATE} tree=dynamic:4,4", "tree: got 'dynamic:4,4'", "expected dynamic:levels,width"),
     (f"{EVALUATE} policy=confidense", "policy: got 'confidense', expected"),
     (f"{EVALUATE} policy=confidence:2", "policy confidence: got 2", "expected"),
+    (f"{EVALUATE} policy=table:1-4=2", "policy table: got '1-4=2', expected ranges of rows"),
     (f"{EVALUATE} policy=acceptance", "policy acceptance: got", "train/scorers.py"),
     (f"{EVALUATE} temperature=-1", "temperature: got -1.0, expected 0 (greedy) or"),
     (f"{EVALUATE} top_p=0 temperature=1", "top_p: got 0.0, expected a share in (0, 1]"),

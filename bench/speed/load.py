@@ -141,7 +141,9 @@ def picture(rows: list[dict[str, Any]]) -> str:
     for T in dict.fromkeys(one["temperature"] for one in rows):
         here = [one for one in rows if one["temperature"] == T and one["what"] != "plain"]
         trends = []
-        for css, what in zip(("b", "c", "d", "soft", "a"), dict.fromkeys(one["what"] for one in here), strict=False):
+        for css, what in zip(
+            ("b", "c", "d", "soft", "a"), dict.fromkeys(one["what"] for one in here), strict=False
+        ):
             points = [(float(r["batch"]), r["ratio"]) for r in here if r["what"] == what]
             trends.append(Trend(what, css, points, [], points))
         words = {"x_label": "rows that decode at a time", "y_label": "over plain decoding"}

@@ -12,7 +12,7 @@ from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.untrained.composite import CompositeDrafter
 from draftsmith.decode.untrained.exits import ExitsDrafter
 from draftsmith.decode.untrained.foreign import ForeignDrafter, TextwiseDrafter
-from draftsmith.decode.untrained.jacobi import JacobiDrafter
+from draftsmith.decode.untrained.jacobi import JacobiDrafter, LookaheadDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
 from draftsmith.decode.untrained.pads import PadsDrafter
@@ -38,6 +38,7 @@ UNTRAINED: dict[str, Any] = {
     "exits": ExitsDrafter,
     "skip": OwnLayersDrafter,
     "jacobi": JacobiDrafter,
+    "lookahead": LookaheadDrafter,
     "swift": SwiftDrafter,
     "streaming": PartialKVDrafter,
     "snapkv": PartialKVDrafter,
@@ -69,7 +70,7 @@ def composed(name: str) -> tuple[str, str]:
     """
     first, plus, folder = name.partition("+")
     of_two = plus and first.partition(":")[0] in (*LOOKED, *OVER)
-    return (first, folder) if of_two else ("", name)
+    return (first, folder.removeprefix("+")) if of_two else ("", name)
 
 
 def kept_defaults(name: str) -> dict[str, Any]:
@@ -97,9 +98,9 @@ def load_drafter(
     allow_target_mismatch: bool = False,
 ) -> Drafter | None:
     """None for None or "none"; prompt lookup for "ngram"; a name of `UNTRAINED`, as `exit:4`; what
-    is looked up before a folder's, as `suffix+FOLDER`; else the folder's drafter, on the target's
-    device and in its dtype. ValueError for a name that says nothing, and as `open_drafter` for a
-    folder that doesn't fit.
+    is looked up before a folder's, as `suffix+FOLDER`, or `suffix++FOLDER`, fused; else the
+    folder's drafter, on the target's device and in its dtype. ValueError for a name that says
+    nothing, and as `open_drafter` for a folder that doesn't fit.
     """
     if name is None or name == "none":
         return None
@@ -112,7 +113,8 @@ def load_drafter(
         second = load_drafter(folder_name, target, tokenizer, **lax)
         if second is None or not isinstance(first, LookupDrafter):
             raise ValueError(f"drafter: got {name}, expected a drafter folder after the plus")
-        return CompositeDrafter(first, second, int(kept_defaults(folder_name)["K"] or 4))
+        levels = int(kept_defaults(folder_name)["K"] or 4)
+        return CompositeDrafter(first, second, levels, fused="++" in name)
     if not has_folder(name):
         kind, _, says = name.partition(":")
         drafter: Drafter
@@ -131,7 +133,7 @@ def load_drafter(
             drafter = UNTRAINED[kind].over(says, inner, target, vocab_size(tokenizer))
         else:
             drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
-        if isinstance(drafter, LookupDrafter) and says:
+        if isinstance(drafter, LookupDrafter) and kind in LOOKED and says:
             drafter.load(Path(says), fingerprint(None, tokenizer)["tokenizer"])
         return drafter
     mark = fingerprint(target, tokenizer)

@@ -2,7 +2,8 @@
 
 Whatever the law, a node's children are the best of its scores: log q alone (deterministic), log q
 minus the noise that the target will use (coupled), or minus noise of their own (draws with and
-without replacement; the best k under one exponential race are k draws without replacement).
+without replacement; the best k under one exponential race are k draws without replacement). Or all
+but the last are the best by log q alone, and that one is drawn from the rest (last drawn).
 
 Shapes: B rows, N nodes, F of them fed in one call, M slots of the block drafted so far, C children,
 V vocabulary.
@@ -15,6 +16,7 @@ from draftsmith.decode.drafting.base import Call, Fed, Feed, Frontier, Round, pi
 from draftsmith.decode.sampling import likeliest, log_race, position_keys
 from draftsmith.decode.token_tree import (
     DETERMINISTIC,
+    LAST_DRAWN,
     WITH_REPLACEMENT,
     WITHOUT_REPLACEMENT,
     TokenTree,
@@ -48,9 +50,12 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
     for depth, level in enumerate(static_levels(plan, device)):
         q_logits_BFV, states_BFH = feed(_static_frontier(plan, depth, level, tokens_BN))
         q_logits_BFV = request.params.transform(q_logits_BFV)
-        children_BC = _draw(request, q_logits_BFV, depth, level)
+        of_BFV = _drawn_from(request, q_logits_BFV, level)
+        children_BC = _draw(request, of_BFV, depth, level)
+        if request.law == LAST_DRAWN:
+            children_BC = _given(q_logits_BFV, children_BC, level)
         if request.want_q:
-            q_logits.append(q_logits_BFV)
+            q_logits.append(of_BFV)
         tokens_BN = torch.cat([tokens_BN, children_BC], 1)
         drafted = depth + 1
         if request.calls is None and (request.enough is None or drafted == plan.levels):
@@ -182,10 +187,34 @@ def _draw(request: Round, q_logits_BFV: Tensor, depth: int, level: Level) -> Ten
     if request.law == WITH_REPLACEMENT:
         child_C = level.first + torch.arange(level.of_C.shape[0], device=level.of_C.device)
         return (q_logits_BFV[:, level.of_C] - _own_race(request, child_C, q_logits_BFV)).argmax(-1)
+    if request.law == LAST_DRAWN:
+        scores_BFV = q_logits_BFV - _own_race(request, level.fed_F, q_logits_BFV)
+        return scores_BFV.argmax(-1)[:, level.of_C]
     if request.law == WITHOUT_REPLACEMENT:
         scores_BFV = q_logits_BFV - _own_race(request, level.fed_F, q_logits_BFV)
         return _best(scores_BFV, level.siblings, level.of_C, level.order_C)
     return _best(_scores(request, q_logits_BFV, depth), level.breadth, level.of_C, level.rank_C)
+
+
+def _drawn_from(request: Round, q_logits_BFV: Tensor, level: Level) -> Tensor:
+    """The logits of what is drawn: of the last of k siblings without q's k - 1 best tokens."""
+    if request.law != LAST_DRAWN or level.siblings == 1:
+        return q_logits_BFV
+    best_BFK = likeliest(q_logits_BFV, level.siblings - 1)[1]
+    given_FK = torch.arange(best_BFK.shape[2], device=best_BFK.device) < _last(level)[:, None]
+    kept_BFK = q_logits_BFV.gather(2, best_BFK).masked_fill(given_FK, -torch.inf)
+    return q_logits_BFV.scatter(2, best_BFK, kept_BFK)
+
+
+def _given(q_logits_BFV: Tensor, drawn_BC: Tensor, level: Level) -> Tensor:
+    """The children [B, C], where those drawn stand for all of their nodes."""
+    best_BC = _best(q_logits_BFV, level.siblings, level.of_C, level.order_C)
+    return torch.where(level.order_C == _last(level)[level.of_C], drawn_BC, best_BC)
+
+
+def _last(level: Level) -> Tensor:
+    """The number [F] of each fed node's last child, the first being 0."""
+    return torch.zeros_like(level.fed_F).scatter_reduce(0, level.of_C, level.order_C, "amax")
 
 
 def _best(scores_BFV: Tensor, breadth: int, of_C: Tensor, rank_C: Tensor) -> Tensor:

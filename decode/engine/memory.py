@@ -18,7 +18,7 @@ from typing import Any
 from draftsmith.decode.forward.runner import round_up, windowed
 from draftsmith.decode.forward.size import ModelSize, at_once
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.token_tree import WITH_REPLACEMENT, WITHOUT_REPLACEMENT
+from draftsmith.decode.token_tree import LAST_DRAWN, WITH_REPLACEMENT, WITHOUT_REPLACEMENT
 from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_plan
 from draftsmith.decode.verify.rules import RULES
 
@@ -29,7 +29,7 @@ RACE = 6
 FILTERED, SORTED = 2.25, 6.0
 # Of rules by rejection: copies of [B, N, V] and of [B, I, V] at their largest.
 COPIES = {"block": (2, 5), "leviathan": (2, 7), "recursive": (2, 7), "traversal": (3, 4)}
-COPIES["k-seq"] = (2, 6)
+COPIES |= {"k-seq": (2, 6), "multi-draft": (3, 5)}
 # Of another law to verify against: copies of [B, I, V].
 MIXED = 7
 
@@ -220,7 +220,7 @@ def _drafting(work: Work, tree: Plan, drafter: ModelSize, want_q: bool) -> tuple
         # The last call's logits and scores go when the next ones come.
         call = max(copies + 2, 3 if greedy else 4) * fed * row
     law = RULES["coupled" if greedy else work.rule].law
-    own = {WITH_REPLACEMENT: children, WITHOUT_REPLACEMENT: fed}.get(law, 0)
+    own = {WITH_REPLACEMENT: children, WITHOUT_REPLACEMENT: fed, LAST_DRAWN: fed}.get(law, 0)
     noise = RACE * own * row
     joined = drafted if want_q else 0
     forward = work.rows * (fed + 1) * drafter.token + drafter.mask(work.rows, fed + 1, work.slots)

@@ -132,7 +132,8 @@ def candidates(
     """
     own, drafter = pair.decoding[name], pair.drafters[name]
     levels = own.plan.levels
-    if not levels or drafter.remembers:  # a replay would find its own answers
+    asks_load = own.policy.partition(":")[0] in ("auto", "table")  # a replay has none
+    if not levels or asks_load or drafter.remembers:  # it would find its own answers
         return [], []
     deepest = min(levels + BEYOND, drafter.levels)
     last = deepest if own.plan.is_chain else levels

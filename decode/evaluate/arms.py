@@ -41,6 +41,7 @@ from draftsmith.models.target import TargetSpec, device_of
 
 BASELINES = ("native", "same-shape")
 FAR = 16  # tokens that a looked-up chain may copy
+DEEP = 8  # levels of a chain that `auto` may draft
 GROUP = 32  # prompts whose identity is proven before the clock is looked at
 
 
@@ -215,7 +216,7 @@ def load(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
 def unsaid(path: str, K: int | None, tree: str, policy: str) -> dict[str, Any]:
     """K, tree and policy as they were said, else as the drafter folder's draftsmith.json has them.
     Its K is the depth of a chain, and of its own tree; of others, and without a folder, the decoder
-    has its own. Its tree may be a file in the folder.
+    has its own. Its tree may be a file in the folder. `auto` finds the depth of a chain itself.
     """
     copies = path.partition("+")[0].partition(":")[0] in LOOKED
     name = composed(path)[1] if copies else path
@@ -225,6 +226,8 @@ def unsaid(path: str, K: int | None, tree: str, policy: str) -> dict[str, Any]:
     if own and has_folder(name) and (local_folder(name) / tree).is_file():
         tree = str(local_folder(name) / tree)
     depth = kept["K"] if own or tree == "chain" else None
+    if policy == "auto" and tree == "chain":
+        depth = max(depth or 0, DEEP)
     if copies:
         depth = FAR if tree == "chain" else None
     return {"K": K or depth, "tree": tree, "policy": policy or kept["policy"]}

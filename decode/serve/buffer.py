@@ -28,7 +28,7 @@ from torch import Tensor
 from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.forward.runner import Runner
-from draftsmith.decode.serve.top_k import likeliest
+from draftsmith.decode.top_k import likeliest
 from draftsmith.models.disk.store import hold, open_shard, save_shard
 
 SUFFIX = ".safetensors"

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from draftsmith.command import out_of_memory
 from draftsmith.decode.drafting.base import Drafter
@@ -73,6 +74,7 @@ class Job:
 
 
 Harvest = Callable[[Lane, int, Request, Harvested], None]
+Made = TypeVar("Made")
 
 
 class Service:
@@ -194,6 +196,26 @@ class Service:
         if self._thread.is_alive():
             self._thread.join()
 
+    def between_steps(self, what: Callable[[], Made]) -> Made:
+        """What `what` gives, called on the engine thread. ApiError 503 where the server is about to
+        end, 500 after the engine thread ended by an error.
+        """
+        made: list[Made] = []
+
+        def ask() -> None:
+            made.append(what())
+            with self._changed:
+                self._changed.notify_all()
+
+        self._ask(ask)
+        with self._changed:
+            self._changed.wait_for(lambda: bool(made or self.error or self._stopped))
+        if made:
+            return made[0]
+        if self.error:
+            raise ApiError(500, self.error, code="engine_died")
+        raise ApiError(503, "the server is shutting down", code="draining")
+
     def _ask(self, what: Callable[[], None]) -> None:
         with self._changed:
             self._inbox.append(what)
@@ -224,6 +246,7 @@ class Service:
         with self._changed:
             what = type(error).__name__
             self.error = f"the engine has stopped by an error ({what}); see the log"
+            self._changed.notify_all()
         self._lose_all(500, self.error, "decoding_failed")
         self.on_death()
 

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +21,14 @@ from draftsmith.decode.serve.answers import Answers
 from draftsmith.decode.serve.engine_thread import Lane, Service
 from draftsmith.decode.serve.journal import standing
 from draftsmith.decode.serve.replies import STATUSES, ApiError
-from draftsmith.decode.serve.schemas import ChatAsked, CompletionAsked, Limits, ResponseAsked
+from draftsmith.decode.serve.schemas import (
+    ChatAsked,
+    CompletionAsked,
+    Limits,
+    ResponseAsked,
+    StoreAsked,
+)
+from draftsmith.decode.serve.stores import Store
 
 # What values a field may have, where the schema's own message would list every way to be wrong.
 EXPECTED = {
@@ -92,7 +99,7 @@ class Gate:
         await self.app(scope, replay, send)
 
     def check_key(self, request: Request) -> None:
-        if not self.key or request.url.path in NEEDS_NO_KEY:
+        if not self.key or request.scope["path"] in OPEN:
             return
         given = request.headers.get("authorization", "").encode("latin-1")
         scheme, _, key = given.partition(b" ")
@@ -103,9 +110,6 @@ class Gate:
 
     async def read(self, request: Request) -> bytes:
         most, body = self.limits.max_body, bytearray()
-        declared = request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared[:20]) > most:
-            raise ApiError(413, f"got a body of {declared[:20]} bytes, expected {most}")
         try:
             async with asyncio.timeout(self.limits.timeout_s):
                 async for chunk in request.stream():
@@ -118,9 +122,15 @@ class Gate:
 
 
 def make_app(
-    service: Service, tokenizer: PreTrainedTokenizerBase, limits: Limits, key: str = ""
+    service: Service,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Limits,
+    key: str,
+    stores: Mapping[str, Store],
 ) -> FastAPI:
-    """The application for a service that has its lanes. key: that clients must show, if any."""
+    """The application for a service that has its lanes. key: that clients must show, empty for
+    none; stores: by the tags of the lanes that have one.
+    """
     app = FastAPI(title="Draftsmith", version=__version__, docs_url=None, redoc_url=None)
     answers = Answers(service, tokenizer, limits)
     created = int(time.time())
@@ -172,9 +182,37 @@ def make_app(
         """Acceptance as it happens; of itself it holds no data."""
         return HTMLResponse(PAGE.read_text("utf-8"), headers={"Content-Security-Policy": ALONE})
 
+    keep_stores(app, answers, stores)
     shape_errors(app)
     app.add_middleware(Gate, key=key, limits=limits)
     return app
+
+
+def keep_stores(app: FastAPI, answers: Answers, stores: Mapping[str, Store]) -> None:
+    """What may be asked of a store. These wait for the disk, on threads of their own."""
+
+    def kept(asked: StoreAsked, *, forget: bool) -> Response:
+        lane = answers.lane(asked.model, asked.draft)
+        store = stores.get(lane.tag)
+        if store is None or not (forget or store.path):
+            why = f"the draft of {lane.model} has no store{'' if store is None else ' with a file'}"
+            why += "; expected one of a drafter suffix, recycling or stand"
+            raise ApiError(400, why + ("" if forget else ", as suffix:FILE"), param="model")
+        store.keep(forget=forget)
+        lanes = answers.service.lanes
+        models = [lanes[tag].model for tag, one in stores.items() if one is store]
+        file = None if store.path is None else str(store.path)
+        return JSONResponse({"object": "store", "models": models, "file": file})
+
+    @app.post("/forget", responses=ERRORS)
+    def forget(asked: StoreAsked) -> Response:
+        """Empty a store, its file too; answers on their way are remembered from here on."""
+        return kept(asked, forget=True)
+
+    @app.post("/save", responses=ERRORS)
+    def save(asked: StoreAsked) -> Response:
+        """Write a store to its file; what is answered is on the disk."""
+        return kept(asked, forget=False)
 
 
 def about(lane: Lane, created: int) -> dict[str, Any]:

@@ -86,6 +86,13 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
+class StoreAsked(Strict):
+    """Whose store: a model's, as completions name it."""
+
+    model: str
+    draft: str | None = None
+
+
 class StreamOptions(Strict):
     """include_usage: a last chunk counts the tokens."""
 

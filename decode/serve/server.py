@@ -36,7 +36,9 @@ from draftsmith.decode.serve.journal import Journal
 from draftsmith.decode.serve.learning import Learning
 from draftsmith.decode.serve.prometheus import Metrics
 from draftsmith.decode.serve.schemas import Limits
+from draftsmith.decode.serve.stores import Stores
 from draftsmith.decode.serve.versions import learning_kinds
+from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.target import TargetSpec
 
 DEFAULT = "default"  # the tag of the first lane
@@ -66,7 +68,7 @@ class ServerConfig:
     max_length: int = 2048  # tokens of prompt and answer; at most the context
     K: int | None = None  # draft calls a round; none: the drafter folder's default
     tree: str = ""  # empty: the drafter folder's, else chain
-    policy: str = ""  # empty: the drafter folder's, else fixed
+    policy: str = "auto"  # how much to draft for how many answers; empty: the drafter folder's
     device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "auto"
     quantise: str = ""  # int8: the target's weights, as `target.quantise` of a training run
@@ -113,12 +115,14 @@ class Backend:
         self.settings, self.tokenizer = settings, tokenizer
         self.load = partial(load_drafter, target=target, tokenizer=tokenizer)
         self.service = Service(Metrics(), rows=settings.batch_size, max_queue=settings.max_queue)
+        mark = fingerprint(None, tokenizer)["tokenizer"]
+        self.stores = Stores(self.service, self.load, mark)
         self.learning: Learning | None = None
         if settings.online:
             kept = (settings.keep_top_k, settings.keep_requests)
             self.learning = Learning(self.service, Path(settings.online), self.load, *kept)
         for tag, path in settings.lanes.items():
-            drafter, harvest = self.load(path), None
+            drafter, harvest = self.stores.drafter(tag, path), None
             decoder = Decoder(
                 target,
                 tokenizer,
@@ -141,7 +145,7 @@ class Backend:
     def app(self) -> FastAPI:
         how = self.settings
         limits = Limits(how.max_new_tokens, how.timeout_s, how.max_body, how.seed)
-        return make_app(self.service, self.tokenizer, limits, how.api_key)
+        return make_app(self.service, self.tokenizer, limits, how.api_key, self.stores.of)
 
     def start(self) -> None:
         if self.learning is not None:
@@ -153,6 +157,7 @@ class Backend:
     def stop(self) -> None:
         """End all threads; what was finished is written."""
         self.service.stop()
+        self.stores.close()
         self.journal.stop()
         if self.learning is not None:
             self.learning.stop()

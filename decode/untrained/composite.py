@@ -1,6 +1,7 @@
 """Two drafters as one: what is looked up where that is sure of itself, a trained one elsewhere.
 
-    suffix+FOLDER    also recycling+FOLDER, stand+FOLDER
+    suffix+FOLDER     also recycling+FOLDER, stand+FOLDER
+    suffix++FOLDER    fused: every tree is grown from both laws
 
 A row is sure where the law looked up gives its best token a chance of SURE or more. On a CPU the
 trained drafter isn't asked where all rows are sure, nor the other one where none is; where rows
@@ -10,6 +11,16 @@ only one, a tree's shape may depend on what was drawn.
 
 A looked-up draft is a chain as deep as the plan; the trained one is asked for as many levels of it
 as its folder's K says, so that K=16 copies far and drafts no farther than it did.
+
+Fused, what was never seen is what the head says: w(v) the weights looked up after a path, s that of
+the unseen,
+
+    q(v) ~ w(v) + s head(v)
+
+in one tree, in which retrieved and drafted paths that begin alike are one, and all compete by their
+chance (RASD, arXiv 2503.03434, prunes a retrieved tree by the head's first step and unites it with
+the head's, which has no q). So it serves rules by rejection too. Below the head's last level the
+law is what is looked up alone.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -21,31 +32,52 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.decode.drafting.base import Admitted, Drafter, Fed, Feed, Frontier, Kept, Round
+from draftsmith.decode.drafting.base import (
+    Admitted,
+    Call,
+    Drafter,
+    Fed,
+    Feed,
+    Frontier,
+    Kept,
+    Round,
+)
+from draftsmith.decode.drafting.grow_tree import grow
+from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree, Topology
 from draftsmith.decode.tree_shapes import chain_plan
-from draftsmith.decode.untrained.texts import LookupDrafter
+from draftsmith.decode.untrained.texts import LookupDrafter, hopeless
 
 SURE = 0.6
 
 
 class CompositeDrafter(Drafter):
-    """looked: asked first; trained: any drafter that may rest, levels: how deep it drafts.
-    ValueError for one that may not rest: keys of tokens that it didn't draft would be missing.
+    """looked: asked first; trained: any drafter that may rest, levels: how deep it drafts; fused:
+    whether both draft in one tree. ValueError for one that may not rest, since keys of tokens that
+    it didn't draft would be missing, or that isn't led call by call, to be fused.
     """
 
-    samples, remembers = False, True
+    remembers = True
     held = ("looked", "trained")
 
-    def __init__(self, looked: LookupDrafter, trained: Drafter, levels: int) -> None:
+    def __init__(
+        self, looked: LookupDrafter, trained: Drafter, levels: int, *, fused: bool = False
+    ) -> None:
+        by_calls = getattr(type(trained), "propose", None) is HeadDrafter.propose
+        if fused and not (by_calls and trained.follows):
+            raise ValueError(
+                f"drafter: got {looked.kind}++FOLDER with a drafter of kind {trained.kind}, "
+                f"expected EAGLE's, Hydra's or Medusa's heads; use {looked.kind}+FOLDER"
+            )
         if not trained.follows or trained.shares:
             raise ValueError(
                 f"drafter: got {looked.kind}+FOLDER with a drafter of kind {trained.kind}, "
                 "expected one that can rest while another drafts: a head, as EAGLE's or Medusa's"
             )
         self.looked, self.trained, self.deepest = looked, trained, min(levels, trained.levels)
-        self.kind = f"{looked.kind}+{trained.kind}"
+        self.fused = self.samples = fused
+        self.kind = f"{looked.kind}{'++' if fused else '+'}{trained.kind}"
         self.taps, self.likeliest, self.context = trained.taps, looked.likeliest, trained.context
         self.host = trained.host
 
@@ -77,10 +109,32 @@ class CompositeDrafter(Drafter):
         return self.trained.extend(kept)
 
     def feed(self, request: Round) -> Feed | None:
-        """Of the trained one, which is what a draft call costs."""
-        return self.trained.feed(self._shallow(request))
+        """Of the trained one, which is what a draft call costs; or of both."""
+        drafted = self.trained.feed(self._shallow(request))
+        if not self.fused:
+            return drafted
+        assert drafted is not None, "a head is asked by draft calls"
+        ask, slack = self.looked.looked_up()[0], self.looked.slack
+
+        def feed(frontier: Frontier) -> Fed:
+            found_BFV = ask(frontier).logits_BFV
+            if frontier.depth >= self.deepest:
+                return Fed(found_BFV, found_BFV[..., :0])
+            fed, unseen = drafted(frontier), slack / found_BFV.shape[-1]
+            known_BFV = (found_BFV.exp() - unseen).clamp(min=0)
+            return fed._replace(
+                logits_BFV=(known_BFV + slack * fed.logits_BFV.float().softmax(-1)).log()
+            )
+
+        return feed
 
     def propose(self, request: Round) -> TokenTree:
+        if self.fused:
+            if self.looked.reads and request.enough is None:
+                request = replace(request, enough=self._hopeless)
+            feed_both = self.feed(request)
+            assert feed_both is not None, "as above"
+            return grow(request, feed_both)[0]
         ask, known_B = self.looked.looked_up()
         slot_1 = torch.zeros_like(known_B[:1]).long()
         first = ask(Frontier(0, request.pending_B[:, None], None, slot_1))
@@ -99,12 +153,17 @@ class CompositeDrafter(Drafter):
         copied = self.looked.grown(far, feed)
         return either(sure_B, copied, self.trained.propose(self._shallow(request)))
 
+    def _hopeless(self, call: Call) -> Tensor:
+        """Where the head goes no deeper, and what is looked up isn't likely."""
+        return hopeless(call) & (call.depth + 1 >= self.deepest)
+
     def _shallow(self, request: Round) -> Round:
         return replace(request, plan=request.plan.cut(self.deepest))
 
     def __copy__(self) -> "CompositeDrafter":
         """With parts of its own, as other drafters have tensors of their own after `reset`."""
-        return CompositeDrafter(copy.copy(self.looked), copy.copy(self.trained), self.deepest)
+        parts = copy.copy(self.looked), copy.copy(self.trained)
+        return CompositeDrafter(*parts, self.deepest, fused=self.fused)
 
 
 def either(first_B: Tensor, first: TokenTree, second: TokenTree) -> TokenTree:

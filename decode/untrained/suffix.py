@@ -65,7 +65,19 @@ class Places:
         self.ring_R[at_N] = tokens_N.to(torch.int32)
         self.end += len(tokens_N) + 1
         self.ring_R[self.end - 1] = -1
-        for at_X in at_N[1:].split(1 << 16):
+        self._note_own(at_N[1:])
+
+    def restore(self, ring_R: Tensor, end: int) -> None:
+        """Be as one was whose ring this is, and go on behind its `end`."""
+        self.forget()
+        self.ring_R.copy_(ring_R)
+        self.end = end
+        at_R = torch.arange(1, len(ring_R), device=self.ring_R.device).roll(-end)
+        known_R = (self.ring_R[at_R] >= 0) & (self.ring_R[at_R - 1] >= 0)
+        self._note_own(at_R[known_R])
+
+    def _note_own(self, at_N: Tensor) -> None:
+        for at_X in at_N.split(1 << 16):
             self.note(at_X, torch.ones_like(at_X).bool(), self.ring_R[:0])
 
     def read(self, at: Tensor, rows_Y: Tensor) -> Tensor:
@@ -120,53 +132,57 @@ class SuffixDrafter(LookupDrafter):
     """Trees and chains of what followed before."""
 
     held = ("text_BS", "lens_B", "answer_B")
+    slack = SLACK
 
     def __init__(
         self, kind: str, device: torch.device, vocab_size: int, remembered: int = REMEMBERED
     ) -> None:
         super().__init__(kind, device, vocab_size)
-        self.places = Places(self.device, remembered)
+        self.store = Places(self.device, remembered)
 
     def remember(self, tokens_N: Tensor) -> None:
-        self.places.remember(tokens_N)
+        self.store.remember(tokens_N)
 
     def stored(self) -> dict[str, Tensor]:
-        self._flush()
-        return {"ring_R": self.places.ring_R}
+        return {"ring_R": self.store.ring_R, "end": torch.tensor(self.store.end)}
 
     def restore(self, stored: dict[str, Tensor]) -> None:
-        self.places.remember(stored["ring_R"].to(self.device))
+        self.store.restore(stored["ring_R"], int(stored["end"]))
 
     @torch.inference_mode()
     def forget(self) -> None:
-        self.places.forget()
+        self.store.forget()
         if hasattr(self, "lens_B"):
             self.answer_B.copy_(self.lens_B)
 
     def reset(self, rows: int, slots: int) -> None:
-        self._flush()
+        self.settle()
         super().reset(rows, slots)
         self.answer_B = torch.zeros_like(self.lens_B)
 
     def release(self) -> None:
-        self._flush()
+        self.settle()
         super().release()
 
-    def _flush(self, rows: Tensor | None = None) -> None:
-        """Take the answers that stand in some rows, or in all, into the store."""
+    @torch.inference_mode()
+    def settle(self, rows: Tensor | None = None) -> None:
+        """Take the answers that stand in some rows, or in all, into the store. Of one that goes on
+        the rest follows, as a text of its own.
+        """
         if not hasattr(self, "lens_B"):
             return
         rows = torch.arange(len(self.lens_B), device=self.device) if rows is None else rows
         bounds = zip(self.answer_B[rows].tolist(), self.lens_B[rows].tolist(), strict=True)
         for row, (begin, end) in zip(rows.tolist(), bounds, strict=True):
             if begin < end:
-                self.places.remember(self.text_BS[row, max(0, begin - LED) : end])
+                self.store.remember(self.text_BS[row, begin:end])
+        self.answer_B[rows] = self.lens_B[rows]
 
     def prefill(self, admitted: Admitted) -> None:
         rows_R = admitted.rows_R
-        self._flush(rows_R)
+        self.settle(rows_R)
         super().prefill(admitted)
-        self.answer_B[rows_R] = admitted.lens_R
+        self.answer_B[rows_R] = (admitted.lens_R - LED).clamp(min=0)
         at_N = torch.arange(1, admitted.tokens_RN.shape[1] + 1, device=self.device)
         self._note(rows_R, at_N.expand(len(rows_R), -1))
 
@@ -179,13 +195,13 @@ class SuffixDrafter(LookupDrafter):
     def _note(self, rows_R: Tensor, at_RN: Tensor) -> None:
         """That the tokens at these places of some rows are known, where they are."""
         real_RN = at_RN < self.lens_B[rows_R, None]
-        first = len(self.places.ring_R)
+        first = len(self.store.ring_R)
         place_RN = first + rows_R[:, None] * self.text_BS.shape[1] + at_RN
-        self.places.note(place_RN.flatten(), real_RN.flatten(), self.text_BS.flatten())
+        self.store.note(place_RN.flatten(), real_RN.flatten(), self.text_BS.flatten())
 
     def looked_up(self) -> tuple[Feed, Tensor]:
         rows_Y = self.text_BS.flatten()
-        at_BC, matched_BC = self.places.matching(self.tail(COMPARED), rows_Y)
+        at_BC, matched_BC = self.store.matching(self.tail(COMPARED), rows_Y)
         weight_BC = torch.where(matched_BC > 0, torch.exp2(matched_BC.float()), 0)
         agree_BFC = (weight_BC > 0)[:, None]
 
@@ -194,9 +210,9 @@ class SuffixDrafter(LookupDrafter):
             if frontier.depth:
                 if frontier.of_BF is not None:
                     agree_BFC = picked(agree_BFC, frontier.of_BF)
-                passed_BC = self.places.read(at_BC + frontier.depth - 1, rows_Y)
+                passed_BC = self.store.read(at_BC + frontier.depth - 1, rows_Y)
                 agree_BFC = agree_BFC & (passed_BC[:, None] == frontier.tokens_BF[..., None])
-            next_B1C = self.places.read(at_BC + frontier.depth, rows_Y)[:, None]
+            next_B1C = self.store.read(at_BC + frontier.depth, rows_Y)[:, None]
             given_BFC = weight_BC[:, None] * (agree_BFC & (next_B1C >= 0))
             return law_of(next_B1C.expand_as(given_BFC), given_BFC, SLACK, self.vocab_size)
 

@@ -41,7 +41,12 @@ class LawTable:
         self.p_HK = torch.zeros(PLACES + 1, KEPT, dtype=torch.float16, device=device)
 
     def forget(self) -> None:
+        for part in self.parts().values():
+            part.zero_()
         self.keys_H.fill_(-1)
+
+    def parts(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
 
     def laws(self, context_XM: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [X, K] and probabilities after the longest context known, last token first; 0
@@ -90,22 +95,22 @@ def mixed(
 class TableDrafter(LookupDrafter):
     """Trees and chains by look-ups alone."""
 
-    likeliest = KEPT
+    likeliest, slack = KEPT, SLACK
 
     def __init__(self, kind: str, device: torch.device, vocab_size: int) -> None:
         super().__init__(kind, device, vocab_size)
-        self.table = LawTable(ORDERS[kind], kind == "stand", self.device)
+        self.store = LawTable(ORDERS[kind], kind == "stand", self.device)
         self.context_M = torch.arange(max(ORDERS[kind]), device=self.device)
 
     def forget(self) -> None:
-        self.table.forget()
+        self.store.forget()
 
     def stored(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self.table).items() if torch.is_tensor(value)}
+        return self.store.parts()
 
     def restore(self, stored: dict[str, Tensor]) -> None:
         for name, tensor in stored.items():
-            getattr(self.table, name).copy_(tensor)
+            getattr(self.store, name).copy_(tensor)
 
     def remember(self, tokens_N: Tensor) -> None:
         """A context counts once in CHUNK tokens."""
@@ -122,7 +127,7 @@ class TableDrafter(LookupDrafter):
         context_RNM = torch.where(at_NM >= 0, text_RN[:, at_NM.clamp(min=0)], -1)
         next_XK = F.pad(text_RN[:, 1:].reshape(-1, 1), (0, KEPT - 1), value=-1)
         real_XK = next_XK >= 0
-        self.table.learn(context_RNM.flatten(0, 1), next_XK, real_XK.float(), real_XK[:, 0])
+        self.store.learn(context_RNM.flatten(0, 1), next_XK, real_XK.float(), real_XK[:, 0])
 
     def extend(self, kept: Kept) -> None:
         """From the nodes' laws, of rows that went on."""
@@ -144,12 +149,12 @@ class TableDrafter(LookupDrafter):
         context_XM = torch.stack(context, -1).flatten(0, 1)
         real_X = (kept.n_new_B > 0)[:, None].expand(rows, nodes).flatten()
         p_XK = kept.log_p_BNX.flatten(0, 1).exp()
-        self.table.learn(context_XM, kept.ids_BNX.flatten(0, 1), p_XK, real_X)
+        self.store.learn(context_XM, kept.ids_BNX.flatten(0, 1), p_XK, real_X)
         super().extend(kept)
 
     def looked_up(self) -> tuple[Feed, Tensor]:
         context_BFM = self.tail(len(self.context_M))[:, None]
-        first = self.table.laws(context_BFM.flatten(0, 1))
+        first = self.store.laws(context_BFM.flatten(0, 1))
 
         def feed(frontier: Frontier) -> Fed:
             nonlocal context_BFM
@@ -159,7 +164,7 @@ class TableDrafter(LookupDrafter):
                     context_BFM = picked(context_BFM.flatten(2), frontier.of_BF)
                 tokens_BF1 = frontier.tokens_BF[..., None]
                 context_BFM = torch.cat([tokens_BF1, context_BFM[..., :-1]], -1)
-                ids_XK, p_XK = self.table.laws(context_BFM.flatten(0, 1))
+                ids_XK, p_XK = self.store.laws(context_BFM.flatten(0, 1))
             shape = (*context_BFM.shape[:2], -1)
             return law_of(ids_XK.view(shape), p_XK.view(shape), SLACK, self.vocab_size)
 

@@ -7,16 +7,17 @@ vocabulary.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
+from filelock import BaseFileLock
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Call, Drafter, Fed, Feed, Kept, Round
 from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.token_tree import TokenTree, chain
-from draftsmith.models.disk.store import open_shard, save_shard
+from draftsmith.models.disk.store import LOCK, hold, open_shard, save_shard
 
 HOPELESS = 0.2  # a draft ends where its next token is less likely than that
 MIX = 0x1E3779B97F4A7C15  # odd
@@ -62,10 +63,13 @@ class TextDrafter(Drafter):
 class LookupDrafter(TextDrafter):
     """Trees and chains from laws that are looked up. reads: whether it looks at what it found, as
     costs nothing on a CPU: a round where nothing is found is then plain decoding, and a draft ends
-    where no row goes on.
+    where no row goes on. store: what outlives rows; drafters of one kind may have one in common;
+    slack: the weight of what it never saw, shared out among all tokens.
     """
 
     remembers = True
+    store: Any
+    slack: float
 
     def __init__(self, kind: str, device: torch.device, vocab_size: int) -> None:
         super().__init__(device)
@@ -80,8 +84,11 @@ class LookupDrafter(TextDrafter):
         """Learn from a whole text, as `draftsmith remember` reads them."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Take into the store what the rows alone hold until now."""
+
     def stored(self) -> dict[str, Tensor]:
-        """What a file of the store holds."""
+        """What a file of the store holds, once it is settled."""
         raise NotImplementedError
 
     def restore(self, stored: dict[str, Tensor]) -> None:
@@ -90,9 +97,18 @@ class LookupDrafter(TextDrafter):
 
     def save(self, path: Path, tokenizer: str) -> None:
         """Write the store, so that a kill leaves the file as it was, or new. tokenizer: its
-        fingerprint.
+        fingerprint. ValueError where another process keeps the file.
         """
-        save_shard(path, self.stored(), of=f"{self.kind} {tokenizer}")
+        lock = claimed(path)
+        try:
+            self.settle()
+            self.write(path, tokenizer, self.stored())
+        finally:
+            lock.release()
+
+    def write(self, path: Path, tokenizer: str, stored: dict[str, Tensor]) -> None:
+        """The file of what was `stored`, by who has claimed it."""
+        save_shard(path, stored, of=f"{self.kind} {tokenizer}")
 
     def load(self, path: Path, tokenizer: str) -> None:
         """ValueError: a file that is cut, or of another kind or tokenizer."""
@@ -119,6 +135,12 @@ class LookupDrafter(TextDrafter):
         if self.reads:
             request = replace(request, enough=request.enough or hopeless)
         return grow(request, feed)[0]
+
+
+def claimed(path: Path) -> BaseFileLock:
+    """Become the one who writes this file; ValueError where another does."""
+    advice = f"it keeps {path}: end it first, or name another file"
+    return hold(path.parent, advice, name=f".{path.name}{LOCK}")
 
 
 def hopeless(call: Call) -> Tensor:

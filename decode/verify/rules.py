@@ -11,13 +11,15 @@ the shared noise, token for token; the others are exact in distribution, for dra
     recursive   a tree from the root down: SpecInfer's rounds with replacement (Miao et al., arXiv
                 2305.09781), recursive rejection without (Jeon et al., arXiv 2402.14160)
     traversal   a tree from its leaves up (Weng et al., arXiv 2505.12398); of a chain, `block`
+    multi-draft the same, for trees of q's best children and a drawn one (Hu et al., 2502.18779)
     k-seq       a tree of independent draws from the root down, siblings at one chance (SpecTr: Sun
                 et al., arXiv 2310.15141)
 
-The last five compare one uniform a node with a chance that depends on the tree alone. Siblings are
+The last six compare one uniform a node with a chance that depends on the tree alone. Siblings are
 offered as they were drawn; but in `k-seq` a rejected one turns p into max(p - q, 0) renormalised
-and, where they were drawn without replacement, drops out of q. The token after the kept path is
-drawn from what is left of p.
+and, where they were drawn without replacement, drops out of q. A given one is a draw from a point
+mass: offered after the drawn one, they are accepted as often as any rule can. The token after the
+kept path is drawn from what is left of p.
 
 Shapes: B rows, N nodes, I inner nodes, M of them at a time, D levels, L = D + 1, V vocabulary.
 """
@@ -33,6 +35,7 @@ from draftsmith.decode.sampling import choose
 from draftsmith.decode.token_tree import (
     COUPLED,
     DETERMINISTIC,
+    LAST_DRAWN,
     WITH_REPLACEMENT,
     WITHOUT_REPLACEMENT,
     TokenTree,
@@ -173,7 +176,8 @@ def traversal(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra 
     s / (s + 1 - w), s = sum_v max(w p - q, 0), and the law max(w p - q, 0) / s. The root always
     passes, and is asked last.
     """
-    q_BIV = _law("traversal", tree, extra)
+    drawn = WITH_REPLACEMENT, WITHOUT_REPLACEMENT, LAST_DRAWN
+    q_BIV = _law("traversal", tree, extra, drawn=drawn)
     topology, depths = tree.topology, [0]
     assert topology.parents is not None and noise.accept_BN is not None
     for parent in topology.parents[1:]:
@@ -181,7 +185,7 @@ def traversal(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra 
     levels = [[n for n in topology.inner if depths[n] == d] for d in range(topology.levels)]
     laws, _, weights = _reject(tree, p_logits_BNV.softmax(-1), q_BIV, levels, joint=True)
 
-    order = _post_order(topology.children)
+    order = _post_order(_offered(tree))
     pass_BN = _columns(noise.accept_BN, order) < torch.stack([weights[n] for n in order], 1)
     pass_BN[:, -1] = True
     nodes_1N = torch.arange(topology.nodes, device=pass_BN.device)[None]
@@ -256,7 +260,7 @@ def _reject(
     offered at, and the weight [B] its path then keeps. joint: a node's weight begins as its chance,
     that of its whole path; else as 1.
     """
-    children = tree.topology.children
+    children = _offered(tree)
     place = {node: i for i, node in enumerate(tree.topology.inner)}
     laws = list(p_BNV.unbind(1))
     chances = [torch.ones_like(p_BNV[:, 0, 0])] * tree.topology.nodes
@@ -271,6 +275,8 @@ def _reject(
             drawn_BM1 = _columns(tree.tokens_BN, drawn)[..., None]
             p_BMV = torch.stack([laws[node] for node in nodes], 1)
             q_BMV = q_BMV[:, : len(nodes)]
+            if tree.law == LAST_DRAWN and rank:
+                q_BMV = torch.zeros_like(q_BMV).scatter(2, drawn_BM1, 1.0)
             weight_BM = torch.stack([weights[node] for node in nodes], 1)
             p_BM, q_BM = (x.gather(2, drawn_BM1)[..., 0] for x in (p_BMV, q_BMV))
             chance_BM = (weight_BM * _ratio(p_BM, q_BM)).clamp(max=1)
@@ -344,6 +350,14 @@ def _law(
     return tree.q_logits_BIV.softmax(-1).nan_to_num_(0)
 
 
+def _offered(tree: TokenTree) -> dict[int, tuple[int, ...]]:
+    """Inner node -> its children in the order in which they are offered: a drawn one first."""
+    children = tree.topology.children
+    if tree.law != LAST_DRAWN:
+        return children
+    return {node: (last, *given) for node, (*given, last) in children.items()}
+
+
 def _post_order(children: dict[int, tuple[int, ...]], node: int = 0) -> list[int]:
     """Nodes in the order in which a walk from the leaves up asks them."""
     below = [_post_order(children, child) for child in children.get(node, ())]
@@ -375,5 +389,6 @@ RULES = {
     "block": RuleInfo(block, WITH_REPLACEMENT, False, False, False),
     "recursive": RuleInfo(recursive, WITHOUT_REPLACEMENT, True, False, True),
     "traversal": RuleInfo(traversal, WITHOUT_REPLACEMENT, True, False, False),
+    "multi-draft": RuleInfo(traversal, LAST_DRAWN, True, False, False),
     "k-seq": RuleInfo(k_seq, WITH_REPLACEMENT, True, False, True),
 }

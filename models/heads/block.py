@@ -64,11 +64,12 @@ KINDS: dict[str, dict[str, Any]] = {
 TITLES = {"dflash": "DFlash", "dflash2": "DFlash-2", "dspark": "DSpark", "domino": "Domino"}
 TITLES |= {"jetspec": "JetSpec", "treeflash": "TreeFlash", "block": "a block drafter"}
 METHODS = {"vllm": ("dflash", "dspark"), "sglang": ("DFLASH", "DSPARK"), "speculators": ("", "")}
+METHODS |= {"gguf": ("draft-dflash", "draft-dspark"), "tensorrt": ("DFlash", "")}
 STACKS = {
     kind: {to: Reads(METHODS[to][spark], misread=partial(unread, to)) for to in stacks}
     for kind, spark, stacks in (
         ("dflash", 0, tuple(METHODS)),
-        ("dspark", 1, tuple(METHODS)),
+        ("dspark", 1, tuple(METHODS)[:-1]),
         ("jetspec", 0, ("vllm",)),
         ("block", 1, ("speculators",)),
     )

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.heads.head import ANY_DEPTH, Kind, LayerHead, Reads
+from draftsmith.models.heads.head import ANY_DEPTH, CONVERTED, TAKES, Kind, LayerHead, Reads
 from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
@@ -37,7 +37,14 @@ from draftsmith.models.layers.layer import (
     rope_fields,
 )
 from draftsmith.models.layers.unrolled_attention import Unrolled
-from draftsmith.models.layouts.eagle_layouts import FLAGS, IDS, LAYOUTS, unread_by_sglang
+from draftsmith.models.layouts.eagle_layouts import (
+    FLAGS,
+    IDS,
+    LAYOUTS,
+    unread_by_llama_cpp,
+    unread_by_sglang,
+    unread_by_tensorrt,
+)
 from draftsmith.models.layouts.exported import Exported
 from draftsmith.models.taps import NORM, Tap
 from draftsmith.models.vocab import DraftVocab
@@ -121,6 +128,8 @@ class Eagle(LayerHead):
                 "vllm": Reads("eagle3", ours=True),
                 "sglang": Reads("EAGLE3", ours=True, misread=unread_by_sglang),
                 "speculators": Reads(says="after export to=speculators"),
+                "gguf": Reads("draft-eagle3", True, CONVERTED, misread=unread_by_llama_cpp),
+                "tensorrt": Reads("Eagle3", True, TAKES, misread=unread_by_tensorrt),
             },
             learns=True,
             whole="",

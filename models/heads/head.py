@@ -30,6 +30,7 @@ from draftsmith.models.target import head_weight
 from draftsmith.models.vocab import DraftVocab
 
 ANY_DEPTH = 1 << 30  # of tokens ahead, or positions, where nothing bounds them
+TAKES, CONVERTED = "takes it, by its documentation", "reads it, converted"
 
 
 class Reads(NamedTuple):

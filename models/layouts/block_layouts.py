@@ -101,7 +101,8 @@ def unread(to: str, config: Config, layers: float = inf) -> str | None:
          light == "rnn" and same),
         (f"it draws with labels \"{'shifted' if same else 'same'}\" by such a head",
          to != "speculators" and same == (light != "none")),
-        ("it has DSpark's first light head alone (markov)", to == "vllm" and light in GATED),
+        ("it has DSpark's first light head alone (markov)",
+         to in ("vllm", "gguf") and light in GATED),
     )  # fmt: skip
     return next((reason for reason, holds in reasons if holds), None)
 

@@ -103,7 +103,6 @@ def unread_by_sglang(config: dict[str, Any], layers: int | None = None) -> str |
     """
     ids = config.get(IDS) or []
     reasons = (
-        ("it has no norm before fc (norm_before_fc)", config.get("norm_before_fc")),
         ("its residual is never normed (norm_before_residual)", config.get("norm_before_residual")),
         ("it skips the norms on queries and keys (qwen3)", config.get("model_type") == "qwen3"),
         ("it skips the biases of the attention", config.get("attention_bias")),
@@ -113,6 +112,28 @@ def unread_by_sglang(config: dict[str, Any], layers: int | None = None) -> str |
         ("it names further layers' norms otherwise", config.get("num_hidden_layers", 1) > 1),
     )
     return next((reason for reason, holds in reasons if holds), None)
+
+
+def unread_by_llama_cpp(config: dict[str, Any]) -> str | None:
+    """Why llama.cpp would draft wrongly with the EAGLE-3 head of this config.json (norm_output), or
+    its converter or loader refuse it; None where neither.
+    """
+    ids, qwen = config.get(IDS) or [0, 0, 0], config.get("model_type") == "qwen3"
+    reasons = (
+        ("it feeds back a state that isn't normed (norm_output)", config.get("norm_output")),
+        ("it has no norm for each tap (fc_norm)", config.get("fc_norm")),
+        ("its layers have no norms on queries and keys (qwen3)", qwen),
+        ("it has no biases of the attention", config.get("attention_bias")),
+        ("it has one layer", config.get("num_hidden_layers", 1) > 1),
+        (f"it taps three layers, and these are {len(ids)}", len(ids) != 3),
+    )
+    return next((reason for reason, holds in reasons if holds), None)
+
+
+def unread_by_tensorrt(config: dict[str, Any]) -> str | None:
+    """What of this EAGLE-3 head's config.json TensorRT-LLM's documentation doesn't speak of."""
+    own = [name for name in FLAGS if config.get(name)]
+    return f"its documentation doesn't speak of {' and '.join(own)}" if own else None
 
 
 LAYOUTS: dict[tuple[str, str], Callable[[Config, Tensors, PreTrainedModel, int], Exported]] = {

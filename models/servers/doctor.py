@@ -22,6 +22,7 @@ from draftsmith.models.heads.head import heads
 from draftsmith.models.server_facts import SGLANG_POSITIONS, STACKS
 from draftsmith.models.servers.doctor_block import BLOCK
 from draftsmith.models.servers.doctor_eagle import EAGLE1, EAGLE3
+from draftsmith.models.servers.doctor_gguf import llama_cpp
 from draftsmith.models.servers.export import about
 from draftsmith.models.servers.findings import (
     BLOCK_LAYOUTS,
@@ -234,5 +235,6 @@ CHECKS: dict[str, dict[str, Check]] = {
     "mtp": {"positions": positions} | EVERY,
     "medusa": {"heads and file": medusa_file} | EVERY,
     "hydra": {"positions": positions} | EVERY,
-    "lm": {"logits": draft_lm} | {name: EVERY[name] for name in ("finite numbers", "dtype")},
+    "lm": {"logits": draft_lm, "vocabulary": llama_cpp}
+    | {name: EVERY[name] for name in ("finite numbers", "dtype")},
 }

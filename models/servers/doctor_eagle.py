@@ -15,8 +15,8 @@ import torch
 from draftsmith.models.folder.foreign import rope_parameters
 from draftsmith.models.folder.imports import READERS, holds_ids
 from draftsmith.models.heads.eagle import EAGLE3_NAMES
-from draftsmith.models.layouts.eagle_layouts import IDS, unread_by_sglang
-from draftsmith.models.server_facts import EAGLE1_OF_SGLANG, USUAL_TAPS
+from draftsmith.models.layouts.eagle_layouts import IDS, unread_by_llama_cpp, unread_by_sglang
+from draftsmith.models.server_facts import EAGLE1_OF_SGLANG, STACKS, USUAL_TAPS
 from draftsmith.models.servers.export import about
 from draftsmith.models.servers.findings import Case, Check, Finding, fault, warning
 
@@ -214,8 +214,15 @@ def readers(case: Case) -> Iterator[Finding]:
             says = f"transformer_layer_config has model_type {kind!r}"
             mend = f"write {' or '.join(EAGLE3_NAMES)}, whichever it is"
             yield fault(says, mend, "vllm, draftsmith: refuses it")
+    if case.layout == "eagle1":
+        return
+    ids = case.ids[0] or case.ids[1]
+    if reason := unread_by_llama_cpp(case.config | {IDS: ids}):
+        does = "gguf: drafts wrongly without a word, or refuses it"
+        yield warning(f"not for {STACKS['gguf'].name}: {reason}", "serve it with vLLM", does)
     if case.layout != "eagle3":
         return
+    kept = case.config | {"num_hidden_layers": 1, IDS: ids}
     named = (case.raw.get("architectures"), case.raw.get("model_type"))
     if any("q_norm" in name for name in case.names) and named != ([EAGLE3_NAMES["qwen3"]], "qwen3"):
         yield fault(
@@ -223,10 +230,9 @@ def readers(case: Case) -> Iterator[Finding]:
             f"write {EAGLE3_NAMES['qwen3']} and qwen3; `python -m draftsmith export to=vllm` does",
             "vllm: refuses it; sglang: skips the norms, without a word",
         )
-    kept = case.config | {"num_hidden_layers": 1, IDS: case.ids[0] or case.ids[1]}
     if reason := unread_by_sglang(kept, case.target_layers):
         does = "sglang: drafts wrongly, without a word"
-        yield warning(f"not for SGLang: {reason}", "serve it with vLLM", does)
+        yield warning(f"not for {STACKS['sglang'].name}: {reason}", "serve it with vLLM", does)
     if int(case.config.get("num_hidden_layers", 1)) < 2:
         return
     to, born = "`python -m draftsmith export to=", "runs with a norm as it is born"

@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,33 @@ from draftsmith.models.disk.read_lm import load_config, read_json, save_tensors,
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import META, open_drafter, read_meta
 from draftsmith.models.folder.tensors import outline
-from draftsmith.models.heads.head import Kind, Reads, heads
-from draftsmith.models.server_facts import SERVES, STACKS
+from draftsmith.models.heads.head import CONVERTED, TAKES, Kind, Reads, heads
+from draftsmith.models.server_facts import FIRST, NO_OVERLAP, SERVES, STACKS
+from draftsmith.models.servers.gguf_file import to_gguf
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.models.vocab import FILE
 
-LAYOUTS = ("sglang", "vllm", "speculators", "tgi")
-LM = {"vllm": "draft_model", "sglang": "STANDALONE", "transformers": ""}
+LAYOUTS = ("sglang", "vllm", "speculators", "tgi", "gguf")
+LM = {"vllm": "draft_model", "sglang": "STANDALONE", "transformers": "", "gguf": "draft-simple"}
+LM |= {"tensorrt": "DraftTarget", "mlx": "", "lmstudio": ""}
+READS = {"gguf": CONVERTED, "mlx": CONVERTED, "tensorrt": TAKES}
 # Layouts that are no kind of head of ours.
 OTHERS = {
-    "lm": Kind("a draft LM", {stack: Reads(name, ours=True) for stack, name in LM.items()}),
+    "lm": Kind(
+        "a draft LM",
+        {to: Reads(name, True, READS.get(to, "reads it")) for to, name in LM.items()},
+    ),
     "speculators-block": Kind(
         "a block drafter in speculators' format", {"vllm": Reads(), "speculators": Reads()}
     ),
     "official-block": Kind(
-        "a block drafter in the official layout", {"vllm": Reads(), "sglang": Reads()}
+        "a block drafter in the official layout",
+        {to: Reads() for to in ("vllm", "sglang", "gguf", "tensorrt")},
     ),
     "speculators": Kind(
         "EAGLE-3 in speculators' format",
-        {"vllm": Reads(), "sglang": Reads(says="after export to=sglang"), "speculators": Reads()},
+        {"vllm": Reads(), "sglang": Reads(says="after export to=sglang"), "speculators": Reads()}
+        | {"gguf": Reads(says=CONVERTED)},
     ),
     "unknown": Kind("a folder that can't be read"),
 }
@@ -50,9 +59,10 @@ def about(layout: str) -> Kind:
     return OTHERS.get(layout) or heads()[layout].kinds[layout]
 
 
-def export(drafter: str, target: str, to: str, out: str) -> str:
+def export(drafter: str, target: str, to: str, out: str, converter: str = "") -> str:
     """Write the drafter in `drafter` as stack `to`, one of `LAYOUTS`, reads it, into the new
-    folder `out`; returns the command that serves it there.
+    folder `out`; returns the command that serves it there. gguf: a draft LM, into the new file
+    `out`, by llama.cpp's `converter`.
 
     Of the target its config, tokenizer, embeddings, LM head and final norm are read, whatever files
     they stand in. The drafter may be another toolkit's, see `imports`.
@@ -63,7 +73,8 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
         raise ValueError(f"to: got {to!r}, expected one of {', '.join(LAYOUTS)}")
     folder = Path(os.path.abspath(out))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"out: got {folder}, which holds something; expected a new folder")
+        what = "file" if to == "gguf" else "folder"
+        raise ValueError(f"out: got {folder}, which holds something; expected a new {what}")
     if Path(target).is_dir():
         target = os.path.abspath(target)  # some layouts name it
     model, tokenizer = outline(target), load_tokenizer(target)
@@ -71,13 +82,20 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
     opened = open_drafter(drafter, fingerprint(model, tokenizer, target), **given)
     kind, K = opened.kind, served_K(opened.meta)
     stacks = about(kind).stacks
+    if to == "gguf" and to in stacks and kind != "lm":
+        raise ValueError(
+            f"to=gguf: got a drafter of kind {kind}, expected a draft LM; llama.cpp's converter "
+            "takes it by the line that is printed after training"
+        )
     if to not in stacks:
-        able = [name for name in LAYOUTS if name in stacks]
+        able = [name for name in LAYOUTS[:-1] if name in stacks]
         others = f"these do: {', '.join(able)}" if able else "no server does: decode with it here"
         raise ValueError(
             f"to={to}: got a drafter of kind {kind}, which {to} doesn't load; {others}"
         )
-    if kind == "lm":
+    if to == "gguf":
+        to_gguf(opened.path, target, {"target": model, "tokenizer": tokenizer}, converter, folder)
+    elif kind == "lm":
         rows = load_config(opened.path).get_text_config().vocab_size
         wanted = model.config.get_text_config().vocab_size
         if rows != wanted:
@@ -100,30 +118,39 @@ def export(drafter: str, target: str, to: str, out: str) -> str:
     return launch(to, stacks[to].method, folder, target, K)
 
 
-def serve_line(folder_path: str | Path, target: str) -> str:
+def serve_line(folder_path: str | Path, target: str, rates: Sequence[float] = ()) -> str:
     """Commands that serve the target with this drafter, one a line: from its folder as it is where
     any server reads that, else from one that `export` writes.
+
+    rates: the shares of rounds that kept at least 1, 2 ... drafted tokens. Then only those of
+    servers that can make up answers at such an acceptance, with as many tokens a round: how fast
+    they would be is measured so, before deployment.
     """
     folder, quoted = Path(folder_path), shlex.quote(target)
     meta = read_meta(folder)
     kind, K, known = meta["kind"], served_K(meta), about(meta["kind"])
     title, stacks = known.title, known.stacks
-    if not stacks:
+    if rates:
+        stacks = {to: reads for to, reads in stacks.items() if STACKS[to].synthetic}
+    elif not stacks:
         return (
             f"# no server loads {title}; decode here: python -m draftsmith evaluate "
             f"target={quoted} drafter={shlex.quote(str(folder))}"
         )
     lines, config = [], read_json(folder / "config.json")
-    K = config.get("levels", K)  # a block is drafted whole
+    K = len(rates) or config.get("levels", K)  # a block is drafted whole
     export = f"python -m draftsmith export drafter={shlex.quote(str(folder))} target={quoted}"
     as_it_is = {stack: reads for stack, reads in stacks.items() if reads.ours}
     for stack, reads in (as_it_is or stacks).items():
         if reason := reads.misread and reads.misread(config):
-            lines.append(f"# {STACKS[stack].name.split()[0]} would draft wrongly with it: {reason}")
+            lines.append(f"# not for {STACKS[stack].name}: {reason}")
             continue
-        out = folder if reads.ours else folder.with_name(f"{folder.name}-{stack}")
-        first = "" if reads.ours else f"{export} to={stack} out={shlex.quote(str(out))} && "
-        lines.append(first + launch(stack, reads.method, out, target, K))
+        to = STACKS[stack].layout or stack
+        out = folder if reads.ours else folder.with_name(f"{folder.name}-{to}")
+        first = "" if reads.ours else f"{export} to={to} out={shlex.quote(str(out))} && "
+        lines.append(first + launch(stack, reads.method, out, target, K, rates))
+    if rates:
+        return "\n".join(line for line in lines if not line.startswith("#"))
     without = [STACKS[stack].name for stack in ("vllm", "sglang") if stack not in stacks]
     lines += [f"# {' and '.join(without)} load no {title}"] if without else []
     return "\n".join([*lines, *(_notes(folder, meta) if kind == "lm" else [])])
@@ -135,18 +162,40 @@ def served_K(meta: dict[str, Any]) -> int:
     return int(defaults["served_K"] or defaults["K"])
 
 
-def launch(stack: str, method: str, folder: Path, target: str, K: int) -> str:
-    """The command for a folder that the stack reads; vLLM would guess the method from the path."""
-    options = {"method": method, "model": str(folder), "num_speculative_tokens": K}
-    return SERVES.get(method, STACKS[stack].serve).format(
-        target=shlex.quote(target),
-        folder=shlex.quote(str(folder)),
-        literal=repr(str(folder)),
-        options=shlex.quote(json.dumps(options)),
-        method=method,
-        K=K,
-        nodes=K + 1,
+def launch(
+    stack: str, method: str, folder: Path, target: str, K: int, rates: Sequence[float] = ()
+) -> str:
+    """The command for a folder that the stack reads, after what makes its own file of that; vLLM
+    would guess the method from the path. rates: see `serve_line`.
+    """
+    about = STACKS[stack]
+    options: dict[str, Any] = {"method": method, "model": str(folder), "num_speculative_tokens": K}
+    if rates:
+        options |= {"rejection_sample_method": "synthetic"}
+        options |= {"synthetic_acceptance_rates": list(rates)}
+    draft = {"decoding_type": method, "max_draft_len": K, "speculative_model": str(folder)}
+    yaml: dict[str, Any] = {"speculative_config": draft}
+    yaml |= {"disable_overlap_scheduler": True} if method in NO_OVERLAP else {}
+    made = folder.with_name(folder.name.removesuffix(about.makes) + about.makes)
+    first = "" if made == folder else FIRST.get(method, about.first)
+    first, serve = (
+        text.format(
+            target=shlex.quote(target),
+            folder=shlex.quote(str(folder)),
+            made=shlex.quote(str(made)),
+            literal=repr(str(folder)),
+            options=shlex.quote(json.dumps(options)),
+            yaml=shlex.quote(json.dumps(yaml)),
+            method=method,
+            K=K,
+            nodes=K + 1,
+        )
+        for text in (first, SERVES.get(method, about.serve))
     )
+    if rates:
+        listed = ",".join(map(str, rates))
+        serve = about.synthetic.format(serve=serve, tau=1 + sum(rates), rates=listed)
+    return f"{first} && {serve}" if first else serve
 
 
 def _notes(folder: Path, meta: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import torch
 from doctor_traps import Change, Trap, drop
 from torch import Tensor
 
-VLLM, SGLANG, OURS = "vLLM 0.33", "SGLang 0.5.14", "draftsmith"
+VLLM, SGLANG, OURS = "vLLM 0.33", "SGLang 0.5.23", "draftsmith"
 BOTH = ("block_size", "mask_token_id", "target_layer_ids")
 
 

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from draftsmith.decode.token_tree import COUPLED, WITHOUT_REPLACEMENT, TokenTree, Topology, chain
+from draftsmith.decode.token_tree import (
+    COUPLED,
+    LAST_DRAWN,
+    WITHOUT_REPLACEMENT,
+    TokenTree,
+    Topology,
+    chain,
+)
 from draftsmith.decode.verify.rules import Noise, Rule
 
 Tables = list[Tensor]  # at depth d: the law of the next token after each prefix of d tokens
@@ -61,7 +68,14 @@ def drafts(topology: Topology, q: Tables, law: str) -> tuple[Tensor, Tensor, Ten
     q_RIV = at_nodes(topology, tokens_RN, q)[:, list(topology.inner)]
     for i, node in enumerate(topology.inner):
         q_RV = q_RIV[:, i]
-        for child in topology.children[node]:
+        if law == LAST_DRAWN:
+            given = topology.children[node][:-1]
+            best_RK = q_RV.argsort(1, descending=True)[:, : len(given)]
+            weight_R = weight_R * (tokens_RN[:, given] == best_RK).all(1)
+            q_RV = q_RV.scatter(1, best_RK, 0.0)
+            q_RV = q_RV / q_RV.sum(1, keepdim=True).clamp(min=1e-300)
+            q_RIV[:, i] = q_RV
+        for child in topology.children[node][-1 if law == LAST_DRAWN else 0 :]:
             # Once everything q can draw is drawn, token 0 stands in: no rule may accept it.
             empty_R1 = q_RV.sum(1, keepdim=True) == 0
             q_RV = torch.where(empty_R1, torch.eye(vocab, dtype=q_RV.dtype)[:1], q_RV)

@@ -30,13 +30,13 @@ PACKAGED = ("draftsmith", "models", "decode", "train", "recipes")
 ENTRIES = {"prepare", "distill", "pretrain", "heads", "eagle", "scorers", "online", "quickstart"}
 MODEL_LIBRARIES = {"torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "numpy"}
 MODEL_LIBRARIES |= {"filelock"}
-MODEL_LIBRARIES |= {"peft", "torchao"}  # optional: adapters on a target, its weights in int8
+MODEL_LIBRARIES |= {"peft", "torchao", "gguf"}  # optional: adapters, int8 weights, GGUF files
 OPTIONAL = ("hydra", "omegaconf", "datasets", "deepspeed", "openai", "peft", "torchao", "wandb")
-OPTIONAL += ("llguidance",)
+OPTIONAL += ("gguf", "llguidance")
 VAGUE = {"utils", "util", "helpers", "helper", "misc", "common"}
 # A recipe's entry is compared by train/run/recipe.py while it is still a key, not an attribute.
 # These import torch and one another, nothing else.
-TORCH_ALONE = ("train/losses/", "decode/serve/top_k.py")
+TORCH_ALONE = ("train/losses/", "decode/top_k.py")
 # A family's options are named by its objective, which the entry finds by the family's name.
 READ_AS_KEY = {"entry": "train/run/recipe.py", "own_heads": "train/objectives/medusa.py"}
 READ_AS_KEY |= dict.fromkeys(("prefix", "dropout", "noise"), "train/objectives/hydra.py")

@@ -16,7 +16,7 @@ Shapes: V vocabulary, T tuples of k drafts.
 import torch
 from torch import Tensor
 
-from draftsmith.decode.token_tree import DETERMINISTIC, WITH_REPLACEMENT
+from draftsmith.decode.token_tree import DETERMINISTIC, LAST_DRAWN, WITH_REPLACEMENT
 
 MAX_TUPLES = 1 << 24
 
@@ -25,12 +25,17 @@ def optimal_acceptance(p_V: Tensor, q_V: Tensor, k: int, law: str) -> float:
     """alpha* in [0, 1]: the greatest chance that a token with law p is among k drafts from q.
 
     p_V, q_V: probabilities. law as in `token_tree`; coupled drafts are, for themselves, draws
-    without replacement, and deterministic ones the k best of q. Raises ValueError where draws
-    without replacement have more than 2^24 tuples.
+    without replacement, deterministic ones the k best of q, and of those whose last is drawn k - 1
+    are given. Raises ValueError where draws without replacement have more than 2^24 tuples.
     """
     k = min(k, int((q_V > 0).sum()))
     if law == DETERMINISTIC:
         return float(p_V[q_V.topk(k).indices].sum())
+    if law == LAST_DRAWN:
+        given_K = q_V.topk(k).indices[:-1]
+        rest_V = q_V.scatter(0, given_K, 0.0)
+        beside_V = p_V.scatter(0, given_K, 0.0)
+        return float(p_V[given_K].sum() + torch.minimum(beside_V, rest_V / rest_V.sum()).sum())
     order_V = torch.where(q_V > 0, p_V / q_V, torch.inf).argsort()
     p_V, q_V = p_V[order_V], q_V[order_V]
     if law == WITH_REPLACEMENT:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.decode.serve.top_k import bucketed
+from draftsmith.decode.top_k import bucketed
 from draftsmith.train.losses.chunked import Divergence, Side, bounded
 from draftsmith.train.losses.closed_form import Scored, Transform, Workspace, divergence_score
 from draftsmith.train.losses.pure import Loss, centred

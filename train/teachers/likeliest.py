@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.decode.serve.top_k import likeliest
+from draftsmith.decode.top_k import likeliest
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.target import cut_rows, output_head, vocab_size, without_bias
 from draftsmith.train.answers.top_logprobs import AS_IT_IS

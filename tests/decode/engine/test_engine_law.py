@@ -35,6 +35,8 @@ RULES = [
     ("recursive", "tree"),
     ("k-seq", "tree"),
     ("traversal", "tree"),
+    ("multi-draft", "chain"),
+    ("multi-draft", "tree"),
 ]
 
 

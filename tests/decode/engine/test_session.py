@@ -24,7 +24,7 @@ from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Completion, Request, open_request
 from draftsmith.decode.engine.session import Session
 from draftsmith.decode.sampling import RowParams, SamplingParams, together, transform
-from draftsmith.decode.serve.top_k import likeliest
+from draftsmith.decode.top_k import likeliest
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.models.taps import target_states
 

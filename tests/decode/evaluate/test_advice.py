@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from evaluated import arguments
 
-from draftsmith.decode.__main__ import main, tell
+from draftsmith.decode.__main__ import main, pretend, tell
 from draftsmith.decode.engine.request import Completion, Counters
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import advice
@@ -156,10 +156,32 @@ def test_the_advised_k_is_measured_saved_and_served(
     told = capsys.readouterr().out
     assert f"draft with K={found['best']}" in told and "speed-up, foretold" in told
     assert f'"num_speculative_tokens": {found["served_K"]}' in told
+    drafted = len(report["acceptance_by_position"])
+    rates = ",".join(["1.0"] * min(drafted, found["served_K"]))
+    assert f"--spec-draft-n-max {rates.count('1')}" in told.split("made-up answers:")[1]
+    assert f"--spec-synth-rates {rates}\n" in told
     kept = read_meta(tmp_path / "itself")["defaults"]
     assert (kept["K"], kept["policy"], kept["served_K"]) == (
         *(found["best"], found["policy"], found["served_K"]),
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "printed"),
+    [
+        ({}, True),
+        ({"tree": "eagle-25"}, False),
+        ({"policy": "cost"}, False),
+        ({"acceptance_by_position": [0.0, 0.0]}, False),
+    ],
+)
+def test_only_a_fixed_chain_says_what_servers_would_accept(
+    folders: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], printed: bool
+) -> None:
+    result = {"drafter": {"path": str(folders / "draft")}, "tree": "chain", "policy": "fixed"}
+    pretend(result | {"acceptance_by_position": [0.61234567, 0.5]} | changed, "target")
+    told = capsys.readouterr().out
+    assert ("--spec-synth-rates 0.6123,0.5\n" in told) == bool(told) == printed
 
 
 def test_a_tree_is_saved_for_us_and_a_chain_for_servers(

@@ -20,12 +20,13 @@ from draftsmith.decode import __main__ as evaluation
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import has_folder, load_drafter
-from draftsmith.decode.drafting.base import Drafter, Kept
+from draftsmith.decode.drafting.base import Drafter, Frontier, Kept, Round
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
 from draftsmith.decode.traces import fill_store
-from draftsmith.decode.untrained import composite, tables
+from draftsmith.decode.tree_shapes import chain_plan
+from draftsmith.decode.untrained import composite, suffix, tables
 from draftsmith.decode.untrained.composite import CompositeDrafter, either
 from draftsmith.decode.untrained.suffix import SuffixDrafter
 from draftsmith.decode.untrained.tables import KEPT, LawTable, TableDrafter
@@ -148,7 +149,7 @@ def test_a_tree_s_nodes_teach_by_their_own_paths() -> None:
     drafter.extend(kept)
 
     def said(*context: int) -> int:
-        ids_1K, p_1K = drafter.table.laws(torch.tensor([list(context)]))
+        ids_1K, p_1K = drafter.store.laws(torch.tensor([list(context)]))
         return int(ids_1K[0, 0]) if p_1K[0, 0] > 0 else -1
 
     assert said(22, 20, 13, 12) == 43 and said(21, 13, 12, 11) == 42 and said(20, 9, 9, 9) == 41
@@ -195,6 +196,66 @@ def test_a_composite_gives_plain_answers_and_uses_both(
     assert len(set(counts.values())) > 1
 
 
+def test_fused_a_tree_is_grown_from_both_laws(
+    tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """No answer changes; with nothing known it drafts as the head alone; a second time it copies
+    farther than the head drafts, and more than either alone would.
+    """
+    target, head = counting(wrong=0.35)
+    trained = EagleDrafter(head, target, VOCAB)
+    trees: list[dict[str, Any]] = [
+        {"tree": "chain", "K": 6}, {"tree": "eagle-25"}, {"tree": "dynamic:6,3,17"},
+    ]  # fmt: skip
+    for tree in trees:
+        for params in SETTINGS:
+            both = CompositeDrafter(SuffixDrafter("suffix", CPU, VOCAB), trained, 3, fused=True)
+            decoder = Decoder(target, tiny_tokenizer, both, batch_size=3, **tree)
+            counts = []
+            for _ in range(2):
+                done = decoder.generate(PROMPTS, params)
+                assert texts(done) == truths(target, tiny_tokenizer, params), tree
+                counts.append(tau(done))
+            alone = Decoder(target, tiny_tokenizer, trained, batch_size=3, **{**tree, "K": 3})
+            assert counts[1] > tau(alone.generate(PROMPTS, params)), tree
+    for rule in ("recursive", "multi-draft"):
+        decoder = Decoder(target, tiny_tokenizer, both, batch_size=3, tree="eagle-25", rule=rule)
+        assert all(
+            c.finish_reason in ("length", "stop") for c in decoder.generate(PROMPTS, SETTINGS[1])
+        )
+
+
+def test_the_fused_law_is_the_head_s_where_nothing_is_known() -> None:
+    """And where something is, the head has the weight of what was never seen."""
+    target, head = counting(wrong=0.35)
+    trained = EagleDrafter(head, target, VOCAB)
+    both = CompositeDrafter(SuffixDrafter("suffix", CPU, VOCAB), trained, 3, fused=True)
+    both.reset(1, 64)
+    trained.state_BH.normal_(generator=torch.Generator().manual_seed(0))
+    ask = both.looked.looked_up()[0]
+    zeros = torch.zeros(1, dtype=torch.int64)
+    root = Frontier(0, zeros[None], None, zeros)
+    request = Round(
+        chain_plan(3), zeros + 7, zeros, zeros.bool(), 8, SamplingParams(), COUPLED
+    )  # fmt: skip
+
+    def laws() -> list[torch.Tensor]:
+        feeds = both.feed(request), trained.feed(request), ask
+        made = [feed(root).logits_BFV[0, 0].softmax(-1) for feed in feeds if feed is not None]
+        assert len(made) == 3
+        return made
+
+    fused_V, head_V, _ = laws()
+    torch.testing.assert_close(fused_V, head_V)
+    begun(both.looked, 0, [1, 2, 3, 1, 2])
+    ask = both.looked.looked_up()[0]
+    fused_V, head_V, looked_V = laws()
+    found_V = torch.zeros(VOCAB)
+    found_V[3] = 2.0**2  # two tokens match
+    torch.testing.assert_close(fused_V, (found_V + suffix.SLACK * head_V) / (4 + suffix.SLACK))
+    torch.testing.assert_close(looked_V, (found_V + suffix.SLACK / VOCAB) / (4 + suffix.SLACK))
+
+
 def test_each_row_keeps_one_of_two_trees() -> None:
     """Padded by children of the root that are there already."""
     first = TokenTree(torch.tensor([[1, 2, 3], [1, 4, 5]]), chain(2, CPU), COUPLED)
@@ -219,6 +280,11 @@ def test_a_draft_lm_cannot_rest(
 ) -> None:
     with pytest.raises(ValueError, match=r"suffix\+FOLDER with a drafter of kind lm.*can rest"):
         CompositeDrafter(SuffixDrafter("suffix", CPU, VOCAB), LMDrafter(tiny_draft, VOCAB), 4)
+    lm = LMDrafter(tiny_draft, VOCAB)
+    with pytest.raises(
+        ValueError, match=r"suffix\+\+FOLDER with a drafter of kind lm.*use suffix\+"
+    ):
+        CompositeDrafter(SuffixDrafter("suffix", CPU, VOCAB), lm, 4, fused=True)
 
 
 # --- stores on the disk

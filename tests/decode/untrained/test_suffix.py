@@ -106,6 +106,32 @@ def test_places_are_overwritten_in_a_full_store() -> None:
     assert law_V[60 + 18] > 100 and law_V[60] < 1
 
 
+@pytest.mark.parametrize("answers", [2, 20])
+def test_a_store_goes_on_where_it_was_saved(answers: int) -> None:
+    """Half empty, or full and begun again: the same law afterwards, and after more answers."""
+
+    def led(drafter: SuffixDrafter, numbers: range) -> Tensor:
+        drafter.reset(1, 32)
+        for number in numbers:
+            begun(drafter, 0, [number + 50] * 3)
+            told(drafter, 0, [*range(10), number + 60], 1)
+        begun(drafter, 0, [1, 2, 3, *range(10)])
+        return law_at(drafter, 0, [])
+
+    first = SuffixDrafter("suffix", CPU, 100, remembered=64)
+    led(first, range(answers))
+    first.settle()
+    stored = {name: part.clone() for name, part in first.stored().items()}
+    second = SuffixDrafter("suffix", CPU, 100, remembered=64)
+    second.restore(stored)
+    for numbers in (range(0), range(20, 21)):
+        torch.testing.assert_close(led(second, numbers), led(first, numbers))
+    first.settle()
+    before = first.stored()["ring_R"].clone()
+    first.settle()  # what stands in a row is taken once
+    assert first.stored()["ring_R"].equal(before)
+
+
 def test_the_same_question_again_is_copied(
     tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from draftsmith.decode.token_tree import (
     COUPLED,
     DETERMINISTIC,
+    LAST_DRAWN,
     WITH_REPLACEMENT,
     WITHOUT_REPLACEMENT,
     TokenTree,
@@ -201,6 +202,23 @@ def test_the_coupled_integral_is_what_the_rule_does() -> None:
     kept = coupled(tree, p.log().expand(rows, 3, 5), Noise(race), None).n_accepted_B
     # 4 standard deviations of a share are at most 4 * 0.5 / sqrt(200000).
     assert float(kept.double().mean()) == pytest.approx(coupled_acceptance(p, q, 2), abs=0.0045)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_given_drafts_and_a_drawn_one_reach_their_bound(k: int) -> None:
+    """The bound is that of the sets; offered before the drawn one, the given keep less."""
+    worse = 0.0
+    for p, q in [pair for pair in pairs(5, 16) if int((pair[1] > 0).sum()) >= k]:
+        given = q.argsort(descending=True)[: k - 1]
+        rest = q.scatter(0, given, 0.0) / q.scatter(0, given, 0.0).sum()
+        sets = {frozenset([*given.tolist(), x]): float(rest[x]) for x in range(5) if rest[x] > 0}
+        bound = optimal_acceptance(p, q, k, LAST_DRAWN)
+        assert bound == pytest.approx(by_subsets(p, sets), abs=1e-12)
+        assert bound == pytest.approx(accepted(traversal, p, q, k, LAST_DRAWN), abs=1e-12)
+        first = float(p[given].sum())
+        left = p.scatter(0, given, 0.0)
+        worse = max(worse, bound - first - float(torch.minimum(left, (1 - first) * rest).sum()))
+    assert worse > 1e-3 or k == 1
 
 
 def test_deterministic_drafts_reach_their_bound() -> None:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from draftsmith.decode.token_tree import (
     COUPLED,
     DETERMINISTIC,
+    LAST_DRAWN,
     WITH_REPLACEMENT,
     WITHOUT_REPLACEMENT,
     TokenTree,
@@ -294,19 +295,22 @@ def test_marked_nodes_pass_in_their_turn() -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_what_a_rule_says_it_handles(name: str) -> None:
     info = RULES[name]
-    handled = {"coupled": (COUPLED, DETERMINISTIC, *LAWS), "point_mass": (DETERMINISTIC,)}
-    handled["k-seq"] = (WITH_REPLACEMENT,)
+    every = (COUPLED, DETERMINISTIC, *LAWS, LAST_DRAWN)
+    handled: dict[str, tuple[str, ...]] = {"coupled": every, "point_mass": (DETERMINISTIC,)}
+    handled |= {"k-seq": (WITH_REPLACEMENT,), "traversal": (*LAWS, LAST_DRAWN)}
+    handled["multi-draft"] = handled["traversal"]  # the same function
     laws = handled.get(name, LAWS)
     noise = Noise(torch.zeros(1, 3, 5), torch.full((1, 3), 0.5), torch.zeros(1, 5))
     uneven_rows = replace(chain(2, CPU), parents=None)
-    for law, parents in itertools.product(handled["coupled"], ([-1, 0, 1], [-1, 0, 0])):
+    called = {"multi-draft": "traversal"}.get(name, name)
+    for law, parents in itertools.product(every, ([-1, 0, 1], [-1, 0, 0])):
         topology = Topology.from_parents(parents, CPU)
         q_logits = torch.zeros(1, len(topology.inner), 5)
         tree = TokenTree(torch.tensor([[0, 1, 2]]), topology, law, q_logits)
         if law in laws and (info.trees or topology.is_chain):
             info.verify(tree, torch.zeros(1, 3, 5), noise, None)
         else:
-            with pytest.raises(ValueError, match=f"rule {name}: got .* use rule=coupled"):
+            with pytest.raises(ValueError, match=f"rule {called}: got .* use rule=coupled"):
                 info.verify(tree, torch.zeros(1, 3, 5), noise, None)
     assert info.law in laws
     if not info.identical:
@@ -346,6 +350,34 @@ def test_k_seq_keeps_more_than_rounds_and_less_than_nothing_lost() -> None:
         one, _ = shape("chain-1")
         taus = [enumerate_rule(r, one, WITH_REPLACEMENT, p, q).tau for r in (k_seq, leviathan)]
         assert taus[0] == pytest.approx(taus[1], abs=1e-12)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_given_nodes_beside_a_drawn_one_are_exact(name: str) -> None:
+    topology, vocab = shape(name)
+    levels = topology.levels + 1
+    for seed, (top_p, top_q) in enumerate(SUPPORTS):
+        p, q = toy(seed, vocab, levels, 1.5, top_p), toy(seed + 50, vocab, levels, 1.0, top_q)
+        assert error(traversal, topology, LAST_DRAWN, p, q) < 1e-12
+
+
+def test_given_nodes_taken_for_draws_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judged by the q that the last one was drawn from, in which they have no chance; by q itself;
+    and offered before the drawn one they keep less.
+    """
+    law, offered = LAST_DRAWN, rules._offered
+    assert error_on(from_p(traversal), "star-3", law) > 1e-3
+    for name in ("star-3", "bush"):
+        topology, vocab = shape(name)
+        p, q = toy(2, vocab, topology.levels + 1, 1.5), toy(52, vocab, topology.levels + 1)
+        best = enumerate_rule(traversal, topology, law, p, q).tau
+        monkeypatch.setattr(rules, "_offered", lambda tree: tree.topology.children)
+        # The first child is then taken for the drawn one.
+        assert error_on(traversal, name, law) > 1e-3
+        monkeypatch.setattr(rules, "_offered", offered)
+        as_draws = lambda t, p, n, e: traversal(replace(t, law=WITHOUT_REPLACEMENT), p, n, e)  # noqa: E731
+        outcome = enumerate_rule(as_draws, topology, law, p, q)
+        assert outcome.tau < best
 
 
 def test_k_seq_without_its_price_is_biased(monkeypatch: pytest.MonkeyPatch) -> None:

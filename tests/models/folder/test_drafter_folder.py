@@ -3,6 +3,7 @@
 import copy
 import json
 import resource
+import shlex
 import shutil
 import warnings
 from pathlib import Path
@@ -341,14 +342,37 @@ def test_save_refuses(
         save_drafter(folder, kind="lm", provenance={}, defaults={"k": 1}, **common)
 
 
+def test_lines_of_servers_that_make_answers_up(folder: Path) -> None:
+    """At a measured acceptance, and as deep as it was measured, whatever the folder says."""
+    vllm, sglang, llama = serve_line(folder, "t", [0.75, 0.5, 0.25]).splitlines()
+    config = json.loads(shlex.split(vllm)[-1])
+    assert (
+        config["rejection_sample_method"] == "synthetic" and config["num_speculative_tokens"] == 3
+    )
+    assert config["synthetic_acceptance_rates"] == [0.75, 0.5, 0.25]
+    pretended = "SGLANG_SIMULATE_ACC_METHOD=match-expected SGLANG_SIMULATE_ACC_LEN=2.500 python"
+    assert sglang.startswith(pretended) and "--speculative-num-steps 3" in sglang
+    assert "--spec-draft-n-max 3" in llama and llama.endswith(" --spec-synth-rates 0.75,0.5,0.25")
+
+
 def test_serve_lines(folder: Path) -> None:
     text = serve_line(folder, "models/my target")
-    vllm, sglang, transformers = text.splitlines()
+    vllm, sglang, transformers, llama, tensorrt, mlx, studio = text.splitlines()
     config = json.loads(vllm.split("--speculative-config ")[1].strip("'"))
     assert vllm.startswith("vllm serve 'models/my target' ")
     assert config == {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 5}
     assert "--speculative-algorithm STANDALONE" in sglang and "--speculative-num-steps 5" in sglang
     assert "--speculative-num-draft-tokens 6" in sglang and "assistant_model=" in transformers
+    asked = f"drafter={folder} target='models/my target' to=gguf converter=convert_hf_to_gguf.py"
+    assert llama.startswith(f"python -m draftsmith export {asked} out={folder}.gguf && ")
+    assert f"-md {folder}.gguf --spec-type draft-simple --spec-draft-n-max 5 " in llama
+    written = json.loads(shlex.split(tensorrt)[1])
+    assert written["disable_overlap_scheduler"] is True
+    assert written["speculative_config"]["decoding_type"] == "DraftTarget"
+    made = f"{folder}-mlx"
+    assert mlx.startswith(f"mlx_lm.convert --hf-path {folder} --mlx-path {made} && ")
+    assert mlx.endswith(f"--draft-model {made} --num-draft-tokens 5")
+    assert studio.startswith(f"lms import {folder}.gguf ")
     meta = json.loads((folder / "draftsmith.json").read_text())
     edit(folder, target=meta["target"] | {"logit_rows": 384})
     warning = serve_line(folder, "t").splitlines()[-1]

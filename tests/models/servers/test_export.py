@@ -1,6 +1,7 @@
 """Drafters in other stacks' layouts: what each loader reads, tensor by tensor."""
 
 import json
+import shlex
 import warnings
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,31 @@ def test_eagle3_is_what_both_servers_read(
     assert not (tmp_path / "out" / "draftsmith.json").exists()
     assert set(config) >= {"vocab_size", "head_dim", "hidden_act", "rms_norm_eps", "model_type"}
     equal_heads(reread(tmp_path / "out", tiny_target), head)
-    assert folder.with_name("head") and serve_line(folder, "t").count("\n") == 1
+    lines = serve_line(folder, "t").splitlines()
+    assert [line.split()[0] for line in lines] == ["vllm", "python", "#", "#"]
+    assert "not for llama.cpp: it feeds back a state that isn't normed (norm_output)" in lines[2]
+    assert "not for TensorRT-LLM: its documentation doesn't speak of fc_norm" in lines[3]
+
+
+def test_sglang_reads_one_norm_before_fc(save: Any, target_path: str, tmp_path: Path) -> None:
+    """Since the release after 0.5.14."""
+    folder, _ = save("eagle3", norm_before_fc=True)
+    export(str(folder), target_path, "sglang", str(tmp_path / "out"))
+    config, tensors = read(tmp_path / "out")
+    assert config["norm_before_fc"] and "input_norm.weight" in tensors
+
+
+def test_lines_of_eagle3_for_llama_cpp_and_tensorrt(save: Any) -> None:
+    folder, _ = save("eagle3", taps=(0, 1, 2))
+    _, _, llama, tensorrt = serve_line(folder, "my target").splitlines()
+    convert, serve = llama.split(" && ")
+    assert convert.split()[:3] == ["python", "convert_hf_to_gguf.py", str(folder)]
+    assert "--target-model-dir 'my target'" in convert and f"--outfile {folder}.gguf" in convert
+    assert f"-md {folder}.gguf --spec-type draft-eagle3 --spec-draft-n-max 3" in serve
+    written, served = tensorrt.split(" && ")
+    said = {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": str(folder)}
+    assert json.loads(shlex.split(written)[1]) == {"speculative_config": said}
+    assert served == f"trtllm-serve 'my target' --config {folder}-trtllm.yaml"
 
 
 def test_all_tokens_need_no_map(save: Any, target_path: str, tmp_path: Path) -> None:
@@ -102,7 +127,6 @@ def test_further_layers_have_sglangs_names(
     ("about", "reason"),
     [
         ({"norm_before_residual": True}, "norm_before_residual"),
-        ({"norm_before_fc": True}, "norm_before_fc"),
         ({"qwen": True}, r"norms on queries and keys \(qwen3\)"),
         ({"taps": (2,)}, "a single tap"),
         ({"taps": (0, 2)}, r"can't tap the embeddings \(0\)"),
