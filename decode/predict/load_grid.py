@@ -46,8 +46,8 @@ class Grid(NamedTuple):
         found = read_json(Path(file))
         try:
             names = ("rows", "nodes", "verify", "beside", "prefill", "stairs")
-            rows, nodes, *tables, prefill, stairs = (found[name] for name in names)
-            tables = [np.array(table, float) for table in tables]
+            rows, nodes, verify, beside, prefill, stairs = (found[name] for name in names)
+            tables = [np.array(table, float) for table in (verify, beside)]
             rising = all(one[0] == 1 and one == sorted(set(one)) for one in (rows, nodes))
             same = all(table.shape == (len(rows), len(nodes)) for table in tables)
             true = all(np.isfinite(table).all() and table.min() >= 0 for table in tables)
@@ -59,7 +59,7 @@ class Grid(NamedTuple):
                 f"costs: got {file}, expected rows and nodes from 1 up, verify and beside with "
                 "seconds of each, prefill and stairs; have it written by target=... drafter=..."
             ) from None
-        return cls(rows, nodes, *tables, paid, stairs)
+        return cls(rows, nodes, tables[0], tables[1], paid, stairs)
 
     def as_json(self) -> dict[str, Any]:
         """What `read` reads."""
@@ -138,9 +138,9 @@ def measured_grid(decoder: Decoder, prompts: Sequence[Sequence[int]], rows: Sequ
     for count in (rows[0], *rows):  # the first one warms up
         session = decoder.open_session(count, longest + limit)
         for i in range(count):
-            how = {"tokenizer": decoder.tokenizer, "params": params, "context": decoder.context}
+            how: dict[str, Any] = {"tokenizer": decoder.tokenizer, "context": decoder.context}
             prompt = list(prompts[i % len(prompts)])
-            session.submit(open_request(prompt, i, i, end_ids=decoder.eos_ids, **how))
+            session.submit(open_request(prompt, i, i, params=params, **how))
         started = time.perf_counter()
         session.step()
         most = max(len(prompts[i % len(prompts)]) for i in range(count))
@@ -153,7 +153,7 @@ def measured_grid(decoder: Decoder, prompts: Sequence[Sequence[int]], rows: Sequ
     whole_RN = np.array([[np.median(sweep.seconds[B, n]) for n in sweep.nodes] for B in rows])
     verify = []
     for count in rows:
-        at = {"batch": count, "context": longest + limit // 2}
+        at: dict[str, Any] = {"batch": count, "context": longest + limit // 2}
         calls = {n: forward_call(decoder.runner, length=n, **at) for n in sweep.nodes}
         times = median_times(calls, decoder.runner.device, REPEATS)
         verify.append([times[n] for n in sweep.nodes])

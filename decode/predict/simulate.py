@@ -13,6 +13,7 @@ only those of the machine that the grid was measured on.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from pathlib import Path
@@ -160,7 +161,7 @@ def write_grid(settings: Simulation, K: int) -> None:
     """Measure the costs of batches up to the size, powers of two."""
     how: dict[str, Any] = {"device": settings.device, "dtype": settings.dtype, "K": K}
     decoder = Decoder.from_pretrained(settings.target, settings.drafter, **how)
-    cut = {"prompt_tokens": settings.prompt_tokens, "limit": 64}
+    cut: dict[str, Any] = {"prompt_tokens": settings.prompt_tokens, "limit": 64}
     prompts = load_prompts(settings.prompts, decoder.tokenizer, **cut)
     rows = [1 << i for i in range((settings.batch_size - 1).bit_length() + 1)]
     grid = measured_grid(decoder, [prompt.tokens for prompt in prompts], rows)
@@ -173,7 +174,7 @@ def in_ms(seconds: float) -> str:
     return number(1e3 * seconds, 1)
 
 
-SHOWN = {
+SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "tokens_per_s": ("tokens/s", "{:,.0f}".format),
     "goodput": ("goodput", "{:,.0f}".format),
     "ttft_p50": ("TTFT p50", in_ms),
