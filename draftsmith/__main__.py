@@ -34,6 +34,11 @@ COMMANDS = {
     "skip-layers": ("decode.predict.best_layers", "LayerSearch", "layers that a draft leaves out"),
     "trace": ("decode.traces.record", "Tracing", "record drafts and what is kept, for scorers"),
     "stopping": ("decode.traces.tune_stops", "Stopping", "which rule should stop drafting"),
+    "simulate": (
+        "decode.predict.simulate",
+        "Simulation",
+        "what scheduling drafts gives under load",
+    ),
     "judge-labels": ("decode.traces.judge_labels", "Labels", "tokens that a judge may let pass"),
     "plan": ("train.plan.table", "PlanRequest", "memory and time of a training run, beforehand"),
     "size": ("decode.predict.draft_sizes", "Sizing", "depth and width of a draft by its speed-up"),

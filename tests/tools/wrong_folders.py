@@ -96,6 +96,10 @@ def write_rows(root: Path) -> None:
     (root / "tree.json").write_text("[[0], [1, 0]]")
     (root / "laws.json").write_text('[{"what": "x", "tokens": 0}]')
     (root / "empty.json").write_text("[]")
+    table = [[1, 1, 1], [1, 2, 3]]
+    grid = {"rows": [1, 2], "nodes": [1, 2, 3], "verify": table, "beside": table}
+    (root / "grid.json").write_text(json.dumps(grid | {"prefill": [], "stairs": []}))
+    (root / "grid_torn.json").write_text(json.dumps(grid | {"rows": [1]}))
 
 
 def save(folder: Path, kind: str, model: Any, tokenizer: Any, mark: dict[str, Any]) -> None:
