@@ -11,6 +11,7 @@ transformers' `generate` on a padded batch stands beside. Rows, page and picture
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from draftsmith.bench.speed.arms import Arm, Turn, decode_rate, generate, take_t
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.report.charts import Trend, drawing, scatter
 from draftsmith.decode.sampling import SamplingParams
@@ -78,7 +80,8 @@ def main(argv: list[str]) -> None:
                 name: partial(decoder.generate, params=params) for name, decoder in arms.items()
             }
             if T == 0:
-                called["generate"] = generate(target, settings.max_new_tokens)
+                whole = generate(target, settings.max_new_tokens)
+                called["generate"] = partial(in_batches, whole, size)
             turns = take_turns(f"{size} rows, temperature {T:g}", called, groups)
             rows += [row(size, T, what, turns[what], turns["plain"]) for what in called]
     about = (
@@ -92,6 +95,11 @@ def main(argv: list[str]) -> None:
     (out / "load.svg").write_text(picture(rows))
     (out / "load.md").write_text(page(rows, about))
     print(page(rows, about))
+
+
+def in_batches(arm: Arm, size: int, prompts: Sequence[list[int]]) -> list[Completion]:
+    """An arm's answers to so many prompts at a time."""
+    return [c for at in range(0, len(prompts), size) for c in arm(prompts[at : at + size])]
 
 
 def row(size: int, T: float, what: str, turns: list[Turn], plain: list[Turn]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class LMDrafter(Drafter):
             first_B1 = self._own(kept.lens_B)
             self.pool.commit(first_B1 + source_BL, first_B1 + target_L)
 
-    def settle(self, kept: Kept) -> None:
+    def catch_up(self, kept: Kept) -> None:
         """All but the last two, which the next draft call feeds."""
         tokens_BM = torch.cat([self.tail_B2, kept.tokens_BL], 1)[:, :-2]
         self._take_in(tokens_BM, self._own(kept.lens_B) - 1, kept)
@@ -214,7 +214,7 @@ class EasyDrafter(LMDrafter):
     def extend(self, kept: Kept) -> None:
         kept.write(self.text_BS)
 
-    def settle(self, kept: Kept) -> None:
+    def catch_up(self, kept: Kept) -> None:
         """And what the first call would have fed again meanwhile."""
         self.extend(kept)
         first_B1 = (kept.lens_B[:, None] - self.levels).clamp(min=0)

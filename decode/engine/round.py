@@ -281,11 +281,11 @@ class Stepper:
         return Told(torch.cat(news + said, 1), *size)
 
     @torch.inference_mode()
-    def settle(self, batch: DecodeBatch, rounds: int, top: int) -> None:
+    def catch_up(self, batch: DecodeBatch, rounds: int, top: int) -> None:
         """Let the drafter take in what at most so many rounds without a draft owe it."""
         drafter = batch.drafter or self.drafter
         if drafter is not None and batch.owed is not None:
-            drafter.settle(batch.owed.settled(batch.rows.lens_B, rounds, top))
+            drafter.catch_up(batch.owed.settled(batch.rows.lens_B, rounds, top))
 
     @torch.inference_mode()
     def between(self, batch: DecodeBatch, plan: Plan, top: int) -> bool:

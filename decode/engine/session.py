@@ -9,6 +9,7 @@ Shapes: R rows just admitted, N prompt tokens.
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from statistics import NormalDist, fmean, pstdev
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 News = tuple[Request, list[int], bool]  # its new tokens, and whether that was its end
 Finished = Callable[[Request, Harvested | None], None]
+SPREAD, HEARD = 0.3, 8  # of rows' kept tokens, until so many rounds of each are known
 
 
 class Flight(NamedTuple):
@@ -140,7 +142,7 @@ class Session:
     def launch(self) -> Flight:
         """Set off one round."""
         decoder, requests = self.decoder, list(self.batch.rows.requests)
-        load = Load(len(self._part().rows.lens_B), self.running)
+        load = Load(len(self._part().rows.lens_B), self.running, self._lag())
         plan = None if decoder.drafter is None else decoder.policy.next_plan(load)
         ahead = 0 if self.flight is None else self.flight.told.levels + 1
         top = ahead + max((r.length for r in requests if r is not None), default=1)
@@ -167,15 +169,26 @@ class Session:
                 ready.record()
         return Flight(told, table, ready, plan, requests, load, started if steady else None)
 
+    def _lag(self) -> float:
+        """As of `Load`: of normally spread rows the slowest, by what each has kept so far."""
+        rows = self.batch.rows
+        if self.narrow or rows.waiting or not self.decoder.policy.rests:
+            return 0.0
+        counts = [r.completion.counters for r in rows.requests if r is not None]
+        kept = [c.emitted / c.rounds - 1 for c in counts if c.rounds >= HEARD]
+        known = len(kept) > 1 and sum(kept) > 0
+        spread = pstdev(kept) / fmean(kept) if known else SPREAD
+        return min(1.0, spread * NormalDist().inv_cdf(max(0.5, 1 - 1 / (len(counts) + 1))))
+
     def _rest(self, rests: bool, top: int) -> None:
-        """Before a round: count it if it drafts nothing, else settle what such rounds owe."""
+        """Before a round: count it if it drafts nothing, else let the drafter catch up."""
         owed, rows = self.batch.owed, self.batch.rows
         if owed is None:
             return
         if rests and not self.rested:
             owed.begin(slice(None), rows.lens_B)
         elif not rests and self.rested:
-            self.decoder.stepper.settle(self._part(), self.rested, top)
+            self.decoder.stepper.catch_up(self._part(), self.rested, top)
         self.rested = self.rested + 1 if rests else 0
 
     def hear(self, flight: Flight) -> list[News]:

@@ -33,6 +33,8 @@ from draftsmith.decode.tree_shapes import Plan
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     "fixed": Policy,
+    "auto": Auto,
+    "table": Table,
     "confidence": Confidence,
     "entropy": Entropy,
     "acceptance": Acceptance,
@@ -41,8 +43,6 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "cost": Cost,
     "cut": CutGrown,
     "exits": ExitPolicy,
-    "auto": Auto,
-    "table": Table,
 }
 
 NUMBERS = {"confidence": 1, "depth": 1, "gain": 1, "exits": 1, "entropy": 2, "acceptance": 2}

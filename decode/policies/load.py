@@ -77,7 +77,8 @@ class Auto(Policy):
     Nothing is measured beforehand. Seconds are those of rounds that were decoded: of a tree that
     has been tried with as many rows, the lower quartile of its latest `WATCH`; of others, those of
     a plain round and `SHARES` of it for drafting at all, for each draft call and for each drafted
-    token, fitted to what has been tried. Chances are counted over recent rounds (`counts_of`).
+    token, fitted to what has been tried. Chances are counted over recent rounds (`counts_of`). A
+    batch that nobody joins ends with its slowest row, whose kept tokens are what counts then.
 
     With a number of rows that is new, `PLAIN` rounds are plain; then comes the largest tree of at
     most `START` tokens in all. Of trees nearly as good as the best one is tried after `EVERY`
@@ -111,7 +112,7 @@ class Auto(Policy):
             small = [plan for plan in self.plans if load.rows * plan.nodes <= self.START]
             pace.choice, pace.next = (small or self.plans[:1])[-1], pace.rounds + self.TRY
         elif pace.rounds >= pace.next:
-            pace.choice, lasts = self._choose(pace)
+            pace.choice, lasts = self._choose(pace, load.lag)
             # While little is known, what was learned is used at once.
             pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self.TRY)
         return pace.choice
@@ -123,10 +124,10 @@ class Auto(Policy):
             pace.seconds[outcome.plan].append(outcome.seconds)
             pace.rounds += outcome.plan == pace.choice
 
-    def _choose(self, pace: Pace) -> tuple[Plan | None, int]:
+    def _choose(self, pace: Pace, lag: float) -> tuple[Plan | None, int]:
         """The tree to go on with, and for how many rounds."""
         tokens, seconds = self.counts.expected(self.plans), self._seconds(pace)
-        rates = {plan: tokens[plan] / took for plan, took in seconds.items()}
+        rates = {p: (1 + (1 - lag) * (tokens[p] - 1)) / took for p, took in seconds.items()}
         best = max(rates, key=lambda plan: rates[plan])
         if best != pace.best:
             pace.best, pace.due, pace.every = best, self.EVERY, self.EVERY
@@ -153,8 +154,10 @@ class Auto(Policy):
         left_XX = work_PX.T @ work_PX + np.diag(pull)
         found_X = np.linalg.solve(left_XX, work_PX.T @ more_P + pull * self.shares)
         self.shares = np.maximum(found_X, 0)
-        guess = {plan: plain * (1 + float(work(plan) @ self.shares)) for plan in self.plans}
-        return {None: plain, **guess, **known}
+        guess: dict[Plan | None, float] = {
+            plan: plain * (1 + float(work(plan) @ self.shares)) for plan in self.plans
+        }
+        return guess | known
 
 
 def work(plan: Plan) -> np.ndarray:
