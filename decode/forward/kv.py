@@ -133,14 +133,14 @@ class SlotCache(Cache):
         self, pool: KVPool, flat_slots: Tensor | None, prefix: int, attend: Attend | None = None
     ) -> None:
         super().__init__(layers=[])
-        self._pool, self._flat, self._prefix, self.attend = pool, flat_slots, prefix, attend
+        self.pool, self.flat_slots, self._prefix, self.attend = pool, flat_slots, prefix, attend
 
     def write(self, layer: int, keys_BNHE: Tensor, values_BNHE: Tensor) -> tuple[Tensor, Tensor]:
         """Put new keys and values into their slots; return what to attend to, [B, S, H, E] each."""
-        keys_BSHE, values_BSHE = self._pool.keys_LBSHE[layer], self._pool.values_LBSHE[layer]
-        if self._flat is not None:
-            keys_BSHE.flatten(0, 1).index_copy_(0, self._flat, keys_BNHE.flatten(0, 1))
-            values_BSHE.flatten(0, 1).index_copy_(0, self._flat, values_BNHE.flatten(0, 1))
+        keys_BSHE, values_BSHE = self.pool.keys_LBSHE[layer], self.pool.values_LBSHE[layer]
+        if self.flat_slots is not None:
+            keys_BSHE.flatten(0, 1).index_copy_(0, self.flat_slots, keys_BNHE.flatten(0, 1))
+            values_BSHE.flatten(0, 1).index_copy_(0, self.flat_slots, values_BNHE.flatten(0, 1))
         if self._prefix == 0:
             return keys_BNHE, values_BNHE
         return keys_BSHE[:, : self._prefix], values_BSHE[:, : self._prefix]
@@ -155,7 +155,7 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """The same for transformers, whose keys and values are [B, H, N, E]."""
         new = key_states.transpose(1, 2), value_states.transpose(1, 2)
-        keys, values = self.write(self._pool.place[layer_idx], *new)
+        keys, values = self.write(self.pool.place[layer_idx], *new)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

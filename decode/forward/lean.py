@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from draftsmith.decode.forward.attention import mix
 from draftsmith.decode.forward.kv import SlotCache
+from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.product import Product, linear, version
 
 HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to that
@@ -85,6 +86,7 @@ class LeanBody:
         self.cos_SE, self.sin_SE = rotary_tables(
             body.rotary_emb, body.config.max_position_embeddings, self.embedding_VH
         )
+        self.native: NativeBody | None = None
 
     def compile(self, **options: Any) -> None:
         """Compile what lies between the attentions. Weights come in as arguments, so one graph
@@ -101,11 +103,14 @@ class LeanBody:
         part.layers = [copy.copy(self.layers[i]) for i in kept_layers(last, without)]
         for layer in part.layers:
             layer.halves = tuple(half for half in HALVES if (layer.index, half) not in without)
+        part.native = None if self.native is None else NativeBody.of(part)
         return part
 
     def __call__(
         self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, taken: Taken
     ) -> Tensor:
+        if self.native is not None and self.native.takes(tokens_BN, cache):
+            return self.native(tokens_BN, positions_BN, cache, taken)
         compiled = cache.attend is not None and self.enter is not enter
         first, last = (self.enter, self.leave) if compiled else (enter, leave)
         hidden_BNH = F.embedding(tokens_BN, self.embedding_VH)

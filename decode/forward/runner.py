@@ -30,6 +30,7 @@ from draftsmith.decode.forward.lean import (
     lean_body,
 )
 from draftsmith.decode.forward.mixers import KINDS, mixers_of
+from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.states import StatePool, mixing
 from draftsmith.models.taps import NORM, Tap, check_taps, joined, watching
@@ -98,7 +99,9 @@ class Runner:
         # The lean body knows no windows.
         lean = None if windowed(config) else lean_body(self.body)
         if lean is not None and self._agree(lean):
-            self.call = lean
+            self.call, lean.native = lean, NativeBody.of(lean)
+            if lean.native is not None and not self._agree(lean):
+                lean.native = None
         if self.mixers:
             self._check_mixers()
 

@@ -1,0 +1,290 @@
+// A frozen Llama-like body on a few new tokens, in bf16 on one thread of a CPU: one call for all
+// layers, on the model's own weights (native.py calls it; lean.py has the same in torch).
+//
+// Sums are fp32; what torch holds in bf16 between its calls is rounded to bf16 here too. A token's
+// result doesn't depend on which others come with it. Names: T tokens (rows times new ones), H
+// hidden, I the feed-forward's width, E a head's width, S slots.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+typedef uint16_t bf16;
+typedef float F16 __attribute__((vector_size(64), aligned(4)));
+typedef float F8 __attribute__((vector_size(32)));
+typedef float F4 __attribute__((vector_size(16)));
+typedef int32_t I16 __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t U16 __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t B16 __attribute__((vector_size(32), aligned(2)));
+
+// Weights and biases (null: none), and where a layer's keys and values of row 0, slot 0 lie.
+struct Layer {
+    const bf16 *norm, *qkv[3], *qkv_bias[3], *q_norm, *k_norm, *out, *out_bias, *after;
+    const bf16 *gate, *gate_bias, *up, *up_bias, *down, *down_bias;
+};
+struct Body {
+    int64_t layers, hidden, heads, kv_heads, width, inner;
+    const bf16 *embedding, *norm, *cos, *sin;
+    double epsilon, scale;
+    const Layer *layer;
+};
+// allowed: [rows, n, width] or null, where new token n sees the slots up to lens + n.
+struct Pass {
+    int64_t rows, n, width;
+    const int64_t *tokens, *positions, *slots, *lens;
+    const uint8_t *allowed;
+    bf16 *keys, *values;
+    int64_t layer_step, row_step;
+    bf16 *states;  // [layers + 1, T, H]: each layer's input, and the last one's output
+    bf16 *out;     // [T, H], after the norm
+};
+
+static inline float wide(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float made;
+    memcpy(&made, &bits, 4);
+    return made;
+}
+static inline bf16 narrow(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) return 0x7FC0;
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+}
+static inline F16 wide16(const bf16 *x) {
+    return (F16)(__builtin_convertvector(*(const B16 *)x, U16) << 16);
+}
+static inline B16 narrow16(F16 x) {
+    U16 bits = (U16)x;
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    bits = x == x ? bits : (U16){} + 0x7FC0;
+    return __builtin_convertvector(bits, B16);
+}
+static inline void store16(bf16 *to, F16 x) {
+    B16 made = narrow16(x);
+    memcpy(to, &made, 32);
+}
+static inline F4 fold(F16 x) {
+    F8 half = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+              __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+    return __builtin_shufflevector(half, half, 0, 1, 2, 3) +
+           __builtin_shufflevector(half, half, 4, 5, 6, 7);
+}
+static inline float sum16(F16 x) {
+    F4 part = fold(x);
+    return (part[0] + part[2]) + (part[1] + part[3]);
+}
+// The sums of four vectors.
+static inline F4 sums(const F16 *x) {
+    F4 a = fold(x[0]), b = fold(x[1]), c = fold(x[2]), d = fold(x[3]);
+    F4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    F4 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) +
+           __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+}
+// e^x to 2e-7; below -87 what -87 gives, and NaN of NaN.
+static inline F16 exp16(F16 x) {
+    const F16 magic = (F16){} + 12582912.0f, least = (F16){} - 87.0f, most = (F16){} + 88.0f;
+    x = x < least ? least : x;
+    x = x > most ? most : x;
+    F16 z = x * 1.44269504f, shifted = z + magic, f = z - (shifted - magic);
+    I16 power = (I16)shifted - (I16)magic;
+    F16 p = (F16){} + 1.5403530e-4f;
+    for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 0.24022651f, 0.69314718f, 1.0f})
+        p = p * f + c;
+    return p * (F16)((power + 127) << 23);
+}
+
+// 32 products of bf16, added to a sum of 16 parts.
+static inline F16 dot32(F16 sum, const bf16 *a, const bf16 *b) {
+#ifdef __AVX512BF16__
+    return (F16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(a),
+                                 (__m512bh)_mm512_loadu_si512(b));
+#else
+    U16 x, y;  // pairs: the low halves are the even numbers
+    memcpy(&x, a, 64);
+    memcpy(&y, b, 64);
+    sum += (F16)(x << 16) * (F16)(y << 16);
+    return sum + (F16)(x & 0xFFFF0000u) * (F16)(y & 0xFFFF0000u);
+#endif
+}
+
+// `out` outputs of M tokens. The matrix is read from its first number to its last, as it lies:
+// four rows side by side took twice as long out of a far cache.
+template <int M>
+static void rows(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t in, int64_t out,
+                 int64_t step) {
+    for (int64_t o = 0; o < out; o += 4) {
+        F16 sum[M][4] = {};
+        for (int r = 0; r < 4; r++, w += in) {
+            F16 even[M] = {}, odd[M] = {};  // an addition waits for the one before it
+            int64_t i = 0;
+            for (; i + 64 <= in; i += 64)
+                for (int m = 0; m < M; m++) {
+                    even[m] = dot32(even[m], w + i, x + m * in + i);
+                    odd[m] = dot32(odd[m], w + i + 32, x + m * in + i + 32);
+                }
+            for (; i < in; i += 16)
+                for (int m = 0; m < M; m++) even[m] += wide16(w + i) * wide16(x + m * in + i);
+            for (int m = 0; m < M; m++) sum[m][r] = even[m] + odd[m];
+        }
+        for (int m = 0; m < M; m++) {
+            F4 made = sums(sum[m]);
+            for (int r = 0; r < 4; r++)
+                y[m * step + o + r] = narrow(made[r] + (bias ? wide(bias[o + r]) : 0));
+        }
+    }
+}
+// y[t, o] = w[o] . x[t] + bias[o], with `step` numbers between the rows of y. Outputs in groups
+// that stay in the nearest cache while the tokens go by.
+static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
+                    int64_t in, int64_t out, int64_t step) {
+    void (*const by[])(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t,
+                       int64_t) = {rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>};
+    int64_t blocks = (tokens + 5) / 6, group = blocks > 1 ? 32 : out;
+    for (int64_t o = 0; o < out; o += group)
+        for (int64_t block = 0; block < blocks; block++) {
+            int64_t t = block * tokens / blocks, m = (block + 1) * tokens / blocks - t;
+            by[m - 1](w + o * in, bias ? bias + o : bias, x + t * in, y + t * step + o, in,
+                      group < out - o ? group : out - o, step);
+        }
+}
+
+static void normed(const bf16 *x, const bf16 *weight, bf16 *y, int64_t width, double epsilon) {
+    F16 squares = (F16){};
+    for (int64_t i = 0; i < width; i += 16) {
+        F16 part = wide16(x + i);
+        squares += part * part;
+    }
+    float factor = 1 / sqrtf(sum16(squares) / width + (float)epsilon);
+    for (int64_t i = 0; i < width; i += 16)
+        store16(y + i, wide16(x + i) * factor * wide16(weight + i));
+}
+
+static void turned(bf16 *x, const bf16 *cos, const bf16 *sin, int64_t width) {
+    int64_t half = width / 2;
+    for (int64_t i = 0; i < half; i += 16) {
+        F16 low = wide16(x + i), high = wide16(x + i + half);
+        store16(x + i, low * wide16(cos + i) + high * wide16(sin + i));
+        store16(x + i + half, high * wide16(cos + i + half) + low * wide16(sin + i + half));
+    }
+}
+
+// Attention of one head's query over the first `slots` of its row.
+template <int E16>
+static void mixed(const bf16 *q, const bf16 *keys, const bf16 *values, int64_t step, int64_t slots,
+                  const uint8_t *allowed, float scale, float *weights, bf16 *out) {
+    float most = -INFINITY;
+    for (int64_t s = 0; s < slots; s++) {
+        weights[s] = -INFINITY;
+        if (allowed && !allowed[s]) continue;
+        F16 sum = (F16){};
+        for (int e = 0; e < E16; e += 2) sum = dot32(sum, q + e * 16, keys + s * step + e * 16);
+        weights[s] = sum16(sum) * scale;
+        most = weights[s] > most ? weights[s] : most;
+    }
+    int64_t whole = (slots + 15) / 16 * 16;
+    for (int64_t s = slots; s < whole; s++) weights[s] = -INFINITY;
+    F16 total = (F16){}, sum[E16] = {};
+    for (int64_t s = 0; s < whole; s += 16) {
+        F16 score, made;
+        memcpy(&score, weights + s, 64);
+        made = exp16(score - most);
+        made = score == (F16){} - INFINITY ? (F16){} : made;
+        total += made;
+        memcpy(weights + s, &made, 64);
+    }
+    for (int64_t s = 0; s < slots; s++)
+        if (weights[s] != 0)
+            for (int e = 0; e < E16; e++) sum[e] += wide16(values + s * step + e * 16) * weights[s];
+    float share = 1 / sum16(total);
+    for (int e = 0; e < E16; e++) store16(out + e * 16, sum[e] * share);
+}
+
+static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, bf16 *out,
+                     float *weights) {
+    int64_t E = b.width, step = b.kv_heads * E, group = b.heads / b.kv_heads;
+    int64_t all = (b.heads + 2 * b.kv_heads) * E;
+    for (int64_t t = 0; t < p.rows * p.n; t++) {
+        int64_t row = t / p.n, slots = p.width;
+        if (!p.allowed && p.lens[row] + t % p.n + 1 < slots) slots = p.lens[row] + t % p.n + 1;
+        const uint8_t *allowed = p.allowed ? p.allowed + t * p.width : nullptr;
+        for (int64_t h = 0; h < b.heads; h++) {
+            int64_t at = layer * p.layer_step + row * p.row_step + h / group * E;
+            const bf16 *q = heads + t * all + h * E;
+            auto mix = E == 32 ? mixed<2> : E == 64 ? mixed<4> : E == 96 ? mixed<6> : mixed<8>;
+            mix(q, p.keys + at, p.values + at, step, slots, allowed, (float)b.scale, weights,
+                out + (t * b.heads + h) * E);
+        }
+    }
+}
+
+// The layer's queries, keys and values, turned; the new keys and values go to their slots.
+static void entered(const Body &b, const Pass &p, int64_t index, const bf16 *x, bf16 *heads) {
+    const Layer &layer = b.layer[index];
+    int64_t T = p.rows * p.n, E = b.width, q = b.heads * E, kv = b.kv_heads * E, all = q + 2 * kv;
+    product(layer.qkv[0], layer.qkv_bias[0], x, heads, T, b.hidden, q, all);
+    product(layer.qkv[1], layer.qkv_bias[1], x, heads + q, T, b.hidden, kv, all);
+    product(layer.qkv[2], layer.qkv_bias[2], x, heads + q + kv, T, b.hidden, kv, all);
+    for (int64_t t = 0; t < T; t++) {
+        bf16 *own = heads + t * all;
+        for (int64_t h = 0; h < b.heads + b.kv_heads; h++) {
+            const bf16 *norm = h < b.heads ? layer.q_norm : layer.k_norm;
+            if (norm) normed(own + h * E, norm, own + h * E, E, b.epsilon);
+            turned(own + h * E, b.cos + p.positions[t] * E, b.sin + p.positions[t] * E, E);
+        }
+        int64_t at = index * p.layer_step + p.slots[t] * kv;
+        memcpy(p.keys + at, own + q, kv * sizeof(bf16));
+        memcpy(p.values + at, own + q + kv, kv * sizeof(bf16));
+    }
+}
+
+static void added(bf16 *x, const bf16 *more, int64_t size) {
+    for (int64_t i = 0; i < size; i += 16) store16(x + i, wide16(x + i) + wide16(more + i));
+}
+
+// Tokens of a pass up to which this is faster than a product at a time.
+extern "C" int64_t most() {
+#ifdef __AVX512BF16__
+    return 16;
+#else
+    return 2;
+#endif
+}
+
+extern "C" void body(const Body *model, const Pass *pass) {
+    const Body &b = *model;
+    const Pass &p = *pass;
+    int64_t T = p.rows * p.n, H = b.hidden, I = b.inner, E = b.width;
+    std::vector<bf16> x(T * H), more(T * H), heads(T * (b.heads + 2 * b.kv_heads) * E);
+    std::vector<bf16> out(T * b.heads * E), inner(2 * T * I);
+    std::vector<float> weights(p.width + 16);
+    for (int64_t t = 0; t < T; t++)
+        memcpy(p.states + t * H, b.embedding + p.tokens[t] * H, H * sizeof(bf16));
+    for (int64_t l = 0; l < b.layers; l++) {
+        const Layer &layer = b.layer[l];
+        bf16 *now = p.states + (l + 1) * T * H;
+        memcpy(now, now - T * H, T * H * sizeof(bf16));
+        for (int64_t t = 0; t < T; t++) normed(now + t * H, layer.norm, &x[t * H], H, b.epsilon);
+        entered(b, p, l, x.data(), heads.data());
+        attended(b, p, l, heads.data(), out.data(), weights.data());
+        product(layer.out, layer.out_bias, out.data(), more.data(), T, b.heads * E, H, H);
+        added(now, more.data(), T * H);
+        for (int64_t t = 0; t < T; t++) normed(now + t * H, layer.after, &x[t * H], H, b.epsilon);
+        bf16 *gate = inner.data(), *up = gate + T * I;
+        product(layer.gate, layer.gate_bias, x.data(), gate, T, H, I, I);
+        product(layer.up, layer.up_bias, x.data(), up, T, H, I, I);
+        for (int64_t i = 0; i < T * I; i += 16) {
+            F16 g = wide16(gate + i);
+            store16(gate + i, g / (exp16(-g) + 1.0f) * wide16(up + i));
+        }
+        product(layer.down, layer.down_bias, gate, more.data(), T, I, H, H);
+        added(now, more.data(), T * H);
+    }
+    for (int64_t t = 0; t < T; t++)
+        normed(p.states + (b.layers * T + t) * H, b.norm, p.out + t * H, H, b.epsilon);
+}

@@ -1,0 +1,138 @@
+"""The lean body in one call of C++: the model's own states, on its own weights."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from draftsmith.decode.forward import native
+from draftsmith.decode.forward.runner import Runner, Seen
+
+SIZES = {
+    "vocab_size": 120,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 96,
+    "initializer_range": 0.1,
+}
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 64})),
+}
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+def made(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = FAMILIES[family]().eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:  # born as ones and zeros, which would hide a mistake
+            parameter.add_(torch.randn_like(parameter) / 3)
+    return model.bfloat16()
+
+
+@torch.inference_mode()
+def states(runner: Runner) -> list[torch.Tensor]:
+    """Of ragged rows: a chain with taps, then a tree of one; and the keys and values at the end."""
+    lens_B = torch.tensor([9, 3])
+    pool = runner.pool(2, 40)
+    tokens_BN = torch.arange(18).view(2, 9) * 7 % 120
+    runner.prefill(pool, torch.arange(2), tokens_BN, lens_B)
+    at_BN = lens_B[:, None] + torch.arange(4)
+    found = list(runner.verify(pool, tokens_BN[:, :4], at_BN, at_BN, Seen(lens_B, 64)))
+    ancestors = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
+    depth_N = torch.tensor([0, 1, 1, 2])
+    seen = Seen(lens_B, 64, ancestors, depth_N)
+    found += runner.verify(pool, tokens_BN[:, 2:6], lens_B[:, None] + depth_N, at_BN, seen)
+    return [s.float() for s in [*found, pool.kv_2LBSHE] if s is not None]
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_are_the_models_own(family: str) -> None:
+    runner, whole = (Runner(made(family), 120, taps=(0, 2, 3)) for _ in range(2))
+    assert runner.call.native is not None
+    whole.call = whole._whole
+    wide = Runner(made(family).float(), 120, taps=(0, 2, 3))
+    for ours, own, exact in zip(states(runner), states(whole), states(wide), strict=True):
+        assert ours.shape == own.shape
+        # As near to the exact states as the model's own rounding comes.
+        assert (ours - exact).norm() <= 1.5 * (own - exact).norm() + 1e-6 * exact.norm()
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_a_token_comes_out_the_same_whoever_is_with_it() -> None:
+    runner = Runner(made("llama"), 120)
+    tokens_1N, lens_1 = torch.arange(14)[None] * 5 % 120, torch.tensor([1])
+    at_1N = lens_1[:, None] + torch.arange(14)
+    pools = [runner.pool(1, 40) for _ in range(2)]
+    together_1NH = runner.verify(pools[0], tokens_1N, at_1N, at_1N, Seen(lens_1, 64))[0]
+    for n in range(14):
+        one = tokens_1N[:, n : n + 1], at_1N[:, n : n + 1], at_1N[:, n : n + 1]
+        alone_11H = runner.verify(pools[1], *one, Seen(lens_1 + n, 64))[0]
+        assert torch.equal(alone_11H, together_1NH[:, n : n + 1])
+    assert torch.equal(pools[0].kv_2LBSHE, pools[1].kv_2LBSHE)
+
+
+@needs_compiler
+def test_changed_weights_and_parts_of_the_body_are_followed() -> None:
+    runner = Runner(made("llama"), 120)
+    layer = runner.model.model.layers[1]
+    layer.mlp.down_proj.weight.mul_(2)
+    layer.input_layernorm.weight.mul_(2)
+    part, skipping = runner.part(2, taps=(1,)), runner.part(3, [(1, "mlp")])
+    assert part.call.native is not None and skipping.call.native is None
+    for ours in (runner, part):
+        torch_runner = Runner(made("llama"), 120, taps=ours.taps)
+        changed = torch_runner.model.model.layers[1]
+        changed.mlp.down_proj.weight.mul_(2)
+        changed.input_layernorm.weight.mul_(2)
+        torch_runner = torch_runner if ours is runner else torch_runner.part(2, taps=(1,))
+        torch_runner.call.native = None
+        for a, b in zip(ours._trial(), torch_runner._trial(), strict=True):
+            assert torch.allclose(a, b, atol=0.05 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("reason", ["no compiler", "it fails", "threads", "widths", "fp32"])
+def test_without_it_the_lean_body_goes_on(
+    reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    model = made("llama")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    if reason == "no compiler":
+        monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    elif reason == "it fails":
+        monkeypatch.setattr(native.shutil, "which", lambda name: "/bin/false")
+    elif reason == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    elif reason == "widths":
+        model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "head_dim": 16})).bfloat16()
+        model.eval().requires_grad_(False)
+    else:
+        model = model.float()
+    runner = Runner(model, 120)
+    native.library.cache_clear()
+    assert runner.call is not runner._whole and runner.call.native is None
+    states(runner)
