@@ -26,11 +26,7 @@ COMMANDS = {
     "doctor": ("doctor", "Doctor", "what is wrong with a drafter folder, for each server"),
     "trim": ("train.trim", "Trim", "draft only the tokens that the target writes"),
     "calibrate": ("decode.predict.best_tree", "Calibration", "the best static tree for a pair"),
-    "remember": (
-        "decode.traces.fill_store",
-        "Remembering",
-        "texts to look drafts up in",
-    ),
+    "remember": ("decode.traces.fill_store", "Remembering", "texts to look drafts up in"),
     "skip-layers": ("decode.predict.best_layers", "LayerSearch", "layers that a draft leaves out"),
     "trace": ("decode.traces.record", "Tracing", "record drafts and what is kept, for scorers"),
     "stopping": ("decode.traces.tune_stops", "Stopping", "which rule should stop drafting"),

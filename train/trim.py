@@ -17,7 +17,7 @@ Shapes: V rows of the target's LM head, D of them kept.
 
 import warnings
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from draftsmith.decode.drafters.load import drafter_in, has_folder, load_decoded
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import eos_ids
 from draftsmith.decode.evaluate import metrics
+from draftsmith.decode.evaluate.asking import Asking
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.policies.timing import isolated_times
 from draftsmith.decode.prompts.chat import set_template
@@ -52,7 +53,6 @@ from draftsmith.train.text.batches import Examples
 from draftsmith.train.text.prepared import is_prepared
 from draftsmith.train.text.tokenise import load_examples
 
-ROWS = 8  # of the decoder
 CONTEXT = 128  # tokens in the KV of a timed call
 AS_IT_IS = "as it is"
 HEAD = ("tokens", "counted", "held-out", "alpha", "tau", "change", "MB", "MBSU", "c", "")
@@ -62,32 +62,21 @@ Trimmable = LMDrafter | EagleDrafter
 
 
 @dataclass
-class Trim:
+class Trim(Asking):
     """Which drafter to trim for which target, by what text, and how it is measured."""
 
     drafter: str
-    target: str
     data: str  # a folder of train/prepare.py; rows work too, where the target writes like them
     out: str
     sizes: str = "512,1024,2048"  # tokens to keep, to compare
     size: int | None = None  # the one to write; none: the best of them
-    prompts: str = ""  # for alpha and tau; empty: the held-out side of `data`
-    limit: int = 16  # prompts of the tune split, and of the report split
-    prompt_tokens: int = 64
-    max_new_tokens: int = 128
-    thinking: bool | None = None
-    template_kwargs: str = ""
+    # For alpha and tau; empty: the held-out side of `data`.
+    prompts: str = field(default="", kw_only=True)
+    limit: int | None = field(default=16, kw_only=True)  # of the tune split, and of the report one
     K: int | None = None  # draft calls a round; none: the drafter folder's default
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    device: str = "auto"  # a GPU where there is one, else cpu
-    dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        check_least(self, K=1, limit=1, prompt_tokens=1)
+        check_least(self, K=1, limit=1, prompt_tokens=1, batch_size=1)
 
     @property
     def compared(self) -> list[int]:
@@ -148,7 +137,7 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
     tokens = vocab_size(tokenizer)
     arms |= {size: trimmed(whole, vocab, target, tokens) for size, vocab in vocabs.items()}
     settings = replace(settings, K=settings.K or int(opened.meta["defaults"]["K"]))
-    plain, size = Decoder(target, tokenizer, batch_size=ROWS), settings.size
+    plain, size = Decoder(target, tokenizer, batch_size=settings.batch_size), settings.size
     if size is None:
         rows = measured(settings, plain, arms, counts_V, examples, "tune")
         size = max(rows[1:], key=lambda row: float(row["mbsu"]))["name"]
@@ -216,7 +205,8 @@ def measured(
     rows: list[Row] = []
     sides: list[tuple[list[int], list[int]]] = []
     for name, drafter in arms.items():
-        decoder = Decoder(runner.model, plain.tokenizer, drafter, K=K, batch_size=ROWS)
+        how: Any = {"K": K, "batch_size": settings.batch_size}
+        decoder = Decoder(runner.model, plain.tokenizer, drafter, **how)
         counters = [made.counters for made in decoder.generate(prompts, params)]
         tau = metrics.block_efficiency(counters)
         sides.append(([c.emitted for c in counters], [c.rounds for c in counters]))

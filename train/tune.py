@@ -136,10 +136,7 @@ def make_objective(
 
 
 def figures(
-    config: TuneConfig,
-    heldout: HeldOut,
-    objective: Tuned,
-    snapshot: Snapshot[PreTrainedModel],
+    config: TuneConfig, heldout: HeldOut, objective: Tuned, snapshot: Snapshot[PreTrainedModel]
 ) -> Evaluate:
     """Loss on what the target wrote before it was tuned, and what else the objective measures;
     tau and MBSU, decoded with a copy of the target as it is now.

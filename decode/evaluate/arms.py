@@ -31,6 +31,7 @@ from draftsmith.decode.engine.request import Completion, Counters
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.evaluate.answers import TASKS
+from draftsmith.decode.evaluate.asking import Asking
 from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import Prompt, next_turn
 from draftsmith.decode.sampling import SamplingParams
@@ -45,11 +46,10 @@ DEEP = 8  # levels of a chain that `auto` may draft
 GROUP = 32  # prompts whose identity is proven before the clock is looked at
 
 
-@dataclass
-class Evaluation:
+@dataclass(kw_only=True)
+class Evaluation(Asking):
     """What to evaluate, and how."""
 
-    target: str
     drafter: str  # a folder, a hub name, ngram, suffix; several with commas between
     prompts: str = "stdlib"  # a file (JSONL, text) or the embedded corpus
     split: str = "report"  # of what is held out; or all of a file that nothing was trained on
@@ -61,22 +61,12 @@ class Evaluation:
     lossy: str = ""  # extra acceptance: the output is no longer the target's; needs allow_lossy
     allow_lossy: bool = False  # that the report says so
     attention: str = "auto"  # auto | masked | split | varlen | flex
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     stop: tuple[str, ...] = ()  # a text that ends an answer, or a JSON list of them
-    max_new_tokens: int = 128
     limit: int | None = 32  # prompts; none: all
-    prompt_tokens: int = 64  # of a prompt cut from running text
     turns: int | None = None  # of a conversation, at most; none: all it has
-    thinking: bool | None = None
-    template_kwargs: str = ""
     task: str = ""  # gsm8k: the prompts must have known answers; empty: scored where they have
     batch_size: int = 1
-    seed: int = 0
     threads: int = 0  # of the CPU; 0 as torch has it. Small models are fastest on one
-    device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "bfloat16"  # speed is measured in it; identity always in fp32
     ignore_eos: bool = False  # answers go on after the end token
     identity: bool = True  # also prove token identity in fp32
@@ -330,9 +320,7 @@ def converse(
 def answers(
     decoder: Decoder, asked: dict[int, list[int]], params: SamplingParams, tick: Callable[[], None]
 ) -> list[Completion]:
-    """One turn of some prompts, by their numbers in the run, of which the noise is made; a tick
-    for each answer.
-    """
+    """One turn of prompts, by their numbers in the run, which make the noise; a tick an answer."""
     done = decoder.generate(list(asked.values()), params, indices=list(asked), tick=tick)
     for completion, index in zip(done, asked, strict=True):
         completion.index = index

@@ -19,11 +19,7 @@ PACKAGES = (
 
 
 def provenance(
-    argv: list[str],
-    seed: int,
-    data_hash: str | None,
-    steps: int,
-    acceptance: float | None = None,
+    argv: list[str], seed: int, data_hash: str | None, steps: int, acceptance: float | None = None
 ) -> dict[str, Any]:
     """What a drafter folder records about its making. argv: the arguments of the run, as given;
     data_hash: `Examples.fingerprint()` of the training examples; steps: of the optimizer;

@@ -56,9 +56,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def settle(written: Path, final: Path) -> None:
-    """Give a folder that has been written its name, once all of it is on the disk. Nothing may have
-    that name.
-    """
+    """Give a written folder its name, which nothing may have, once all of it is on the disk."""
     _flush_all(written)
     written.rename(final)
     flush(final.parent)

@@ -9,13 +9,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.models.folder.foreign import (
-    Foreign,
-    layer_config,
-    needs,
-    our_names,
-    unfit,
-)
+from draftsmith.models.folder.foreign import Foreign, layer_config, needs, our_names, unfit
 from draftsmith.models.folder.tensors import Checkpoint
 from draftsmith.models.heads.block import Block
 from draftsmith.models.layouts.block_layouts import MARKOV, MARKOV_HEAD, MASK_FILE, NAMES, vector_of

@@ -36,9 +36,7 @@ DAMAGED = (
 
 
 class Checkpoint:
-    """The tensors of a folder, or of a hub name that is at hand; ValueError where there are none,
-    or a file is cut.
-    """
+    """The tensors of a folder, or of a hub name at hand; ValueError for none, or a cut file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)

@@ -254,12 +254,7 @@ class Block(LayerHead):
         return run
 
     def trunk(
-        self,
-        tokens_BM: Tensor,
-        last_BMH: Tensor,
-        rows: int,
-        run: Layer,
-        guess: Guess | None = None,
+        self, tokens_BM: Tensor, last_BMH: Tensor, rows: int, run: Layer, guess: Guess | None = None
     ) -> Tensor:
         """Before the final norm, [B, M, n, H], of blocks at these pending tokens, after contexts
         whose last states these are, of so many rows (a causal block may be cut short); run: see

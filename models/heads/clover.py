@@ -25,6 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.fingerprint import final_norm
 from draftsmith.models.heads.head import Kind, LayerHead
+from draftsmith.models.heads.medusa import check_sizes
 from draftsmith.models.layers.layer import Attention, begin_as, stack
 from draftsmith.models.taps import decoder_layers
 
@@ -61,11 +62,7 @@ class Clover(LayerHead):
 
     def __init__(self, layer: PretrainedConfig, tap: int, levels: int) -> None:
         super().__init__(layer)
-        if levels < 1 or layer.num_hidden_layers < 1:
-            raise ValueError(
-                f"clover2: got {levels} tokens ahead, {layer.num_hidden_layers} layers, expected "
-                "at least 1 of each"
-            )
+        check_sizes(self.kind, self.hidden, self.rows, levels, layer.num_hidden_layers)
         self.levels, self.tap, self.taps = levels, tap, (tap,)
         self.enter, self.step = TokenAttention(layer), TokenAttention(layer)
         self.layers = stack(layer)

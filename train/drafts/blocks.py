@@ -37,9 +37,7 @@ class BlockSource:
 
 
 def block_taps(layers: int) -> tuple[Tap, ...]:
-    """DFlash's five, the outputs of layers 1 to L - 3, from 0, evenly; of targets under ten layers
-    `default_taps`.
-    """
+    """DFlash's five, the outputs of layers 1 to L - 3, from 0, evenly; under ten layers ours."""
     if layers < 10:
         return default_taps(layers)
     return tuple(round(1 + i * (layers - 4) / 4) + 1 for i in range(5))

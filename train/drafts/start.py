@@ -57,10 +57,7 @@ TINY = ModelStart(layers=1, hidden=32, heads=2, kv_heads=1, intermediate=64)
 
 
 def fresh_draft(
-    sizes: ModelStart,
-    target: PreTrainedModel | None,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
+    sizes: ModelStart, target: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
     """A draft of the target's family with as many logits, padding included (vLLM wants it so), in
     fp32 on the CPU: random, with one table for embedding and output head, or as `init` says a part

@@ -142,9 +142,7 @@ class HeldOut:
     warned: bool = False  # that they are few
 
     def write_answers(self, cache: Path) -> None:
-        """Have the target answer, or read its answers from `cache`. Before `means`; all processes
-        call it together.
-        """
+        """Have the target answer, or read `cache`. Before `means`, by all processes together."""
         with in_company(self.target):
             if self.accelerator.is_main_process and not cache.exists():
                 decoder = Decoder(self.target, self.tokenizer, batch_size=self.rows)

@@ -219,9 +219,7 @@ def parse_loss(text: str) -> dict[str, float]:
 
 
 def mixed(weights: Mapping[str, float], kl_weight: float | Tensor = 1.0, beta: float = 0.5) -> Loss:
-    """The weighted sum of the named losses as a function of (p_logits, q_logits) alone; errors as
-    in `divergence`.
-    """
+    """The weighted sum of the named losses, of (p_logits, q_logits); errors of `divergence`."""
     parts = tuple((divergence(name, beta, kl_weight), w) for name, w in weights.items())
     alone = len(parts) == 1 and parts[0][1] == 1.0
     return parts[0][0] if alone else partial(mixture, parts=parts)

@@ -220,11 +220,6 @@ def stages(loss: Losses, steps: int) -> Stages:
 def hidden_and_head(model: PreTrainedModel, batch: Batch, rows: int | None = None) -> Side:
     """The states [N, H] that `model`'s head [V, H] turns into logits; rows: of it that count."""
     body, head_VH, bias_V = output_head(model)
-    hidden_BTH = body(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=batch.attention_mask,
-        use_cache=False,
-    ).last_hidden_state
+    hidden_BTH = body(**batch.inputs, use_cache=False).last_hidden_state
     hidden_NH, head_VH = without_bias(hidden_BTH.flatten(0, 1), head_VH, bias_V)
     return hidden_NH, cut_rows(head_VH, rows or len(head_VH))

@@ -49,13 +49,7 @@ class OnlineTaps:
         self.target, self.taps = target, tuple(taps)
 
     def __call__(self, batch: Batch) -> TargetStates:
-        return target_states(
-            self.target,
-            self.taps,
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
-        )
+        return target_states(self.target, self.taps, **batch.inputs)
 
 
 class TapCache(TokenShards):

@@ -126,9 +126,7 @@ def cut_long(examples: Examples, max_length: int) -> Cut:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. `attention_mask` needs sdpa: transformers' eager attention adds a bool mask
-    as numbers.
-    """
+    """One micro-batch. `attention_mask` needs sdpa: eager attention adds a bool mask as numbers."""
 
     input_ids: Tensor  # [B, T] int64, right-padded
     position_ids: Tensor  # [B, T] int64, from 0 in each document; padding counts on
@@ -138,6 +136,11 @@ class Batch:
     # [B, T] int64, each token's place among all tokens of the examples, -1 for padding; None for
     # text that isn't in the examples.
     places: Tensor | None = None
+
+    @property
+    def inputs(self) -> dict[str, Tensor | None]:
+        """What a model's body reads."""
+        return {name: vars(self)[name] for name in ("input_ids", "position_ids", "attention_mask")}
 
     @property
     def lengths(self) -> Tensor:
@@ -241,9 +244,7 @@ class Batches:
 
 
 def batch_of(examples: Examples, spans: list[list[slice]], pad_id: int, width: int = 0) -> Batch:
-    """The batch whose rows are these documents, side by side; of the longest row's width, unless
-    one is given.
-    """
+    """The batch whose rows are these documents, side by side; width 0: the longest row's."""
     longest = max(sum(span.stop - span.start for span in row) for row in spans)
     shape = (len(spans), width or longest)
     input_ids = torch.full(shape, pad_id)

@@ -144,12 +144,7 @@ class ExitObjective(Counting):
         (body, head_VH, bias_V), (norm,) = output_head(self.model), self._norm
         taken: dict[int, Tensor | None] = dict.fromkeys(exits[:-1])
         with watching(self.model, taken):
-            last_BTH = body(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
-                attention_mask=batch.attention_mask,
-                use_cache=False,
-            ).last_hidden_state
+            last_BTH = body(**batch.inputs, use_cache=False).last_hidden_state
         states = [*(norm(taken[exit]) for exit in exits[:-1]), last_BTH]
         hidden_MH = torch.cat([state_BTH.flatten(0, 1) for state_BTH in states])
         hidden_MH, head_VH = without_bias(hidden_MH, head_VH, bias_V)

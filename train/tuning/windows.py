@@ -67,9 +67,7 @@ def side_by_side(
 
 
 class BesideText(Objective):
-    """What objectives of such versions share. ValueError where logits aren't one product of the
-    last state.
-    """
+    """What objectives of such versions share. ValueError: logits that aren't a state's product."""
 
     def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
         super().__init__()

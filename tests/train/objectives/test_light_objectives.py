@@ -206,7 +206,7 @@ def test_what_cannot_be_is_refused() -> None:
     config = head.config
     with pytest.raises(ValueError, match="block=4, 3 tokens ahead, expected one layer and a block"):
         Falcon(config, 3, 4)
-    with pytest.raises(ValueError, match="got 0 tokens ahead, 1 layers, expected at least 1"):
+    with pytest.raises(ValueError, match="heads=0, layers=1, expected each to be at least 1"):
         Clover(config, 2, 0)
     with pytest.raises(ValueError, match=r"glance: got 2\.0, expected a share"):
         objective_of(head, target, glance=2.0)

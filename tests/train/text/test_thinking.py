@@ -163,7 +163,9 @@ def test_each_entry_renders_as_it_is_told(folder: Path) -> None:
     )
     accelerator: Any = SimpleNamespace(num_processes=1, device="cpu")
     _, tokenizer = open_target(config, accelerator)
-    evaluation = Evaluation(str(folder), "ngram", thinking=False, template_kwargs='{"effort": "!"}')
+    evaluation = Evaluation(
+        target=str(folder), drafter="ngram", thinking=False, template_kwargs='{"effort": "!"}'
+    )
     pair = load(evaluation, {"ngram": "ngram"}, "float32")
     for one in (tokenizer, pair.tokenizer):
         assert one.decode(chat_prompt([ASKED], one)).endswith("<think>\n\n</think>\n!")
