@@ -1,8 +1,8 @@
 """The lean body on a few new tokens in one call of C++ (`native.cpp`), on the model's own weights.
 
-A step of a small model on a CPU is mostly torch's dispatch, not arithmetic. This is for bf16 and
-one thread; it is compiled once with the machine's own compiler and kept in the user's cache. Where
-there is none, or for more tokens, more threads, other widths, `lean.py` goes on as it is. The
+A step of a small model on a CPU is mostly torch's dispatch, not arithmetic. This is for bf16, on
+one thread (of larger models only where torch has one too); it is compiled once with the machine's own compiler and kept in the user's cache. Where
+there is none, or for more tokens or other widths, `lean.py` goes on as it is. The
 runner compares it with the model's own forward before it is used.
 
 Shapes: B rows, N tokens, H hidden.
@@ -29,6 +29,7 @@ from draftsmith.decode.forward.kv import SlotCache
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
 WIDTHS = (32, 64, 96, 128)  # of a head
+SMALL = 64 << 20  # bytes of layers that one thread reads as fast as torch calls several
 STEP = 16  # what all other widths are multiples of
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
@@ -85,6 +86,7 @@ class NativeBody:
         at = [tensor.data_ptr() for tensor in self.tensors]
         parts = [part for layer in body.layers for part in parts_of(layer)]
         self.pointers = (_P * len(parts))(*(None if t is None else t.data_ptr() for t in parts))
+        self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
         sizes = self.layers, self.hidden, heads, kv_heads, width, inner
         self.body = _Body(
             *sizes, *at, body.norm.epsilon, first.scale, ctypes.addressof(self.pointers)
@@ -93,7 +95,7 @@ class NativeBody:
     @classmethod
     def of(cls, body: Any) -> "NativeBody | None":
         """The native form of a lean body; None where there is none."""
-        if torch.get_num_threads() > 1 or not fits(body) or (made := library()) is None:
+        if not fits(body) or (made := library()) is None:
             return None
         return cls(body, made)
 
@@ -103,7 +105,8 @@ class NativeBody:
         if attend is None or cache.flat_slots is None or tokens_BN.numel() > self.most:
             return False
         plain = attend.backend == "masked" and attend.seen.at is None
-        return plain and type(tokens_BN) is Tensor and torch.get_num_threads() == 1
+        one = self.small or torch.get_num_threads() == 1
+        return plain and one and type(tokens_BN) is Tensor
 
     def __call__(
         self,
