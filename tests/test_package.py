@@ -86,7 +86,8 @@ def test_the_wheel_has_every_file_of_the_package(built: tuple[Path, Path, Path])
     own = {name.removeprefix("draftsmith/") for name in files(source, *ROOMS)} | {"COMMIT"}
     assert own == {name[11:] for name in names if name.startswith("draftsmith/")}
     kinds = {Path(name).suffix for name in own}
-    assert kinds == {"", ".py", ".typed", ".yaml", ".jinja", ".css", ".html", ".mplstyle", ".txt"}
+    data = {".yaml", ".jinja", ".css", ".html", ".mplstyle", ".txt", ".cpp"}
+    assert kinds == {"", ".py", ".typed", *data}
     assert {name.split("/")[0].split("-")[0] for name in names} == {"draftsmith"}
 
 

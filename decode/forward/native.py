@@ -97,7 +97,13 @@ class NativeBody:
         """The native form of a lean body; None where there is none."""
         if not fits(body) or (made := library()) is None:
             return None
-        return cls(body, made)
+        native = cls(body, made)
+        return native if native.alone else None
+
+    @property
+    def alone(self) -> bool:
+        """Whether one thread is as fast as torch's."""
+        return self.small or torch.get_num_threads() == 1
 
     def takes(self, tokens_BN: Tensor, cache: SlotCache) -> bool:
         """Whether a pass is one of those it is for."""
@@ -105,8 +111,7 @@ class NativeBody:
         if attend is None or cache.flat_slots is None or tokens_BN.numel() > self.most:
             return False
         plain = attend.backend == "masked" and attend.seen.at is None
-        one = self.small or torch.get_num_threads() == 1
-        return plain and one and type(tokens_BN) is Tensor
+        return plain and self.alone and type(tokens_BN) is Tensor
 
     def __call__(
         self,

@@ -159,7 +159,7 @@ def test_what_does_not_go_together_is_refused(
         (draft, {"tree": "dynamic:3,2,9", "rule": "recursive"}, "would bias"),
         (draft, {"lossy": "typical"}, "allow_lossy=true"),
         (draft, {"lossy": "typical", "allow_lossy": True, "rule": "block"}, "rule=coupled"),
-        (draft, {"policy": "sometimes"}, "expected one of fixed, confidence"),
+        (draft, {"policy": "sometimes"}, "expected one of fixed, auto"),
         (draft, {"policy": "confidence:2"}, "between 0 and 1"),
         (draft, {"policy": "fixed:2"}, "at most 0 numbers"),
     ):

@@ -127,6 +127,7 @@ def test_without_it_the_lean_body_goes_on(
         monkeypatch.setattr(native.shutil, "which", lambda name: "/bin/false")
     elif reason == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+        monkeypatch.setattr(native, "SMALL", 0)
     elif reason == "widths":
         model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "head_dim": 16})).bfloat16()
         model.eval().requires_grad_(False)

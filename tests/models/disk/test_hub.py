@@ -53,7 +53,8 @@ def test_a_drafter_folder_of_the_hub(
         drafter is not None and drafter.kind == "lm" and unsaid("an/draft", None, "", "")["K"] == 2
     )
     with live(tiny_target, tiny_tokenizer, drafter="an/draft") as server:
-        assert server.lane.decoder.settings.K == 2 and server.lane.draft["kind"] == "lm"
+        # That folder's K is 2, but auto finds its own.
+        assert server.lane.decoder.settings.K == 8 and server.lane.draft["kind"] == "lm"
 
 
 def test_traces_and_scorers_of_a_drafter_of_the_hub(

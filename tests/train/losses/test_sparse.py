@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.decode.serve import top_k as buckets
+from draftsmith.decode import top_k as buckets
 from draftsmith.train.losses import chunked
 from draftsmith.train.losses.chunked import Divergence, chunked_divergence
 from draftsmith.train.losses.pure import DIVERGENCES, Loss, acceptance, divergence, mixed
