@@ -1,9 +1,9 @@
 """The lean body on a few new tokens in one call of C++ (`native.cpp`), on the model's own weights.
 
 A step of a small model on a CPU is mostly torch's dispatch, not arithmetic. This is for bf16, on
-one thread (of larger models only where torch has one too); it is compiled once with the machine's own compiler and kept in the user's cache. Where
-there is none, or for more tokens or other widths, `lean.py` goes on as it is. The
-runner compares it with the model's own forward before it is used.
+one thread (larger models: only where torch has one too); it is compiled once with the machine's own
+compiler and kept in the user's cache. Where there is none, or for more tokens or other widths,
+`lean.py` goes on as it is. The runner compares it with the model's own forward before it is used.
 
 Shapes: B rows, N tokens, H hidden.
 """
