@@ -39,9 +39,8 @@ from draftsmith.decode.prompts.prompts import load_prompts, spread
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.disk.provenance import git_commit
-from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
+from draftsmith.models.folder.drafter_folder import kind_of, open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.servers.export import about, serve_line
 from draftsmith.models.target import TargetSpec
@@ -254,10 +253,7 @@ def refuse_others(settings: Trim) -> None:
     """ValueError for a kind that has no rows to leave out; no model is loaded yet."""
     kind, says = settings.drafter, "it has no LM head"
     if has_folder(kind):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said when it is loaded
-            config = load_config(settings.target)
-            kind = open_drafter(settings.drafter, None, target_config=config).kind
+        kind = kind_of(kind, settings.target)
         says = "" if kind == "lm" else about(kind).whole
     if says:
         raise ValueError(

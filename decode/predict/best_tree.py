@@ -16,7 +16,6 @@ have to do with each other. Prompts are of the tune part, never of the one that 
 """
 
 import json
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,8 +34,7 @@ from draftsmith.decode.evaluate.metrics import ratio_interval
 from draftsmith.decode.sampling import SamplingParams, request_race
 from draftsmith.decode.tree_shapes import RankPath, StaticTree
 from draftsmith.models.disk.provenance import command_line, git_commit
-from draftsmith.models.disk.read_lm import load_config
-from draftsmith.models.folder.drafter_folder import open_drafter
+from draftsmith.models.folder.drafter_folder import kind_of
 from draftsmith.printed import bracket
 
 SHARPNESS = (0.5, 0.7, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4, 2.8, 3.4, 4.0, 4.8, 5.7, 6.7, 8.0)
@@ -194,9 +192,7 @@ def _refuse_heads(settings: Calibration) -> None:
     """ValueError for anything but a draft LM, by the folder's kind: no model is loaded yet."""
     kind = settings.drafter
     if has_folder(kind):
-        config = load_config(settings.target)
-        with warnings.catch_warnings(action="ignore"):  # said when it is loaded
-            kind = open_drafter(kind, None, target_config=config).kind
+        kind = kind_of(kind, settings.target)
     if kind != "lm":
         raise ValueError(
             f"drafter: got {settings.drafter!r}, expected the folder of a draft LM, whose guesses "

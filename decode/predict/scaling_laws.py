@@ -22,6 +22,7 @@ import numpy as np
 from draftsmith.command import parse
 from draftsmith.decode.evaluate.metrics import bootstrap
 from draftsmith.decode.report.charts import Trend, drawing, scatter
+from draftsmith.decode.report.figures import TEMPLATES
 from draftsmith.printed import bracket, print_table, short_count
 
 Row = dict[str, Any]
@@ -184,27 +185,11 @@ def publish(rows: Sequence[Row], fits: Sequence[Fit], folder: Path) -> None:
 
 def page(rows: Sequence[Row], fits: Sequence[Fit]) -> str:
     """Markdown, from the rows and their fits alone."""
-    first, seeds = rows[0], len({row["seed"] for row in rows})
-    target = f" Target {first['target']}, text {first['data']}." if "target" in first else ""
-    if "commit" in first:
-        target += " `{command}` at commit {commit} on {machine}.".format(**first)
-    sizes, counts = (sorted({row[axis] for row in rows}) for axis in reversed(AXES))
-    lines = [
-        "# Acceptance against size and text",
-        "",
-        f"{len(sizes)} sizes of {short_count(sizes[0])} to {short_count(sizes[-1])} parameters, "
-        f"measured after {', '.join(map(short_count, counts))} trained tokens, {seeds} seed(s)."
-        f"{target}",
-        "",
-        "A line is value = a log10(place) + b, by least squares over all seeds without its largest "
-        "place, which is held out. 95%: of a, bootstrap over seeds. R² is that of the fitted "
-        "points; error is predicted minus measured where nothing was fitted.",
-        "",
-        *(f"| {' | '.join(r)} |" for r in (HEAD, ["---"] * len(HEAD), *map(cells, fits))),
-        "",
-        "![scaling](scaling.svg)",
-    ]
-    return "\n".join(lines) + "\n"
+    about: dict[str, Any] = {"first": rows[0], "seeds": len({row["seed"] for row in rows})}
+    for name, axis in (("sizes", "parameters"), ("counts", "tokens")):
+        about[name] = list(map(short_count, sorted({row[axis] for row in rows})))
+    template = TEMPLATES.get_template("scaling.md.jinja")
+    return template.render(head=HEAD, table=map(cells, fits), **about)
 
 
 def picture(fits: Sequence[Fit]) -> str:

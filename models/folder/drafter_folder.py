@@ -221,6 +221,14 @@ def _open_foreign(
     return DrafterFolder(folder, foreign.kind, meta, found)
 
 
+def kind_of(folder: str, target: str) -> str:
+    """The kind of a drafter for a target; no model is loaded, and what would be warned of it isn't
+    said yet.
+    """
+    with warnings.catch_warnings(action="ignore"):
+        return open_drafter(folder, None, target_config=load_config(target)).kind
+
+
 def save_defaults(folder: Path, **defaults: Any) -> None:
     """Change some of DEFAULTS in a folder's draftsmith.json; ValueError without one."""
     if not (folder / META).is_file():
