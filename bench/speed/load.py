@@ -11,7 +11,6 @@ transformers' `generate` on a padded batch stands beside. Rows, page and picture
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,6 @@ from draftsmith.bench.speed.arms import Arm, Turn, decode_rate, generate, take_t
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.report.charts import Trend, drawing, scatter
 from draftsmith.decode.sampling import SamplingParams
@@ -45,8 +43,7 @@ class LoadBench:
     fixed: str = "1,2,4"  # K of the arms that never change it
     tree: str = "chain"  # of which auto chooses a part
     K: int = 5
-    groups: int = 4  # of as many prompts as rows, but of at least `least`
-    least: int = 4
+    groups: int = 4  # of as many prompts as rows; of few rows more, for at least 16 prompts
     max_new_tokens: int = 64
     dtype: str = "bfloat16"
     threads: int = 1
@@ -62,9 +59,8 @@ def main(argv: list[str]) -> None:
     texts = [prompt.tokens for prompt in load_prompts(settings.data, tokenizer, limit=300)]
     rows: list[dict[str, Any]] = []
     for size in map(int, settings.sizes.split(",")):
-        count = max(size, settings.least)
-        starts = range(0, (settings.groups + 1) * count, count)
-        groups = [[texts[(at + i) % len(texts)] for i in range(count)] for at in starts[1:]]
+        starts = range(0, max(settings.groups, 16 // size) * size, size)
+        groups = [[texts[(at + i) % len(texts)] for i in range(size)] for at in starts]
 
         def ours(name: str | None = settings.drafter, size: int = size, **how: Any) -> Decoder:
             return Decoder(
@@ -80,13 +76,12 @@ def main(argv: list[str]) -> None:
                 name: partial(decoder.generate, params=params) for name, decoder in arms.items()
             }
             if T == 0:
-                whole = generate(target, settings.max_new_tokens)
-                called["generate"] = partial(in_batches, whole, size)
+                called["generate"] = generate(target, settings.max_new_tokens)
             turns = take_turns(f"{size} rows, temperature {T:g}", called, groups)
             rows += [row(size, T, what, turns[what], turns["plain"]) for what in called]
     about = (
         f"{settings.dtype}, {settings.threads} thread(s), {settings.max_new_tokens} new tokens, "
-        f"{settings.groups} groups of prompts, {Path(settings.drafter).parent.name} drafting."
+        f"{settings.groups} groups of prompts or more, {Path(settings.drafter).parent.name} drafting."
     )
     out = Path(settings.out)
     rows = [about_run() | one for one in rows]
@@ -95,11 +90,6 @@ def main(argv: list[str]) -> None:
     (out / "load.svg").write_text(picture(rows))
     (out / "load.md").write_text(page(rows, about))
     print(page(rows, about))
-
-
-def in_batches(arm: Arm, size: int, prompts: Sequence[list[int]]) -> list[Completion]:
-    """An arm's answers to so many prompts at a time."""
-    return [c for at in range(0, len(prompts), size) for c in arm(prompts[at : at + size])]
 
 
 def row(size: int, T: float, what: str, turns: list[Turn], plain: list[Turn]) -> dict[str, Any]:

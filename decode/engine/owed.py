@@ -23,7 +23,8 @@ class Owed:
     """
 
     def __init__(self, rows: int, wide: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.lens_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.rows_B = torch.arange(rows, device=device)
+        self.lens_B = torch.zeros_like(self.rows_B)
         shape = rows, room_for(wide)
         self.tokens_BW = torch.zeros(shape, dtype=torch.int64, device=device)
         self.taps_BWU: Tensor | None = None
@@ -37,12 +38,11 @@ class Owed:
 
     def take(self, kept: Kept) -> None:
         """A round's one token, and the states before it, in the place of their position."""
-        at_B1 = kept.lens_B[:, None] % self.tokens_BW.shape[1]
-        self.tokens_BW.scatter_(1, at_B1, kept.tokens_BL)
+        place = self.rows_B, kept.lens_B % self.tokens_BW.shape[1]
+        self.tokens_BW[place] = kept.tokens_BL[:, 0]
         if self.taps_BWU is not None:
             assert kept.taps_BLU is not None, "the engine gives what `taps` asks for"
-            at_B1U = at_B1[..., None].expand_as(kept.taps_BLU)
-            self.taps_BWU.scatter_(1, at_B1U, kept.taps_BLU.to(self.taps_BWU.dtype))
+            self.taps_BWU[place] = kept.taps_BLU[:, 0]
 
     def settled(self, lens_B: Tensor, rounds: int, top: int) -> Kept:
         """All that is owed to rows of now `lens_B` tokens after at most so many rounds, as if a

@@ -9,9 +9,10 @@ Shapes: R rows just admitted, N prompt tokens.
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from statistics import NormalDist, fmean, pstdev
+from statistics import NormalDist
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -65,6 +66,7 @@ class Session:
         self.flight: Flight | None = None
         self.narrow = narrow and decoder.runner.device.type == "cpu"
         self._parts: dict[int, DecodeBatch] = {}  # of the batch, by their rows
+        self.launched, self.lag = 0, 0.0
         self.rested = 0  # rounds without a draft since the drafter took in what they emitted
         self.heard: float | None = None  # when; None where prompts came in since
 
@@ -142,7 +144,10 @@ class Session:
     def launch(self) -> Flight:
         """Set off one round."""
         decoder, requests = self.decoder, list(self.batch.rows.requests)
-        load = Load(len(self._part().rows.lens_B), self.running, self._lag())
+        if self.launched % HEARD == 0:
+            self.lag = self._lag()
+        self.launched += 1
+        load = Load(len(self._part().rows.lens_B), self.running, self.lag)
         plan = None if decoder.drafter is None else decoder.policy.next_plan(load)
         ahead = 0 if self.flight is None else self.flight.told.levels + 1
         top = ahead + max((r.length for r in requests if r is not None), default=1)
@@ -175,10 +180,9 @@ class Session:
         if self.narrow or rows.waiting or not self.decoder.policy.rests:
             return 0.0
         counts = [r.completion.counters for r in rows.requests if r is not None]
-        kept = [c.emitted / c.rounds - 1 for c in counts if c.rounds >= HEARD]
-        known = len(kept) > 1 and sum(kept) > 0
-        spread = pstdev(kept) / fmean(kept) if known else SPREAD
-        return min(1.0, spread * NormalDist().inv_cdf(max(0.5, 1 - 1 / (len(counts) + 1))))
+        kept = np.array([c.emitted / c.rounds - 1 for c in counts if c.rounds >= HEARD])
+        spread = kept.std() / kept.mean() if len(kept) > 1 and kept.any() else SPREAD
+        return min(1.0, float(spread) * NormalDist().inv_cdf(max(0.5, 1 - 1 / (len(counts) + 1))))
 
     def _rest(self, rests: bool, top: int) -> None:
         """Before a round: count it if it drafts nothing, else let the drafter catch up."""
