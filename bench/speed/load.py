@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
             rows += [row(size, T, what, turns[what], turns["plain"]) for what in called]
     about = (
         f"{settings.dtype}, {settings.threads} thread(s), {settings.max_new_tokens} new tokens, "
-        f"{settings.groups} groups of prompts or more, {Path(settings.drafter).parent.name} drafting."
+        f"{settings.groups} groups or more; {Path(settings.drafter).parent.name} drafts."
     )
     out = Path(settings.out)
     rows = [about_run() | one for one in rows]
