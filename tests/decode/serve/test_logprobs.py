@@ -29,7 +29,8 @@ def running(
     folder = tmp_path_factory.mktemp("draft") / "draft"
     save_tiny(folder, tiny_draft, tiny_target, tiny_tokenizer)
     drafts = ("lookup=ngram", "plain=none")
-    with live(tiny_target, tiny_tokenizer, drafter=str(folder), drafters=drafts, K=3) as made:
+    how = {"K": 3, "policy": "fixed"}  # two calls are then equal to the last bit
+    with live(tiny_target, tiny_tokenizer, drafter=str(folder), drafters=drafts, **how) as made:
         yield made
 
 
