@@ -96,9 +96,9 @@ def row(size: int, T: float, what: str, turns: list[Turn], plain: list[Turn]) ->
     """An arm's rate, and its ratio to plain decoding's, group by group."""
     rate = whole_rate if what == "generate" else decode_rate
     ratios = [rate([a]) / rate([b]) for a, b in zip(turns, plain, strict=True)]
-    peer = {"peer": "transformers"} if what == "generate" else {}
     tokens = {"ratio": float(np.mean(ratios)), "interval": interval(ratios), "rate": rate(turns)}
-    return {"what": what, "batch": size, "temperature": T} | tokens | {"tau": tau(turns)} | peer
+    more = {"peer": "transformers"} if what == "generate" else {"tau": tau(turns)}
+    return {"what": what, "batch": size, "temperature": T} | tokens | more
 
 
 def whole_rate(turns: list[Turn]) -> float:

@@ -114,7 +114,7 @@ def load_drafter(
         if second is None or not isinstance(first, LookupDrafter):
             raise ValueError(f"drafter: got {name}, expected a drafter folder after the plus")
         levels = int(kept_defaults(folder_name)["K"] or 4)
-        return CompositeDrafter(first, second, levels, fused="++" in name)
+        return CompositeDrafter(first, second, levels, fused=name.startswith(f"{looked}++"))
     if not has_folder(name):
         kind, _, says = name.partition(":")
         drafter: Drafter

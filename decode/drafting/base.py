@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -258,7 +258,11 @@ class Drafter(Protocol):
     def release(self) -> None:
         """Let go of the state: another `reset` follows before anything else."""
         for name in self.held:
-            self.__dict__.pop(name, None)
+            part: Any = self.__dict__.get(name)
+            if hasattr(part, "held"):  # a drafter made of drafters
+                part.release()
+            else:
+                self.__dict__.pop(name, None)
 
     def forget(self) -> None:
         """Empty what outlives rows: a store of earlier answers."""

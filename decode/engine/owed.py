@@ -12,11 +12,6 @@ from draftsmith.decode.drafting.base import Kept
 TOKENS, STATES = 512, 32  # that wait: of drafters that read tokens alone, and of those with taps
 
 
-def room_for(taps: int) -> int:
-    """Tokens that can wait."""
-    return STATES if taps else TOKENS
-
-
 class Owed:
     """lens_B: tokens of each row when the first of these rounds set off. Of more than W the oldest
     are lost: the drafter then lacks them, which costs acceptance and no more. wide: U.
@@ -25,7 +20,7 @@ class Owed:
     def __init__(self, rows: int, wide: int, dtype: torch.dtype, device: torch.device) -> None:
         self.rows_B = torch.arange(rows, device=device)
         self.lens_B = torch.zeros_like(self.rows_B)
-        shape = rows, room_for(wide)
+        shape = rows, STATES if wide else TOKENS
         self.tokens_BW = torch.zeros(shape, dtype=torch.int64, device=device)
         self.taps_BWU: Tensor | None = None
         if wide:

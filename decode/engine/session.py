@@ -147,25 +147,27 @@ class Session:
         if self.launched % HEARD == 0:
             self.lag = self._lag()
         self.launched += 1
-        load = Load(len(self._part().rows.lens_B), self.running, self.lag)
+        self.batch.listed = most_listed(requests)
+        part = self._part()
+        load = Load(len(part.rows.lens_B), self.running, self.lag)
         plan = None if decoder.drafter is None else decoder.policy.next_plan(load)
         ahead = 0 if self.flight is None else self.flight.told.levels + 1
         top = ahead + max((r.length for r in requests if r is not None), default=1)
-        self.batch.listed = most_listed(requests)
         device = decoder.runner.device
         on_cuda = device.type == "cuda"
         # Captures and events belong to the current device.
         with torch.cuda.device(device) if on_cuda else nullcontext():
-            self._rest(plan is None, top)
-            if plan is not None and decoder.stepper.between(self._part(), plan, top):
+            self._rest(part, plan is None, top)
+            if plan is not None and decoder.stepper.between(part, plan, top):
                 self._parts = {}
+                part = self._part()
             started = time.perf_counter()
             steady = True
             if decoder.graphs is not None:
                 told = decoder.graphs.step(self.batch, plan, top)
                 steady = decoder.graphs.steady
             else:
-                told = decoder.stepper.step(self._part(), plan, top, decoder.policy)
+                told = decoder.stepper.step(part, plan, top, decoder.policy)
             table, ready = told.table, None
             if decoder.late and on_cuda:
                 table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
@@ -184,7 +186,7 @@ class Session:
         spread = kept.std() / kept.mean() if len(kept) > 1 and kept.any() else SPREAD
         return min(1.0, float(spread) * NormalDist().inv_cdf(max(0.5, 1 - 1 / (len(counts) + 1))))
 
-    def _rest(self, rests: bool, top: int) -> None:
+    def _rest(self, part: DecodeBatch, rests: bool, top: int) -> None:
         """Before a round: count it if it drafts nothing, else let the drafter catch up."""
         owed, rows = self.batch.owed, self.batch.rows
         if owed is None:
@@ -192,7 +194,7 @@ class Session:
         if rests and not self.rested:
             owed.begin(slice(None), rows.lens_B)
         elif not rests and self.rested:
-            self.decoder.stepper.catch_up(self._part(), self.rested, top)
+            self.decoder.stepper.catch_up(part, self.rested, top)
         self.rested = self.rested + 1 if rests else 0
 
     def hear(self, flight: Flight) -> list[News]:

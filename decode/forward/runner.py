@@ -98,10 +98,8 @@ class Runner:
         self.call: Body = self._whole
         # The lean body knows no windows.
         lean = None if windowed(config) else lean_body(self.body)
-        if lean is not None and self._agree(lean):
-            self.call, lean.native = lean, NativeBody.of(lean)
-            if lean.native is not None and not self._agree(lean):
-                lean.native = None
+        if lean is not None:
+            self._use(lean)
         if self.mixers:
             self._check_mixers()
 
@@ -247,12 +245,17 @@ class Runner:
             for config, name in zip(self.configs, before, strict=True):
                 config._attn_implementation_internal = name
 
-    def _agree(self, lean: LeanBody) -> bool:
-        """Does `lean` give the model's own states?"""
+    def _use(self, lean: LeanBody) -> None:
+        """Call it from now on, if it gives the model's own states; in C++ if that does too."""
         own, fast = copy.copy(self), copy.copy(self)
         own.taps = fast.taps = ()
         own.call, fast.call = own._whole, lean
-        return agree(own._trial(), fast._trial(), self.dtype)
+        wanted = own._trial()
+        if not agree(wanted, fast._trial(), self.dtype):
+            return
+        self.call, lean.native = lean, NativeBody.of(lean)
+        if lean.native is not None and not agree(wanted, fast._trial(), self.dtype):
+            lean.native = None
 
     @torch.inference_mode()
     def _check_mixers(self) -> None:

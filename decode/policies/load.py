@@ -2,6 +2,8 @@
 where plain decoding is faster.
 """
 
+import re
+import sys
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
@@ -11,7 +13,8 @@ from draftsmith.decode.policies.policy import ALONE, Load, Outcome, Policy
 from draftsmith.decode.policies.priced import counts_of, parts
 from draftsmith.decode.tree_shapes import Plan
 
-Ranges = tuple[tuple[int, float, int], ...]  # from so many rows to so many: draft calls
+Ranges = tuple[tuple[int, int], ...]  # up to so many rows: draft calls
+MANY = sys.maxsize  # rows that no batch has
 
 
 class Table(Policy):
@@ -26,30 +29,24 @@ class Table(Policy):
         self.ranges = read_table(text, plan.levels)
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
-        levels = next(K for _, last, K in self.ranges if load.running <= last)
+        levels = next(K for last, K in self.ranges if load.running <= last)
         return self.plans[-1].cut(levels) if levels else None
 
 
 def read_table(text: str, most: int) -> Ranges:
     """The ranges in a table's text; ValueError where they don't follow each other from 1 on."""
-    found, first = [], 1
-    for part in text.split(","):
-        rows, _, K = part.partition("=")
-        low, _, high = rows.partition("-")
-        last = float("inf") if rows.endswith("-") else int(high) if high.isdecimal() else 0
-        if low != str(first) or last < first or not K.isdecimal() or int(K) > most:
-            break
-        found.append((first, last, int(K)))
-        if last == float("inf"):
-            first = 0  # nothing may follow
-        else:
-            first = int(last) + 1
-    if not found or len(found) != len(text.split(",")) or found[-1][1] != float("inf"):
+    found = [re.fullmatch(r"(\d+)-(\d*)=(\d+)", part) for part in text.split(",")]
+    ranges = [(int(m[1]), int(m[2] or MANY), int(m[3])) for m in found if m]
+    follow, last = len(ranges) == len(found), 0
+    for first, end, levels in ranges:
+        follow = follow and first == last + 1 <= end and levels <= most
+        last = end
+    if not follow or last != MANY:
         raise ValueError(
             f"policy table: got {text!r}, expected ranges of rows from 1 on without a gap, the "
             f"last one open, and the draft calls of each, at most {most}: table:1-8={most},9-=0"
         )
-    return tuple(found)
+    return tuple((end, levels) for _, end, levels in ranges)
 
 
 @dataclass

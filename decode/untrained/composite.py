@@ -93,10 +93,6 @@ class CompositeDrafter(Drafter):
         self.looked.reset(rows, slots)
         self.trained.reset(rows, slots)
 
-    def release(self) -> None:
-        self.looked.release()
-        self.trained.release()
-
     def forget(self) -> None:
         self.looked.forget()
 

@@ -92,11 +92,6 @@ class LookaheadDrafter(TableDrafter):
         super().reset(rows, slots)
         self.window.reset(rows, slots)
 
-    def release(self) -> None:
-        self.window.release()
-        for name in self.held[:-1]:
-            self.__dict__.pop(name, None)
-
     def prefill(self, admitted: Admitted) -> None:
         super().prefill(admitted)
         self.window.prefill(admitted)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from oracle import given_folder
 
 from draftsmith.__main__ import COMMANDS
 from draftsmith.bench import joined, reproduce
@@ -57,6 +58,9 @@ def test_a_bench_says_in_one_line_what_to_run_first(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    # What another test may have put there.
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(given_folder())])
+    monkeypatch.delitem(sys.modules, "speculators", raising=False)
     monkeypatch.delenv("DRAFTSMITH_TRL", raising=False)
     monkeypatch.delenv("DRAFTSMITH_SPECULATORS", raising=False)
     assert guarded(module_of(path).main, []) == 2

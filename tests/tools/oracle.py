@@ -25,8 +25,7 @@ def speculators() -> ModuleType:
     puts there once (by default into the folder for temporary files). Skips where it can't be had.
     """
     if not _version():
-        default = Path(tempfile.gettempdir()) / f"draftsmith-speculators-{VERSION}"
-        folder = Path(os.environ.get("DRAFTSMITH_SPECULATORS", default))
+        folder = given_folder()
         if not (folder / "speculators").is_dir():
             _install(folder)
         # Last: ours win where both have a package.
@@ -38,6 +37,12 @@ def speculators() -> ModuleType:
         return importlib.import_module("speculators")
     except ImportError as error:
         pytest.skip(f"speculators doesn't import here: {error}")
+
+
+def given_folder() -> Path:
+    """Where it lies if it isn't installed; on the path of a process that has asked for it."""
+    default = Path(tempfile.gettempdir()) / f"draftsmith-speculators-{VERSION}"
+    return Path(os.environ.get("DRAFTSMITH_SPECULATORS", default))
 
 
 def _version() -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from eagle_drafts import VOCAB, counting
 from evaluated import arguments, save_pair
+from head_folders import made, ours
 from looked_up import begun, tau, texts
 from rounds import reads_nothing, records, started
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -285,6 +286,16 @@ def test_a_draft_lm_cannot_rest(
         ValueError, match=r"suffix\+\+FOLDER with a drafter of kind lm.*use suffix\+"
     ):
         CompositeDrafter(SuffixDrafter("suffix", CPU, VOCAB), lm, 4, fused=True)
+
+
+def test_two_pluses_fuse_and_those_of_a_path_do_not(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    pair = tiny_target, tiny_tokenizer
+    folder = ours(tmp_path / "c++/drafter", made("eagle3", tiny_target), *pair)
+    for name, fused in ((f"suffix+{folder}", False), (f"suffix++{folder}", True)):
+        drafter = load_drafter(name, *pair)
+        assert isinstance(drafter, CompositeDrafter) and drafter.fused == fused
 
 
 # --- stores on the disk
