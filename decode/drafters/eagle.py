@@ -14,10 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
+from draftsmith.decode.drafting.grow_tree import at_once, grow_at_once
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.forward.lean_heads import LeanEagle, lean_eagle
+from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
+from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.eagle import Eagle
 
 
@@ -42,6 +45,18 @@ class EagleDrafter(HeadDrafter):
     def read(self, taps_BNU: Tensor, next_BN: Tensor, where: Where | None) -> Tensor:
         assert where is not None
         return self.body.step(self.body.fuse(taps_BNU), next_BN, *where)
+
+    @property
+    def native(self) -> NativeBody | None:
+        return self.body.native if isinstance(self.body, LeanEagle) else None
+
+    def propose(self, request: Round) -> TokenTree:
+        native, body = at_once(request, self.native, self.lm_head), self.body
+        if native is None:
+            return super().propose(request)
+        states = body.before_head(self.state_BH), body.fed_back(self.state_BH)
+        where = self.lm_head, self.pool, self.pool.context
+        return grow_at_once(request, native, *where, *states, request.lens_B)
 
     def feed(self, request: Round) -> Feed:
         width = self.pool.width(request.top + request.plan.slots)

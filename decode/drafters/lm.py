@@ -24,8 +24,10 @@ from draftsmith.decode.drafting.base import (
     Round,
     picked,
 )
-from draftsmith.decode.drafting.grow_tree import grow
+from draftsmith.decode.drafting.grow_tree import at_once, grow, grow_at_once
 from draftsmith.decode.drafting.retrieval import LEAST, retrieved
+from draftsmith.decode.forward.lean import LeanBody
+from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.runner import Runner, Seen, context_of, round_up
 from draftsmith.decode.forward.side_by_side import side_by_side
 from draftsmith.decode.forward.size import ModelSize
@@ -117,14 +119,35 @@ class LMDrafter(Drafter):
         """Its own committed tokens [B, 1], of rows with so many."""
         return (lens_B - self.shift_B).clamp(min=1)[:, None] if self.reads else lens_B[:, None]
 
+    @property
+    def native(self) -> NativeBody | None:
+        call = self.runner.call
+        return call.native if isinstance(call, LeanBody) else None
+
     def propose(self, request: Round) -> TokenTree:
-        tree, self.slot_BN = grow(request, self.feed(request))
-        return tree
+        native, head = at_once(request, self.native, self.runner.head), self.runner.head
+        if native is None:
+            tree, self.slot_BN = grow(request, self.feed(request))
+            return tree
+        self.slot_BN, lens_B1 = None, self._own(request.lens_B)
+        first_BH = self._read_tail(lens_B1, self._width(request))[:, -1]
+        where = head, self.pool, self.runner.context
+        return grow_at_once(request, native, *where, first_BH, None, lens_B1[:, 0] + 1)
 
     def feed(self, request: Round) -> Feed:
-        slots = request.top - self._fewer() + request.plan.slots
-        width = min(round_up(slots), self.pool.slots)
+        width = self._width(request)
         return lambda frontier: self._fed(request, frontier, width)
+
+    def _width(self, request: Round) -> int:
+        """Slots that a round looks at."""
+        slots = request.top - self._fewer() + request.plan.slots
+        return min(round_up(slots), self.pool.slots)
+
+    def _read_tail(self, lens_B1: Tensor, width: int) -> Tensor:
+        """States [B, 2, H] of the last two tokens."""
+        at_B2 = lens_B1 + torch.arange(-1, 1, device=lens_B1.device)
+        fed = self.tail_B2, at_B2, at_B2, Seen(at_B2[:, 0], width)
+        return self.runner.verify(self.pool, *fed)[0]
 
     def extend(self, kept: Kept) -> None:
         known_B = torch.cat([self.tail_B2, kept.tokens_BL], 1)
@@ -165,16 +188,12 @@ class LMDrafter(Drafter):
         return weights_read(self.runner.model) - unread * self.runner.head.weight[0].nbytes
 
     def _fed(self, request: Round, frontier: Frontier, width: int) -> Fed:
-        tokens_BN, lens_B1 = frontier.tokens_BF, self._own(request.lens_B)
-        fed = tokens_BN.shape[1]
+        lens_B1 = self._own(request.lens_B)
         if frontier.depth:
-            at_BN, slots_BN, seen = frontier.placed(lens_B1, width)
-        else:  # the tail
-            tokens_BN = self.tail_B2
-            at_BN = slots_BN = lens_B1 + torch.arange(-1, 1, device=lens_B1.device)
-            seen = Seen(at_BN[:, 0], width)
-        hidden_BNH, _ = self.runner.verify(self.pool, tokens_BN, at_BN, slots_BN, seen)
-        hidden_BFH = hidden_BNH[:, -fed:]
+            placed = frontier.tokens_BF, *frontier.placed(lens_B1, width)
+            hidden_BFH, _ = self.runner.verify(self.pool, *placed)
+        else:
+            hidden_BFH = self._read_tail(lens_B1, width)[:, -1:]
         return Fed(self.runner.logits(hidden_BFH), hidden_BFH)
 
 
@@ -186,6 +205,7 @@ class EasyDrafter(LMDrafter):
     kind = "easy"
     levels = 8  # and so the tokens that the first call feeds, the pending one too, are one more
     held = (*LMDrafter.held, "text_BS")
+    native = None
 
     def __init__(self, whole: LMDrafter, size: int) -> None:
         vars(self).update(vars(whole))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.kv import KVPool, kv_shape
+from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.sampling import BatchParams, SamplingParams
 from draftsmith.decode.token_tree import TokenTree, Topology
@@ -239,6 +240,11 @@ class Drafter(Protocol):
     @property
     def size(self) -> ModelSize | None:
         """Of its model, for the memory planner; None where there is no model."""
+        return None
+
+    @property
+    def native(self) -> NativeBody | None:
+        """What drafts a chain in one call, if there is such a thing."""
         return None
 
     @property

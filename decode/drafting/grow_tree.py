@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.drafting.base import Call, Fed, Feed, Frontier, Round, picked
-from draftsmith.decode.sampling import likeliest, log_race, position_keys
+from draftsmith.decode.forward.kv import KVPool
+from draftsmith.decode.forward.native import ChainStart, NativeBody
+from draftsmith.decode.forward.product import VocabHead
+from draftsmith.decode.sampling import SamplingParams, likeliest, log_race, position_keys
 from draftsmith.decode.token_tree import (
+    COUPLED,
     DETERMINISTIC,
     LAST_DRAWN,
     WITH_REPLACEMENT,
@@ -31,6 +35,8 @@ from draftsmith.decode.tree_shapes import (
     static_topology,
 )
 
+UNFILTERED = SamplingParams().law[1:]
+
 
 def grow(request: Round, feed: Feed) -> tuple[TokenTree, Tensor | None]:
     """The tree that `request` asks for; and, where it isn't the node's own number, the slot [B, N]
@@ -39,6 +45,39 @@ def grow(request: Round, feed: Feed) -> tuple[TokenTree, Tensor | None]:
     if isinstance(request.plan, DynamicTree):
         return grow_dynamic(request, request.plan, feed)
     return grow_static(request, request.plan, feed), None
+
+
+def at_once(request: Round, native: NativeBody | None, head: VocabHead) -> NativeBody | None:
+    """What drafts all of a round in one call, if there is such a thing, and the round asks for a
+    chain of best tokens and for no word of the calls.
+    """
+    if native is None or not request.plan.is_chain:
+        return None
+    params, sampled = request.params, request.law not in (COUPLED, DETERMINISTIC)
+    filtered = not isinstance(params, SamplingParams) or params.law[1:] != UNFILTERED
+    watched = (request.calls, request.enough, request.chance) != (None, None, None)
+    if sampled or request.want_q or filtered or watched:
+        return None
+    return native if native.drafts(head, len(request.lens_B)) else None
+
+
+def grow_at_once(
+    request: Round,
+    native: NativeBody,
+    head: VocabHead,
+    pool: KVPool,
+    context: int,
+    first_BH: Tensor,
+    carried_BH: Tensor | None,
+    at_B: Tensor,
+) -> TokenTree:
+    """The chain that `grow` would come to, in one call; see `ChainStart`."""
+    steps, race_BDV = request.plan.levels, request.race_BDV
+    race_BKV = None if race_BDV is None else race_BDV[:, :steps]
+    drawn = race_BKV, request.params.law[0], context
+    tokens_BK = native.chain(head, pool, ChainStart(first_BH, carried_BH, at_B, *drawn), steps)
+    tokens_BN = torch.cat([request.pending_B[:, None], tokens_BK], 1)
+    return TokenTree(tokens_BN, chain(steps, tokens_BN.device), request.law)
 
 
 def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:

@@ -8,8 +8,6 @@ Shapes: B rows, R of them just admitted, N prompt tokens, L tokens of a kept pat
 text, U width of the taps side by side, H hidden, V vocabulary.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,7 +17,7 @@ from draftsmith.decode.drafting.base import Admitted, Drafter, Fed, Kept, Round,
 from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.forward.attention import Attend, Seen
 from draftsmith.decode.forward.kv import KVPool, SlotCache
-from draftsmith.decode.forward.lean import attend
+from draftsmith.decode.forward.lean import Attending
 from draftsmith.decode.forward.runner import round_up
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
@@ -127,7 +125,7 @@ class HeadKV(KVPool):
     def prefill(self, rows_R: Tensor, length: int) -> Where:
         """Of prompts that begin in rows R; position i is kept in slot i."""
         at_RN, flat_N = self._begun(rows_R, length)
-        return at_RN, partial(attend, SlotCache(self, flat_N, prefix=0), None)
+        return at_RN, Attending(SlotCache(self, flat_N, prefix=0))
 
     def taken(self, rows_R: Tensor, length: int) -> tuple[Tensor, Keep]:
         """The same where nothing attends: positions, and what takes keys and values in."""
@@ -151,7 +149,7 @@ class HeadKV(KVPool):
         dtype = self.kv_2LBSHE.dtype
         attended = Attend(seen, at_BN, groups=self.groups, dtype=dtype, backend="masked")
         cache = SlotCache(self, self.flat(slots_BN), seen.width, attended)
-        return at_BN, partial(attend, cache, None, window=window)
+        return at_BN, Attending(cache, window)
 
     def width(self, slots: int) -> int:
         """Slots to attend over where `slots` are in use."""

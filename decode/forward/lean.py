@@ -15,6 +15,7 @@ key-value head.
 
 import copy
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -258,6 +259,17 @@ def attend(
         query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
     )
     return mixed.transpose(1, 2).flatten(2)
+
+
+@dataclass
+class Attending:
+    """`attend` over these slots, layer by layer, as a head's layers call it."""
+
+    cache: SlotCache
+    window: int | None = None
+
+    def __call__(self, layer: int, *qkv: Tensor) -> Tensor:
+        return attend(self.cache, None, layer, *qkv, window=self.window)
 
 
 class TwiceNorm:

@@ -4,6 +4,7 @@ Shapes: B rows, T pairs or context states, R rows of blocks, H hidden, K key-val
 width, U width of the taps side by side; X any leading axes.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.decode.forward.attention import Attend, Seen
+from draftsmith.decode.forward.kv import KVPool, SlotCache
 from draftsmith.decode.forward.lean import (
     POSITION_ONLY,
+    Attending,
     LeanLayer,
     agree,
     enter,
@@ -21,6 +25,7 @@ from draftsmith.decode.forward.lean import (
     normed,
     rotary_tables,
 )
+from draftsmith.decode.forward.native import Front, NativeBody, weight_of
 from draftsmith.decode.forward.product import Product
 from draftsmith.models.heads.block import Block, Layer
 from draftsmith.models.heads.eagle import Eagle
@@ -50,6 +55,16 @@ class LeanEagle:
             self.of_taps = [norm_of(norm) for norm in getattr(head, "fc_norm", ())]
             self.of_all = norm_of(head.input_norm if head.config.norm_before_fc else None)
         self.cos_SE, self.sin_SE = rotary_tables(head.rotary, head.context, head.fc.weight)
+        self.embedding_VH = head.target_embedding_VH
+        self.native: NativeBody | None = None
+
+    @property
+    def front(self) -> Front:
+        """What comes before its layers, for `native.cpp`."""
+        norms = weight_of(self.of_token), weight_of(self.of_state)
+        maps = (None, None) if self.wide else (self.head.fc.weight, self.head.fc.bias)
+        fed_normed = self.config.norm_output or self.config.mtp
+        return Front(*norms, maps, self.config.norm_before_residual, fed_normed)
 
     def fuse(self, taps_XU: Tensor) -> Tensor:
         if not self.wide:
@@ -62,6 +77,13 @@ class LeanEagle:
     def step(
         self, hidden_BTH: Tensor, tokens_BT: Tensor, positions_BT: Tensor, attention: Attention
     ) -> Tensor:
+        if (
+            self.native is not None
+            and isinstance(attention, Attending)
+            and attention.window is None
+            and self.native.takes(tokens_BT, attention.cache)
+        ):
+            return self.native.last(tokens_BT, positions_BT, attention.cache, hidden_BTH)
         embedded_BTH = self.head.embed(tokens_BT)
         rotary = self.cos_SE[positions_BT].unsqueeze(2), self.sin_SE[positions_BT].unsqueeze(2)
         if self.wide:
@@ -174,7 +196,31 @@ def lean_eagle(head: Eagle) -> LeanEagle | None:
         second_BTH = body.step(body.fed_back(first_BTH), tokens_BT, at_BT, causal())
         return [first_BTH, second_BTH, body.before_head(second_BTH)]
 
-    return _lean(head, LeanEagle, states)
+    made: LeanEagle | None = _lean(head, LeanEagle, states)
+    if made is not None and type(head) is Eagle:  # P-EAGLE's tokens may be none of the target's
+        made.native = NativeBody.of(made, made.front)
+        if made.native is not None and not agree(*_pooled(made), head.fc.weight.dtype):
+            made.native = None
+    return made
+
+
+@torch.inference_mode()
+def _pooled(lean: LeanEagle) -> tuple[list[Tensor], list[Tensor]]:
+    """States of the same two steps in slots of a pool, and what is kept there: in torch, in C++."""
+    taps_BTU, tokens_BT, at_BT = _tried(lean.head)
+    layer, like, found = lean.config.layer, taps_BTU, []
+    groups = layer.num_attention_heads // layer.num_key_value_heads
+    for native in (None, lean.native):
+        body = copy.copy(lean)
+        body.native = native
+        pool = KVPool(layer, rows=2, slots=16, dtype=like.dtype, device=like.device)
+        seen = Seen(torch.zeros(2, dtype=torch.int64, device=like.device), pool.slots)
+        attend = Attend(seen, at_BT, groups=groups, dtype=like.dtype, backend="masked")
+        attention = Attending(SlotCache(pool, pool.flat(at_BT), pool.slots, attend))
+        first_BTH = body.step(body.fuse(taps_BTU), tokens_BT, at_BT, attention)
+        second_BTH = body.step(body.fed_back(first_BTH), tokens_BT, at_BT, attention)
+        found.append([state.float() for state in (first_BTH, second_BTH, pool.kv_2LBSHE)])
+    return found[0], found[1]
 
 
 def lean_block(head: Block) -> LeanBlock | None:

@@ -1,5 +1,6 @@
 // A frozen Llama-like body on a few new tokens, in bf16 on one thread of a CPU: one call for all
-// layers, on the model's own weights (native.py calls it; lean.py has the same in torch).
+// layers, or for all of a drafted chain, on the model's own weights (native.py calls it; lean.py and
+// lean_heads.py have the same in torch).
 //
 // Sums are fp32; what torch holds in bf16 between its calls is rounded to bf16 here too. A token's
 // result doesn't depend on which others come with it. Names: T tokens (rows times new ones), H
@@ -31,16 +32,32 @@ struct Body {
     const bf16 *embedding, *norm, *cos, *sin;
     double epsilon, scale;
     const Layer *layer;
+    // Of a head that reads a state beside each token (`pairs`): norms of both, and the map of them to
+    // what layer 0 reads (null: it reads both); which is also what layer 0 adds to, but without a
+    // map the state, `normed` or as it came. fed_normed: what stands for the next token's state is.
+    int64_t pairs, normed, fed_normed;
+    const bf16 *of_token, *of_state, *front, *front_bias;
 };
 // allowed: [rows, n, width] or null, where new token n sees the slots up to lens + n.
 struct Pass {
     int64_t rows, n, width;
     const int64_t *tokens, *positions, *slots, *lens;
     const uint8_t *allowed;
+    const bf16 *given;  // [T, H]: the states beside the tokens
     bf16 *keys, *values;
     int64_t layer_step, row_step;
     bf16 *states;  // [layers + 1, T, H]: each layer's input, and the last one's output
     bf16 *out;     // [T, H], after the norm
+};
+// How the next tokens of rows are drafted, one after another: the LM head's `size` rows of tokens
+// `ids` (null: of the first), the temperature (0: greedy), and the noise of row b and level k at
+// race + b * race_row + k * race_step (null: none). context: positions that there are.
+struct Chain {
+    int64_t steps, size, context, slots, race_row, race_step;
+    const bf16 *head, *bias;
+    const int64_t *ids;
+    const float *race;
+    double temperature;
 };
 
 static inline float wide(bf16 x) {
@@ -128,6 +145,8 @@ static void rows(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_
                     even[m] = dot32(even[m], w + i, x + m * in + i);
                     odd[m] = dot32(odd[m], w + i + 32, x + m * in + i + 32);
                 }
+            for (; i + 32 <= in; i += 32)
+                for (int m = 0; m < M; m++) even[m] = dot32(even[m], w + i, x + m * in + i);
             for (; i < in; i += 16)
                 for (int m = 0; m < M; m++) even[m] += wide16(w + i) * wide16(x + m * in + i);
             for (int m = 0; m < M; m++) sum[m][r] = even[m] + odd[m];
@@ -155,6 +174,10 @@ static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int
 }
 
 static void normed(const bf16 *x, const bf16 *weight, bf16 *y, int64_t width, double epsilon) {
+    if (!weight) {
+        memmove(y, x, width * sizeof(bf16));
+        return;
+    }
     F16 squares = (F16){};
     for (int64_t i = 0; i < width; i += 16) {
         F16 part = wide16(x + i);
@@ -223,13 +246,14 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
     }
 }
 
-// The layer's queries, keys and values, turned; the new keys and values go to their slots.
-static void entered(const Body &b, const Pass &p, int64_t index, const bf16 *x, bf16 *heads) {
+// The layer's queries, keys and values, turned, of x [T, in]; new keys and values go to their slots.
+static void entered(const Body &b, const Pass &p, int64_t index, const bf16 *x, int64_t in,
+                    bf16 *heads) {
     const Layer &layer = b.layer[index];
     int64_t T = p.rows * p.n, E = b.width, q = b.heads * E, kv = b.kv_heads * E, all = q + 2 * kv;
-    product(layer.qkv[0], layer.qkv_bias[0], x, heads, T, b.hidden, q, all);
-    product(layer.qkv[1], layer.qkv_bias[1], x, heads + q, T, b.hidden, kv, all);
-    product(layer.qkv[2], layer.qkv_bias[2], x, heads + q + kv, T, b.hidden, kv, all);
+    product(layer.qkv[0], layer.qkv_bias[0], x, heads, T, in, q, all);
+    product(layer.qkv[1], layer.qkv_bias[1], x, heads + q, T, in, kv, all);
+    product(layer.qkv[2], layer.qkv_bias[2], x, heads + q + kv, T, in, kv, all);
     for (int64_t t = 0; t < T; t++) {
         bf16 *own = heads + t * all;
         for (int64_t h = 0; h < b.heads + b.kv_heads; h++) {
@@ -247,6 +271,23 @@ static void added(bf16 *x, const bf16 *more, int64_t size) {
     for (int64_t i = 0; i < size; i += 16) store16(x + i, wide16(x + i) + wide16(more + i));
 }
 
+// What layer 0 adds to, `now` [T, H], and, of a head whose layer 0 reads both, the pairs x [T, 2 H].
+static void begun(const Body &b, const Pass &p, bf16 *now, bf16 *x) {
+    int64_t T = p.rows * p.n, H = b.hidden;
+    for (int64_t t = 0; t < T; t++) {
+        const bf16 *token = b.embedding + p.tokens[t] * H, *state = p.given + t * H;
+        if (!b.pairs) {
+            memcpy(now + t * H, token, H * sizeof(bf16));
+            continue;
+        }
+        bf16 *pair = x + 2 * t * H;
+        normed(token, b.of_token, pair, H, b.epsilon);
+        normed(state, b.of_state, pair + H, H, b.epsilon);
+        memcpy(now + t * H, b.normed ? pair + H : state, H * sizeof(bf16));
+    }
+    if (b.front) product(b.front, b.front_bias, x, now, T, 2 * H, H, H);
+}
+
 // Tokens of a pass up to which this is faster than a product at a time.
 extern "C" int64_t most() {
 #ifdef __AVX512BF16__
@@ -260,17 +301,18 @@ extern "C" void body(const Body *model, const Pass *pass) {
     const Body &b = *model;
     const Pass &p = *pass;
     int64_t T = p.rows * p.n, H = b.hidden, I = b.inner, E = b.width;
-    std::vector<bf16> x(T * H), more(T * H), heads(T * (b.heads + 2 * b.kv_heads) * E);
+    std::vector<bf16> x(2 * T * H), more(T * H), heads(T * (b.heads + 2 * b.kv_heads) * E);
     std::vector<bf16> out(T * b.heads * E), inner(2 * T * I);
     std::vector<float> weights(p.width + 16);
-    for (int64_t t = 0; t < T; t++)
-        memcpy(p.states + t * H, b.embedding + p.tokens[t] * H, H * sizeof(bf16));
+    begun(b, p, p.states, x.data());
     for (int64_t l = 0; l < b.layers; l++) {
         const Layer &layer = b.layer[l];
         bf16 *now = p.states + (l + 1) * T * H;
         memcpy(now, now - T * H, T * H * sizeof(bf16));
-        for (int64_t t = 0; t < T; t++) normed(now + t * H, layer.norm, &x[t * H], H, b.epsilon);
-        entered(b, p, l, x.data(), heads.data());
+        bool both = l == 0 && b.pairs && !b.front;
+        for (int64_t t = 0; t < T && !both; t++)
+            normed(now + t * H, layer.norm, &x[t * H], H, b.epsilon);
+        entered(b, p, l, x.data(), both ? 2 * H : H, heads.data());
         attended(b, p, l, heads.data(), out.data(), weights.data());
         product(layer.out, layer.out_bias, out.data(), more.data(), T, b.heads * E, H, H);
         added(now, more.data(), T * H);
@@ -287,4 +329,43 @@ extern "C" void body(const Body *model, const Pass *pass) {
     }
     for (int64_t t = 0; t < T; t++)
         normed(p.states + (b.layers * T + t) * H, b.norm, p.out + t * H, H, b.epsilon);
+}
+
+// Each row's next tokens [rows, steps], from what the LM head reads of the last one, `first` [rows,
+// H], and the state beside it, `carried` (of a head). at: the position of token 0, and its slot of
+// the row, which is where it is fed if another follows. The pass says where keys and values lie.
+extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, const bf16 *first,
+                      const bf16 *carried, const int64_t *at, int64_t *tokens) {
+    const Body &b = *model;
+    const Chain &c = *how;
+    Pass p = *pass;
+    int64_t B = p.rows, H = b.hidden;
+    std::vector<bf16> states((b.layers + 1) * B * H), out(first, first + B * H), logits(B * c.size);
+    std::vector<bf16> given(B * H);
+    std::vector<int64_t> fed(4 * B);
+    if (b.pairs) memcpy(given.data(), carried, B * H * sizeof(bf16));
+    p.tokens = &fed[0], p.positions = &fed[B], p.slots = &fed[2 * B], p.lens = &fed[3 * B];
+    p.given = given.data(), p.states = states.data(), p.out = out.data();
+    for (int64_t k = 0; k < c.steps; k++) {
+        product(c.head, c.bias, out.data(), logits.data(), B, H, c.size, c.size);
+        for (int64_t row = 0; row < B; row++) {
+            const float *race = c.race ? c.race + row * c.race_row + k * c.race_step : nullptr;
+            float most = -INFINITY;
+            int64_t best = 0;
+            for (int64_t d = 0; d < c.size; d++) {
+                float score = wide(logits[row * c.size + d]);
+                if (c.temperature != 0) score /= (float)c.temperature;
+                if (race) score -= race[c.ids ? c.ids[d] : d];
+                if (score > most) most = score, best = d;
+            }
+            int64_t place = at[row] + k;
+            fed[row] = tokens[row * c.steps + k] = c.ids ? c.ids[best] : best;
+            fed[B + row] = place < c.context ? place : c.context - 1;
+            fed[2 * B + row] = row * c.slots + place;
+            fed[3 * B + row] = place;
+        }
+        if (k + 1 == c.steps) break;
+        body(model, &p);
+        memcpy(given.data(), b.fed_normed ? p.out : &states[b.layers * B * H], B * H * sizeof(bf16));
+    }
 }

@@ -1,11 +1,12 @@
-"""The lean body on a few new tokens in one call of C++ (`native.cpp`), on the model's own weights.
+"""A lean body on a few new tokens, or on all of a drafted chain, in one call of C++ (`native.cpp`),
+on the model's own weights.
 
 A step of a small model on a CPU is mostly torch's dispatch, not arithmetic. This is for bf16, on
 one thread (larger models: only where torch has one too); it is compiled once with the machine's own
 compiler and kept in the user's cache. Where there is none, or for more tokens or other widths,
-`lean.py` goes on as it is. The runner compares it with the model's own forward before it is used.
+`lean.py` and `lean_heads.py` go on as they are. It is compared with them before it is used.
 
-Shapes: B rows, N tokens, H hidden.
+Shapes: B rows, N tokens, K of a chain, H hidden, V vocabulary.
 """
 
 import ctypes
@@ -18,13 +19,14 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from draftsmith.decode.forward.kv import SlotCache
+from draftsmith.decode.forward.kv import KVPool, SlotCache
+from draftsmith.decode.forward.product import VocabHead
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
@@ -39,13 +41,34 @@ class _Body(ctypes.Structure):
     _fields_ = [(n, _N) for n in ("layers", "hidden", "heads", "kv_heads", "width", "inner")]
     _fields_ += [(n, _P) for n in ("embedding", "norm", "cos", "sin")]
     _fields_ += [("epsilon", ctypes.c_double), ("scale", ctypes.c_double), ("layer", _P)]
+    _fields_ += [(n, _N) for n in ("pairs", "normed", "fed_normed")]
+    _fields_ += [(n, _P) for n in ("of_token", "of_state", "front", "front_bias")]
 
 
 class _Pass(ctypes.Structure):
     _fields_ = [(n, _N) for n in ("rows", "n", "width")]
-    _fields_ += [(n, _P) for n in ("tokens", "positions", "slots", "lens", "allowed")]
+    _fields_ += [(n, _P) for n in ("tokens", "positions", "slots", "lens", "allowed", "given")]
     _fields_ += [("keys", _P), ("values", _P), ("layer_step", _N), ("row_step", _N)]
     _fields_ += [("states", _P), ("out", _P)]
+
+
+class _Chain(ctypes.Structure):
+    _fields_ = [(n, _N) for n in ("steps", "size", "context", "slots", "race_row", "race_step")]
+    _fields_ += [(n, _P) for n in ("head", "bias", "ids", "race")]
+    _fields_ += [("temperature", ctypes.c_double)]
+
+
+class Front(NamedTuple):
+    """Of a head that reads a state beside each token: the norms of both, the map (weight, bias) to
+    what the first layer reads (None: it reads both), whether that adds to the normed state, and
+    whether what stands for the next token's state is normed.
+    """
+
+    of_token: Tensor | None
+    of_state: Tensor | None
+    maps: tuple[Tensor | None, Tensor | None] = (None, None)
+    normed: bool = False
+    fed_normed: bool = False
 
 
 @cache
@@ -76,28 +99,31 @@ def library() -> Any:
 class NativeBody:
     """The same as a lean body's call, on whole layers from the first on."""
 
-    def __init__(self, body: Any, made: Any) -> None:
-        self.run, self.most, self.layers = made.body, made.most(), len(body.layers)
+    def __init__(self, body: Any, made: Any, front: Front | None) -> None:
+        self.made, self.most, self.layers = made, made.most(), len(body.layers)
         first, embedding_VH = body.layers[0], body.embedding_VH
         heads, kv_heads, width = first.sizes
         self.hidden = embedding_VH.shape[1]
         inner = first.exit[2].tensors[0][0].shape[0]
-        self.tensors = [embedding_VH, body.norm.weight, body.cos_SE, body.sin_SE]
-        at = [tensor.data_ptr() for tensor in self.tensors]
+        self.tensors = [embedding_VH, weight_of(body.norm), body.cos_SE, body.sin_SE]
         parts = [part for layer in body.layers for part in parts_of(layer)]
-        self.pointers = (_P * len(parts))(*(None if t is None else t.data_ptr() for t in parts))
+        self.pointers = (_P * len(parts))(*map(pointer, parts))
         self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
-        sizes = self.layers, self.hidden, heads, kv_heads, width, inner
+        self.front, begin = front, front or Front(None, None)
         self.body = _Body(
-            *sizes, *at, body.norm.epsilon, first.scale, ctypes.addressof(self.pointers)
+            *(self.layers, self.hidden, heads, kv_heads, width, inner),
+            *map(pointer, self.tensors),
+            *(first.exit[1].epsilon, first.scale, ctypes.addressof(self.pointers)),
+            *(front is not None, begin.normed, begin.fed_normed),
+            *map(pointer, (begin.of_token, begin.of_state, *begin.maps)),
         )
 
     @classmethod
-    def of(cls, body: Any) -> "NativeBody | None":
-        """The native form of a lean body; None where there is none."""
-        if not fits(body) or (made := library()) is None:
+    def of(cls, body: Any, front: Front | None = None) -> "NativeBody | None":
+        """The native form of a lean body, or of a lean head's layers; None where there is none."""
+        if not fits(body, front) or (made := library()) is None:
             return None
-        native = cls(body, made)
+        native = cls(body, made, front)
         return native if native.alone else None
 
     @property
@@ -119,38 +145,93 @@ class NativeBody:
         positions_BN: Tensor,
         cache: SlotCache,
         taken: dict[int, Tensor | None],
+        given_BNH: Tensor | None = None,
     ) -> Tensor:
+        """given_BNH: the states that a head reads beside the tokens."""
         assert cache.attend is not None and cache.flat_slots is not None
         seen, pool, allowed_BNS = cache.attend.seen, cache.pool, None
         if seen.block is not None:
             allowed_BNS = cache.attend.allowed(None).contiguous()
         whole = [x.contiguous() for x in (tokens_BN, positions_BN, cache.flat_slots, seen.lens_B)]
+        given_BNH = None if given_BNH is None else given_BNH.contiguous()
         shape = (*tokens_BN.shape, self.hidden)
         states_LBNH = pool.kv_2LBSHE.new_empty((self.layers + 1, *shape))
         out_BNH = pool.kv_2LBSHE.new_empty(shape)
-        sides = pool.keys_LBSHE, pool.values_LBSHE
         call = _Pass(
-            *tokens_BN.shape,
-            seen.width,
-            *(x.data_ptr() for x in whole),
-            None if allowed_BNS is None else allowed_BNS.data_ptr(),
-            *(side.data_ptr() for side in sides),
-            *sides[0].stride()[:2],
-            states_LBNH.data_ptr(),
-            out_BNH.data_ptr(),
+            *(*tokens_BN.shape, seen.width),
+            *map(pointer, (*whole, allowed_BNS, given_BNH)),
+            *laid(pool),
+            *map(pointer, (states_LBNH, out_BNH)),
         )
-        self.run(ctypes.byref(self.body), ctypes.byref(call))
+        self.made.body(ctypes.byref(self.body), ctypes.byref(call))
         for layer in taken:
             taken[layer] = states_LBNH[layer]
         return out_BNH
 
+    def last(
+        self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, given_BNH: Tensor
+    ) -> Tensor:
+        """What its last layer gives, [B, N, H], of tokens and the states beside them."""
+        taken: dict[int, Tensor | None] = {self.layers: None}
+        self(tokens_BN, positions_BN, cache, taken, given_BNH)
+        state_BNH = taken[self.layers]
+        assert state_BNH is not None
+        return state_BNH
+
+    def drafts(self, head: VocabHead, rows: int) -> bool:
+        """Whether it drafts chains of so many rows by this LM head."""
+        ready = head.packs and self.alone and rows <= self.most
+        return ready and len(head.weight) % 4 == 0 and head.weight.is_contiguous()
+
+    def chain(self, head: VocabHead, pool: KVPool, start: "ChainStart", steps: int) -> Tensor:
+        """Each row's next tokens [B, K], the best by the scores that `choose` takes."""
+        states = [None if x is None else x.contiguous() for x in start[:2]]
+        at_B, race_BKV, temperature, context = start[2:]
+        rows, weight, biases = len(at_B), head.weight, head.tensors[1] or (None,)
+        tokens_BK = at_B.new_empty(rows, steps)
+        strides = (0, 0) if race_BKV is None else race_BKV.stride()[:2]
+        how = _Chain(
+            *(steps, len(weight), context, pool.slots, *strides),
+            *map(pointer, (weight, biases[0], head.ids_D, race_BKV)),
+            temperature,
+        )
+        at = _Pass(rows, 1, pool.slots, *(None,) * 6, *laid(pool), None, None)
+        beside = (_P(pointer(x)) for x in (*states, at_B.contiguous(), tokens_BK))
+        self.made.chain(*map(ctypes.byref, (self.body, at, how)), *beside)
+        return tokens_BK
+
+
+class ChainStart(NamedTuple):
+    """Where rows' chains begin: what the LM head reads of the last token, the state that stands
+    beside the next one (of a head), and that one's position, which is its slot in its row; and how
+    their tokens are drawn. context: the positions that there are.
+    """
+
+    first_BH: Tensor
+    carried_BH: Tensor | None
+    at_B: Tensor
+    race_BKV: Tensor | None
+    temperature: float
+    context: int
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Where it lies."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def laid(pool: KVPool) -> list[int]:
+    """Where a pool's keys and values lie, and how far layers and rows are apart."""
+    sides = pool.keys_LBSHE, pool.values_LBSHE
+    return [*(side.data_ptr() for side in sides), *sides[0].stride()[:2]]
+
 
 def parts_of(layer: Any) -> Sequence[Tensor | None]:
     """A lean layer's tensors in the order of `Layer` in native.cpp."""
-    norm, qkv, *own = layer.entry
+    first, qkv, *own = layer.entry
     out, after, gate_up, down = layer.exit
     (q, k, v), biases = qkv.tensors[0], qkv.tensors[1] or (None,) * 3
-    parts = [norm.weight, q, k, v, *biases, *(n if n is None else n.weight for n in own)]
+    parts = [weight_of(first), q, k, v, *biases, *map(weight_of, own)]
     for product in (out, gate_up, down):
         weights, some = product.tensors
         for weight, bias in zip(weights, some or (None,) * len(weights), strict=True):
@@ -160,7 +241,13 @@ def parts_of(layer: Any) -> Sequence[Tensor | None]:
     return parts
 
 
-def fits(body: Any) -> bool:
+def weight_of(norm: Any) -> Tensor | None:
+    """Of a norm in the form that bf16 has on a CPU."""
+    weight: Tensor | None = getattr(norm, "weight", None)
+    return weight
+
+
+def fits(body: Any, front: Front | None) -> bool:
     """Whether every layer is whole, packed and of widths that native.cpp knows."""
     if body.embedding_VH.device.type != "cpu" or body.embedding_VH.dtype != torch.bfloat16:
         return False
@@ -169,9 +256,11 @@ def fits(body: Any) -> bool:
         if not all(getattr(product, "packs", False) for product in products):
             return False
         same = (layer.sizes, layer.scale) == (body.layers[0].sizes, body.layers[0].scale)
-        norms = [n for n in (layer.entry[0], *layer.entry[2:], layer.exit[1]) if n is not None]
-        same = same and all(norm.epsilon == body.norm.epsilon for norm in norms)
-        whole = layer.index == place and len(layer.halves) == 2 and layer.entry[0] is not None
+        norms = [body.norm, layer.entry[0], *layer.entry[2:]]
+        same = same and all(n is None or n.epsilon == layer.exit[1].epsilon for n in norms)
+        headed = place == 0 and front is not None
+        whole = layer.index == place and len(layer.halves) == 2
+        whole = whole and (layer.entry[0] is not None or headed)
         known = isinstance(layer.activation, nn.SiLU | SiLUActivation)
         inputs = [weight.shape[1] for product in products for weight in product.tensors[0]]
         even = layer.sizes[2] in WIDTHS and all(width % STEP == 0 for width in inputs)

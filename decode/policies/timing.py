@@ -23,6 +23,7 @@ from draftsmith.decode.tree_shapes import Plan, chain_plan
 REPEATS, SHORT = 50, 25
 TURNS, LEAST, LONGEST = 100, 12, 20.0  # of `least_times`: turns, and seconds for all of them
 SANE, TRIES = 0.7, 3  # of the time of one token: what no larger pass takes less than
+LEVELS = 5  # of the chain by which a level's share is found
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # tokens a row, of `measured_costs`
 
 Call = Callable[[], object]
@@ -54,7 +55,8 @@ def isolated_times(
         calls["draft"] = propose_call(drafter, plan, **at, device=target.device)
     else:
         twin = with_room(drafter, batch, context + plan.slots + 1)
-        calls["draft"] = draft_call(twin, plan.fed, **at, device=target.device)
+        by = chain_call if plan.is_chain and drafter.native is not None else draft_call
+        calls["draft"] = by(twin, plan.fed, **at, device=target.device)
         if drafter.taps:
             calls["extend"] = extend_call(twin, target, plan.levels + 1, **at)
     if not drafter.host:
@@ -71,14 +73,15 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
     contexts. A drafter without a model of its own costs nothing. ValueError: times that can't be
     true.
 
-    A draft call of so many nodes is the second one of a round: heads know the root's law before any
+    A draft call of so many nodes is the second one of a round, or one of several where a chain is
+    drafted at once: heads know the root's law before any
     is fed; what a round spends on that is spent in `extend`. Of drafters of one pass the first call
     is timed too, with `extend`.
     """
     sizes = tuple(size for size in SIZES if size < 2 * plan.nodes)
-    room = min(target.context, drafter.context) - sizes[-1] - 1
+    room = min(target.context, drafter.context) - max(sizes[-1], LEVELS) - 1
     half = max(1, min(context // 2, room))
-    slots = half + 1 + sizes[-1]
+    slots = half + 1 + max(sizes[-1], LEVELS)
     pool = target.pool(rows, slots)
     at: dict[str, Any] = {"batch": rows, "context": half}
     calls: dict[Any, Call] = {n: forward_call(target, length=n, pool=pool, **at) for n in sizes}
@@ -87,6 +90,9 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
         for n in sizes:
             fed = (*[1] * drafter.stride, n) if drafter.levels > drafter.stride else (1,)
             calls["draft", n] = LastDraftCall(twin, fed, device=target.device, **at)
+        if plan.is_chain and drafter.native is not None:
+            for levels in (1, LEVELS):
+                calls["chain", levels] = chain_call(twin, (1,) * levels, device=target.device, **at)
         if drafter.one_pass:
             calls["first"] = LastDraftCall(twin, (1,), plan, device=target.device, **at)
             calls["extend"] = extend_call(twin, target, plan.levels + 1, **at)
@@ -103,6 +109,9 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
             f"for more, {TRIES} times over, which can't be; expected a steady machine: stop what "
             "else runs, or give each process its own cores (threads=1)"
         )
+    if ("chain", 1) in times:  # all calls are one, of which each level is a part
+        whole = times["chain", LEVELS] - times["chain", 1]
+        times["draft", 1] = max(whole, 0.0) / (LEVELS - 1)
     drafts = tuple(times.get(("draft", n), 0.0) / drafter.stride for n in sizes)
     first = times["first"] + times["extend"] if drafter.one_pass else None
     return Costs(sizes, tuple(times[n] for n in sizes), drafts, first)
@@ -171,6 +180,14 @@ def draft_call(twin: Drafter, fed: Sequence[int], **at: Any) -> Call:
         last()
 
     return call
+
+
+def chain_call(
+    twin: Drafter, fed: Sequence[int], *, batch: int, context: int, device: torch.device
+) -> Call:
+    """A chain of so many levels, as a round drafts it."""
+    request = round_of(chain_plan(len(fed)), batch, context, device)
+    return lambda: twin.propose(request)
 
 
 class LastDraftCall:

@@ -132,7 +132,12 @@ class Head(nn.Module):
     def embed(self, tokens_X: Tensor) -> Tensor:
         """The target's embeddings [..., H] of tokens, in the head's own type."""
         dtype = next(self.parameters()).dtype
-        return F.embedding(tokens_X, self._bound[0]).to(dtype)
+        return F.embedding(tokens_X, self.target_embedding_VH).to(dtype)
+
+    @property
+    def target_embedding_VH(self) -> Tensor:
+        """The target's embeddings."""
+        return self._bound[0]
 
     @property
     def target_head_VH(self) -> Tensor:
