@@ -50,11 +50,10 @@ class EagleDrafter(HeadDrafter):
     def native(self) -> NativeBody | None:
         return self.body.native if isinstance(self.body, LeanEagle) else None
 
-    def propose(self, request: Round) -> TokenTree:
-        native, body = at_once(request, self.native, self.lm_head), self.body
-        if native is None:
-            return super().propose(request)
-        states = body.before_head(self.state_BH), body.fed_back(self.state_BH)
+    def at_once(self, request: Round) -> TokenTree | None:
+        if (native := at_once(request, self.native, self.lm_head)) is None:
+            return None
+        states = self.body.before_head(self.state_BH), self.body.fed_back(self.state_BH)
         where = self.lm_head, self.pool, self.pool.context
         return grow_at_once(request, native, *where, *states, request.lens_B)
 

@@ -81,9 +81,15 @@ class HeadDrafter(Drafter):
         self.state_BH[rows_R] = picked(states_RNH, last_R1)[:, 0]
 
     def propose(self, request: Round) -> TokenTree:
+        if (tree := self.at_once(request)) is not None:
+            return tree
         feed = self.feed(request)
         assert feed is not None, "a head is asked by draft calls"
         return grow(request, feed)[0]
+
+    def at_once(self, request: Round) -> TokenTree | None:
+        """The chain asked for, where one call drafts all of it."""
+        return None
 
     def extend(self, kept: Kept) -> None:
         """What layers make beyond the kept tokens is overwritten before anything sees it."""
