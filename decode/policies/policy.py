@@ -32,9 +32,12 @@ class Costs(NamedTuple):
     verify: tuple[float, ...]
     draft: tuple[float, ...]
     first: float | None = None
+    level: float | None = None
 
     def of(self, plan: Plan) -> float:
         """Seconds of a round of this plan."""
+        if self.level is not None and plan.is_chain:
+            return plan.levels * self.level + self.verifying(plan)
         calls = [float(np.interp(n, self.nodes, self.draft)) for n in plan.fed]
         if self.first is not None:
             calls[0] = self.first

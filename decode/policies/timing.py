@@ -73,8 +73,7 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
     contexts. A drafter without a model of its own costs nothing. ValueError: times that can't be
     true.
 
-    A draft call of so many nodes is the second one of a round, or one of several where a chain is
-    drafted at once: heads know the root's law before any
+    A draft call of so many nodes is the second one of a round: heads know the root's law before any
     is fed; what a round spends on that is spent in `extend`. Of drafters of one pass the first call
     is timed too, with `extend`.
     """
@@ -90,7 +89,7 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
         for n in sizes:
             fed = (*[1] * drafter.stride, n) if drafter.levels > drafter.stride else (1,)
             calls["draft", n] = LastDraftCall(twin, fed, device=target.device, **at)
-        if plan.is_chain and drafter.native is not None:
+        if drafter.native is not None:
             for levels in (1, LEVELS):
                 calls["chain", levels] = chain_call(twin, (1,) * levels, device=target.device, **at)
         if drafter.one_pass:
@@ -109,12 +108,12 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
             f"for more, {TRIES} times over, which can't be; expected a steady machine: stop what "
             "else runs, or give each process its own cores (threads=1)"
         )
-    if ("chain", 1) in times:  # all calls are one, of which each level is a part
-        whole = times["chain", LEVELS] - times["chain", 1]
-        times["draft", 1] = max(whole, 0.0) / (LEVELS - 1)
+    level = None
+    if drafter.native is not None:
+        level = max(0.0, times["chain", LEVELS] - times["chain", 1]) / (LEVELS - 1)
     drafts = tuple(times.get(("draft", n), 0.0) / drafter.stride for n in sizes)
     first = times["first"] + times["extend"] if drafter.one_pass else None
-    return Costs(sizes, tuple(times[n] for n in sizes), drafts, first)
+    return Costs(sizes, tuple(times[n] for n in sizes), drafts, first, level)
 
 
 @torch.inference_mode()

@@ -19,7 +19,8 @@ from draftsmith.decode.drafting.retrieval import LEAST
 from draftsmith.decode.forward import lean_heads, native
 from draftsmith.decode.forward.lean_heads import LeanEagle
 from draftsmith.decode.forward.native import NativeBody
-from draftsmith.decode.policies.timing import round_of
+from draftsmith.decode.forward.runner import Runner
+from draftsmith.decode.policies.timing import measured_costs, round_of
 from draftsmith.decode.sampling import RowParams, SamplingParams, log_race, position_keys
 from draftsmith.decode.token_tree import WITHOUT_REPLACEMENT, TokenTree
 from draftsmith.decode.tree_shapes import parse_tree
@@ -228,3 +229,14 @@ def test_a_head_that_differs_there_stays_in_torch(
     drafter = drafter_of("eagle3", target)
     assert isinstance(drafter, EagleDrafter) and isinstance(drafter.body, LeanEagle)
     assert drafter.body.native is None
+
+
+@torch.inference_mode()
+def test_a_level_of_a_chain_costs_what_drafting_at_once_does(target: PreTrainedModel) -> None:
+    runner, largest = Runner(target, VOCAB), parse_tree("eagle-25", None)
+    costs = measured_costs(runner, drafter_of("eagle3", target), largest, 1, 20)
+    assert costs.level is not None and costs.level > 0
+    chain_of_4, slower = parse_tree("chain", 4), costs._replace(level=costs.level + 1.0)
+    assert slower.of(chain_of_4) == pytest.approx(costs.of(chain_of_4) + 4.0)
+    assert slower.of(largest) == costs.of(largest)
+    assert measured_costs(runner, drafter_of("peagle", target), largest, 1, 20).level is None
