@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.decode.forward.compiled import library, uniforms
+
 # Streams of noise that must not be shared. COUPLED is the same for target and draft on purpose.
 COUPLED, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
 
@@ -216,7 +218,10 @@ def log_race(keys_BD: Tensor, vocab_size: int) -> Tensor:
     precision, so ties among 128k tokens stay as rare as 32 bits allow; the usual -log(-log u) in
     fp32 loses just those bits.
     """
-    uniform = _uniform(_mix(keys_BD[..., None] + _steps(vocab_size, keys_BD.device)))
+    if keys_BD.device.type == "cpu" and library() is not None:
+        uniform = uniforms(keys_BD, vocab_size)
+    else:
+        uniform = _uniform(_mix(keys_BD[..., None] + _steps(vocab_size, keys_BD.device)))
     return uniform.neg_().log1p_().neg_().log_()
 
 

@@ -23,7 +23,8 @@ from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_p
 from draftsmith.decode.verify.rules import RULES
 
 GIB = 1 << 30
-# Noise is made of 64-bit integers, two arrays alive at once: times its fp32 bytes.
+# Noise is made of 64-bit integers, two arrays alive at once: times its fp32 bytes. (On a CPU with a
+# compiler it takes no more than these.)
 RACE = 4
 # Copies of the logits that are alive together while they are transformed, the raw ones included.
 FILTERED, SORTED = 2.25, 6.0

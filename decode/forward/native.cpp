@@ -396,3 +396,19 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
         memcpy(given.data(), b.fed_normed ? p.out : &states[b.layers * B * H], B * H * sizeof(bf16));
     }
 }
+
+static inline uint64_t finished(uint64_t x) {  // splitmix64's
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+// Of each key, a number for each token, as sampling.py has it.
+extern "C" void uniforms(const int64_t *keys, float *out, int64_t count, int64_t vocab) {
+    for (int64_t k = 0; k < count; k++, out += vocab)
+        for (int64_t v = 0; v < vocab; v++) {
+            uint64_t key = (uint64_t)keys[k] + (uint64_t)(v + 1) * 0x9E3779B97F4A7C15u;
+            float made = ((float)(uint32_t)(finished(key) >> 32) + 0.5f) * 0x1p-32f;
+            out[v] = made < 1 - 0x1p-24f ? made : 1 - 0x1p-24f;
+        }
+}

@@ -2,34 +2,25 @@
 on the model's own weights.
 
 A step of a small model on a CPU is mostly torch's dispatch, not arithmetic. This is for bf16, on
-one thread (larger models: only where torch has one too); it is compiled once with the machine's own
-compiler and kept in the user's cache. Where there is none, or for more tokens or other widths,
-`lean.py` and `lean_heads.py` go on as they are. It is compared with them before it is used.
+one thread (larger models: only where torch has one too). Where no compiler is, or for more tokens
+or other widths, `lean.py` and `lean_heads.py` go on as they are. It is compared with them before it
+is used.
 
 Shapes: B rows, N tokens, K of a chain, H hidden, V vocabulary.
 """
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.kv import KVPool, SlotCache
 from draftsmith.decode.forward.product import VocabHead
 
-SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
 WIDTHS = (32, 64, 96, 128)  # of a head
 SMALL = 64 << 20  # bytes of layers that one thread reads as fast as torch calls several
 STEP = 16  # what all other widths are multiples of
@@ -69,31 +60,6 @@ class Front(NamedTuple):
     maps: tuple[Tensor | None, Tensor | None] = (None, None)
     normed: bool = False
     fed_normed: bool = False
-
-
-@cache
-def library() -> Any:
-    """The compiled functions; None where this machine can't compile them."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        return None
-    try:
-        info = Path("/proc/cpuinfo")
-        cpu = info.read_text().split("\n\n")[0] if info.exists() else platform.processor()
-        kind = [line for line in cpu.splitlines() if line.startswith(("model name", "flags"))]
-        mark = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, compiler, *kind]).encode())
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
-        made = folder / f"native-{mark.hexdigest()[:16]}.so"
-        if not made.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as part:
-                built = Path(part) / "native.so"
-                command = [compiler, *FLAGS, "-w", str(SOURCE), "-o", str(built)]
-                subprocess.run(command, check=True, capture_output=True, timeout=120)
-                built.replace(made)  # whole or not at all: others may be building it too
-        return ctypes.CDLL(str(made))
-    except (OSError, RuntimeError, subprocess.SubprocessError):
-        return None
 
 
 class NativeBody:

@@ -13,6 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.sampling import (
     SamplingParams,
     choose,
@@ -200,6 +201,20 @@ def test_noise_depends_on_seed_position_token_and_stream_only() -> None:
     assert len(set(together.flatten().tolist())) == 4
     assert position_keys(seeds, torch.tensor([[7], [7]]), stream=1)[0, 0] != together[0, 0]
     assert torch.equal(log_race(together, 50)[..., :20], log_race(together, 20))
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("vocab", [1, 37, 4_096, 131_072])
+def test_noise_in_one_call_is_torchs_to_the_last_bit(
+    vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers and their logarithms; of keys that lie apart in memory too."""
+    keys_BD = position_keys(torch.arange(-2, 3), torch.arange(4).expand(5, -1)).roll(1, 0)[::2, 1:]
+    assert not keys_BD.is_contiguous()
+    ours = log_race(keys_BD, vocab)
+    monkeypatch.setattr("draftsmith.decode.sampling.library", lambda: None)
+    assert torch.equal(ours, log_race(keys_BD, vocab))
+    assert not torch.equal(ours, log_race(keys_BD + 1, vocab))
 
 
 def test_uniform_is_strictly_inside() -> None:

@@ -16,7 +16,8 @@ from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
 from draftsmith.decode.drafting import grow_tree
 from draftsmith.decode.drafting.base import Admitted, Drafter, Kept, Round
 from draftsmith.decode.drafting.retrieval import LEAST
-from draftsmith.decode.forward import lean_heads, native
+from draftsmith.decode.forward import lean_heads
+from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.lean_heads import LeanEagle
 from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.runner import Runner
@@ -27,7 +28,7 @@ from draftsmith.decode.tree_shapes import parse_tree
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.vocab import DraftVocab
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 CPU, K = torch.device("cpu"), 5
 SIZES = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
 LMS = ("lm", "trimmed", "rapid")

@@ -77,7 +77,10 @@ def test_a_runs_peak_is_planned(
     tiny_tokenizer: PreTrainedTokenizerBase,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Eight rows, 16 nodes and more, 32k tokens: the pools, and a round's logits, noise and q."""
+    """Eight rows, 16 nodes and more, 32k tokens: the pools, and a round's logits, noise and q, which
+    is made as on a GPU.
+    """
+    monkeypatch.setattr("draftsmith.decode.sampling.library", lambda: None)
     monkeypatch.setattr("draftsmith.decode.engine.decoder.vocab_size", lambda tokenizer: LARGE)
     planned, used = planned_and_used(
         tiny_tokenizer, params, vocab=LARGE, prompt=20, rounds=2, **settings

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from draftsmith.decode.forward import native
+from draftsmith.decode.forward import compiled, native
 from draftsmith.decode.forward.runner import Runner, Seen
 
 SIZES = {
@@ -34,7 +34,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 64})),
 }
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(compiled.library() is None, reason="no C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -123,11 +123,11 @@ def test_without_it_the_lean_body_goes_on(
 ) -> None:
     model = made("llama")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.library.cache_clear()
+    compiled.library.cache_clear()
     if reason == "no compiler":
-        monkeypatch.setattr(native.shutil, "which", lambda name: None)
+        monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     elif reason == "it fails":
-        monkeypatch.setattr(native.shutil, "which", lambda name: "/bin/false")
+        monkeypatch.setattr(compiled.shutil, "which", lambda name: "/bin/false")
     elif reason == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
         monkeypatch.setattr(native, "SMALL", 0)
@@ -137,6 +137,6 @@ def test_without_it_the_lean_body_goes_on(
     else:
         model = model.float()
     runner = Runner(model, 120)
-    native.library.cache_clear()
+    compiled.library.cache_clear()
     assert runner.call is not runner._whole and runner.call.native is None
     states(runner)

@@ -1,0 +1,64 @@
+"""What is written in C++ (`native.cpp`), compiled once with the machine's own compiler and kept in
+the user's cache; and of that what needs no model: the noise.
+
+Shapes: B rows, D positions, V vocabulary.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
+
+
+@cache
+def library() -> Any:
+    """The compiled functions; None where this machine can't compile them."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        return None
+    try:
+        info = Path("/proc/cpuinfo")
+        cpu = info.read_text().split("\n\n")[0] if info.exists() else platform.processor()
+        kind = [line for line in cpu.splitlines() if line.startswith(("model name", "flags"))]
+        mark = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, compiler, *kind]).encode())
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
+        made = folder / f"native-{mark.hexdigest()[:16]}.so"
+        if not made.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as part:
+                built = Path(part) / "native.so"
+                command = [compiler, *FLAGS, "-w", str(SOURCE), "-o", str(built)]
+                subprocess.run(command, check=True, capture_output=True, timeout=120)
+                built.replace(made)  # whole or not at all: others may be building it too
+        return ctypes.CDLL(str(made))
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return None
+
+
+@torch.library.custom_op("draftsmith::uniforms", mutates_args=(), device_types="cpu")
+def uniforms(keys_BD: Tensor, vocab_size: int) -> Tensor:
+    """Numbers in (0, 1) [B, D, V] fp32, to the last bit those of `sampling.log_race`; only where
+    there is a `library`. An operator, so that what records a round sees it.
+    """
+    found_BDV = keys_BD.new_empty((*keys_BD.shape, vocab_size), dtype=torch.float32)
+    whole = keys_BD.contiguous()
+    at = (ctypes.c_void_p(x.data_ptr()) for x in (whole, found_BDV))
+    library().uniforms(*at, *map(ctypes.c_int64, (keys_BD.numel(), vocab_size)))
+    return found_BDV
+
+
+@uniforms.register_fake
+def _(keys_BD: Tensor, vocab_size: int) -> Tensor:
+    return keys_BD.new_empty((*keys_BD.shape, vocab_size), dtype=torch.float32)
