@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from doc_pages import anchors, links, named, pages
+from doc_pages import anchors, links, named, pages, text_of
 from house_rules import ROOT
 
 
@@ -16,7 +16,7 @@ def dead(page: Path, text: str) -> list[str]:
         file = (page.parent / path).resolve() if path else page
         if not file.is_file():
             found.append(f"{named(page)}:{line}: no file {path}")
-        elif anchor and anchor not in anchors(text if file == page else file.read_text("utf-8")):
+        elif anchor and anchor not in anchors(text if file == page else text_of(file)):
             found.append(f"{named(page)}:{line}: no heading {goal}")
         elif (ROOT / "docs") in page.parents and (ROOT / "docs") not in file.parents:
             found.append(f"{named(page)}:{line}: {path} isn't on the site")
@@ -25,7 +25,7 @@ def dead(page: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", pages(), ids=named)
 def test_every_link_leads_somewhere(page: Path) -> None:
-    assert dead(page, page.read_text("utf-8")) == []
+    assert dead(page, text_of(page)) == []
 
 
 def test_a_dead_link_is_found() -> None:

@@ -1,10 +1,12 @@
 """The pages of the documentation as text: their links, their anchors, the commands on them."""
 
+import importlib.util
 import re
 import shlex
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import yaml
@@ -31,6 +33,21 @@ class Command(NamedTuple):
 def pages() -> list[Path]:
     """Everything that is read as a page: of the site, and beside it."""
     return [*sorted(DOCS.rglob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "CONTRIBUTING"))]
+
+
+def site_pages() -> ModuleType:
+    """docs/site_pages.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location("site_pages", DOCS / "site_pages.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def text_of(path: Path) -> str:
+    """A page with the parts that are read from the source."""
+    text = path.read_text("utf-8")
+    return SITE_PAGES.fill(text) if DOCS in path.parents else text
 
 
 def named(path: Path) -> str:
@@ -117,3 +134,6 @@ def navigation() -> list[str]:
                     yield from walk(goal)
 
     return list(walk(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+
+
+SITE_PAGES = site_pages()
