@@ -104,6 +104,7 @@ $(VENV)-docs/.ready: docs/requirements.txt
 	@touch $@
 
 docs: export PYTHONPATH = .typing
+docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)-docs/.ready links
 	$(VENV)-docs/bin/mkdocs build -q --strict
 

@@ -64,9 +64,9 @@ def commands() -> str:
 
 def entries() -> str:
     """The training entries, after the keys of how they are launched."""
-    launch = ["## How entries are launched", keys_table(of_module("draftsmith.launch").keys("Launch"))]
-    named = [name for name in COMMANDS if name.startswith("train ")]
-    return "\n\n".join([*launch, *(section(name) for name in named)])
+    launch = keys_table(of_module("draftsmith.launch").keys("Launch"))
+    named = [section(name) for name in COMMANDS if name.startswith("train ")]
+    return "\n\n".join(["## How entries are launched", launch, *named])
 
 
 def recipes() -> str:

@@ -1,4 +1,4 @@
-"""The example of Ray Serve on the page of servers: sound Python, and our vLLM line's own options."""
+"""The Ray Serve example on the page of servers: sound Python, with our vLLM line's options."""
 
 import json
 import re
