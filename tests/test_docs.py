@@ -149,3 +149,19 @@ def test_the_site_is_built_strictly_and_asks_nobody(tmp_path: Path) -> None:
         html = (tmp_path / name).with_suffix(".html").read_text("utf-8")
         assert "<!-- from:" not in html
         assert not re.findall(r'<(?:script|link|img|iframe)[^>]*="(?:https?:)?//[^"]*"', html)
+
+
+ITEM = re.compile(r" {0,3}([-*]|\d+\.) ")
+
+
+@pytest.mark.parametrize("page", pages(), ids=named)
+def test_lists_and_tables_begin_after_an_empty_line(page: Path) -> None:
+    """Else the site takes them for running text, though GitHub doesn't."""
+    late, before = [], (0, "")
+    for number, line in prose(page.read_text("utf-8")):
+        last = before[1] if before[0] == number - 1 else ""
+        begins = ITEM.match(line) and not (ITEM.match(last) or last.startswith("  "))
+        begins = begins or (line.startswith("|") and not last.startswith("|"))
+        late += [number] if begins and last.strip() else []
+        before = number, line
+    assert late == []

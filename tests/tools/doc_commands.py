@@ -73,7 +73,7 @@ def exists(path: str) -> None:
 
 def ours(words: list[str]) -> None:
     """A command of the table, with its keys."""
-    if words[0] in ("--help", "--version") or {*words} == {"train", "..."}:
+    if words[0] in ("--help", "--version") or {*words} <= {"train", "..."}:
         return
     name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
     if name is None:
