@@ -6,6 +6,7 @@
 # make test-oldest  the tests with the oldest torch and transformers supported
 # make bench        speed against peers and how costs grow, on the quickstart's pair
 # make reproduce    a table of docs/results from nothing: TABLE=heads, dry=true for its commands alone
+# make docs         the documentation site, into site/ (docs-serve: beside the sources, live)
 # make gpu          everything that needs a GPU, on its own Python
 # make fmt          format
 
@@ -22,7 +23,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: quickstart setup test test-slow test-oldest check links types fmt bench reproduce gpu clean help
+.PHONY: quickstart setup test test-slow test-oldest check links types fmt bench reproduce docs docs-serve gpu clean help
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -96,9 +97,24 @@ bench: $(VENV)/.ready-dev
 reproduce: $(VENV)/.ready-dev
 	@$(PY) bench/reproduce.py table=$(TABLE) $(if $(dry),dry=$(dry)) $(if $(more),'more=$(more)')
 
+# An environment of its own, without torch: pages are made from sources that nobody imports.
+$(VENV)-docs/.ready: docs/requirements.txt
+	@echo "setup: installing what builds the site into $(VENV)-docs"
+	@$(PYTHON) -m venv $(VENV)-docs && $(VENV)-docs/bin/python -m pip install -q -r docs/requirements.txt
+	@touch $@
+
+docs: export PYTHONPATH = .typing
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)-docs/.ready links
+	$(VENV)-docs/bin/mkdocs build -q --strict
+
+docs-serve: export PYTHONPATH = .typing
+docs-serve: $(VENV)-docs/.ready links
+	$(VENV)-docs/bin/mkdocs serve
+
 # On the GPU machine, with its own Python; nothing is installed.
 gpu: links
 	PYTHONPATH=.typing $(PYTHON) bench/speed/gpu.py $(GPU_FLAGS)
 
 clean:
-	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs .typing site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

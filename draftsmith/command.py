@@ -30,7 +30,7 @@ T = TypeVar("T")
 Main = Callable[[list[str]], int | None]
 
 USERS_ERROR, INTERRUPTED = 2, 130
-# Keys that had another name: `docs/words.md`.
+# Keys that had another name: `docs/glossary.md`.
 RENAMED = {
     "batch": "batch_size",
     "data": "prompts",

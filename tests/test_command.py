@@ -122,7 +122,7 @@ def test_an_old_name_of_a_key_gives_the_new_one(command: str, old: str, now: str
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_has_a_word_of_its_own_for_what_has_one(name: str) -> None:
-    """The keys of docs/words.md; what an old name still means elsewhere is left out."""
+    """The keys of docs/glossary.md; what an old name still means elsewhere is left out."""
     place, schema, _ = COMMANDS[name]
     keys = kinds(getattr(importlib.import_module(f"draftsmith.{place}"), schema))
     assert not {key.rpartition(".")[2] for key in keys} & set(RENAMED) - {"data", "device"}

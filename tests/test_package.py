@@ -23,6 +23,7 @@ WITH += (
     "CONTRIBUTING.md",
     "constraints.txt",
     "constraints-oldest.txt",
+    "mkdocs.yml",
     "pyproject.toml",
     "setup.py",
 )

@@ -2,10 +2,10 @@
 
     draftsmith serve target=TARGET drafter=DRAFTER
     draftsmith serve target=TARGET drafter=DRAFTER drafters='["code=DRAFTER_2"]' \\
-        online=FOLDER        # train/online.py learns from FOLDER beside it: docs/online.md
+        online=FOLDER        # train/online.py learns from FOLDER beside it: docs/methods/online.md
 
 An answer is a function of target, prompt and seed alone: which draft helps, who else is being
-served and what is learned meanwhile change how fast it comes. See docs/serving.md.
+served and what is learned meanwhile change how fast it comes. See docs/use/serve.md.
 
 A server from its settings: target and lanes loaded, threads started, and ended in order.
 """

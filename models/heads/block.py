@@ -10,7 +10,7 @@ and each other, and draft x_{a+1}, x_{a+2}, ... at once:
 c is made once, when a token is committed: layers don't change it, so its keys and values never
 roll back. The light heads are in `block_lights.py`. With `noise` the drafter reads the target's own
 noise of the tokens ahead: after the first layer each row guesses its token by it, and tells the
-next row (see docs/one_pass.md); no other drafter does.
+next row (see docs/methods/blocks.md); no other drafter does.
 
 The published ones are settings of this one (`KINDS`). Labels: "shifted", row k drafts x_{a+1+k};
 "same", row k drafts x_{a+k}, and the first nothing. Where we differ: MASK is a vector of the

@@ -8,7 +8,7 @@ Reads the recipe and the config.json of its models. A step is rehearsed on tenso
     FLOPs of the step / (the GPU's dense bf16 peak * mfu) + optimizer and sampling at its bandwidth
 
 Tokens are counted as if every row were full; evaluations and communication beyond what `mfu` stands
-for aren't. docs/scale.md compares plans with measured peaks.
+for aren't. docs/start/plan.md compares plans with measured peaks.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Trees whose shape follows what was drawn before (DySpec: Xiong et al., arXiv 2410.11744).
 
 They are exact under rules by rejection as long as no node is there for its own token. What they are
-worth beside trees that the decoder has is enumerated; docs/decoder.md tells the figures.
+worth beside trees that the decoder has is enumerated; docs/use/exact.md tells the figures.
 
 Shapes: R rows of drafts, N nodes, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""The example of Ray Serve in docs/servers.md: sound Python, and our vLLM line's own options."""
+"""The Ray Serve example on the page of servers: sound Python, with our vLLM line's options."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from draftsmith.models.servers.export import launch
 
 @pytest.fixture
 def example() -> str:
-    text = (ROOT / "docs" / "servers.md").read_text("utf-8")
+    text = (ROOT / "docs/use/servers.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     return code
 
