@@ -24,12 +24,12 @@ from draftsmith.decode.evaluate.replay import replay
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.policies.timing import measured_costs
 from draftsmith.decode.prompts.prompts import Prompt
+from draftsmith.decode.report.schema import PAYING
 from draftsmith.decode.tree_shapes import PUBLISHED, Plan
 from draftsmith.printed import bracket
 
 Values = dict[str, Any]
 BEYOND = 4  # depths foretold past those that were drafted
-LEAST = 0.98  # of the lower end of the interval of a speed-up that is advised
 REPLAYED = 32  # prompts, or batches of them, that are replayed
 UNTRAINED = ("confidence", "entropy", "depth")  # policies by the draft's law alone
 DYNAMIC = "dynamic:4,4,17"
@@ -242,7 +242,9 @@ def pays(advice: Values) -> bool:
     of its interval, which one prompt or batch alone doesn't have.
     """
     between = advice["measured_interval"]
-    return bool(advice["best"]) and advice["measured"] > 1 and bool(between and between[0] >= LEAST)
+    return (
+        bool(advice["best"]) and advice["measured"] > 1 and bool(between and between[0] >= PAYING)
+    )
 
 
 def _speed_of(row: Values) -> str:
