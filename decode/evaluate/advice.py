@@ -21,6 +21,7 @@ from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import metrics, speed
 from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded, time_arms
 from draftsmith.decode.evaluate.replay import replay
+from draftsmith.decode.policies.foretold import extended, taus
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.policies.timing import measured_costs
 from draftsmith.decode.prompts.prompts import Prompt
@@ -49,9 +50,7 @@ class Depths:
     def taus(self, groups: np.ndarray) -> np.ndarray:
         """tau of each depth from 1 on, over some of the groups."""
         share_D = self.kept_GD[groups].sum(0) / self.reached_GD[groups].sum(0).clip(1)
-        last = share_D[-1] / share_D[-2] if len(share_D) > 1 and share_D[-2] else share_D[-1]
-        beyond = range(1, len(self.cost_K) - len(share_D) + 1)
-        return 1 + np.cumsum([*share_D, *(share_D[-1] * last**k for k in beyond)])
+        return taus(extended(share_D, max(len(share_D), len(self.cost_K))))
 
     def gains(self, groups: np.ndarray) -> np.ndarray:
         """Tokens a second of each depth, as a multiple of those of the depth that was run."""

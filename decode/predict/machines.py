@@ -2,6 +2,18 @@
 
 from typing import NamedTuple
 
+REACHED = 0.5  # of the peak, by passes that compute more than they read: an assumption
+
+
+class Pass(NamedTuple):
+    """What a forward reads: bytes of weights in bf16, and of keys and values a token of context;
+    layers: how many, in which kernels are launched.
+    """
+
+    layers: float
+    weights: float
+    kv: float = 0.0
+
 
 class Machine(NamedTuple):
     """gib: of memory; tflops: dense bf16 peak; bandwidth: GB/s; layer, call: microseconds that each
@@ -14,9 +26,21 @@ class Machine(NamedTuple):
     layer: float = 30.0
     call: float = 100.0
 
-    def seconds(self, layers: int, weights: int) -> float:
-        """A forward of a token, of so many bytes of weights."""
-        return 1e-6 * (self.call + layers * self.layer) + weights / (1e9 * self.bandwidth)
+    def seconds(self, work: Pass, tokens: float = 1, context: float = 0) -> float:
+        """A forward of so many tokens after so many, of all rows together. A bf16 weight is two
+        bytes, and two operations a token.
+        """
+        read = self.moving(work.weights + work.kv * context)
+        done = self.computing(work.weights * tokens, REACHED)
+        return 1e-6 * (self.call + work.layers * self.layer) + max(read, done)
+
+    def moving(self, size: float) -> float:
+        """Seconds to read so many bytes."""
+        return size / (1e9 * self.bandwidth)
+
+    def computing(self, operations: float, reached: float) -> float:
+        """Seconds of so many operations, at a share of the peak."""
+        return operations / (1e12 * self.tflops * reached)
 
 
 # GPUs: the makers' data sheets (SXM), and an assumed dozen kernels a layer in a CUDA graph. cpu: a
