@@ -39,6 +39,7 @@ COMMANDS = {
     "judge-labels": ("decode.traces.judge_labels", "Labels", "tokens that a judge may let pass"),
     "plan": ("train.plan.table", "PlanRequest", "memory and time of a training run, beforehand"),
     "size": ("decode.predict.draft_sizes", "Sizing", "depth and width of a draft by its speed-up"),
+    "predict": ("decode.predict.predict", "Prediction", "what each kind of drafter would give"),
     "scaling": ("decode.predict.scaling_laws", "Scaling", "acceptance against size and text: fits"),
     "data show": ("train.show", "Show", "one training example, its trained tokens coloured"),
     "quickstart": ("train.quickstart", "Quickstart", "the main job on this machine's text"),

@@ -89,7 +89,7 @@ class KindsCompared:
     kinds: str = ""  # such as eagle3,medusa,suffix,suffix+HEAD,exit:2; empty: all
     more: dict[str, str] = field(default_factory=dict)  # arguments for a kind's training
     temperatures: str = "0,1"
-    limit: int = 32  # prompts of each evaluation
+    limit: int = 32  # prompts that are reported on; choices are made on half as many
     max_new_tokens: int = 64
     prompt_tokens: int = 64
     answers: int = 2000  # that the target writes, where there is no data
@@ -273,9 +273,8 @@ def measured(settings: KindsCompared, kind: str, drafter: str, temperature: floa
     asked: Values = {"target": settings.target, "drafter": drafter, "temperature": temperature}
     same = ("limit", "max_new_tokens", "prompt_tokens", "threads", "seed")
     asked |= {key: getattr(settings, key) for key in same}
-    tune = Evaluation(
-        **asked, prompts=settings.tune or settings.prompts, split="tune", identity=False
-    )
+    few = asked | {"limit": -(-settings.limit // 2), "identity": False, "split": "tune"}
+    tune = Evaluation(**few, prompts=settings.tune or settings.prompts)
     advice = evaluate(tune, {kind: drafter})[kind]["advice"]
     how: Values = {}
     if advice:

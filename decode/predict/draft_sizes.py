@@ -247,11 +247,11 @@ def measured(
             "say measure=false, or measure on a larger machine"
         )
     at: dict[str, Any] = {"batch": 1, "context": CONTEXT}
-    runner = _runner(config, device)
+    runner = runner_of(config, device)
     lengths = {1, *(draft.K + 1 for draft in drafts)}
     calls: dict[Any, Call] = {n: forward_call(runner, length=n, **at) for n in lengths}
     for draft in drafts:
-        runner = _runner(_config(config, {name: getattr(draft, name) for name in RECIPE}), device)
+        runner = runner_of(_config(config, {name: getattr(draft, name) for name in RECIPE}), device)
         calls[draft] = forward_call(runner, length=1, **at)
     calls = {name: graphed(call, device) for name, call in calls.items()}
     times = median_times(calls, device, repeats=20)
@@ -288,7 +288,8 @@ def _shape(config: PretrainedConfig) -> Draft:
     )
 
 
-def _runner(config: PretrainedConfig, device: torch.device) -> Runner:
+def runner_of(config: PretrainedConfig, device: torch.device) -> Runner:
+    """A random bf16 model of this shape."""
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     lay_side_by_side(model.requires_grad_(False))

@@ -1,0 +1,262 @@
+"""What each kind of drafter would give a target, before any is trained.
+
+    draftsmith predict target=Qwen/Qwen3-8B gpu=h100 batch=1,4,16,64 context=2048
+    draftsmith predict target=T gpu=h100 acceptance={eagle3:0.8,draft:0.6} report=runs/e/report.json
+
+    speed-up = tau t_plain / (t_verify + drafting)             (decode/policies/foretold.py)
+    t        = call + layers * layer + the longer of           (decode/predict/machines.py)
+               (weights + rows * context * keys and values) / bandwidth
+               2 * parameters * rows * tokens / (peak * reached)
+
+The target's config.json is all that is read of it. Acceptance is assumed, unless it is given, read
+from an evaluation's report or a trace, or of a draft LM fitted by `scaling` (results=). Of each
+kind the best K, or tree of some sizes, is shown for each number of rows, and how many rows may
+decode until nothing pays. With measure=true the machine is this one, measured in seconds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import LlamaConfig
+
+from draftsmith.command import check_least, parse, unknown
+from draftsmith.decode.policies.foretold import extended, taus, tree_tau
+from draftsmith.decode.policies.timing import forward_call, graphed, least_times
+from draftsmith.decode.predict.draft_sizes import (
+    Draft,
+    Sizing,
+    law_of,
+    machine_of,
+    propose,
+    runner_of,
+)
+from draftsmith.decode.predict.load_simulator import traced
+from draftsmith.decode.predict.machines import REACHED, Machine, Pass
+from draftsmith.decode.traces.store import read_traces
+from draftsmith.models.disk.read_lm import load_config, read_json, write_json
+from draftsmith.printed import duration, print_table, times_as
+
+LONGEST, TREES = 12, (8, 16, 32, 64)  # drafted tokens of a chain, and of trees, that are tried
+DEEPEST, MOST_ROWS = 8, 4096  # levels of a tree; rows beyond which nobody asks
+LIST = 32_000  # tokens that EAGLE-3's own output head knows at most
+
+# The chance that a drafted token is kept once those before it are, of chat models of 7 to 8 billion
+# parameters at temperature 0: Medusa's and EAGLE's as published (train/heldout/head_run.py); heads
+# between and beyond them by their places on the 15M target (docs/results/heads.md, one-pass.md);
+# lookups and own layers as seen there (training-free.md, own-layers.md).
+ASSUMED = {"medusa": 0.56, "hydra": 0.66, "eagle3": 0.78, "block": 0.82, "ngram": 0.4}
+ASSUMED |= {"suffix": 0.4, "exit": 0.3}
+# Seconds of a CPU core a row and round: docs/results/training-free.json, docs/lookups.md.
+HOST = {"ngram": 1e-4, "suffix": 1.6e-3}
+
+
+@dataclass
+class Prediction:
+    """What is to be served, on what, and what is known of acceptance."""
+
+    target: str  # a folder, a config.json or a hub name
+    gpu: str = "h100"  # of MACHINES, such as cpu, a100 or h100
+    batch: str = "1,4,16,64"  # rows that decode together
+    context: int = 1024  # tokens of a row, on average
+    acceptance: dict[str, float] = field(default_factory=dict)  # kind: chance, in place of ours
+    report: str = ""  # a report.json of a chain: of its drafter's kind
+    trace: str = ""  # a folder of `trace`, with every=true: of its drafter's kind
+    results: str = ""  # rows of `draftsmith scaling`, for the draft LM
+    measure: bool = False  # measure this machine, in place of gpu
+    out: str = ""  # a JSON file of the rows
+
+    def __post_init__(self) -> None:
+        check_least(self, context=1)
+        if not self.batch.replace(",", "").isdecimal() or 0 in self.rows:
+            raise ValueError(f"batch: got {self.batch!r}, expected numbers from 1 up, as 1,4,16")
+        for kind, chance in self.acceptance.items():
+            if kind not in (*ASSUMED, "draft"):
+                raise ValueError(unknown("kind", kind, (*ASSUMED, "draft")))
+            if not 0 < chance < 1:
+                raise ValueError(f"acceptance: got {kind}:{chance:g}, expected a share in (0, 1)")
+
+    @property
+    def rows(self) -> list[int]:
+        return [int(text or 0) for text in self.batch.split(",")]
+
+
+class Drafting(NamedTuple):
+    """How a kind drafts: once a round, and at each of its calls; `level`: bytes that one more level
+    of a single call reads; share_D: the chances that 1, 2, ... tokens are kept; host: seconds a row
+    of a CPU, one row after another.
+    """
+
+    share_D: np.ndarray
+    once: Pass | None = None
+    each: Pass | None = None
+    level: float = 0.0
+    host: float = 0.0
+    trees: bool = True
+
+    def seconds(self, machine: Machine, rows: int, K: int, nodes: int, context: int) -> float:
+        """Of a round of K levels and so many drafted nodes."""
+        seen, took = rows * context, self.host * rows
+        if self.once is not None:
+            weights = self.once.weights + K * self.level
+            took += machine.seconds(self.once._replace(weights=weights), rows * K, seen)
+        if self.each is not None:
+            took += K * machine.seconds(self.each, rows * nodes / K, seen)
+        return took
+
+
+class Way(NamedTuple):
+    """The best of a kind at a number of rows; nodes: 0 of a chain."""
+
+    K: int
+    nodes: int
+    tau: float
+    speedup: float
+
+    def __str__(self) -> str:
+        tree = f"dynamic:{self.K},8,{self.nodes + 1}"
+        return f"{times_as(self.speedup)} {tree if self.nodes else f'K={self.K}'}"
+
+
+def main(argv: list[str]) -> None:
+    """Print what is predicted."""
+    settings = parse(Prediction, argv)
+    machine = measured() if settings.measure else machine_of(Sizing("", gpu=settings.gpu))
+    target, kinds = kinds_of(settings, machine)
+    body, rows = [], []
+    for kind, drafting in kinds.items():
+        ways = [best(machine, target, drafting, n, settings.context) for n in settings.rows]
+        until = pays_until(lambda n, d=drafting: best(machine, target, d, n, settings.context))
+        share = " ".join(f"{chance:.2f}" for chance in drafting.share_D[:3])
+        told = f"{until:,}" if until < MOST_ROWS else f"{MOST_ROWS:,} or more"
+        body.append([kind, share, *map(str, ways), told])
+        found = {str(n): way._asdict() for n, way in zip(settings.rows, ways, strict=True)}
+        rows.append({"kind": kind, "kept": drafting.share_D.tolist(), "best": found})
+        rows[-1] |= {"pays_until": until}
+    order = sorted(range(len(rows)), key=lambda i: -next(iter(rows[i]["best"].values()))["speedup"])
+    head = ["kind", "kept", *(f"{n} rows" for n in settings.rows), "pays up to, rows"]
+    print_table(head, [body[i] for i in order], ["kind", "kept"])
+    print("\n".join(notes(settings, machine, target)))
+    if settings.out:
+        about = {"target": settings.target, "machine": machine._asdict()}
+        write_json(Path(settings.out), about | {"rows": [rows[i] for i in order]})
+
+
+def kinds_of(settings: Prediction, machine: Machine) -> tuple[Draft, dict[str, Drafting]]:
+    """The target's shape, and how each kind would draft for it."""
+    file = Path(settings.target)
+    config = load_config(file.parent if file.name == "config.json" else file).get_text_config()
+    least = min(2, config.num_hidden_layers - 1)
+    target, drafts = propose(
+        config, Sizing("", min_layers=least), law_of(settings.results), machine
+    )
+    draft, hidden, layers = drafts[0], target.hidden, target.layers
+    table = 2 * hidden * config.vocab_size
+    one = Pass(1, (target.weights - table) / layers, target.kv / layers)
+    few = 2 * hidden * min(config.vocab_size, LIST)
+    exit_at = max(1, layers // 3)
+    square = 2 * hidden**2
+    parts: dict[str, dict[str, Pass | float]] = {
+        "draft": {"each": draft.work},
+        "medusa": {"once": Pass(1, 0.0), "level": square + table},
+        "hydra": {"each": Pass(1, 3 * square + table)},
+        "eagle3": {
+            "once": one._replace(weights=one.weights + 3 * square),
+            "each": one._replace(weights=one.weights + few),
+        },
+        "block": {"once": Pass(2, 2 * one.weights + 3 * square + table, 2 * one.kv)},
+        **{kind: {"host": HOST[kind]} for kind in HOST},
+        "exit": {"each": Pass(exit_at, exit_at * one.weights + table, exit_at * one.kv)},
+    }
+    chances = ASSUMED | {"draft": draft.alpha} | settings.acceptance
+    known = read_chances(settings)
+    found = {}
+    for kind, part in parts.items():
+        share_D = known.get(kind, extended([chances[kind]], LONGEST))
+        found[kind] = Drafting(share_D, **part, trees=kind not in ("ngram", "exit"))  # type: ignore[arg-type]
+    names = {"draft": f"draft {draft.layers}x{draft.hidden}", "exit": f"exit:{exit_at}"}
+    return target, {names.get(kind, kind): drafting for kind, drafting in found.items()}
+
+
+def read_chances(settings: Prediction) -> dict[str, np.ndarray]:
+    """What a report and a trace say, by kind. ValueError for a report of a tree."""
+    found = {}
+    if settings.report:
+        said = read_json(Path(settings.report))
+        if said.get("tree") != "chain" or not said.get("acceptance_by_position"):
+            got = f"report: got {settings.report} with tree={said.get('tree')}"
+            raise ValueError(f"{got}, expected a report.json of drafts by tree=chain")
+        found[said["drafter"]["kind"]] = np.array(said["acceptance_by_position"])
+    if settings.trace:
+        kept = np.concatenate([one.run_T for one in traced(settings.trace)])
+        kind = read_traces(settings.trace, []).about["drafter"]["kind"]
+        found[kind] = np.array([(kept > depth).mean() for depth in range(kept.max())])
+    return {"draft" if kind == "lm" else kind: share_D for kind, share_D in found.items()}
+
+
+def best(machine: Machine, target: Draft, drafting: Drafting, rows: int, context: int) -> Way:
+    """The K or tree of the highest predicted speed-up."""
+    plain = machine.seconds(target.work, rows, rows * context)
+    tau_K = taus(extended(drafting.share_D, LONGEST))
+    ways = [(K, 0, tau_K[K - 1]) for K in range(1, LONGEST + 1)]
+    if drafting.trees:
+        levels = range(2, DEEPEST + 1)
+        ways += [(K, n, tree_tau(drafting.share_D, K, n)) for K in levels for n in TREES]
+
+    def way(K: int, nodes: int, tau: float) -> Way:
+        verify = machine.seconds(target.work, rows * (1 + (nodes or K)), rows * context)
+        took = verify + drafting.seconds(machine, rows, K, nodes or K, context)
+        return Way(K, nodes, float(tau), float(tau * plain / took))
+
+    return max((way(*one) for one in ways), key=lambda way: way.speedup)
+
+
+def pays_until(best_of: Callable[[int], Way]) -> int:
+    """The most rows with which it pays, 0 for none, by halving: pays below, doesn't above."""
+    low, high = 0, MOST_ROWS
+    if best_of(high).speedup > 1:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if best_of(middle).speedup > 1 else (low, middle)
+    return low
+
+
+def measured() -> Machine:
+    """This machine: what it reads and computes a second, and what calls and layers cost."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wide = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
+    many = wide[:, :1024].contiguous()
+    shape = {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 64}
+    configs = {n: LlamaConfig(vocab_size=256, **shape, num_hidden_layers=n) for n in (1, 9)}
+    small = {n: runner_of(config, device) for n, config in configs.items()}
+    calls = {n: forward_call(runner, batch=1, length=1, context=1) for n, runner in small.items()}
+    calls = {n: graphed(call, device) for n, call in calls.items()}
+    own = {"read": lambda: wide @ many[:, :1], "compute": lambda: wide @ many}
+    times = least_times({**calls, **own}, device, 12)
+    layer = (times[9] - times[1]) / 8
+    done = 2 * wide.numel() * many.shape[1] / times["compute"]
+    return Machine(
+        gib=0,
+        tflops=done / REACHED / 1e12,
+        bandwidth=wide.nbytes / times["read"] / 1e9,
+        layer=1e6 * layer,
+        call=1e6 * max(0.0, times[1] - layer),
+    )
+
+
+def notes(settings: Prediction, machine: Machine, target: Draft) -> list[str]:
+    """What the numbers rest on."""
+    step = machine.seconds(target.work, 1, settings.context)
+    return [
+        f"target: {target.layers} layers of {target.hidden}, {target.weights / 1e9:.3g} GB; a step "
+        f"of one row {duration(step)} at {settings.context} tokens of context",
+        f"machine: {'measured here' if settings.measure else settings.gpu}: {machine.tflops:.4g} "
+        f"TFLOP/s, {machine.bandwidth:.4g} GB/s, {machine.call:.3g} us a call, {machine.layer:.3g} "
+        "us a layer",
+        "kept: the chance that 1, 2, 3 drafted tokens are; assumed where you gave none: see "
+        "docs/compare.md, which also says how far predictions were off",
+    ]
