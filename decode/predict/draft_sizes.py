@@ -165,7 +165,7 @@ def propose(
     ValueError for nothing within the budget, a family that `draft_config` refuses, or with
     `measure` more weights than memory.
     """
-    target = _shape(config)
+    target = shape_of(config)
     target = replace(target, seconds=machine.seconds(target.work))
     most = settings.budget or math.inf
     found: dict[int, Draft] = {}
@@ -203,7 +203,7 @@ def shapes(config: PretrainedConfig, target: Draft) -> list[Draft]:
         inner = max(grain, grain * round(hidden * target.intermediate / target.hidden / grain))
         width = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "intermediate": inner}
         # Every further layer is as large as the second.
-        one, two = (_shape(_config(config, {"layers": n, **width})) for n in (1, 2))
+        one, two = (shape_of(_config(config, {"layers": n, **width})) for n in (1, 2))
         for layers in (n for n in DEPTHS if n < target.layers):
             more = {
                 name: getattr(one, name) + (layers - 1) * (getattr(two, name) - getattr(one, name))
@@ -265,7 +265,7 @@ def _config(config: PretrainedConfig, sizes: dict[str, int]) -> PretrainedConfig
     return draft_config(config, vocab_size=config.vocab_size, tie_word_embeddings=True, **sizes)
 
 
-def _shape(config: PretrainedConfig) -> Draft:
+def shape_of(config: PretrainedConfig) -> Draft:
     """Counted on a model without storage."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

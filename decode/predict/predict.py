@@ -15,15 +15,17 @@ decode until nothing pays. With measure=true the machine is this one, measured i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import LlamaConfig
 
 from draftsmith.command import check_least, parse, unknown
+from draftsmith.decode.engine.memory import GIB
+from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.foretold import extended, taus, tree_tau
 from draftsmith.decode.policies.timing import forward_call, graphed, least_times
 from draftsmith.decode.predict.draft_sizes import (
@@ -35,7 +37,7 @@ from draftsmith.decode.predict.draft_sizes import (
     runner_of,
 )
 from draftsmith.decode.predict.load_simulator import traced
-from draftsmith.decode.predict.machines import REACHED, Machine, Pass
+from draftsmith.decode.predict.machines import Machine, Pass
 from draftsmith.decode.traces.store import read_traces
 from draftsmith.models.disk.read_lm import load_config, read_json, write_json
 from draftsmith.printed import duration, print_table, times_as
@@ -50,6 +52,7 @@ LIST = 32_000  # tokens that EAGLE-3's own output head knows at most
 # lookups and own layers as seen there (training-free.md, own-layers.md).
 ASSUMED = {"medusa": 0.56, "hydra": 0.66, "eagle3": 0.78, "block": 0.82, "ngram": 0.4}
 ASSUMED |= {"suffix": 0.4, "exit": 0.3}
+KINDS = ("draft", *ASSUMED)
 # Seconds of a CPU core a row and round: docs/results/training-free.json, docs/lookups.md.
 HOST = {"ngram": 1e-4, "suffix": 1.6e-3}
 
@@ -62,7 +65,7 @@ class Prediction:
     gpu: str = "h100"  # of MACHINES, such as cpu, a100 or h100
     batch: str = "1,4,16,64"  # rows that decode together
     context: int = 1024  # tokens of a row, on average
-    acceptance: dict[str, float] = field(default_factory=dict)  # kind: chance, in place of ours
+    acceptance: str = ""  # 0.7, of all kinds; or eagle3:0.8,draft:0.6; of others as assumed
     report: str = ""  # a report.json of a chain: of its drafter's kind
     trace: str = ""  # a folder of `trace`, with every=true: of its drafter's kind
     results: str = ""  # rows of `draftsmith scaling`, for the draft LM
@@ -73,11 +76,23 @@ class Prediction:
         check_least(self, context=1)
         if not self.batch.replace(",", "").isdecimal() or 0 in self.rows:
             raise ValueError(f"batch: got {self.batch!r}, expected numbers from 1 up, as 1,4,16")
-        for kind, chance in self.acceptance.items():
-            if kind not in (*ASSUMED, "draft"):
-                raise ValueError(unknown("kind", kind, (*ASSUMED, "draft")))
-            if not 0 < chance < 1:
-                raise ValueError(f"acceptance: got {kind}:{chance:g}, expected a share in (0, 1)")
+        if wrong := [kind for kind in self.chances if kind not in KINDS]:
+            raise ValueError(unknown("kind", wrong[0], KINDS))
+
+    @property
+    def chances(self) -> dict[str, float]:
+        """What `acceptance` says, by kind."""
+        found: dict[str, float] = {}
+        for part in filter(None, self.acceptance.split(",")):
+            kind, _, text = part.rpartition(":")
+            try:
+                found |= dict.fromkeys([kind] if kind else KINDS, float(text))
+            except ValueError:
+                found[kind] = 0.0
+            if not 0 < min(found.values()) <= max(found.values()) < 1:
+                got = f"acceptance: got {self.acceptance!r}"
+                raise ValueError(f"{got}, expected shares in (0, 1): 0.7, or eagle3:0.8,draft:0.6")
+        return found
 
     @property
     def rows(self) -> list[int]:
@@ -85,19 +100,18 @@ class Prediction:
 
 
 class Drafting(NamedTuple):
-    """How a kind drafts: once a round, and at each of its calls; `level`: bytes that one more level
-    of a single call reads; share_D: the chances that 1, 2, ... tokens are kept; host: seconds a row
-    of a CPU, one row after another.
+    """What drafting costs: `once` a round, and at each of its calls; level: bytes that one more
+    level of a single call reads; host: seconds of a CPU, one row after another. trees: whether it
+    can draft any.
     """
 
-    share_D: np.ndarray
     once: Pass | None = None
     each: Pass | None = None
     level: float = 0.0
     host: float = 0.0
     trees: bool = True
 
-    def seconds(self, machine: Machine, rows: int, K: int, nodes: int, context: int) -> float:
+    def seconds(self, machine: Machine, rows: int, K: float, nodes: float, context: int) -> float:
         """Of a round of K levels and so many drafted nodes."""
         seen, took = rows * context, self.host * rows
         if self.once is not None:
@@ -125,60 +139,67 @@ def main(argv: list[str]) -> None:
     """Print what is predicted."""
     settings = parse(Prediction, argv)
     machine = measured() if settings.measure else machine_of(Sizing("", gpu=settings.gpu))
-    target, kinds = kinds_of(settings, machine)
-    body, rows = [], []
+    file = Path(settings.target)
+    folder = file.parent if file.name == "config.json" else settings.target
+    config = load_config(folder).get_text_config()
+    least = Sizing("", min_layers=min(2, config.num_hidden_layers - 1))
+    target, [draft, *_] = propose(config, least, law_of(settings.results), machine)
+    exits, context = max(1, target.layers // 3), settings.context
+    kinds = kinds_of(target, config.vocab_size, draft.work, exits)
+    chances = ASSUMED | {"draft": draft.alpha} | settings.chances
+    known = {kind: extended([chance], LONGEST) for kind, chance in chances.items()}
+    known |= read_chances(settings)
+    room = machine.gib * GIB - target.weights  # for keys and values
+    most = max(1, min(MOST_ROWS, int(room / (target.kv * context)))) if room > 0 else MOST_ROWS
+    names = {"draft": f"draft {draft.layers}x{draft.hidden}", "exit": f"exit:{exits}"}
+    rows: list[dict[str, Any]] = []
     for kind, drafting in kinds.items():
-        ways = [best(machine, target, drafting, n, settings.context) for n in settings.rows]
-        until = pays_until(lambda n, d=drafting: best(machine, target, d, n, settings.context))
-        share = " ".join(f"{chance:.2f}" for chance in drafting.share_D[:3])
-        told = f"{until:,}" if until < MOST_ROWS else f"{MOST_ROWS:,} or more"
-        body.append([kind, share, *map(str, ways), told])
-        found = {str(n): way._asdict() for n, way in zip(settings.rows, ways, strict=True)}
-        rows.append({"kind": kind, "kept": drafting.share_D.tolist(), "best": found})
-        rows[-1] |= {"pays_until": until}
-    order = sorted(range(len(rows)), key=lambda i: -next(iter(rows[i]["best"].values()))["speedup"])
+
+        def best_of(rows: int, how: Drafting = drafting, share_D: Any = known[kind]) -> Way:
+            return best((machine, target, how), share_D, rows, context)
+
+        row = {"kind": names.get(kind, kind), "kept": known[kind].tolist()}
+        row |= {"best": {n: best_of(n) for n in settings.rows}}
+        rows.append(row | {"pays_until": pays_until(best_of, most)})
+    rows.sort(key=lambda row: -row["best"][settings.rows[0]].speedup)
     head = ["kind", "kept", *(f"{n} rows" for n in settings.rows), "pays up to, rows"]
-    print_table(head, [body[i] for i in order], ["kind", "kept"])
+    print_table(head, [cells(row, most) for row in rows], ["kind", "kept"])
     print("\n".join(notes(settings, machine, target)))
     if settings.out:
-        about = {"target": settings.target, "machine": machine._asdict()}
-        write_json(Path(settings.out), about | {"rows": [rows[i] for i in order]})
+        about = {"target": settings.target, "machine": machine._asdict(), "context": context}
+        for row in rows:
+            row["best"] = {n: way._asdict() for n, way in row["best"].items()}
+        write_json(Path(settings.out), about | {"rows": rows})
 
 
-def kinds_of(settings: Prediction, machine: Machine) -> tuple[Draft, dict[str, Drafting]]:
-    """The target's shape, and how each kind would draft for it."""
-    file = Path(settings.target)
-    config = load_config(file.parent if file.name == "config.json" else file).get_text_config()
-    least = min(2, config.num_hidden_layers - 1)
-    target, drafts = propose(
-        config, Sizing("", min_layers=least), law_of(settings.results), machine
-    )
-    draft, hidden, layers = drafts[0], target.hidden, target.layers
-    table = 2 * hidden * config.vocab_size
-    one = Pass(1, (target.weights - table) / layers, target.kv / layers)
-    few = 2 * hidden * min(config.vocab_size, LIST)
-    exit_at = max(1, layers // 3)
-    square = 2 * hidden**2
-    parts: dict[str, dict[str, Pass | float]] = {
-        "draft": {"each": draft.work},
-        "medusa": {"once": Pass(1, 0.0), "level": square + table},
-        "hydra": {"each": Pass(1, 3 * square + table)},
-        "eagle3": {
-            "once": one._replace(weights=one.weights + 3 * square),
-            "each": one._replace(weights=one.weights + few),
-        },
-        "block": {"once": Pass(2, 2 * one.weights + 3 * square + table, 2 * one.kv)},
-        **{kind: {"host": HOST[kind]} for kind in HOST},
-        "exit": {"each": Pass(exit_at, exit_at * one.weights + table, exit_at * one.kv)},
+def cells(row: dict[str, Any], most: int) -> list[str]:
+    """A row in words; most: the rows that fit."""
+    until = row["pays_until"]
+    told = f"{until:,}" if until < most else f"all that fit: {most:,}"
+    kept = " ".join(f"{chance:.2f}" for chance in row["kept"][:3])
+    return [row["kind"], kept, *map(str, row["best"].values()), told]
+
+
+def kinds_of(target: Draft, vocab: int, draft: Pass, exits: int) -> dict[str, Drafting]:
+    """What each kind costs beside a target of this shape; draft: the draft LM's pass; exits: the
+    target's layers that draft for it.
+    """
+    table, square = 2 * target.hidden * vocab, 2 * target.hidden**2
+    one = Pass(1, (target.weights - table) / target.layers, target.kv / target.layers)
+    fused = one._replace(weights=one.weights + 3 * square)  # with what joins the taps
+    few = 2 * target.hidden * min(vocab, LIST)
+    return {
+        "draft": Drafting(each=draft),
+        "medusa": Drafting(once=Pass(1, 0.0), level=square + table),
+        "hydra": Drafting(each=Pass(1, 3 * square + table)),
+        "eagle3": Drafting(once=fused, each=one._replace(weights=one.weights + few)),
+        "block": Drafting(once=Pass(2, one.weights + fused.weights + table, 2 * one.kv)),
+        "ngram": Drafting(host=HOST["ngram"], trees=False),
+        "suffix": Drafting(host=HOST["suffix"]),
+        "exit": Drafting(
+            each=Pass(exits, exits * one.weights + table, exits * one.kv), trees=False
+        ),
     }
-    chances = ASSUMED | {"draft": draft.alpha} | settings.acceptance
-    known = read_chances(settings)
-    found = {}
-    for kind, part in parts.items():
-        share_D = known.get(kind, extended([chances[kind]], LONGEST))
-        found[kind] = Drafting(share_D, **part, trees=kind not in ("ngram", "exit"))  # type: ignore[arg-type]
-    names = {"draft": f"draft {draft.layers}x{draft.hidden}", "exit": f"exit:{exit_at}"}
-    return target, {names.get(kind, kind): drafting for kind, drafting in found.items()}
 
 
 def read_chances(settings: Prediction) -> dict[str, np.ndarray]:
@@ -197,26 +218,32 @@ def read_chances(settings: Prediction) -> dict[str, np.ndarray]:
     return {"draft" if kind == "lm" else kind: share_D for kind, share_D in found.items()}
 
 
-def best(machine: Machine, target: Draft, drafting: Drafting, rows: int, context: int) -> Way:
+Pair = tuple[Machine, Draft, Drafting]  # what drafts for a target on a machine
+
+
+def best(pair: Pair, share_D: np.ndarray, rows: int, context: int) -> Way:
     """The K or tree of the highest predicted speed-up."""
-    plain = machine.seconds(target.work, rows, rows * context)
-    tau_K = taus(extended(drafting.share_D, LONGEST))
-    ways = [(K, 0, tau_K[K - 1]) for K in range(1, LONGEST + 1)]
-    if drafting.trees:
+    tau_K = taus(extended(share_D, LONGEST))
+    ways = [(K, 0, float(tau_K[K - 1])) for K in range(1, LONGEST + 1)]
+    if pair[2].trees:
         levels = range(2, DEEPEST + 1)
-        ways += [(K, n, tree_tau(drafting.share_D, K, n)) for K in levels for n in TREES]
-
-    def way(K: int, nodes: int, tau: float) -> Way:
-        verify = machine.seconds(target.work, rows * (1 + (nodes or K)), rows * context)
-        took = verify + drafting.seconds(machine, rows, K, nodes or K, context)
-        return Way(K, nodes, float(tau), float(tau * plain / took))
-
-    return max((way(*one) for one in ways), key=lambda way: way.speedup)
+        ways += [(K, n, tree_tau(share_D, K, n)) for K in levels for n in TREES]
+    told = (Way(*way, speedup(pair, way, rows, context)) for way in ways)
+    return max(told, key=lambda way: way.speedup)
 
 
-def pays_until(best_of: Callable[[int], Way]) -> int:
-    """The most rows with which it pays, 0 for none, by halving: pays below, doesn't above."""
-    low, high = 0, MOST_ROWS
+def speedup(pair: Pair, way: tuple[float, float, float], rows: int, context: int) -> float:
+    """Of K levels and so many nodes (0: a chain) that give this tau."""
+    (machine, target, drafting), (K, nodes, tau) = pair, way
+    plain, verify = (
+        machine.seconds(target.work, rows * n, rows * context) for n in (1, 1 + (nodes or K))
+    )
+    return tau * plain / (verify + drafting.seconds(machine, rows, K, nodes or K, context))
+
+
+def pays_until(best_of: Callable[[int], Way], most: int) -> int:
+    """The rows with which it still pays, 0 for none, by halving: pays below, doesn't above."""
+    low, high = 0, most
     if best_of(high).speedup > 1:
         return high
     while high - low > 1:
@@ -240,11 +267,13 @@ def measured() -> Machine:
     layer = (times[9] - times[1]) / 8
     done = 2 * wide.numel() * many.shape[1] / times["compute"]
     return Machine(
-        gib=0,
-        tflops=done / REACHED / 1e12,
+        gib=(available(device) or 0) / GIB,
+        tflops=done / 1e12,
         bandwidth=wide.nbytes / times["read"] / 1e9,
         layer=1e6 * layer,
         call=1e6 * max(0.0, times[1] - layer),
+        reached=1.0,
+        overlaps=device.type == "cuda",
     )
 
 

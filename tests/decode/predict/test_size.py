@@ -60,7 +60,7 @@ def test_fastdraft_law_is_its_table() -> None:
 
 
 def test_shapes_are_counted_as_built() -> None:
-    target = sizing._shape(CONFIG)
+    target = sizing.shape_of(CONFIG)
     with torch.device("meta"):
         model = LlamaForCausalLM(CONFIG)
     assert target.parameters == model.num_parameters()
