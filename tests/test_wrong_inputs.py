@@ -38,6 +38,8 @@ REMEMBER = "remember target=target data=text.jsonl"
 CALIBRATE = f"calibrate {PAIR} prompts=text.jsonl prompt_tokens=8 max_new_tokens=8"
 TRIM = f"trim {PAIR} data=text.jsonl sizes=300 prompt_tokens=8 max_new_tokens=8 limit=2"
 SIZE = "size target=target gpu=cpu"
+PREDICT = "predict target=target gpu=cpu"
+COMPARE = "compare target=target prompts=text.jsonl data=text.jsonl budget=1"
 SIMULATE = "simulate costs=grid.json survival=0.7,0.5 batch_size=2"
 PLAN = "plan recipe=quickstart/distill gpu=cpu"
 SHOW = "data show data=text.jsonl tokenizer=target"
@@ -288,6 +290,25 @@ CASES = [
     (f"{SIZE} gpu=gpu", "gpu: got 'gpu', expected one of"),
     (f"{SIZE} budget=10", "got budget=10 and min_layers=2", "raise the budget"),
     (f"{SIZE} results=absent.json", "results: got absent.json, expected a JSON list of rows"),
+    (f"{PREDICT} gpu=gpu", "gpu: got 'gpu', expected one of"),
+    (f"{PREDICT} batch=1,many", "batch: got '1,many', expected numbers from 1 up, as 1,4,16"),
+    (
+        f"{PREDICT} acceptance=1.5",
+        "acceptance: got '1.5', expected shares in (0, 1): 0.7, or eagle",
+    ),
+    (f"{PREDICT} acceptance=eagle:0.5", "unknown kind 'eagle': did you mean eagle3?"),
+    (f"{PREDICT} report=grid.json", "report: got grid.json with tree=None, expected a report.json"),
+    (f"{PREDICT} trace=absent", "absent: got no trace.json, expected a folder that draftsmith tra"),
+    (f"{PREDICT} context=0", "context: got 0, expected at least 1"),
+    # ---- comparing ---------------------------------------------------------------------------
+    (f"{COMPARE} target=absent", "got absent, which is neither a folder here nor"),
+    (f"{COMPARE} kinds=eagel3", "unknown kind 'eagel3': did you mean eagle3?"),
+    (f"{COMPARE} kinds=suffix+medusa", "kinds: got suffix+medusa without medusa, expected medusa,"),
+    (f"{COMPARE} budget=0", "budget: got 0, expected seconds above 0"),
+    (f"{COMPARE} temperatures=0,warm", "temperatures: got '0,warm', expected numbers with commas"),
+    (f"{COMPARE} data=absent.jsonl", "got 'absent.jsonl', which does not exist"),
+    (f"{COMPARE} more={{eagle:lr=1}}", "unknown kind 'eagle': did you mean"),
+    (f"{COMPARE} limit=1", "limit: got 1, expected at least 2"),
     (
         "scaling results=laws.json",
         "got row 1 of laws.json without parameters",

@@ -136,12 +136,14 @@ def main(argv: list[str]) -> None:
     settings = parse(KindsCompared, argv)
     config = load_config(settings.target).get_text_config()
     kinds = settings.chosen(config.num_hidden_layers)
-    if not is_prepared(settings.prompts):
-        read_source(settings.prompts)  # an error before all the training
+    for rows in {settings.prompts, settings.tune, settings.data} - {""}:
+        if not is_prepared(rows):
+            read_source(rows)  # an error before all the training
     out = Path(settings.out)
     lock = hold(out, "wait for it, or give this one another out=", again=True)
     ASKED.claim(out, {"settings": asdict(settings)})
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is being trained ends, too
+    # What is being trained then ends, too.
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     try:
@@ -162,6 +164,7 @@ def main(argv: list[str]) -> None:
         write_atomically(out / "compare.json", json.dumps(found, indent=1).encode())
         write_atomically(out / "compare.html", compared.page(found).encode())
     finally:
+        signal.signal(signal.SIGTERM, handler)
         lock.release(force=True)
     print(found["says"])
     print_table(*compared.table(rows), compared.WORDS)

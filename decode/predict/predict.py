@@ -27,7 +27,7 @@ from draftsmith.command import check_least, parse, unknown
 from draftsmith.decode.engine.memory import GIB
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.foretold import extended, taus, tree_tau
-from draftsmith.decode.policies.timing import forward_call, graphed, least_times
+from draftsmith.decode.policies.timing import LEAST, forward_call, graphed, least_times
 from draftsmith.decode.predict.draft_sizes import (
     Draft,
     Sizing,
@@ -35,6 +35,7 @@ from draftsmith.decode.predict.draft_sizes import (
     machine_of,
     propose,
     runner_of,
+    shape_of,
 )
 from draftsmith.decode.predict.load_simulator import traced
 from draftsmith.decode.predict.machines import Machine, Pass
@@ -143,15 +144,20 @@ def main(argv: list[str]) -> None:
     folder = file.parent if file.name == "config.json" else settings.target
     config = load_config(folder).get_text_config()
     least = Sizing("", min_layers=min(2, config.num_hidden_layers - 1))
-    target, [draft, *_] = propose(config, least, law_of(settings.results), machine)
+    target, law = shape_of(config), law_of(settings.results)
     exits, context = max(1, target.layers // 3), settings.context
-    kinds = kinds_of(target, config.vocab_size, draft.work, exits)
-    chances = ASSUMED | {"draft": draft.alpha} | settings.chances
+    try:
+        draft = propose(config, least, law, machine)[1][0]
+    except ValueError:  # too small a target for one, or of a family that has none
+        draft = None
+    kinds = kinds_of(target, config.vocab_size, draft.work if draft else None, exits)
+    chances = ASSUMED | ({"draft": draft.alpha} if draft else {}) | settings.chances
     known = {kind: extended([chance], LONGEST) for kind, chance in chances.items()}
     known |= read_chances(settings)
     room = machine.gib * GIB - target.weights  # for keys and values
     most = max(1, min(MOST_ROWS, int(room / (target.kv * context)))) if room > 0 else MOST_ROWS
-    names = {"draft": f"draft {draft.layers}x{draft.hidden}", "exit": f"exit:{exits}"}
+    names = {"exit": f"exit:{exits}"}
+    names |= {"draft": f"draft {draft.layers}x{draft.hidden}"} if draft else {}
     rows: list[dict[str, Any]] = []
     for kind, drafting in kinds.items():
 
@@ -180,16 +186,16 @@ def cells(row: dict[str, Any], most: int) -> list[str]:
     return [row["kind"], kept, *map(str, row["best"].values()), told]
 
 
-def kinds_of(target: Draft, vocab: int, draft: Pass, exits: int) -> dict[str, Drafting]:
-    """What each kind costs beside a target of this shape; draft: the draft LM's pass; exits: the
-    target's layers that draft for it.
+def kinds_of(target: Draft, vocab: int, draft: Pass | None, exits: int) -> dict[str, Drafting]:
+    """What each kind costs beside a target of this shape; draft: the draft LM's pass, if there is
+    one; exits: the target's layers that draft for it.
     """
     table, square = 2 * target.hidden * vocab, 2 * target.hidden**2
     one = Pass(1, (target.weights - table) / target.layers, target.kv / target.layers)
     fused = one._replace(weights=one.weights + 3 * square)  # with what joins the taps
     few = 2 * target.hidden * min(vocab, LIST)
     return {
-        "draft": Drafting(each=draft),
+        **({"draft": Drafting(each=draft)} if draft else {}),
         "medusa": Drafting(once=Pass(1, 0.0), level=square + table),
         "hydra": Drafting(each=Pass(1, 3 * square + table)),
         "eagle3": Drafting(once=fused, each=one._replace(weights=one.weights + few)),
@@ -255,15 +261,16 @@ def pays_until(best_of: Callable[[int], Way], most: int) -> int:
 def measured() -> Machine:
     """This machine: what it reads and computes a second, and what calls and layers cost."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wide = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
-    many = wide[:, :1024].contiguous()
+    many_n = 4096 if device.type == "cuda" else 128  # tokens enough to compute more than to read
+    wide = torch.randn(4096, 8192, dtype=torch.bfloat16, device=device)
+    many = torch.randn(8192, many_n, dtype=torch.bfloat16, device=device)
     shape = {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 64}
     configs = {n: LlamaConfig(vocab_size=256, **shape, num_hidden_layers=n) for n in (1, 9)}
     small = {n: runner_of(config, device) for n, config in configs.items()}
     calls = {n: forward_call(runner, batch=1, length=1, context=1) for n, runner in small.items()}
     calls = {n: graphed(call, device) for n, call in calls.items()}
     own = {"read": lambda: wide @ many[:, :1], "compute": lambda: wide @ many}
-    times = least_times({**calls, **own}, device, 12)
+    times = least_times({**calls, **own}, device, LEAST)
     layer = (times[9] - times[1]) / 8
     done = 2 * wide.numel() * many.shape[1] / times["compute"]
     return Machine(
