@@ -1,6 +1,6 @@
 """What each kind of drafter would give a target, before any is trained.
 
-    draftsmith predict target=Qwen/Qwen3-8B gpu=h100 batch=1,4,16,64 context=2048
+    draftsmith predict target=Qwen/Qwen3-8B gpu=h100 batch_size=1,4,16,64 context=2048
     draftsmith predict target=T gpu=h100 acceptance={eagle3:0.8,draft:0.6} report=runs/e/report.json
 
     speed-up = tau t_plain / (t_verify + drafting)             (decode/policies/foretold.py)
@@ -64,7 +64,7 @@ class Prediction:
 
     target: str  # a folder, a config.json or a hub name
     gpu: str = "h100"  # of MACHINES, such as cpu, a100 or h100
-    batch: str = "1,4,16,64"  # rows that decode together
+    batch_size: str = "1,4,16,64"  # rows that decode together
     context: int = 1024  # tokens of a row, on average
     acceptance: str = ""  # 0.7, of all kinds; or eagle3:0.8,draft:0.6; of others as assumed
     report: str = ""  # a report.json of a chain: of its drafter's kind
@@ -75,8 +75,9 @@ class Prediction:
 
     def __post_init__(self) -> None:
         check_least(self, context=1)
-        if not self.batch.replace(",", "").isdecimal() or 0 in self.rows:
-            raise ValueError(f"batch: got {self.batch!r}, expected numbers from 1 up, as 1,4,16")
+        if not self.batch_size.replace(",", "").isdecimal() or 0 in self.rows:
+            got = f"batch_size: got {self.batch_size!r}"
+            raise ValueError(f"{got}, expected numbers from 1 up, as 1,4,16")
         if wrong := [kind for kind in self.chances if kind not in KINDS]:
             raise ValueError(unknown("kind", wrong[0], KINDS))
 
@@ -97,7 +98,7 @@ class Prediction:
 
     @property
     def rows(self) -> list[int]:
-        return [int(text or 0) for text in self.batch.split(",")]
+        return [int(text or 0) for text in self.batch_size.split(",")]
 
 
 class Drafting(NamedTuple):

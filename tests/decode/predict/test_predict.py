@@ -90,7 +90,7 @@ def test_what_is_known_of_acceptance_counts(
     said = {"tree": "chain", "drafter": {"kind": "lm"}, "acceptance_by_position": [0.9, 0.7]}
     (tmp_path / "report.json").write_text(json.dumps(said))
     out = tmp_path / "out.json"
-    argv = [f"target={tmp_path}", "gpu=cpu", "batch=1,8", f"out={out}", "context=64"]
+    argv = [f"target={tmp_path}", "gpu=cpu", "batch_size=1,8", f"out={out}", "context=64"]
     predict.main([*argv, "acceptance=eagle3:0.31", f"report={tmp_path / 'report.json'}"])
     told = capsys.readouterr().out
     rows = {row["kind"].split()[0]: row for row in json.loads(out.read_text())["rows"]}
