@@ -43,7 +43,6 @@ from draftsmith.train.text.prepared import is_prepared
 INTERRUPTED = 130
 WIDE = 256  # of targets that the recipes' learning rates were found on; of wider ones they are less
 BEST = "HEAD"  # suffix+HEAD: the fastest head of this comparison
-LOOKED_UP = ("ngram", "suffix", "recycling", f"suffix+{BEST}")
 SHALLOW = 12  # layers of a target whose draft may have one
 
 
@@ -115,7 +114,8 @@ class KindsCompared:
 
     def chosen(self, layers: int) -> list[str]:
         """The kinds in the order in which they are made: those that need another come last."""
-        every = [*RECIPES, *LOOKED_UP[:-1], f"exit:{max(1, layers // 3)}", LOOKED_UP[-1]]
+        every = [*RECIPES, "ngram", "suffix", "recycling", f"exit:{max(1, layers // 3)}"]
+        every.append(f"suffix+{BEST}")
         asked = self.kinds.split(",") if self.kinds else every
         for kind in asked:
             first, after = composed(kind)
@@ -212,7 +212,7 @@ def row_of(
             row["results"].append(measured(settings, kind, row["drafter"], temperature))
     except ValueError as error:
         print(f"{kind}: {error}")
-        return row | {"refused": str(error), "results": []}
+        return row | {"refused": str(error), "results": [], "again": True}
     return row
 
 
@@ -260,10 +260,9 @@ def trained(run: Path, before: Values | None) -> Values:
 
 def led(kind: str, before: list[Values]) -> str:
     """The kind, with the fastest head in HEAD's place; ValueError where there is none."""
-    heads = [row for row in before if row["kind"] in RECIPES and row["kind"] != DRAFT]
-    heads = [row for row in heads if row["results"]]
     if composed(kind)[1] != BEST:
         return kind
+    heads = [row for row in before if row["kind"] in {*RECIPES} - {DRAFT} and row["results"]]
     if not heads:
         raise ValueError(f"got {kind}, but no head was trained")
     return kind.removesuffix(BEST) + max(heads, key=compared.mean_speedup)["kind"]

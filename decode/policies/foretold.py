@@ -25,7 +25,7 @@ def extended(share_D: Sequence[float] | np.ndarray, K: int) -> np.ndarray:
     return np.concatenate([share_D, share_D[-1] * last ** np.arange(1, K - len(share_D) + 1)])
 
 
-def taus(share_K: np.ndarray) -> np.ndarray:
+def taus(share_K: Sequence[float] | np.ndarray) -> np.ndarray:
     """tau of chains of 1, 2, ..., K."""
     return 1 + np.cumsum(share_K)
 

@@ -222,7 +222,10 @@ def read_chances(settings: Prediction) -> dict[str, np.ndarray]:
         kept = np.concatenate([one.run_T for one in traced(settings.trace)])
         kind = read_traces(settings.trace, []).about["drafter"]["kind"]
         found[kind] = np.array([(kept > depth).mean() for depth in range(kept.max())])
-    return {"draft" if kind == "lm" else kind: share_D for kind, share_D in found.items()}
+    found = {"draft" if kind == "lm" else kind: share_D for kind, share_D in found.items()}
+    if wrong := [kind for kind in found if kind not in KINDS]:
+        raise ValueError(unknown("kind", wrong[0], KINDS))
+    return found
 
 
 Pair = tuple[Machine, Draft, Drafting]  # what drafts for a target on a machine

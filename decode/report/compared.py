@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from draftsmith import printed
+from draftsmith.decode.policies.foretold import taus
 from draftsmith.decode.report import charts, figures, results
 from draftsmith.decode.report.schema import PAYING
 from draftsmith.printed import bracket, number, share, short_count, thousandths, times_as
@@ -84,9 +84,9 @@ def cells(row: Values, one: Values) -> list[str]:
     ]
 
 
-def taus(one: Values) -> list[float]:
-    """tau by how many of the drafted tokens are let count: 1, 2, ..."""
-    return list(accumulate(one["acceptance_by_position"], initial=1.0))[1:]
+def by_depth(one: Values) -> list[float]:
+    """tau if no more than 1, 2, ... of the drafted tokens could be kept."""
+    return taus(one["acceptance_by_position"]).tolist()
 
 
 def page(found: Values) -> str:
@@ -113,13 +113,13 @@ def page(found: Values) -> str:
                     x_label="times plain decoding; whisker: 95% interval",
                     reference=(1, "plain"),
                 ),
-                "depths": depth_table([(kind, taus(one)) for kind, one in bars]),
+                "depths": depth_table([(kind, by_depth(one)) for kind, one in bars]),
                 "depth": charts.scatter(
                     f"tau by depth at temperature {heat}",
                     [
                         charts.Trend(kind, css, line, (), line)
                         for css, (kind, one) in zip(COLOURS, bars, strict=False)
-                        for line in [list(enumerate([1.0, *taus(one)]))]
+                        for line in [list(enumerate([1.0, *by_depth(one)]))]
                     ],
                     x_label="drafted tokens that may count, of a tree levels",
                     y_label="tau",
