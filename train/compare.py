@@ -136,9 +136,9 @@ def main(argv: list[str]) -> None:
     settings = parse(KindsCompared, argv)
     config = load_config(settings.target).get_text_config()
     kinds = settings.chosen(config.num_hidden_layers)
-    for rows in {settings.prompts, settings.tune, settings.data} - {""}:
-        if not is_prepared(rows):
-            read_source(rows)  # an error before all the training
+    for source in {settings.prompts, settings.tune, settings.data} - {""}:
+        if not is_prepared(source):
+            read_source(source)  # an error before all the training
     out = Path(settings.out)
     lock = hold(out, "wait for it, or give this one another out=", again=True)
     ASKED.claim(out, {"settings": asdict(settings)})
@@ -174,7 +174,7 @@ def main(argv: list[str]) -> None:
 def prepared(settings: KindsCompared) -> str:
     """The target's answers to the prompts' training side, made now where they aren't there."""
     data = f"{settings.out}/answers"
-    asked = {"target.path": settings.target, "prompts": settings.prompts, "out": data}
+    asked: Values = {"target.path": settings.target, "prompts": settings.prompts, "out": data}
     asked |= {"limit": settings.answers, "max_new_tokens": settings.max_length // 2}
     asked |= {"prompt_tokens": settings.prompt_tokens, "seed": settings.seed}
     code, told = run_as_user(["prepare", "processes=1", *(f"{k}={v}" for k, v in asked.items())])

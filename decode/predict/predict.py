@@ -268,7 +268,7 @@ def measured() -> Machine:
     many_n = 4096 if device.type == "cuda" else 128  # tokens enough to compute more than to read
     wide = torch.randn(4096, 8192, dtype=torch.bfloat16, device=device)
     many = torch.randn(8192, many_n, dtype=torch.bfloat16, device=device)
-    shape = {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 64}
+    shape: Any = {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 64}
     configs = {n: LlamaConfig(vocab_size=256, **shape, num_hidden_layers=n) for n in (1, 9)}
     small = {n: runner_of(config, device) for n, config in configs.items()}
     calls = {n: forward_call(runner, batch=1, length=1, context=1) for n, runner in small.items()}

@@ -38,9 +38,9 @@ def pays(result: Values) -> bool:
 
 def says(rows: Sequence[Values]) -> str:
     """The answer, in a sentence."""
-    best, *others = ordered(rows) or [None]
-    if best is None:
+    if not (made := ordered(rows)):
         return "no kind could be measured: " + "; ".join(row["refused"] for row in rows)
+    best, *others = made
     told = ", ".join(
         f"{times_as(one['speedup'])} {bracket(one['speedup_interval'])} at temperature "
         f"{one['temperature']:g}"
