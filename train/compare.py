@@ -290,7 +290,7 @@ def measured(settings: KindsCompared, kind: str, drafter: str, temperature: floa
     folder = Path(settings.out) / "reports" / kind.replace("/", "-") / f"t{temperature:g}"
     write(report, folder)
     row = results.row(kind, report) | {"report": str(folder.relative_to(settings.out))}
-    beside = ("categories", "acceptance_by_position", "acceptance_conditional", "lossless", "times")
+    beside = ("categories", "accepted_histogram", "acceptance_conditional", "lossless", "times")
     return row | {key: report[key] for key in beside} | {"levels": how.get("K")}
 
 

@@ -18,6 +18,11 @@ import numpy as np
 SIBLING = 0.55
 
 
+def kept_shares(histogram: Sequence[int]) -> np.ndarray:
+    """The shares of rounds that kept at least 1, 2, ... tokens, of rounds by how many they kept."""
+    return np.cumsum(histogram[::-1])[-2::-1] / max(1, sum(histogram))
+
+
 def extended(share_D: Sequence[float] | np.ndarray, K: int) -> np.ndarray:
     """The chances that 1, 2, ..., K tokens are kept, those beyond D by the last conditional one."""
     share_D = np.asarray(share_D, float)[:K]

@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 from draftsmith.command import check_least, parse, unknown
 from draftsmith.decode.engine.memory import GIB
 from draftsmith.decode.forward.size import available
-from draftsmith.decode.policies.foretold import extended, taus, tree_tau
+from draftsmith.decode.policies.foretold import extended, kept_shares, taus, tree_tau
 from draftsmith.decode.policies.timing import LEAST, forward_call, graphed, least_times
 from draftsmith.decode.predict.draft_sizes import (
     Draft,
@@ -214,14 +214,14 @@ def read_chances(settings: Prediction) -> dict[str, np.ndarray]:
     found = {}
     if settings.report:
         said = read_json(Path(settings.report))
-        if said.get("tree") != "chain" or not said.get("acceptance_by_position"):
+        if said.get("tree") != "chain" or len(said.get("accepted_histogram", ())) < 2:
             got = f"report: got {settings.report} with tree={said.get('tree')}"
             raise ValueError(f"{got}, expected a report.json of drafts by tree=chain")
-        found[said["drafter"]["kind"]] = np.array(said["acceptance_by_position"])
+        found[said["drafter"]["kind"]] = kept_shares(said["accepted_histogram"])
     if settings.trace:
         kept = np.concatenate([one.run_T for one in traced(settings.trace)])
         kind = read_traces(settings.trace, []).about["drafter"]["kind"]
-        found[kind] = np.array([(kept > depth).mean() for depth in range(kept.max())])
+        found[kind] = kept_shares(np.bincount(kept, minlength=2).tolist())
     found = {"draft" if kind == "lm" else kind: share_D for kind, share_D in found.items()}
     if wrong := [kind for kind in found if kind not in KINDS]:
         raise ValueError(unknown("kind", wrong[0], KINDS))

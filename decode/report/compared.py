@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftsmith import printed
-from draftsmith.decode.policies.foretold import taus
+from draftsmith.decode.policies.foretold import kept_shares, taus
 from draftsmith.decode.report import charts, figures, results
 from draftsmith.decode.report.schema import PAYING
 from draftsmith.printed import bracket, number, share, short_count, thousandths, times_as
@@ -86,7 +86,7 @@ def cells(row: Values, one: Values) -> list[str]:
 
 def by_depth(one: Values) -> list[float]:
     """tau if no more than 1, 2, ... of the drafted tokens could be kept."""
-    return taus(one["acceptance_by_position"]).tolist()
+    return taus(kept_shares(one["accepted_histogram"])).tolist()
 
 
 def page(found: Values) -> str:

@@ -158,4 +158,4 @@ def test_the_answer_in_a_sentence() -> None:
 
 
 def test_tau_by_depth_is_that_of_the_kept_share() -> None:
-    assert compared.by_depth({"acceptance_by_position": [0.5, 0.25]}) == [1.5, 1.75]
+    assert compared.by_depth({"accepted_histogram": [4, 2, 2]}) == [1.5, 1.75]

@@ -87,7 +87,7 @@ def test_what_is_known_of_acceptance_counts(
     """Given, or read from a report, of its kind alone; all else as assumed."""
     sizes = {"vocab_size": 320, "hidden_size": 128, "num_attention_heads": 2}
     LlamaConfig(**sizes, num_hidden_layers=4, intermediate_size=256).save_pretrained(tmp_path)
-    said = {"tree": "chain", "drafter": {"kind": "lm"}, "acceptance_by_position": [0.9, 0.7]}
+    said = {"tree": "chain", "drafter": {"kind": "lm"}, "accepted_histogram": [1, 2, 7]}
     (tmp_path / "report.json").write_text(json.dumps(said))
     out = tmp_path / "out.json"
     argv = [f"target={tmp_path}", "gpu=cpu", "batch_size=1,8", f"out={out}", "context=64"]
