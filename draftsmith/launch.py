@@ -10,8 +10,12 @@ by a traceback of its own. One process without a configuration needs no launcher
 
 import importlib
 import logging
+import os
+import shlex
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CalledProcessError
@@ -53,6 +57,30 @@ def launch(module: str, argv: list[str]) -> int:
             raise ValueError(unknown("config", config, sorted(ours)) + " (or a YAML's path)")
         flags += ["--config_file", str(file)]
     return launched([*flags, "--module", module, *rest])
+
+
+def run_as_user(words: Sequence[str]) -> tuple[int, str]:
+    """`draftsmith WORDS` in a process of its own, printed before it runs; its exit code, and the
+    last line that it told on stderr.
+    """
+    from torch import cuda
+
+    print(f"$ draftsmith {shlex.join(words)}", flush=True)  # or, in a file, it would stand below
+    # Threads that sleep while they wait: spinning ones halve the speed of a machine that is shared.
+    env = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "OMP_WAIT_POLICY": "PASSIVE"}
+    if not cuda.is_available():
+        env["DS_ACCELERATOR"] = "cpu"  # or deepspeed, where installed, warns that it found none
+    command, told = [sys.executable, "-m", "draftsmith", *words], ""
+    with subprocess.Popen(command, env=env | os.environ, stderr=subprocess.PIPE, text=True) as ran:
+        try:
+            for line in ran.stderr or ():
+                print(line, end="", file=sys.stderr, flush=True)
+                told = line.strip() or told
+        except KeyboardInterrupt:
+            ran.terminate()  # as a terminal has told it, too: it saves
+            ran.wait()
+            raise
+    return ran.returncode, told
 
 
 def launched(flags: list[str]) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from wrong_folders import make_folders
+from wrong_predictions import PREDICTING
 
 from draftsmith.__main__ import COMMANDS, LAUNCHED, command
 from draftsmith.command import guarded
@@ -38,7 +39,6 @@ REMEMBER = "remember target=target data=text.jsonl"
 CALIBRATE = f"calibrate {PAIR} prompts=text.jsonl prompt_tokens=8 max_new_tokens=8"
 TRIM = f"trim {PAIR} data=text.jsonl sizes=300 prompt_tokens=8 max_new_tokens=8 limit=2"
 SIZE = "size target=target gpu=cpu"
-SIMULATE = "simulate costs=grid.json survival=0.7,0.5 batch_size=2"
 PLAN = "plan recipe=quickstart/distill gpu=cpu"
 SHOW = "data show data=text.jsonl tokenizer=target"
 
@@ -247,31 +247,6 @@ CASES = [
     ("stopping tune=absent c=0.1", "absent: got no", "expected a folder that"),
     ("stopping tune=absent target=target drafter=draft", "absent: got no", "expected a folder"),
     ("stopping tune=absent costs=old", "costs: got 'old', expected kept or new"),
-    (f"{SIMULATE} costs=absent.json", "got absent.json, which cannot be read", "expected a JSON"),
-    (f"{SIMULATE} costs=grid.json survival=0.5,0.6", "survival: got 0.5,0.6, expected falling"),
-    (f"{SIMULATE} traces=absent", "got traces='absent' and survival='0.7,0.5', expected one of"),
-    ("simulate costs=grid.json traces=absent", "absent: got no", "expected a folder that"),
-    (f"{SIMULATE} costs=sums.jsonl", "sums.jsonl", "expected"),
-    (f"{SIMULATE} costs=tree.json", "tree.json", "expected"),
-    (
-        f"{SIMULATE} costs=grid_torn.json",
-        "costs: got grid_torn.json, expected rows and nodes from 1",
-        "have",
-    ),
-    (
-        f"{SIMULATE} policies=plain,acceptance",
-        "got 'acceptance', expected some of plain",
-        "are for",
-    ),
-    (f"{SIMULATE} policies=fixed:3", "policies: got 'fixed:3', expected fixed:1 to fixed:2"),
-    (f"{SIMULATE} policies=table:1-=3", "policy table: got '1-=3', expected ranges of rows"),
-    (f"{SIMULATE} K=3", "K: got 3, expected at most 2"),
-    (f"{SIMULATE} batch_size=64", "costs: got 2 rows and 3 tokens a row", "expected 64 and 3"),
-    (f"{SIMULATE} arrivals=poison", "arrivals: got 'poison', expected clients, poisson, burst"),
-    (f"{SIMULATE} arrivals=poisson rate=0", "rate: got '0', expected numbers from 1e-09 up"),
-    (f"{SIMULATE} clients=some", "clients: got 'some', expected numbers from 1 up"),
-    (f"{SIMULATE} target=target", "got target='target' and drafter='', expected both"),
-    (f"{SIMULATE} requests=0", "requests: got 0, expected at least 1"),
     ("judge-labels target=target", "data", "expected"),
     ("judge-labels target=target drafter=draft data=text.jsonl limit=2", "text.jsonl", "expected"),
     (
@@ -303,6 +278,7 @@ CASES = [
     ("quickstart K=0", "K: got 0, expected 1 to 64"),
     ("quickstart steps=-1", "steps: got -1, expected at least 0"),
     ("quickstart limit=0", "limit: got 0, expected at least 1"),
+    *PREDICTING,
 ]
 
 

@@ -9,17 +9,11 @@ temperature 0 and 1. Training that is finished is not repeated; what was interru
 """
 
 import json
-import os
-import shlex
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from draftsmith.command import check_least, parse
@@ -29,6 +23,7 @@ from draftsmith.decode.evaluate.metrics import paired_difference
 from draftsmith.decode.report import results
 from draftsmith.decode.report.page import write
 from draftsmith.decode.report.terminal import comparison
+from draftsmith.launch import run_as_user
 
 ENTRIES = {"target": "pretrain", "draft": "pretrain", "distill": "distill"}
 TARGET = "target/model"
@@ -57,7 +52,8 @@ def main(argv: list[str]) -> int:
     # --------------------------------------------------------------- training
     for number, (name, entry) in enumerate(ENTRIES.items(), start=1):
         console.rule(f"[bold]step {number} of 4: {name}")
-        if code := launch(console, entry, overrides(settings, name)):
+        words = ["train", entry, "processes=1", *overrides(settings, name)]
+        if code := run_as_user(words)[0]:
             told = f"step {name} ended with code {code}; the same command goes on from there"
             console.print(told)
             return code
@@ -97,19 +93,6 @@ def overrides(settings: Quickstart, name: str) -> list[str]:
     if name == "distill":
         found.append(f"draft={out / ARMS['before']}")
     return found + ([f"steps={settings.steps}", "warmup=0"] if settings.steps else [])
-
-
-def launch(console: Console, entry: str, overrides: Sequence[str]) -> int:
-    """One training entry as a user would launch it; its exit code."""
-    arguments = ["train", entry, "processes=1", *overrides]
-    console.print(f"[dim]$ draftsmith {shlex.join(arguments)}[/dim]", highlight=False)
-    command = [sys.executable, "-m", "draftsmith", *arguments]
-    # Threads that sleep while they wait: spinning ones halve the speed of a machine that is shared.
-    threads = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "OMP_WAIT_POLICY": "PASSIVE"}
-    if not torch.cuda.is_available():
-        threads["DS_ACCELERATOR"] = "cpu"  # or deepspeed, where installed, warns that it found none
-    sys.stdout.flush()  # or, in a file, what the entry prints would stand before its heading
-    return subprocess.run(command, env=threads | os.environ, check=False).returncode
 
 
 def asked(settings: Quickstart, temperature: int) -> Evaluation:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from draftsmith.launch import run_as_user
+
 MIB = 2**20
 
 
@@ -32,9 +34,9 @@ def resident(device: str, peak: bool) -> float:
 def launch(entry: str, *argv: str) -> None:
     """Run a training entry in a process of its own; ValueError where it fails, which says why."""
     words = ["prepare"] if entry == "prepare" else ["train", entry]
-    command = ["-m", "draftsmith", *words, "processes=1", *argv]
-    if code := subprocess.run([sys.executable, *command], check=False).returncode:
-        raise ValueError(f"{shlex.join(command[1:])} ended with code {code}, see above")
+    words += ["processes=1", *argv]
+    if code := run_as_user(words)[0]:
+        raise ValueError(f"draftsmith {shlex.join(words)} ended with code {code}, see above")
 
 
 def train(entry: str, result: Path, *argv: str) -> None:

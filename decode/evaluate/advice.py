@@ -21,15 +21,16 @@ from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import metrics, speed
 from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded, time_arms
 from draftsmith.decode.evaluate.replay import replay
+from draftsmith.decode.policies.foretold import extended, taus
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.policies.timing import measured_costs
 from draftsmith.decode.prompts.prompts import Prompt
+from draftsmith.decode.report.schema import PAYING
 from draftsmith.decode.tree_shapes import PUBLISHED, Plan
 from draftsmith.printed import bracket
 
 Values = dict[str, Any]
 BEYOND = 4  # depths foretold past those that were drafted
-LEAST = 0.98  # of the lower end of the interval of a speed-up that is advised
 REPLAYED = 32  # prompts, or batches of them, that are replayed
 UNTRAINED = ("confidence", "entropy", "depth")  # policies by the draft's law alone
 DYNAMIC = "dynamic:4,4,17"
@@ -49,9 +50,7 @@ class Depths:
     def taus(self, groups: np.ndarray) -> np.ndarray:
         """tau of each depth from 1 on, over some of the groups."""
         share_D = self.kept_GD[groups].sum(0) / self.reached_GD[groups].sum(0).clip(1)
-        last = share_D[-1] / share_D[-2] if len(share_D) > 1 and share_D[-2] else share_D[-1]
-        beyond = range(1, len(self.cost_K) - len(share_D) + 1)
-        return 1 + np.cumsum([*share_D, *(share_D[-1] * last**k for k in beyond)])
+        return taus(extended(share_D, max(len(share_D), len(self.cost_K))))
 
     def gains(self, groups: np.ndarray) -> np.ndarray:
         """Tokens a second of each depth, as a multiple of those of the depth that was run."""
@@ -242,7 +241,9 @@ def pays(advice: Values) -> bool:
     of its interval, which one prompt or batch alone doesn't have.
     """
     between = advice["measured_interval"]
-    return bool(advice["best"]) and advice["measured"] > 1 and bool(between and between[0] >= LEAST)
+    return (
+        bool(advice["best"]) and advice["measured"] > 1 and bool(between and between[0] >= PAYING)
+    )
 
 
 def _speed_of(row: Values) -> str:

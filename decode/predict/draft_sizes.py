@@ -4,7 +4,7 @@
 
     speed-up = tau t_plain / (t_verify + K t_draft)
     tau = 1 + alpha + ... + alpha^K,   alpha = a log10(parameters) + b
-    t = call + layers * layer + bytes of weights / bandwidth      (modelled; or measured here)
+    t = call + layers * layer + bytes of weights / bandwidth      (`machines`; or measured here)
 
 The target's config.json is all that is read of it. At equal parameters a layer costs time that
 width doesn't, and with a large vocabulary width costs an output head that depth doesn't: between
@@ -25,8 +25,9 @@ from draftsmith.decode.engine.memory import size
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.forward.size import available
+from draftsmith.decode.policies.foretold import extended, taus
 from draftsmith.decode.policies.timing import Call, forward_call, graphed, median_times
-from draftsmith.decode.predict.machines import MACHINES, Machine
+from draftsmith.decode.predict.machines import MACHINES, Machine, Pass
 from draftsmith.decode.predict.scaling_laws import fit_line, read_rows
 from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.draft_lm import draft_config
@@ -90,12 +91,18 @@ class Draft:
     parameters: int
     non_embedding: int
     weights: int  # bytes that a forward reads
+    kv: int  # and of keys and values, a token of context
     seconds: float = math.nan
     K: int = 0
     alpha: float = math.nan
     tau: float = math.nan
     speedup: float = math.nan
     mbsu: float = math.nan
+
+    @property
+    def work(self) -> Pass:
+        """What a forward of it reads."""
+        return Pass(self.layers, self.weights, self.kv)
 
 
 def main(argv: list[str]) -> None:
@@ -158,13 +165,13 @@ def propose(
     ValueError for nothing within the budget, a family that `draft_config` refuses, or with
     `measure` more weights than memory.
     """
-    target = _shape(config)
-    target = replace(target, seconds=machine.seconds(target.layers, target.weights))
+    target = shape_of(config)
+    target = replace(target, seconds=machine.seconds(target.work))
     most = settings.budget or math.inf
     found: dict[int, Draft] = {}
     for draft in shapes(config, target):
         if draft.layers >= settings.min_layers and draft.parameters <= most:
-            draft = replace(draft, seconds=machine.seconds(draft.layers, draft.weights))
+            draft = replace(draft, seconds=machine.seconds(draft.work))
             draft = predicted(draft, target, law, settings.K)
             rival = found.setdefault(draft.layers, draft)
             found[draft.layers] = draft if draft.speedup > rival.speedup else rival
@@ -196,11 +203,11 @@ def shapes(config: PretrainedConfig, target: Draft) -> list[Draft]:
         inner = max(grain, grain * round(hidden * target.intermediate / target.hidden / grain))
         width = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "intermediate": inner}
         # Every further layer is as large as the second.
-        one, two = (_shape(_config(config, {"layers": n, **width})) for n in (1, 2))
+        one, two = (shape_of(_config(config, {"layers": n, **width})) for n in (1, 2))
         for layers in (n for n in DEPTHS if n < target.layers):
             more = {
                 name: getattr(one, name) + (layers - 1) * (getattr(two, name) - getattr(one, name))
-                for name in ("parameters", "non_embedding", "weights")
+                for name in ("parameters", "non_embedding", "weights", "kv")
             }
             found.append(replace(one, layers=layers, **more))
     return found
@@ -213,8 +220,10 @@ def predicted(draft: Draft, target: Draft, law: Law, K: int, t_verify: float = 0
     alpha = law.alpha(draft.parameters if law.with_tables else draft.non_embedding)
     share = draft.weights / target.weights
 
+    tau_K = taus(extended([alpha], K or LONGEST)).tolist()
+
     def with_k(K: int) -> Draft:
-        tau = sum(alpha**i for i in range(K + 1))
+        tau = tau_K[K - 1]
         spent = (t_verify or target.seconds) + K * draft.seconds
         speedup, mbsu = tau * target.seconds / spent, tau / (1 + K * share)
         return replace(draft, K=K, alpha=alpha, tau=tau, speedup=speedup, mbsu=mbsu)
@@ -238,11 +247,11 @@ def measured(
             "say measure=false, or measure on a larger machine"
         )
     at: dict[str, Any] = {"batch": 1, "context": CONTEXT}
-    runner = _runner(config, device)
+    runner = runner_of(config, device)
     lengths = {1, *(draft.K + 1 for draft in drafts)}
     calls: dict[Any, Call] = {n: forward_call(runner, length=n, **at) for n in lengths}
     for draft in drafts:
-        runner = _runner(_config(config, {name: getattr(draft, name) for name in RECIPE}), device)
+        runner = runner_of(_config(config, {name: getattr(draft, name) for name in RECIPE}), device)
         calls[draft] = forward_call(runner, length=1, **at)
     calls = {name: graphed(call, device) for name, call in calls.items()}
     times = median_times(calls, device, repeats=20)
@@ -256,27 +265,31 @@ def _config(config: PretrainedConfig, sizes: dict[str, int]) -> PretrainedConfig
     return draft_config(config, vocab_size=config.vocab_size, tie_word_embeddings=True, **sizes)
 
 
-def _shape(config: PretrainedConfig) -> Draft:
+def shape_of(config: PretrainedConfig) -> Draft:
     """Counted on a model without storage."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    table, out = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     parameters = sum(weight.numel() for weight in model.parameters())
-    tables = table.numel() + (0 if head is table else head.numel())
+    tables = table.numel() + (0 if out is table else out.numel())
     heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Draft(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=kv_heads,
         intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         parameters=parameters,
         non_embedding=parameters - tables,
-        weights=2 * (parameters - tables + head.numel()),
+        weights=2 * (parameters - tables + out.numel()),
+        kv=4 * config.num_hidden_layers * kv_heads * head,
     )
 
 
-def _runner(config: PretrainedConfig, device: torch.device) -> Runner:
+def runner_of(config: PretrainedConfig, device: torch.device) -> Runner:
+    """A random bf16 model of this shape."""
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     lay_side_by_side(model.requires_grad_(False))

@@ -3,9 +3,20 @@
 from typing import NamedTuple
 
 
+class Pass(NamedTuple):
+    """What a forward reads: bytes of weights in bf16, and of keys and values a token of context;
+    layers: how many, in which kernels are launched.
+    """
+
+    layers: float
+    weights: float
+    kv: float = 0.0
+
+
 class Machine(NamedTuple):
     """gib: of memory; tflops: dense bf16 peak; bandwidth: GB/s; layer, call: microseconds that each
-    layer and each call adds to a forward of a token.
+    layer and each call adds to a forward of a token; reached: the share of the peak of a forward of
+    many tokens, assumed; overlaps: whether it reads while it computes.
     """
 
     gib: float
@@ -13,15 +24,30 @@ class Machine(NamedTuple):
     bandwidth: float
     layer: float = 30.0
     call: float = 100.0
+    reached: float = 0.5
+    overlaps: bool = True
 
-    def seconds(self, layers: int, weights: int) -> float:
-        """A forward of a token, of so many bytes of weights."""
-        return 1e-6 * (self.call + layers * self.layer) + weights / (1e9 * self.bandwidth)
+    def seconds(self, work: Pass, tokens: float = 1, context: float = 0) -> float:
+        """A forward of so many tokens after so many, of all rows together. A bf16 weight is two
+        bytes, and two operations a token.
+        """
+        read = self.moving(work.weights + work.kv * context)
+        done = self.computing(work.weights * tokens, self.reached)
+        took = max(read, done) if self.overlaps else read + done
+        return 1e-6 * (self.call + work.layers * self.layer) + took
+
+    def moving(self, size: float) -> float:
+        """Seconds to read so many bytes."""
+        return size / (1e9 * self.bandwidth)
+
+    def computing(self, operations: float, reached: float) -> float:
+        """Seconds of so many operations, at a share of the peak."""
+        return operations / (1e12 * self.tflops * reached)
 
 
 # GPUs: the makers' data sheets (SXM), and an assumed dozen kernels a layer in a CUDA graph. cpu: a
-# rough guess at two cores; layer and call from docs/results/cost.json (6 layers of 256 and one of
-# 96, bf16, one thread of an AMD EPYC: 2.26 and 0.45 ms).
+# rough guess at two cores; the rest from docs/results/cost.json (6 layers of 256 and one of 96,
+# bf16, one thread of an AMD EPYC: 2.26 and 0.45 ms, and a pass 97 us for each further token).
 MACHINES = {
     "h100": Machine(79, 989, 3350),
     "h200": Machine(139, 989, 4800),
@@ -30,5 +56,5 @@ MACHINES = {
     "a100-40": Machine(39, 312, 1555),
     "l40s": Machine(44, 362, 864),
     "rtx4090": Machine(23.5, 165, 1008),
-    "cpu": Machine(16, 0.5, 20, 260, 160),
+    "cpu": Machine(16, 0.5, 20, 245, 160, reached=0.22, overlaps=False),
 }

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+PAYING = 0.98  # of the lower end of the interval of a speed-up that is advised
 ROUNDING = 1e-6  # a share is a quotient of fp32 sums
 Share = Annotated[float, Field(ge=0, le=1 + ROUNDING)]
 Count = Annotated[int, Field(ge=0)]

@@ -107,9 +107,17 @@ class CompositeDrafter(Drafter):
     def feed(self, request: Round) -> Feed | None:
         """Of the trained one, which is what a draft call costs; or of both."""
         drafted = self.trained.feed(self._shallow(request))
-        if not self.fused:
-            return drafted
         assert drafted is not None, "a head is asked by draft calls"
+        if not self.fused:
+            fed = None
+
+            def shallow(frontier: Frontier) -> Fed:
+                nonlocal fed
+                fed = drafted(frontier) if frontier.depth < self.deepest else fed
+                assert fed is not None
+                return fed
+
+            return shallow
         ask, slack = self.looked.looked_up()[0], self.looked.slack
 
         def feed(frontier: Frontier) -> Fed:

@@ -1,10 +1,8 @@
 """The quickstart from end to end with few steps: every command, folder and file it promises."""
 
 import json
-import shlex
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -29,14 +27,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(sources, "stdlib_rows", lambda root: rows(root)[::6])
     monkeypatch.setattr(quickstart, "overrides", lambda *given: overrides(*given) + SHORT)
 
-    def run(command: list[str], *, env: dict[str, str], check: bool) -> SimpleNamespace:
-        assert command[:3] == [sys.executable, "-m", "draftsmith"] and env["OMP_NUM_THREADS"]
-        found.append(command[3:])
+    def run(words: list[str]) -> tuple[int, str]:
+        found.append(words)
         AcceleratorState._reset_state(reset_partial_state=True)
-        monkeypatch.setattr(sys, "argv", ["draftsmith", *command[3:]])
-        return SimpleNamespace(returncode=front.main())
+        monkeypatch.setattr(sys, "argv", ["draftsmith", *words])
+        return front.main(), ""
 
-    monkeypatch.setattr(quickstart, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(quickstart, "run_as_user", run)
     return found
 
 
@@ -51,8 +48,6 @@ def test_quickstart_runs_and_writes_its_reports(
     assert front.main() == 0
     told = capsys.readouterr().out
     assert [words[:2] for words in launches] == [["train", entry] for entry in ENTRIES.values()]
-    for words in launches:
-        assert shlex.join(words).replace(" ", "") in "".join(told.split())
     for says in ("after - before at temperature 1: alpha", "held-out loss, nats a token"):
         assert says in told
     for arm in ("before", "after", "ngram"):

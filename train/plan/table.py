@@ -139,14 +139,14 @@ def _seconds(
     cast: Staged, sizes: memory.ModuleSizes, step: Step, asked: PlanRequest, way: str
 ) -> float:
     config, gpu = cast.config, MACHINES[asked.gpu]
-    passes = config.accumulation * step.flops / (gpu.tflops * 1e12 * asked.mfu)
+    passes = gpu.computing(config.accumulation * step.flops, asked.mfu)
     # Weights and states are read and written, gradients read.
     mine = 1 if way == "ddp" else asked.gpus
     moved = (12 * sizes.learned + 2 * sizes.optimizer) / mine
     # Each token that the draft writes reads its weights.
     if written := (setting(config, "on_policy.share") or 0) * config.accumulation:
         moved += written * config.on_policy.max_new_tokens * sizes.weights // 2
-    return passes + moved / (gpu.bandwidth * 1e9)
+    return passes + gpu.moving(moved)
 
 
 def remedied(outline: Outline, only: str = "") -> tuple[list[str], Outline] | None:

@@ -27,7 +27,8 @@ class Log:
     metrics: the metrics.jsonl to append to, None on all but the main process; records after `step`
     are dropped first, since a resumed run will write them again. step, steps: the last finished
     one, and the run's length. lap: the steps between two goals of a run that has no end, which
-    time left counts to; 0: to the end. tracker: receives each record and its step, too.
+    time left counts to; 0: to the end. limit: the seconds that are left of a run that ends by the
+    clock, 0 of others. tracker: receives each record and its step, too.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Log:
         step: int,
         steps: int,
         lap: int = 0,
+        limit: float = 0.0,
         tracker: Tracker | None = None,
         console: Console | None = None,
     ) -> None:
@@ -44,7 +46,7 @@ class Log:
         if metrics:
             keep_through(metrics, step)
             self._file = metrics.open("a", encoding="utf-8")
-        self._tracker, self._steps, self._lap = tracker, steps, lap
+        self._tracker, self._steps, self._lap, self._limit = tracker, steps, lap, limit
         self._seconds, self._tokens, self._trained = 0.0, 0, 0
         self._last_line = time.monotonic()
         self.console = console or Console(quiet=metrics is None)
@@ -83,12 +85,16 @@ class Log:
         if self._seconds:
             ahead = self._lap - step % self._lap if self._lap else self._steps - step
             goal = " to the next evaluation" if self._lap else ""
-            left = f"{ahead * self._seconds / self._trained:,.0f} s left{goal}"
+            seconds = ahead * self._seconds / self._trained
+            if self._limit:
+                seconds = max(0.0, self._limit - self._seconds)
+            left = f"{seconds:,.0f} s left{goal}"
             speed = f"{self._tokens / self._seconds:,.0f} tokens/s, {left}"
         self._bar.update(self._task, completed=step, figures=f"{figures} {speed}")
         due = time.monotonic() - self._last_line > LINE_SECONDS and not self.console.is_terminal
         if due or held_out or step == self._steps:
-            line = f"step {step}/{self._steps} {figures} {' '.join(held_out)} {speed}"
+            of = "" if self._limit else f"/{self._steps}"
+            line = f"step {step}{of} {figures} {' '.join(held_out)} {speed}"
             self.console.print(" ".join(line.split()), highlight=False, soft_wrap=True)
             self._last_line = time.monotonic()
 

@@ -9,7 +9,8 @@ processes, by DeepSpeed over micro-batches too: the loss that goes backward is s
 this count (`averaged`).
 
 A step is a function of the weights, the optimizer state and (seed, step, process); nothing else is
-carried over. So a resumed run repeats an uninterrupted one bit by bit.
+carried over. So a resumed run repeats an uninterrupted one bit by bit, unless it ends by the clock
+(`seconds`).
 """
 
 import contextlib
@@ -163,26 +164,27 @@ def fit(
     at, main = fitting.position, accelerator.is_main_process
     metrics, done = run.metrics if main else None, at.step if resumed else -1
     open_tracker(accelerator, run.folder, settings, done)
-    if amount := getattr(batches, "amount", None):
+    if not settings.seconds and (amount := getattr(batches, "amount", None)):
         size = settings.batch_size * settings.accumulation * accelerator.num_processes
         accelerator.print(amount(settings.steps, size))
     lap = settings.eval_every if getattr(batches, "endless", False) else 0
+    shown: Any = {"lap": lap, "limit": max(0.0, settings.seconds - at.seconds)}
     with (
         stop_request() as stop,
-        Log(metrics, step=done, steps=settings.steps, lap=lap, tracker=accelerator.log) as log,
+        Log(metrics, step=done, steps=settings.steps, tracker=accelerator.log, **shown) as log,
     ):
         if heed := getattr(batches, "heed", None):
             heed(stop)
         if evaluate and at.best is None:
             log.write({"step": 0, **fitting.evaluate(evaluate)})
         patience = settings.patience * settings.eval_every or math.inf
-        while at.step < settings.steps and at.step - at.best_step < patience:
+        while fitting.reached < settings.steps and at.step - at.best_step < patience:
             started = time.monotonic()
             record = fitting.train_step(*fitting.fetch(stop))
             record["seconds"] = time.monotonic() - started
-            at.seconds += record["seconds"]
+            fitting.clock(record)
             due = settings.eval_every and at.step % settings.eval_every == 0
-            if evaluate and (due or at.step == settings.steps):
+            if evaluate and (due or fitting.reached >= settings.steps):
                 record |= fitting.evaluate(evaluate)
             log.write(record)
             if settings.save_every and at.step % settings.save_every == 0:
@@ -207,6 +209,20 @@ class _Fitting:
     def __post_init__(self) -> None:
         self.spread = spread(self.accelerator, self.objective, self.settings)
         self.position = load(self.spread, self.run, self.batches)
+
+    @property
+    def reached(self) -> float:
+        """The step by which schedules go: of a run of so many seconds, their share of `steps`."""
+        at, settings = self.position, self.settings
+        return settings.steps * at.seconds / settings.seconds if settings.seconds else at.step
+
+    def clock(self, record: dict[str, Any]) -> None:
+        """Count a step's seconds; where they decide, by the clock of one process."""
+        if self.settings.seconds:
+            [record["seconds"]] = broadcast_object_list([record["seconds"]])
+        self.position.seconds += record["seconds"]
+        if self.settings.seconds and isinstance(self.objective, Counting):
+            self.objective.steps_done.fill_(int(self.reached))
 
     def save(self) -> None:
         save(self.spread, self.run, self.position, self.batches)
@@ -240,7 +256,7 @@ class _Fitting:
         at, accelerator = self.position, self.accelerator
         torch.manual_seed(step_seed(self.settings.seed, at.step, accelerator.process_index))
         seeded = _generators(accelerator.device)
-        rate = learning_rate(self.settings, at.step)
+        rate = learning_rate(self.settings, self.reached)
         for optimizer in self.spread.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_scale", 1.0)

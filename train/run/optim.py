@@ -44,10 +44,10 @@ def optimizers(module: nn.Module, settings: Settings) -> list[torch.optim.Optimi
     return [muon, *([adamw(plain)] if plain else [])]
 
 
-def learning_rate(settings: Settings, step: int) -> float:
+def learning_rate(settings: Settings, step: float) -> float:
     """The rate of optimizer step `step` (from 0): linear warm-up, then down to lr * lr_floor."""
     if step < settings.warmup:
-        return settings.lr * (step + 1) / settings.warmup
+        return settings.lr * min(1.0, (step + 1) / settings.warmup)
     progress = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
     share = SCHEDULES[settings.schedule](min(1.0, progress))
     return settings.lr * (settings.lr_floor + (1 - settings.lr_floor) * share)

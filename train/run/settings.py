@@ -17,6 +17,7 @@ class Settings:
 
     out: str  # the run folder
     steps: int
+    seconds: float = 0.0  # of training, over which the schedules of `steps` stretch; 0: none
     seed: int = 0
     batch_size: int = 8  # sequences in a micro-batch of one process
     accumulation: int = 1
@@ -70,7 +71,7 @@ def setting(config: object, key: str) -> Any:
 
 
 LEAST = dict.fromkeys(("steps", "batch_size", "accumulation"), 1)
-LEAST |= dict.fromkeys(("seed", "warmup", "lr_floor", "weight_decay", "clip_norm"), 0)
+LEAST |= dict.fromkeys(("seed", "seconds", "warmup", "lr_floor", "weight_decay", "clip_norm"), 0)
 LEAST |= dict.fromkeys(("eval_every", "patience", "save_every", "processes"), 0)
 CHOICES = {
     "optimizer": ("adamw", "sgd", "muon"),

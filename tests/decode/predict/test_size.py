@@ -60,7 +60,7 @@ def test_fastdraft_law_is_its_table() -> None:
 
 
 def test_shapes_are_counted_as_built() -> None:
-    target = sizing._shape(CONFIG)
+    target = sizing.shape_of(CONFIG)
     with torch.device("meta"):
         model = LlamaForCausalLM(CONFIG)
     assert target.parameters == model.num_parameters()
@@ -81,7 +81,7 @@ def test_shapes_are_counted_as_built() -> None:
 
 
 def test_the_best_is_proposed() -> None:
-    machine = Machine(0, 0, bandwidth=10.0, layer=100.0, call=50.0)
+    machine = Machine(0, 1e9, bandwidth=10.0, layer=100.0, call=50.0)
     target, drafts = propose(CONFIG, options(K=3, budget=10e6, min_layers=1), FASTDRAFT, machine)
     assert target.seconds == pytest.approx(1e-6 * (50 + 12 * 100) + target.weights / 10e9)
     assert len({d.layers for d in drafts}) == len(drafts)
@@ -102,8 +102,8 @@ def test_the_best_is_proposed() -> None:
 def test_costlier_layers_ask_for_fewer_of_them() -> None:
     """With free layers depth is as good as width; dear ones make the shallowest the best."""
     at = options(min_layers=1, budget=20e6)
-    free = propose(CONFIG, at, FASTDRAFT, Machine(0, 0, 10.0, 0.0, 50.0))[1][0]
-    dear = propose(CONFIG, at, FASTDRAFT, Machine(0, 0, 10.0, 500.0, 50.0))[1][0]
+    free = propose(CONFIG, at, FASTDRAFT, Machine(0, 1e9, 10.0, 0.0, 50.0))[1][0]
+    dear = propose(CONFIG, at, FASTDRAFT, Machine(0, 1e9, 10.0, 500.0, 50.0))[1][0]
     assert free.layers > dear.layers and dear.layers == 1 and dear.hidden > free.hidden
     # Where it is free to choose, no other K is better.
     target = propose(CONFIG, at, FASTDRAFT, MACHINES["cpu"])[0]

@@ -4,9 +4,12 @@ Two-process runs are in test_distributed.py, kills and resumes in test_resume.py
 """
 
 import copy
+import dataclasses
+import itertools
 import json
 import os
 import resource
+import signal
 from pathlib import Path
 
 import forked
@@ -16,10 +19,11 @@ from bigram import Bigram, Sequences, settings
 from torch import nn
 
 from draftsmith.train.objectives.distillation import NextToken
+from draftsmith.train.run import loop
 from draftsmith.train.run.checkpoint import Position
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.launch import start
-from draftsmith.train.run.loop import Objective, Result, StepOutput, fit, step_seed
+from draftsmith.train.run.loop import Counting, Objective, Result, StepOutput, fit, step_seed
 from draftsmith.train.run.optim import learning_rate, optimizers
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.text.batches import Batch
@@ -202,6 +206,44 @@ def test_best_weights_and_patience(tmp_path: Path) -> None:
     assert same_weights(best, kept[2])
     evaluated = {r["step"]: r["eval_alpha"] for r in log if "eval_alpha" in r}
     assert evaluated == {0: 0.1, 2: 0.3, 4: 0.5, 6: 0.4, 8: 0.45}
+
+
+class Counted(Counting, Bigram):
+    """One that goes by how far its run is; notes where each step finds it."""
+
+    def forward(self, batch: Batch) -> StepOutput:
+        self.found = [*getattr(self, "found", []), int(self.steps_done)]
+        return super().forward(batch)
+
+
+def test_a_run_of_so_many_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends by the clock, wherever `steps` is, and all schedules stretch over the seconds; after
+    a stop it goes on with what is left of them.
+    """
+    clock = itertools.count()
+    monkeypatch.setattr(loop.time, "monotonic", lambda: next(clock) / 2)  # 0.5 s a step
+    config = settings(tmp_path, seconds=2.6, steps=100, warmup=0, eval_every=0)
+    asked = Counted()
+    result, _, found = train(config, asked, evaluate=lambda: {"loss": 1.0})
+    assert result.steps == 6 and asked.found == [0, 19, 38, 57, 76, 96]
+    rates = [learning_rate(config, 100 * done / 2.6) for done in (0, 0.5, 1, 1.5, 2, 2.5)]
+    assert [record["lr"] for record in found[1:]] == pytest.approx(rates)
+    assert found[-1]["eval_loss"] == 1.0  # and so at the end, though it isn't a step of `steps`
+
+    other = dataclasses.replace(config, out=str(tmp_path / "stopped"), save_every=1)
+    stopped = Sequences()
+    given = stopped.batch
+
+    def batch(step: int, *at: int, **how: int) -> Batch:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return given(step, *at, **how)
+
+    monkeypatch.setattr(stopped, "batch", batch)
+    with pytest.raises(SystemExit):
+        train(other, Counted(), stopped)
+    asked = Counted()
+    assert train(other, asked)[0].steps == 6 and asked.found == [38, 57, 76, 96]
 
 
 def test_evaluation_must_give_the_metric(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""How far `draftsmith predict` is off: its speed-ups beside those of the committed tables.
+
+    python bench/evidence/predicted.py              # of docs/results; trains and decodes nothing
+
+The shapes of targets and drafts are those of the recipes, the machine is MACHINES' cpu, tau and K
+are the measured ones, so that what is judged is the model of time. Of rows with an alpha, tau is
+also predicted from that. Rows that miss by more than 15% are listed, all of them.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from transformers import LlamaConfig
+
+from draftsmith.command import parse, run_command
+from draftsmith.decode.policies.foretold import extended, taus
+from draftsmith.decode.predict.draft_sizes import Draft, shape_of
+from draftsmith.decode.predict.machines import MACHINES
+from draftsmith.decode.predict.predict import kinds_of, speedup
+from draftsmith.printed import number, print_table, times_as
+from draftsmith.train.run.recipe import RECIPES
+
+MISS = 0.15
+VOCAB, CONTEXT = 4096, 128
+# A table's rows: the pair's recipes, and what predict calls what it measured.
+PAIRS = {
+    "quickstart": ("quickstart", {"before": "draft", "after": "draft", "ngram": "ngram"}),
+    "gsm8k": ("gsm8k", {"before": "draft", "after": "draft", "ngram": "ngram"}),
+    "trees": ("quickstart", {}),  # all of its rows are of the draft
+    "own-layers": ("gsm8k", {"exit:2": "exit", "exit:6": "exit"}),
+    "training-free": ("gsm8k", {"ngram": "ngram", "suffix": "suffix", "drafter": "eagle3"}),
+    "load": ("gsm8k", {f"K = {K}": "eagle3" for K in (1, 2, 4)}),
+}
+
+
+@dataclass
+class Judging:
+    results: str = "docs/results"
+
+
+class Judged(NamedTuple):
+    """A measured row, and what is predicted of it; tau: foretold by its alpha, where it has one."""
+
+    table: str
+    row: dict[str, Any]
+    speedup: float
+    tau: float | None
+
+    @property
+    def error(self) -> float:
+        return self.speedup / measured(self.row) - 1
+
+
+def main(argv: list[str]) -> None:
+    settings = parse(Judging, argv)
+    found = [one for table in PAIRS for one in judged(Path(settings.results), table)]
+    head = ["table", "rows", "median error", "within 15%", "mean, signed", "tau by alpha, mean"]
+    body = []
+    for table in PAIRS:
+        rows = [one for one in found if one.table == table]
+        errors = sorted(abs(one.error) for one in rows)
+        taus = [abs(one.tau / one.row["tau"] - 1) for one in rows if one.tau]
+        close = sum(error <= MISS for error in errors)
+        body.append([table, str(len(rows)), f"{errors[len(errors) // 2]:.0%}"])
+        body[-1] += [f"{close} of {len(rows)}", f"{sum(o.error for o in rows) / len(rows):+.0%}"]
+        body[-1].append(f"{sum(taus) / len(taus):.0%}" if taus else number(None))
+    print_table(head, body, head[:1])
+    missed = [one for one in found if abs(one.error) > MISS]
+    print_table(
+        ["table", "what", "T", "rows", "K", "tau", "measured", "predicted", "off"],
+        [cells(one) for one in missed],
+        ["table", "what"],
+        title=f"off by more than {MISS:.0%}: {len(missed)} of {len(found)}",
+    )
+
+
+def judged(results: Path, table: str) -> Iterator[Judged]:
+    """The rows of a table whose kind is known."""
+    pair, kinds = PAIRS[table]
+    target, draft = (shape(f"{pair}/{name}") for name in ("target", "draft"))
+    for row in json.loads((results / f"{table}.json").read_text()):
+        kind = kinds.get(row["what"], None if kinds else "draft")
+        if kind is None:
+            continue
+        exits = int(row["what"].partition(":")[2] or 1) if kind == "exit" else 1
+        K = row.get("K") or int(row["what"].removeprefix("K = "))
+        how = kinds_of(target, VOCAB, draft.work, exits)[kind]
+        nodes = 0 if row.get("tree", "chain") == "chain" else nodes_of(row) - 1
+        way = (K, nodes, row["tau"])
+        told = speedup((MACHINES["cpu"], target, how), way, row.get("batch") or 1, CONTEXT)
+        alpha = row.get("alpha") if not nodes and kind != "ngram" else None
+        tau = float(taus(extended([alpha], round(K)))[-1]) if alpha else None
+        yield Judged(table, row, told, tau)
+
+
+def shape(recipe: str) -> Draft:
+    """The model that a recipe makes."""
+    sizes = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["model"]
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["intermediate"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        tie_word_embeddings=True,
+    )
+    return shape_of(config)
+
+
+def nodes_of(row: dict[str, Any]) -> int:
+    """Of a tree, its root included."""
+    return int(row["N"] if row.get("N") else row["tree"].split(",")[2])
+
+
+def measured(row: dict[str, Any]) -> float:
+    return row["ratio"] if "ratio" in row else row["speedup"]
+
+
+def cells(one: Judged) -> list[str]:
+    row = one.row
+    words = [one.table, f"{row['what']} {row.get('tree') or ''}".strip()]
+    words += [f"{row['temperature']:g}", str(row.get("batch") or 1), f"{row.get('K') or 0:.3g}"]
+    words += [number(row["tau"]), times_as(measured(row)), times_as(one.speedup)]
+    return [*words, f"{one.error:+.0%}"]
+
+
+if __name__ == "__main__":
+    run_command(main, Judging)
