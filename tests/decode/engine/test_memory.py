@@ -77,8 +77,8 @@ def test_a_runs_peak_is_planned(
     tiny_tokenizer: PreTrainedTokenizerBase,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Eight rows, 16 nodes and more, 32k tokens: the pools, and a round's logits, noise and q, which
-    is made as on a GPU.
+    """Eight rows, 16 nodes and more, 32k tokens: the pools, and a round's logits, q, and noise as
+    a GPU makes it.
     """
     monkeypatch.setattr("draftsmith.decode.sampling.library", lambda: None)
     monkeypatch.setattr("draftsmith.decode.engine.decoder.vocab_size", lambda tokenizer: LARGE)
