@@ -178,7 +178,7 @@ def llama_example(place: Place, what: str, K: str) -> Call:
     """The speculative example, which also drafts by lookup. ValueError where it splits the prompt's
     text into other tokens.
     """
-    options = ["--ctx-size", "2048", *llama_options(place, what, K)]
+    options = ["--ctx-size", "2048", "-fit", "off", *llama_options(place, what, K)]
 
     def call(ids: list[int], new_tokens: int) -> Told:
         text = str(place.tokenizer.decode(ids))
