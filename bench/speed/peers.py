@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
-from transformers import PreTrainedTokenizerBase, logging
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
 from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run, interval
@@ -73,6 +73,7 @@ class PeersBench:
     new_tokens: int = 64
     K: str = "1,2,3,4,6,8"
     accept_K: int = 4  # at which accepted tokens are compared with llama.cpp's
+    accept_tokens: int = 192
     repeats: int = 2
     threads: str = "1,2"
     dtype: str = "bfloat16"
@@ -96,7 +97,7 @@ def main(argv: list[str]) -> None:
     work = Path(settings.work)
     work.mkdir(parents=True, exist_ok=True)
     prompts = chosen_prompts(settings)
-    rows: list[dict[str, Any]] = []
+    rows = accepted(settings, prompts[settings.trial :], work) if "llama.cpp" in found else []
     # ------------------------------------------------------------------ turns
     for pair in settings.pairs.split(","):
         folder = twin_of(settings, work) if pair == "twin" else settings.target
@@ -118,6 +119,45 @@ def main(argv: list[str]) -> None:
     print(page(rows))
 
 
+def accepted(settings: PeersBench, prompts: list[list[int]], work: Path) -> list[dict[str, Any]]:
+    """What share of drafted tokens llama.cpp's example accepts at `accept_K`, and we: in the dtype
+    asked for, where rounding parts some answers, and in fp32, where it doesn't. Ours go on to where
+    theirs ended, so that no last round is cut.
+    """
+    K, rows = settings.accept_K, []
+    for dtype in dict.fromkeys((settings.dtype, "float32")):
+        how = replace(settings, dtype=dtype)
+        files = files_of(how, settings.target, work / f"accepted-{dtype}", ["llama.cpp"])
+        torch.set_num_threads(1)
+        target, tokenizer = load_decoded(TargetSpec(settings.target, dtype=dtype), "cpu")
+        with ExitStack() as stack:
+            where = settings.drafter, dtype, 1, settings.environments
+            place = Place(target, tokenizer, *where, files, stack)
+            example, mine = llama_example(place, DRAFTED, str(K)), ours(place, DRAFTED, K)
+            b = [example(ids, settings.accept_tokens) for ids in prompts]
+            a = [mine(ids, told.counted) for ids, told in zip(prompts, b, strict=True)]
+        shares = [share(a), share(b)]
+        ratios = [share([x]) / share([y]) for x, y in zip(a, b, strict=True) if y.accepted]
+        row = {"what": "accepted", "peer": "llama.cpp example", "ratio": shares[0] / shares[1]}
+        row |= {"interval": interval(ratios), "ours": shares[0], "theirs": shares[1]}
+        row |= {"pair": "own", "dtype": dtype, "threads": 1, "prompts": len(prompts)}
+        row["parameters"] = parameters(target)
+        rows.append(row | counted(a, b, str(K), str(K)))
+    return rows
+
+
+def parameters(target: PreTrainedModel) -> str:
+    return f"{sum(p.numel() for p in target.parameters()) / 1e6:.0f}M"
+
+
+def counted(a: list[Told], b: list[Told], *Ks: str) -> dict[str, Any]:
+    """What was counted of our answers and theirs."""
+    found = {}
+    for name, told, K in zip(("ours", "theirs"), (a, b), Ks, strict=True):
+        found |= {f"{name}_K": K, f"{name}_tau": tau(told), f"{name}_kept": share(told)}
+    return found
+
+
 def measured(
     settings: PeersBench, place: Place, pair: str, prompts: list[list[int]], work: Path
 ) -> list[dict[str, Any]]:
@@ -129,17 +169,10 @@ def measured(
     kept = best(tries)
     for who in [who for who in place.servers if who not in kept]:
         place.servers.pop(who).close()
-    if "llama.cpp" in settings.peers:
-        fixed = Who("accepted", "llama.cpp example", str(settings.accept_K))
-        arms[fixed] = llama_example(place, DRAFTED, fixed.K)
-        mine = Who("accepted", "ours", fixed.K)
-        arms[mine] = ours(place, DRAFTED, settings.accept_K)
-        kept += [mine, fixed]
     what = f"{pair}, {place.threads} thread(s)"
     taken = {who: arms[who] for who in kept}
     answers = take_turns(what, taken, told, settings.new_tokens, settings.repeats)
-    size = sum(p.numel() for p in place.target.parameters()) / 1e6
-    about = {"pair": pair, "parameters": f"{size:.0f}M", "threads": place.threads}
+    about = {"pair": pair, "parameters": parameters(place.target), "threads": place.threads}
     found = [*compared(answers), *efficient(place, answers, settings)]
     return [row | about | {"prompts": len(told), "dtype": settings.dtype} for row in found]
 
@@ -184,23 +217,16 @@ def compared(answers: Answers) -> list[dict[str, Any]]:
     """Ours against each peer, like against like; our drafts against our plain decoding too."""
     ours = {who.what: who for who in answers if who.peer == "ours"}
     pairs = [(ours[who.what], who) for who in answers if who.peer != "ours"]
-    pairs += [(ours[what], ours[PLAIN]) for what in ours if what not in (PLAIN, "accepted")]
+    pairs += [(ours[what], ours[PLAIN]) for what in ours if what != PLAIN]
     plain = [turns[0].tokens for turns in answers[ours[PLAIN]]]
     rows = []
     for mine, other in pairs:
         a, b = (quickest(answers[who]) for who in (mine, other))
         row = {"what": mine.what, "peer": "ours, plain" if other.peer == "ours" else other.peer}
-        if mine.what == "accepted":
-            shares = [share(a), share(b)]
-            ratios = [share([x]) / share([y]) for x, y in zip(a, b, strict=True) if y.accepted]
-            row |= {"ratio": shares[0] / shares[1], "interval": interval(ratios)}
-            row |= {"ours": shares[0], "theirs": shares[1]}
-        else:
-            ratios = [x.rate / y.rate for x, y in zip(a, b, strict=True)]
-            row |= {"ratio": float(np.mean(ratios)), "interval": interval(ratios)}
-            row |= {"ours": rate(answers[mine]), "theirs": rate(answers[other])}
-        for name, told, who in (("ours", a, mine), ("theirs", b, other)):
-            row |= {f"{name}_K": who.K, f"{name}_tau": tau(told), f"{name}_kept": share(told)}
+        ratios = [x.rate / y.rate for x, y in zip(a, b, strict=True)]
+        row |= {"ratio": float(np.mean(ratios)), "interval": interval(ratios)}
+        row |= {"ours": rate(answers[mine]), "theirs": rate(answers[other])}
+        row |= counted(a, b, mine.K, other.K)
         if all(one.tokens for one in b):
             alike = [one.tokens == tokens for one, tokens in zip(b, plain, strict=True)]
             row["same"] = sum(alike) / len(alike)
@@ -295,7 +321,8 @@ def files_of(
             run_once([*command, "--weight-format", weights], made[f"{name}.ov"])
         if "llama.cpp" in peers:
             file = made[f"{name}.gguf"] = work / f"{name}.gguf"
-            if name == "draft" and not file.exists():
+            # `export` keeps the folder's own type, which is bf16.
+            if name == "draft" and settings.dtype == "bfloat16" and not file.exists():
                 export(folder, settings.target, "gguf", str(file), str(CONVERTER))
             kind = {"bfloat16": "bf16", "float32": "f32"}[settings.dtype]
             command = [sys.executable, str(CONVERTER), folder, "--outtype", kind, "--outfile"]

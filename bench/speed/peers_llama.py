@@ -19,6 +19,7 @@ from typing import Any
 BIN = "llama.cpp/build/bin"
 GREEDY = ("--temp", "0", "--top-k", "1", "--samplers", "top_k", "--seed", "1")
 STARTS = 120.0  # seconds that a server may take
+TRIES = 5  # of an example: on a busy machine its log may lose its last lines
 NGRAM = 3  # tokens that its lookup matches
 
 DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
@@ -50,10 +51,13 @@ def example(
     """One call of llama-<name>; ValueError with its last words where it fails."""
     command = [f"{folder}/{BIN}/llama-{name}", *options, *GREEDY, "-n", str(new_tokens)]
     command += ["-p", prompt, "--no-escape", "--ignore-eos", "--log-verbosity", "4"]
-    run = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if run.returncode:
-        raise ValueError(f"llama-{name}: ended with code {run.returncode}: {run.stderr[-300:]}")
-    return read_example(run.stdout + run.stderr)
+    for _ in range(TRIES):
+        run = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if run.returncode:
+            raise ValueError(f"llama-{name}: ended with code {run.returncode}: {run.stderr[-300:]}")
+        if DECODED.search(run.stderr):
+            break
+    return read_example(run.stderr)
 
 
 def drafting(what: str, draft: str, K: int) -> list[str]:

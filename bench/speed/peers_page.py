@@ -18,12 +18,21 @@ def both(row: dict[str, Any], name: str, form: str) -> str:
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row in words, by HEAD."""
-    form = ".3f" if row["what"] == "accepted" else ".2f" if row["what"] == "efficiency" else ".1f"
+    form = ".2f" if row["what"] == "efficiency" else ".1f"
     spread = "{:.2f} to {:.2f}".format(*row["interval"])
     words = [row["what"], row["peer"], f"{row['ratio']:.2f}", spread]
     words += [format(row[side], form) for side in ("ours", "theirs")]
     words += [both(row, "K", ""), both(row, "tau", ".2f"), both(row, "kept", ".2f")]
     return [*words, f"{row['same']:.0%}" if "same" in row else ""]
+
+
+def accepted(row: dict[str, Any]) -> str:
+    """A sentence on what is accepted of equal drafts."""
+    spread = "{:.3f} to {:.3f}".format(*row["interval"])
+    return (
+        f"Of drafted tokens at K = {row['ours_K']}, {row['dtype']}, we accept {row['ours']:.3f}, "
+        f"the {row['peer']} {row['theirs']:.3f}: {row['ratio']:.3f} of it ({spread} over prompts)."
+    )
 
 
 def title(row: dict[str, Any]) -> str:
@@ -44,10 +53,13 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         f"Tokens a second of decoding alone, one prompt at a time, greedy, {first['dtype']}, "
         f"{first['prompts']} prompts; ratio: ours over theirs, mean over prompts. K, tau (tokens a "
         "pass of the target) and kept (share of drafted tokens): ours / theirs. Same answers: of "
-        "the peer's, those equal to our plain decoding's, token by token. `accepted` compares "
-        "shares at one K; `efficiency` is our speed-up beside tau t_plain / (t_verify + K t_draft) "
-        "of isolated forwards.",
+        "the peer's, those equal to our plain decoding's, token by token. `efficiency` is our "
+        "speed-up beside tau t_plain / (t_verify + K t_draft) of isolated forwards.",
     ]
+    for row in rows:
+        if row["what"] == "accepted":
+            lines += ["", accepted(row)]
+    rows = [row for row in rows if row["what"] != "accepted"]
     for name, found in groups(rows).items():
         lines += ["", f"## {name}", "", *markdown(HEAD, [cells(row) for row in found])]
     return "\n".join([*lines, "", "![tokens a second](peers.svg)", ""])
