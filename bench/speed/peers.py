@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -121,8 +122,7 @@ def main(argv: list[str]) -> None:
 
 def accepted(settings: PeersBench, prompts: list[list[int]], work: Path) -> list[dict[str, Any]]:
     """What share of drafted tokens llama.cpp's example accepts at `accept_K`, and we: in the dtype
-    asked for, where rounding parts some answers, and in fp32, where it doesn't. Ours go on to where
-    theirs ended, so that no last round is cut.
+    asked for, where rounding parts some answers, and in fp32, where it doesn't.
     """
     K, rows = settings.accept_K, []
     for dtype in dict.fromkeys((settings.dtype, "float32")):
@@ -133,17 +133,32 @@ def accepted(settings: PeersBench, prompts: list[list[int]], work: Path) -> list
         with ExitStack() as stack:
             where = settings.drafter, dtype, 1, settings.environments
             place = Place(target, tokenizer, *where, files, stack)
-            example, mine = llama_example(place, DRAFTED, str(K)), ours(place, DRAFTED, K)
-            b = [example(ids, settings.accept_tokens) for ids in prompts]
-            a = [mine(ids, told.counted) for ids, told in zip(prompts, b, strict=True)]
+            a, b = same_rounds(place, prompts, K, settings.accept_tokens)
         shares = [share(a), share(b)]
         ratios = [share([x]) / share([y]) for x, y in zip(a, b, strict=True) if y.accepted]
         row = {"what": "accepted", "peer": "llama.cpp example", "ratio": shares[0] / shares[1]}
         row |= {"interval": interval(ratios), "ours": shares[0], "theirs": shares[1]}
-        row |= {"pair": "own", "dtype": dtype, "threads": 1, "prompts": len(prompts)}
+        row |= {"pair": "own", "dtype": dtype, "threads": 1, "prompts": len(a)}
         row["parameters"] = parameters(target)
         rows.append(row | counted(a, b, str(K), str(K)))
     return rows
+
+
+def same_rounds(
+    place: Place, prompts: list[list[int]], K: int, new_tokens: int
+) -> tuple[list[Told], list[Told]]:
+    """Our answers and those of llama.cpp's example, in the same rounds: its first one drafts after
+    the prompt, ours after the prefill's token, so it is given that one too; ours go on to where its
+    answer ended, so that no last round is cut. Prompts that don't allow that are left out.
+    """
+    example, mine = llama_example(place, DRAFTED, str(K)), ours(place, DRAFTED, K)
+    found = []
+    for ids in prompts:
+        longer = ids + mine(ids, 1).tokens
+        if same_again(longer, place.tokenizer):
+            other = example(longer, new_tokens)
+            found.append((mine(ids, other.counted + 1), other))
+    return [a for a, _ in found], [b for _, b in found]
 
 
 def parameters(target: PreTrainedModel) -> str:
@@ -165,8 +180,10 @@ def measured(
     told = prompts[settings.trial :]
     Ks = [int(K) for K in settings.K.split(",")]
     arms = candidates(place, Ks, settings.peers.split(","), work)
-    tries = take_turns(f"{pair}, trial", arms, prompts[: settings.trial], settings.new_tokens, 1)
-    kept = best(tries)
+    many = Counter(who[:2] for who in arms)
+    tried = {who: call for who, call in arms.items() if many[who[:2]] > 1}
+    tries = take_turns(f"{pair}, trial", tried, prompts[: settings.trial], settings.new_tokens, 1)
+    kept = [who for who in arms if who not in tried or who in best(tries)]
     for who in [who for who in place.servers if who not in kept]:
         place.servers.pop(who).close()
     what = f"{pair}, {place.threads} thread(s)"

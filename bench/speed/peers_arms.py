@@ -198,6 +198,9 @@ def llama_options(place: Place, what: str, K: str) -> list[str]:
     each = ["-t", threads, "-tb", threads]
     if what == DRAFTED:
         each += ["-td", threads, "-tbd", threads]
+    if place.dtype == "float32":  # by itself the KV is kept in 16 bits
+        each += ["-ctk", "f32", "-ctv", "f32"]
+        each += ["-ctkd", "f32", "-ctvd", "f32"] if what == DRAFTED else []
     draft = str(place.exported.get("draft.gguf", ""))
     more = drafting(what, draft, int(K or 0))
     return ["-m", str(place.exported["target.gguf"]), *each, *more]
