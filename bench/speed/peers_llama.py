@@ -55,7 +55,7 @@ def example(
         run = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if run.returncode:
             raise ValueError(f"llama-{name}: ended with code {run.returncode}: {run.stderr[-300:]}")
-        if DECODED.search(run.stderr):
+        if DECODED.search(run.stderr) and len(COUNTED.findall(run.stderr)) == 2:
             break
     return read_example(run.stderr)
 
