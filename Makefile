@@ -5,6 +5,7 @@
 # make test-slow    the slow tests: what takes long, the quickstart's claims in full (under 40 minutes)
 # make test-oldest  the tests with the oldest torch and transformers supported
 # make bench        speed against peers and how costs grow, on the quickstart's pair
+# make peers        OpenVINO GenAI and llama.cpp for bench/speed/peers.py, in .peers (20 minutes)
 # make reproduce    a table of docs/results from nothing: TABLE=heads, dry=true for its commands alone
 # make docs         the documentation site, into site/ (docs-serve: beside the sources, live)
 # make gpu          everything that needs a GPU, on its own Python
@@ -15,6 +16,9 @@ VENV       ?= .venv
 TORCH_SPEC ?= torch==2.13.0
 CONSTRAINTS ?= constraints.txt
 PY         := $(VENV)/bin/python
+PEERS      := .peers
+OPENVINO   := openvino-genai==2026.4.1.0 optimum-intel==2.2.0
+LLAMA_CPP  := llama-cpp-python==0.3.36
 CORES      := $(shell getconf _NPROCESSORS_ONLN)
 
 export OMP_NUM_THREADS ?= $(CORES)
@@ -23,7 +27,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: quickstart setup test test-slow test-oldest check links types fmt bench reproduce docs docs-serve gpu clean help
+.PHONY: quickstart setup test test-slow test-oldest check links types fmt bench peers reproduce docs docs-serve gpu clean help
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -93,6 +97,28 @@ bench: $(VENV)/.ready-dev
 	$(PY) bench/speed/losses.py
 	$(PY) bench/speed/decode.py
 	$(PY) bench/speed/cost.py
+
+peers: $(PEERS)/openvino/.ready $(PEERS)/llama.cpp/.ready
+
+# Its own transformers, older than ours, and the same torch: pinned to the build, so that none with
+# CUDA comes in its place. torchvision, of another build, wouldn't import beside it.
+$(PEERS)/openvino/.ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q $(TORCH_SPEC)
+	$(@D)/bin/python -c "import torch; print('torch==' + torch.__version__)" > $(@D)/constraints.txt
+	$(@D)/bin/pip install -q -c $(@D)/constraints.txt $(OPENVINO)
+	$(@D)/bin/pip uninstall -q -y torchvision
+	@touch $@
+
+# The sdist of its Python binding holds llama.cpp whole, with its converter.
+$(PEERS)/llama.cpp/.ready:
+	mkdir -p $(@D)
+	$(PYTHON) -m pip download -q --no-deps --no-binary :all: -d $(@D) $(LLAMA_CPP)
+	tar xzf $(@D)/*.tar.gz --strip-components=1 -C $(@D)
+	cmake -S $(@D)/vendor/llama.cpp -B $(@D)/build -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_CURL=OFF
+	nice -n 10 ninja -C $(@D)/build -j$(CORES) llama-speculative-simple llama-server
+	@touch $@
 
 reproduce: $(VENV)/.ready-dev
 	@$(PY) bench/reproduce.py table=$(TABLE) $(if $(dry),dry=$(dry)) $(if $(more),'more=$(more)')

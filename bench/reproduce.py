@@ -61,6 +61,7 @@ STEPS = {
     "losses": Step("bench/speed/losses.py losses=fkl out={out}", "2"),
     "ranks": Step("bench/speed/ranks.py steps=23 out={out}", "~9"),
     "gkd": Step("bench/speed/gkd.py out={out}", "4"),  # beside TRL
+    "peers": Step("bench/speed/peers.py out={out}", "~40"),  # after make peers
     "heads": Step("bench/evidence/heads.py out={out}", "~130"),
     "load": Step("bench/speed/load.py out={out}", "~40"),
     "one-pass": Step("bench/evidence/one_pass.py out={out}", "~150"),
@@ -156,6 +157,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "online": (*GIVEN, "draft", "online"),
     "online-choices": (*GIVEN, "draft", "online", "eagle3", "online-choices"),
     "own-layers": ("target", "own-layers"),
+    "peers": ("quickstart-runs", "peers"),
     "quickstart": ("quickstart-runs", "quickstart"),
     "ranks": ("ranks",),
     "scaling": (*GIVEN, "scaling"),

@@ -38,12 +38,13 @@ def assisted(
     length: int,
     assistant: PreTrainedModel,
     setting: tuple[int, str, float],
+    **options: Any,
 ) -> Arm:
     """Assisted generation with (drafted tokens, schedule, confidence threshold)."""
     config = assistant.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = setting[:2]
     config.assistant_confidence_threshold = setting[2]
-    return generate(model, length, assistant_model=assistant)
+    return generate(model, length, assistant_model=assistant, **options)
 
 
 def generate(model: PreTrainedModel, length: int, **options: Any) -> Arm:

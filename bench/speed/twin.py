@@ -4,9 +4,10 @@
         drafter=runs/eagle3/gsm8k/drafter,runs/block/gsm8k/drafter
 
 States are padded with zeros (norm weights times sqrt(h / H), epsilon times h / H, so that an RMS
-norm is the same), heads and neurons are added whose outputs weigh nothing, and after each layer
-stand layers that add nothing. So acceptance is real, and a step costs what the large shape costs: a
-processor shows the speed-ups of a real pair, a GPU an 8B's without a download. A trained head is
+norm is the same), heads and neurons are added that give nothing, and after each layer stand layers
+that add nothing. Weights that only zeros meet are noise: of zeros OpenVINO stores equal layers once
+and reads a third of the memory. So acceptance is real, and a step costs what the large shape costs:
+a processor shows the speed-ups of a real pair, a GPU an 8B's without a download. A trained head is
 widened likewise, its taps counted in the twin's layers; a draft LM of its own is small as it is.
 Each result is compared with what it was made from before it is kept. What is measured on a twin has
 to say so. Writes out/target and out/<drafter>, with the twin's fingerprint.
@@ -35,6 +36,7 @@ from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import vocab_size
 
 ROTARY = ("inv_freq", "original_inv_freq")
+NOISE = 0.02  # standard deviation of weights that only zeros meet
 TEXT, CLOSE = 48, 1e-4  # tokens that both are compared on; largest difference of logits
 
 
@@ -138,6 +140,7 @@ def widened_target(small: PreTrainedModel, settings: Twin) -> PreTrainedModel:
     large = AutoModelForCausalLM.from_config(wide, dtype=torch.float32).eval().requires_grad_(False)
     for parameter in large.parameters():
         parameter.zero_()
+    read = {}  # of a linear layer: which of its inputs the small model has
     for name, part in small.named_modules():
         steps = name.split(".")
         if "layers" in steps[:-1]:
@@ -145,6 +148,17 @@ def widened_target(small: PreTrainedModel, settings: Twin) -> PreTrainedModel:
             steps[at] = str(int(steps[at]) * times)
         if name and steps[-1] != "layers":
             shape.fill(part, large.get_submodule(".".join(steps)))
+        if isinstance(part, nn.Linear):
+            wide_I = torch.zeros(large.get_submodule(".".join(steps)).in_features)
+            read[".".join(steps)] = shape.padded(torch.ones(part.in_features), wide_I).bool()
+    noise = torch.Generator().manual_seed(0)
+    for name, part in large.named_modules():
+        if isinstance(part, nn.Linear) and ".layers." in name:
+            # The norms of added layers are zero, and so is all that they read.
+            noise_OI = torch.randn(part.weight.shape, generator=noise) * NOISE
+            part.weight.copy_(
+                noise_OI if name not in read else part.weight.where(read[name], noise_OI)
+            )
     large.tie_weights()
     return large
 
