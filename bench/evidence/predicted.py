@@ -82,7 +82,12 @@ def judged(results: Path, table: str) -> Iterator[Judged]:
     """The rows of a table whose kind is known."""
     pair, kinds = PAIRS[table]
     target, draft = (shape(f"{pair}/{name}") for name in ("target", "draft"))
-    for row in json.loads((results / f"{table}.json").read_text()):
+    rows = results / f"{table}.json"
+    if not rows.is_file():
+        raise ValueError(
+            f"got no {rows}; run first: make reproduce TABLE={table} (or results=PATH)"
+        )
+    for row in json.loads(rows.read_text()):
         kind = kinds.get(row["what"], None if kinds else "draft")
         if kind is None:
             continue
