@@ -139,24 +139,9 @@ static void put(const F16 (*sum)[4], const bf16 *bias, bf16 *y, int64_t o, int64
             y[m * step + o + r] = narrow(made[r] + (bias ? wide(bias[o + r]) : 0));
     }
 }
-// `out` outputs of one token, added in the order of several ones'. The matrix is read from its first number to its last, as it lies:
-// four rows side by side took twice as long out of a far cache.
-static void rows(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t in, int64_t out,
-                 int64_t step) {
-    for (int64_t o = 0; o < out; o += 4) {
-        F16 sum[1][4];
-        for (int r = 0; r < 4; r++, w += in) {
-            F16 part = {};
-            int64_t i = 0;
-            for (; i + 32 <= in; i += 32) part = dot32(part, w + i, x + i);
-            for (; i < in; i += 16) part += wide16(w + i) * wide16(x + i);
-            sum[0][r] = part;
-        }
-        put<1>(sum, bias, y, o, step);
-    }
-}
-// Of M tokens, whose arithmetic takes longer than the reading: what is read of a token serves four
-// rows. So the rows are fetched ahead, in the order in which they lie.
+// `out` outputs of M tokens. What is read of a token serves four rows of the matrix, side by side; so
+// rows are fetched ahead in the order in which they lie, into the second cache: of misses of the first
+// one too few can wait at a time for a far memory's speed.
 template <int M>
 static void rows(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t in, int64_t out,
                  int64_t step) {
@@ -165,7 +150,7 @@ static void rows(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_
         int64_t i = 0;
         for (; i + 32 <= in; i += 32) {
 #pragma GCC unroll 4
-            for (int r = 0; r < 4; r++) __builtin_prefetch(w + 8 * in + 4 * i + 32 * r);
+            for (int r = 0; r < 4; r++) __builtin_prefetch(w + 24 * in + 4 * i + 32 * r, 0, 2);
 #pragma GCC unroll 6
             for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
@@ -190,7 +175,7 @@ static void rows(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_
 static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
                     int64_t in, int64_t out, int64_t step) {
     void (*const by[])(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t,
-                       int64_t) = {rows, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>};
+                       int64_t) = {rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>};
     int64_t blocks = (tokens + 5) / 6, group = blocks > 1 ? 32 : out;
     for (int64_t o = 0; o < out; o += group)
         for (int64_t block = 0; block < blocks; block++) {
