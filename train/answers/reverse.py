@@ -19,6 +19,7 @@ Shapes: B rows, N tokens of a prompt, V vocabulary.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,12 +84,13 @@ class ReversePair:
         self, prompts: list[list[int]], params: SamplingParams, indices: list[int]
     ) -> Iterator[Event]:
         """The answers as they end; arguments and errors as of `Decoder.stream`."""
-        how = {"tokenizer": self.tokenizer, "params": params, "context": self.context}
         ends = eos_ids(self.target.model, self.tokenizer)
+        opened = partial(open_request, tokenizer=self.tokenizer, params=params)
+        opened = partial(opened, context=self.context, end_ids=ends)
         for first in range(0, len(prompts), self.batch_size):
             several = range(len(prompts))[first : first + self.batch_size]
-            opened = [open_request(prompts[i], i, indices[i], end_ids=ends, **how) for i in several]
-            for request in self._answered(opened, params):
+            requests = [opened(prompts[i], i, indices[i]) for i in several]
+            for request in self._answered(requests, params):
                 made = request.completion
                 yield Event(made.index, made.tokens, made.text, made)
 
