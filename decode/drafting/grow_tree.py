@@ -101,8 +101,9 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
             continue
         of_BC = level.of_C.expand_as(children_BC)
         call = _call(request, depth, Fed(q_logits_BFV, states_BFH), of_BC, children_BC)
-        call.above_BF = joint_BN[:, level.fed_F]
-        joint_BN = torch.cat([joint_BN, call.joint_BC], 1)
+        if request.chance is not None or request.calls is not None:
+            call.above_BF = joint_BN[:, level.fed_F]
+            joint_BN = torch.cat([joint_BN, call.joint_BC], 1)
         if request.chance is not None:
             above_BC = path_BN[:, level.fed_F[level.of_C]]
             call.path_BC = above_BC + request.chance(call)
