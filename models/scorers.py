@@ -15,7 +15,8 @@ Where this differs from the papers:
 2. One logit in the place of two, whose difference is all that the softmax reads.
 3. Numbers of the drafted token may be read beside the state (`scalars`), and the state from which
    it was drawn in the place of the one after it (`state="parent"`), which scores it one draft call
-   earlier. A narrower body (`width`) keeps the head cheap beside a one-layer draft.
+   earlier. A narrower body (`width`) keeps the head cheap beside a one-layer draft. Numbers alone
+   (`state="none"`) are what C2T reads (arXiv 2502.13652), to order trees.
 4. A trained logit is calibrated: scale * logit + shift is the log-odds that held-out rows bear out.
 
 Shapes: X any leading axes, H width of the state read, S numbers read beside it, I = H + S.
@@ -40,9 +41,10 @@ from draftsmith.models.disk.store import write_atomically
 from draftsmith.models.fingerprint import differences
 
 KINDS = ("acceptance", "judge")
-# Of a drafted token: log q; the entropy of q (nats); by how much it won its race; levels before it.
-SCALARS = ("log_q", "entropy", "lead", "depth")
-STATES = ("token", "parent")
+# Of a drafted token: log q; the entropy of q (nats); by how much it won its race; levels before it;
+# log q of its whole path; its place among its siblings, the best 0.
+SCALARS = ("log_q", "entropy", "lead", "depth", "path", "rank")
+STATES = ("token", "parent", "none")
 FAR = 30.0  # nats, of log q and lead; at temperature 1 none was above 19
 FOLDER = "acceptance"  # of the head in a drafter folder
 ABOUT = "scorer.json"
@@ -54,7 +56,7 @@ MARKED_BLOCKS, BLOCK = 64, 1 << 12
 class ScorerConfig:
     """hidden: H; blocks: D; width: of the blocks, 0: H, which needs no entry where there are no
     scalars; scalars: names of SCALARS, in the order read; state: "token", after the scored token
-    was read, or "parent", from which it was drawn. ValueError for anything else.
+    was read, "parent", from which it was drawn, or "none" (H = 0). ValueError for anything else.
     """
 
     kind: str
@@ -72,7 +74,13 @@ class ScorerConfig:
                 f"scorer: got kind={self.kind!r}, state={self.state!r}, scalars={self.scalars}, "
                 f"expected one of {KINDS}, one of {STATES}, and names of {SCALARS}, each once"
             )
-        if self.hidden < 1 or self.blocks < 0 or self.width < 0:
+        stateless = self.state == "none"
+        if stateless and (self.hidden or not self.scalars or not self.width):
+            raise ValueError(
+                f"scorer: got state='none' with hidden={self.hidden}, scalars={self.scalars}, "
+                f"width={self.width}, expected hidden=0, numbers to read, and a width"
+            )
+        if self.hidden < (not stateless) or self.blocks < 0 or self.width < 0:
             raise ValueError(
                 f"scorer: got hidden={self.hidden}, blocks={self.blocks}, width={self.width}, "
                 "expected at least 1, 0 and 0"
@@ -256,7 +264,7 @@ def set_threshold(folder: str | Path, threshold: float, tuned: dict[str, Any]) -
 
 def check_width(scorer: Scorer, hidden: int | None, where: str) -> None:
     """ValueError where a scorer reads states of another width."""
-    if hidden not in (None, scorer.config.hidden):
+    if hidden not in (None, scorer.config.hidden) and scorer.config.state != "none":
         raise ValueError(
             f"{where}: got a scorer of states of {scorer.config.hidden}, expected {hidden}, the "
             "hidden size of this model; give the one that was trained for it"

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 ROOMS = ("draftsmith", "models", "decode", "train", "recipes", "bench")
 WITH = ("docs", "tests", ".ci", "README.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "Makefile")
 WITH += (
+    "examples",
     "CONTRIBUTING.md",
     "constraints.txt",
     "constraints-oldest.txt",

@@ -146,6 +146,8 @@ CASES = [
     (f"{PREPARE} samples=0", "samples: got 0, expected"),
     (f"{PREPARE} batch_size=0", "batch_size: got 0, expected at least 1"),
     (f"{PREPARE} device=cuda", "device: got 'cuda', expected"),
+    (f"{PREPARE} reverse.draft=draft reverse.least=2", "reverse.least: got 2.0, expected a number"),
+    (f"{PREPARE} reverse.draft=medusa", "reverse.draft: got medusa, a drafter of kind", "draft LM"),
     (f"{PREPARE} endpoint.url=localhost", "endpoint: got 'localhost', expected http"),
     # ---- training ----------------------------------------------------------------------------
     (f"{EAGLE} steps=0", "steps: got 0, expected at least 1"),

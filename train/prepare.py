@@ -7,7 +7,8 @@
     answer[n, s] ~ p(. | prompt[n]),  with the seed request_seeds(seed, n * samples + s)
 
 With several `temperatures`, request i is answered at the (i mod their number)-th of them: FastDraft
-(arXiv 2411.11055) aligns a draft on answers at 0, 0.6, 0.8 and 1.
+(arXiv 2411.11055) aligns a draft on answers at 0, 0.6, 0.8 and 1. With `reverse.draft` the draft
+may refuse tokens that are too improbable for it: train/answers/reverse.py.
 
 Each process answers the prompts n = rank, rank + world, ... and appends an answer to its shard when
 it is finished. After a kill the same command goes on. Train with `data=<out>`.
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.command import check_least, run_command
 from draftsmith.decode.drafters.load import load_decoded
@@ -33,7 +35,8 @@ from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.target import TargetSpec, device_of
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.answers.asks import Ask, fitting, from_rows, prompts_hash
-from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused, write_answers
+from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused, Writer, write_answers
+from draftsmith.train.answers.reverse import ReversePair
 from draftsmith.train.answers.top_logprobs import check_asked
 from draftsmith.train.run.recipe import check_made, load, show
 from draftsmith.train.text.prepared import (
@@ -63,6 +66,14 @@ class EndpointSpec:
 
 
 @dataclass(kw_only=True)
+class ReverseSpec:
+    """The group `reverse`: answers that a draft can learn."""
+
+    draft: str = ""  # the folder of a draft LM; empty: the target answers alone
+    least: float = 0.01  # the draft's probability of a token, below which it refuses it
+
+
+@dataclass(kw_only=True)
 class Prepare:
     """What to ask the target, and how it answers."""
 
@@ -87,11 +98,17 @@ class Prepare:
     batch_size: int = 16  # rows of the decoder
     device: str = "auto"  # auto | cpu
     endpoint: EndpointSpec = field(default_factory=EndpointSpec)
+    reverse: ReverseSpec = field(default_factory=ReverseSpec)
     show: str = "changes"  # printed at the start: changes (what isn't as by default) | all
 
     def __post_init__(self) -> None:
         check_least(self, limit=1, max_prompt_tokens=0, max_new_tokens=0)
         check_least(self, samples=1, batch_size=1, prompt_tokens=1)
+        if self.endpoint.url and self.reverse.draft:
+            raise ValueError(
+                f"reverse.draft: got {self.reverse.draft} with endpoint.url, expected one of them: "
+                "the draft reads along with each token; give a target that answers here"
+            )
         device_of(self.device)  # refuses one that isn't here
 
 
@@ -104,16 +121,7 @@ def main(argv: list[str]) -> None:
 
     # ---- target ------------------------------------------------------------------------------
     state = PartialState(cpu=config.device == "cpu" or not torch.accelerator.is_available())
-    writer: Decoder | Endpoint
-    if served.url:
-        tokenizer = load_tokenizer(config.target.path)
-        own = ("model", "api", "retries", "concurrency", "timeout_s")
-        writer = Endpoint(served.url, tokenizer, **{key: getattr(served, key) for key in own})
-        target, room = fingerprint(None, tokenizer, writer.model), sys.maxsize
-    else:
-        model, tokenizer = load_decoded(config.target, state.device)
-        writer = Decoder(model, tokenizer, batch_size=config.batch_size)
-        target, room = fingerprint(model, tokenizer), writer.context - 1
+    writer, tokenizer, target, room = load_writer(config, state.device)
     set_template(tokenizer, config.thinking, config.template_kwargs)
     params = sampling(config, THINKING_LENGTH if thinks(tokenizer) else LENGTH)
 
@@ -132,6 +140,7 @@ def main(argv: list[str]) -> None:
         "prompts": prompts_hash(asks),
         "requests": len(asks),
         "top_logprobs": served.top_logprobs or None,  # as a folder without has it
+        "reverse": writer.mark if isinstance(writer, ReversePair) else None,
     }
     about = {"recipe": show(config), "argv": argv, "commit": git_commit(), "versions": versions()}
     out, rank, world = Path(config.out), state.process_index, state.num_processes
@@ -157,6 +166,28 @@ def main(argv: list[str]) -> None:
     console.print(summary(out, len(asks)))
 
 
+def load_writer(
+    config: Prepare, device: torch.device
+) -> tuple[Writer, PreTrainedTokenizerBase, dict[str, Any], int]:
+    """What writes the answers, its tokenizer, the target's fingerprint, tokens of the longest
+    prompt.
+    """
+    served, reverse = config.endpoint, config.reverse
+    if served.url:
+        tokenizer = load_tokenizer(config.target.path)
+        own = ("model", "api", "retries", "concurrency", "timeout_s")
+        far = Endpoint(served.url, tokenizer, **{key: getattr(served, key) for key in own})
+        return far, tokenizer, fingerprint(None, tokenizer, far.model), sys.maxsize
+    model, tokenizer = load_decoded(config.target, device)
+    rows = config.batch_size
+    writer: Decoder | ReversePair
+    if reverse.draft:
+        writer = ReversePair(model, tokenizer, reverse.draft, least=reverse.least, batch_size=rows)
+    else:
+        writer = Decoder(model, tokenizer, batch_size=rows)
+    return writer, tokenizer, fingerprint(model, tokenizer), writer.context - 1
+
+
 def as_stored(params: list[SamplingParams]) -> Any:
     """As a folder's identity has it: without a schema, which none of its answers follows."""
     every = [{k: v for k, v in asdict(p).items() if k != "json_schema"} for p in params]
@@ -170,9 +201,7 @@ def sampling(config: Prepare, length: int) -> list[SamplingParams]:
     return [SamplingParams.of(replace(given, temperature=t)) for t in every]
 
 
-def answered(
-    writer: Decoder | Endpoint, asks: list[Ask], params: list[SamplingParams]
-) -> Iterator[Answer]:
+def answered(writer: Writer, asks: list[Ask], params: list[SamplingParams]) -> Iterator[Answer]:
     """Answers to all, those of each temperature together."""
     for turn, given in enumerate(params):
         yield from write_answers(writer, [a for a in asks if a.index % len(params) == turn], given)

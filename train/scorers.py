@@ -130,6 +130,7 @@ def shape_of(config: ScorersConfig, hidden: int) -> ScorerConfig:
     """The scorer that a recipe describes, for states of a width."""
     sizes: dict[str, Any] = {"blocks": config.blocks, "width": config.width}
     read = config.reading
+    hidden *= read.state != "none"
     return ScorerConfig(read.kind, hidden, **sizes, scalars=tuple(read.scalars), state=read.state)
 
 

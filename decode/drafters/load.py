@@ -39,6 +39,7 @@ UNTRAINED: dict[str, Any] = {
     "skip": OwnLayersDrafter,
     "jacobi": JacobiDrafter,
     "lookahead": LookaheadDrafter,
+    "ngram": NgramDrafter,
     "swift": SwiftDrafter,
     "streaming": PartialKVDrafter,
     "snapkv": PartialKVDrafter,

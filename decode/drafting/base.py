@@ -39,7 +39,8 @@ class Call:
     depth: of the nodes fed; active_B: rows that still decode; q_logits_BFV: transformed;
     states_BFH: as in `Fed`; race_B1V: the shared noise that children are ranked with; of_BC: which
     of the nodes fed each child is of; path_BC: log chance of the children's whole paths, by the
-    round's `chance` (of a dynamic tree without one, by what orders it), None if nobody asks.
+    round's `chance` (of a dynamic tree without one, by what orders it), None if nobody asks;
+    above_BF: log q of the whole paths to the nodes fed, where a chance or a recorder may ask.
     """
 
     depth: int
@@ -50,6 +51,7 @@ class Call:
     of_BC: Tensor
     tokens_BC: Tensor
     path_BC: Tensor | None = None
+    above_BF: Tensor | None = None
 
     @cached_property
     def scores_BFV(self) -> Tensor:
@@ -60,6 +62,17 @@ class Call:
     def log_q_BC(self) -> Tensor:
         """Log q of each child's token."""
         return self._of_children(self.q_logits_BFV) - self._sums_BF[0].gather(1, self.of_BC)
+
+    @cached_property
+    def joint_BC(self) -> Tensor:
+        """Log q of each child's whole path."""
+        assert self.above_BF is not None
+        return self.above_BF.gather(1, self.of_BC) + self.log_q_BC
+
+    @property
+    def rank_BC(self) -> Tensor:
+        """Each child's place among its siblings, which come best first."""
+        return (self.of_BC[:, :, None] == self.of_BC[:, None, :]).tril(-1).sum(-1)
 
     @property
     def entropy_BF(self) -> Tensor:

@@ -84,7 +84,7 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
     """Draft call by draft call, until every row has enough or the plan ends."""
     device = request.pending_B.device
     tokens_BN = request.pending_B[:, None]
-    path_BN = torch.zeros_like(tokens_BN, dtype=torch.float32)
+    path_BN = joint_BN = torch.zeros_like(tokens_BN, dtype=torch.float32)
     q_logits, drafted = [], 0
     for depth, level in enumerate(static_levels(plan, device)):
         q_logits_BFV, states_BFH = feed(_static_frontier(plan, depth, level, tokens_BN))
@@ -101,6 +101,9 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
             continue
         of_BC = level.of_C.expand_as(children_BC)
         call = _call(request, depth, Fed(q_logits_BFV, states_BFH), of_BC, children_BC)
+        if request.chance is not None or request.calls is not None:
+            call.above_BF = joint_BN[:, level.fed_F]
+            joint_BN = torch.cat([joint_BN, call.joint_BC], 1)
         if request.chance is not None:
             above_BC = path_BN[:, level.fed_F[level.of_C]]
             call.path_BC = above_BC + request.chance(call)
@@ -125,7 +128,7 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
     zeros_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     # Of every candidate so far (the root is number 0): token, parent, depth, slot if fed, score.
     tokens_BC, parent_BC, slot_BC = request.pending_B[:, None], zeros_B1 - 1, zeros_B1
-    score_BC = path_BC = torch.zeros(batch, 1, device=device)
+    score_BC = path_BC = joint_BC = torch.zeros(batch, 1, device=device)
     depth_C = torch.zeros(1, dtype=torch.int64, device=device)
     frontier = Frontier(0, tokens_BC, None, zeros_B1[0])
     fed_BF = zeros_B1
@@ -140,9 +143,10 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
         of_BK = place_F.repeat_interleave(width).expand(batch, -1)
         call = None
         if request.chance is not None or request.enough is not None:
-            made = Fed(logits_BFV, states_BFH)
-            call = _call(request, drafted - 1, made, of_BK, children_BK)
+            call = _call(request, drafted - 1, Fed(logits_BFV, states_BFH), of_BK, children_BK)
         if call is not None and request.chance is not None:
+            call.above_BF = joint_BC.gather(1, fed_BF)
+            joint_BC = torch.cat([joint_BC, call.joint_BC], 1)
             chance_BK = request.chance(call)
             call.path_BC = path_BC.gather(1, fed_BF).gather(1, of_BK) + chance_BK
             path_BC = torch.cat([path_BC, call.path_BC], 1)

@@ -37,9 +37,9 @@ class Recorder:
 
     round: of its request, from 0; position: absolute, of the node's token; node, parent: numbers in
     the round's tree, 0 the root; depth: from 1; token; log_q, log_p: of the token after its parent,
-    transformed; entropy: of q there, nats; lead: see `Call`; kept: whether the rule keeps it if its
-    parent is kept; on_path: whether all above it were kept; draft_state: the state that q was made
-    of; target_state: the target's at the node, after the final norm (both bf16).
+    transformed; entropy: of q there, nats; lead, path (log q), rank: see `Call`; kept: whether the
+    rule keeps it if its parent is kept; on_path: whether all above it were kept; draft_state: the
+    state that q was made of; target_state: the target's at the node, after the final norm (bf16).
 
     keep: called with a prompt's index in the call and its columns, on the CPU, once its request has
     ended without an error.
@@ -92,6 +92,8 @@ class Recorder:
         columns = {name: column[:, 1:] for name, column in columns.items()}
         columns["entropy"] = torch.cat([c.entropy_BF.gather(1, c.of_BC) for c in calls], 1)
         columns["lead"] = torch.cat([c.lead_BC for c in calls], 1)
+        columns["path"] = torch.cat([c.joint_BC for c in calls], 1)
+        columns["rank"] = torch.cat([c.rank_BC for c in calls], 1).short()
         states = [picked(c.states_BFH, c.of_BC) for c in calls]
         columns["draft_state"] = torch.cat(states, 1).bfloat16()
         # Copies: what is kept must not hold on to a whole round's tensors.

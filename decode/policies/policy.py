@@ -168,9 +168,9 @@ class AcceptanceHead:
     """(call) -> what it adds to the log chance of its children's paths [B, C]; a copy of the scorer
     on `device` in fp32, its calibration folded into its last map.
 
-    A head that reads the state a token was drawn from scores the children. One that reads the state
-    after a token scores the nodes fed, which stand for their children: the newest tokens of a round
-    are never scored (nor in the official code), and the root, which is kept, counts 0.
+    A head that reads the state a token was drawn from, or none, scores the children. One that reads
+    the state after a token scores the nodes fed, which stand for their children: the newest tokens
+    of a round are never scored (nor in the official code), and the root, which is kept, counts 0.
     """
 
     def __init__(self, scorer: Scorer, device: torch.device) -> None:
@@ -184,7 +184,7 @@ class AcceptanceHead:
         *self.blocks, self.out = (tuple(linear.parameters()) for linear in (*made.blocks, made.out))
 
     def __call__(self, call: Call) -> Tensor:
-        states_BFH = call.states_BFH.float()
+        states_BFH = call.states_BFH[..., : self.config.hidden].float()
         if self.config.state == "token":
             if call.depth == 0:
                 return torch.zeros_like(call.of_BC, dtype=torch.float32)
@@ -210,6 +210,8 @@ READ = {
     "entropy": lambda call: call.entropy_BF.gather(1, call.of_BC),
     "lead": lambda call: within(call.lead_BC),
     "depth": lambda call: torch.full_like(call.of_BC, call.depth, dtype=torch.float32),
+    "path": lambda call: within(call.joint_BC),
+    "rank": lambda call: within(call.rank_BC.float()),
 }
 
 
@@ -217,7 +219,7 @@ class Acceptance(Policy):
     """SpecDec++ (Huang et al., arXiv 2405.19715): go on while the best path is wholly kept with a
     chance of at least 1 - threshold, by an acceptance head; of a batch, the mean chance of the rows
     that decode. A dynamic tree is ordered and pruned by that chance too, if the head has learned
-    from trees and tells siblings apart (by the state that they were drawn from).
+    from trees and tells siblings apart (by the state that they were drawn from, or by numbers).
 
     threshold: None for the head's own. least: draft calls before it may stop.
     """
@@ -238,7 +240,7 @@ class Acceptance(Policy):
         threshold = head.threshold if self.threshold is None else self.threshold
         self.chance = AcceptanceHead(head.scorer, device)
         of_trees = head.about.get("traced", {}).get("tree", "chain") != "chain"
-        self.orders = of_trees and head.scorer.config.state == "parent"
+        self.orders = of_trees and head.scorer.config.state != "token"
 
         def enough(call: Call) -> Tensor:
             assert call.path_BC is not None

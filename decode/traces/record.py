@@ -39,7 +39,7 @@ from draftsmith.printed import print_table
 from draftsmith.progress import LongWork
 
 SOURCES = ("decoder", "mixed")
-NUMBERS = 46  # bytes of a row beside its states
+NUMBERS = 52  # bytes of a row beside its states
 # They decide how much is recorded, where and how fast, not what a prompt's rows are.
 FREE = ("target", "drafter", "out", "limit", "max_gb", "batch_size", "device")
 

@@ -108,7 +108,8 @@ def log_chances(scorer: Scorer, trace: Trace) -> Tensor:
     found_n = torch.empty(len(order_n))
     for at, state_at in zip(order_n.split(BLOCK), state_n.split(BLOCK), strict=True):
         read = [read_scalar(name, columns[name][at])[:, None] for name in config.scalars]
-        logits = scorer(torch.cat([columns["draft_state"][state_at].float(), *read], 1))
+        state_nH = columns["draft_state"][state_at, : config.hidden].float()
+        logits = scorer(torch.cat([state_nH, *read], 1))
         found_n[at] = F.logsigmoid(scorer.calibrated(logits))
     if config.state == "token":
         found_n[columns["depth"] == columns["depth"].max()] = 0

@@ -77,13 +77,13 @@ def rules(K: int) -> dict[str, dict[str, Stop]]:
 
 def by_head(state: str, K: int) -> dict[str, Stop]:
     """Of an acceptance head that reads this state (see `ScorerConfig`)."""
-    return swept("h", partial(replay.chance, newest=state == "parent"), K)
+    return swept("h", partial(replay.chance, newest=state != "token"), K)
 
 
 def by_costs(state: str, K: int, c: float, v: float) -> dict[str, Stop]:
     """The same at the one threshold that the costs give: `simulate_stops.optimal_threshold`."""
     h = replay.optimal_threshold(c, v)
-    return {f"h {h:.3g}, K {K}": replay.chance(h, newest=state == "parent")}
+    return {f"h {h:.3g}, K {K}": replay.chance(h, newest=state != "token")}
 
 
 def swept(name: str, rule: Callable[[float], Stop], K: int) -> dict[str, Stop]:
@@ -164,7 +164,8 @@ def compare(settings: Stopping, c: float, v: float) -> list[dict[str, Any]]:
 
 def rounds(settings: Stopping, folder: str, head: Scored | None) -> list[Rounds]:
     """A trace's rounds, with the head's scores where there is one."""
-    read = replay.COLUMNS if head is None else (*replay.COLUMNS, "lead", "draft_state")
+    own = () if head is None else ("draft_state", *head.scorer.config.scalars)
+    read = tuple(dict.fromkeys((*replay.COLUMNS, *own)))
     trace = read_traces(folder, read, kind="decoder")
     made_by = (trace.about["drafter"] or {}).get("mark")
     if settings.drafter and made_by != weights_mark(settings.drafter):

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "recipes": set(),
     "draftsmith": {"models", "decode", "train", "recipes", "draftsmith"},
     "bench": {"models", "decode", "train", "recipes", "draftsmith", "bench"},
+    "examples": {"models", "decode", "train", "recipes", "draftsmith"},
     "tests": {"models", "decode", "train", "recipes", "draftsmith", "bench"},
 }
 PACKAGED = ("draftsmith", "models", "decode", "train", "recipes")
@@ -217,7 +218,7 @@ def shadowing(files: Files) -> list[str]:
     taken = installed | set(sys.stdlib_module_names)
     beside = {
         PurePosixPath(*PurePosixPath(path).parts[: script.count("/") + 1]).as_posix()
-        for script, _ in python(files, "train", "decode", "bench")
+        for script, _ in python(files, "train", "decode", "bench", "examples")
         if is_script(script)
         for path, _ in python(files, script.split("/")[0])
         if path.startswith(script.rpartition("/")[0] + "/")
@@ -230,8 +231,9 @@ def shadowing(files: Files) -> list[str]:
 
 
 def is_script(path: str) -> bool:
-    """Whether people run this file by its path: the entries, and the benchmarks."""
-    return path.startswith("bench/") or (path.startswith("train/") and path.count("/") == 1)
+    """Whether people run this file by its path: the entries, benchmarks, examples."""
+    scripts = path.startswith(("bench/", "examples/"))
+    return scripts or (path.startswith("train/") and path.count("/") == 1)
 
 
 def records(files: Files) -> Iterator[tuple[str, ast.ClassDef]]:

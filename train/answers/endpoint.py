@@ -24,6 +24,7 @@ from draftsmith.decode.prompts.chat import SERVED, template_settings
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.answers.asks import Ask
+from draftsmith.train.answers.reverse import ReversePair
 from draftsmith.train.answers.top_logprobs import TopLogprobs, read_top_logprobs
 from draftsmith.train.text.prepared import Answer
 
@@ -262,9 +263,10 @@ class GivenUp(ValueError):
     """The retries of a request are used up."""
 
 
-def write_answers(
-    writer: Decoder | Endpoint, asks: list[Ask], params: SamplingParams
-) -> Iterator[Answer]:
+Writer = Decoder | ReversePair | Endpoint
+
+
+def write_answers(writer: Writer, asks: list[Ask], params: SamplingParams) -> Iterator[Answer]:
     """Answers as they finish; a row that is free, here or there, takes the next prompt at once."""
 
     def made(ask: Ask, tokens: list[int], text: str, finish_reason: str) -> Answer:

@@ -108,10 +108,10 @@ def open_head(
             "states: a drawn token may be any one; leave cache.top_k out, or train the head on the "
             "finished draft (train/scorers.py)"
         )
-    if "depth" in scalars:
+    if {"depth", "path", "rank"} & {*scalars}:
         raise ValueError(
             f"head.scalars: got {list(scalars)}, expected some of {', '.join(NUMBERS)}; a text has "
-            "no levels: a head that reads them is trained on the finished draft (train/scorers.py)"
+            "no tree: a head that reads one is trained on the finished draft (train/scorers.py)"
         )
     sizes = {"blocks": asked.blocks, "width": asked.width}
     config = ScorerConfig("acceptance", hidden, **sizes, scalars=scalars, state="parent")

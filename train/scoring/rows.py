@@ -43,8 +43,8 @@ class Reading:
     traces: list[str] = field(default_factory=list)  # folders, of one target and draft
     labels: str = "hard"  # what the rule did | soft: min(1, p / q)
     off_path: bool = False  # also rows after a rejected one, which no decoder would have come to
-    state: str = "token"  # the one after it | parent: the one that it was drawn from
-    scalars: list[str] = field(default_factory=list)  # of log_q, entropy, lead, depth
+    state: str = "token"  # the one after it | parent: the one that it was drawn from | none
+    scalars: list[str] = field(default_factory=list)  # of log_q, entropy, lead, depth, path, rank
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,8 @@ def open_trace(folder: str, reading: Reading, *, mixed: bool) -> tuple[ScorerRow
     label_N = found["kept"].float()
     if reading.labels == "soft":
         label_N = (found["log_p"] - found["log_q"]).clamp(max=0.0).exp()
-    rows = ScorerRows(found[state], at_N, scalars_NS, label_N, found["kept"], found["prompt"])
+    states_RH = found[state][:, :0] if reading.state == "none" else found[state]
+    rows = ScorerRows(states_RH, at_N, scalars_NS, label_N, found["kept"], found["prompt"])
     rows = rows.where(there_N)
     names = ("its labels", *reading.scalars)
     for name, column_N in zip(names, (rows.label_N, *rows.scalars_NS.T), strict=True):

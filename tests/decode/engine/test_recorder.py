@@ -49,6 +49,20 @@ def test_what_is_recorded_is_what_happened(
         ):
             assert text[position] == token
         check_numbers(tiny_target, tiny_draft, text, completion.index, columns)
+        check_paths(columns)
+
+
+def check_paths(columns: Columns) -> None:
+    """Log q of a node's whole path, added up; ranks are those of brothers in their order."""
+    names = ("round", "node", "parent", "log_q", "path", "rank")
+    path, born = dict[tuple[int, int], float](), dict[tuple[int, int], int]()
+    for row in zip(*(columns[name].tolist() for name in names), strict=True):
+        round_, node, parent, log_q, found, rank = row
+        path[round_, node] = path.get((round_, parent), 0.0) + log_q
+        assert found == pytest.approx(path[round_, node], abs=1e-4)
+        assert rank == born.setdefault((round_, parent), 0)
+        born[round_, parent] += 1
+    assert max(path) > min(path)
 
 
 def check_numbers(
@@ -77,6 +91,7 @@ def check_numbers(
         best = scores.topk(2).values
         lead = scores[token] - (best[1] if scores[token] >= best[0] else best[0])
         torch.testing.assert_close(columns["lead"][row], lead, **near)
+        assert int((scores > scores[token]).sum()) == int(columns["rank"][row])
         assert close(columns["draft_state"][row], at_draft[position - 1])
         if text[position] == token:
             assert close(columns["target_state"][row], at_target[position])

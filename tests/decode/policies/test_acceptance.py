@@ -38,7 +38,8 @@ ABOUT = {"made_for": "x", "threshold": 0.6, "calibrated": True, "figures": {}, "
 
 def scorer(seed: int = 0, **config: object) -> Scorer:
     torch.manual_seed(seed)
-    made = Scorer(ScorerConfig("acceptance", HIDDEN, **config))  # type: ignore[arg-type]
+    config = {"hidden": HIDDEN, **config}
+    made = Scorer(ScorerConfig("acceptance", **config))  # type: ignore[arg-type]
     made.scale.fill_(1.5)
     made.shift.fill_(-0.3)
     return made.eval().requires_grad_(False)
@@ -55,11 +56,17 @@ def some_call(depth: int, batch: int = 2, fed: int = 3, children: int = 4) -> Ca
     tokens = torch.randint(0, 50, (batch, children))
     active = torch.ones(batch, dtype=torch.bool)
     states = torch.randn(batch, fed, HIDDEN)
-    return Call(depth, active, logits, states, torch.rand(batch, 1, 50), of_BC, tokens)
+    above = -torch.rand(batch, fed)
+    noise = torch.rand(batch, 1, 50)
+    return Call(depth, active, logits, states, noise, of_BC, tokens, above_BF=above)
 
 
-def test_a_head_reads_the_state_and_numbers_of_each_child() -> None:
-    made, call = scorer(scalars=SCALARS, state="parent", width=8), some_call(depth=2)
+@pytest.mark.parametrize("state", ["parent", "none"])
+def test_a_head_reads_the_state_and_numbers_of_each_child(state: str) -> None:
+    hidden = HIDDEN * (state == "parent")
+    made = scorer(scalars=SCALARS, state=state, width=8, hidden=hidden)
+    call = some_call(depth=2)
+    assert call.above_BF is not None
     found = AcceptanceHead(made, torch.device("cpu"))(call)
     for row in range(2):
         for child in range(4):
@@ -69,7 +76,10 @@ def test_a_head_reads_the_state_and_numbers_of_each_child() -> None:
             others = torch.cat([scores[:token], scores[token + 1 :]])
             lead = scores[token] - others.max()
             numbers = [log_q[token], -(log_q.exp() * log_q).sum(), lead, torch.tensor(2.0)]
-            logit = made(call.states_BFH[row, fed], torch.stack(numbers))
+            before = call.of_BC[row, :child].tolist()
+            rank = torch.tensor(float(before.count(fed)))
+            numbers += [call.above_BF[row, fed] + log_q[token], rank]
+            logit = made(call.states_BFH[row, fed, :hidden], torch.stack(numbers))
             odds = made.calibrated(logit)
             torch.testing.assert_close(found[row, child], odds.sigmoid().log())
 
@@ -84,7 +94,7 @@ def test_a_head_that_reads_the_token_scores_the_nodes_fed() -> None:
 
 
 def test_a_filter_that_leaves_one_token_breaks_no_score() -> None:
-    made = scorer(scalars=SCALARS, state="parent", width=8)
+    made = scorer(scalars=SCALARS[:4], state="parent", width=8)
     logits = torch.full((1, 1, 50), -torch.inf)
     logits[..., 3] = 1.0
     tokens, of = torch.tensor([[3, 4]]), torch.zeros(1, 2, dtype=torch.int64)
@@ -135,6 +145,7 @@ def test_drafting_stops_once_the_mean_chance_is_too_low() -> None:
 
 TOKEN: dict[str, object] = {"state": "token"}
 PARENT: dict[str, object] = {"state": "parent", "scalars": SCALARS, "width": 8}
+NUMBERS: dict[str, object] = {**PARENT, "state": "none", "hidden": 0}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +156,9 @@ PARENT: dict[str, object] = {"state": "parent", "scalars": SCALARS, "width": 8}
         ("eagle-25", PARENT, SETTINGS[1]),
         ("dynamic:4,3,12", TOKEN, SETTINGS[1]),
         ("dynamic:4,3,12", PARENT, SETTINGS[0]),
+        ("chain", NUMBERS, SETTINGS[1]),
+        ("eagle-25", NUMBERS, SETTINGS[0]),
+        ("dynamic:4,3,12", NUMBERS, SETTINGS[1]),
     ],
 )
 def test_no_head_changes_an_answer(
