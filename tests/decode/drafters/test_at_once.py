@@ -207,7 +207,8 @@ def test_other_rounds_are_drafted_call_by_call(target: PreTrainedModel) -> None:
         "judged": lambda: replace(request, chance=lambda call: call.log_q_BC),
     }
     assert [name for name, other in others.items() if at_once(other())] == []
-    assert drafter.native is not None and not drafter.native.drafts(drafter.runner.head, 17)
+    assert drafter.native is not None
+    assert not drafter.native.drafts(drafter.runner.head, drafter.native.most + 1)
     odd = LMDrafter(drafter.runner.model, VOCAB, DraftVocab(torch.arange(318), VOCAB))
     assert odd.native is not None and not odd.native.drafts(odd.runner.head, 1)
     assert easy(target).native is None
