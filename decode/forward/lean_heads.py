@@ -198,19 +198,19 @@ def lean_eagle(head: Eagle) -> LeanEagle | None:
 
     made: LeanEagle | None = _lean(head, LeanEagle, states)
     if made is not None and type(head) is Eagle:  # P-EAGLE's tokens may be none of the target's
-        made.native = NativeBody.of(made, made.front)
-        if made.native is not None and not agree(*_pooled(made), head.fc.weight.dtype):
-            made.native = None
+        native = NativeBody.of(made, made.front)
+        if native is not None and agree(*_pooled(made, native), head.fc.weight.dtype):
+            made.native = native
     return made
 
 
 @torch.inference_mode()
-def _pooled(lean: LeanEagle) -> tuple[list[Tensor], list[Tensor]]:
+def _pooled(lean: LeanEagle, made: NativeBody) -> tuple[list[Tensor], list[Tensor]]:
     """States of the same two steps in slots of a pool, and what is kept there: in torch, in C++."""
     taps_BTU, tokens_BT, at_BT = _tried(lean.head)
     layer, like, found = lean.config.layer, taps_BTU, []
     groups = layer.num_attention_heads // layer.num_key_value_heads
-    for native in (None, lean.native):
+    for native in (None, made.unbound()):
         body = copy.copy(lean)
         body.native = native
         pool = KVPool(layer, rows=2, slots=16, dtype=like.dtype, device=like.device)

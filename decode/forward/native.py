@@ -9,7 +9,9 @@ is used.
 Shapes: B rows, N tokens, K of a chain, H hidden, V vocabulary.
 """
 
+import copy
 import ctypes
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -91,6 +93,12 @@ class NativeBody:
             return None
         native = cls(body, made, front)
         return native if native.alone else None
+
+    def unbound(self) -> "NativeBody":
+        """The same for passes of any size, to be tried on."""
+        made = copy.copy(self)
+        made.most = sys.maxsize
+        return made
 
     @property
     def alone(self) -> bool:

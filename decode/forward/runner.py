@@ -253,9 +253,10 @@ class Runner:
         wanted = own._trial()
         if not agree(wanted, fast._trial(), self.dtype):
             return
-        self.call, lean.native = lean, NativeBody.of(lean)
-        if lean.native is not None and not agree(wanted, fast._trial(), self.dtype):
-            lean.native = None
+        self.call, native = lean, NativeBody.of(lean)
+        if native is not None:
+            lean.native = native.unbound()
+            lean.native = native if agree(wanted, fast._trial(), self.dtype) else None
 
     @torch.inference_mode()
     def _check_mixers(self) -> None:

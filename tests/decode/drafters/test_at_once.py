@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 CPU, K = torch.device("cpu"), 5
 SIZES = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
 LMS = ("lm", "trimmed", "rapid")
+MOST = 32  # tokens a pass, on a machine too where it isn't faster
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,8 @@ def drafter_of(name: str, target: PreTrainedModel) -> Drafter:
     if name not in LMS:
         drafter = EagleDrafter(head_of(name), target, VOCAB)
         begin(drafter, target, TEXTS)
+        if drafter.native is not None:
+            drafter.native.most = MOST
         return drafter
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -77,6 +80,8 @@ def drafter_of(name: str, target: PreTrainedModel) -> Drafter:
     vocab = DraftVocab(torch.arange(0, VOCAB, 2), VOCAB) if name == "trimmed" else None
     lm = LMDrafter(model, VOCAB, vocab)
     lm.reads = LEAST if name == "rapid" else 0
+    assert lm.native is not None
+    lm.native.most = MOST
     texts = texts_of(name)
     rows_R, lens_R = torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])
     tokens_RN = torch.full((len(texts), int(lens_R.max())), 3)

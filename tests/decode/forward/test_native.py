@@ -87,6 +87,7 @@ def test_a_token_comes_out_the_same_whoever_is_with_it() -> None:
     wide = LlamaConfig(**{**SIZES, "hidden_size": 208, "intermediate_size": 304})
     runner = Runner(LlamaForCausalLM(wide).eval().requires_grad_(False).bfloat16(), 120)
     assert runner.call.native is not None
+    runner.call.native.most = 32  # on a machine too where it isn't faster
     tokens_1N, lens_1 = torch.arange(14)[None] * 5 % 120, torch.tensor([1])
     at_1N = lens_1[:, None] + torch.arange(14)
     pools = [runner.pool(1, 40) for _ in range(2)]
