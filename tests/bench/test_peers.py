@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved_drafts import save_draft
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.bench.speed import peers
@@ -23,8 +24,6 @@ from draftsmith.bench.speed.peers_arms import transformers as theirs
 from draftsmith.bench.speed.peers_llama import LlamaServer, drafting, read_example, read_server
 from draftsmith.bench.speed.peers_openvino import answer
 from draftsmith.bench.speed.peers_page import page, picture
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.servers.export import export
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,15 +165,7 @@ def pair(
             parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
     tiny_target.save_pretrained(tmp_path / "target")
     tiny_tokenizer.save_pretrained(tmp_path / "target")
-    save_drafter(
-        tmp_path / "draft",
-        kind="lm",
-        model=draft,
-        tokenizer=tiny_tokenizer,
-        target_fingerprint=fingerprint(tiny_target, tiny_tokenizer),
-        provenance={},
-        defaults={"K": 4},
-    )
+    save_draft(tmp_path / "draft", draft, tiny_target, tiny_tokenizer, defaults={"K": 4})
     return {name: tmp_path / name for name in ("target", "draft")}
 
 

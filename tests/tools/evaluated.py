@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
+from saved_drafts import save_draft
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.disk.provenance import provenance
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 
 MADE = provenance([], 0, None, 0)
 
@@ -28,14 +27,6 @@ def save_pair(
     target.save_pretrained(root / "target")
     tokenizer.save_pretrained(root / "target")
     for name, model in (("draft", draft), ("itself", target)):
-        save_drafter(
-            root / name,
-            kind="lm",
-            model=model,
-            tokenizer=tokenizer,
-            target_fingerprint=fingerprint(target, tokenizer),
-            provenance=MADE,
-            defaults={"K": 3},
-        )
+        save_draft(root / name, model, target, tokenizer, provenance=MADE, defaults={"K": 3})
     rows = [{"prompt": f"def f{i}(x):", "category": "abc"[i % 3]} for i in range(6)]
     (root / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -15,12 +15,11 @@ import openai
 from forked import Forked, free_port
 from plain_decoding import plain_decode
 from prometheus_client.parser import text_string_to_metric_families
+from saved_drafts import save_draft
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.server import Backend, Server, ServerConfig
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 
 END = 0  # ends an answer
 
@@ -77,25 +76,6 @@ def read_metrics(page: str, model: str = "tiny") -> dict[str, float]:
     }
 
 
-def save_tiny(
-    folder: Path,
-    draft: LlamaForCausalLM,
-    target: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Path:
-    """The draft as a drafter folder."""
-    save_drafter(
-        folder,
-        kind="lm",
-        model=draft,
-        tokenizer=tokenizer,
-        target_fingerprint=fingerprint(target, tokenizer),
-        provenance={},
-        defaults={},
-    )
-    return folder
-
-
 def save_pair(
     folder: Path,
     target: LlamaForCausalLM,
@@ -105,7 +85,7 @@ def save_pair(
     """A target's folder, with its tokenizer, and the draft's, for a server of its own process."""
     target.save_pretrained(folder / "tiny")
     tokenizer.save_pretrained(folder / "tiny")
-    return folder / "tiny", save_tiny(folder / "draft", draft, target, tokenizer)
+    return folder / "tiny", save_draft(folder / "draft", draft, target, tokenizer)
 
 
 def wait_until_up(process: Forked | subprocess.Popen[Any], url: str) -> None:

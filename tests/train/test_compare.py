@@ -1,16 +1,14 @@
 """`draftsmith compare` on a tiny target: what it trains, how it goes on after a kill, its page."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState
+from launched_here import launched_here
 from tiny_llama import build_llama
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-import draftsmith.__main__ as front
 from draftsmith.decode.report import compared
 from draftsmith.train import compare
 from draftsmith.train.compare import RECIPES, KindsCompared, runs_of
@@ -21,16 +19,7 @@ Argv = list[str]
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands that are launched: each in this process."""
-    found: list[list[str]] = []
-
-    def run(words: list[str]) -> tuple[int, str]:
-        found.append(words)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        monkeypatch.setattr(sys, "argv", ["draftsmith", *words])
-        return front.main(), ""
-
-    monkeypatch.setattr(compare, "run_as_user", run)
-    return found
+    return launched_here(monkeypatch, compare)
 
 
 @pytest.fixture

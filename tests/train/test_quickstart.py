@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
+from launched_here import launched_here
 
 import draftsmith.__main__ as front
 from draftsmith.command import parse
@@ -23,18 +23,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands that are launched: each in this process, on a sixth of the corpus in short
     sequences. As processes of their own, as they are, test_claims.py (slow) runs them.
     """
-    rows, found = sources.stdlib_rows, []
+    rows = sources.stdlib_rows
     monkeypatch.setattr(sources, "stdlib_rows", lambda root: rows(root)[::6])
     monkeypatch.setattr(quickstart, "overrides", lambda *given: overrides(*given) + SHORT)
 
-    def run(words: list[str]) -> tuple[int, str]:
-        found.append(words)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        monkeypatch.setattr(sys, "argv", ["draftsmith", *words])
-        return front.main(), ""
-
-    monkeypatch.setattr(quickstart, "run_as_user", run)
-    return found
+    return launched_here(monkeypatch, quickstart)
 
 
 def test_quickstart_runs_and_writes_its_reports(

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from made_up_traces import DEPTHS, HIDDEN, PROMPTS, ROUNDS, write_trace
+from saved_drafts import save_draft
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.decode.traces.store import Trace, read_traces
 from draftsmith.decode.verify.lossy import load_judge
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
+from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.scorers import Scorer, ScorerConfig, load_acceptance, weights_mark
 from draftsmith.train import scorers
 from draftsmith.train.scoring.calibration import auc, brier
@@ -44,17 +44,7 @@ def drafter(
     tiny_draft: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> Path:
-    folder = tmp_path / "drafter"
-    save_drafter(
-        folder,
-        kind="lm",
-        model=tiny_draft,
-        tokenizer=tiny_tokenizer,
-        target_fingerprint=fingerprint(tiny_target, tiny_tokenizer),
-        provenance={},
-        defaults={},
-    )
-    return folder
+    return save_draft(tmp_path / "drafter", tiny_draft, tiny_target, tiny_tokenizer)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from head_folders import made, on_disk, ours
+from saved_drafts import save_draft
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.eagle import EagleDrafter
@@ -21,7 +22,7 @@ from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
+from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.servers.doctor import examine, outlook
 from draftsmith.models.servers.export import export, serve_line
@@ -37,12 +38,11 @@ SOME = DraftVocab(torch.arange(0, V, 3), V)
 
 def save_lm(folder: Path, vocab: DraftVocab | None, pair: Any) -> Path:
     target, draft, tokenizer = pair
-    save_drafter(
+    save_draft(
         folder,
-        kind="lm",
-        model=draft,
-        tokenizer=tokenizer,
-        target_fingerprint=fingerprint(target, tokenizer),
+        draft,
+        target,
+        tokenizer,
         provenance={"recipe": "test"},
         defaults={"K": 3},
         vocab=vocab,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import made
+from saved_drafts import save_draft
 from tiny_llama import build_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,8 +23,6 @@ from draftsmith.decode.drafting.base import Fed, Frontier, Kept, Round
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.forward.side_by_side import side_by_side
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 
 TREES: list[dict[str, Any]] = [
     {"K": 8},
@@ -49,10 +48,7 @@ def folder(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     path = tmp_path_factory.mktemp("lm") / "drafter"
-    mark = fingerprint(tiny_target, tiny_tokenizer)
-    about: dict[str, Any] = {"provenance": {}, "defaults": {}, "target_fingerprint": mark}
-    save_drafter(path, kind="lm", model=draft, tokenizer=tiny_tokenizer, **about)
-    return path
+    return save_draft(path, draft, tiny_target, tiny_tokenizer)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from plain_decoding import plain_decode
+from saved_drafts import save_draft
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import SETTINGS
@@ -19,8 +20,6 @@ from draftsmith.decode.drafters.load import has_folder, load_drafter
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Kept, Round
 from draftsmith.decode.drafting.retrieval import CHUNK, LEAST, retrieved
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 
 TEXTS = [
     [(7 * i * i + 3 * row + i // 9) % 300 + 2 for i in range(n)]
@@ -43,10 +42,7 @@ def folder(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     path = tmp_path_factory.mktemp("lm") / "drafter"
-    mark = fingerprint(tiny_target, tiny_tokenizer)
-    about: dict[str, Any] = {"provenance": {}, "defaults": {}, "target_fingerprint": mark}
-    save_drafter(path, kind="lm", model=tiny_draft, tokenizer=tiny_tokenizer, **about)
-    return path
+    return save_draft(path, tiny_draft, tiny_target, tiny_tokenizer)
 
 
 def test_no_answer_changes(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from saved_drafts import save_draft
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
@@ -16,8 +17,6 @@ from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.policies.policy import Acceptance, AcceptanceHead
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.scorers import (
     FAR,
     FOLDER,
@@ -280,15 +279,7 @@ def test_a_drafter_comes_with_no_head_of_other_states(
     tiny_draft: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    save_drafter(
-        tmp_path / "draft",
-        kind="lm",
-        model=tiny_draft,
-        tokenizer=tiny_tokenizer,
-        target_fingerprint=fingerprint(tiny_target, tiny_tokenizer),
-        provenance={},
-        defaults={},
-    )
+    save_draft(tmp_path / "draft", tiny_draft, tiny_target, tiny_tokenizer)
     hidden = tiny_draft.config.hidden_size + 8
     about = ABOUT | {"made_for": weights_mark(tmp_path / "draft")}
     save_scorer(tmp_path / "draft" / FOLDER, Scorer(ScorerConfig("acceptance", hidden)), about)

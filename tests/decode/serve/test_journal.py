@@ -7,7 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from live_server import LONG, live, save_tiny
+from live_server import LONG, live
+from saved_drafts import save_draft
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.decode.engine.session import News
@@ -21,7 +22,7 @@ def test_the_log_and_the_live_numbers_add_up_to_the_answers(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = save_tiny(tmp_path / "draft", tiny_draft, tiny_target, tiny_tokenizer)
+    folder = save_draft(tmp_path / "draft", tiny_draft, tiny_target, tiny_tokenizer)
     caplog.set_level(logging.INFO, "draftsmith")
     how = {"drafter": str(folder), "drafters": ("plain=none", "idle=ngram"), "log_s": 0.02, "K": 2}
     held, go_on, steps = threading.Event(), threading.Event(), itertools.count()

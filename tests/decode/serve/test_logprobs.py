@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from live_server import Live, live, save_tiny
+from live_server import Live, live
+from saved_drafts import save_draft
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.decode.sampling import SamplingParams
@@ -27,7 +28,7 @@ def running(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("draft") / "draft"
-    save_tiny(folder, tiny_draft, tiny_target, tiny_tokenizer)
+    save_draft(folder, tiny_draft, tiny_target, tiny_tokenizer)
     drafts = ("lookup=ngram", "plain=none")
     how = {"K": 3, "policy": "fixed"}  # two calls are then equal to the last bit
     with live(tiny_target, tiny_tokenizer, drafter=str(folder), drafters=drafts, **how) as made:

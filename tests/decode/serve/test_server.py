@@ -13,7 +13,8 @@ import openai
 import pytest
 import torch
 from head_folders import made, ours
-from live_server import TEXTS, Live, ask_all, asked, expected, live, save_tiny, truth, until
+from live_server import TEXTS, Live, ask_all, asked, expected, live, truth, until
+from saved_drafts import save_draft
 from tiny_llama import build_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -36,7 +37,7 @@ def draft_folder(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> Path:
     folder = tmp_path_factory.mktemp("drafts") / "first"
-    return save_tiny(folder, tiny_draft, tiny_target, tiny_tokenizer)
+    return save_draft(folder, tiny_draft, tiny_target, tiny_tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +243,7 @@ def test_a_draft_that_changes_or_breaks_changes_no_answer(
 
     def random_draft(seed: int, layers: int = 1) -> Any:
         draft = build_llama(len(tiny_tokenizer), layers=layers, hidden=32, seed=seed)
-        return lambda folder: save_tiny(folder, draft, tiny_target, tiny_tokenizer)
+        return lambda folder: save_draft(folder, draft, tiny_target, tiny_tokenizer)
 
     def cut_short(folder: Path) -> None:
         random_draft(9)(folder)

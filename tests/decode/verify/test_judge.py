@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved_drafts import save_draft
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.bench.evidence import judge_page
@@ -27,7 +28,6 @@ from draftsmith.decode.traces import judge_labels
 from draftsmith.decode.traces.store import read_traces
 from draftsmith.decode.verify.lossy import parse
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.scorers import Scorer, ScorerConfig, save_scorer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -252,15 +252,7 @@ def test_the_command_goes_on_where_it_was_stopped(
     target, tokenizer, drafter = pair
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
-    save_drafter(
-        tmp_path / "draft",
-        kind="lm",
-        model=drafter.runner.model,
-        tokenizer=tokenizer,
-        target_fingerprint=fingerprint(target, tokenizer),
-        provenance={},
-        defaults={},
-    )
+    save_draft(tmp_path / "draft", drafter.runner.model, target, tokenizer)
     data = tmp_path / "data.jsonl"
     asked = [{"question": f"What is {i} and {i}?", "answer": f"#### {2 * i}"} for i in range(310)]
     data.write_text("".join(json.dumps(row) + "\n" for row in asked))

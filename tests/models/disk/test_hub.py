@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from head_folders import made
 from huggingface_hub import constants
-from live_server import live, save_tiny
+from live_server import live
 from official_eagle import official_eagle3
+from saved_drafts import save_draft
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.command import guarded
@@ -45,7 +46,7 @@ def test_a_drafter_folder_of_the_hub(
     tiny_draft: LlamaForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    folder = save_tiny(snapshot(cache, "an/draft"), tiny_draft, tiny_target, tiny_tokenizer)
+    folder = save_draft(snapshot(cache, "an/draft"), tiny_draft, tiny_target, tiny_tokenizer)
     save_defaults(folder, K=2)
     assert (folder / META).is_file()
     drafter = load_drafter("an/draft", tiny_target, tiny_tokenizer)
@@ -65,7 +66,7 @@ def test_traces_and_scorers_of_a_drafter_of_the_hub(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     """From a trace to an acceptance head, which is read by the name too."""
-    folder = save_tiny(snapshot(cache, "an/draft"), tiny_draft, tiny_target, tiny_tokenizer)
+    folder = save_draft(snapshot(cache, "an/draft"), tiny_draft, tiny_target, tiny_tokenizer)
     for part in (tiny_target, tiny_tokenizer):
         part.save_pretrained(tmp_path / "target")
     rows = [{"prompt": f"def f{i}(", "completion": f"x\n#### {i}"} for i in range(60)]

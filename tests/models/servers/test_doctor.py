@@ -12,14 +12,13 @@ from doctor_block_traps import BLOCK_TRAPS
 from doctor_traps import IDS, TRAPS, Change, Trap, drop, say, twice
 from head_folders import made, on_disk, ours
 from safetensors.torch import load_file, save_file
+from saved_drafts import save_draft
 from tiny_llama import build_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.command import guarded
 from draftsmith.doctor import main
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.servers.doctor import examine, outlook
 from draftsmith.models.servers.export import export
 from draftsmith.models.servers.findings import SERVERS, Finding
@@ -61,14 +60,11 @@ def place(
     export(str(root / "dflash"), path, "sglang", str(root / "dflash-official"))
     export(str(root / "dspark"), path, "vllm", str(root / "dspark-official"))
     export(str(root / "dflash"), path, "speculators", str(root / "dflash-speculators"))
-    save_drafter(
+    save_draft(
         root / "lm",
-        kind="lm",
-        model=build_llama(320, layers=1, hidden=32, seed=1).bfloat16(),
-        tokenizer=tiny_tokenizer,
-        target_fingerprint=fingerprint(target, tiny_tokenizer),
-        provenance={},
-        defaults={},
+        build_llama(320, layers=1, hidden=32, seed=1).bfloat16(),
+        target,
+        tiny_tokenizer,
     )
     return root
 

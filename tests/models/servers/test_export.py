@@ -11,6 +11,7 @@ import pytest
 import torch
 from head_folders import equal_heads, made, on_disk, ours
 from safetensors.torch import load_file
+from saved_drafts import save_draft
 from tiny_llama import build_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -18,8 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from draftsmith.command import guarded
 from draftsmith.export import main
 from draftsmith.manual import of_module
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
+from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import Head
 from draftsmith.models.layers.layer import causal
@@ -225,15 +225,7 @@ def test_draft_lms_go_as_they_are(
     tiny_draft: Target,
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    save_drafter(
-        tmp_path / "lm",
-        kind="lm",
-        model=tiny_draft,
-        tokenizer=tiny_tokenizer,
-        target_fingerprint=fingerprint(tiny_target, tiny_tokenizer),
-        provenance={},
-        defaults={},
-    )
+    save_draft(tmp_path / "lm", tiny_draft, tiny_target, tiny_tokenizer)
     line = export(str(tmp_path / "lm"), target_path, "sglang", str(tmp_path / "out"))
     assert "STANDALONE" in line and not (tmp_path / "out" / "draftsmith.json").exists()
     with warnings.catch_warnings():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from head_folders import made, on_disk, ours
 from safetensors.torch import load_file, save_file
+from saved_drafts import save_draft
 from tiny_llama import build_llama
 from transformers import (
     LlamaForCausalLM,
@@ -22,8 +23,6 @@ from transformers import (
 
 from draftsmith.command import guarded
 from draftsmith.export import main
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.servers.doctor import examine, outlook
 from draftsmith.models.servers.export import export
 
@@ -52,15 +51,7 @@ def place(
         config.tie_word_embeddings = tied
         drafts[name] = Qwen3ForCausalLM(config).eval()
     for name, model in drafts.items():
-        save_drafter(
-            root / name,
-            kind="lm",
-            model=model.bfloat16(),
-            tokenizer=tiny_tokenizer,
-            target_fingerprint=fingerprint(tiny_target, tiny_tokenizer),
-            provenance={},
-            defaults={"K": 5},
-        )
+        save_draft(root / name, model.bfloat16(), tiny_target, tiny_tokenizer, defaults={"K": 5})
     return root
 
 

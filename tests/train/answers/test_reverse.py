@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from saved_drafts import save_draft
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.disk.provenance import provenance
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.train.answers.reverse import TRIES, learnable
 from draftsmith.train.prepare import main
 from draftsmith.train.text.prepared import load_prepared, read_answers
@@ -70,10 +69,8 @@ def pair(
     folder = tmp_path_factory.mktemp("reverse")
     tiny_target.save_pretrained(folder / "target")
     tiny_tokenizer.save_pretrained(folder / "target")
-    mark = fingerprint(tiny_target, tiny_tokenizer)
     made = provenance([], 0, None, 0)
-    how: dict[str, Any] = {"target_fingerprint": mark, "provenance": made, "defaults": {}}
-    save_drafter(folder / "draft", kind="lm", model=tiny_draft, tokenizer=tiny_tokenizer, **how)
+    save_draft(folder / "draft", tiny_draft, tiny_target, tiny_tokenizer, provenance=made)
     rows = [{"prompt": "def " + "f" * i + "(x):"} for i in range(6)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

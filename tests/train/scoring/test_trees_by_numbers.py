@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_up_traces import chain_columns
+from saved_drafts import save_draft
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from truths import PROMPTS, truths
@@ -15,7 +16,6 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.traces.store import TraceWriter
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.scorers import load_acceptance, weights_mark
 from draftsmith.train import scorers
 
@@ -43,8 +43,7 @@ def drafter(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> Path:
     mark = fingerprint(tiny_target, tiny_tokenizer)
-    how = {"target_fingerprint": mark, "provenance": {}, "defaults": {}}
-    save_drafter(tmp_path / "draft", kind="lm", model=tiny_draft, tokenizer=tiny_tokenizer, **how)
+    save_draft(tmp_path / "draft", tiny_draft, tiny_target, tiny_tokenizer)
     about = {"kind": "decoder", "target": mark, "settings": {"tree": "eagle-25"}}
     about["drafter"] = {"path": "", "kind": "lm", "mark": weights_mark(tmp_path / "draft")}
     writer = TraceWriter(tmp_path / "trace", about, max_bytes=1 << 30)
