@@ -23,6 +23,7 @@ COMMANDS = {
     "evaluate": ("decode.__main__", "Evaluation", "decode with a drafter: speed, proof"),
     "serve": ("decode.serve.server", "ServerConfig", "an OpenAI-compatible server"),
     "export": ("export", "Export", "write a drafter as SGLang, vLLM, TGI ... read it"),
+    "push": ("push", "Push", "a drafter with its model card onto the hub"),
     "doctor": ("doctor", "Doctor", "what is wrong with a drafter folder, for each server"),
     "trim": ("train.trim", "Trim", "draft only the tokens that the target writes"),
     "compare": ("train.compare", "KindsCompared", "which drafter to train: all, side by side"),

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
 from draftsmith.decode.report.schema import REPORT_KEYS, AnswerDifference
-from draftsmith.models.disk.provenance import command_line, git_commit, versions
+from draftsmith.models.disk.provenance import command_line, git_commit, machine, versions
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.scorers import weights_mark
 from draftsmith.models.target import is_quantised
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.printed import bracket
@@ -109,7 +112,10 @@ def speed_report(
     """What the timed runs say of a drafter, beside the others of the same runs."""
     plain, spec, how = timed[None], timed[name], pair.decoding[name]
     report = settings_part(settings, len(prompts)) | {"tree": how.tree, "policy": how.policy}
-    report["drafter"] = {"kind": pair.drafters[name].kind, "path": pair.folders[name]}
+    path = pair.folders[name]
+    mark = weights_mark(path) if Path(path, "model.safetensors").is_file() else None
+    report["drafter"] = {"kind": pair.drafters[name].kind, "path": path, "mark": mark}
+    report["target_mark"] = fingerprint(pair.target, pair.tokenizer)
     report |= speed.speed_part(settings, pair, name, timed)
     report |= speed.by_category(prompts, plain, spec, settings.batch_size)
     # Tau never stands alone where the answers may differ from the target's own.
@@ -188,6 +194,7 @@ def settings_part(settings: Evaluation, prompts: int) -> Values:
         "attention": settings.backend,
         "n_prompts": prompts,
         "prompts": f"{settings.prompts} ({settings.split})",
+        "machine": machine(settings.device.partition(":")[0]),
         "versions": versions(),
         "commit": git_commit(),
         "command": command_line(),

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.decode.report.figures import TEMPLATES
-from draftsmith.models.disk.provenance import machine
 from draftsmith.printed import bracket, number
 
 COPIED = (
@@ -16,6 +15,7 @@ COPIED = (
     *("ideal_speedup", "efficiency", "c", "mbsu", "loop_rate", "task", "agreement", "lossy"),
     *("identical", "identical_same_shape", "K", "N", "tree", "policy", "rule", "dtype", "threads"),
     *("batch", "n_prompts", "max_new_tokens", "seconds", "commit", "command", "versions"),
+    "machine",
 )
 PAIRED = ("T", "drafter", "tau, more by", "95%", "speed-up, more by", "its 95%")
 HEAD = ("T", "drafter", "alpha", "tau", "speed-up", "tokens/s (plain)", "loop rate", "identical")
@@ -26,7 +26,7 @@ def row(what: str, report: dict[str, Any]) -> dict[str, Any]:
     head = {"what": what, "target": report["target"], "data": report["prompts"]}
     copied = {name: report[name] for name in COPIED}
     copied |= {"over": report["over"]} if report.get("over") else {}
-    return head | copied | {"machine": machine()}
+    return head | copied
 
 
 def publish(title: str, rows: list[dict[str, Any]], folder: Path, name: str = "results") -> None:

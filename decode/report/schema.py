@@ -32,6 +32,7 @@ class ReportPart(BaseModel):
 class NamedDrafter(ReportPart):
     kind: str
     path: str | None
+    mark: str | None = None  # of its weights, where they are in a folder here
 
 
 class SkippedPrompts(ReportPart):
@@ -152,7 +153,9 @@ class Report(ReportPart):
     versions: dict[str, Any]
     commit: str | None
     command: str
-    # Shown by the page where a report has them.
+    # Shown where a report has them.
+    machine: str | None = None
+    target_mark: dict[str, Any] | None = None  # its fingerprint
     prompts: str | None = None
     attention: str | None = None
     example: dict[str, Any] | None = None  # prompt, pieces of [text, from the draft?]

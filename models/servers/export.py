@@ -118,16 +118,19 @@ def export(drafter: str, target: str, to: str, out: str, converter: str = "") ->
     return launch(to, stacks[to].method, folder, target, K)
 
 
-def serve_line(folder_path: str | Path, target: str, rates: Sequence[float] = ()) -> str:
+def serve_line(
+    folder_path: str | Path, target: str, rates: Sequence[float] = (), named: str = ""
+) -> str:
     """Commands that serve the target with this drafter, one a line: from its folder as it is where
     any server reads that, else from one that `export` writes.
 
     rates: the shares of rounds that kept at least 1, 2 ... drafted tokens. Then only those of
     servers that can make up answers at such an acceptance, with as many tokens a round: how fast
-    they would be is measured so, before deployment.
+    they would be is measured so, before deployment. named: the folder in the commands, where it is
+    to be another.
     """
-    folder, quoted = Path(folder_path), shlex.quote(target)
-    meta = read_meta(folder)
+    here, folder, quoted = Path(folder_path), Path(named or folder_path), shlex.quote(target)
+    meta = read_meta(here)
     kind, K, known = meta["kind"], served_K(meta), about(meta["kind"])
     title, stacks = known.title, known.stacks
     if rates:
@@ -137,7 +140,7 @@ def serve_line(folder_path: str | Path, target: str, rates: Sequence[float] = ()
             f"# no server loads {title}; decode here: python -m draftsmith evaluate "
             f"target={quoted} drafter={shlex.quote(str(folder))}"
         )
-    lines, config = [], read_json(folder / "config.json")
+    lines, config = [], read_json(here / "config.json")
     K = len(rates) or config.get("levels", K)  # a block is drafted whole
     export = f"python -m draftsmith export drafter={shlex.quote(str(folder))} target={quoted}"
     as_it_is = {stack: reads for stack, reads in stacks.items() if reads.ours}
@@ -153,7 +156,7 @@ def serve_line(folder_path: str | Path, target: str, rates: Sequence[float] = ()
         return "\n".join(line for line in lines if not line.startswith("#"))
     without = [STACKS[stack].name for stack in ("vllm", "sglang") if stack not in stacks]
     lines += [f"# {' and '.join(without)} load no {title}"] if without else []
-    return "\n".join([*lines, *(_notes(folder, meta) if kind == "lm" else [])])
+    return "\n".join([*lines, *(_notes(here, meta) if kind == "lm" else [])])
 
 
 def served_K(meta: dict[str, Any]) -> int:

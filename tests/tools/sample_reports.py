@@ -75,6 +75,7 @@ DRAFT_LM: Report = {
     },
     "specbench": {},
     "versions": {"python": "3.11.7", "torch": "2.13.0", "deepspeed": None},
+    "machine": "2 cores of a Z80",
     "commit": "abc1234",
     "command": "python -m draftsmith evaluate target=runs/target",
     "example": {"prompt": "def f(", "pieces": [["x", True], [" <b>", False], ["\n", True]]},
