@@ -33,8 +33,8 @@ def model_card(
     data = trained_on(str(said.get("data") or ""))
     # A head is nothing without its target; a draft LM descends from what it was begun from.
     begun = said.get("draft") if drafter.kind == "lm" else target
-    shown = {"drafter": drafter, "report": report, "repo": repo, "name": name, "target": target}
-    shown |= {"licence": licence, "made": made, "recipe": recipe, "mark": MARK}
+    shown: dict[str, Any] = {"drafter": drafter, "report": report, "repo": repo, "name": name}
+    shown |= {"target": target, "licence": licence, "made": made, "recipe": recipe, "mark": MARK}
     shown |= {"of_hub": of_hub, "figures": figures, "printed": printed, "version": __version__}
     return figures.TEMPLATES.get_template("card.md.jinja").render(
         shown,
