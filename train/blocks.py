@@ -25,14 +25,13 @@ from dataclasses import dataclass, field, replace
 from draftsmith.command import run_command
 from draftsmith.models.target import TargetSpec
 from draftsmith.train.drafts.blocks import BlockSource, open_block
-from draftsmith.train.heldout.head_run import check_context, head_figures, save_head
-from draftsmith.train.heldout.heldout import HeldOutPrompts, open_heldout
+from draftsmith.train.heldout.head_run import check_context, train_head
+from draftsmith.train.heldout.heldout import HeldOutPrompts
 from draftsmith.train.heldout.heldout import shrunk as shrunk_run
 from draftsmith.train.objectives.block import Anchors, BlockObjective
 from draftsmith.train.plan.refuse import refuse
-from draftsmith.train.run.frozen_target import offloaded, open_target
+from draftsmith.train.run.frozen_target import open_target
 from draftsmith.train.run.launch import begin
-from draftsmith.train.run.loop import fit
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.states import Cache, open_states
 from draftsmith.train.text.on_policy import Text, make_batches, training_examples
@@ -79,18 +78,8 @@ def main(argv: list[str]) -> None:
     trained = (config.anchors, head, target, tokenizer, states)
     objective = BlockObjective(*trained, loss=config.loss).to(accelerator.device)
 
-    # ---- held-out prompts, and what the target writes to them --------------------------------
-    params = config.heldout.params(config.temperature)
-    heldout = open_heldout(config, params, accelerator, target, tokenizer, run)
-
-    # ---- fit, and keep what accepted most ----------------------------------------------------
-    evaluate = head_figures(heldout, objective, config.K, config.tree)
-    ended = fit(accelerator, objective, batches, config, run, offloaded(config, target, evaluate))
-    run.load_best(objective)
-
-    # ---- save --------------------------------------------------------------------------------
-    if accelerator.is_main_process:
-        save_head(config, argv, run, heldout, objective, batches, ended)
+    # ---- fit beside held-out prompts, and save what accepted most -----------------------------
+    train_head(config, argv, accelerator, run, tokenizer, objective, batches)
 
 
 def shrunk(config: BlocksRun) -> BlocksRun:

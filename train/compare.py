@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.command import check_least, parse, run_command, unknown
+from draftsmith.command import check_least, parse, unknown
 from draftsmith.decode.drafters.load import BARE, UNTRAINED, composed
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import Values, evaluate
@@ -292,7 +292,3 @@ def measured(settings: KindsCompared, kind: str, drafter: str, temperature: floa
     row = results.row(kind, report) | {"report": str(folder.relative_to(settings.out))}
     beside = ("categories", "accepted_histogram", "acceptance_conditional", "lossless", "times")
     return row | {key: report[key] for key in beside} | {"levels": how.get("K")}
-
-
-if __name__ == "__main__":
-    run_command(main, KindsCompared)

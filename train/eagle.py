@@ -37,14 +37,13 @@ from draftsmith.models.heads.head import family
 from draftsmith.models.target import TargetSpec, head_weight
 from draftsmith.models.vocab import ENOUGH
 from draftsmith.train.drafts.start import EagleSource, counted, open_head
-from draftsmith.train.heldout.head_run import check_context, head_figures, save_head
-from draftsmith.train.heldout.heldout import HeldOutPrompts, open_heldout
+from draftsmith.train.heldout.head_run import check_context, train_head
+from draftsmith.train.heldout.heldout import HeldOutPrompts
 from draftsmith.train.heldout.heldout import shrunk as shrunk_run
 from draftsmith.train.objectives.eagle import Unroll
 from draftsmith.train.plan.refuse import refuse
-from draftsmith.train.run.frozen_target import offloaded, open_target
+from draftsmith.train.run.frozen_target import open_target
 from draftsmith.train.run.launch import begin
-from draftsmith.train.run.loop import fit
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.states import Cache, open_states
 from draftsmith.train.text.on_policy import Text, make_batches, training_examples
@@ -102,18 +101,8 @@ def main(argv: list[str]) -> None:
     objective_of = family(head.kind, "train.objectives", "Objective")
     objective = objective_of(*trained, loss=config.loss).to(accelerator.device)
 
-    # ---- held-out prompts, and what the target writes to them --------------------------------
-    params = config.heldout.params(config.temperature)
-    heldout = open_heldout(config, params, accelerator, target, tokenizer, run)
-
-    # ---- fit, and keep what accepted most ----------------------------------------------------
-    evaluate = head_figures(heldout, objective, config.K, config.tree)
-    ended = fit(accelerator, objective, batches, config, run, offloaded(config, target, evaluate))
-    run.load_best(objective)
-
-    # ---- save --------------------------------------------------------------------------------
-    if accelerator.is_main_process:
-        save_head(config, argv, run, heldout, objective, batches, ended, coverage)
+    # ---- fit beside held-out prompts, and save what accepted most -----------------------------
+    train_head(config, argv, accelerator, run, tokenizer, objective, batches, coverage)
 
 
 def shrunk(config: EagleRun) -> EagleRun:

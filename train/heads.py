@@ -32,14 +32,13 @@ from draftsmith.command import check_least, run_command
 from draftsmith.models.heads.head import Head, family, heads
 from draftsmith.models.heads.medusa import Medusa
 from draftsmith.models.target import TargetSpec
-from draftsmith.train.heldout.head_run import check_context, head_figures, save_head
-from draftsmith.train.heldout.heldout import HeldOutPrompts, open_heldout, shrunk
+from draftsmith.train.heldout.head_run import check_context, train_head
+from draftsmith.train.heldout.heldout import HeldOutPrompts, shrunk
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.objectives.medusa import JointMedusa, JointTraining
 from draftsmith.train.plan.refuse import refuse
-from draftsmith.train.run.frozen_target import offloaded, open_target
+from draftsmith.train.run.frozen_target import open_target
 from draftsmith.train.run.launch import begin
-from draftsmith.train.run.loop import fit
 from draftsmith.train.run.lora import Lora
 from draftsmith.train.run.settings import Settings, setting
 from draftsmith.train.teachers.states import Cache, States, open_states
@@ -108,18 +107,8 @@ def main(argv: list[str]) -> None:
     states = open_states(config.cache, accelerator, target, tokenizer, head.taps, batches)
     objective = make_objective(config, head, target, tokenizer, states).to(accelerator.device)
 
-    # ---- held-out prompts, and what the target writes to them --------------------------------
-    params = config.heldout.params(config.temperature)
-    heldout = open_heldout(config, params, accelerator, target, tokenizer, run)
-
-    # ---- fit, and keep what accepted most ----------------------------------------------------
-    evaluate = head_figures(heldout, objective, config.K, config.tree)
-    ended = fit(accelerator, objective, batches, config, run, offloaded(config, target, evaluate))
-    run.load_best(objective)
-
-    # ---- save --------------------------------------------------------------------------------
-    if accelerator.is_main_process:
-        save_head(config, argv, run, heldout, objective, batches, ended)
+    # ---- fit beside held-out prompts, and save what accepted most -----------------------------
+    train_head(config, argv, accelerator, run, tokenizer, objective, batches)
 
 
 def make_head(config: HeadsConfig, target: PreTrainedModel) -> Head:

@@ -19,14 +19,12 @@ Where this differs from the papers:
 """
 
 import json
-import shlex
 from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import run_command
-from draftsmith.decode.drafters.lm import weights_read
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.prompts.chat import set_template
 from draftsmith.models.disk.provenance import provenance
@@ -39,7 +37,7 @@ from draftsmith.train.run.folder import Run
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import Evaluate, fit
 from draftsmith.train.run.lora import Lora, to_save, with_lora
-from draftsmith.train.run.result import save_model
+from draftsmith.train.run.result import evaluate_line, save_model
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.text.on_policy import Snapshot, Text, make_batches, training_examples
 from draftsmith.train.tuning.consistency import Consistency, ConsistencyObjective
@@ -146,9 +144,7 @@ def figures(
         target = snapshot.take()
         drafter = load_drafter(objective.drafter, target, heldout.tokenizer)
         assert drafter is not None
-        means, tau = heldout.means(objective.measure), heldout.tau(drafter, config.K)
-        c_bytes = drafter.parameter_bytes / weights_read(target)
-        return means | {"tau": tau, "mbsu": tau / (1 + config.K * c_bytes)}
+        return heldout.means(objective.measure) | heldout.worth(drafter, config.K, target)
 
     return evaluate
 
@@ -160,11 +156,8 @@ def tell(config: TuneConfig, run: Run, drafter: str, best_step: int) -> None:
     for name in ("tau", "loss"):
         before, after = (record[f"eval_{name}"] for record in (first, kept))
         print(f"held-out {name}: {before:.3f} before, {after:.3f} after")
-    asked = {"target": str(run.folder / "target"), "drafter": drafter, "K": f"{config.K}"}
-    asked |= {"prompts": config.heldout.prompts or config.data}
-    asked |= {"temperature": f"{config.temperature:g}"} if config.temperature else {}
-    keys = " ".join(shlex.quote(f"{key}={value}") for key, value in asked.items())
-    print(f"python -m draftsmith evaluate {keys}")
+    tuned = str(run.folder / "target")
+    print(evaluate_line(config, target=tuned, drafter=drafter, K=f"{config.K}"))
 
 
 def shrunk(config: TuneConfig) -> TuneConfig:

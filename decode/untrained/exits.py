@@ -11,6 +11,7 @@ vocabulary, X sums a row.
 """
 
 import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -50,9 +51,7 @@ class ExitsDrafter(OwnLayersDrafter):
             self.parts[last] = self.runner if last == self.last else self.whole.part(last)
 
     @classmethod
-    def named(
-        cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int
-    ) -> "ExitsDrafter":
+    def named(cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int) -> Self:
         """E+E+..., of 1 to all layers, each once; ValueError for anything else."""
         depth = target.config.get_text_config().num_hidden_layers
         words = says.split("+")

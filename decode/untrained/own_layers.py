@@ -17,6 +17,7 @@ Shapes: B rows, T tokens, F nodes fed.
 import copy
 import re
 from collections.abc import Collection, Iterable, Set
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -54,9 +55,7 @@ class OwnLayersDrafter(Drafter):
         self.context = self.runner.context
 
     @classmethod
-    def named(
-        cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int
-    ) -> "OwnLayersDrafter":
+    def named(cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int) -> Self:
         """exit:E or skip:SET; ValueError for anything else, and for a set that leaves nothing."""
         depth = target.config.get_text_config().num_hidden_layers
         if kind == "exit":

@@ -15,6 +15,7 @@ heads, S slots, C slots of the view, F nodes fed, M tokens of a kept path.
 """
 
 from dataclasses import replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -53,9 +54,7 @@ class PartialKVDrafter(OwnLayersDrafter):
         self.levels = budget - SINKS - 1  # a round's kept tokens must fit into the ring
 
     @classmethod
-    def named(
-        cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int
-    ) -> "PartialKVDrafter":
+    def named(cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int) -> Self:
         """streaming:BUDGET or snapkv:BUDGET; ValueError for anything else."""
         most = context_of(target)
         if not says.isdecimal() or not LEAST[kind] <= int(says) <= most:

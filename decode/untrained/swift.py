@@ -19,6 +19,7 @@ Shapes: B rows, M tokens of the window, C = 2 M slots of its block, V vocabulary
 """
 
 import random
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -62,9 +63,7 @@ class SwiftDrafter(OwnLayersDrafter):
         self.adopt(frozenset(self.units[i * len(self.units) // count] for i in range(count)))
 
     @classmethod
-    def named(
-        cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int
-    ) -> "SwiftDrafter":
+    def named(cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int) -> Self:
         """swift or swift:SHARE; ValueError for anything else, and a target without a middle."""
         share = float(says) if says.replace(".", "", 1).isdecimal() else SHARE * (not says)
         if not 0 < share < 1:

@@ -14,6 +14,8 @@ Shapes: B rows, R of them just admitted, N prompt tokens, L tokens of a kept pat
 F nodes fed, V vocabulary.
 """
 
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,9 +46,7 @@ class TokenSwiftDrafter(PartialKVDrafter):
         self.levels = min(self.levels, heads.levels + 1)
 
     @classmethod
-    def over(
-        cls, says: str, heads: object, target: PreTrainedModel, vocab_size: int
-    ) -> "TokenSwiftDrafter":
+    def over(cls, says: str, heads: object, target: PreTrainedModel, vocab_size: int) -> Self:
         """Around the heads of a folder, of a name's budget."""
         if not isinstance(heads, HeadDrafter) or heads.kind != "medusa":
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What the runs of all heads share: held-out figures by depth, the measured tau, the saved folder.
+"""What the runs of all heads share: held-out figures by depth, the measured tau, fit, save.
 
 Depth d of a head is the token d + 2 after the one whose state it read: 0 is the first it drafts.
 
@@ -15,18 +15,21 @@ from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.heads.head import Head
 from draftsmith.models.target import TargetSpec, vocab_size
-from draftsmith.train.heldout.heldout import HeldOut
+from draftsmith.train.heldout.heldout import HeldOut, open_heldout
 from draftsmith.train.objectives.block import BlockObjective
 from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.objectives.medusa import JointMedusa
 from draftsmith.train.run.folder import Run
-from draftsmith.train.run.loop import Evaluate, Result
+from draftsmith.train.run.frozen_target import offloaded
+from draftsmith.train.run.loop import Evaluate, Result, fit
 from draftsmith.train.run.result import save_draft, save_model
 from draftsmith.train.run.settings import Settings
 from draftsmith.train.text.batches import Batches
@@ -90,23 +93,36 @@ def kept_figures(
     return figures | {"tau": found["eval_tau"], "samples": samples}
 
 
-def save_head(
+def train_head(
     config: Any,
     argv: list[str],
+    accelerator: Accelerator,
     run: Run,
-    heldout: HeldOut,
+    tokenizer: PreTrainedTokenizerBase,
     objective: Trained,
     batches: Batches,
-    ended: Result,
     coverage: float | None = None,
 ) -> None:
-    """The drafter folder of a run's head, on the main process; says whether it is far below what
-    others reached on as many samples. coverage: share of the text that a draft vocabulary has.
+    """Train a head, and save the weights that accepted most as a drafter folder; says whether they
+    are far below what others reached on as many samples. coverage: share of the text that a draft
+    vocabulary has.
     """
-    head, target, tokenizer = objective.head, heldout.target, heldout.tokenizer
+    # ---- held-out prompts, and what the target writes to them --------------------------------
+    head, target = objective.head, objective.target
+    params = config.heldout.params(config.temperature)
+    heldout = open_heldout(config, params, accelerator, target, tokenizer, run)
+
+    # ---- fit, and keep what accepted most ----------------------------------------------------
+    evaluate = head_figures(heldout, objective, config.K, config.tree)
+    ended = fit(accelerator, objective, batches, config, run, offloaded(config, target, evaluate))
+    run.load_best(objective)
+    if not accelerator.is_main_process:
+        return
+
+    # ---- save --------------------------------------------------------------------------------
     made = provenance(argv, config.seed, batches.examples.fingerprint(), ended.best_step)
     made |= {} if coverage is None else {"coverage": coverage}
-    made |= kept_figures(run, ended, config, batches, heldout.accelerator.num_processes)
+    made |= kept_figures(run, ended, config, batches, accelerator.num_processes)
     result, K = run.folder / "drafter", min(config.K, head.levels)
     if isinstance(objective, JointMedusa):
         target, tuned = objective.merged(), str(run.folder / "target")

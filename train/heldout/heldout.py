@@ -101,9 +101,7 @@ def draft_figures(
 
     def evaluate() -> dict[str, float]:
         drafter = LMDrafter(snapshot.take(), size)
-        means, tau = heldout.means(measure), heldout.tau(drafter, K)
-        c_bytes = drafter.parameter_bytes / weights_read(heldout.target)
-        return means | {"tau": tau, "mbsu": tau / (1 + K * c_bytes)}
+        return heldout.means(measure) | heldout.worth(drafter, K, heldout.target)
 
     return evaluate
 
@@ -163,6 +161,11 @@ class HeldOut:
     def means(self, score: Score) -> dict[str, float]:
         """Means over contexts that the target wrote: alpha's definition asks for just these."""
         return mean_output(self.accelerator, score, self.answers, len(self.answers))
+
+    def worth(self, drafter: Drafter, K: int, target: PreTrainedModel) -> dict[str, float]:
+        """`tau` by chains of K tokens, and `mbsu`: by the bytes that draft and target read."""
+        tau, c_bytes = self.tau(drafter, K), drafter.parameter_bytes / weights_read(target)
+        return {"tau": tau, "mbsu": tau / (1 + K * c_bytes)}
 
     def tau(self, drafter: Drafter, K: int, tree: str = "chain") -> float:
         """Block efficiency: tokens emitted a target call. The processes share the prompts."""

@@ -9,8 +9,8 @@ Legend: B rows, T positions, N = B * T, J listed tokens of a row, G hidden size 
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -60,14 +60,6 @@ class ServedBatch(Batch):
 
     listed: TopKRows | None = None
     states: TargetStates | None = None
-
-    def to(self, device: torch.device | str) -> Self:
-        listed, states = self.listed, self.states
-        if listed is not None:
-            listed = TopKRows(listed.ids_NJ.to(device), listed.log_p_NB.to(device))
-        if states is not None:
-            states = TargetStates(*(state.to(device) for state in states))
-        return replace(super().to(device), listed=listed, states=states)
 
 
 def listed_rows(batch: Batch) -> TopKRows:

@@ -18,7 +18,7 @@ rest last, H hidden size of the draft.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ from draftsmith.train.losses.closed_form import Scored, Transform, Workspace, di
 from draftsmith.train.losses.pure import Loss, centred
 
 
-@dataclass(frozen=True)
-class TopKRows:
+class TopKRows(NamedTuple):
     """The target's distributions at N positions as its likeliest tokens.
 
     Args:

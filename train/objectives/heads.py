@@ -64,6 +64,10 @@ class OnStates(Objective):
         self.vocab_size = vocab_size(tokenizer)
         self.register_buffer("mean_alpha_D", torch.zeros(depths))
 
+    @property
+    def target(self) -> PreTrainedModel:
+        return self._target[0]
+
     def observe(self, means: dict[str, float]) -> None:
         super().observe(means)
         for depth in range(len(self.mean_alpha_D)):
@@ -151,7 +155,7 @@ class HeadObjective(OnStates):
         """Of each depth, flat: the head's states and rows, the target's, the tokens, a float mask
         of the pairs that count.
         """
-        p_head_VH = cut_rows(head_weight(self._target[0]), self.vocab_size)
+        p_head_VH = cut_rows(head_weight(self.target), self.vocab_size)
         own = next(self.head.parameters()).dtype
         for depth, q_hidden_BTH in enumerate(self.drafted(batch, taps_BTF.to(own))):
             at = 1 + depth + self.begins

@@ -72,7 +72,7 @@ class LongSpecObjective(HeadObjective):
         return replace(batch, position_ids=at_BT, attention_mask=mask)
 
     def drafted(self, batch: Batch, taps_BTF: Tensor) -> list[Tensor]:
-        target, own = self._target[0], taps_BTF.dtype
+        target, own = self.target, taps_BTF.dtype
         key, value = last_keys(target, taps_BTF.to(target.dtype), batch.position_ids)
         lags = range(1, min(self.head.levels, batch.input_ids.shape[1] - 1) + 1)
         text = (batch.input_ids, batch.position_ids, (key.to(own), value.to(own)))

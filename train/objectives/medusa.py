@@ -97,7 +97,7 @@ class JointMedusa(MedusaObjective, Counting):
         return self
 
     def forward(self, batch: Batch, *, fully: bool = False) -> StepOutput:
-        adapted, target = self._adapted[0], self._target[0]
+        adapted, target = self._adapted[0], self.target
         adapted.eval()
         with torch.no_grad(), adapted.disable_adapter():
             before_NH, _ = hidden_and_head(target, batch)

@@ -35,9 +35,7 @@ def save_draft(
     """A drafter folder for a recipe's target; prints the line that evaluates it on the held-out
     rows to report on, then those that serve it.
     """
-    path, drawn = config.target.path, config.temperature
-    prompts = config.heldout.prompts or config.data
-    kind = draft.kind if isinstance(draft, Head) else "lm"
+    path, kind = config.target.path, draft.kind if isinstance(draft, Head) else "lm"
     save_drafter(
         folder,
         kind=kind,
@@ -47,10 +45,15 @@ def save_draft(
         provenance=made,
         defaults={"K": config.K},
     )
-    asked = {"target": path, "drafter": str(folder), "prompts": prompts}
-    asked |= {"temperature": f"{drawn:g}"} if drawn else {}
     changed = {"adapter": config.target.adapter, "quantise": config.target.quantise}
-    asked |= {key: value for key, value in changed.items() if value}
-    keys = " ".join(shlex.quote(f"{key}={value}") for key, value in asked.items())
-    print(f"python -m draftsmith evaluate {keys}")
+    changed = {key: value for key, value in changed.items() if value}
+    print(evaluate_line(config, target=path, drafter=str(folder), **changed))
     print(serve_line(folder, path))
+
+
+def evaluate_line(config: Any, **asked: str) -> str:
+    """What evaluates a result as its recipe has it, on the held-out rows to report on."""
+    asked |= {"prompts": config.heldout.prompts or config.data}
+    asked |= {"temperature": f"{config.temperature:g}"} if config.temperature else {}
+    keys = (shlex.quote(f"{key}={value}") for key, value in asked.items())
+    return f"python -m draftsmith evaluate {' '.join(keys)}"

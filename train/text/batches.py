@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from draftsmith.models.disk.store import save_shard
 
@@ -151,8 +152,7 @@ class Batch:
         return torch.zeros_like(first_BT).scatter_add(1, first_BT, real_BT).gather(1, first_BT)
 
     def to(self, device: torch.device | str) -> Self:
-        parts: dict[str, Any] = {n: t for n, t in vars(self).items() if isinstance(t, Tensor)}
-        return replace(self, **{name: tensor.to(device) for name, tensor in parts.items()})
+        return replace(self, **tree_map_only(Tensor, lambda part: part.to(device), vars(self)))
 
 
 @dataclass(frozen=True)
