@@ -10,6 +10,7 @@ Exit codes: 0 done, 1 failed, 2 the user's error (one line on stderr), 130 inter
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ OF_PATHS = (
     PermissionError,
 )
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 Main = Callable[[list[str]], int | None]
 
 USERS_ERROR, INTERRUPTED = 2, 130
@@ -207,6 +209,24 @@ def check_least(settings: Any, **least: float) -> None:
         got = getattr(settings, name)
         if got is not None and not got >= number:
             raise ValueError(f"{name}: got {got}, expected at least {number}")
+
+
+def numbers(name: str, text: str, kind: type[N], *, least: float = 0.0) -> list[N]:
+    """Those in a list with commas between; ValueError for what isn't one, or below the least."""
+    try:
+        found = [kind(part) for part in text.split(",")]
+        if all(least <= number < math.inf for number in found):
+            return found
+    except ValueError:
+        pass
+    of = "whole numbers" if kind is int else "numbers"
+    raise ValueError(f"{name}: got {text!r}, expected {of} from {least:g} up, as 1,4,16")
+
+
+def check_one_of(name: str, got: str, known: Collection[str]) -> None:
+    """ValueError for a word that is none of those known."""
+    if got not in known:
+        raise ValueError(f"{name}: got {got!r}, expected one of {', '.join(known)}")
 
 
 def unknown(what: str, word: str, known: Collection[str]) -> str:

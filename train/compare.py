@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.command import check_least, parse, unknown
+from draftsmith.command import check_least, numbers, parse, unknown
 from draftsmith.decode.drafters.load import BARE, UNTRAINED, composed
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import Values, evaluate
@@ -104,11 +104,7 @@ class KindsCompared:
         check_least(self, limit=2, max_new_tokens=2, answers=1, batch_size=1, processes=1)
         if not self.budget > 0:
             raise ValueError(f"budget: got {self.budget:g}, expected seconds above 0")
-        try:
-            self.heats = [float(text) for text in self.temperatures.split(",")]
-        except ValueError:
-            got = f"temperatures: got {self.temperatures!r}"
-            raise ValueError(f"{got}, expected numbers with commas between, as 0,1") from None
+        self.heats = numbers("temperatures", self.temperatures, float)
         if wrong := [kind for kind in self.more if kind not in RECIPES]:
             raise ValueError(unknown("kind", wrong[0], RECIPES))
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.command import check_least, parse
+from draftsmith.command import check_least, numbers, parse
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
 from draftsmith.decode.drafters.load import drafter_in, has_folder, load_decoded
@@ -80,13 +80,8 @@ class Trim(Asking):
     @property
     def compared(self) -> list[int]:
         """The sizes to measure, ascending."""
-        try:
-            sizes = {int(part) for part in self.sizes.split(",")}
-        except ValueError:
-            raise ValueError(
-                f"sizes: got {self.sizes!r}, expected numbers of tokens, such as 512,1024"
-            ) from None
-        return sorted(sizes | ({self.size} if self.size is not None else set()))
+        sizes = numbers("sizes", self.sizes, int, least=1)
+        return sorted({*sizes} | ({self.size} if self.size is not None else set()))
 
 
 def main(argv: list[str]) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.command import run_command
+from draftsmith.command import check_one_of, run_command
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.prompts.chat import set_template
 from draftsmith.models.disk.provenance import provenance
@@ -69,8 +69,7 @@ class TuneConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.method not in METHODS:
-            raise ValueError(f"method: got {self.method!r}, expected {' or '.join(METHODS)}")
+        check_one_of("method", self.method, METHODS)
         if self.target.quantise:
             raise ValueError(
                 f"target.quantise: got {self.target.quantise}, expected nothing: its weights are "

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from draftsmith.command import parse
+from draftsmith.command import check_one_of, parse
 from draftsmith.decode.engine.memory import size
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.forward.runner import Runner
@@ -109,10 +109,7 @@ def main(argv: list[str]) -> None:
     """Print what is proposed."""
     settings = parse(Sizing, argv)
     law, machine = law_of(settings.results), machine_of(settings)
-    file = Path(settings.target)
-    folder = file.parent if file.name == "config.json" else settings.target
-    config = load_config(folder).get_text_config()
-    target, drafts = propose(config, settings, law, machine)
+    target, drafts = propose(config_of(settings.target), settings, law, machine)
     rows = [cells(draft, target.seconds) for draft in drafts]
     print_table(rows[0], [list(row.values()) for row in rows])
     # What a command line of train/distill.py says; of train/pretrain.py, with `model.`.
@@ -120,10 +117,16 @@ def main(argv: list[str]) -> None:
     print("\n".join([*notes(settings, law, machine, target), "", f"recipe: {recipe}"]))
 
 
+def config_of(target: str) -> PretrainedConfig:
+    """Of a folder, a config.json or a hub name."""
+    file = Path(target)
+    folder = file.parent if file.name == "config.json" else target
+    return load_config(folder).get_text_config()
+
+
 def machine_of(settings: Sizing) -> Machine:
     """The named device with the numbers given in place of its own."""
-    if settings.gpu not in MACHINES:
-        raise ValueError(f"gpu: got {settings.gpu!r}, expected one of {', '.join(MACHINES)}")
+    check_one_of("gpu", settings.gpu, MACHINES)
     if settings.K < 0 or settings.bandwidth < 0 or settings.min_layers < 1:
         raise ValueError(
             f"got K={settings.K}, bandwidth={settings.bandwidth:g}, min_layers="

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig
 
-from draftsmith.command import check_least, parse, unknown
+from draftsmith.command import check_least, numbers, parse, unknown
 from draftsmith.decode.engine.memory import GIB
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.foretold import extended, kept_shares, taus, tree_tau
@@ -31,6 +31,7 @@ from draftsmith.decode.policies.timing import LEAST, forward_call, graphed, leas
 from draftsmith.decode.predict.draft_sizes import (
     Draft,
     Sizing,
+    config_of,
     law_of,
     machine_of,
     propose,
@@ -40,7 +41,7 @@ from draftsmith.decode.predict.draft_sizes import (
 from draftsmith.decode.predict.load_simulator import traced
 from draftsmith.decode.predict.machines import Machine, Pass
 from draftsmith.decode.traces.store import read_traces
-from draftsmith.models.disk.read_lm import load_config, read_json, write_json
+from draftsmith.models.disk.read_lm import read_json, write_json
 from draftsmith.printed import duration, print_table, times_as
 
 LONGEST, TREES = 12, (8, 16, 32, 64)  # drafted tokens of a chain, and of trees, that are tried
@@ -75,9 +76,7 @@ class Prediction:
 
     def __post_init__(self) -> None:
         check_least(self, context=1)
-        if not self.batch_size.replace(",", "").isdecimal() or 0 in self.rows:
-            got = f"batch_size: got {self.batch_size!r}"
-            raise ValueError(f"{got}, expected numbers from 1 up, as 1,4,16")
+        self.rows = numbers("batch_size", self.batch_size, int, least=1)
         if wrong := [kind for kind in self.chances if kind not in KINDS]:
             raise ValueError(unknown("kind", wrong[0], KINDS))
 
@@ -95,10 +94,6 @@ class Prediction:
                 got = f"acceptance: got {self.acceptance!r}"
                 raise ValueError(f"{got}, expected shares in (0, 1): 0.7, or eagle3:0.8,draft:0.6")
         return found
-
-    @property
-    def rows(self) -> list[int]:
-        return [int(text or 0) for text in self.batch_size.split(",")]
 
 
 class Drafting(NamedTuple):
@@ -141,9 +136,7 @@ def main(argv: list[str]) -> None:
     """Print what is predicted."""
     settings = parse(Prediction, argv)
     machine = measured() if settings.measure else machine_of(Sizing("", gpu=settings.gpu))
-    file = Path(settings.target)
-    folder = file.parent if file.name == "config.json" else settings.target
-    config = load_config(folder).get_text_config()
+    config = config_of(settings.target)
     least = Sizing("", min_layers=min(2, config.num_hidden_layers - 1))
     target, law = shape_of(config), law_of(settings.results)
     exits, context = max(1, target.layers // 3), settings.context

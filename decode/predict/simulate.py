@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.command import check_least, parse
+from draftsmith.command import check_least, numbers, parse
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.predict.load_arms import arm, named
 from draftsmith.decode.predict.load_grid import Grid, measured_grid
@@ -116,7 +116,7 @@ def answers_of(settings: Simulation) -> list[KeptRuns]:
     """The trace's, or drawn ones."""
     if settings.traces:
         return traced(settings.traces)
-    survival = numbers("survival", settings.survival)
+    survival = numbers("survival", settings.survival, float)
     if max(survival) > 1 or sorted(survival, reverse=True) != survival:
         raise ValueError(f"survival: got {settings.survival}, expected falling shares of 1")
     how = {"tokens": settings.max_new_tokens, "prompt": settings.prompt_tokens}
@@ -129,12 +129,12 @@ def loads_of(settings: Simulation) -> dict[str, Arrivals]:
     if kind == "burst":
         return {f"requests at once: {count}": Arrivals([0.0] * count)}
     if kind == "clients":
-        sizes = [int(size) for size in numbers("clients", settings.clients, least=1)]
+        sizes = numbers("clients", settings.clients, int, least=1)
         most = [min(size, count) for size in sizes]
         return {f"clients: {size}": Arrivals([0.0] * size, count - size) for size in most}
     if kind == "poisson":
         waits = np.random.default_rng(settings.seed).exponential(size=count).cumsum()
-        rates = numbers("rate", settings.rate, least=1e-9)
+        rates = numbers("rate", settings.rate, float, least=1e-9)
         return {f"requests a second: {rate:g}": Arrivals((waits / rate).tolist()) for rate in rates}
     try:
         times = sorted(float(when) for when in json.loads(Path(kind).read_text()))
@@ -144,17 +144,6 @@ def loads_of(settings: Simulation) -> dict[str, Arrivals]:
             f"arrivals: got {kind!r}, expected clients, poisson, burst, or a file with a JSON list "
             "of seconds"
         ) from None
-
-
-def numbers(name: str, text: str, least: float = 0.0) -> list[float]:
-    """Those in a list; ValueError for what isn't one."""
-    try:
-        found = [float(part) for part in text.split(",")]
-        if all(least <= one < float("inf") for one in found):
-            return found
-    except ValueError:
-        pass
-    raise ValueError(f"{name}: got {text!r}, expected numbers from {least:g} up, as 1,4,16")
 
 
 def write_grid(settings: Simulation, K: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.command import check_one_of
 from draftsmith.decode.prompts.chat import chat_prompt
 from draftsmith.decode.prompts.rows import Message, Row
 from draftsmith.decode.prompts.splits import load_rows
@@ -160,8 +161,7 @@ def beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _rows(source: str, split: str) -> list[Row]:
-    if split not in ASKED_SPLITS:
-        raise ValueError(f"split: got {split!r}, expected one of {', '.join(ASKED_SPLITS)}")
+    check_one_of("split", split, ASKED_SPLITS)
     lines = Path(source).suffix == ".txt"
     whole = lines or split == "all"
     whole = whole or (source != "stdlib" and _of_benchmark(load_rows(source, "all")))

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from itertools import chain
 
+from draftsmith.command import check_one_of
 from draftsmith.decode.prompts.rows import Row
 from draftsmith.decode.prompts.sources import read_source
 
@@ -27,8 +28,7 @@ def load_rows(data: str, split: str) -> list[Row]:
     `heldout`, of that `tune` or `report` (see `part_of`), or `all` for a set that is wholly one or
     the other. ValueError for another, or an empty one.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
+    check_one_of("split", split, SPLITS)
     files = read_source(data)
     rows = list(chain.from_iterable(files))
     if split == "all":
@@ -55,8 +55,7 @@ def part_of(rows: Sequence[Row], part: str) -> list[Row]:
     order of their sizes, so that both parts hold about as much; of other rows a third, by a hash.
     ValueError for an unknown part, or an empty one.
     """
-    if part not in HELD_OUT_PARTS:
-        raise ValueError(f"part: got {part!r}, expected one of {', '.join(HELD_OUT_PARTS)}")
+    check_one_of("part", part, HELD_OUT_PARTS)
     library = [row for row in rows if row.where.startswith("stdlib:")]
     questions = [row for row in rows if row.kind == "question"]
     others = {row.text for row in rows} - {row.text for row in (*library, *questions)}

@@ -25,6 +25,7 @@ import torch
 from filelock import BaseFileLock
 from torch import Tensor
 
+from draftsmith.command import check_least
 from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.forward.runner import Runner
@@ -110,9 +111,7 @@ class ReplayBuffer:
     heldout: int = 128  # so many of the newest of these stay
 
     def __post_init__(self) -> None:
-        for name, least in {"recent": 1, "reservoir": 0, "heldout_every": 2, "heldout": 1}.items():
-            if (got := getattr(self, name)) < least:
-                raise ValueError(f"{name}: got {got}, expected at least {least}")
+        check_least(self, recent=1, reservoir=0, heldout_every=2, heldout=1)
         self._lock: BaseFileLock | None = None
         self._next = 0
         self._recent: list[int] = []

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.command import parse
+from draftsmith.command import check_one_of, parse
 from draftsmith.decode import sampling
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafting.base import Drafter
@@ -63,8 +63,7 @@ class Tracing(Asking):
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.source not in SOURCES:
-            raise ValueError(f"source: got {self.source!r}, expected one of {', '.join(SOURCES)}")
+        check_one_of("source", self.source, SOURCES)
         if self.source == "mixed" and self.every:
             raise ValueError(
                 "every: got true with source=mixed, which has no rounds; leave one out"

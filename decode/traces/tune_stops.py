@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.command import parse
+from draftsmith.command import check_one_of, parse
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Counters
 from draftsmith.decode.policies.timing import measured_costs
@@ -194,8 +194,7 @@ def costs(settings: Stopping) -> tuple[float, float]:
     """(c, v), as said, as kept beside the tune trace, or measured and kept, and prints which;
     ValueError where none of it can be.
     """
-    if settings.costs not in ("kept", "new"):
-        raise ValueError(f"costs: got {settings.costs!r}, expected kept or new")
+    check_one_of("costs", settings.costs, ("kept", "new"))
     if settings.c is not None:
         if not settings.c > 0 or not settings.v > 0:
             raise ValueError(f"c, v: got {settings.c}, {settings.v}, expected numbers above 0")

@@ -200,7 +200,7 @@ def test_a_recipe_starts_a_draft_from_its_target(
     assert all(entry in set(theirs.flatten().tolist()) for entry in ours.flatten().tolist())
     assert all(parameter.requires_grad for parameter in draft.parameters())
     for changes, words in (
-        ({"init": "zeros"}, "got init='zeros', expected random or target"),
+        ({"init": "zeros"}, "init: got 'zeros', expected one of random, target"),
         ({"path": "somewhere"}, r"got draft\.init=target and draft\.path=somewhere"),
     ):
         wrong = ModelStart(**{**vars(source), **changes})

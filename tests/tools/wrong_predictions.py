@@ -27,13 +27,13 @@ PREDICTING = [
     (f"{SIMULATE} batch_size=64", "costs: got 2 rows and 3 tokens a row", "expected 64 and 3"),
     (f"{SIMULATE} arrivals=poison", "arrivals: got 'poison', expected clients, poisson, burst"),
     (f"{SIMULATE} arrivals=poisson rate=0", "rate: got '0', expected numbers from 1e-09 up"),
-    (f"{SIMULATE} clients=some", "clients: got 'some', expected numbers from 1 up"),
+    (f"{SIMULATE} clients=some", "clients: got 'some', expected whole numbers from 1 up"),
     (f"{SIMULATE} target=target", "got target='target' and drafter='', expected both"),
     (f"{SIMULATE} requests=0", "requests: got 0, expected at least 1"),
     (f"{PREDICT} gpu=gpu", "gpu: got 'gpu', expected one of"),
     (
         f"{PREDICT} batch_size=1,many",
-        "batch_size: got '1,many', expected numbers from 1 up",
+        "batch_size: got '1,many', expected whole numbers from 1 up",
     ),
     (
         f"{PREDICT} acceptance=1.5",

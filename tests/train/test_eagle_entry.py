@@ -80,8 +80,8 @@ def test_a_head_may_begin_at_random(tiny_target, tiny_tokenizer, counts_V) -> No
 
 WRONG = [
     ({"version": 2}, "expected version 1 or 3"),
-    ({"init_head": "zeros"}, "expected target or random"),
-    ({"layer": "gpt2"}, "expected target or random, and one of llama, qwen3"),
+    ({"init_head": "zeros"}, "expected one of target, random"),
+    ({"layer": "gpt2"}, "head.layer: got .gpt2., expected one of llama, qwen3"),
     ({"taps": [4]}, r"taps: got \[4\] for a target of 3 layers"),
     ({"version": 1, "taps": [1]}, "eagle 1: got taps"),
     ({"version": 1, "fc_norm": True}, "eagle 1: got .* a norm of EAGLE-3.1"),

@@ -283,7 +283,7 @@ def test_what_the_command_refuses(pair: Any, at_hand: dict[str, str], tmp_path: 
             run(asking(at_hand, tmp_path / "out", **more), [])
         assert not (tmp_path / "out").exists()
 
-    refuse("expected numbers of tokens", sizes="many")
+    refuse("expected whole numbers", sizes="many")
     refuse("no LM head", drafter="ngram")
     for kind, why in (("eagle1", "target's LM head"), ("medusa", "no layout of theirs")):
         head = ours(tmp_path / kind, made(kind, pair[0]), pair[0], pair[2])

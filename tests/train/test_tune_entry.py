@@ -170,7 +170,7 @@ def test_more_exits_need_more(tuning: Argv) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["method=exists"], "method: got 'exists', expected exits or consistency or"),
+        (["method=exists"], "method: got 'exists', expected one of exits, consistency"),
         (["method=exits", "exits.layers=[4]"], r"exits: got \[4\], expected exits after 1 to 3"),
         (["method=exits", "compile=true"], "got compile=true, expected false"),
         (["method=exits", "target.quantise=int8"], "target.quantise: got int8, expected nothing"),

@@ -19,40 +19,20 @@ from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.command import check_one_of
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.prompts.chat import SERVED, template_settings
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.answers.asks import Ask
 from draftsmith.train.answers.reverse import ReversePair
-from draftsmith.train.answers.top_logprobs import TopLogprobs, read_top_logprobs
+from draftsmith.train.answers.top_logprobs import read_top_logprobs
 from draftsmith.train.text.prepared import Answer
 
 APIS = ("auto", "tokens", "chat", "text")
 # What servers say to a request that they don't understand, and what the client tries again.
 NOT_UNDERSTOOD = frozenset({400, 404, 405, 415, 422, 501})
 TRANSIENT = frozenset({408, 409, 429, *range(500, 600)}) - NOT_UNDERSTOOD
-
-
-@dataclass(frozen=True)
-class EndpointAnswer:
-    """One answer. `token_ids` ends in the end token where finish_reason is "stop".
-
-    mismatch: of an answer tokenised again, whether its token count can't be the one that the server
-    wrote: exactly at "length"; at "stop" one less passes, since some count the end token. Equal
-    counts may hide different tokens, so the rate is a lower bound. None: the server gave ids, or no
-    count. prompt_mismatch: the server read another number of prompt tokens than `Ask.ids` has
-    (another chat template, a second BOS); None: no count. top_logprobs: a dict a token, where the
-    request asks for them.
-    """
-
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    retokenised: bool
-    mismatch: bool | None
-    prompt_mismatch: bool | None
-    top_logprobs: TopLogprobs
 
 
 @dataclass(eq=False)
@@ -75,8 +55,7 @@ class Endpoint:
     retries: int = 10
 
     def __post_init__(self) -> None:
-        if self.api not in APIS:
-            raise ValueError(f"api: got {self.api!r}, expected one of {', '.join(APIS)}")
+        check_one_of("api", self.api, APIS)
         url = urlsplit(self.url.rstrip("/"))
         if url.scheme not in ("http", "https") or not url.hostname or url.query:
             raise ValueError(
@@ -109,37 +88,35 @@ class Endpoint:
                 )
             self.model = str(names[0])
 
-    def answers(
-        self, asks: Iterable[Ask], params: SamplingParams
-    ) -> Iterator[tuple[Ask, EndpointAnswer]]:
-        """Each request with its reply as it finishes, at most `concurrency` requests under way.
+    def answers(self, asks: Iterable[Ask], params: SamplingParams) -> Iterator[Answer]:
+        """The answer to each request as it finishes, at most `concurrency` requests under way.
 
         When a request fails for good, no other is begun, those under way are finished and given
         out, and only then is the error raised: `Refused` by the server, or `GivenUp`.
         """
         waiting = iter(asks)
-        under_way: dict[Future[EndpointAnswer], Ask] = {}
+        under_way: set[Future[Answer]] = set()
         failure: ValueError | None = None
         with ThreadPoolExecutor(self.concurrency) as pool:
             while True:
                 # One request alone finds out which api the server has.
                 room = 1 if self.api == "auto" else self.concurrency
                 for ask in islice(waiting, 0 if failure else max(0, room - len(under_way))):
-                    under_way[pool.submit(self._answer, ask, params)] = ask
+                    under_way.add(pool.submit(self._answer, ask, params))
                 if not under_way:
                     break
-                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                    ask = under_way.pop(future)
+                done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                for future in done:
                     try:
-                        reply = future.result()
+                        answer = future.result()
                     except ValueError as error:
                         failure = failure or error
                     else:
-                        yield ask, reply
+                        yield answer
         if failure is not None:
             raise failure
 
-    def _answer(self, ask: Ask, params: SamplingParams) -> EndpointAnswer:
+    def _answer(self, ask: Ask, params: SamplingParams) -> Answer:
         if self.api != "auto":
             return self._ask_by(self.api, ask, params)
         api = "tokens"
@@ -157,7 +134,7 @@ class Endpoint:
         self.api = api
         return reply
 
-    def _ask_by(self, api: str, ask: Ask, params: SamplingParams) -> EndpointAnswer:
+    def _ask_by(self, api: str, ask: Ask, params: SamplingParams) -> Answer:
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": params.max_new_tokens,
@@ -184,7 +161,14 @@ class Endpoint:
                 prompt |= {"logprobs": ask.top_logprobs, "return_tokens_as_token_ids": True}
         return self._read(self._send("/completions", body | prompt), ask)
 
-    def _read(self, answer: dict[str, Any], ask: Ask) -> EndpointAnswer:
+    def _read(self, answer: dict[str, Any], ask: Ask) -> Answer:
+        """What `made` tells, and of an answer tokenised again `mismatch`, whether its token count
+        can't be the one that the server wrote: exactly at "length"; at "stop" one less passes,
+        since some count the end token. Equal counts may hide different tokens, so the rate is a
+        lower bound. None: the server gave ids, or no count. prompt_mismatch: the server read
+        another number of prompt tokens than `Ask.ids` has (another chat template, a second BOS);
+        None: no count. top_logprobs: a dict a token, where the request asks for them.
+        """
         try:
             choice = answer["choices"][0]
             text = choice["message"]["content"] if "message" in choice else choice["text"]
@@ -207,22 +191,16 @@ class Endpoint:
             ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
             if written is not None:
                 mismatch = len(ids) not in ((written, written - 1) if ended else (written,))
-        top_logprobs: TopLogprobs = []
+        told: Answer = {"retokenised": retokenised, "mismatch": mismatch}
+        told["prompt_mismatch"] = None if read is None else read != len(ask.ids)
         if ask.top_logprobs:
-            size = vocab_size(self.tokenizer)
-            top_logprobs = read_top_logprobs(choice, 0 if retokenised else len(ids), size)
+            size, tokens = vocab_size(self.tokenizer), 0 if retokenised else len(ids)
+            if listed := read_top_logprobs(choice, tokens, size):
+                told["top_logprobs"] = listed
         special = self.tokenizer.all_special_ids
         if ended and not (ids and ids[-1] in special):
             ids = [*ids, self.tokenizer.eos_token_id]
-        return EndpointAnswer(
-            token_ids=ids,
-            text=text,
-            finish_reason="stop" if ended else "length",
-            retokenised=retokenised,
-            mismatch=mismatch,
-            prompt_mismatch=None if read is None else read != len(ask.ids),
-            top_logprobs=top_logprobs,
-        )
+        return made(ask, ids, text, "stop" if ended else "length") | told
 
     def _send(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """What a server says to a request, or to a GET. By the client's way around its models of
@@ -263,22 +241,19 @@ class GivenUp(ValueError):
     """The retries of a request are used up."""
 
 
+def made(ask: Ask, tokens: list[int], text: str, finish_reason: str) -> Answer:
+    """An answer as a folder keeps it; tokens: the end token last where the reason is "stop"."""
+    answer = {"index": ask.index, "seed": ask.seed, "prompt_ids": ask.ids}
+    return answer | {"token_ids": tokens, "text": text, "finish_reason": finish_reason}
+
+
 Writer = Decoder | ReversePair | Endpoint
 
 
 def write_answers(writer: Writer, asks: list[Ask], params: SamplingParams) -> Iterator[Answer]:
     """Answers as they finish; a row that is free, here or there, takes the next prompt at once."""
-
-    def made(ask: Ask, tokens: list[int], text: str, finish_reason: str) -> Answer:
-        answer = {"index": ask.index, "seed": ask.seed, "prompt_ids": ask.ids}
-        return answer | {"token_ids": tokens, "text": text, "finish_reason": finish_reason}
-
     if isinstance(writer, Endpoint):
-        for ask, reply in writer.answers(asks, params):
-            answer = made(ask, reply.token_ids, reply.text, reply.finish_reason)
-            answer |= {"retokenised": reply.retokenised, "mismatch": reply.mismatch}
-            answer |= {"prompt_mismatch": reply.prompt_mismatch}
-            yield answer | ({"top_logprobs": reply.top_logprobs} if reply.top_logprobs else {})
+        yield from writer.answers(asks, params)
         return
     for event in writer.stream([ask.ids for ask in asks], params, [ask.index for ask in asks]):
         if done := event.completion:

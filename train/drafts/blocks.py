@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.command import check_least
+from draftsmith.command import check_least, check_one_of
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.heads.block import KINDS, Block, BlockConfig
@@ -60,18 +60,13 @@ def open_block(
                 "give another folder"
             )
         return place(head, target.device).bind(target)
-    if source.kind not in ("", "block", *KINDS) or source.init not in ("target", "random"):
-        raise ValueError(
-            f"head: got kind={source.kind!r}, init={source.init!r}, expected one of "
-            f"{', '.join(KINDS)}, and target or random"
-        )
+    check_one_of("head.kind", source.kind or "block", ("block", *KINDS))
+    check_one_of("head.init", source.init, ("target", "random"))
     check_least(source, levels=1, layers=1, rank=1)
-    if source.layer not in ("", *LAYER_CONFIGS):
-        raise ValueError(
-            f"head.layer: got {source.layer!r}, expected one of {', '.join(LAYER_CONFIGS)}"
-        )
     layer = layer_like(target, source.layers)
-    layer = read_layer(layer_json(layer) | {"model_type": source.layer or layer.model_type})
+    kind = source.layer or layer.model_type
+    check_one_of("head.layer", kind, LAYER_CONFIGS)
+    layer = read_layer(layer_json(layer) | {"model_type": kind})
     taps = tuple(source.taps or block_taps(target.config.get_text_config().num_hidden_layers))
     names = (own.name for own in fields(BlockConfig) if own.name not in ("layer", "taps"))
     said: dict[str, Any] = {name: getattr(source, name) for name in names}

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.command import check_least
+from draftsmith.command import check_least, check_one_of
 from draftsmith.models.draft_init import start_from_target
 from draftsmith.models.draft_lm import draft_from_config, load_draft, recast
 from draftsmith.models.fingerprint import fingerprint
@@ -64,8 +64,7 @@ def fresh_draft(
     of the target, which then also decides that. Without a target, a random Llama for the tokenizer.
     ValueError: another `init`, and what `start_from_target` refuses.
     """
-    if sizes.init not in ("random", "target"):
-        raise ValueError(f"got init={sizes.init!r}, expected random or target")
+    check_one_of("init", sizes.init, ("random", "target"))
     family: PretrainedConfig = LlamaConfig()
     rows, tied = vocab_size(tokenizer), True
     if target is not None:
@@ -253,11 +252,8 @@ def _earlier(
 
 
 def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle | Mixture:
-    if source.init_head not in ("target", "random") or source.layer not in LAYER_CONFIGS:
-        raise ValueError(
-            f"got init_head={source.init_head!r}, layer={source.layer!r}, expected target or "
-            f"random, and one of {', '.join(LAYER_CONFIGS)}"
-        )
+    check_one_of("head.init_head", source.init_head, ("target", "random"))
+    check_one_of("head.layer", source.layer, LAYER_CONFIGS)
     rows = target.get_output_embeddings().weight.shape[0]
     three: dict[str, Any] = {name: getattr(source, name) for name in FLAGS}
     count = target.config.get_text_config().num_hidden_layers

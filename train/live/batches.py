@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from draftsmith.command import check_one_of
 from draftsmith.decode.serve.buffer import ReplayBuffer, Served
 from draftsmith.models.taps import TargetStates
 from draftsmith.progress import LINE_SECONDS, seconds_left
@@ -47,8 +48,7 @@ class Mix:
                 f"mix.recent, reservoir, disagreement: got {shares}, expected shares from 0 to 1, "
                 "one of them above 0"
             )
-        if self.positions not in ("all", "rejected"):
-            raise ValueError(f"mix.positions: got {self.positions!r}, expected all or rejected")
+        check_one_of("mix.positions", self.positions, ("all", "rejected"))
         for name, least in {"window": 1, "requests_per_step": 1, "max_length": 3}.items():
             if (got := getattr(self, name)) < least:
                 raise ValueError(f"mix.{name}: got {got}, expected at least {least}")

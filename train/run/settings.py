@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from accelerate.utils import LoggerType
 
-from draftsmith.command import check_least
+from draftsmith.command import check_least, check_one_of
 
 
 @dataclass(kw_only=True)
@@ -53,9 +53,7 @@ class Settings:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected a share in [0, 1)")
         for name, choices in CHOICES.items():
-            got = getattr(self, name)
-            if got not in choices:
-                raise ValueError(f"got {name}={got!r}, expected one of {', '.join(choices)}")
+            check_one_of(name, getattr(self, name), choices)
         if not self.lr > 0:
             raise ValueError(f"lr: got {self.lr}, expected more than 0")
         if self.dtype == "auto":

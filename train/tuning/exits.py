@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.command import check_one_of
 from draftsmith.models.fingerprint import final_norm
 from draftsmith.models.taps import decoder_layers, watching
 from draftsmith.models.target import check_split, cut_rows, output_head, unwrapped, without_bias
@@ -43,11 +44,8 @@ class Exits:
     dropout: float = 0.1  # of the last layer; 0: none
 
     def __post_init__(self) -> None:
-        for name, choices in (("curriculum", CURRICULA), ("weights", WEIGHTS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"exits.{name}: got {getattr(self, name)!r}, expected {' or '.join(choices)}"
-                )
+        check_one_of("exits.curriculum", self.curriculum, CURRICULA)
+        check_one_of("exits.weights", self.weights, WEIGHTS)
         if not 0 <= self.dropout < 1 or self.scale < 0 or self.every < 1:
             raise ValueError(
                 f"exits: got dropout={self.dropout}, scale={self.scale}, every={self.every}, "

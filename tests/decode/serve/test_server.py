@@ -226,8 +226,8 @@ def test_our_own_client_reads_the_tokens(
     ask = Ask(index=0, ids=ids, text=TEXTS[1], messages=(), seed=1)
     endpoint = Endpoint(running.url, tiny_tokenizer, model="tiny", retries=0)
     params = SamplingParams(temperature=1.0, max_new_tokens=16)
-    [(_, reply)] = endpoint.answers([ask], params)
-    assert reply.token_ids == truths[1] and not reply.retokenised
+    [reply] = endpoint.answers([ask], params)
+    assert reply["token_ids"] == truths[1] and not reply["retokenised"]
 
 
 def test_a_draft_that_changes_or_breaks_changes_no_answer(

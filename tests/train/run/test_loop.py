@@ -319,7 +319,7 @@ def test_learning_rate(tmp_path: Path) -> None:
     [
         ({"optimizer": "adam"}, "optimizer='adam'"),
         ({"schedule": "step"}, "schedule='step'"),
-        ({"dtype": "float16"}, "dtype='float16'"),
+        ({"dtype": "float16"}, "dtype: got .float16."),
         ({"steps": 0}, "steps: got 0"),
         ({"accumulation": 0}, "accumulation: got 0"),
         ({"lr": 0.0}, "lr: got 0.0"),

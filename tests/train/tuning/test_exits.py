@@ -144,8 +144,8 @@ def test_measured_agreement_is_counted() -> None:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"curriculum": "rotating"}, "exits.curriculum: got 'rotating', expected rotational or"),
-        ({"weights": "deep"}, "exits.weights: got 'deep', expected depth or equal"),
+        ({"curriculum": "rotating"}, "exits.curriculum: got 'rotating', expected one of rotational"),
+        ({"weights": "deep"}, "exits.weights: got 'deep', expected one of depth, equal"),
         ({"dropout": 1.0}, "exits: got dropout=1.0"),
         ({"every": 0}, "every=0, expected"),
         ({"layers": [6]}, r"exits: got \[6\], expected exits after 1 to 5 of this model's 6"),
