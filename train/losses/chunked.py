@@ -64,7 +64,6 @@ def chunked_divergence(
     weight_N: Tensor,
     *,
     transform: Transform | None = None,
-    chunk: int | None = None,
 ) -> Divergence:
     """sum_n weight_n * loss(p_n, q_n), p and q being logits = hidden @ head.T, in bounded memory.
 
@@ -78,7 +77,6 @@ def chunked_divergence(
         weight_N: constants. Rows of weight 0 are never computed.
         transform: logits [R, V] in fp32 -> logits [R, V'], applied to both sides. A number added to
             all logits of a row must make no difference to what it gives: it gets them with one.
-        chunk: rows a matrix product; default: as many as make 2^24 logits (CPU).
 
     Matrix products run in the autocast type where autocast is on, else in the tensors' own type;
     logits are fp32 (float64 for float64 input) before transform and loss, and the head's gradient
@@ -90,7 +88,7 @@ def chunked_divergence(
     of 128k probabilities leave.
     """
     score, p = divergence_score([loss], transform), (p_hidden_NG, p_head_VG)
-    total, scores_21N = bounded(score, 2, [q_hidden_NH], q_head_VH, p, weight_N[None], chunk=chunk)
+    total, scores_21N = bounded(score, 2, [q_hidden_NH], q_head_VH, p, weight_N[None])
     return Divergence(total, *scores_21N[:, 0])
 
 
@@ -101,8 +99,6 @@ def chunked_steps(
     p_hidden_NG: Tensor,
     p_head_DG: Tensor,
     weight_SN: Tensor,
-    *,
-    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """sum_s sum_n weight_sn * losses_s(p_n, q_s of state n - 1 - s), logits = hidden @ head.T:
     (total, loss_SN, alpha_SN) as in `Divergence`.
@@ -114,7 +110,7 @@ def chunked_steps(
     without any weight are never computed. The rest as in `chunked_divergence`.
     """
     score, p = divergence_score(losses), (p_hidden_NG, p_head_DG)
-    total, scores_2SN = bounded(score, 2, q_hidden_SNH, q_head_DH, p, weight_SN, lag=1, chunk=chunk)
+    total, scores_2SN = bounded(score, 2, q_hidden_SNH, q_head_DH, p, weight_SN, lag=1)
     return total, *scores_2SN
 
 
@@ -147,12 +143,7 @@ def measure_steps(
 
 
 def chunked_cross_entropy(
-    q_hidden_NH: Tensor,
-    q_head_VH: Heads,
-    tokens_N: Tensor,
-    weight_N: Tensor,
-    *,
-    chunk: int | None = None,
+    q_hidden_NH: Tensor, q_head_VH: Heads, tokens_N: Tensor, weight_N: Tensor
 ) -> tuple[Tensor, Tensor]:
     """sum_n -weight_n * log q_n(tokens_n) in bounded memory, and the loss of each row, detached.
 
@@ -165,7 +156,7 @@ def chunked_cross_entropy(
             f"{len(q_hidden_NH)} rows of q_hidden"
         )
     score = cross_entropy_score(tokens_N)
-    total, loss_11N = bounded(score, 1, [q_hidden_NH], q_head_VH, None, weight_N[None], chunk=chunk)
+    total, loss_11N = bounded(score, 1, [q_hidden_NH], q_head_VH, None, weight_N[None])
     return total, loss_11N[0, 0]
 
 
@@ -178,7 +169,6 @@ def bounded(
     weight_SN: Tensor,
     *,
     lag: int = 0,
-    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The one sweep: (sum of weight * loss, the numbers of all rows [X, S, N], detached).
 
@@ -197,8 +187,6 @@ def bounded(
             f"weight: got shape {tuple(weight_SN.shape)} with q_hidden of {rows} rows, expected a "
             "weight for each row of each step"
         )
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk: got {chunk}, expected at least 1 row (or None for the default)")
     heads = q_head_VH if isinstance(q_head_VH, tuple) else (q_head_VH,)
     whole_VH = torch.empty(len(heads[0]), sum(head.shape[-1] for head in heads), device="meta")
     if len({len(head) for head in heads}) > 1:
@@ -212,11 +200,10 @@ def bounded(
         types.append(matmul_type("p", *p))
         p, width = (p[0].detach(), p[1].detach()), max(width, len(p[1]))
     learning, device = torch.is_grad_enabled(), heads[0].device
-    chunk = chunk or rows_of(CHUNK_LOGITS, device, width)
-    sizes = chunk, rows_of(TILE_LOGITS, device, len(heads[0]))
+    chunk, tile = rows_of(CHUNK_LOGITS, device, width), rows_of(TILE_LOGITS, device, len(heads[0]))
     hidden_grad = learning and any(hidden.requires_grad for hidden in q_hidden_SNH)
     wanted = hidden_grad, *(learning and head_VH.requires_grad for head_VH in heads)
-    sweep = partial(_sweep, score, numbers, p, types, lag, sizes, wanted)
+    sweep = partial(_sweep, score, numbers, p, types, lag, (chunk, tile), wanted)
     return _Swept.apply(sweep, weight_SN.detach(), *heads, *q_hidden_SNH)
 
 

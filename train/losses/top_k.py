@@ -42,13 +42,7 @@ class TopKRows(NamedTuple):
     log_p_NB: Tensor
 
     def divergence(
-        self,
-        loss: Loss,
-        q: Side,
-        weight_N: Tensor,
-        transform: Transform | None,
-        *,
-        chunk: int | None = None,
+        self, loss: Loss, q: Side, weight_N: Tensor, transform: Transform | None
     ) -> Divergence:
         """sum_n weight_n * loss(p_n, q_n) over the buckets, q being the draft's states and head.
 
@@ -83,7 +77,7 @@ class TopKRows(NamedTuple):
                     (slope_RV,) = torch.autograd.grad(q_logits_RV, leaf_RV, slope_RV)
             yield scores, slope_RV
 
-        total, scores_21N = bounded(score, 2, [q[0]], q[1], None, weight_N[None], chunk=chunk)
+        total, scores_21N = bounded(score, 2, [q[0]], q[1], None, weight_N[None])
         return Divergence(total, *scores_21N[:, 0])
 
     def first(self, k: int) -> "TopKRows":

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from chunks import chunks_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,7 +97,8 @@ def test_equals_the_naive_form(name: str, transform: str, small_tiles: None) -> 
         c = case(dtype=dtype)
         theirs = naive(named(name), c, TRANSFORMS[transform])
         for chunk in (1, 7, None):
-            ours = bounded(named(name), c, transform=TRANSFORMS[transform], chunk=chunk)
+            with chunks_of(chunk, 37):
+                ours = bounded(named(name), c, transform=TRANSFORMS[transform])
             assert ours[0].dtype == dtype
             assert_same(ours, theirs, tolerance)
 
@@ -123,9 +125,10 @@ def test_gradcheck(name: str, small_tiles: None) -> None:
     c = case(rows=6, vocabulary=5, dtype=torch.float64)
 
     def total(q_hidden: Tensor, q_head: Tensor) -> Tensor:
-        return 3.0 * chunked_divergence(named(name), q_hidden, q_head, *c[2:], chunk=4).total
+        return 3.0 * chunked_divergence(named(name), q_hidden, q_head, *c[2:]).total
 
-    assert torch.autograd.gradcheck(total, (c.q_hidden, c.q_head))
+    with chunks_of(4, 5):
+        assert torch.autograd.gradcheck(total, (c.q_hidden, c.q_head))
 
 
 def test_bf16_autocast_equals_the_naive_form_under_autocast(small_tiles: None) -> None:
@@ -133,7 +136,8 @@ def test_bf16_autocast_equals_the_naive_form_under_autocast(small_tiles: None) -
         c = case(rows=40)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             theirs = naive(named(name), c, temperature)
-            ours = bounded(named(name), c, transform=temperature, chunk=16)
+            with chunks_of(16, 37):
+                ours = bounded(named(name), c, transform=temperature)
         # Both make the same bf16 logits, so values agree as in fp32. The naive form rounds its
         # head gradient to bf16 once; ours rounds each chunk's, then adds in fp32.
         assert_same(ours[:3], theirs[:3], 1e-5)
@@ -149,7 +153,8 @@ def test_bf16_weights_add_up_in_fp32() -> None:
     exact = naive(named("fkl"), c, None)
     low = Case(*(x.detach().bfloat16() for x in c[:4]), c.weight)
     low.q_hidden.requires_grad_(), low.q_head.requires_grad_()
-    ours = bounded(named("fkl"), low, chunk=1)  # 384 sums: bf16 would lose most of the later ones
+    with chunks_of(1, 37):
+        ours = bounded(named("fkl"), low)  # 384 sums: bf16 would lose most of the later ones
     assert ours[3].dtype == ours[4].dtype == torch.bfloat16 and ours[0].dtype == torch.float32
     assert (ours[4].float() - exact[4]).norm() < 0.02 * exact[4].norm()
 
@@ -251,7 +256,8 @@ def test_tied_head_collects_both_gradients() -> None:
     hidden = torch.tanh(embedding[tokens])
     tied = c._replace(q_hidden=hidden)
     expected = (named("tv")(c.p_hidden @ c.p_head.T, hidden @ embedding.T) * c.weight).sum()
-    ours = chunked_divergence(named("tv"), *tied, chunk=5).total
+    with chunks_of(5, 37):
+        ours = chunked_divergence(named("tv"), *tied).total
     torch.testing.assert_close(grad(ours), grad(expected))
 
 
@@ -292,8 +298,8 @@ def test_a_result_that_is_dropped_frees_its_gradients() -> None:
 
 def test_memory_is_bounded_whatever_the_number_of_rows() -> None:
     c = case(rows=400, vocabulary=200)
-    with Seen() as seen:
-        chunked_divergence(named("jsd"), *c, chunk=16).total.backward()
+    with Seen() as seen, chunks_of(16, 200):
+        chunked_divergence(named("jsd"), *c).total.backward()
     assert seen.largest <= closed_form.BUFFERS * 16 * 200, "more than one chunk was in memory"
     with Seen() as seen:
         naive(named("jsd"), c, None)
@@ -315,7 +321,8 @@ def test_cross_entropy_equals_torch(dtype: torch.dtype, small_tiles: None) -> No
     tokens[c.weight == 0] = -100
     logits = c.q_hidden @ c.q_head.T
     plain = torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
-    total, loss_N = chunked_cross_entropy(c.q_hidden, c.q_head, tokens, c.weight, chunk=7)
+    with chunks_of(7, 37):
+        total, loss_N = chunked_cross_entropy(c.q_hidden, c.q_head, tokens, c.weight)
     torch.testing.assert_close(loss_N, plain.detach())
     expected = (plain * c.weight).sum()
     torch.testing.assert_close(total, expected)
@@ -394,7 +401,5 @@ def test_bad_input_is_explained() -> None:
     for message, change in wrong:
         with pytest.raises(ValueError, match=message):
             chunked_divergence(loss, *c._replace(**change))
-    with pytest.raises(ValueError, match="at least 1 row"):
-        chunked_divergence(loss, *c, chunk=0)
     with pytest.raises(ValueError, match="tokens: got shape"):
         chunked_cross_entropy(c.q_hidden, c.q_head, torch.zeros(3, dtype=torch.int64), c.weight)

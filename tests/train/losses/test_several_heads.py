@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from chunks import chunks_of
 
 from draftsmith.train.losses.chunked import chunked_divergence
 from draftsmith.train.losses.pure import jsd
@@ -19,7 +20,8 @@ def test_several_heads_are_one_that_is_as_wide() -> None:
     )
     frozen, learnt = (part.clone() for part in head.detach().tensor_split([5], 1))
     learnt.requires_grad_()
-    parted = chunked_divergence(jsd, hidden, (frozen, learnt), *p, weight, chunk=4).total
+    with chunks_of(4, 37):
+        parted = chunked_divergence(jsd, hidden, (frozen, learnt), *p, weight).total
     of_hidden, of_learnt = torch.autograd.grad(parted, [hidden, learnt])
     torch.testing.assert_close(of_hidden, d_hidden)
     torch.testing.assert_close(of_learnt, d_head[:, 5:])

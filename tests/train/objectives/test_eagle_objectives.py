@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from chunks import chunks_of
 from tapped import llama
 from tiny_eagle import BT, TOKENS, Words, batch, eagle
 from torch import Tensor
@@ -57,7 +58,8 @@ def test_bounded_losses_are_those_of_whole_logits(mix, chunk) -> None:
     inputs = made()
     leaves = [*inputs[0], inputs[1]]
     want = whole(loss, *inputs)
-    found = chunked_steps([loss] * S, *inputs, chunk=chunk)
+    with chunks_of(chunk, S * D):
+        found = chunked_steps([loss] * S, *inputs)
     for ours, theirs in zip(found, want, strict=True):
         assert torch.allclose(ours, theirs.detach(), atol=1e-12)
     upstream = torch.tensor(0.7, dtype=torch.float64)

@@ -317,13 +317,13 @@ def test_learning_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": "adam"}, "optimizer='adam'"),
-        ({"schedule": "step"}, "schedule='step'"),
+        ({"optimizer": "adam"}, "optimizer: got 'adam'"),
+        ({"schedule": "step"}, "schedule: got 'step'"),
         ({"dtype": "float16"}, "dtype: got .float16."),
         ({"steps": 0}, "steps: got 0"),
         ({"accumulation": 0}, "accumulation: got 0"),
         ({"lr": 0.0}, "lr: got 0.0"),
-        ({"track": "notes"}, "track='notes', expected one of none, .*wandb"),
+        ({"track": "notes"}, "track: got 'notes', expected one of none, .*wandb"),
         ({"processes": 2}, "1 processes, but processes= 2"),
     ],
 )

@@ -144,7 +144,10 @@ def test_measured_agreement_is_counted() -> None:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"curriculum": "rotating"}, "exits.curriculum: got 'rotating', expected one of rotational"),
+        (
+            {"curriculum": "rotating"},
+            "exits.curriculum: got 'rotating', expected one of rotational",
+        ),
         ({"weights": "deep"}, "exits.weights: got 'deep', expected one of depth, equal"),
         ({"dropout": 1.0}, "exits: got dropout=1.0"),
         ({"every": 0}, "every=0, expected"),
