@@ -31,7 +31,6 @@ class Show:
 
 
 def main(argv: list[str]) -> None:
-    """Print one example."""
     show(parse(Show, argv), Console())
 
 

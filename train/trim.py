@@ -85,7 +85,6 @@ class Trim(Asking):
 
 
 def main(argv: list[str]) -> None:
-    """Measure, write one size, print the table."""
     settings = parse(Trim, argv)
     rows, line = run(settings, argv)
     title = f"{rows[0]['prompts']} prompts that nothing was counted or chosen on"

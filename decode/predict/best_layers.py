@@ -75,7 +75,6 @@ class LayerSearch(Asking):
 
 
 def main(argv: list[str]) -> None:
-    """Decode plainly, search, decode with the best, print them."""
     settings = parse(LayerSearch, argv)
     params, how = SamplingParams.of(settings), asdict(DecodeSettings.of(settings))
     model, tokenizer = load_decoded(TargetSpec(settings.target, settings.dtype), settings.device)

@@ -158,7 +158,6 @@ def answer_ranks(
 
 
 def main(argv: list[str]) -> None:
-    """Decode plainly, count, write the tree."""
     settings = parse(Calibration, argv)
     out = Path(settings.out)
     out.parent.mkdir(parents=True, exist_ok=True)  # or an error, before anything is decoded

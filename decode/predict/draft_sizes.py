@@ -106,7 +106,6 @@ class Draft:
 
 
 def main(argv: list[str]) -> None:
-    """Print what is proposed."""
     settings = parse(Sizing, argv)
     law, machine = law_of(settings.results), machine_of(settings)
     target, drafts = propose(config_of(settings.target), settings, law, machine)

@@ -133,7 +133,6 @@ class Way(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    """Print what is predicted."""
     settings = parse(Prediction, argv)
     machine = measured() if settings.measure else machine_of(Sizing("", gpu=settings.gpu))
     config = config_of(settings.target)

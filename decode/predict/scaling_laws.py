@@ -61,7 +61,6 @@ class Fit(NamedTuple):
     held_out: tuple[float, float]
 
     def at(self, place: float) -> float:
-        """The line's value."""
         return self.slope * math.log10(place) + self.intercept
 
     @property
@@ -71,7 +70,6 @@ class Fit(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    """Fit, print and publish."""
     settings = parse(Scaling, argv)
     rows = read_rows(settings.results)
     fits = all_fits(rows)

@@ -77,7 +77,6 @@ class Simulation:
 
 
 def main(argv: list[str]) -> None:
-    """Measure if asked to, simulate, print, write."""
     settings = parse(Simulation, argv)
     answers = answers_of(settings)
     longest = answers[0].score_TK.shape[1]

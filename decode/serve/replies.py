@@ -49,7 +49,6 @@ def printable(text: str) -> str:
 
 
 def event(what: Json) -> str:
-    """One server-sent event."""
     return f"data: {json.dumps(what, ensure_ascii=False)}\n\n"
 
 

@@ -203,7 +203,6 @@ class Labels:
 
 
 def main(argv: list[str]) -> None:
-    """Mine or read labels."""
     print(label(parse(Labels, argv)))
 
 

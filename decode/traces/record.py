@@ -71,7 +71,6 @@ class Tracing(Asking):
 
 
 def main(argv: list[str]) -> None:
-    """Trace, print what was recorded."""
     started = time.perf_counter()
     writer = trace(parse(Tracing, argv))
     show(writer, time.perf_counter() - started)

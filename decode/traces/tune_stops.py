@@ -122,7 +122,6 @@ def compared(
 
 
 def main(argv: list[str]) -> None:
-    """Compare, print the table, save the threshold if asked to."""
     settings = parse(Stopping, argv)
     c, v = costs(settings)
     rows = compare(settings, c, v)

@@ -127,7 +127,6 @@ def units_of(runner: Runner, layers: range) -> list[Unit]:
 
 
 def joined(units: Iterable[Unit]) -> frozenset[Half]:
-    """All their halves."""
     return frozenset[Half]().union(*units)
 
 

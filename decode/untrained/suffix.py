@@ -129,8 +129,6 @@ class Places:
 
 
 class SuffixDrafter(LookupDrafter):
-    """Trees and chains of what followed before."""
-
     held = ("text_BS", "lens_B", "answer_B")
     slack = SLACK
 

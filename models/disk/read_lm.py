@@ -175,12 +175,10 @@ def read_json(file: Path) -> dict:
 
 
 def write_json(file: Path, content: dict) -> None:
-    """As configs are written."""
     file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def save_tensors(file: Path, tensors: Tensors) -> None:
-    """As weights are written."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(whole, file, metadata={"format": "pt"})
 

@@ -129,7 +129,6 @@ class BlockConfig:
 
     @property
     def kind(self) -> str:
-        """What such a drafter is called."""
         own = {name: getattr(self, name) for name in KINDS["dflash"]}
         found = [kind for kind, settings in KINDS.items() if settings == own]
         return found[0] if found and not (self.noise or self.last) else "block"
@@ -218,7 +217,6 @@ class Block(LayerHead):
 
     @property
     def mask_H(self) -> Tensor:
-        """MASK."""
         if self.config.mask_token < 0:
             return self.mask
         return self._bound[0][self.config.mask_token].to(self.fc.weight.dtype)

@@ -176,7 +176,6 @@ class Eagle(LayerHead):
 
     @property
     def vocab(self) -> DraftVocab:
-        """The tokens that it drafts."""
         if not hasattr(self, "d2t"):
             return DraftVocab(torch.arange(self.rows, device=self.fc.weight.device), self.rows)
         assert isinstance(self.d2t, Tensor)
@@ -238,7 +237,6 @@ class Eagle(LayerHead):
         return states
 
     def before_head(self, output_XH: Tensor) -> Tensor:
-        """What the LM head multiplies."""
         return output_XH if self.kind == "eagle1" else self.norm(output_XH)
 
     def fed_back(self, output_XH: Tensor) -> Tensor:

@@ -101,7 +101,6 @@ class Falcon(LayerHead):
         return rows_BTkH * (self._placed(positions_BT) >= 0).unsqueeze(-1)
 
     def keys(self, y_BTH: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of pairs."""
         return self.layer.remember(y_BTH, self.rotary(y_BTH, positions_BT))
 
     def draft(

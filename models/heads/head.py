@@ -136,12 +136,10 @@ class Head(nn.Module):
 
     @property
     def target_embedding_VH(self) -> Tensor:
-        """The target's embeddings."""
         return self._bound[0]
 
     @property
     def target_head_VH(self) -> Tensor:
-        """The target's LM head."""
         return self._bound[1]
 
     def head_VH(self, depth: int) -> Tensor:
@@ -154,7 +152,6 @@ class Head(nn.Module):
         return self._borrowed
 
     def save_pretrained(self, folder: str | Path, **unused: Any) -> None:
-        """Write config.json and model.safetensors."""
         write_json(Path(folder) / "config.json", self.to_json())
         save_tensors(Path(folder) / "model.safetensors", self.on_disk())
 

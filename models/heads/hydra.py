@@ -103,11 +103,9 @@ class Hydra(Head):
         return self
 
     def blocks(self, depth: int) -> list[ResidualBlock]:
-        """The residual blocks of one head."""
         return list(self.hydra_mlp[depth])
 
     def output(self, depth: int) -> OutputHead:
-        """The LM head of one head."""
         return self.hydra_lm_head[depth]
 
     def prefix(self, norm_BTH: Tensor, positions_BT: Tensor, attention: Attention) -> Tensor:

@@ -60,6 +60,5 @@ class Kangaroo(LayerHead):
         return part.post_attention_layernorm(taps_BTH + part.self_attn.o_proj(mixed_BTO))
 
     def keys(self, taps_BTH: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of tokens."""
         part = self.adapter
         return part.remember(part.input_layernorm(taps_BTH), self.rotary(taps_BTH, positions_BT))

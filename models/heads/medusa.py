@@ -89,7 +89,6 @@ class Medusa(Head):
         return self
 
     def blocks(self, depth: int) -> list[ResidualBlock]:
-        """The residual blocks of one head."""
         return list(self.heads[depth])[: self.config.layers]
 
     def output(self, depth: int) -> OutputHead:

@@ -59,7 +59,6 @@ class Mixture(LayerHead):
 
     @property
     def head_DH(self) -> Tensor:
-        """The LM head: the target's."""
         return self.target_head_VH
 
     def fuse(self, taps_BTU: Tensor) -> Tensor:

@@ -142,13 +142,11 @@ class SwigluLight(Light):
 
 
 def zeroed(layer: Any) -> Any:
-    """The layer, its weight 0."""
     nn.init.zeros_(layer.weight)
     return layer
 
 
 def light_of(name: str, hidden: int, rows: int, rank: int) -> Light:
-    """The light head of that name."""
     if name in GATES:
         return MarkovLight(hidden, rows, rank, GATES[name])
     if name == "path":

@@ -80,7 +80,6 @@ def fitting(asks: list[Ask], *, longest: int, leave_out: bool) -> list[Ask]:
 
 
 def prompts_hash(asks: list[Ask]) -> str:
-    """sha256 over the indices and prompts."""
     return hashlib.sha256(json.dumps([(ask.index, ask.ids) for ask in asks]).encode()).hexdigest()
 
 

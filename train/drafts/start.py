@@ -186,7 +186,6 @@ class EagleSource:
 
     @property
     def makes(self) -> str:
-        """The kind of the head."""
         return self.kind or ("peagle" if self.parallel else f"eagle{self.version}")
 
 

@@ -187,7 +187,6 @@ class Buffered:
         self.first = state["first"]
 
     def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
-        """As `StepBatches.batch`."""
         assert world == 1, "a draft has one learner"
         self.steps = step + 1
         if micro == 0:

@@ -35,8 +35,6 @@ AVERAGED = 50  # requests: of the moving mean in the picture
 
 
 class StreamPrompt(NamedTuple):
-    """A prompt of the stream."""
-
     topic: str
     tokens: list[int]
 

@@ -15,8 +15,6 @@ from draftsmith.train.text.batches import Batch
 
 
 class ChimeraObjective(HeadObjective):
-    """See `HeadObjective`."""
-
     head: Chimera
 
     @staticmethod

@@ -22,8 +22,6 @@ from draftsmith.train.text.batches import Batch
 
 
 class CloverObjective(HeadObjective):
-    """See `HeadObjective`."""
-
     head: Clover
     options = ("state",)
 

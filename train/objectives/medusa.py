@@ -32,8 +32,6 @@ from draftsmith.train.text.batches import Batch
 
 
 class MedusaObjective(HeadObjective):
-    """See `HeadObjective`."""
-
     head: Medusa
     options = ("head.own_heads", "joint.enabled")
 

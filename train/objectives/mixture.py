@@ -16,8 +16,6 @@ EVERY = (6, 15)  # k: from, to below
 
 
 class MixtureObjective(EagleObjective):
-    """See `EagleObjective`."""
-
     def drawn(self, batch: Batch) -> dict[str, Tensor]:
         """How old the memory is, by torch's generator."""
         at_BT = batch.position_ids

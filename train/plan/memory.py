@@ -70,7 +70,6 @@ class Held(NamedTuple):
 
 
 def sizes_of(staged: Staged) -> ModuleSizes:
-    """The modules' sizes."""
     trained, state = staged.objective, 0
     weights = sum(p.nbytes for p in trained.parameters())
     with staged.fake:

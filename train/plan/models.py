@@ -147,7 +147,6 @@ class Staged:
 
 
 def listed(like: Tensor, count: int) -> TopKRows:
-    """So many likeliest tokens at each position."""
     ids_NJ = torch.zeros(like.numel(), count, dtype=torch.int64)
     return TopKRows(ids_NJ, torch.zeros(like.numel(), count + 1))
 
@@ -305,7 +304,6 @@ def _scorers(cast: Staged, entry: Any) -> None:
 
 
 def sized_tokenizer(size: int) -> PreTrainedTokenizerBase:
-    """A tokenizer of so many tokens."""
     words = WordLevel({str(token): token for token in range(size)}, unk_token="0")
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
 

@@ -117,7 +117,6 @@ def share_out(target: PreTrainedModel, device: torch.device) -> None:
 
 
 def in_parts(target: PreTrainedModel) -> bool:
-    """Whether the target's layers are shared out."""
     return isinstance(output_head(target)[0], FSDPModule)
 
 

@@ -304,7 +304,6 @@ class _Fitting:
         return {f"eval_{name}": value for name, value in values.items()}
 
     def summary(self) -> Table:
-        """The table that ends a run."""
         at, table = self.position, Table(title=str(self.run.folder), show_header=False)
         table.add_row("steps", f"{at.step}")
         table.add_row("trained tokens", f"{at.tokens:,}")

@@ -92,7 +92,6 @@ class Replicated:
         self.accelerator.register_load_state_pre_hook(self._unwrapped)
 
     def __call__(self, batch: Any) -> Any:
-        """The objective's output for a micro-batch."""
         return self.model(batch)
 
     def micro(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:

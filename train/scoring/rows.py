@@ -74,7 +74,6 @@ class ScorerRows:
         return len(self.at_N)
 
     def take(self, index_X: Tensor) -> RowBatch:
-        """The rows of these numbers."""
         states_XH, scalars_XS = self.states_RH[self.at_N[index_X]], self.scalars_NS[index_X]
         x_XI = torch.cat([states_XH.float(), scalars_XS], 1)
         return RowBatch(x_XI, self.label_N[index_X], tuple(index_X.tolist()))
@@ -84,7 +83,6 @@ class ScorerRows:
         return map(self.take, torch.arange(len(self)).split(CHUNK))
 
     def where(self, chosen_N: Tensor) -> "ScorerRows":
-        """The rows that are chosen (bool)."""
         return replace(self, **{name: getattr(self, name)[chosen_N] for name in BY_ROW})
 
     def moments(self) -> tuple[Tensor, Tensor]:
@@ -97,7 +95,6 @@ class ScorerRows:
         return mean_I.float(), deviation_I.masked_fill(same_I, 1.0).float()
 
     def fingerprint(self) -> str:
-        """sha256 over everything in the rows."""
         digest = hashlib.sha256()
         for name in (*BY_ROW, "states_RH"):
             column = getattr(self, name).contiguous()
@@ -117,7 +114,6 @@ class RowBatches:
         self._order = EpochOrder(len(rows), seed)
 
     def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> RowBatch:
-        """The micro-batch `micro` of `step` on `rank`, on the CPU."""
         first = ((step * accumulation + micro) * world + rank) * self.batch_size
         return self.rows.take(torch.tensor(self._order.take(first, self.batch_size)))
 

@@ -69,7 +69,6 @@ class Examples:
         return ids[:first].tolist()
 
     def fingerprint(self) -> str:
-        """sha256 over all three tensors."""
         digest = hashlib.sha256()
         for tensor in vars(self).values():
             digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())

@@ -97,7 +97,6 @@ class OnPolicy:
         self._decoder: Decoder | None = None
 
     def batch(self, step: int, micro: int, rank: int, *, accumulation: int, world: int) -> Batch:
-        """As `Batches.batch`."""
         written = self.batches.batch(step, micro, rank, accumulation=accumulation, world=world)
         if np.random.default_rng((self.batches.seed, step)).random() >= self.asked.share:
             return written
