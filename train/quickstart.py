@@ -8,7 +8,6 @@ the draft from the target (*after*); decode with before, after and prompt lookup
 temperature 0 and 1. Training that is finished is not repeated; what was interrupted goes on.
 """
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from draftsmith.decode.report import results
 from draftsmith.decode.report.page import write
 from draftsmith.decode.report.terminal import comparison
 from draftsmith.launch import run_as_user
+from draftsmith.models.disk.store import read_lines
 
 ENTRIES = {"target": "pretrain", "draft": "pretrain", "distill": "distill"}
 TARGET = "target/model"
@@ -114,24 +114,22 @@ def gains(reports: dict[str, dict[str, Any]], temperature: int) -> str:
     """after - before in alpha and tau, with the interval of the paired difference over prompts."""
     after, before = (reports[f"{arm}, temperature {temperature}"] for arm in ("after", "before"))
     parts = []
-    for name, columns in (("alpha", alpha_columns), ("tau", tau_columns)):
-        difference, (low, high) = paired_difference(columns(after), columns(before))
+    for name in ("alpha", "tau"):
+        sides = (sums_and_counts(report, name) for report in (after, before))
+        difference, (low, high) = paired_difference(*sides)
         parts.append(f"{name} {difference:+.3f} [{low:+.3f}, {high:+.3f}]")
     return f"after - before at temperature {temperature}: " + ", ".join(parts)
 
 
-def alpha_columns(result: dict[str, Any]) -> tuple[list[float], list[float]]:
-    sums, counts = zip(*result["alpha_by_prompt"], strict=True)
-    return list(sums), list(counts)
-
-
-def tau_columns(result: dict[str, Any]) -> tuple[list[float], list[float]]:
-    rows = result["per_prompt"]
-    return [row["emitted"] for row in rows], [row["rounds"] for row in rows]
+def sums_and_counts(report: dict[str, Any], name: str) -> Any:
+    """Two columns, a number a prompt, whose sums' ratio is alpha or tau."""
+    pairs = report["alpha_by_prompt"]
+    if name == "tau":
+        pairs = [(row["emitted"], row["rounds"]) for row in report["per_prompt"]]
+    return tuple(zip(*pairs, strict=True))
 
 
 def best_loss(run: Path) -> float:
     """The lowest held-out loss of a run."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line).get("eval_loss") for line in lines]
-    return min(loss for loss in losses if loss is not None)
+    lines = read_lines(run / "metrics.jsonl")
+    return min(line["eval_loss"] for line in lines if "eval_loss" in line)

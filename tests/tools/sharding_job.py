@@ -159,9 +159,9 @@ def figures_of(
     params = SamplingParams(1.0, max_new_tokens=12)
     heldout = HeldOut(accelerator, target, words(TOKENS), PROMPTS, params, batch_size=2)
     heldout.write_answers(run.cache / "heldout.safetensors")
-    given = (run.cache / "states", target, words(TOKENS), (), batches)
+    given = (run.cache / "states", target, words(TOKENS), batches, ())
     with patch.object(store, "SHARD_BYTES", 160 * 4 * target.config.hidden_size):
-        cache = TapCache(*given, stored="float32")
+        cache = TapCache(*given, "float32")
         cache.fill(accelerator)
     assert len(cache) == 3
     teacher = StateTeacher(target, TOKENS, cache)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from draftsmith.decode.evaluate.metrics import paired_difference
-from draftsmith.train.quickstart import alpha_columns, best_loss, tau_columns
+from draftsmith.train.quickstart import best_loss, sums_and_counts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,10 +41,10 @@ def check_quickstart(folder: Path) -> None:
     found = reports(folder)
     for t in (0, 1):
         before, after, ngram = (found[arm, t] for arm in ("before", "after", "ngram"))
-        gain, (low, _) = paired_difference(alpha_columns(after), alpha_columns(before))
+        gain, (low, _) = paired_difference(*(sums_and_counts(x, "alpha") for x in (after, before)))
         assert gain >= 0.03
         assert low > 0
-        _, (low, _) = paired_difference(tau_columns(after), tau_columns(before))
+        _, (low, _) = paired_difference(*(sums_and_counts(x, "tau") for x in (after, before)))
         assert low > 0
         for report in (before, after, ngram):
             same = report["identical"]

@@ -124,7 +124,7 @@ def test_cached_training_has_the_loss_of_online_training(
     loss, gradient = trained(OnlineTaps(tiny_target, head.taps))
     for stored, error in (("float32", 1e-5), ("bfloat16", 2**-7)):
         folder = tmp_path / stored
-        cache = TapCache(folder, tiny_target, tiny_tokenizer, head.taps, batches, stored=stored)
+        cache = TapCache(folder, tiny_target, tiny_tokenizer, batches, head.taps, stored)
         cache.claim()
         cache.write()
         cached_loss, cached_gradient = trained(cache)

@@ -23,12 +23,13 @@ Shapes: N tokens, T of a text, J listed tokens, B = J + 1, V vocabulary, G hidde
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.top_k import likeliest
@@ -39,10 +40,10 @@ from draftsmith.train.losses.chunked import CHUNK_LOGITS, chunk_logits, matmul_t
 from draftsmith.train.losses.pure import centred
 from draftsmith.train.losses.top_k import TopKRows
 from draftsmith.train.teachers.store import TokenShards
-from draftsmith.train.text.batches import Batches
 from draftsmith.train.text.prepared import finished_answers, is_prepared, read_identity
 
 
+@dataclass(eq=False)
 class TopKCache(TokenShards):
     """The k likeliest tokens after each token of `batches`' pieces, in `folder`. warp: the
     transform that they are taken after. ValueError for a k that the vocabulary hasn't.
@@ -50,34 +51,25 @@ class TopKCache(TokenShards):
 
     stem, what, remedy = "top-k", "the target's likeliest tokens", "lower cache.top_k"
 
-    def __init__(
-        self,
-        folder: Path,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        k: int,
-        warp: SamplingParams,
-        batches: Batches,
-    ) -> None:
-        self.k, self.warp, self.vocab_size = k, warp, vocab_size(tokenizer)
-        if not 0 < k <= self.vocab_size:
+    k: int
+    warp: SamplingParams
+
+    def __post_init__(self) -> None:
+        self.vocab_size = vocab_size(self.tokenizer)
+        if not 0 < self.k <= self.vocab_size:
             raise ValueError(
-                f"cache.top_k: got {k}, expected 1 to {self.vocab_size}, the tokens of the "
+                f"cache.top_k: got {self.k}, expected 1 to {self.vocab_size}, the tokens of the "
                 "vocabulary; 0 keeps the target's last states, which are exact"
             )
         self.ids_type = torch.uint16 if self.vocab_size <= 1 << 16 else torch.int32
-        super().__init__(
-            folder,
-            target,
-            tokenizer,
-            batches,
-            holds={"top k": k, "transform": list(law(warp))},
-            token_bytes=k * self.ids_type.itemsize + (k + 1) * torch.float16.itemsize,
-        )
-        exact = 2 * output_head(target)[1].shape[1]
-        self.about = (
-            f"{k} likeliest tokens each, {self.token_bytes:,} bytes a token (its last state, "
-            f"which is exact, has {exact:,}: {self.offsets[-1] * exact / 1e9:.2f} GB)"
+        k, exact = self.k, 2 * output_head(self.target)[1].shape[1]
+        first, end = self.batches.cut.spans.T
+        size = k * self.ids_type.itemsize + (k + 1) * torch.float16.itemsize
+        self.describe(
+            holds={"top k": k, "transform": list(law(self.warp))},
+            token_bytes=size,
+            about=f"{k} likeliest tokens each, {size:,} bytes a token (its last state, which is "
+            f"exact, has {exact:,}: {exact * (end - first).sum() / 1e9:.2f} GB)",
         )
 
     def rows(self, places_N: Tensor, device: torch.device) -> TopKRows:

@@ -52,41 +52,30 @@ class OnlineTaps:
         return target_states(self.target, self.taps, **batch.inputs)
 
 
+@dataclass(eq=False)
 class TapCache(TokenShards):
     """The same states from those of `batches`' pieces in `folder`, once it is written: in the
     target's type, zeros at padding. A folder serves any order of the taps.
 
-    Raises ValueError for taps that the target hasn't, or a `stored` that isn't in `STORED`.
+    asked: the taps; stored: a key of `STORED`. ValueError for taps that the target hasn't.
     """
 
     stem, what, remedy = "states", "the target's states", "set cache.int8=true"
 
-    def __init__(
-        self,
-        folder: Path,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        taps: Sequence[Tap],
-        batches: Batches,
-        *,
-        stored: str = "bfloat16",
-    ) -> None:
-        if stored not in STORED:
-            raise ValueError(f"got stored={stored!r}, expected one of {', '.join(STORED)}")
-        check_taps(taps, target.config.get_text_config().num_hidden_layers)
-        self.taps = tuple(tap for tap in taps if tap != NORM)
+    asked: Sequence[Tap]
+    stored: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        check_taps(self.asked, self.target.config.get_text_config().num_hidden_layers)
+        self.taps = tuple(tap for tap in self.asked if tap != NORM)
         self.states: tuple[Tap, ...] = (NORM, *self.taps)
-        self.columns = [self.states.index(tap) for tap in taps]
-        self.stored, self.hidden = stored, output_head(target)[1].shape[1]
-        self.about = f"{len(self.states)} states of {self.hidden} in {stored}"
-        scale = 4 if stored == "int8" else 0
-        super().__init__(
-            folder,
-            target,
-            tokenizer,
-            batches,
-            holds={"states": list(self.states), "stored": stored},
-            token_bytes=len(self.states) * (self.hidden * STORED[stored].itemsize + scale),
+        self.columns = [self.states.index(tap) for tap in self.asked]
+        self.hidden = output_head(self.target)[1].shape[1]
+        each = self.hidden * STORED[self.stored].itemsize + 4 * (self.stored == "int8")
+        self.describe(
+            holds={"states": list(self.states), "stored": self.stored},
+            token_bytes=len(self.states) * each,
+            about=f"{len(self.states)} states of {self.hidden} in {self.stored}",
         )
 
     def __call__(self, batch: Batch) -> TargetStates:
@@ -141,6 +130,6 @@ def open_states(
         return OnlineTaps(target, taps)
     stored = "int8" if keep.int8 else "bfloat16"
     with accelerator.autocast():
-        cache = TapCache(Path(keep.path), target, tokenizer, taps, batches, stored=stored)
+        cache = TapCache(Path(keep.path), target, tokenizer, batches, taps, stored)
         cache.fill(accelerator)
     return cache

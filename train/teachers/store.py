@@ -16,8 +16,9 @@ import json
 import shutil
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,34 +40,30 @@ INDEX = Manifest("index.json", "training with cache=")
 REMEDY = "delete this file and repeat the command: it alone is written again"
 
 
+@dataclass(eq=False)
 class TokenShards:
     """Rows of the tokens of `batches`' pieces in `folder`: what belongs there, its files, its rows.
 
     Made under the autocast that its rows are to be computed under.
-
-    holds: what a row is; with text and target it decides the folder's content. token_bytes: of it.
     """
 
-    stem: str  # of the shards' names
-    what: str  # they hold, for messages
-    remedy: str  # against a full disk
-    about: str  # a row, in words
-    taps: tuple[Tap, ...] = ()  # that a row is made of, besides the final state
+    stem: ClassVar[str]  # of the shards' names
+    what: ClassVar[str]  # they hold, for messages
+    remedy: ClassVar[str]  # against a full disk
+    folder: Path
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    batches: Batches
+    # What a row is made of, besides the final state.
+    taps: tuple[Tap, ...] = field(default=(), init=False)
 
-    def __init__(
-        self,
-        folder: Path,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        batches: Batches,
-        *,
-        holds: dict[str, Any],
-        token_bytes: int,
-    ) -> None:
-        self.folder, self.target, self.batches = folder, target, batches
-        self.token_bytes = token_bytes
+    def describe(self, *, holds: dict[str, Any], token_bytes: int, about: str) -> None:
+        """holds: what a row is; with text and target it decides the folder's content. token_bytes:
+        of it; about: the same in words.
+        """
+        self.token_bytes, self.about = token_bytes, about
         shard_tokens = max(1, SHARD_BYTES // token_bytes)
-        spans = batches.cut.spans
+        spans = self.batches.cut.spans
         # Token `place` of the text, in piece j, is row place - spans[j, 0] + offsets[j].
         self.offsets = np.concatenate([[0], np.diff(spans)[:, 0].cumsum()])
         # Shard i has the pieces firsts[i] to firsts[i + 1], and sizes[i] tokens.
@@ -75,14 +72,15 @@ class TokenShards:
         self.sizes = np.diff(self.offsets[self.firsts])
         self.identity = {
             "format": FORMAT,
-            "examples": batches.examples.fingerprint(),
-            "max_length": batches.max_length,
+            "examples": self.batches.examples.fingerprint(),
+            "max_length": self.batches.max_length,
             **holds,
-            "computed in": str(target.dtype).removeprefix("torch."),
-            "autocast": autocast_type(target.device.type),
+            "computed in": str(self.target.dtype).removeprefix("torch."),
+            "autocast": autocast_type(self.target.device.type),
             "tokens a shard": shard_tokens,
-            **{f"target {k}": v for k, v in fingerprint(target, tokenizer).items() if v},
         }
+        mark = fingerprint(self.target, self.tokenizer)
+        self.identity |= {f"target {name}": value for name, value in mark.items() if value}
         self.hash = hashlib.sha256(json.dumps(self.identity).encode()).hexdigest()
         self._open: dict[int, dict[str, Tensor]] = {}
 

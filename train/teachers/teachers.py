@@ -121,7 +121,7 @@ def open_teacher(
             "expected cache=<a folder>, and int8 of states alone"
         )
     with accelerator.autocast():
-        cache = TopKCache(Path(keep.path), target, tokenizer, keep.top_k, warp, batches)
+        cache = TopKCache(Path(keep.path), target, tokenizer, batches, keep.top_k, warp)
         cache.fill(accelerator)
         teacher = TopKTeacher(cache.rows, itself)
         if draft is not None:

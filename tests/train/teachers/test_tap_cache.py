@@ -42,8 +42,8 @@ def make(tmp_path: Path, tiny_target, tiny_tokenizer, monkeypatch):
         shard_bytes: int = SHARD_BYTES,
     ) -> TapCache:
         monkeypatch.setattr(token_shards, "SHARD_BYTES", shard_bytes)
-        given = (tmp_path / name, tiny_target, tiny_tokenizer, taps, text or batches())
-        return TapCache(*given, stored=stored)
+        given = (tmp_path / name, tiny_target, tiny_tokenizer, text or batches())
+        return TapCache(*given, taps, stored)
 
     return cache
 
@@ -143,7 +143,7 @@ def test_int8_error_on_a_real_model(target_15m: Path, gsm8k_path: Path, tmp_path
     )
     states = {}
     for stored in ("float32", "int8"):
-        cache = TapCache(tmp_path / stored, target, tokenizer, (2, 4, 5), text, stored=stored)
+        cache = TapCache(tmp_path / stored, target, tokenizer, text, (2, 4, 5), stored)
         cache.claim()
         cache.write()
         states[stored] = everything(cache)

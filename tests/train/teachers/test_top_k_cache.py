@@ -48,7 +48,7 @@ def make(tmp_path: Path, tiny_target, tiny_tokenizer, monkeypatch: pytest.Monkey
         target=tiny_target,
     ) -> TopKCache:
         monkeypatch.setattr(token_shards, "SHARD_BYTES", SHARD_BYTES // 12)
-        return TopKCache(tmp_path / name, target, tiny_tokenizer, k, warp, text or batches())
+        return TopKCache(tmp_path / name, target, tiny_tokenizer, text or batches(), k, warp)
 
     return cache
 
