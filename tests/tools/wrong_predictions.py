@@ -48,7 +48,7 @@ PREDICTING = [
     (f"{COMPARE} kinds=eagel3", "unknown kind 'eagel3': did you mean eagle3?"),
     (f"{COMPARE} kinds=suffix+medusa", "kinds: got suffix+medusa without medusa, expected medusa,"),
     (f"{COMPARE} budget=0", "budget: got 0, expected seconds above 0"),
-    (f"{COMPARE} temperatures=0,warm", "temperatures: got '0,warm', expected numbers with commas"),
+    (f"{COMPARE} temperatures=0,warm", "temperatures: got '0,warm', expected numbers from 0 up"),
     (f"{COMPARE} data=absent.jsonl", "got 'absent.jsonl', which does not exist"),
     (f"{COMPARE} more={{eagle:lr=1}}", "unknown kind 'eagle': did you mean"),
     (f"{COMPARE} limit=1", "limit: got 1, expected at least 2"),

@@ -121,7 +121,7 @@ WRONG: list[tuple[Argv, str]] = [
     (["anchors.count=0"], "anchors: got count=0.*expected at least 1"),
     (["anchors.base=2"], "anchors.base: got 2.0, expected a share"),
     (["head.kind=flash"], "head.kind: got 'flash', expected one of block, dflash"),
-    (["head.init=zeros"], "init='zeros'"),
+    (["head.init=zeros"], "head.init: got 'zeros'"),
     (["head.light=lamp"], "got light='lamp', expected one of none"),
     (["head.labels=late"], "got labels='late', expected one of shifted, same"),
     (["head.mask=half"], "got mask='half', expected one of full, causal"),
