@@ -14,7 +14,6 @@ with, not the same: figures will be near those, not equal.
 
 import os
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from itertools import product
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from draftsmith.command import parse, run_command, unknown
+from draftsmith.launch import run_as_user
 from draftsmith.train.run.recipe import gsm8k
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,17 +185,18 @@ def main(argv: list[str]) -> int:
     if wrong := [name for name in settings.more if name not in steps]:
         raise ValueError(unknown("step", wrong[0], steps))
     for number, name in enumerate(steps, start=1):
-        words = [*words_of(name, settings.out), *shlex.split(settings.more.get(name, ""))]
-        makes, line = left_by(name, settings.out), shlex.join(words)
+        script, words = command_of(name, settings.out)
+        words += shlex.split(settings.more.get(name, ""))
+        makes, line = left_by(name, settings.out), spelled(script, words)
         note = Path(settings.notes, f"{name}.txt")
         known = note.read_text() if note.exists() else ""
         # A target that lies here, or was put here, needs no note.
         done = Path(makes).exists() and (known == line or (name == "target" and not known))
-        print(f"{number} of {len(steps)}: {'done' if done else 'run '}  {line}", flush=True)
+        told = line if done or settings.dry else name  # whose command is printed as it runs
+        print(f"{number} of {len(steps)}: {'done' if done else 'run '}  {told}", flush=True)
         if done or settings.dry:
             continue
-        python = ["-m", *words] if words[0] == "draftsmith" else words[1:]
-        if code := subprocess.run([sys.executable, *python], check=False).returncode:
+        if code := run_as_user(words, script)[0]:
             print(f"step {name} ended with code {code}; the same command goes on", file=sys.stderr)
             return code
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -215,12 +216,15 @@ def left_by(name: str, out: str = "") -> str:
     return filled(STEPS[name].makes or f"{{out}}/{name}.json", out)
 
 
-def words_of(name: str, out: str) -> list[str]:
-    """A step's command: of draftsmith, or of a script, seen from here."""
-    words = shlex.split(filled(STEPS[name].command, out))
-    if words[0] == "draftsmith":
-        return words
-    return ["python", os.path.relpath(ROOT / words[0]), *words[1:]]
+def command_of(name: str, out: str) -> tuple[str, list[str]]:
+    """A step's script, seen from here, or none of a command of draftsmith; its words."""
+    program, *words = shlex.split(filled(STEPS[name].command, out))
+    return "" if program == "draftsmith" else os.path.relpath(ROOT / program), words
+
+
+def spelled(script: str, words: list[str]) -> str:
+    """A step's command as it can be typed."""
+    return shlex.join([*(("python", script) if script else ("draftsmith",)), *words])
 
 
 def hours(table: str) -> str:
@@ -238,7 +242,7 @@ def need(name: str, place: str = "") -> None:
     usual = left_by(name)
     place = place or usual
     if not Path(place).exists() and (place == usual or place.startswith(("runs/", ".", "/"))):
-        first = shlex.join(words_of(name, "runs/results"))
+        first = spelled(*command_of(name, "runs/results"))
         raise ValueError(f"got no {place}; run first: {first} (or make reproduce TABLE=...)")
 
 

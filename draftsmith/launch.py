@@ -59,18 +59,19 @@ def launch(module: str, argv: list[str]) -> int:
     return launched([*flags, "--module", module, *rest])
 
 
-def run_as_user(words: Sequence[str]) -> tuple[int, str]:
-    """`draftsmith WORDS` in a process of its own, printed before it runs; its exit code, and the
-    last line that it told on stderr.
+def run_as_user(words: Sequence[str], script: str = "") -> tuple[int, str]:
+    """`draftsmith WORDS`, or a script with these, in a process of its own, printed before it runs;
+    its exit code, and the last line that it told on stderr.
     """
     from torch import cuda
 
-    print(f"$ draftsmith {shlex.join(words)}", flush=True)  # or, in a file, it would stand below
+    program = f"python {shlex.quote(script)}" if script else "draftsmith"
+    print(f"$ {program} {shlex.join(words)}", flush=True)  # or, in a file, it would stand below
     # Threads that sleep while they wait: spinning ones halve the speed of a machine that is shared.
     env = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "OMP_WAIT_POLICY": "PASSIVE"}
     if not cuda.is_available():
         env["DS_ACCELERATOR"] = "cpu"  # or deepspeed, where installed, warns that it found none
-    command, told = [sys.executable, "-m", "draftsmith", *words], ""
+    command, told = [sys.executable, *([script] if script else ("-m", "draftsmith")), *words], ""
     with subprocess.Popen(command, env=env | os.environ, stderr=subprocess.PIPE, text=True) as ran:
         try:
             for line in ran.stderr or ():

@@ -15,6 +15,20 @@ from draftsmith.bench.rows import row
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate.metrics import block_efficiency
 
+
+@dataclass
+class PairBench:
+    """A target and its draft, what they are asked, and where the rows go."""
+
+    target: str = "runs/quickstart/target/model"
+    drafter: str = "runs/quickstart/distill/drafter"  # a draft LM
+    prompts: str = "stdlib"
+    limit: int = 16  # prompts decoded one at a time
+    prompt_tokens: int = 64
+    dtype: str = "bfloat16"
+    out: str = "runs/bench"
+
+
 Arm = Callable[[Sequence[list[int]]], list[Completion]]
 
 

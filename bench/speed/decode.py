@@ -23,6 +23,7 @@ from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import publish, row
 from draftsmith.bench.speed.arms import (
     Arm,
+    PairBench,
     Turns,
     assisted,
     efficiency,
@@ -52,21 +53,14 @@ PEERS = {
 
 
 @dataclass
-class Bench:
-    target: str = "runs/quickstart/target/model"
-    drafter: str = "runs/quickstart/distill/drafter"
-    prompts: str = "stdlib"
-    limit: int = 16  # prompts decoded one at a time
-    prompt_tokens: int = 64
+class Bench(PairBench):
     max_new_tokens: int = 128
     K: int = 4
     tree: str = "eagle-25"  # cut to depth K; or a calibrated tree's file
     policy: str = "cost"
     batches: str = "8,64"
-    dtype: str = "bfloat16"
     threads: int = 1  # of the CPU: models as small as the quickstart's are fastest on one
     device: str = "cpu"
-    out: str = "runs/bench"
 
 
 def main(argv: list[str]) -> None:

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run, interval
 from draftsmith.bench.speed import twin
+from draftsmith.bench.speed.arms import PairBench
 from draftsmith.bench.speed.peers_arms import (
     DRAFTED,
     PLAIN,
@@ -61,25 +62,19 @@ Answers = dict[Who, list[list[Told]]]  # by prompt, then turn
 
 
 @dataclass
-class PeersBench:
-    target: str = "runs/quickstart/target/model"
-    drafter: str = "runs/quickstart/distill/drafter"  # a draft LM
+class PeersBench(PairBench):
     pairs: str = "own,twin"
     peers: str = "transformers,openvino,llama.cpp"
     environments: str = ".peers"  # of `make peers`
-    prompts: str = "stdlib"
     limit: int = 12
     trial: int = 2  # more prompts, on which each arm's K is chosen
-    prompt_tokens: int = 64
     new_tokens: int = 64
     K: str = "1,2,3,4,6,8"
     accept_K: int = 4  # at which accepted tokens are compared with llama.cpp's
     accept_tokens: int = 192
     repeats: int = 2
     threads: str = "1,2"
-    dtype: str = "bfloat16"
     work: str = "runs/peers"
-    out: str = "runs/bench"
 
 
 def main(argv: list[str]) -> None:

@@ -41,10 +41,10 @@ def test_every_committed_table_has_its_steps_and_every_step_a_table() -> None:
 @pytest.mark.parametrize("name", reproduce.STEPS)
 def test_every_command_of_a_step_can_be_given(name: str) -> None:
     """The script or command is there, the recipe composes, its keys are known."""
-    program, *words = reproduce.words_of(name, "runs/results")
-    if program == "python":
-        script = (Path.cwd() / words[0]).resolve().relative_to(ROOT).as_posix()
-        given(getattr(module_of(script), BENCHES[script]), words[1:])
+    script, words = reproduce.command_of(name, "runs/results")
+    if script:
+        script = (Path.cwd() / script).resolve().relative_to(ROOT).as_posix()
+        given(getattr(module_of(script), BENCHES[script]), words)
         return
     command = next(c for c in COMMANDS if words[: c.count(" ") + 1] == c.split())
     place, schema, _ = COMMANDS[command]
@@ -87,18 +87,17 @@ def test_steps_run_in_order_and_are_not_repeated(
     ran: list[str] = []
     codes = {"heads": 3}
 
-    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
-        words = " ".join(command[1:])
-        name = next(n for n, key in KEYS.items() if key in words)
+    def run(words: list[str], script: str) -> tuple[int, str]:
+        name = next(n for n, key in KEYS.items() if key in " ".join([script, *words]))
         ran.append(name)
         code = codes.pop(name, 0)
         if not code:
             made = Path(reproduce.left_by(name, "out"))
             made.mkdir(parents=True, exist_ok=True)
-        return subprocess.CompletedProcess(command, code)
+        return code, ""
 
     KEYS = {"target": "gsm8k/target", "answers": "gsm8k/prepare", "heads": "heads.py"}
-    monkeypatch.setattr(reproduce.subprocess, "run", run)
+    monkeypatch.setattr(reproduce, "run_as_user", run)
     assert reproduce.main(["table=heads", "out=out", "dry=true"]) == 0 and ran == []
     assert capsys.readouterr().out.count("run ") == 3
     assert reproduce.main(["table=heads", "out=out"]) == 3
