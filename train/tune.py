@@ -18,7 +18,6 @@ Where this differs from the papers:
 2. The weights with the best held-out tau are kept, not the last ones.
 """
 
-import json
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,6 +27,7 @@ from draftsmith.command import check_one_of, run_command
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.prompts.chat import set_template
 from draftsmith.models.disk.provenance import provenance
+from draftsmith.models.disk.store import read_lines
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.heldout.heldout import HeldOut, HeldOutPrompts, open_heldout
@@ -150,7 +150,7 @@ def figures(
 
 def tell(config: TuneConfig, run: Run, drafter: str, best_step: int) -> None:
     """What tuning has changed, and the line that evaluates the result."""
-    log = map(json.loads, run.metrics.read_text("utf-8").splitlines())
+    log = read_lines(run.metrics)
     first, *_, kept = [r for r in log if r["step"] in (0, best_step) and "eval_tau" in r] * 2
     for name in ("tau", "loss"):
         before, after = (record[f"eval_{name}"] for record in (first, kept))

@@ -164,17 +164,15 @@ def _rows(source: str, split: str) -> list[Row]:
     check_one_of("split", split, ASKED_SPLITS)
     lines = Path(source).suffix == ".txt"
     whole = lines or split == "all"
-    whole = whole or (source != "stdlib" and _of_benchmark(load_rows(source, "all")))
+    if not whole and source != "stdlib":  # then a benchmark's are
+        rows = load_rows(source, "all")
+        whole = all(r.kind == "turns" or (r.kind == "prompt" and r.category) for r in rows)
     if whole and split in ("train", "tune"):
         raise ValueError(
             f"prompts: {source!r} is taken whole, to report on; choices need other prompts, such "
             "as the held-out side of the training data"
         )
     return _lines(Path(source)) if lines else load_rows(source, "all" if whole else split)
-
-
-def _of_benchmark(rows: list[Row]) -> bool:
-    return all(row.kind == "turns" or (row.kind == "prompt" and row.category) for row in rows)
 
 
 def _lines(path: Path) -> list[Row]:

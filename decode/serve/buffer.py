@@ -186,8 +186,7 @@ class ReplayBuffer:
         corrected. Reads the head of the file alone; raises what `read` raises.
         """
         with open_shard(self._path(number), REMEDY) as file:
-            found: dict[str, Any] = json.loads(file.metadata()["about"])
-        return found
+            return dict(json.loads(file.metadata()["about"]))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:012d}{SUFFIX}"

@@ -42,15 +42,6 @@ from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.target import TargetSpec
 
 DEFAULT = "default"  # the tag of the first lane
-LEAST = {
-    "max_length": 2,
-    "keep_requests": 2,
-    "max_queue": 0,
-    "drain_s": 0,
-    "log_s": 0,
-    "threads": 0,
-}
-LEAST |= dict.fromkeys(("batch_size", "max_new_tokens", "max_body", "keep_top_k", "K"), 1)
 FLUSH_S = 5  # that answers have to reach their clients once they are whole
 
 
@@ -86,7 +77,8 @@ class ServerConfig:
     threads: int = 0  # of the CPU; 0: as torch chooses
 
     def __post_init__(self) -> None:
-        check_least(self, **LEAST)
+        check_least(self, max_length=2, keep_requests=2, max_queue=0, drain_s=0, log_s=0, threads=0)
+        check_least(self, batch_size=1, max_new_tokens=1, max_body=1, keep_top_k=1, K=1)
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s: got {self.timeout_s}, expected more than 0")
         if not 0 <= self.port < 1 << 16:

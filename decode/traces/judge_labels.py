@@ -25,6 +25,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -221,7 +222,7 @@ def label(settings: Labels) -> str:
         "settings": {name: getattr(settings, name) for name in DECIDE},
     }
     room = int(settings.max_gb * 1e9)
-    writer = TraceWriter(settings.out, about, max_bytes=room, shard_rows=SHARD_ROWS)
+    writer = TraceWriter(Path(settings.out), about, room, SHARD_ROWS)
     rows = load_rows(settings.marked, "all") if miner is None else questions(settings)
     todo = [(index, row) for index, row in enumerate(rows) if index not in writer.done]
     found = labelled(target, tokenizer, todo) if miner is None else miner.mine(todo)

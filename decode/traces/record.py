@@ -17,6 +17,7 @@ Shapes: M prompt tokens, n answer tokens, T = M + n, V vocabulary, H hidden.
 import time
 import warnings
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def trace(settings: Tracing) -> TraceWriter:
     prompts = settings.asked(decoder.tokenizer, settings.split)
     fitting = [p for p in prompts if len(p.tokens) + settings.max_new_tokens <= decoder.context]
     most = int(settings.max_gb * 1e9)
-    writer = TraceWriter(settings.out, about(settings, decoder), max_bytes=most)
+    writer = TraceWriter(Path(settings.out), about(settings, decoder), most)
     asked = {p.index: p.tokens for p in fitting if p.index not in writer.done}
     print(
         f"{len(asked)} prompts to trace, {len(writer.done)} done, {len(prompts) - len(fitting)} "

@@ -14,12 +14,14 @@ are those of `engine/recorder.py` (numbers as i16, i32 or f32, states as bf16) a
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from draftsmith.command import check_one_of
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.models.disk.store import Manifest, hold, open_shard, save_shard
 from draftsmith.models.scorers import weights_mark
@@ -40,6 +42,7 @@ class Trace(NamedTuple):
     columns: dict[str, Tensor]
 
 
+@dataclass(eq=False)
 class TraceWriter:
     """Writes a folder, or goes on with one that was begun. about: `kind` (of KINDS), `target` (a
     fingerprint), `drafter` and `settings`: all that decides the rows, in JSON; max_bytes: of the
@@ -49,19 +52,15 @@ class TraceWriter:
     another process writes to, and a shard that is missing, cut or foreign.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        about: dict[str, Any],
-        *,
-        max_bytes: int,
-        shard_rows: int = SHARD_ROWS,
-    ) -> None:
-        if about.get("kind") not in KINDS:
-            raise ValueError(f"trace: got kind {about.get('kind')!r}, expected one of {KINDS}")
-        self.folder, self.max_bytes, self.shard_rows = Path(folder), max_bytes, shard_rows
+    folder: Path
+    about: dict[str, Any]
+    max_bytes: int
+    shard_rows: int = SHARD_ROWS
+
+    def __post_init__(self) -> None:
+        check_one_of("kind", self.about["kind"], KINDS)
         self._lock = hold(self.folder, "wait for it, or give this run a folder of its own")
-        begun = {"about": about, "columns": {}, "shards": [], "empty": []}
+        begun = {"about": self.about, "columns": {}, "shards": [], "empty": []}
         self.manifest = MANIFEST.claim(self.folder, begun)
         self.done, self.bytes, self.full = set(self.manifest["empty"]), 0, False
         for shard in self.manifest["shards"]:

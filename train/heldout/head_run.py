@@ -8,7 +8,6 @@ tau is turned into the acceptance a drafted token that a chain of K would need f
 same at each: tau = 1 + a + ... + a^K.
 """
 
-import json
 from bisect import bisect_left
 from dataclasses import replace
 from itertools import count, takewhile
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.models.disk.provenance import provenance
+from draftsmith.models.disk.store import read_lines
 from draftsmith.models.heads.head import Head
 from draftsmith.models.target import TargetSpec, vocab_size
 from draftsmith.train.heldout.heldout import HeldOut, open_heldout
@@ -82,7 +82,7 @@ def kept_figures(
 ) -> dict[str, Any]:
     """For the provenance: figures of the weights that were kept, and how many examples it took."""
     found: dict[str, float] = {}
-    for record in map(json.loads, run.metrics.read_text("utf-8").splitlines()):
+    for record in read_lines(run.metrics):
         found |= record if record["step"] == ended.best_step else {}
     depths = takewhile(found.__contains__, (f"eval_alpha_{depth}" for depth in count()))
     by_depth = [found[depth] for depth in depths]

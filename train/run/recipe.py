@@ -12,7 +12,7 @@ orders them. hydra's own `main` is not used, since it makes one output folder a 
 from collections.abc import Collection
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 import yaml
 from hydra import initialize_config_dir
@@ -80,8 +80,7 @@ def load(schema: type[T], argv: list[str]) -> T:
         ours = [name for name in names() if says in (RECIPES / f"{name}.yaml").read_text()]
         hint = "" if chosen else f", or choose a recipe: {', '.join(ours)}"
         raise ValueError(f"no value for {', '.join(missing)}: give {missing[0]}=...{hint}")
-    result: Any = OmegaConf.to_object(config)
-    return result
+    return cast(T, OmegaConf.to_object(config))
 
 
 def entry_of(name: str) -> str | None:
@@ -139,8 +138,7 @@ def _structure(schema: type) -> DictConfig:
 
 
 def _plain(tree: Any) -> Tree:
-    plain: Any = OmegaConf.to_container(tree)
-    return plain
+    return cast(Tree, OmegaConf.to_container(tree))
 
 
 def _opened(part: Tree, known: Collection[str]) -> Tree:

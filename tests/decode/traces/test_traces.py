@@ -185,7 +185,7 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path: Path) -> None:
     manifest = tmp_path / "trace.json"
     manifest.write_text(manifest.read_text().replace('"schema": 1', '"schema": 2'))
     refused("got schema 2 of .*expected 1 with 'about'")
-    with pytest.raises(ValueError, match="kind 'other', expected one of"):
+    with pytest.raises(ValueError, match="kind: got 'other', expected one of"):
         write(tmp_path, [], about={"kind": "other"})
 
 
