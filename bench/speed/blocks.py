@@ -10,20 +10,17 @@ draws its anchors itself, as ours are, so the blocks stand elsewhere, and are as
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers import Qwen3Config
 
-from draftsmith.bench.speed.eagle import Words
-from draftsmith.bench.speed.training_step import OURS, measure
+from draftsmith.bench.speed.training_step import OURS, Inputs, layer_sizes, measure, our_loss
 from draftsmith.command import parse, run_command
 from draftsmith.models.heads.block import KINDS, Block, BlockConfig
 from draftsmith.models.layouts.block_layouts import block_exported
-from draftsmith.models.taps import TargetStates
 from draftsmith.train.objectives.block import Anchors, BlockObjective
-from draftsmith.train.text.batches import Batch
 
 LARGE = {"hidden": 4096, "vocabulary": 131_072, "length": 2048, "anchors": 256}
 SMALL = {"hidden": 512, "vocabulary": 16_384, "length": 1024, "anchors": 64}
@@ -51,51 +48,12 @@ class BlockStep:
             setattr(self, name, getattr(self, name) or size)
 
 
-class Inputs:
-    """A head for a target of four layers, and a row of several documents with its states."""
-
-    def __init__(self, args: BlockStep) -> None:
-        torch.manual_seed(0)
-        width = 128 if args.hidden >= 1024 else 64
-        sizes: dict[str, Any] = {
-            "vocab_size": args.vocabulary,
-            "hidden_size": args.hidden,
-            "intermediate_size": 7 * args.hidden // 2,
-            "num_attention_heads": args.hidden // width,
-            "num_key_value_heads": max(1, args.hidden // width // 4),
-            "head_dim": width,
-        }
-        layer = Qwen3Config(**sizes, num_hidden_layers=args.layers)
-        dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-        levels = args.block - (KINDS[args.kind]["labels"] == "same")
-        config = BlockConfig(layer, (1, 2, 3), levels, mask_token=0, **KINDS[args.kind])
-        with torch.device(args.device):
-            four = LlamaConfig(**sizes, num_hidden_layers=4)  # that taps 1 to 3 are inside
-            self.target = LlamaForCausalLM(four).to(dtype).requires_grad_(False)
-            self.head = Block(config).bind(self.target)
-            length = args.length // args.documents
-            document_T = torch.arange(args.length) // length
-            mask_1T = torch.ones(1, args.length, dtype=torch.bool)
-            mask_1T[:, -1] = False
-            mask_1T[:, :-1] = document_T[1:] == document_T[:-1]
-            self.document_1T = document_T[None]
-            ids_1T = torch.randint(args.vocabulary, (1, args.length))
-            at_1T = (torch.arange(args.length) % length)[None]
-            self.batch = Batch(ids_1T, at_1T, mask_1T, None, (0,))
-            self.taps_1TU = torch.randn(1, args.length, 3 * args.hidden, dtype=dtype)
-            self.last_1TG = torch.randn(1, args.length, args.hidden, dtype=dtype)
-
-
-def our_loss(x: Inputs, args: BlockStep) -> Callable[[], Tensor]:
-    seen = TargetStates(x.last_1TG, x.taps_1TU)
-    given = (x.head, x.target, Words(args.vocabulary), lambda _: seen)
-    objective = BlockObjective(Anchors(count=args.anchors), *given).to(args.device)
-
-    def loss() -> Tensor:
-        output = objective(x.batch)
-        return output.loss / output.tokens
-
-    return loss
+def inputs(args: BlockStep) -> Inputs:
+    """Of a target of four layers, that taps 1 to 3 are inside."""
+    layer = Qwen3Config(**layer_sizes(args), num_hidden_layers=args.layers)
+    levels = args.block - (KINDS[args.kind]["labels"] == "same")
+    config = BlockConfig(layer, (1, 2, 3), levels, mask_token=0, **KINDS[args.kind])
+    return Inputs(args, 4, partial(Block, config))
 
 
 def their_loss(x: Inputs, args: BlockStep) -> Callable[[], Tensor]:
@@ -141,7 +99,9 @@ def main(argv: list[str]) -> None:
     shape = f"H {args.hidden}, V {args.vocabulary}, T {args.length}, {args.anchors} anchors of "
 
     def loss(arm: str) -> Callable[[], Tensor]:
-        return (our_loss if arm == OURS else their_loss)(Inputs(args), args)
+        if arm != OURS:
+            return their_loss(inputs(args), args)
+        return our_loss(inputs(args), args, partial(BlockObjective, Anchors(count=args.anchors)))
 
     measure(args, __file__, args.kind, f"{shape}{args.block}", loss)
 

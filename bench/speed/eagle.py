@@ -15,18 +15,17 @@ which speculators has on there, is off in both.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
-from draftsmith.bench.speed.training_step import OURS, measure
+from draftsmith.bench.speed.training_step import OURS, Inputs, layer_sizes, measure, our_loss
 from draftsmith.command import parse, run_command
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
-from draftsmith.models.taps import TargetStates
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.objectives.eagle import EagleObjective, Unroll
-from draftsmith.train.text.batches import Batch
 
 LARGE = {"hidden": 4096, "vocabulary": 131_072, "draft": 32_000, "length": 2048}
 SMALL = {"hidden": 256, "vocabulary": 16_384, "draft": 4096, "length": 1024}
@@ -52,69 +51,17 @@ class EagleStep:
             setattr(self, name, getattr(self, name) or size)
 
 
-class Words:
-    """A tokenizer, as far as its size is asked."""
+def inputs(args: EagleStep) -> Inputs:
+    """Of a target of two layers, for taps 0 to 2."""
+    layer = LlamaConfig(**layer_sizes(args), num_hidden_layers=1)
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def head() -> Eagle:
+        made = Eagle(EagleConfig(layer, taps=(0, 1, 2), draft_vocab=args.draft))
+        made.set_vocab(DraftVocab(torch.arange(args.draft), args.vocabulary))
+        made.lm_head.requires_grad_(False)
+        return made
 
-    def __len__(self) -> int:
-        return self.size
-
-    def get_vocab(self) -> dict[str, int]:
-        return {}
-
-
-class Inputs:
-    """A head for a target of two layers, and a row of several documents with its states."""
-
-    def __init__(self, args: EagleStep) -> None:
-        torch.manual_seed(0)
-        width = 128 if args.hidden >= 1024 else 64
-        layer = LlamaConfig(
-            vocab_size=args.vocabulary,
-            hidden_size=args.hidden,
-            intermediate_size=7 * args.hidden // 2,
-            num_hidden_layers=1,
-            num_attention_heads=args.hidden // width,
-            num_key_value_heads=max(1, args.hidden // width // 4),
-            head_dim=width,
-        )
-        dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-        with torch.device(args.device):
-            two = LlamaConfig(**layer.to_dict() | {"num_hidden_layers": 2})  # taps 0 to 2
-            self.target = LlamaForCausalLM(two).to(dtype).requires_grad_(False)
-            self.head = Eagle(EagleConfig(layer, taps=(0, 1, 2), draft_vocab=args.draft))
-            self.head.set_vocab(DraftVocab(torch.arange(args.draft), args.vocabulary))
-            self.head.bind(self.target).lm_head.requires_grad_(False)
-            length = args.length // args.documents
-            document_T = torch.arange(args.length) // length
-            mask_1T = torch.ones(1, args.length, dtype=torch.bool)
-            mask_1T[:, -1] = False
-            mask_1T[:, :-1] = document_T[1:] == document_T[:-1]
-            attend_TT = (document_T[:, None] == document_T[None]).tril()
-            self.document_1T = document_T[None]
-            self.batch = Batch(
-                torch.randint(args.vocabulary, (1, args.length)),
-                (torch.arange(args.length) % length)[None],
-                mask_1T,
-                attend_TT[None, None] if args.documents > 1 else None,
-                (0,),
-            )
-            self.taps_1TU = torch.randn(1, args.length, 3 * args.hidden, dtype=dtype)
-            self.last_1TG = torch.randn(1, args.length, args.hidden, dtype=dtype)
-
-
-def our_loss(x: Inputs, args: EagleStep) -> Callable[[], Tensor]:
-    seen = TargetStates(x.last_1TG, x.taps_1TU)
-    given = (x.head, x.target, Words(args.vocabulary), lambda _: seen)
-    objective = EagleObjective(Unroll(steps=args.steps), *given).to(args.device)
-
-    def loss() -> Tensor:
-        output = objective(x.batch)
-        return output.loss / output.tokens
-
-    return loss
+    return Inputs(args, 2, head, masked=True)
 
 
 def their_loss(x: Inputs, args: EagleStep) -> Callable[[], Tensor]:
@@ -167,7 +114,9 @@ def main(argv: list[str]) -> None:
     shape = f"H {args.hidden}, V {args.vocabulary}, D {args.draft}, T {args.length}, S {args.steps}"
 
     def loss(arm: str) -> Callable[[], Tensor]:
-        return (our_loss if arm == OURS else their_loss)(Inputs(args), args)
+        if arm != OURS:
+            return their_loss(inputs(args), args)
+        return our_loss(inputs(args), args, partial(EagleObjective, Unroll(steps=args.steps)))
 
     measure(args, __file__, "EAGLE-3", shape, loss)
 

@@ -14,12 +14,87 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.bench.rows import lower, publish
 from draftsmith.bench.speed.workers import Arm, resident, settings, synchronise
+from draftsmith.models.heads.head import Head
+from draftsmith.models.taps import TargetStates
+from draftsmith.train.text.batches import Batch
 
 OURS, PEER = "draftsmith", "speculators, eager"
 GOALS = {"MiB": 1 / 0.6, "s": 1.5}
+
+
+class Words:
+    """A tokenizer, as far as its size is asked."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+def layer_sizes(args: Any) -> dict[str, Any]:
+    """Of the layers of a bench's target and head, in a config's words."""
+    width = 128 if args.hidden >= 1024 else 64
+    return {
+        "vocab_size": args.vocabulary,
+        "hidden_size": args.hidden,
+        "intermediate_size": 7 * args.hidden // 2,
+        "num_attention_heads": args.hidden // width,
+        "num_key_value_heads": max(1, args.hidden // width // 4),
+        "head_dim": width,
+    }
+
+
+class Inputs:
+    """A target and a head for it, and a row of several documents with the target's states. layers:
+    of the target; head: makes one; masked: whether the batch says which positions see each other.
+    """
+
+    def __init__(
+        self, args: Any, layers: int, head: Callable[[], Head], *, masked: bool = False
+    ) -> None:
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+        with torch.device(args.device):
+            config = LlamaConfig(**layer_sizes(args), num_hidden_layers=layers)
+            self.target = LlamaForCausalLM(config).to(dtype).requires_grad_(False)
+            self.head = head().bind(self.target)
+            length = args.length // args.documents
+            document_T = torch.arange(args.length) // length
+            mask_1T = torch.ones(1, args.length, dtype=torch.bool)
+            mask_1T[:, -1] = False
+            mask_1T[:, :-1] = document_T[1:] == document_T[:-1]
+            attend_TT = (document_T[:, None] == document_T[None]).tril()
+            self.document_1T = document_T[None]
+            self.batch = Batch(
+                torch.randint(args.vocabulary, (1, args.length)),
+                (torch.arange(args.length) % length)[None],
+                mask_1T,
+                attend_TT[None, None] if masked and args.documents > 1 else None,
+                (0,),
+            )
+            self.taps_1TU = torch.randn(1, args.length, 3 * args.hidden, dtype=dtype)
+            self.last_1TG = torch.randn(1, args.length, args.hidden, dtype=dtype)
+
+
+def our_loss(x: Inputs, args: Any, objective_of: Callable[..., Any]) -> Callable[[], Tensor]:
+    """objective_of: takes what every objective on a target's states does."""
+    seen = TargetStates(x.last_1TG, x.taps_1TU)
+    given = (x.head, x.target, Words(args.vocabulary), lambda _: seen)
+    objective = objective_of(*given).to(args.device)
+
+    def loss() -> Tensor:
+        output = objective(x.batch)
+        return output.loss / output.tokens
+
+    return loss
 
 
 def step(loss: Callable[[], Tensor], device: str) -> float:
