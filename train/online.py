@@ -44,8 +44,7 @@ from draftsmith.train.live.replay import Replay, ReplayFeed, draw, read_stream
 from draftsmith.train.objectives.distillation import Losses
 from draftsmith.train.objectives.eagle import Unroll
 from draftsmith.train.plan.refuse import refuse
-from draftsmith.train.run import recipe
-from draftsmith.train.run.launch import start
+from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import fit
 from draftsmith.train.run.settings import Settings
 
@@ -78,22 +77,12 @@ class OnlineRun(Settings):
 
 def main(argv: list[str]) -> None:
     # ---- the recipe, this process, the run folder --------------------------------------------
-    config: OnlineRun = recipe.check_made(recipe.load(OnlineRun, argv))
-    if config.target.shrink:
-        config = shrunk(config)
-        write_stream(Path(config.replay.stream))
-    replay = config.replay
-    if config.idle_priority and not replay.stream:
-        yield_the_processor()
-    accelerator = start(config)
+    config, accelerator, run = begin(OnlineRun, argv, shrunk, refuse, before_start)
+    if run is None:
+        return
     if accelerator.num_processes > 1:
         raise ValueError(f"got {accelerator.num_processes} processes, expected one learner a tag")
-    run = recipe.run_of(config, main=True)
-    if run.finished():
-        print(f"{config.out} is finished: nothing to do")
-        return
-    print(recipe.show(config, config.show))
-    refuse(config, argv, accelerator.device, "ddp", 1)
+    replay = config.replay
 
     # ---- the frozen target, the draft as it serves now ---------------------------------------
     config.target = config.target.resolved(config.dtype)
@@ -151,11 +140,14 @@ def shrunk(config: OnlineRun) -> OnlineRun:
     return replace(config, **short, drafter=drafter, online="", idle_priority=False, duty=1.0)
 
 
-def write_stream(path: Path) -> None:
-    """What `shrunk` has asked."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    asked = [json.dumps({"prompt": f"What is {i} and {i}?", "topic": "sums"}) for i in range(8)]
-    path.write_text("\n".join(asked))
+def before_start(config: OnlineRun) -> None:
+    """Write a trial's stream; beside a server, take what that leaves of the processor."""
+    if config.target.shrink:
+        asked = [json.dumps({"prompt": f"What is {i} and {i}?", "topic": "sums"}) for i in range(8)]
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        Path(config.replay.stream).write_text("\n".join(asked))
+    elif config.idle_priority and not config.replay.stream:
+        yield_the_processor()
 
 
 if __name__ == "__main__":

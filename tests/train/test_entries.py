@@ -309,7 +309,7 @@ def test_a_draft_for_another_target(
         ("temperature=-1", "temperature: got -1.0"),
         ("heldout.prompt_tokens=5000", "windows of 5000 tokens"),
         ("on_policy=2", "on_policy.share: got 2.0"),
-        ("optimizer=lion", "optimizer='lion'"),
+        ("optimizer=lion", "optimizer: got 'lion'"),
         ("target.path=nowhere", "neither a folder here nor a model"),
         ("draft=nowhere", "nowhere"),
         ("draft.hidden=15", "hidden=15"),

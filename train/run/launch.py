@@ -32,14 +32,16 @@ def begin(
     argv: list[str],
     shrunk: Callable[[Config], Config],
     refuse: Callable[[Any, list[str], torch.device, str, int], None],
+    before: Callable[[Config], None] = lambda config: None,
 ) -> tuple[Config, Accelerator, Run | None]:
     """The recipe of a training entry, the accelerator of this process, the run folder: None, after
     a word, where the run is finished. shrunk: makes a trial of the recipe; refuse: what can't fit
-    here (train/plan/refuse.py). ValueError: also what `recipe.load`, `check_made`, `start` and
-    `Run` refuse.
+    here (train/plan/refuse.py); before: is called before any thread starts. ValueError: also what
+    `recipe.load`, `check_made`, `start` and `Run` refuse.
     """
     config: Any = recipe.check_made(recipe.load(schema, argv))
     config = shrunk(config) if config.target.shrink else config
+    before(config)
     accelerator = start(config)
     run = recipe.run_of(config, main=accelerator.is_main_process)
     done = run.finished()

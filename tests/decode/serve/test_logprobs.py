@@ -120,9 +120,9 @@ def test_our_own_client_learns_from_them(
     ask = Ask(index=0, ids=PROMPT, text="", messages=(), seed=1, top_logprobs=6)
     endpoint = Endpoint(running.url, tiny_tokenizer, model="tiny", retries=0)
     params = SamplingParams(temperature=1.0, max_new_tokens=12)
-    [(_, reply)] = endpoint.answers([ask], params)
-    log_p_AV = log_p(tiny_target, PROMPT, reply.token_ids)
-    for listed, log_p_V in zip(reply.top_logprobs, log_p_AV, strict=True):
+    [reply] = endpoint.answers([ask], params)
+    log_p_AV = log_p(tiny_target, PROMPT, reply["token_ids"])
+    for listed, log_p_V in zip(reply["top_logprobs"], log_p_AV, strict=True):
         best = log_p_V.topk(6).indices.tolist()
         assert list(listed)[:6] == best
         assert listed == pytest.approx({k: float(log_p_V[k]) for k in listed}, abs=1e-4)
