@@ -301,9 +301,13 @@ def dead_fields(files: Files) -> list[str]:
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     nodes = [node for node in nodes if isinstance(node, ast.arg | ast.Assign)]
     held = {name: called(nodes, name, fields) for name, fields in groups(files).items()}
+    bases = {node.name: {last(base) for base in node.bases} for _, node in records(files)}
+    own = {(name, last(item.target)) for _, name, item in fields(files)}
     found = []
     for path, owner, item in fields(files):
         field = last(item.target)
+        if any((base, field) in own for base in bases[owner]):
+            continue  # another default of a field that is read as its base's
         holders = set().union(*(used for used in uses.values() if path in used))
         keys = files.get(READ_AS_KEY.get(field, ""), "")
         as_key = f'"{field}"' in keys or f'.{field}"' in keys

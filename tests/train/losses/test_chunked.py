@@ -69,8 +69,9 @@ def naive(loss: Loss, c: Case, transform: Callable[[Tensor], Tensor] | None) -> 
     return total, loss_N * counted, acceptance(p, q.detach()) * counted, d_hidden, d_head
 
 
-def bounded(loss: Loss, c: Case, **options: Any) -> tuple[Tensor, ...]:
-    result = chunked_divergence(loss, *c, **options)
+def bounded(loss: Loss, c: Case, chunk: Any = None, transform: Any = None) -> tuple[Tensor, ...]:
+    with chunks_of(chunk, len(c.q_head)):
+        result = chunked_divergence(loss, *c, transform=transform)
     d_hidden, d_head = torch.autograd.grad(result.total, (c.q_hidden, c.q_head))
     return *result, d_hidden, d_head
 
@@ -97,8 +98,7 @@ def test_equals_the_naive_form(name: str, transform: str, small_tiles: None) -> 
         c = case(dtype=dtype)
         theirs = naive(named(name), c, TRANSFORMS[transform])
         for chunk in (1, 7, None):
-            with chunks_of(chunk, 37):
-                ours = bounded(named(name), c, transform=TRANSFORMS[transform])
+            ours = bounded(named(name), c, chunk, TRANSFORMS[transform])
             assert ours[0].dtype == dtype
             assert_same(ours, theirs, tolerance)
 
@@ -136,8 +136,7 @@ def test_bf16_autocast_equals_the_naive_form_under_autocast(small_tiles: None) -
         c = case(rows=40)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             theirs = naive(named(name), c, temperature)
-            with chunks_of(16, 37):
-                ours = bounded(named(name), c, transform=temperature)
+            ours = bounded(named(name), c, 16, temperature)
         # Both make the same bf16 logits, so values agree as in fp32. The naive form rounds its
         # head gradient to bf16 once; ours rounds each chunk's, then adds in fp32.
         assert_same(ours[:3], theirs[:3], 1e-5)
@@ -153,8 +152,7 @@ def test_bf16_weights_add_up_in_fp32() -> None:
     exact = naive(named("fkl"), c, None)
     low = Case(*(x.detach().bfloat16() for x in c[:4]), c.weight)
     low.q_hidden.requires_grad_(), low.q_head.requires_grad_()
-    with chunks_of(1, 37):
-        ours = bounded(named("fkl"), low)  # 384 sums: bf16 would lose most of the later ones
+    ours = bounded(named("fkl"), low, chunk=1)  # 384 sums: bf16 would lose most of the later ones
     assert ours[3].dtype == ours[4].dtype == torch.bfloat16 and ours[0].dtype == torch.float32
     assert (ours[4].float() - exact[4]).norm() < 0.02 * exact[4].norm()
 
@@ -245,7 +243,8 @@ def test_mask_as_weight_and_the_sum_of_parts() -> None:
     torch.testing.assert_close(torch.cat([parts[0][3], parts[1][3]]), whole[3])
 
 
-def test_tied_head_collects_both_gradients() -> None:
+def test_tied_head_collects_both_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunked.CHUNK_LOGITS, "cpu", 5 * 37)
     c = case()
     tokens = torch.arange(23) % 37
     embedding = c.q_head
@@ -256,8 +255,7 @@ def test_tied_head_collects_both_gradients() -> None:
     hidden = torch.tanh(embedding[tokens])
     tied = c._replace(q_hidden=hidden)
     expected = (named("tv")(c.p_hidden @ c.p_head.T, hidden @ embedding.T) * c.weight).sum()
-    with chunks_of(5, 37):
-        ours = chunked_divergence(named("tv"), *tied).total
+    ours = chunked_divergence(named("tv"), *tied).total
     torch.testing.assert_close(grad(ours), grad(expected))
 
 
@@ -385,18 +383,15 @@ def test_a_common_offset_changes_no_cross_entropy() -> None:
 
 
 def test_bad_input_is_explained() -> None:
-    c = case()
-    loss = named("fkl")
+    c, loss = case(), named("fkl")
+    low = {"p_head": c.p_head.half(), "p_hidden": c.p_hidden.half()}
     wrong: list[tuple[str, dict[str, Tensor]]] = [
         (r"q_hidden and q_head: got shapes .*expected \[rows, width\]", {"q_head": c.q_head.T}),
         (r"p_hidden: got 4 rows, expected the 23", {"p_hidden": c.p_hidden[:4]}),
         (r"weight: got shape \(1, 2\)", {"weight": c.weight[:2]}),
         (r"expected one type", {"q_head": c.q_head.bfloat16()}),
         (r"got 30 of the target and 37 of the draft.*cut both", {"p_head": c.p_head[:30]}),
-        (
-            r"got torch.float16|float16, expected bfloat16",
-            {"p_head": c.p_head.half(), "p_hidden": c.p_hidden.half()},
-        ),
+        (r"got torch.float16|float16, expected bfloat16", low),
     ]
     for message, change in wrong:
         with pytest.raises(ValueError, match=message):
