@@ -5,7 +5,7 @@ Three ways to ask, tried in this order unless one is named:
     chat     /chat/completions, for rows that are chats
     text     /completions with text
 A server that answers in text alone has its answer tokenised again. That may give other tokens than
-the server wrote; `EndpointAnswer.mismatch` says so where its token counts tell.
+the server wrote; `mismatch` of an answer says so where its token counts tell.
 """
 
 import json
