@@ -27,7 +27,8 @@ from draftsmith.decode.engine.graphs import Graphs
 from draftsmith.decode.engine.owed import STATES, Owed
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.request import Completion, Event, Prompt, eos_ids, open_request
-from draftsmith.decode.engine.round import DecodeBatch, Rows, Stepper
+from draftsmith.decode.engine.round import DecodeBatch, Stepper
+from draftsmith.decode.engine.rows import Rows
 from draftsmith.decode.engine.session import Finished, News, Session
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.runner import Runner
@@ -318,8 +319,7 @@ class Decoder:
                 if drafter.shares:
                     drafter.share(pool)
                 elif drafter.owes and self.policy.rests:
-                    wide = len(self.runner.taps) * self.runner.config.hidden_size
-                    batch.owed = Owed(rows, wide, self.runner.dtype, device)
+                    batch.owed = Owed(rows, device, taps=bool(self.runner.taps))
                     drafter.reset(rows, pool.slots + STATES)
                 else:
                     drafter.reset(rows, pool.slots)

@@ -1,8 +1,11 @@
 """What rounds that drafted nothing owe the drafter: a pass of its model a round would be wasted on
 them, so that their tokens wait and are taken in together before the next draft.
 
-Shapes: B rows, W tokens that can wait, U width of the taps' states, M tokens taken in.
+Shapes: B rows, M rounds that wait, U width of the taps' states.
 """
+
+from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,45 +16,54 @@ TOKENS, STATES = 512, 32  # that wait: of drafters that read tokens alone, and o
 
 
 class Owed:
-    """lens_B: tokens of each row when the first of these rounds set off. Of more than W the oldest
-    are lost: the drafter then lacks them, which costs acceptance and no more. wide: U.
+    """lens_B: tokens of each row when the first of the rounds that wait set off. Of more rounds
+    than may wait the oldest are lost: the drafter then lacks them, which costs acceptance and no
+    more. taps: whether the drafter reads states too.
     """
 
-    def __init__(self, rows: int, wide: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.rows_B = torch.arange(rows, device=device)
-        self.lens_B = torch.zeros_like(self.rows_B)
-        shape = rows, STATES if wide else TOKENS
-        self.tokens_BW = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.taps_BWU: Tensor | None = None
-        if wide:
-            self.taps_BWU = torch.zeros(*shape, wide, dtype=dtype, device=device)
+    def __init__(self, rows: int, device: torch.device, *, taps: bool) -> None:
+        self.lens_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.rounds: deque[Kept] = deque(maxlen=STATES if taps else TOKENS)
 
     @torch.inference_mode()
     def begin(self, rows: slice | Tensor, lens: Tensor) -> None:
         """Of these rows nothing is owed yet."""
         self.lens_B[rows] = lens
 
-    def take(self, kept: Kept) -> None:
-        """A round's one token, and the states before it, in the place of their position."""
-        place = self.rows_B, kept.lens_B % self.tokens_BW.shape[1]
-        self.tokens_BW[place] = kept.tokens_BL[:, 0]
-        if self.taps_BWU is not None:
-            assert kept.taps_BLU is not None, "the engine gives what `taps` asks for"
-            self.taps_BWU[place] = kept.taps_BLU[:, 0]
-
-    def settled(self, lens_B: Tensor, rounds: int, top: int) -> Kept:
-        """All that is owed to rows of now `lens_B` tokens after at most so many rounds, as if a
-        round had kept it.
+    def take(self, kept: Kept | None, *, replayed: bool) -> None:
+        """A round of one token a row, None where it isn't to be told: all before it is lost then.
+        replayed: into the same tensors each time.
         """
-        window = self.tokens_BW.shape[1]
-        size = min(window, 1 << (rounds - 1).bit_length())
-        n_new_B = (lens_B - self.lens_B).clamp(max=size)
-        first_B = lens_B - n_new_B
-        at_BM = (first_B[:, None] + torch.arange(size, device=lens_B.device)) % window
+        if kept is None:
+            self.rounds.clear()
+            return
+        if replayed:
+            taps_BLU = None if kept.taps_BLU is None else kept.taps_BLU.clone()
+            kept = kept._replace(tokens_BL=kept.tokens_BL.clone(), taps_BLU=taps_BLU)
+        self.rounds.append(kept)
+
+    def settled(self, lens_B: Tensor, top: int) -> Kept:
+        """All that is owed to rows of now `lens_B` tokens, as if a round had kept it. Nobody owes
+        anything from now on.
+        """
+        waited = list(self.rounds)
+        self.rounds.clear()
+        n_new_B = (lens_B - self.lens_B).clamp(max=len(waited))
+        step_M = torch.arange(len(waited), device=lens_B.device)
+        # A row's own are the last ones.
+        of_BM = (step_M + len(waited) - n_new_B[:, None]).clamp(max=len(waited) - 1)
+        tokens_BM = side_by_side([kept.tokens_BL for kept in waited], of_BM)
         taps_BMU = None
-        if self.taps_BWU is not None:
-            taps_BMU = self.taps_BWU.gather(
-                1, at_BM[..., None].expand(-1, -1, self.taps_BWU.shape[2])
-            )
-        tokens_BM = self.tokens_BW.gather(1, at_BM)
-        return Kept(tokens_BM, n_new_B, None, first_B, taps_BMU, top)
+        if waited[0].taps_BLU is not None:
+            taps_BMU = side_by_side([k.taps_BLU for k in waited if k.taps_BLU is not None], of_BM)
+        return Kept(tokens_BM, n_new_B, None, lens_B - n_new_B, taps_BMU, top)
+
+
+def side_by_side(rounds: Sequence[Tensor], of_BM: Tensor) -> Tensor:
+    """Of rounds' [R, 1, ...] each row's in this order, [B, M, ...]; R, the rows that were computed,
+    may be fewer or more than now.
+    """
+    found = rounds[0].new_zeros(len(of_BM), len(rounds), *rounds[0].shape[2:])
+    for place, one in enumerate(rounds):
+        found[: len(one), place] = one[: len(of_BM), 0]
+    return found[torch.arange(len(of_BM), device=of_BM.device)[:, None], of_BM]

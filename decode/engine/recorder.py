@@ -27,7 +27,7 @@ from draftsmith.decode.token_tree import COUPLED, DETERMINISTIC, TokenTree
 from draftsmith.decode.verify.rules import Noise
 
 if TYPE_CHECKING:
-    from draftsmith.decode.engine.round import Rows
+    from draftsmith.decode.engine.rows import Rows
 
 Columns = dict[str, Tensor]
 

@@ -6,7 +6,6 @@ that may end one request, U width of the taps' states, V vocabulary.
 """
 
 import copy
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +18,7 @@ from draftsmith.decode.drafting.base import Call, Drafter, Kept, Round, picked
 from draftsmith.decode.engine.grammar import Grammar, ruled
 from draftsmith.decode.engine.owed import Owed
 from draftsmith.decode.engine.recorder import Harvest, Recorder
-from draftsmith.decode.engine.request import Request
+from draftsmith.decode.engine.rows import Rows, Settled
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import Runner, Seen, round_up
@@ -34,82 +33,9 @@ from draftsmith.decode.sampling import (
 from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
 from draftsmith.decode.tree_shapes import Plan
 from draftsmith.decode.verify.lossy import Lossy
-from draftsmith.decode.verify.rules import RULES, Noise, RuleInfo
+from draftsmith.decode.verify.rules import RULES, Noise, RuleInfo, Verdict
 
 Kind = TypeVar("Kind")
-
-
-class Rows:
-    """lens: tokens in the target's KV; pending: sampled, not yet in the KV; room: tokens that the
-    row may still emit; active rows advance, the others are computed and ignored. All [B]. stops: M,
-    the most ids that may end one request.
-    """
-
-    def __init__(self, batch: int, stops: int, device: torch.device) -> None:
-        zeros = (torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(5))
-        self.lens_B, self.pending_B, self.seeds_B, self.rounds_B, self.room_B = zeros
-        self.active_B = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.stop_ids_BM = torch.full((batch, stops), -1, dtype=torch.int64, device=device)
-        self.reset()
-
-    def reset(self) -> None:
-        """All rows free."""
-        # One committed garbage token keeps every mask row non-empty, also in rows never used.
-        self.lens_B.fill_(1)
-        self.active_B.fill_(False)
-        self.requests: list[Request | None] = [None] * len(self.lens_B)
-        self.waiting: deque[Request] = deque()
-
-    @property
-    def free(self) -> list[int]:
-        return [row for row, request in enumerate(self.requests) if request is None]
-
-    @property
-    def busy(self) -> list[int]:
-        return [row for row, request in enumerate(self.requests) if request is not None]
-
-    def admit(
-        self, rows_R: Tensor, lens_R: Tensor, pending_R: Tensor, requests: list[Request]
-    ) -> None:
-        """Give rows to requests whose prompts have just been prefilled and first tokens sampled."""
-        self.lens_B[rows_R] = lens_R
-        self.pending_B[rows_R] = pending_R
-        self.rounds_B[rows_R] = 0
-        device = self.lens_B.device
-        self.seeds_B[rows_R] = torch.tensor([r.seed for r in requests], device=device)
-        self.room_B[rows_R] = torch.tensor([r.limit - 1 for r in requests], device=device)
-        most = self.stop_ids_BM.shape[1]
-        # No token is -1.
-        ends = [sorted(r.stop_ids) + [-1] * (most - len(r.stop_ids)) for r in requests]
-        ends_RM = torch.tensor(ends, dtype=torch.int64, device=device).view(len(ends), most)
-        self.stop_ids_BM[rows_R] = ends_RM
-        stopped_R = (pending_R[:, None] == ends_RM).any(1)
-        self.active_B[rows_R] = (self.room_B[rows_R] > 0) & ~stopped_R
-
-    def advance(self, emitted_BL: Tensor, n_accepted_B: Tensor, bad_B: Tensor) -> Tensor:
-        """Commit a round, cut at a stop token and the room left; n_new_B, 0 in inactive rows and in
-        bad ones (broken logits), which end here.
-        """
-        step_L = torch.arange(1, emitted_BL.shape[1] + 1, device=emitted_BL.device)
-        valid_BL = step_L <= (n_accepted_B + 1)[:, None]
-        stops_BL = (emitted_BL[..., None] == self.stop_ids_BM[:, None]).any(-1) & valid_BL
-        first_stop_B = torch.where(stops_BL, step_L, emitted_BL.shape[1] + 1).amin(1)
-        n_new_B = torch.minimum(torch.minimum(n_accepted_B + 1, first_stop_B), self.room_B)
-        n_new_B = torch.where(self.active_B & ~bad_B, n_new_B, 0)
-        last_B = emitted_BL.gather(1, (n_new_B - 1).clamp(min=0)[:, None])[:, 0]
-        # In place: a captured round is replayed on these very tensors.
-        self.rounds_B += self.active_B
-        self.pending_B.copy_(torch.where(n_new_B > 0, last_B, self.pending_B))
-        self.lens_B += n_new_B
-        self.room_B -= n_new_B
-        self.active_B &= (first_stop_B > n_new_B) & (self.room_B > 0) & ~bad_B
-        return n_new_B
-
-    @torch.inference_mode()
-    def release(self, row: int) -> None:
-        """Free a row; it rests, if the host alone knows that its request has ended."""
-        self.requests[row] = None
-        self.active_B[row] = False
 
 
 def first_rows(whole: Kind, rows: int) -> Kind:
@@ -146,13 +72,6 @@ class DecodeBatch:
     grammars: Sequence[Grammar | None] | None = None
     owed: Owed | None = None
 
-    def told(self, drafter: Drafter, kept: Kept, *, waits: bool) -> Tensor | None:
-        """Let the drafter take a round in, now or, where it `waits`, with others."""
-        if not waits or self.owed is None:
-            return drafter.extend(kept)
-        self.owed.take(kept)
-        return None
-
     def law(self, logits_BNV: Tensor, tokens_BN: Tensor, parent: Tensor) -> Tensor:
         """What the target's raw logits at some nodes become: ruled by grammars, transformed."""
         if self.grammars is not None:
@@ -179,13 +98,14 @@ class Told(NamedTuple):
     many drafted ones the rule kept, how many were emitted, whether the row still decodes, whether
     its logits were broken; then, where the batch asks for them, the bits of `told_log_probs` of the
     tokens, and those of what the drafter says. levels, nodes: of the tree that was verified (nodes
-    without the root); said: the drafter's columns.
+    without the root); said: the drafter's columns; owes: what it is still to take in.
     """
 
     table: Tensor
     levels: int
     nodes: int
     said: int = 0
+    owes: Kept | None = None
 
     def listed_BLW(self, table: Tensor) -> Tensor | None:
         """That part of the table, read from its copy on the host; None where nobody asked."""
@@ -221,10 +141,10 @@ class Stepper:
         """
         rows, params, pool = batch.rows, batch.params, batch.pool
         levels = 0 if plan is None else plan.levels
-        lens_B1 = rows.lens_B[:, None]
-        step_L, shared_BLV = torch.arange(levels + 1, device=self.runner.device), None
-        if (rule := self.rule(params)).identical:
-            shared_BLV = self.race(rows.seeds_B, lens_B1 + step_L + 1, params)
+        lens_B1, shared_BLV = rows.lens_B[:, None], None
+        if self.rule(params).identical and not params.greedy:
+            next_L = torch.arange(1, levels + 2, device=self.runner.device)
+            shared_BLV = self.race(rows.seeds_B, lens_B1 + next_L, params)
         calls: list[Call] | None = None if self.recorder is None else []
         tree = self._propose(batch, plan, top, shared_BLV, policy, calls)
         if shared_BLV is not None:
@@ -233,59 +153,91 @@ class Stepper:
         block = None if topology.is_chain else topology.ancestors
         width = min(round_up(top + topology.nodes), pool.slots)
         seen = Seen(rows.lens_B, width, block, topology.depth)
-        slots_BN = lens_B1 + torch.arange(topology.nodes, device=tokens_BN.device)
-        positions_BN = (lens_B1 + topology.depth).expand_as(slots_BN)
-        hidden_BNH, taps_BNU = self.runner.verify(pool, tokens_BN, positions_BN, slots_BN, seen)
+        slots_BN = positions_BN = lens_B1 + topology.depth
+        if not topology.is_chain:
+            slots_BN = lens_B1 + torch.arange(topology.nodes, device=tokens_BN.device)
+        deaf = self._deaf(batch, plan, policy)
+        at = tokens_BN, positions_BN, slots_BN
+        hidden_BNH, taps_BNU = self.runner.verify(pool, *at, seen, taps=not deaf)
         logits_BNV = self.runner.logits(hidden_BNH)
         p_logits_BNV = batch.law(logits_BNV, tokens_BN, topology.parent)
-        drafter = batch.drafter or self.drafter
+        drafter = None if deaf else batch.drafter or self.drafter
         told = _told(drafter, tree, logits_BNV, p_logits_BNV, shared_BLV)
         raw_BNV = None if batch.listed is None else logits_BNV
         del logits_BNV  # a round's largest tensor, which nobody else needs
-        # One broken node breaks its row: nothing times NaN is NaN in every product over the slots.
-        bad_B = p_logits_BNV.amax(-1).isnan().any(1)
-        if self.acceptance is not None:
-            p_logits_BNV = self.acceptance.law(tree, p_logits_BNV, params)
-
-        noise, extra_BN = self._noise(batch, topology, shared_BLV), None
-        if self.recorder is not None and calls:
-            self.recorder.record(rows, tree, calls, p_logits_BNV, hidden_BNH, noise)
-        if self.acceptance is not None and self.acceptance.masks:
-            extra_BN = self.acceptance.mask(tree, p_logits_BNV, noise, hidden_BNH)
-        path_BL, n_accepted_B, next_B = rule.verify(tree, p_logits_BNV, noise, extra_BN)
-        if self.settings.same_shape:
-            n_accepted_B = torch.zeros_like(n_accepted_B)
-            next_B = choose(p_logits_BNV[:, 0], None if shared_BLV is None else shared_BLV[:, 0])
-        elif not topology.is_chain:
-            pool.commit(lens_B1 + path_BL, lens_B1 + step_L[: topology.levels + 1])
-        kept_BL = tokens_BN.gather(1, path_BL)
-        emitted_BL = kept_BL.roll(-1, 1).scatter(1, n_accepted_B[:, None], next_B[:, None])
-        before_B = rows.lens_B.clone()
-        n_new_B = rows.advance(emitted_BL, n_accepted_B, bad_B)
+        made = self._settled(batch, tree, p_logits_BNV, shared_BLV, hidden_BNH, calls)
+        emitted_BL, path_BL, n_new_B, before_B, table = made
+        if not (topology.is_chain or self.settings.same_shape):
+            before_B1 = before_B[:, None]
+            step_L = torch.arange(path_BL.shape[1], device=path_BL.device)
+            pool.commit(before_B1 + path_BL, before_B1 + step_L)
         pool.settle(path_BL, n_new_B)
-        taps_BLU = None if taps_BNU is None else picked(taps_BNU, path_BL)
+        if taps_BNU is None or plan is None:  # of one node: its own
+            taps_BLU = taps_BNU
+        else:
+            taps_BLU = picked(taps_BNU, path_BL)
         if batch.harvest is not None:
             batch.harvest.keep(before_B, picked(hidden_BNH, path_BL), taps_BLU)
-        said_BX = None
+        said_BX, owes = None, None
         if drafter is not None:
             path = None if topology.is_chain else path_BL
             kept = Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top, params=params, **told)
-            said_BX = batch.told(drafter, kept, waits=plan is None)
-        ended = torch.stack([n_accepted_B, n_new_B, rows.active_B, bad_B], 1)
-        news = [emitted_BL, tree.ranks(path_BL), ended]
+            owes = kept if plan is None and batch.owed is not None else None
+            said_BX = None if owes is not None else drafter.extend(kept)
+        news = [table]
         if raw_BNV is not None and batch.listed is not None:
             told_BLW = told_log_probs(picked(raw_BNV, path_BL), emitted_BL, batch.listed)
             news.append(told_BLW.flatten(1).view(torch.int64))
         said = [] if said_BX is None else [said_BX.view(torch.int64)]
         size = topology.levels, topology.nodes - 1, sum(part.shape[1] for part in said)
-        return Told(torch.cat(news + said, 1), *size)
+        whole = [*news, *said]
+        return Told(table if len(whole) == 1 else torch.cat(whole, 1), *size, owes)
+
+    def _deaf(self, batch: DecodeBatch, plan: Plan | None, policy: Policy | None) -> bool:
+        """Whether the drafter need not hear of a round: it is not to draft for more rounds than it
+        would be told of (`Owed`).
+        """
+        sleeps = plan is None and policy is not None and policy.asleep and batch.harvest is None
+        return sleeps and batch.owed is not None and bool(self.runner.taps)
+
+    def _settled(
+        self,
+        batch: DecodeBatch,
+        tree: TokenTree,
+        p_logits_BNV: Tensor,
+        shared_BLV: Tensor | None,
+        hidden_BNH: Tensor,
+        calls: list[Call] | None,
+    ) -> Settled:
+        """What the rule keeps of a tree, the rows then moved on."""
+        rows, params, rule = batch.rows, batch.params, self.rule(batch.params)
+        watched = self.acceptance is not None or self.recorder is not None
+        if not watched and not self.settings.same_shape and rule is RULES["coupled"]:
+            made = Settled.at_once(rows, tree, p_logits_BNV, shared_BLV)
+            if made is not None:
+                return made
+        # One broken node breaks its row: nothing times NaN is NaN in every product over the slots.
+        bad_B = p_logits_BNV.amax(-1).isnan().any(1)
+        if self.acceptance is not None:
+            p_logits_BNV = self.acceptance.law(tree, p_logits_BNV, params)
+        noise, extra_BN = self._noise(batch, tree.topology, shared_BLV), None
+        if self.recorder is not None and calls:
+            self.recorder.record(rows, tree, calls, p_logits_BNV, hidden_BNH, noise)
+        if self.acceptance is not None and self.acceptance.masks:
+            extra_BN = self.acceptance.mask(tree, p_logits_BNV, noise, hidden_BNH)
+        verdict = rule.verify(tree, p_logits_BNV, noise, extra_BN)
+        if self.settings.same_shape:
+            next_B = choose(p_logits_BNV[:, 0], None if shared_BLV is None else shared_BLV[:, 0])
+            none_B = torch.zeros_like(verdict.n_accepted_B)
+            verdict = Verdict(verdict.path_BL, none_B, next_B)
+        return Settled.by(rows, tree, verdict, bad_B)
 
     @torch.inference_mode()
-    def catch_up(self, batch: DecodeBatch, rounds: int, top: int) -> None:
-        """Let the drafter take in what at most so many rounds without a draft owe it."""
+    def catch_up(self, batch: DecodeBatch, top: int) -> None:
+        """Let the drafter take in what rounds without a draft owe it."""
         drafter = batch.drafter or self.drafter
-        if drafter is not None and batch.owed is not None:
-            drafter.catch_up(batch.owed.settled(batch.rows.lens_B, rounds, top))
+        if drafter is not None and batch.owed is not None and batch.owed.rounds:
+            drafter.catch_up(batch.owed.settled(batch.rows.lens_B, top))
 
     @torch.inference_mode()
     def between(self, batch: DecodeBatch, plan: Plan, top: int) -> bool:

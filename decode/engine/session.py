@@ -6,13 +6,13 @@ heard at once, or one round late where the device runs ahead of the host. One th
 Shapes: R rows just admitted, N prompt tokens.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from statistics import NormalDist
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -67,7 +67,6 @@ class Session:
         self.narrow = narrow and decoder.runner.device.type == "cpu"
         self._parts: dict[int, DecodeBatch] = {}  # of the batch, by their rows
         self.launched, self.lag = 0, 0.0
-        self.rested = 0  # rounds without a draft since the drafter took in what they emitted
         self.heard: float | None = None  # when; None where prompts came in since
 
     @property
@@ -157,7 +156,11 @@ class Session:
         on_cuda = device.type == "cuda"
         # Captures and events belong to the current device.
         with torch.cuda.device(device) if on_cuda else nullcontext():
-            self._rest(part, plan is None, top)
+            owed = self.batch.owed
+            if owed is not None and plan is None and not owed.rounds:
+                owed.begin(slice(None), self.batch.rows.lens_B)
+            elif plan is not None:
+                decoder.stepper.catch_up(part, top)
             if plan is not None and decoder.stepper.between(part, plan, top):
                 self._parts = {}
                 part = self._part()
@@ -168,6 +171,8 @@ class Session:
                 steady = decoder.graphs.steady
             else:
                 told = decoder.stepper.step(part, plan, top, decoder.policy)
+            if owed is not None and plan is None:
+                owed.take(told.owes, replayed=decoder.graphs is not None)
             table, ready = told.table, None
             if decoder.late and on_cuda:
                 table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
@@ -182,20 +187,11 @@ class Session:
         if self.narrow or rows.waiting or not self.decoder.policy.rests:
             return 0.0
         counts = [r.completion.counters for r in rows.requests if r is not None]
-        kept = np.array([c.emitted / c.rounds - 1 for c in counts if c.rounds >= HEARD])
-        spread = kept.std() / kept.mean() if len(kept) > 1 and kept.any() else SPREAD
-        return min(1.0, float(spread) * NormalDist().inv_cdf(max(0.5, 1 - 1 / (len(counts) + 1))))
-
-    def _rest(self, part: DecodeBatch, rests: bool, top: int) -> None:
-        """Before a round: count it if it drafts nothing, else let the drafter catch up."""
-        owed, rows = self.batch.owed, self.batch.rows
-        if owed is None:
-            return
-        if rests and not self.rested:
-            owed.begin(slice(None), rows.lens_B)
-        elif not rests and self.rested:
-            self.decoder.stepper.catch_up(part, self.rested, top)
-        self.rested = self.rested + 1 if rests else 0
+        kept = [c.emitted / c.rounds - 1 for c in counts if c.rounds >= HEARD]
+        spread, mean = SPREAD, sum(kept) / max(1, len(kept))
+        if len(kept) > 1 and mean:
+            spread = math.dist(kept, [mean] * len(kept)) / math.sqrt(len(kept)) / mean
+        return min(1.0, spread * NormalDist().inv_cdf(max(0.5, 1 - 1 / (len(counts) + 1))))
 
     def hear(self, flight: Flight) -> list[News]:
         """Take in what a round tells."""

@@ -64,7 +64,9 @@ class KnownTarget(Runner):
             nothing, rows=rows, slots=round_up(slots), dtype=self.dtype, device=self.device
         )
 
-    def _pass(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache) -> States:
+    def _pass(
+        self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, *, taps: bool = True
+    ) -> States:
         self.rounds.append((tokens_BN.shape[1], time.perf_counter() - self.ended))
         if self.shared:
             super()._pass(tokens_BN, positions_BN, cache)

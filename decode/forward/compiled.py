@@ -23,8 +23,8 @@ FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shar
 
 
 @cache
-def library() -> Any:
-    """The compiled functions; None where this machine can't compile them."""
+def library(source: Path = SOURCE) -> Any:
+    """A file's compiled functions; None where this machine can't compile them."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return None
@@ -32,14 +32,14 @@ def library() -> Any:
         info = Path("/proc/cpuinfo")
         cpu = info.read_text().split("\n\n")[0] if info.exists() else platform.processor()
         kind = [line for line in cpu.splitlines() if line.startswith(("model name", "flags"))]
-        mark = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, compiler, *kind]).encode())
+        mark = hashlib.sha256("\n".join([source.read_text(), *FLAGS, compiler, *kind]).encode())
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
-        made = folder / f"native-{mark.hexdigest()[:16]}.so"
+        made = folder / f"{source.stem}-{mark.hexdigest()[:16]}.so"
         if not made.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as part:
                 built = Path(part) / "native.so"
-                command = [compiler, *FLAGS, "-w", str(SOURCE), "-o", str(built)]
+                command = [compiler, *FLAGS, "-w", str(source), "-o", str(built)]
                 subprocess.run(command, check=True, capture_output=True, timeout=120)
                 built.replace(made)  # whole or not at all: others may be building it too
         return ctypes.CDLL(str(made))

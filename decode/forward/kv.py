@@ -42,6 +42,7 @@ class KVPool:
         self.kv_2LBSHE = torch.zeros(shape, dtype=dtype, device=device)
         self.keys_LBSHE, self.values_LBSHE = self.kv_2LBSHE
         self.rows, self.slots = rows, slots
+        self.first_B1 = torch.arange(rows, device=device)[:, None] * slots
         self.place = {layer: i for i, layer in enumerate(kv_layers(config))}
 
     def first(self, rows: int) -> Self:
@@ -60,8 +61,7 @@ class KVPool:
 
     def flat(self, slots_BN: Tensor) -> Tensor:
         """Where slots [B, N] of rows 0..B-1 lie when rows and slots are one axis; [B * N]."""
-        first_B = torch.arange(slots_BN.shape[0], device=slots_BN.device) * self.slots
-        return (first_B[:, None] + slots_BN).flatten()
+        return (self.first_B1[: len(slots_BN)] + slots_BN).flatten()
 
     def clear(self, rows_R: Tensor) -> None:
         """Forget rows: what a request left behind, NaN perhaps, can't reach the next one."""

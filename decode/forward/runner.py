@@ -135,9 +135,18 @@ class Runner:
         return self._pass(tokens_BN, positions_BN, cache)
 
     def verify(
-        self, pool: KVPool, tokens_BN: Tensor, positions_BN: Tensor, slots_BN: Tensor, seen: Seen
+        self,
+        pool: KVPool,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        slots_BN: Tensor,
+        seen: Seen,
+        *,
+        taps: bool = True,
     ) -> States:
-        """States of new tokens of rows 0..B-1 that go to `slots_BN`; each sees what `seen` says."""
+        """States of new tokens of rows 0..B-1 that go to `slots_BN`; each sees what `seen` says.
+        taps: whether those are wanted.
+        """
         # What lies past the context's end is never kept; it only must not overrun the tables.
         positions_BN = positions_BN.clamp(max=self.context - 1)
         attend = Attend(
@@ -148,7 +157,7 @@ class Runner:
         cache = SlotCache(pool, pool.flat(slots_BN), width, attend)
         if pool.states is not None:
             cache.mix = partial(pool.states.verify, pool.states.tree(seen.block, tokens_BN))
-        return self._pass(tokens_BN, positions_BN, cache)
+        return self._pass(tokens_BN, positions_BN, cache, taps=taps)
 
     def again(
         self,
@@ -210,10 +219,13 @@ class Runner:
         lens_B = torch.full_like(rows_B, ids_BT.shape[1])
         return self._prompts(self.pool(*ids_BT.shape), rows_B, ids_BT, lens_B)
 
-    def _pass(self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache) -> States:
-        taken: Taken = {int(tap): None for tap in self.taps if tap != NORM}
+    def _pass(
+        self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, *, taps: bool = True
+    ) -> States:
+        wanted = self.taps if taps else ()
+        taken: Taken = {int(tap): None for tap in wanted if tap != NORM}
         hidden_BNH = self.call(tokens_BN, positions_BN, cache, taken)
-        return hidden_BNH, joined(self.taps, hidden_BNH, taken) if self.taps else None
+        return hidden_BNH, joined(wanted, hidden_BNH, taken) if wanted else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] fp32 over the tokenizer's vocabulary; -inf for tokens that have none."""

@@ -90,6 +90,7 @@ class Auto(Policy):
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
     SHARES = np.array([0.0, 0.15, 0.05])  # of a plain round's seconds, before anything is known
     PRIOR = 0.05  # how much these weigh beside one measured tree
+    NAP = 32  # rounds before a draft from which on the drafter listens
     rests = True
 
     def __init__(self, plan: Plan) -> None:
@@ -102,7 +103,7 @@ class Auto(Policy):
         return Pace(defaultdict(lambda: deque(maxlen=self.WATCH)), due=self.EVERY, every=self.EVERY)
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
-        pace = self.paces[load.rows]
+        pace, self.asleep = self.paces[load.rows], False
         if len(pace.seconds[None]) < self.PLAIN:
             return None
         if not pace.next:
@@ -112,6 +113,9 @@ class Auto(Policy):
             pace.choice, lasts = self._choose(pace, load.lag)
             # While little is known, what was learned is used at once.
             pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self.TRY)
+        if pace.choice is None:
+            rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
+            self.asleep = rounds > self.NAP
         return pace.choice
 
     def observe(self, outcome: Outcome) -> None:

@@ -84,13 +84,14 @@ class Outcome(NamedTuple):
 class Policy:
     """Always the same tree, and what other policies begin with. plans: every tree it may ask for,
     the largest last; enough, chance, orders, keep: as in `Round`; priced: whether it is given
-    `costs`, seconds of the models' passes; rests: whether rounds may draft nothing.
+    `costs`, seconds of the models' passes; rests: whether rounds may draft nothing; asleep: whether
+    nothing will be drafted for so long that a drafter need not hear of this round.
     """
 
     enough: Enough | None = None
     chance: Chance | None = None
     keep: HowMany | None = None
-    orders = priced = rests = False
+    orders = priced = rests = asleep = False
     costs: Costs | None = None
 
     def __init__(self, plan: Plan) -> None:

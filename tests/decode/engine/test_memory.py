@@ -78,9 +78,10 @@ def test_a_runs_peak_is_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Eight rows, 16 nodes and more, 32k tokens: the pools, and a round's logits, q, and noise as
-    a GPU makes it.
+    a GPU makes them.
     """
     monkeypatch.setattr("draftsmith.decode.sampling.library", lambda: None)
+    monkeypatch.setattr("draftsmith.decode.engine.rows.library", lambda source: None)
     monkeypatch.setattr("draftsmith.decode.engine.decoder.vocab_size", lambda tokenizer: LARGE)
     planned, used = planned_and_used(
         tiny_tokenizer, params, vocab=LARGE, prompt=20, rounds=2, **settings

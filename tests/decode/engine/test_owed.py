@@ -141,7 +141,7 @@ def test_of_more_than_can_wait_the_oldest_are_lost(
 
 def test_what_is_owed_is_in_order_of_position() -> None:
     """Tokens 10 p of positions p; of three rows one has just begun, one rests."""
-    debt = owed.Owed(3, wide=2, dtype=torch.float32, device=torch.device("cpu"))
+    debt = owed.Owed(3, torch.device("cpu"), taps=True)
     lens_B = torch.tensor([5, 31, 40])
     debt.begin(slice(None), lens_B)
 
@@ -149,10 +149,35 @@ def test_what_is_owed_is_in_order_of_position() -> None:
         return torch.stack([lens_B, lens_B + 0.5], 1)[:, None].float()
 
     for _ in range(4):
-        debt.take(Kept(10 * lens_B[:, None], torch.ones(3), None, lens_B, states(lens_B)))
+        kept = Kept(10 * lens_B[:, None], torch.ones(3), None, lens_B, states(lens_B))
+        debt.take(kept, replayed=False)
         lens_B = lens_B + torch.tensor([1, 1, 0])
     debt.begin(torch.tensor([0]), torch.tensor([8]))
-    kept = debt.settled(lens_B, 4, 99)
+    kept = debt.settled(lens_B, 99)
     assert kept.n_new_B.tolist() == [1, 4, 0] and kept.lens_B.tolist() == [8, 31, 40]
     assert kept.tokens_BL[0, 0] == 80 and kept.tokens_BL[1].tolist() == [310, 320, 330, 340]
     assert kept.taps_BLU is not None and kept.taps_BLU[1, :, 1].tolist() == [31.5, 32.5, 33.5, 34.5]
+
+
+def test_a_drafter_that_sleeps_hears_nothing_and_goes_on_from_what_it_knew(
+    tmp_path: Path, tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """No states are taken for it, nothing waits; answers are the same."""
+    pair = tiny_target, tiny_tokenizer
+    folder = ours(tmp_path / "it/drafter", made("eagle3", tiny_target), *pair)
+    drafter = load_drafter(str(folder), *pair)
+    assert drafter is not None
+    decoder, drafted = resting(pair, drafter)
+    decoder.policy.asleep = True
+    taken, verify = [], decoder.runner.verify
+
+    def noted(*args: Any, **how: Any) -> Any:
+        hidden_BNH, taps_BNU = verify(*args, **how)
+        taken.append((hidden_BNH.shape[1], taps_BNU is not None))
+        return hidden_BNH, taps_BNU
+
+    decoder.runner.verify = noted  # type: ignore[method-assign]
+    decode(decoder, pair)
+    assert drafted and set(taken) == {(1, False), (4, True)}
+    assert decoder._batch is not None and decoder._batch.owed is not None
+    assert not decoder._batch.owed.rounds
