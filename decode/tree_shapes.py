@@ -251,6 +251,24 @@ def static_levels(tree: StaticTree, device: torch.device) -> tuple[Level, ...]:
     return tuple(found)
 
 
+@cache
+def dynamic_slots(width: int, levels: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of dynamic trees of so many levels: the depths of the nodes fed, in order of their slots, and
+    of all candidates; and the nodes of a level, each marked for itself.
+    """
+    fed = [0, *(depth for depth in range(1, levels + 1) for _ in range(width))]
+    all_C = [0, *fed[1 : width + 1], *(depth for depth in fed[width + 1 :] for _ in range(width))]
+    eye_FF = torch.eye(width, dtype=torch.bool, device=device)
+    return torch.tensor(fed, device=device), torch.tensor(all_C, device=device), eye_FF
+
+
+@cache
+def ranks(tree: StaticTree, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Of its nodes but the root: depths from 0 on, and ranks; and the most ranks."""
+    level, rank = zip(*((len(path) - 1, path[-1]) for path in tree.paths), strict=True)
+    return torch.tensor(level, device=device), torch.tensor(rank, device=device), max(rank) + 1
+
+
 # The trees that the papers' own code ships, as ranks of the children along each path.
 PUBLISHED = {
     "medusa-63": (

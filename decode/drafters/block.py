@@ -17,13 +17,15 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.medusa import output_product
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
+from draftsmith.decode.drafting.grow_tree import grow_known
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV, keep_last
 from draftsmith.decode.forward.attention import Seen
-from draftsmith.decode.forward.lean_heads import LeanBlock, LeanSwiglu, lean_block
+from draftsmith.decode.forward.lean_heads import lean_block, quick
 from draftsmith.decode.forward.product import VocabHead, head_logits
 from draftsmith.decode.forward.size import ModelSize
+from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.block import Block, Guess
-from draftsmith.models.layers.block_lights import SwigluLight
+from draftsmith.models.layers.block_lights import Light
 
 
 class BlockDrafter(HeadDrafter):
@@ -35,12 +37,10 @@ class BlockDrafter(HeadDrafter):
     def __init__(self, head: Block, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config.layer)
         self.lm_head = VocabHead(head.target_head_VH.detach(), None, vocab_size)
-        self.after, self.changed = None, head.light.changed
-        if isinstance(head.light, SwigluLight):
-            self.changed = LeanSwiglu(head.light).changed
+        self.after, self.light = None, quick(head.light)
         if head.light.rank:
             self.after = output_product(head.light.after.weight, None, vocab_size)
-        self.body: Block | LeanBlock = lean_block(head) or head
+        self.body = lean_block(head)
 
     @property
     def size(self) -> ModelSize:
@@ -70,8 +70,17 @@ class BlockDrafter(HeadDrafter):
         self.body.keep(context_BLH, *self.pool.added(at_BL))
         keep_last(self.state_BH, context_BLH, kept.n_new_B)
 
+    def at_once(self, request: Round) -> TokenTree | None:
+        if type(self.head.light) is not Light:
+            return None
+
+        def logits() -> Tensor:
+            return self.lm_head.logits(self.body.normed(self._trunk(request)))
+
+        return grow_known(request, logits)
+
     def feed(self, request: Round) -> Feed:
-        light = self.head.light
+        light = self.light
         output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.fc.weight
 
         def feed(frontier: Frontier) -> Fed:
@@ -85,10 +94,11 @@ class BlockDrafter(HeadDrafter):
                     logits_BnV = self.lm_head.logits(state_BnH)
             elif frontier.of_BF is not None and light.width:
                 carried_BFS = picked(carried_BFS, frontier.of_BF)
-            embedded_BFH = self.head.embed(tokens_BF)
             output_BFH = output_BnH[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
+            reads = light.width or light.deep  # others know the last token by its number
+            embedded_BFH = self.head.embed(tokens_BF) if reads else output_BFH
             if light.deep:
-                output_BFH, carried_BFS = self.changed(output_BFH, embedded_BFH, carried_BFS)
+                output_BFH, carried_BFS = light.changed(output_BFH, embedded_BFH, carried_BFS)
                 state_BFH = self.body.normed(output_BFH)
                 return Fed(self.lm_head.logits(state_BFH), state_BFH)
             state_BFH = state_BnH[:, depth, None].expand_as(output_BFH)
@@ -106,14 +116,13 @@ class BlockDrafter(HeadDrafter):
         rows = self.head.first + request.plan.levels if causal else self.head.block
         row_b = torch.arange(rows, device=self.device)
         at_Bb = request.lens_B[:, None] + row_b
-        block_bb = torch.ones(rows, rows, dtype=torch.bool, device=self.device)
-        block_bb = block_bb.tril() if causal else block_bb
+        block_bb = None if causal else torch.ones(rows, rows, dtype=torch.bool, device=self.device)
         width = self.pool.width(request.top + rows)
         seen = Seen(request.lens_B, width, block_bb, row_b)
         run = self.body.run(*self.pool.fed(at_Bb, at_Bb, seen), rows)
         guess = self._guess(request) if self.head.config.noise else None
         given = request.pending_B[:, None], self.state_BH[:, None]
-        return self.head.trunk(*given, rows, run, guess)[:, 0]
+        return self.body.trunk(*given, rows, run, guess)[:, 0, : request.plan.levels]
 
     def _guess(self, request: Round) -> Guess:
         """The tokens that rows win by the round's own noise, where it has any."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.drafters.medusa import output_product, through
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
+from draftsmith.decode.forward.lean_heads import lean_prefix
 from draftsmith.decode.forward.product import Product, head_logits
 from draftsmith.models.heads.hydra import Hydra
 
@@ -25,7 +26,7 @@ class HydraDrafter(HeadDrafter):
 
     def __init__(self, head: Hydra, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config.prefix)
-        levels = range(head.levels)
+        self.prefix, levels = lean_prefix(head) or head.prefix, range(head.levels)
         blocks = [head.blocks(depth) for depth in levels]
         # The two maps that read a first block's input.
         entries: list[list[Any]] = [[b.linear, b.res_connection] for b, *_ in blocks]
@@ -37,7 +38,7 @@ class HydraDrafter(HeadDrafter):
     def read(self, taps_BNU: Tensor, next_BN: Tensor, where: Where | None) -> Tensor:
         if self.layer is None or where is None:
             return taps_BNU
-        return self.head.prefix(taps_BNU, *where)
+        return self.prefix(taps_BNU, *where)
 
     def feed(self, request: Round) -> Feed:
         fed_BFI = self.state_BH[:, None]  # what the nodes fed last have read

@@ -9,8 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round
+from draftsmith.decode.drafting.grow_tree import grow_known
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.forward.product import Product, head_logits
+from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.medusa import Medusa
 
 
@@ -30,23 +32,29 @@ class MedusaDrafter(HeadDrafter):
         self.outputs = [output_product(head.head_VH(depth), None, vocab_size) for depth in own]
 
     def feed(self, request: Round) -> Feed:
-        states_BKH, shared_BKV = self.state_BH, None
+        states_BKH = shared_BKV = self.state_BH
 
         def feed(frontier: Frontier) -> Fed:
             nonlocal states_BKH, shared_BKV
             depth, nodes = frontier.depth, frontier.tokens_BF.shape[1]
             if depth == 0:
                 states_BKH = self._states(self.state_BH, request.plan.levels)
-                if not self.head.config.own_heads:  # one matrix, read once for all levels
-                    shared_BKV = head_logits(self.outputs[0], states_BKH)
+                if not self.head.config.own_heads:
+                    shared_BKV = self._logits(states_BKH)
             state_B1H = states_BKH[:, depth, None]
-            if shared_BKV is not None:
-                logits_B1V = shared_BKV[:, depth, None]
-            else:
+            if self.head.config.own_heads:
                 logits_B1V = head_logits(self.outputs[depth], state_B1H)
+            else:
+                logits_B1V = shared_BKV[:, depth, None]
             return Fed(logits_B1V.expand(-1, nodes, -1), state_B1H.expand(-1, nodes, -1))
 
         return feed
+
+    def at_once(self, request: Round) -> TokenTree | None:
+        def logits() -> Tensor:
+            return self._logits(self._states(self.state_BH, request.plan.levels))
+
+        return grow_known(request, logits)
 
     def first(self, states_BTH: Tensor, next_BT: Tensor) -> Fed:
         state_BTH = self._states(states_BTH.flatten(0, 1), 1).view_as(states_BTH)
@@ -56,6 +64,13 @@ class MedusaDrafter(HeadDrafter):
     def parameter_bytes(self) -> int:
         shared = 0 if self.head.config.own_heads else self.head.target_head_VH.nbytes
         return super().parameter_bytes + shared // self.levels
+
+    def _logits(self, states_BKH: Tensor) -> Tensor:
+        """Of the first heads; one matrix of all is read once."""
+        if not self.head.config.own_heads:
+            return head_logits(self.outputs[0], states_BKH)
+        each = zip(self.outputs, states_BKH.unbind(1), strict=False)
+        return torch.stack([head_logits(output, state_BH) for output, state_BH in each], 1)
 
     def _states(self, hidden_BH: Tensor, levels: int) -> Tensor:
         """What the LM heads of the first `levels` heads multiply, [B, K, H]."""

@@ -9,6 +9,8 @@ Shapes: B rows, N nodes, F of them fed in one call, M slots of the block drafted
 V vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,8 @@ from draftsmith.decode.tree_shapes import (
     DynamicTree,
     Level,
     StaticTree,
+    dynamic_slots,
+    ranks,
     static_levels,
     static_topology,
 )
@@ -51,14 +55,17 @@ def at_once(request: Round, native: NativeBody | None, head: VocabHead) -> Nativ
     """What drafts all of a round in one call, if there is such a thing, and the round asks for a
     chain of best tokens and for no word of the calls.
     """
-    if native is None or not request.plan.is_chain:
+    if native is None or not request.plan.is_chain or not plain(request):
         return None
-    params, sampled = request.params, request.law not in (COUPLED, DETERMINISTIC)
+    params = request.params
     filtered = not isinstance(params, SamplingParams) or params.law[1:] != UNFILTERED
+    return None if filtered or not native.drafts(head, len(request.lens_B)) else native
+
+
+def plain(request: Round) -> bool:
+    """Whether a round asks for best tokens, and for no word of the calls."""
     watched = (request.calls, request.enough, request.chance) != (None, None, None)
-    if sampled or request.want_q or filtered or watched:
-        return None
-    return native if native.drafts(head, len(request.lens_B)) else None
+    return request.law in (COUPLED, DETERMINISTIC) and not (watched or request.want_q)
 
 
 def grow_at_once(
@@ -78,6 +85,24 @@ def grow_at_once(
     tokens_BK = native.chain(head, pool, ChainStart(first_BH, carried_BH, at_B, *drawn), steps)
     tokens_BN = torch.cat([request.pending_B[:, None], tokens_BK], 1)
     return TokenTree(tokens_BN, chain(steps, tokens_BN.device), request.law)
+
+
+def grow_known(request: Round, logits: Callable[[], Tensor]) -> TokenTree | None:
+    """The tree that `grow` would come to where all nodes of a depth share one law, by these raw
+    logits [B, K, V]; None for rounds that it is not for.
+    """
+    plan, race_BDV, device = request.plan, request.race_BDV, request.pending_B.device
+    if not isinstance(plan, StaticTree) or not plain(request):
+        return None
+    scores_BKV = request.params.transform(logits())
+    if race_BDV is not None and request.law == COUPLED:
+        scores_BKV = scores_BKV - race_BDV[:, : plan.levels]
+    if plan.is_chain:
+        topology, drawn_BN = chain(plan.levels, device), scores_BKV.argmax(-1)
+    else:
+        topology, (level_N, rank_N, breadth) = static_topology(plan, device), ranks(plan, device)
+        drawn_BN = likeliest(scores_BKV, breadth)[1][:, level_N, rank_N]
+    return TokenTree(torch.cat([request.pending_B[:, None], drawn_BN], 1), topology, request.law)
 
 
 def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
@@ -126,50 +151,52 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
     """
     batch, device, width = request.pending_B.shape[0], request.pending_B.device, plan.width
     zeros_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-    # Of every candidate so far (the root is number 0): token, parent, depth, slot if fed, score.
-    tokens_BC, parent_BC, slot_BC = request.pending_B[:, None], zeros_B1 - 1, zeros_B1
-    score_BC = path_BC = joint_BC = torch.zeros(batch, 1, device=device)
-    depth_C = torch.zeros(1, dtype=torch.int64, device=device)
-    frontier = Frontier(0, tokens_BC, None, zeros_B1[0])
-    fed_BF = zeros_B1
+    # Of every candidate so far, level by level (the root is number 0): token, parent, score.
+    tokens, parents = [request.pending_B[:, None]], [zeros_B1 - 1]
+    above_BF = path_BF = joint_BF = torch.zeros(batch, 1, device=device)
+    scores, fed = [above_BF], [zeros_B1]
+    frontier = Frontier(0, tokens[0], None, zeros_B1[0])
     for drafted in range(1, plan.levels + 1):
         logits_BFV, states_BFH = feed(frontier)
         logits_BFV = request.params.transform(logits_BFV)
-        log_q_BFV = (_scores(request, logits_BFV, drafted - 1) * plan.sharpness).log_softmax(-1)
-        log_q_BFK, children_BFK = likeliest(log_q_BFV, width)
+        log_q_BFV = _scores(request, logits_BFV, drafted - 1)
+        if plan.sharpness != 1:
+            log_q_BFV = log_q_BFV * plan.sharpness
+        log_q_BFV = log_q_BFV.log_softmax(-1)
+        own_BFK, children_BFK = likeliest(log_q_BFV, width)
         del log_q_BFV  # of all tokens of all nodes: what follows needs the room
-        children_BK, own_BK = children_BFK.flatten(1), log_q_BFK.flatten(1)
-        place_F = torch.arange(fed_BF.shape[1], device=device)
-        of_BK = place_F.repeat_interleave(width).expand(batch, -1)
-        call = None
+        children_BK, call = children_BFK.flatten(1), None
         if request.chance is not None or request.enough is not None:
+            place_F = torch.arange(frontier.tokens_BF.shape[1], device=device)
+            of_BK = place_F.repeat_interleave(width).expand(batch, -1)
             call = _call(request, drafted - 1, Fed(logits_BFV, states_BFH), of_BK, children_BK)
         if call is not None and request.chance is not None:
-            call.above_BF = joint_BC.gather(1, fed_BF)
-            joint_BC = torch.cat([joint_BC, call.joint_BC], 1)
+            call.above_BF = joint_BF
             chance_BK = request.chance(call)
-            call.path_BC = path_BC.gather(1, fed_BF).gather(1, of_BK) + chance_BK
-            path_BC = torch.cat([path_BC, call.path_BC], 1)
-            own_BK = chance_BK if request.orders else own_BK
-        new_BK = score_BC.gather(1, fed_BF).gather(1, of_BK) + own_BK
+            call.path_BC = path_BK = path_BF.gather(1, of_BK) + chance_BK
+            own_BFK = chance_BK.view_as(own_BFK) if request.orders else own_BFK
+        new_BK = (above_BF[..., None] + own_BFK).flatten(1)
         # A draft's NaN must not break the tree: it scores least, and so does all below it.
-        new_BK = new_BK.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        first = tokens_BC.shape[1]
-        tokens_BC = torch.cat([tokens_BC, children_BK], 1)
-        parent_BC = torch.cat([parent_BC, fed_BF.repeat_interleave(width, 1)], 1)
-        score_BC = torch.cat([score_BC, new_BK], 1)
-        slot_BC = torch.cat([slot_BC, torch.zeros_like(children_BK)], 1)
-        depth_C = torch.cat([depth_C, torch.full((new_BK.shape[1],), drafted, device=device)])
+        new_BK = new_BK.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+        first = sum(level.shape[1] for level in tokens)
+        tokens.append(children_BK)
+        parents.append(fed[-1].repeat_interleave(width, 1))
+        scores.append(new_BK)
         if call is not None and call.path_BC is None:
             call.path_BC = new_BK
         if drafted == plan.levels or (call is not None and _enough(request, call)):
             break
         best_BF = new_BK.sort(dim=1, descending=True, stable=True).indices[:, :width]
-        slot_F = 1 + (drafted - 1) * width + torch.arange(width, device=device)
-        frontier = _dynamic_frontier(frontier, children_BK, best_BF, drafted, slot_F)
-        fed_BF = first + best_BF
-        slot_BC = slot_BC.scatter(1, fed_BF, slot_F.expand_as(fed_BF))
+        above_BF = new_BK.gather(1, best_BF)
+        if call is not None and request.chance is not None:
+            joint_BF, path_BF = call.joint_BC.gather(1, best_BF), path_BK.gather(1, best_BF)
+        frontier = _dynamic_frontier(frontier, children_BK, best_BF, drafted)
+        fed.append(first + best_BF)
     plan = plan.cut(drafted)
+    tokens_BC, parent_BC, score_BC = (torch.cat(levels, 1) for levels in (tokens, parents, scores))
+    fed_BC = torch.cat(fed, 1)
+    slot_BC = torch.arange(fed_BC.shape[1], device=device).expand_as(fed_BC)
+    slot_BC = torch.zeros_like(tokens_BC).scatter_(1, fed_BC, slot_BC)
     # The best of all, in order of creation: parents come before their children, since no node
     # scores above its parent, and ties, those of -inf too, go to the earlier one.
     order_BC = score_BC.sort(dim=1, descending=True, stable=True).indices
@@ -179,9 +206,9 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
         kept = request.keep(score_BC.gather(1, chosen_BN), request.active_B)
         nodes = min(kept, nodes)
         chosen_BN, rank_BN = order_BC[:, :nodes].sort(1)
+    depth_C = dynamic_slots(width, plan.levels, device)[1]
     topology = _topology(min(plan.levels, nodes - 1), parent_BC, depth_C, chosen_BN)
-    tokens_BN = tokens_BC.gather(1, chosen_BN)
-    tree = TokenTree(tokens_BN, topology, request.law, rank_BN=rank_BN)
+    tree = TokenTree(tokens_BC.gather(1, chosen_BN), topology, request.law, rank_BN=rank_BN)
     return tree, slot_BC.gather(1, chosen_BN)
 
 
@@ -210,18 +237,16 @@ def _static_frontier(plan: StaticTree, depth: int, level: Level, tokens_BN: Tens
 
 
 def _dynamic_frontier(
-    before: Frontier, children_BK: Tensor, best_BF: Tensor, depth: int, slot_F: Tensor
+    before: Frontier, children_BK: Tensor, best_BF: Tensor, depth: int
 ) -> Frontier:
     """The best of the children just drawn; they see what their parents saw, and themselves."""
     batch, width = best_BF.shape
-    of_BF = best_BF // width
-    eye_FF = torch.eye(width, dtype=torch.bool, device=of_BF.device).expand(batch, -1, -1)
-    block, depth_M = before.block, before.depth_M
-    if block is None or depth_M is None:  # the root sees itself
-        block, depth_M = eye_FF[:, :1, :1], torch.zeros_like(slot_F[:1])
-    depth_M = torch.cat([depth_M, torch.full_like(slot_F, depth)])
-    block_BFM = torch.cat([picked(block, of_BF), eye_FF], 2)
-    tokens_BF = children_BK.gather(1, best_BF)
+    of_BF, tokens_BF = best_BF // width, children_BK.gather(1, best_BF)
+    depth_M, _, eye_FF = dynamic_slots(width, depth, best_BF.device)
+    own_BFF = eye_FF.expand(batch, -1, -1)
+    block = own_BFF[:, :1, :1] if before.block is None else before.block  # the root sees itself
+    block_BFM = torch.cat([picked(block, of_BF), own_BFF], 2)
+    slot_F = torch.arange(len(depth_M) - width, len(depth_M), device=best_BF.device)
     return Frontier(depth, tokens_BF, of_BF, slot_F, block_BFM, depth_M)
 
 

@@ -6,11 +6,12 @@ width, U width of the taps side by side; X any leading axes.
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.decode.forward.attention import Attend, Seen
 from draftsmith.decode.forward.kv import KVPool, SlotCache
@@ -27,10 +28,11 @@ from draftsmith.decode.forward.lean import (
 )
 from draftsmith.decode.forward.native import Front, NativeBody, weight_of
 from draftsmith.decode.forward.product import Product
-from draftsmith.models.heads.block import Block, Layer
+from draftsmith.models.heads.block import Block, Stack
 from draftsmith.models.heads.eagle import Eagle
+from draftsmith.models.heads.head import Head
+from draftsmith.models.heads.hydra import Hydra
 from draftsmith.models.layers.block_attention import Blocks
-from draftsmith.models.layers.block_lights import SwigluLight
 from draftsmith.models.layers.layer import Attention, Keep, causal
 
 
@@ -83,7 +85,8 @@ class LeanEagle:
             and attention.window is None
             and self.native.takes(tokens_BT, attention.cache)
         ):
-            return self.native.last(tokens_BT, positions_BT, attention.cache, hidden_BTH)
+            where = positions_BT, attention.cache
+            return self.native.states(tokens_BT, *where, hidden_BTH)[0][-1]
         embedded_BTH = self.head.embed(tokens_BT)
         rotary = self.cos_SE[positions_BT].unsqueeze(2), self.sin_SE[positions_BT].unsqueeze(2)
         if self.wide:
@@ -115,26 +118,56 @@ class LeanEagle:
         return normed(self.norm, output_XH) if fed else output_XH
 
 
-class LeanBlock:
-    """The lean form of a frozen block drafter without convolutions: the same `fuse`, `keep`, `run`
-    and `normed`.
-    """
+class LeanStack:
+    """Ordinary layers of a frozen head, which read states alone, and the norm after them."""
+
+    embedding_VH = native = front = None
+
+    def __init__(self, head: Any, layers: Sequence[Any], norm: Any) -> None:
+        self.layers = [LeanLayer(layer, i) for i, layer in enumerate(layers)]
+        self.norm, like = norm_of(norm), norm.weight
+        self.cos_SE, self.sin_SE = rotary_tables(head.rotary, head.context, like)
+
+    def __call__(self, states_BTH: Tensor, positions_BT: Tensor, attention: Attention) -> Tensor:
+        run = self.run(positions_BT, attention, positions_BT.shape[1])
+        return self.normed(run(states_BTH, range(len(self.layers))))
+
+    def normed(self, output_XH: Tensor) -> Tensor:
+        return normed(self.norm, output_XH)
+
+    def run(self, positions_BR: Tensor, attention: Attention, rows: int) -> Stack:
+        native: NativeBody | None = self.native
+        if (
+            native is not None
+            and isinstance(attention, Attending)
+            and native.takes(positions_BR, cache := attention.cache)
+        ):
+            where = positions_BR, positions_BR, cache
+            return lambda states_BRH, layers: native.states(*where, states_BRH, layers)[0][-1]
+        rotary = self._rotary(positions_BR)
+
+        def run(hidden_BRH: Tensor, layers: range) -> Tensor:
+            for layer in self.layers[layers.start : layers.stop]:
+                qkv = enter(hidden_BRH, rotary, layer.entry, layer.sizes)
+                mixed_BRO = attention(layer.index, *qkv)
+                hidden_BRH = leave(hidden_BRH, mixed_BRO, layer.exit, layer.activation)
+            return hidden_BRH
+
+        return run
+
+    def _rotary(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos_SE[positions_BT].unsqueeze(2), self.sin_SE[positions_BT].unsqueeze(2)
+
+
+class LeanTrunk(LeanStack):
+    """The layers of a frozen block drafter without convolutions: the same `keep` and `run`."""
 
     def __init__(self, head: Block) -> None:
-        self.fc, self.hidden_norm = Product.of([head.fc]), norm_of(head.hidden_norm)
-        self.layers = [LeanLayer(layer, i) for i, layer in enumerate(head.layers)]
+        super().__init__(head, head.layers, head.norm)
         own = [layer.self_attn for layer in head.layers]
         self.kept = [
             (Product.of([a.k_proj, a.v_proj]), norm_of(getattr(a, "k_norm", None))) for a in own
         ]
-        self.norm = norm_of(head.norm)
-        self.cos_SE, self.sin_SE = rotary_tables(head.rotary, head.context, head.fc.weight)
-
-    def fuse(self, taps_XU: Tensor) -> Tensor:
-        return normed(self.hidden_norm, self.fc(taps_XU))
-
-    def normed(self, output_XH: Tensor) -> Tensor:
-        return normed(self.norm, output_XH)
 
     def keep(self, context_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
         cos_BT1E, sin_BT1E = self._rotary(positions_BT)
@@ -145,44 +178,32 @@ class LeanBlock:
             turned = torch.addcmul(key_BTKE * cos_BT1E, key_BTKE.roll(width // 2, -1), sin_BT1E)
             keep(layer.index, turned, sides[:, :, heads:])
 
-    def run(self, positions_BR: Tensor, attention: Attention, rows: int) -> Layer:
-        rotary = self._rotary(positions_BR)
 
-        def run(index: int, hidden_BRH: Tensor) -> Tensor:
-            layer = self.layers[index]
-            mixed_BRO = attention(index, *enter(hidden_BRH, rotary, layer.entry, layer.sizes))
-            return leave(hidden_BRH, mixed_BRO, layer.exit, layer.activation)
+class LeanCell:
+    """A GRU cell: (x [X, I], carried [X, S]) -> carried."""
 
-        return run
+    def __init__(self, cell: nn.GRUCell) -> None:
+        pairs = (cell.weight_ih, cell.bias_ih), (cell.weight_hh, cell.bias_hh)
+        self.given, self.kept = (Product([weight], [bias]) for weight, bias in pairs)
 
-    def _rotary(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cos_SE[positions_BT].unsqueeze(2), self.sin_SE[positions_BT].unsqueeze(2)
+    def __call__(self, x_XI: Tensor, carried_XS: Tensor) -> Tensor:
+        reset, keep, new = self.given(x_XI).chunk(3, -1)
+        resets, keeps, news = self.kept(carried_XS).chunk(3, -1)
+        new = (new + (reset + resets).sigmoid() * news).tanh()
+        return new.lerp(carried_XS, (keep + keeps).sigmoid())
 
 
-class LeanSwiglu:
-    """`SwigluLight.changed` by products in their fastest form."""
-
-    def __init__(self, light: SwigluLight) -> None:
-        self.of_token, self.of_state = norm_of(light.of_token), norm_of(light.of_state)
-        self.gate_up, self.down = Product.of([light.gate_up]), Product.of([light.down])
-        self.cell: list[Product] = []
-        if light.width:
-            cell = light.cell
-            pairs = (cell.weight_ih, cell.bias_ih), (cell.weight_hh, cell.bias_hh)
-            self.cell = [Product([weight], [bias]) for weight, bias in pairs]
-
-    def changed(
-        self, output_XH: Tensor, embedded_XH: Tensor, carried_XS: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        read = [normed(self.of_token, embedded_XH), normed(self.of_state, output_XH)]
-        if self.cell:
-            given, kept = (of(x) for of, x in zip(self.cell, (read[0], carried_XS), strict=True))
-            (reset, keep, new), (resets, keeps, news) = given.chunk(3, -1), kept.chunk(3, -1)
-            new_XS = (new + (reset + resets).sigmoid() * news).tanh()
-            carried_XS = new_XS.lerp(carried_XS, (keep + keeps).sigmoid())
-            read.append(carried_XS)
-        gate_XH, up_XH = self.gate_up(torch.cat(read, -1)).chunk(2, -1)
-        return output_XH + self.down(F.silu(gate_XH) * up_XH), carried_XS
+def quick(module: Any) -> Any:
+    """A copy on the same weights, its own maps and norms in their fastest form."""
+    made = copy.copy(module)
+    for name, part in module.named_children():
+        if isinstance(part, nn.Linear):
+            vars(made)[name] = Product.of([part])
+        elif isinstance(part, nn.GRUCell):
+            vars(made)[name] = LeanCell(part)
+        elif isinstance(part, LlamaRMSNorm):
+            vars(made)[name] = partial(normed, norm_of(part))
+    return made
 
 
 def lean_eagle(head: Eagle) -> LeanEagle | None:
@@ -191,41 +212,21 @@ def lean_eagle(head: Eagle) -> LeanEagle | None:
     """
     taps_BTU, tokens_BT, at_BT = _tried(head)
 
-    def states(body: Eagle | LeanEagle) -> list[Tensor]:
-        first_BTH = body.step(body.fuse(taps_BTU), tokens_BT, at_BT, causal())
-        second_BTH = body.step(body.fed_back(first_BTH), tokens_BT, at_BT, causal())
+    def states(body: Eagle | LeanEagle, attention: Attention) -> list[Tensor]:
+        first_BTH = body.step(body.fuse(taps_BTU), tokens_BT, at_BT, attention)
+        second_BTH = body.step(body.fed_back(first_BTH), tokens_BT, at_BT, attention)
         return [first_BTH, second_BTH, body.before_head(second_BTH)]
 
-    made: LeanEagle | None = _lean(head, LeanEagle, states)
+    layer = head.config.layer
+    made: LeanEagle | None = _lean(head, layer, LeanEagle, lambda body: states(body, causal()))
     if made is not None and type(head) is Eagle:  # P-EAGLE's tokens may be none of the target's
-        native = NativeBody.of(made, made.front)
-        if native is not None and agree(*_pooled(made, native), head.fc.weight.dtype):
-            made.native = native
+        _go_native(made, layer, at_BT, partial(states, made))
     return made
 
 
-@torch.inference_mode()
-def _pooled(lean: LeanEagle, made: NativeBody) -> tuple[list[Tensor], list[Tensor]]:
-    """States of the same two steps in slots of a pool, and what is kept there: in torch, in C++."""
-    taps_BTU, tokens_BT, at_BT = _tried(lean.head)
-    layer, like, found = lean.config.layer, taps_BTU, []
-    groups = layer.num_attention_heads // layer.num_key_value_heads
-    for native in (None, made.unbound()):
-        body = copy.copy(lean)
-        body.native = native
-        pool = KVPool(layer, rows=2, slots=16, dtype=like.dtype, device=like.device)
-        seen = Seen(torch.zeros(2, dtype=torch.int64, device=like.device), pool.slots)
-        attend = Attend(seen, at_BT, groups=groups, dtype=like.dtype, backend="masked")
-        attention = Attending(SlotCache(pool, pool.flat(at_BT), pool.slots, attend))
-        first_BTH = body.step(body.fuse(taps_BTU), tokens_BT, at_BT, attention)
-        second_BTH = body.step(body.fed_back(first_BTH), tokens_BT, at_BT, attention)
-        found.append([state.float() for state in (first_BTH, second_BTH, pool.kv_2LBSHE)])
-    return found[0], found[1]
-
-
-def lean_block(head: Block) -> LeanBlock | None:
-    """The drafter's lean form; None where it isn't known to be the same, or gives other states in
-    two blocks of two rows of text.
+def lean_block(head: Block) -> Block:
+    """The drafter by lean parts; as it is where it isn't known to be the same, or gives other
+    states in two blocks of two rows of text.
     """
     taps_BTU, tokens_BT, at_BT = _tried(head)
     anchors_BM, rows = at_BT[:, -2:], head.block
@@ -233,35 +234,82 @@ def lean_block(head: Block) -> LeanBlock | None:
     allowed_BMT = at_BT[:, None] < anchors_BM[..., None]
     tokens_BM = tokens_BT[:, -2:]
 
-    def states(body: Block | LeanBlock) -> list[Tensor]:
+    def states(body: Block) -> list[Tensor]:
         context_BTH = body.fuse(taps_BTU)
         attention = Blocks(allowed_BMT, rows, causal=head.config.mask == "causal")
         body.keep(context_BTH, at_BT, attention.keep)
         run = body.run(at_BR % head.context, attention, rows)
         given = tokens_BM, context_BTH[:, -2:], rows, run
-        output_BMnH = head.trunk(*given, lambda states_BRH: states_BRH.argmax(-1) % head.rows)
+        output_BMnH = body.trunk(*given, lambda states_BRH: states_BRH.argmax(-1) % head.rows)
         return [context_BTH, output_BMnH, body.normed(output_BMnH)]
 
-    return None if len(head.convs) else _lean(head, LeanBlock, states)
+    def lean(head: Block) -> Any:
+        made, stack = quick(head), LeanTrunk(head)
+        vars(made).update(stack=stack, keep=stack.keep, run=stack.run)
+        return made
+
+    made = None if len(head.convs) else _lean(head, head.config.layer, lean, states)
+    if made is None:
+        return head
+    given = taps_BTU[..., : head.hidden], at_BT
+    _go_native(made.stack, head.config.layer, at_BT, lambda over: [made.stack(*given, over)])
+    return cast("Block", made)
 
 
-def _tried(head: Eagle | Block) -> tuple[Tensor, Tensor, Tensor]:
+def lean_prefix(head: Hydra) -> LeanStack | None:
+    """Hydra++'s layer and norm; None where there is none, or as above."""
+    layer = head.config.prefix
+    if layer is None:
+        return None
+    states_BTH, _, at_BT = _tried(head)
+
+    def states(body: Hydra | LeanStack, attention: Attention) -> list[Tensor]:
+        return [(body.prefix if isinstance(body, Hydra) else body)(states_BTH, at_BT, attention)]
+
+    lean = partial(LeanStack, layers=[head.prefix_layer], norm=head.prefix_norm)
+    made: LeanStack | None = _lean(head, layer, lean, lambda body: states(body, causal()))
+    if made is not None:
+        _go_native(made, layer, at_BT, partial(states, made))
+    return made
+
+
+def _tried(head: Head) -> tuple[Tensor, Tensor, Tensor]:
     """Taps, tokens and positions of two rows."""
-    noise = torch.Generator().manual_seed(0)
-    device, dtype = head.fc.weight.device, head.fc.weight.dtype
-    taps_BTU = torch.randn(2, 7, len(head.taps) * head.hidden, generator=noise).to(device, dtype)
-    tokens_BT = torch.arange(14, device=device).view(2, 7) % head.rows
-    return taps_BTU, tokens_BT, (torch.arange(7, device=device) % head.context).expand(2, -1)
+    noise, weight = torch.Generator().manual_seed(0), next(head.parameters())
+    taps_BTU = torch.randn(2, 7, len(head.taps) * head.hidden, generator=noise).to(weight)
+    tokens_BT = torch.arange(14, device=weight.device).view(2, 7) % head.rows
+    at_BT = (torch.arange(7, device=weight.device) % head.context).expand(2, -1)
+    return taps_BTU, tokens_BT, at_BT
 
 
-def _lean(head: Any, lean: Any, states: Callable[[Any], Sequence[Tensor]]) -> Any:
+def _lean(head: Any, layer: Any, lean: Any, states: Callable[[Any], Sequence[Tensor]]) -> Any:
     """The lean form of a frozen head whose rotary embeddings depend on nothing but the position, if
-    its states are the head's own.
+    its states are the head's own. layer: the config of its layers.
     """
-    rope = head.config.layer.rope_parameters or {}
+    rope = layer.rope_parameters or {}
     if any(p.requires_grad for p in head.parameters()) or rope["rope_type"] not in POSITION_ONLY:
         return None
     made = lean(head)
     with torch.inference_mode():
         own, theirs = ([state.float() for state in states(body)] for body in (head, made))
-        return made if agree(own, theirs, head.fc.weight.dtype) else None
+        return made if agree(own, theirs, next(head.parameters()).dtype) else None
+
+
+@torch.inference_mode()
+def _go_native(
+    lean: Any, layer: Any, at_BT: Tensor, states: Callable[[Attention], Sequence[Tensor]]
+) -> None:
+    """Let a lean form run its layers in C++, if in slots of a pool its states there, and what is
+    kept, are torch's. states: of two rows at these positions.
+    """
+    native, like, found = NativeBody.of(lean, lean.front), lean.cos_SE, []
+    if native is None:
+        return
+    groups = layer.num_attention_heads // layer.num_key_value_heads
+    for lean.native in (None, native.unbound()):
+        pool = KVPool(layer, rows=2, slots=16, dtype=like.dtype, device=like.device)
+        seen = Seen(torch.zeros(2, dtype=torch.int64, device=like.device), pool.slots)
+        attend = Attend(seen, at_BT, groups=groups, dtype=like.dtype, backend="masked")
+        attention = Attending(SlotCache(pool, pool.flat(at_BT), pool.slots, attend))
+        found.append([state.float() for state in (*states(attention), pool.kv_2LBSHE)])
+    lean.native = native if agree(found[0], found[1], like.dtype) else None

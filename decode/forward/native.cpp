@@ -29,7 +29,7 @@ struct Layer {
 };
 struct Body {
     int64_t layers, hidden, heads, kv_heads, width, inner;
-    const bf16 *embedding, *norm, *cos, *sin;
+    const bf16 *embedding, *norm, *cos, *sin;  // no embedding: layer 0 reads the states given
     double epsilon, scale;
     const Layer *layer;
     // Of a head that reads a state beside each token (`pairs`): norms of both, and the map of them to
@@ -38,15 +38,17 @@ struct Body {
     int64_t pairs, normed, fed_normed;
     const bf16 *of_token, *of_state, *front, *front_bias;
 };
-// allowed: [rows, n, width] or null, where new token n sees the slots up to lens + n.
+// Each token sees the slots before lens, and of those from there on what `block` marks: [rows, n, wide]
+// or, with block_row 0, the same for all rows; null: new token n sees the slots up to lens + n.
 struct Pass {
-    int64_t rows, n, width;
+    int64_t rows, n, width, first, last;  // of the layers: those to run, `last` not
     const int64_t *tokens, *positions, *slots, *lens;
-    const uint8_t *allowed;
+    const uint8_t *block;
+    int64_t wide, block_row;
     const bf16 *given;  // [T, H]: the states beside the tokens
     bf16 *keys, *values;
     int64_t layer_step, row_step;
-    bf16 *states;  // [layers + 1, T, H]: each layer's input, and the last one's output
+    bf16 *states;  // [last - first + 1, T, H]: each layer's input, and the last one's output
     bf16 *out;     // [T, H], after the norm
 };
 // How the next tokens of rows are drafted, one after another: the LM head's `size` rows of tokens
@@ -185,6 +187,17 @@ static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int
         }
 }
 
+// Linear maps of one input x [tokens, in], their outputs side by side in y [tokens, all].
+struct Map {
+    const bf16 *weight, *bias;
+    int64_t out;
+};
+extern "C" void maps(const Map *map, int64_t count, const bf16 *x, bf16 *y, int64_t tokens,
+                     int64_t in, int64_t all) {
+    for (const Map *m = map; m < map + count; y += m++->out)
+        product(m->weight, m->bias, x, y, tokens, in, m->out, all);
+}
+
 static void normed(const bf16 *x, const bf16 *weight, bf16 *y, int64_t width, double epsilon) {
     if (!weight) {
         memmove(y, x, width * sizeof(bf16));
@@ -209,14 +222,15 @@ static void turned(bf16 *x, const bf16 *cos, const bf16 *sin, int64_t width) {
     }
 }
 
-// Attention of one head's query over the first `slots` of its row.
+// Attention of one head's query over the first `slots` of its row, of those from `open` on over
+// those that are `allowed`.
 template <int E16>
 static void mixed(const bf16 *q, const bf16 *keys, const bf16 *values, int64_t step, int64_t slots,
-                  const uint8_t *allowed, float scale, float *weights, bf16 *out) {
+                  int64_t open, const uint8_t *allowed, float scale, float *weights, bf16 *out) {
     float most = -INFINITY;
     for (int64_t s = 0; s < slots; s++) {
         weights[s] = -INFINITY;
-        if (allowed && !allowed[s]) continue;
+        if (s >= open && !allowed[s - open]) continue;
         F16 sum = (F16){};
         for (int e = 0; e < E16; e += 2) sum = dot32(sum, q + e * 16, keys + s * step + e * 16);
         weights[s] = sum16(sum) * scale;
@@ -245,14 +259,15 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
     int64_t E = b.width, step = b.kv_heads * E, group = b.heads / b.kv_heads;
     int64_t all = (b.heads + 2 * b.kv_heads) * E;
     for (int64_t t = 0; t < p.rows * p.n; t++) {
-        int64_t row = t / p.n, slots = p.width;
-        if (!p.allowed && p.lens[row] + t % p.n + 1 < slots) slots = p.lens[row] + t % p.n + 1;
-        const uint8_t *allowed = p.allowed ? p.allowed + t * p.width : nullptr;
+        int64_t row = t / p.n, n = t % p.n, slots = p.lens[row] + (p.block ? p.wide : n + 1);
+        if (p.width < slots) slots = p.width;
+        const uint8_t *allowed = p.block ? p.block + row * p.block_row + n * p.wide : nullptr;
+        int64_t open = allowed ? p.lens[row] : slots;
         for (int64_t h = 0; h < b.heads; h++) {
             int64_t at = layer * p.layer_step + row * p.row_step + h / group * E;
             const bf16 *q = heads + t * all + h * E;
             auto mix = E == 32 ? mixed<2> : E == 64 ? mixed<4> : E == 96 ? mixed<6> : mixed<8>;
-            mix(q, p.keys + at, p.values + at, step, slots, allowed, (float)b.scale, weights,
+            mix(q, p.keys + at, p.values + at, step, slots, open, allowed, (float)b.scale, weights,
                 out + (t * b.heads + h) * E);
         }
     }
@@ -287,7 +302,8 @@ static void added(bf16 *x, const bf16 *more, int64_t size) {
 static void begun(const Body &b, const Pass &p, bf16 *now, bf16 *x) {
     int64_t T = p.rows * p.n, H = b.hidden;
     for (int64_t t = 0; t < T; t++) {
-        const bf16 *token = b.embedding + p.tokens[t] * H, *state = p.given + t * H;
+        const bf16 *state = p.given + t * H;
+        const bf16 *token = b.embedding ? b.embedding + p.tokens[t] * H : state;
         if (!b.pairs) {
             memcpy(now + t * H, token, H * sizeof(bf16));
             continue;
@@ -320,9 +336,9 @@ extern "C" void body(const Body *model, const Pass *pass) {
     std::vector<bf16> out(T * b.heads * E), inner(2 * T * I);
     std::vector<float> weights(p.width + 16);
     begun(b, p, p.states, x.data());
-    for (int64_t l = 0; l < b.layers; l++) {
+    for (int64_t l = p.first; l < p.last; l++) {
         const Layer &layer = b.layer[l];
-        bf16 *now = p.states + (l + 1) * T * H;
+        bf16 *now = p.states + (l - p.first + 1) * T * H;
         memcpy(now, now - T * H, T * H * sizeof(bf16));
         bool both = l == 0 && b.pairs && !b.front;
         for (int64_t t = 0; t < T && !both; t++)
@@ -343,7 +359,7 @@ extern "C" void body(const Body *model, const Pass *pass) {
         added(now, more.data(), T * H);
     }
     for (int64_t t = 0; t < T; t++)
-        normed(p.states + (b.layers * T + t) * H, b.norm, p.out + t * H, H, b.epsilon);
+        normed(p.states + ((p.last - p.first) * T + t) * H, b.norm, p.out + t * H, H, b.epsilon);
 }
 
 // Each row's next tokens [rows, steps], from what the LM head reads of the last one, `first` [rows,

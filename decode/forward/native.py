@@ -21,11 +21,10 @@ from transformers.activations import SiLUActivation
 
 from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.kv import KVPool, SlotCache
-from draftsmith.decode.forward.product import VocabHead
+from draftsmith.decode.forward.product import STEP, VocabHead
 
 WIDTHS = (32, 64, 96, 128)  # of a head
 SMALL = 64 << 20  # bytes of layers that one thread reads as fast as torch calls several
-STEP = 16  # what all other widths are multiples of
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 
@@ -39,8 +38,9 @@ class _Body(ctypes.Structure):
 
 
 class _Pass(ctypes.Structure):
-    _fields_ = [(n, _N) for n in ("rows", "n", "width")]
-    _fields_ += [(n, _P) for n in ("tokens", "positions", "slots", "lens", "allowed", "given")]
+    _fields_ = [(n, _N) for n in ("rows", "n", "width", "first", "last")]
+    _fields_ += [(n, _P) for n in ("tokens", "positions", "slots", "lens", "block")]
+    _fields_ += [("wide", _N), ("block_row", _N), ("given", _P)]
     _fields_ += [("keys", _P), ("values", _P), ("layer_step", _N), ("row_step", _N)]
     _fields_ += [("states", _P), ("out", _P)]
 
@@ -69,11 +69,10 @@ class NativeBody:
 
     def __init__(self, body: Any, made: Any, front: Front | None) -> None:
         self.made, self.most, self.layers = made, made.most(), len(body.layers)
-        first, embedding_VH = body.layers[0], body.embedding_VH
+        first = body.layers[0]
         heads, kv_heads, width = first.sizes
-        self.hidden = embedding_VH.shape[1]
-        inner = first.exit[2].tensors[0][0].shape[0]
-        self.tensors = [embedding_VH, weight_of(body.norm), body.cos_SE, body.sin_SE]
+        inner, self.hidden = first.exit[2].tensors[0][0].shape
+        self.tensors = [body.embedding_VH, weight_of(body.norm), body.cos_SE, body.sin_SE]
         parts = [part for layer in body.layers for part in parts_of(layer)]
         self.pointers = (_P * len(parts))(*map(pointer, parts))
         self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
@@ -119,38 +118,43 @@ class NativeBody:
         positions_BN: Tensor,
         cache: SlotCache,
         taken: dict[int, Tensor | None],
-        given_BNH: Tensor | None = None,
     ) -> Tensor:
-        """given_BNH: the states that a head reads beside the tokens."""
-        assert cache.attend is not None and cache.flat_slots is not None
-        seen, pool, allowed_BNS = cache.attend.seen, cache.pool, None
-        if seen.block is not None:
-            allowed_BNS = cache.attend.allowed(None).contiguous()
-        whole = [x.contiguous() for x in (tokens_BN, positions_BN, cache.flat_slots, seen.lens_B)]
-        given_BNH = None if given_BNH is None else given_BNH.contiguous()
-        shape = (*tokens_BN.shape, self.hidden)
-        states_LBNH = pool.kv_2LBSHE.new_empty((self.layers + 1, *shape))
-        out_BNH = pool.kv_2LBSHE.new_empty(shape)
-        call = _Pass(
-            *(*tokens_BN.shape, seen.width),
-            *map(pointer, (*whole, allowed_BNS, given_BNH)),
-            *laid(pool),
-            *map(pointer, (states_LBNH, out_BNH)),
-        )
-        self.made.body(ctypes.byref(self.body), ctypes.byref(call))
+        states_LBNH, out_BNH = self.states(tokens_BN, positions_BN, cache)
         for layer in taken:
             taken[layer] = states_LBNH[layer]
         return out_BNH
 
-    def last(
-        self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, given_BNH: Tensor
-    ) -> Tensor:
-        """What its last layer gives, [B, N, H], of tokens and the states beside them."""
-        taken: dict[int, Tensor | None] = {self.layers: None}
-        self(tokens_BN, positions_BN, cache, taken, given_BNH)
-        state_BNH = taken[self.layers]
-        assert state_BNH is not None
-        return state_BNH
+    def states(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        cache: SlotCache,
+        given_BNH: Tensor | None = None,
+        layers: range | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What goes into the layers that are run (by default all) and what the last gives, side by
+        side, and that normed. given_BNH: the states that a head reads beside the tokens or, without
+        an embedding, in their place.
+        """
+        assert cache.attend is not None and cache.flat_slots is not None
+        seen, pool, block, sizes = cache.attend.seen, cache.pool, None, (0, 0)
+        if seen.block is not None:
+            block = seen.block.contiguous()
+            sizes = block.shape[-1], block.stride(0) * (block.ndim - 2)
+        whole = [x.contiguous() for x in (tokens_BN, positions_BN, cache.flat_slots, seen.lens_B)]
+        given_BNH = None if given_BNH is None else given_BNH.contiguous()
+        shape = (*tokens_BN.shape, self.hidden)
+        layers = range(self.layers) if layers is None else layers
+        states_LBNH = pool.kv_2LBSHE.new_empty((len(layers) + 1, *shape))
+        out_BNH = pool.kv_2LBSHE.new_empty(shape)
+        call = _Pass(
+            *(*tokens_BN.shape, seen.width, layers.start, layers.stop),
+            *(*map(pointer, (*whole, block)), *sizes, pointer(given_BNH)),
+            *laid(pool),
+            *map(pointer, (states_LBNH, out_BNH)),
+        )
+        self.made.body(ctypes.byref(self.body), ctypes.byref(call))
+        return states_LBNH, out_BNH
 
     def drafts(self, head: VocabHead, rows: int) -> bool:
         """Whether it drafts chains of so many rows by this LM head."""
@@ -169,7 +173,8 @@ class NativeBody:
             *map(pointer, (weight, biases[0], head.ids_D, race_BKV)),
             temperature,
         )
-        at = _Pass(rows, 1, pool.slots, *(None,) * 6, *laid(pool), None, None)
+        where = 0, self.layers, *(None,) * 5, 0, 0, None, *laid(pool)
+        at = _Pass(rows, 1, pool.slots, *where, None, None)
         beside = (_P(pointer(x)) for x in (*states, at_B.contiguous(), tokens_BK))
         self.made.chain(*map(ctypes.byref, (self.body, at, how)), *beside)
         return tokens_BK
@@ -223,8 +228,9 @@ def weight_of(norm: Any) -> Tensor | None:
 
 def fits(body: Any, front: Front | None) -> bool:
     """Whether every layer is whole, packed and of widths that native.cpp knows."""
-    if body.embedding_VH.device.type != "cpu" or body.embedding_VH.dtype != torch.bfloat16:
-        return False
+    for table in (body.cos_SE, body.embedding_VH):
+        if table is not None and (table.device.type, table.dtype) != ("cpu", torch.bfloat16):
+            return False
     for place, layer in enumerate(body.layers):
         products = (layer.entry[1], layer.exit[0], *layer.exit[2:])
         if not all(getattr(product, "packs", False) for product in products):

@@ -7,6 +7,7 @@ the quickstart's target (6 layers of 256, one core) a step falls from 3.3 to 2.2
 costs the matrices' size again, once for all decoders.
 """
 
+import ctypes
 import hashlib
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -17,9 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftsmith.decode.forward.compiled import library
 from draftsmith.models.target import is_quantised
 
 PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
+# Tokens up to which products in C++ are faster than oneDNN's, which take 10 us each at least: of 1
+# to 6 tokens and 4,096 by 384 far from the caches 56 to 92 us and not 70 to 102, of 384 by 384 6 to
+# 10 and not 15; of 16 tokens slower.
+FEW = 6
+STEP = 16  # what the widths of what runs in C++ are multiples of
 HALF = (torch.bfloat16, torch.float16)
 # Whether this torch multiplies half-precision matrices into fp32.
 FP32_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
@@ -28,25 +35,70 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Packed matrices in use, by what they hold.
 _packed: "WeakValueDictionary[tuple[torch.Size, bytes], Tensor]" = WeakValueDictionary()
 
+_P, _N = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Map(ctypes.Structure):
+    _fields_ = [("weight", _P), ("bias", _P), ("out", _N)]
+
+
+class FewTokens:
+    """The same products by C++ (`native.cpp`), of few tokens, on one thread and the weights as they
+    lie; None of more tokens.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        each = zip_longest((w.data_ptr() for w in weights), (b.data_ptr() for b in biases))
+        found = (_Map(*at, len(w)) for at, w in zip(each, weights, strict=True))
+        self.maps = (_Map * len(weights))(*found)
+        self.sizes = weights[0].shape[1], sum(map(len, weights))
+        self.call = library().maps
+        self.call.argtypes = _P, _N, _P, _P, _N, _N, _N
+        # An output of a token ends in the sum of a vector, which short inputs don't pay for.
+        self.most = min(FEW, self.sizes[0] // 32, library().most())
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> "FewTokens | None":
+        """None for sizes that it doesn't know, or without a compiler."""
+        laid = all(tensor.is_contiguous() for tensor in (*weights, *biases))
+        even = weights[0].shape[1] % STEP == 0 and all(len(weight) % 4 == 0 for weight in weights)
+        return cls(weights, biases) if laid and even and library() is not None else None
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        inputs, outputs = self.sizes
+        tokens = x.numel() // inputs
+        if tokens > self.most or type(x) is not Tensor or torch.get_num_threads() > 1:
+            return None
+        x, made = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
+        self.call(self.maps, len(self.maps), x.data_ptr(), made.data_ptr(), tokens, *self.sizes)
+        return made
+
 
 class Product:
     """x [..., I] -> [..., O] with weights [O_i, I], and biases [O_i] or none, whose outputs follow
-    one another; changes in place are followed. tensors: the weights, and the biases.
+    one another; changes in place are followed. tensors: the weights, and the biases. mixed: whether
+    few tokens may go by another kernel than many, which rounds otherwise; not in a target, of which
+    a token must come out as among many.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), *, mixed: bool = True
+    ) -> None:
         assert len(biases) in (0, len(weights)), "some of the maps have a bias, others none"
         self.tensors = tuple(weights), tuple(biases)
         self.packs = packs(self.weight)
-        if self.packs:
+        self.few = FewTokens.of(*self.tensors) if mixed and self.packs else None
+        self.version = -1
+        if self.packs and self.few is None:
             self._pack()
-        elif len(whole := joined(weights)) == len(bias := joined(biases)) or not biases:
-            self.tensors = whole, bias
+        elif not self.packs:
+            whole, bias = joined(weights), joined(biases)
+            self.tensors = (whole, bias) if len(whole) == len(bias) or not biases else self.tensors
 
     @classmethod
-    def of(cls, linears: Sequence[nn.Linear]) -> "Product":
+    def of(cls, linears: Sequence[nn.Linear], *, mixed: bool = True) -> "Product":
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        return cls([linear.weight for linear in linears], biases)
+        return cls([linear.weight for linear in linears], biases, mixed=mixed)
 
     @property
     def weight(self) -> Tensor:
@@ -61,6 +113,8 @@ class Product:
         """What each map gives, or all in one tensor."""
         if not self.packs:
             return linear(x, *self.tensors)
+        if self.few is not None and (made := self.few(x)) is not None:
+            return [made]
         if self.version != self._version():
             self._pack()
         return [torch.ops.mkldnn._linear_pointwise(x, *self.packed, "none", [], "")]
@@ -86,10 +140,17 @@ class VocabHead(Product):
     """
 
     def __init__(
-        self, rows_DH: Tensor, ids_D: Tensor | None, size: int, bias_D: Tensor | None = None
+        self,
+        rows_DH: Tensor,
+        ids_D: Tensor | None,
+        size: int,
+        bias_D: Tensor | None = None,
+        *,
+        mixed: bool = True,
     ) -> None:
         self.size, kept = size, size if ids_D is None else int((ids_D < size).sum())
-        super().__init__([rows_DH[:kept]], [] if bias_D is None else [bias_D.detach()[:kept]])
+        biases = [] if bias_D is None else [bias_D.detach()[:kept]]
+        super().__init__([rows_DH[:kept]], biases, mixed=mixed)
         self.ids_D = None if ids_D is None else ids_D[:kept].to(rows_DH.device)
 
     def logits(self, hidden: Tensor) -> Tensor:

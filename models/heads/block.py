@@ -50,7 +50,7 @@ from draftsmith.models.taps import Tap, decoder_layers
 # States [B, R, H] that the LM head could multiply -> the tokens [B, R] that they win.
 Guess = Callable[[Tensor], Tensor]
 LABELS, MASKS = ("shifted", "same"), ("full", "causal")
-Layer = Callable[[int, Tensor], Tensor]  # (its number, states [B, R, H]) -> states
+Stack = Callable[[Tensor, range], Tensor]  # (states [B, R, H], their numbers) -> states
 KEPT: Any = [lambda x_BRH: x_BRH] * 4  # in the place of a layer's convolutions
 # What the published drafters are; "block" is any other.
 KINDS: dict[str, dict[str, Any]] = {
@@ -235,24 +235,27 @@ class Block(LayerHead):
         for index, layer in enumerate(self.layers):
             keep(index, *layer.remember(context_BTH, rotary))
 
-    def run(self, positions_BR: Tensor, attention: Attention, rows: int) -> Layer:
+    def run(self, positions_BR: Tensor, attention: Attention, rows: int) -> Stack:
         """The trunk's layers on blocks of so many rows at these positions."""
         rotary = self.rotary(self.fc.weight[None], positions_BR)
 
-        def run(index: int, hidden_BRH: Tensor) -> Tensor:
-            layer = self.layers[index]
-            convs = [partial(conv, rows=rows) for conv in self.convs[index]] if self.convs else KEPT
-            before, after, into, out = convs
-            entry_BRH = before(layer.input_layernorm(hidden_BRH))
-            mixed_BRO = attention(index, *layer.project(entry_BRH, rotary))
-            hidden_BRH = hidden_BRH + after(layer.self_attn.o_proj(mixed_BRO))
-            inner_BRH = into(layer.post_attention_layernorm(hidden_BRH))
-            return hidden_BRH + out(layer.mlp(inner_BRH))
+        def run(hidden_BRH: Tensor, layers: range) -> Tensor:
+            for index in layers:
+                layer, convs = self.layers[index], KEPT
+                if self.convs:
+                    convs = [partial(conv, rows=rows) for conv in self.convs[index]]
+                before, after, into, out = convs
+                entry_BRH = before(layer.input_layernorm(hidden_BRH))
+                mixed_BRO = attention(index, *layer.project(entry_BRH, rotary))
+                hidden_BRH = hidden_BRH + after(layer.self_attn.o_proj(mixed_BRO))
+                inner_BRH = into(layer.post_attention_layernorm(hidden_BRH))
+                hidden_BRH = hidden_BRH + out(layer.mlp(inner_BRH))
+            return hidden_BRH
 
         return run
 
     def trunk(
-        self, tokens_BM: Tensor, last_BMH: Tensor, rows: int, run: Layer, guess: Guess | None = None
+        self, tokens_BM: Tensor, last_BMH: Tensor, rows: int, run: Stack, guess: Guess | None = None
     ) -> Tensor:
         """Before the final norm, [B, M, n, H], of blocks at these pending tokens, after contexts
         whose last states these are, of so many rows (a causal block may be cut short); run: see
@@ -263,14 +266,14 @@ class Block(LayerHead):
         hidden_BMbH = torch.cat([first_BM1H, masks_BMrH], 2)
         if self.config.last:
             hidden_BMbH = hidden_BMbH + self.last(last_BMH).unsqueeze(2)
-        hidden_BRH = hidden_BMbH.flatten(1, 2)
-        for index in range(len(self.layers)):
-            hidden_BRH = run(index, hidden_BRH)
-            if index == 0 and self.config.noise:
-                assert guess is not None, "a drafter that reads the noise is given it"
-                told_BRH = self.guess(self.embed(guess(self.norm(hidden_BRH))))
-                told_BMbH = shifted(told_BRH.unflatten(1, (-1, rows)))
-                hidden_BRH = hidden_BRH + told_BMbH.flatten(1, 2)
+        hidden_BRH, layers = hidden_BMbH.flatten(1, 2), range(len(self.layers))
+        if self.config.noise:
+            assert guess is not None, "a drafter that reads the noise is given it"
+            hidden_BRH, layers = run(hidden_BRH, layers[:1]), layers[1:]
+            told_BRH = self.guess(self.embed(guess(self.norm(hidden_BRH))))
+            told_BMbH = shifted(told_BRH.unflatten(1, (-1, rows)))
+            hidden_BRH = hidden_BRH + told_BMbH.flatten(1, 2)
+        hidden_BRH = run(hidden_BRH, layers)
         return hidden_BRH.unflatten(1, (-1, rows))[:, :, self.first :]
 
     def drafted(

@@ -39,13 +39,16 @@ GRID: dict[str, dict[str, Any]] = {
 
 
 def made(name: str, **changes: Any) -> Block:
-    """A random drafter in which nothing is what it was born as. changes: of the config, or kind
-    and layers.
+    """A random drafter in which nothing is what it was born as. changes: of the config, or kind,
+    layers and sizes of these.
     """
     about = {"taps": (1, 2), "levels": LEVELS, "rank": 8} | (FORMS | GRID)[name] | changes
-    kind, layers = about.pop("kind", LlamaConfig), about.pop("layers", 1)
+    kind, layers, sizes = (
+        about.pop(what, usual)
+        for what, usual in (("kind", LlamaConfig), ("layers", 1), ("sizes", {}))
+    )
     torch.manual_seed(5)
-    layer = kind(**SIZES, num_hidden_layers=layers)
+    layer = kind(**SIZES | sizes, num_hidden_layers=layers)
     head = Block(BlockConfig(layer, **about)).eval().requires_grad_(False)
     for part, parameter in head.named_parameters():
         if parameter.ndim == 1 and part != "mask":

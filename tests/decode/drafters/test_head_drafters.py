@@ -285,7 +285,8 @@ def test_saved_heads_draft_as_before(
     ids_BT = torch.arange(24).view(2, 12)
     norm_BTH, _ = target_states(target, (), input_ids=ids_BT)
     teacher = [d.teacher_logits(ids_BT, norm_BTH) for d in (drafter, loaded)]
-    assert torch.equal(*teacher)
+    # The maps of a layer may lie side by side in a file: merged, they round otherwise.
+    assert torch.allclose(*teacher, atol=1e-5) if kind == "hydra++" else torch.equal(*teacher)
     wanted_V = law(drafter, fresh_base(drafter, target, ids_BT[1, :7].tolist()), [19], ROWS - 8)
     assert torch.allclose(teacher[0][1, 7], wanted_V, atol=1e-5)
     assert not teacher[0][:, 0].any()
