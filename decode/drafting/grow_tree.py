@@ -175,10 +175,9 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
             chance_BK = request.chance(call)
             call.path_BC = path_BK = path_BF.gather(1, of_BK) + chance_BK
             own_BFK = chance_BK.view_as(own_BFK) if request.orders else own_BFK
-        new_BK = (above_BF[..., None] + own_BFK).flatten(1)
         # A draft's NaN must not break the tree: it scores least, and so does all below it.
-        new_BK = new_BK.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
-        first = sum(level.shape[1] for level in tokens)
+        new_BFK = (above_BF[..., None] + own_BFK).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+        new_BK, first = new_BFK.flatten(1), sum(level.shape[1] for level in tokens)
         tokens.append(children_BK)
         parents.append(fed[-1].repeat_interleave(width, 1))
         scores.append(new_BK)
@@ -194,9 +193,9 @@ def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTr
         fed.append(first + best_BF)
     plan = plan.cut(drafted)
     tokens_BC, parent_BC, score_BC = (torch.cat(levels, 1) for levels in (tokens, parents, scores))
-    fed_BC = torch.cat(fed, 1)
-    slot_BC = torch.arange(fed_BC.shape[1], device=device).expand_as(fed_BC)
-    slot_BC = torch.zeros_like(tokens_BC).scatter_(1, fed_BC, slot_BC)
+    fed_BM = torch.cat(fed, 1)
+    slot_BM = torch.arange(fed_BM.shape[1], device=device).expand_as(fed_BM)
+    slot_BC = torch.zeros_like(tokens_BC).scatter_(1, fed_BM, slot_BM)
     # The best of all, in order of creation: parents come before their children, since no node
     # scores above its parent, and ties, those of -inf too, go to the earlier one.
     order_BC = score_BC.sort(dim=1, descending=True, stable=True).indices
