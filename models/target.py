@@ -5,6 +5,7 @@ Legend: B rows, T positions, H hidden, V rows of the output head.
 
 import warnings
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,11 @@ class TargetSpec:
     # A tiny random model of the same family: tries a recipe without its weights.
     shrink: bool = False
     adapter: str | None = None  # a folder with a PEFT adapter, merged into the weights
-    quantise: str = ""  # int8: the maps of its decoder layers, by torchao; empty: as they are
+    quantise: str = ""  # int8 | int4: the maps of its layers, by torchao; empty: as they are
+
+    def __post_init__(self) -> None:
+        if self.quantise not in ("", "int8", "int4"):
+            raise ValueError(f"target.quantise: got {self.quantise!r}, expected int8 or int4")
 
     def resolved(self, dtype: str) -> "TargetSpec":
         """The same with `dtype` where it says "auto"."""
@@ -168,24 +173,64 @@ def quantised_maps(model: PreTrainedModel) -> list[nn.Linear]:
     return [part for part in model.modules() if type(part) is nn.Linear and part is not head]
 
 
-def quantise(model: PreTrainedModel, kind: str) -> None:
-    """Round a frozen model's maps, weights alone: int8 with a scale a row, from their fp32 values,
-    so that it is the same target in bf16 and in fp32, on every device. ValueError for another kind,
-    or where torchao isn't installed.
-    """
-    if kind != "int8":
-        raise ValueError(f"target.quantise: got {kind!r}, expected int8, or nothing")
-    try:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    except ImportError as error:
+def rounded_bytes(part: nn.Linear, kind: str) -> int:
+    """Bytes of a map's weight once rounded; ValueError for one that int4's groups don't divide."""
+    rows, width = part.weight.shape
+    if kind == "int4" and width % GROUP:
         raise ValueError(
-            f"target.quantise: got {kind} without torchao; install it: draftsmith[quantised]"
+            f"target.quantise: got int4, {width} inputs, expected a multiple of {GROUP}; take int8"
+        )
+    return rows * (width + 5 if kind == "int8" else width // 2 + width // GROUP * 3)
+
+
+def quantise(model: PreTrainedModel, kind: str) -> None:
+    """Round a frozen model's maps, weights alone, from their fp32 values, so that it is the same
+    target in bf16 and in fp32, on every device: int8 with a scale (fp32) a row, int4 with a scale
+    (bf16) and a zero a group. ValueError as of `rounded_bytes`, or without torchao.
+    """
+    try:
+        from torchao import quantization as ao
+
+        config: Any = ao.Int8WeightOnlyConfig(set_inductor_config=False)
+        if kind == "int4":
+            grouped = ao.PerGroup(GROUP), ao.MappingType.ASYMMETRIC, torch.bfloat16
+            config, four = ao.IntxWeightOnlyConfig(torch.int4, *grouped), _int4(ao.Int4Tensor)  # type: ignore[attr-defined]
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"target.quantise: got {kind}, no torchao >= 0.18; install it: draftsmith[quantised]"
         ) from error
-    config = Int8WeightOnlyConfig(set_inductor_config=False)
     for part in quantised_maps(model):
+        rounded_bytes(part, kind)  # refuses what can't be
         dtype = part.weight.dtype
-        quantize_(part.float(), config)
+        ao.quantize_(part.float(), config)
+        if kind == "int4":
+            part.weight = nn.Parameter(four.packed(part.weight), requires_grad=False)
         part.to(dtype)
+
+
+@cache
+def _int4(tensor: Any) -> Any:
+    """torchao's int4 tensor, unpacked at each product: its own products are for one kind of device
+    each, CUDA's for bf16 alone. Legend: G groups of E inputs, two halves to a byte, O outputs last.
+    """
+
+    class Int4Weight(tensor):
+        @classmethod
+        def packed(cls, weight: Any) -> Any:
+            parts = weight.qdata + 8, weight.scale, weight.zero_point + 8
+            steps_IO, *scales = (part.T.contiguous() for part in parts)
+            first, last = steps_IO.byte().unflatten(0, (-1, GROUP)).chunk(2, 1)
+            return cls(first | last << 4, *(x[:, None] for x in scales), [1, GROUP], weight.shape)
+
+        def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            x_GEO = torch.cat([self.qdata & 15, self.qdata >> 4], 1).view(torch.int8)
+            return x_GEO.sub_(self.zero_point).to(dtype).mul_(self.scale.to(dtype)).flatten(0, 1).T
+
+    @Int4Weight.implements_torch_function(nn.functional.linear)
+    def product(func: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        return func(args[0], args[1].dequantize(args[0].dtype), *args[2:], **kwargs)
+
+    return Int4Weight
 
 
 def is_quantised(tensor: torch.Tensor) -> bool:
@@ -193,10 +238,10 @@ def is_quantised(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "qdata")
 
 
-def bytes_read(weight: torch.Tensor) -> int:
+def bytes_read(weight: Any) -> int:
     """Bytes of a weight as it lies in memory."""
-    kept = (weight.qdata, weight.scale) if is_quantised(weight) else (weight,)  # type: ignore[attr-defined]
-    return sum(tensor.nbytes for tensor in kept)
+    names = weight.__tensor_flatten__()[0] if is_quantised(weight) else ["data"]
+    return sum(getattr(weight, name).nbytes for name in names)
 
 
 def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
@@ -280,6 +325,7 @@ def _shrunk(spec: TargetSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     return model.bfloat16() if spec.dtype == "bfloat16" else model, tokenizer
 
 
+GROUP = 32  # inputs that share a scale in int4; 64 and 128 lose more, and divide fewer widths
 # Fields by which families change logits after the head, each with the value that changes nothing.
 LOGIT_FIELDS = {
     "final_logit_softcapping": None,  # Gemma 2, Gemma 3n

@@ -76,7 +76,7 @@ class Evaluation(Asking):
     baseline: str = "native"  # same-shape: compare in `dtype` with the drafter's rounds, none kept
     allow_target_mismatch: bool = False  # a drafter that was made for another target
     adapter: str = ""  # a LoRA folder for the target, merged into its weights
-    quantise: str = ""  # int8: the target's weights, as `target.quantise` of a training run
+    quantise: str = ""  # int8 | int4: the target's weights, as `target.quantise` of a run
 
     def __post_init__(self) -> None:
         self.device = str(device_of(self.device))

@@ -62,7 +62,7 @@ class ServerConfig:
     policy: str = "auto"  # how much to draft for how many answers; empty: the drafter folder's
     device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "auto"
-    quantise: str = ""  # int8: the target's weights, as `target.quantise` of a training run
+    quantise: str = ""  # int8 | int4: the target's weights, as `target.quantise` of a run
     api_key: str = ""  # that clients must show; empty: DRAFTSMITH_API_KEY, and without it none
     max_queue: int = 64  # answers of a lane that may wait for a row
     max_new_tokens: int = 1024  # of one answer; a chat that doesn't say may have so many

@@ -31,7 +31,7 @@ from draftsmith.models.heads.block import Block
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import family, heads
 from draftsmith.models.taps import Tap, TargetStates
-from draftsmith.models.target import load_target, quantised_maps
+from draftsmith.models.target import load_target, quantised_maps, rounded_bytes
 from draftsmith.models.tokenizer import load_tokenizer, vocab_size
 from draftsmith.train.drafts.blocks import open_block
 from draftsmith.train.drafts.start import TINY, open_draft, open_head, tiny_draft
@@ -100,10 +100,9 @@ class Staged:
     def bytes_of(self, part: nn.Module) -> int:
         """Frozen weights of the target, or of a part of it, quantised as the recipe says."""
         found = sum(p.nbytes for p in part.parameters() if not p.requires_grad)
-        if self.target is not None and self.config.target.quantise:
-            maps = {id(one) for one in quantised_maps(self.target)}
-            weights: list[Any] = [one.weight for one in part.modules() if id(one) in maps]
-            found -= sum(w.nbytes - w.numel() - 4 * len(w) for w in weights)  # a scale a row
+        if self.target is not None and (kind := self.config.target.quantise):
+            rounded = {*quantised_maps(self.target)} & {*part.modules()}
+            found -= sum(one.weight.nbytes - rounded_bytes(one, kind) for one in rounded)
         return found
 
     def masked(self, model: Any) -> Any:

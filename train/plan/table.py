@@ -168,18 +168,18 @@ def remedied(outline: Outline, only: str = "") -> tuple[list[str], Outline] | No
 
 
 def remedies(config: Any) -> Iterator[list[str]]:
-    """What needs less memory: rows of a step one at a time, then the target in int8 and shorter
-    rows; then the target in host memory while steps read its states from disk, which costs disk
-    (EAGLE-3 of an 8B target 32 KB a token), and both.
+    """What needs less memory: rows of a step one at a time, then the target in int8 or int4 and
+    shorter rows; then the target in host memory while steps read its states from disk, which costs
+    disk (EAGLE-3 of an 8B target 32 KB a token), and both.
     """
     rows, length = config.batch_size, setting(config, "text.max_length")
     fewer = ["batch_size=1", f"accumulation={rows * config.accumulation}"] if rows > 1 else []
-    rounded = ["target.quantise=int8"] if config.target.path else []
+    kinds = [["target.quantise=int8"], ["target.quantise=int4"]] if config.target.path else []
     path = setting(config, "cache.path")
     kept = [f"cache.path={config.out}/states"] if path == "" else []
     resting = [*kept, "cache.offload_target=true"] if path is not None else []
     lengths = [f"text.max_length={length // part}" for part in (2, 4)] if length else []
-    for ways in ([[], rounded], [resting, [*rounded, *resting]]):
+    for ways in ([[], *kinds], [[*kind, *resting] for kind in ([], *kinds)]):
         for shorter in ([], *([one] for one in lengths)):
             for way in ways:
                 if flags := [*fewer, *shorter, *way]:

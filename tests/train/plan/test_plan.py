@@ -18,7 +18,7 @@ from draftsmith.train.objectives.distillation import Distillation, stages
 from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.plan.memory import Held, held, rehearsed
 from draftsmith.train.plan.models import sized_tokenizer
-from draftsmith.train.plan.table import Outline, main, plan
+from draftsmith.train.plan.table import SPARE, Outline, main, plan, remedied
 from draftsmith.train.run.optim import optimizers
 from draftsmith.train.teachers.teachers import StateTeacher
 from draftsmith.train.text.batches import Batch
@@ -34,12 +34,11 @@ DEEP = ("draft.layers=4", "draft.hidden=128", "draft.intermediate=344", "text.ma
 DEEP += ("heldout.max_new_tokens=252", "batch_size=2")
 
 
-def target_at(folder: Path, vocab: int, layers: int) -> str:
+def target_at(folder: Path, vocab: int, layers: int, **sizes: int) -> str:
     """A folder with a config.json and nothing else."""
     LlamaConfig(
         vocab_size=vocab,
-        hidden_size=96,
-        intermediate_size=192,
+        **{"hidden_size": 96, "intermediate_size": 192} | sizes,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -207,6 +206,33 @@ def test_flags_that_would_fit_are_printed(
     assert "this does: batch_size=1 accumulation=4" in shown and shown.count("1 x l40s") == 2
     last = shown.splitlines()[-1]
     assert "train/eagle.py recipe=eagle3/qwen3-8b" in last and "accumulation=4" in last
+
+
+def test_int8_is_offered_then_int4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each where the one before doesn't fit; a target that int4 doesn't take is refused."""
+    given = ["entry=distill", "out=x", *SHAPE, *WIDE, "batch_size=1", "gpu=l40s"]
+    wide = {"hidden_size": 256, "intermediate_size": 512}
+    target = target_at(tmp_path / "target", 64, layers=2, **wide)
+    held = {}
+    for kind in ("int4", "int8", ""):
+        outline = plan([*given, target, f"target.quantise={kind}"])
+        held[kind] = min(choice.held.total for choice in outline.choices)
+        layer = 256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512
+        scales = {"int4": 3 * layer // 32, "int8": 5 * (2 * 256 + 2 * 128 + 2 * 512 + 256), "": 0}
+        rest = 2 * (2 * 2 * 256 + 2 * 64 * 256 + 256)
+        bits = {"int4": 4, "int8": 8, "": 16}[kind]
+        assert outline.sizes.target == 2 * (layer * bits // 8 + scales[kind]) + rest
+    for room, offered in ((held[""], "int8"), (held["int8"], "int4")):
+        gib = (room - 1) / (1 - SPARE) / GIB
+        monkeypatch.setitem(MACHINES, "l40s", MACHINES["l40s"]._replace(gib=gib))
+        outline = plan([*given, target])
+        found = remedied(outline)
+        assert outline.best is None and found and found[0] == [f"target.quantise={offered}"]
+    odd = target_at(tmp_path / "odd", 64, layers=2, **(wide | {"intermediate_size": 500}))
+    with pytest.raises(ValueError, match="got int4, 500 inputs, expected a multiple of 32; take"):
+        plan([*given, odd, "target.quantise=int4"])
+    with pytest.raises(ValueError, match="got 'int2', expected int8 or int4"):
+        plan([*given, target, "target.quantise=int2"])
 
 
 @pytest.mark.parametrize(
