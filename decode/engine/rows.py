@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.engine.request import Request
-from draftsmith.decode.forward.compiled import library
+from draftsmith.decode.forward.compiled import OPERATORS, library
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.verify.rules import Verdict
 
 SOURCE = Path(__file__).with_name("rows.cpp")
-OPERATORS = torch.library.Library("draftsmith_rows", "DEF")
 
 
 class Rows:
@@ -130,7 +129,7 @@ class Settled(NamedTuple):
             return None
         topology, length = tree.topology, tree.topology.levels + 1
         state = rows.lens_B, rows.pending_B, rows.rounds_B, rows.room_B, rows.active_B
-        table, before_B = torch.ops.draftsmith_rows.settle(
+        table, before_B = torch.ops.draftsmith.settle(
             *(tree.tokens_BN, topology.parent, topology.depth, p_logits_BNV, race_BLV),
             *(*state, rows.stop_ids_BM, length),
         )
@@ -183,7 +182,6 @@ def _settled_like(tokens_BN: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return tokens_BN.new_empty((rows, 2 * length + 4)), tokens_BN.new_empty(rows)
 
 
-# An operator, so that what records a round sees it; a bare one, which costs a tenth of `custom_op`.
 OPERATORS.define(
     "settle(Tensor tokens, Tensor parent, Tensor depth, Tensor logits, Tensor? race, "
     "Tensor(a!) lens, Tensor(b!) pending, Tensor(c!) rounds, Tensor(d!) room, Tensor(e!) active, "
