@@ -99,6 +99,17 @@ STEPS = {
     "online": Step("bench/evidence/online.py out={out}", "~65"),
     "online-choices": Step("bench/evidence/online_choices.py out={out}", "108"),
     # Evaluations, and the one page of several.
+    "compare-runs": Step(
+        "draftsmith compare target=runs/quickstart/target/model budget=60 limit=16 threads=1 "
+        "tune=stdlib out=runs/compare",
+        "~50",
+        "runs/compare/results.json",
+    ),
+    "compare": Step(
+        "bench/joined.py name=compare 'title=Every kind, the quickstart target' "
+        "reports=[runs/compare] out={out}",
+        "0",
+    ),
     "quickstart": Step(
         "bench/joined.py name=quickstart title=Quickstart reports=runs/quickstart out={out}", "0"
     ),
@@ -144,6 +155,7 @@ STEPS = {
 GIVEN = ("target", "answers")
 TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "calibration": (*GIVEN, "one-pass", "calibration"),
+    "compare": ("quickstart-runs", "compare-runs", "compare"),
     "cost": ("quickstart-runs", "cost"),
     "decode": ("quickstart-runs", "decode"),
     "distillation": (*GIVEN, "quickstart-runs", "distillation-gsm8k", "distillation"),

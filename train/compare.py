@@ -11,8 +11,8 @@ training come after: text that is looked up, the target's own layers, a store be
 head.
 
 A row that is finished lies in <out>/rows, and isn't made again; killed, the same command goes on.
-The page is <out>/compare.html, its figures <out>/compare.json, each evaluation's own report
-<out>/reports.
+The page is <out>/compare.html, its figures <out>/compare.json (and, in flat rows, results.json),
+each evaluation's own report <out>/reports.
 """
 
 import json
@@ -159,6 +159,9 @@ def main(argv: list[str]) -> None:
         found |= {"commit": git_commit(), "versions": versions()}
         write_atomically(out / "compare.json", json.dumps(found, indent=1).encode())
         write_atomically(out / "compare.html", compared.page(found).encode())
+        flat = [one | {"training": r["training"]} for r in rows for one in r["results"]]
+        if flat:
+            results.publish(f"Drafters for {settings.target}", flat, out)
     finally:
         signal.signal(signal.SIGTERM, handler)
         lock.release(force=True)
@@ -274,7 +277,7 @@ def measured(settings: KindsCompared, kind: str, drafter: str, temperature: floa
     few = asked | {"limit": -(-settings.limit // 2), "identity": False, "split": "tune"}
     tune = Evaluation(**few, prompts=settings.tune or settings.prompts)
     advice = evaluate(tune, {kind: drafter})[kind]["advice"]
-    how: Values = {}
+    how: Values = {"policy": "auto"}  # of those that remember, whose answers would advise them
     if advice:
         # Where nothing pays: as it would be best.
         ways = advice["depths"][1:]

@@ -4,6 +4,7 @@ Shapes: B rows, N tokens, T tokens of a text, F nodes fed, H hidden, I = H * (1 
 path), V vocabulary.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.forward.lean_heads import lean_prefix
 from draftsmith.decode.forward.product import Product, head_logits
+from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.hydra import Hydra
 
 
@@ -34,6 +36,11 @@ class HydraDrafter(HeadDrafter):
         self.more = [[Product.of([block.linear]) for block in more] for _, *more in blocks]
         outputs = [head.output(depth) for depth in levels]
         self.outputs = [output_product(o.weight, o.bias, vocab_size) for o in outputs]
+
+    @property
+    def size(self) -> ModelSize:
+        # Hydra++'s layer goes on from the states that are handed over, which are counted as such.
+        return replace(super().size, beside=0 if self.layer is None else -self.head.hidden)
 
     def read(self, taps_BNU: Tensor, next_BN: Tensor, where: Where | None) -> Tensor:
         if self.layer is None or where is None:

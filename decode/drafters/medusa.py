@@ -69,8 +69,11 @@ class MedusaDrafter(HeadDrafter):
         """Of the first heads; one matrix of all is read once."""
         if not self.head.config.own_heads:
             return head_logits(self.outputs[0], states_BKH)
-        each = zip(self.outputs, states_BKH.unbind(1), strict=False)
-        return torch.stack([head_logits(output, state_BH) for output, state_BH in each], 1)
+        shape = *states_BKH.shape[:2], len(self.outputs[0].weight)
+        logits_BKV = states_BKH.new_empty(shape, dtype=torch.float32)
+        for depth, state_BH in enumerate(states_BKH.unbind(1)):
+            logits_BKV[:, depth] = head_logits(self.outputs[depth], state_BH)
+        return logits_BKV
 
     def _states(self, hidden_BH: Tensor, levels: int) -> Tensor:
         """What the LM heads of the first `levels` heads multiply, [B, K, H]."""

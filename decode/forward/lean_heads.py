@@ -148,9 +148,12 @@ class LeanStack:
 
         def run(hidden_BRH: Tensor, layers: range) -> Tensor:
             for layer in self.layers[layers.start : layers.stop]:
-                qkv = enter(hidden_BRH, rotary, layer.entry, layer.sizes)
-                mixed_BRO = attention(layer.index, *qkv)
-                hidden_BRH = leave(hidden_BRH, mixed_BRO, layer.exit, layer.activation)
+                hidden_BRH = leave(  # what attention reads and mixes has no name: it goes early
+                    hidden_BRH,
+                    attention(layer.index, *enter(hidden_BRH, rotary, layer.entry, layer.sizes)),
+                    layer.exit,
+                    layer.activation,
+                )
             return hidden_BRH
 
         return run

@@ -267,6 +267,7 @@ def test_a_heads_memory_is_planned(
     """Its pool to the byte; a run's peak within five per cent, taps included (a block's prefill is
     planned as if its context were asked about).
     """
+    monkeypatch.setattr("draftsmith.decode.engine.rows.library", lambda source: None)  # as on a GPU
     monkeypatch.setattr("draftsmith.decode.engine.decoder.vocab_size", lambda tokenizer: vocab)
     target, drafter = large(kind, vocab)
     if settings.get("K", 0) > drafter.levels:
