@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.drafters.medusa import output_product, through
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
-from draftsmith.decode.forward.lean_heads import lean_prefix
+from draftsmith.decode.forward.lean_heads import LeanStack, lean_prefix
 from draftsmith.decode.forward.product import Product, head_logits
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.hydra import Hydra
@@ -39,8 +39,9 @@ class HydraDrafter(HeadDrafter):
 
     @property
     def size(self) -> ModelSize:
-        # Hydra++'s layer goes on from the states that are handed over, which are counted as such.
-        return replace(super().size, beside=0 if self.layer is None else -self.head.hidden)
+        # The lean layer goes on from the states that are handed over, which are counted as such.
+        lean = isinstance(self.prefix, LeanStack)
+        return replace(super().size, beside=-self.head.hidden * lean)
 
     def read(self, taps_BNU: Tensor, next_BN: Tensor, where: Where | None) -> Tensor:
         if self.layer is None or where is None:
