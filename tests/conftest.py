@@ -32,6 +32,8 @@ def few_turns() -> Iterator[None]:
     def few(statistics: Any, prompts: int, draws: int = 200) -> Any:
         return draw(statistics, prompts, min(draws, 200))
 
+    few.whole = draw  # type: ignore[attr-defined]
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(timing, "least_times", soon)
         patched.setattr(timing, "SANE", 0.0)

@@ -78,6 +78,7 @@ def test_trained_heads_are_measured(
     for what in ("medusa", "eagle3"):
         folder = tmp_path / "trained" / f"{what}-0" / "drafter"
         head_folders.ours(folder, head_folders.made(what, tiny_target), tiny_target, tiny_tokenizer)
+        (folder.parent / "metrics.jsonl").write_text('{"step": 1, "seconds": 2.5}\n')
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def main(\nimport os, sys\n")
     where = [f"target={target}", f"data={prompts}", f"out={tmp_path}", "kinds=medusa,eagle3"]
