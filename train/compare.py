@@ -159,7 +159,8 @@ def main(argv: list[str]) -> None:
         found |= {"commit": git_commit(), "versions": versions()}
         write_atomically(out / "compare.json", json.dumps(found, indent=1).encode())
         write_atomically(out / "compare.html", compared.page(found).encode())
-        flat = [one | {"training": r["training"]} for r in rows for one in r["results"]]
+        shared = {r["kind"]: {key: r[key] for key in ("training", "bytes")} for r in rows}
+        flat = [one | shared[r["kind"]] for r in rows for one in r["results"]]
         if flat:
             results.publish(f"Drafters for {settings.target}", flat, out)
     finally:

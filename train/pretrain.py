@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import check_least, run_command
 from draftsmith.decode.prompts.chat import set_template
+from draftsmith.decode.prompts.rows import Row
 from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.draft_lm import load_draft
@@ -48,6 +49,7 @@ from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.teachers import StateTeacher
 from draftsmith.train.text.batches import Examples
 from draftsmith.train.text.on_policy import Snapshot, Text, make_batches, text_at_hand
+from draftsmith.train.text.prepared import is_prepared, load_prepared
 from draftsmith.train.text.stream import Corpus, CorpusStream, first_texts, held_out_texts
 from draftsmith.train.text.tokenise import tokenise
 
@@ -84,9 +86,7 @@ def main(argv: list[str]) -> None:
         return
 
     # ---- text and tokenizer ------------------------------------------------------------------
-    train_rows, heldout_rows = load_rows(config.data, "train"), load_rows(config.data, "heldout")
-    if config.target.shrink:
-        train_rows, heldout_rows = train_rows[:20], heldout_rows[:2]
+    train_rows, heldout_rows = rows_of(config)
     source: Examples | CorpusStream
     batches: StepBatches
     sources, own = config.corpus.sources, (row.text for row in train_rows)
@@ -95,10 +95,14 @@ def main(argv: list[str]) -> None:
     target, tokenizer = target_and_tokenizer(config, texts, accelerator.device)
     if sources:
         batches = source = CorpusStream(config.corpus, config.text, config, tokenizer, left_out)
+        kept = tokenise(heldout_rows, tokenizer)
     else:
-        source = tokenise(train_rows, tokenizer)
+        if is_prepared(config.data):
+            source, kept = load_prepared(config.data).parted(config.heldout_sequences)
+        else:
+            source, kept = tokenise(train_rows, tokenizer), tokenise(heldout_rows, tokenizer)
         batches = make_batches(config.text, config, source, tokenizer)
-    heldout = make_batches(config.text, config, tokenise(heldout_rows, tokenizer), tokenizer)
+    heldout = make_batches(config.text, config, kept, tokenizer)
 
     # ---- model and objective -----------------------------------------------------------------
     model = place(make_model(config, tokenizer, target), accelerator.device)
@@ -132,6 +136,22 @@ def main(argv: list[str]) -> None:
             save_draft(result, model, target, tokenizer, config, made)
         run.finish({"result": str(result), **ended._asdict()})
         print(f"saved {result}")
+
+
+def rows_of(config: PretrainConfig) -> tuple[list[Row], list[Row]]:
+    """The data's training and held-out side, none of answers that are tokens already; ValueError
+    for those without the target that wrote them.
+    """
+    if is_prepared(config.data):
+        if not config.target.path:
+            raise ValueError(
+                f"data: got {config.data}, answers in a target's tokens, without target.path; "
+                "expected that of the target which wrote them, or text"
+            )
+        return [], []
+    train_rows, heldout_rows = load_rows(config.data, "train"), load_rows(config.data, "heldout")
+    few = config.target.shrink
+    return (train_rows[:20], heldout_rows[:2]) if few else (train_rows, heldout_rows)
 
 
 def target_and_tokenizer(

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from draftsmith.command import parse, run_command
 from draftsmith.decode.policies.foretold import extended, taus
 from draftsmith.decode.predict.draft_sizes import Draft, shape_of
-from draftsmith.decode.predict.machines import MACHINES
+from draftsmith.decode.predict.machines import MACHINES, Pass
 from draftsmith.decode.predict.predict import kinds_of, speedup
 from draftsmith.printed import number, print_table, times_as
 from draftsmith.train.run.recipe import RECIPES
@@ -27,7 +27,9 @@ from draftsmith.train.run.recipe import RECIPES
 MISS = 0.15
 VOCAB, CONTEXT = 4096, 128
 # A table's rows: the pair's recipes, and what predict calls what it measured.
+HEADS = {kind: kind for kind in ("draft", "medusa", "hydra", "eagle3", "block")}
 PAIRS = {
+    "compare": ("quickstart", {**HEADS, "ngram": "ngram", "suffix": "suffix", "exit:2": "exit"}),
     "quickstart": ("quickstart", {"before": "draft", "after": "draft", "ngram": "ngram"}),
     "gsm8k": ("gsm8k", {"before": "draft", "after": "draft", "ngram": "ngram"}),
     "trees": ("quickstart", {}),  # all of its rows are of the draft
@@ -92,8 +94,10 @@ def judged(results: Path, table: str) -> Iterator[Judged]:
         if kind is None:
             continue
         exits = int(row["what"].partition(":")[2] or 1) if kind == "exit" else 1
-        K = row.get("K") or int(row["what"].removeprefix("K = "))
-        how = kinds_of(target, VOCAB, draft.work, exits)[kind]
+        K = row.get("levels") or row.get("K") or int(row["what"].removeprefix("K = "))
+        # What `compare` trains for a target of few layers has one.
+        work = Pass(1, row["bytes"]) if table == "compare" else draft.work
+        how = kinds_of(target, VOCAB, work, exits)[kind]
         nodes = 0 if row.get("tree", "chain") == "chain" else nodes_of(row) - 1
         way = (K, nodes, row["tau"])
         told = speedup((MACHINES["cpu"], target, how), way, row.get("batch") or 1, CONTEXT)

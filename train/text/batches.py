@@ -68,6 +68,13 @@ class Examples:
         first = int(trained.int().argmax()) if trained.any() else len(ids)
         return ids[:first].tolist()
 
+    def parted(self, last: int) -> tuple["Examples", "Examples"]:
+        """All but the last so many, and these; at most half are."""
+        first = len(self) - min(last, len(self) // 2)
+        cut, starts = int(self.starts[first]), self.starts
+        kept = Examples(self.ids[:cut], self.trained[:cut], starts[: first + 1])
+        return kept, Examples(self.ids[cut:], self.trained[cut:], starts[first:] - cut)
+
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for tensor in vars(self).values():
