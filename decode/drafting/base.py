@@ -237,7 +237,7 @@ class Drafter(Protocol):
     one_pass: bool = False  # whether a round's first draft call makes what the later ones look up
     stride: int = 1  # levels that one pass drafts: draft calls between them look up what it made
     follows: bool = True  # whether it takes in tokens that it hasn't drafted
-    owes: bool = False  # whether taking in is a pass of its model: tokens then wait (`catch_up`)
+    owes: bool = False  # whether tokens may wait until it drafts again (`catch_up`)
     room: int = ANY_DEPTH  # slots that a round's drafted tokens may take
     shares: bool = False  # whether it drafts in the target's own keys and values
     chooses: bool = False  # whether it is told what the target chose at every node

@@ -161,8 +161,8 @@ class Stepper:
         hidden_BNH, taps_BNU = self.runner.verify(pool, *at, seen, taps=not deaf)
         logits_BNV = self.runner.logits(hidden_BNH)
         p_logits_BNV = batch.law(logits_BNV, tokens_BN, topology.parent)
-        drafter = None if deaf else batch.drafter or self.drafter
-        told = _told(drafter, tree, logits_BNV, p_logits_BNV, shared_BLV)
+        drafter, waits = batch.drafter or self.drafter, plan is None and batch.owed is not None
+        told = {} if waits else _told(drafter, tree, logits_BNV, p_logits_BNV, shared_BLV)
         raw_BNV = None if batch.listed is None else logits_BNV
         del logits_BNV  # a round's largest tensor, which nobody else needs
         made = self._settled(batch, tree, p_logits_BNV, shared_BLV, hidden_BNH, calls)
@@ -179,11 +179,11 @@ class Stepper:
         if batch.harvest is not None:
             batch.harvest.keep(before_B, picked(hidden_BNH, path_BL), taps_BLU)
         said_BX, owes = None, None
-        if drafter is not None:
+        if drafter is not None and not deaf:
             path = None if topology.is_chain else path_BL
             kept = Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top, params=params, **told)
-            owes = kept if plan is None and batch.owed is not None else None
-            said_BX = None if owes is not None else drafter.extend(kept)
+            owes = kept if waits else None
+            said_BX = None if waits else drafter.extend(kept)
         news = [table]
         if raw_BNV is not None and batch.listed is not None:
             told_BLW = told_log_probs(picked(raw_BNV, path_BL), emitted_BL, batch.listed)
@@ -198,7 +198,8 @@ class Stepper:
         would be told of (`Owed`).
         """
         sleeps = plan is None and policy is not None and policy.asleep and batch.harvest is None
-        return sleeps and batch.owed is not None and bool(self.runner.taps)
+        remembers = self.drafter is None or self.drafter.remembers
+        return sleeps and batch.owed is not None and bool(self.runner.taps) and not remembers
 
     def _settled(
         self,

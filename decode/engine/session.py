@@ -220,6 +220,10 @@ class Session:
         if flight.started is not None and (flight.ready is None or before is not None):
             # A device that runs ahead begins a round when the one before has ended.
             seconds = now - max(before or 0.0, flight.started)
+        drafter = self.decoder.drafter
+        if drafter is not None and drafter.remembers and any(ended for *_, ended in news):
+            # Its store is to hold whole answers, of which a new one takes the row.
+            self.decoder.stepper.catch_up(self.batch, self.context)
         told_of = flight.plan, told.levels, paths, said_BX, flight.load, seconds
         self.decoder.policy.observe(Outcome(*told_of))
         return news

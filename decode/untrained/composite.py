@@ -79,7 +79,7 @@ class CompositeDrafter(Drafter):
         self.fused = self.samples = fused
         self.kind = f"{looked.kind}{'++' if fused else '+'}{trained.kind}"
         self.taps, self.likeliest, self.context = trained.taps, looked.likeliest, trained.context
-        self.host = trained.host
+        self.host, self.owes = trained.host, looked.owes and trained.owes
 
     @property
     def size(self) -> ModelSize | None:
@@ -103,6 +103,10 @@ class CompositeDrafter(Drafter):
     def extend(self, kept: Kept) -> Tensor | None:
         self.looked.extend(kept)
         return self.trained.extend(kept)
+
+    def catch_up(self, kept: Kept) -> None:
+        self.looked.catch_up(kept)
+        self.trained.catch_up(kept)
 
     def feed(self, request: Round) -> Feed | None:
         """Of the trained one, which is what a draft call costs; or of both."""

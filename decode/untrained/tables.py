@@ -152,6 +152,10 @@ class TableDrafter(LookupDrafter):
         self.store.learn(context_XM, kept.ids_BNX.flatten(0, 1), p_XK, real_X)
         super().extend(kept)
 
+    def catch_up(self, kept: Kept) -> None:
+        """The text alone: laws of rounds that drafted nothing aren't told."""
+        super().extend(kept)
+
     def looked_up(self) -> tuple[Feed, Tensor]:
         context_BFM = self.tail(len(self.context_M))[:, None]
         first = self.store.laws(context_BFM.flatten(0, 1))

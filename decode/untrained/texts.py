@@ -29,6 +29,7 @@ class TextDrafter(Drafter):
     """
 
     held: tuple[str, ...] = ("text_BS", "lens_B")
+    owes = True
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)

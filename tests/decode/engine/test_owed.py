@@ -76,6 +76,37 @@ def test_a_head_drafts_as_if_it_had_taken_in_each_round(
     assert found[0] == found[1] and len(found[0]) > 40
 
 
+@pytest.mark.parametrize("name", ["ngram", "ngram:unique", "suffix", "suffix+eagle3"])
+def test_what_is_looked_up_is_as_if_each_round_had_been_heard(
+    name: str, tmp_path: Path, tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """In the second pass over the prompts too, where a store knows the answers of the first."""
+    pair = tiny_target, tiny_tokenizer
+    folder = ours(tmp_path / "it/drafter", made("eagle3", tiny_target), *pair)
+    found = []
+    for owes in (True, False):
+        drafter = load_drafter(name.replace("eagle3", str(folder)), *pair)
+        assert drafter is not None and drafter.owes
+        drafter.owes = owes
+        decoder, drafted = resting(pair, drafter)
+        decode(decoder, pair, SETTINGS[:2] * 2)
+        found.append(drafted)
+    assert found[0] == found[1] and len(found[0]) > 40
+
+
+@pytest.mark.parametrize("name", ["recycling", "stand", "lookahead:4"])
+def test_tables_rest_too(
+    name: str, tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """They learn nothing of rounds that drafted nothing, for which no laws are told."""
+    pair = tiny_target, tiny_tokenizer
+    drafter = load_drafter(name, *pair)
+    assert drafter is not None
+    decoder, drafted = resting(pair, drafter)
+    decode(decoder, pair)
+    assert drafted
+
+
 def likeliest_after(model: PreTrainedModel, text: tuple[int, ...], vocab: int) -> int:
     return int(model(torch.tensor([text])).logits[0, -1, :vocab].argmax())
 

@@ -56,7 +56,9 @@ def test_lanes_share_a_store_and_begin_with_its_file(
     a store that isn't named stays the server's own.
     """
     file = tmp_path / "new" / "store.safetensors"
+    # By `auto` how often the target is asked would be the clock's.
     how: dict[str, Any] = {"drafter": f"suffix:{file}", "K": 12, "batch_size": 2}
+    how["policy"] = "fixed"
     how["drafters"] = (f"twin=suffix:{tmp_path}/new/../new/{file.name}", "own=suffix", "laws=stand")
     want = truth(
         *(tiny_target, tiny_tokenizer, ASKED["prompt"]),
