@@ -16,7 +16,8 @@ class Pass(NamedTuple):
 class Machine(NamedTuple):
     """gib: of memory; tflops: dense bf16 peak; bandwidth: GB/s; layer, call: microseconds that each
     layer and each call adds to a forward of a token; reached: the share of the peak of a forward of
-    many tokens, assumed; overlaps: whether it reads while it computes.
+    many tokens, assumed; overlaps: whether it reads while it computes; cache: megabytes that are
+    read again at `near` GB/s; loop: microseconds that a round which drafts takes beside its passes.
     """
 
     gib: float
@@ -26,6 +27,9 @@ class Machine(NamedTuple):
     call: float = 100.0
     reached: float = 0.5
     overlaps: bool = True
+    cache: float = 0.0
+    near: float = 0.0
+    loop: float = 0.0
 
     def seconds(self, work: Pass, tokens: float = 1, context: float = 0) -> float:
         """A forward of so many tokens after so many, of all rows together. A bf16 weight is two
@@ -37,17 +41,18 @@ class Machine(NamedTuple):
         return 1e-6 * (self.call + work.layers * self.layer) + took
 
     def moving(self, size: float) -> float:
-        """Seconds to read so many bytes."""
-        return size / (1e9 * self.bandwidth)
+        """Seconds to read so many bytes, again and again."""
+        return size / (1e9 * (self.near if size <= 1e6 * self.cache else self.bandwidth))
 
     def computing(self, operations: float, reached: float) -> float:
         """Seconds of so many operations, at a share of the peak."""
         return operations / (1e12 * self.tflops * reached)
 
 
-# GPUs: the makers' data sheets (SXM), and an assumed dozen kernels a layer in a CUDA graph. cpu: a
-# rough guess at two cores; the rest from docs/results/cost.json (6 layers of 256 and one of 96,
-# bf16, one thread of an AMD EPYC: 2.26 and 0.45 ms, and a pass 97 us for each further token).
+# GPUs: the makers' data sheets (SXM), and an assumed dozen kernels a layer in a CUDA graph. cpu:
+# one thread of an AMD EPYC, bandwidth by a twin of 516M (docs/results/peers.json), loop by profile,
+# the rest by docs/results/cost.json (6 layers of 256 and one of 96, bf16: 0.235 and 0.049 ms, and
+# 48 us for each of a few further tokens).
 MACHINES = {
     "h100": Machine(79, 989, 3350),
     "h200": Machine(139, 989, 4800),
@@ -56,5 +61,5 @@ MACHINES = {
     "a100-40": Machine(39, 312, 1555),
     "l40s": Machine(44, 362, 864),
     "rtx4090": Machine(23.5, 165, 1008),
-    "cpu": Machine(16, 0.5, 20, 245, 160, reached=0.22, overlaps=False),
+    "cpu": Machine(16, 0.5, 22, 3, 26, 0.48, overlaps=False, cache=32, near=80, loop=90),
 }

@@ -240,7 +240,8 @@ def speedup(pair: Pair, way: tuple[float, float, float], rows: int, context: int
     plain, verify = (
         machine.seconds(target.work, rows * n, rows * context) for n in (1, 1 + (nodes or K))
     )
-    return tau * plain / (verify + drafting.seconds(machine, rows, K, nodes or K, context))
+    own = drafting.seconds(machine, rows, K, nodes or K, context) + 1e-6 * machine.loop
+    return tau * plain / (verify + own)
 
 
 def pays_until(best_of: Callable[[int], Way], most: int) -> int:
@@ -288,7 +289,7 @@ def notes(settings: Prediction, machine: Machine, target: Draft) -> list[str]:
         f"of one row {duration(step)} at {settings.context} tokens of context",
         f"machine: {'measured here' if settings.measure else settings.gpu}: {machine.tflops:.4g} "
         f"TFLOP/s, {machine.bandwidth:.4g} GB/s, {machine.call:.3g} us a call, {machine.layer:.3g} "
-        "us a layer",
+        "us a layer" + (f", {machine.loop:.3g} us a round that drafts" if machine.loop else ""),
         "kept: the chance that 1, 2, 3 drafted tokens are; assumed where you gave none: see "
         "docs/start/compare.md, which also says how far predictions were off",
     ]
