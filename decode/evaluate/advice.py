@@ -6,8 +6,9 @@
 K = 0 is plain decoding. Depths are foretold from the run's counts, and by times of isolated
 forwards (policies/timing.py); those that weren't drafted by the conditional acceptance of the last
 that was. Policies and other trees are replayed on the run's answers (`replay`), which only answers
-that don't depend on the drafter allow. What the loop adds is in the measured speed-up, and taken to
-grow with the round. The best is then run, and where nothing pays K = 1, if it might.
+that don't depend on the drafter allow. What the loop adds to isolated forwards is known of the
+rounds as run, and taken to be the same at every depth. The best is then run, and where nothing pays
+K = 1, if it might.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,6 +83,7 @@ def advise(
     gains: list[Callable[[np.ndarray], np.ndarray]] = []
     if depths:
         cost_K = np.array([costs.of(how.plan) for how in depths])
+        cost_K += loop_of(spec, settings.batch_size, costs.of(own.plan))
         found = counted(spec, settings.batch_size, own.plan.levels, cost_K)
         taus, gains = [*found.taus(every)], [found.gains]
     if others:
@@ -223,6 +225,15 @@ def costs_of(settings: Evaluation, pair: Loaded, name: str, spec: Arm, largest: 
     twice = sum(2 * len(c.prompt_tokens) + len(c.tokens) for c in answers) // len(answers)
     runner = pair.decoder(settings, None).runner
     return measured_costs(runner, pair.drafters[name], largest, settings.batch_size, twice)
+
+
+def loop_of(spec: Arm, size: int, isolated: float) -> float:
+    """Seconds that a round of an arm took beyond its isolated forwards; its prompts shared batches
+    of `size`, which last as long as their slowest row.
+    """
+    rounds = [one.rounds for one in spec.counters]
+    slowest = sum(max(rounds[i : i + size]) for i in range(0, len(rounds), size))
+    return max(0.0, sum(spec.seconds) / max(1, slowest) - isolated)
 
 
 def counted(spec: Arm, size: int, levels: int, cost_K: np.ndarray) -> Depths:
