@@ -100,9 +100,9 @@ STEPS = {
     "online-choices": Step("bench/evidence/online_choices.py out={out}", "108"),
     # Evaluations, and the one page of several.
     "compare-runs": Step(
-        "draftsmith compare target=runs/quickstart/target/model budget=60 limit=16 threads=1 "
-        "tune=stdlib out=runs/compare",
-        "~50",
+        "draftsmith compare target=runs/quickstart/target/model budget=45 limit=16 "
+        "max_new_tokens=48 threads=1 out=runs/compare",
+        "17",
         "runs/compare/results.json",
     ),
     "compare": Step(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_llama import CHAT_TEMPLATE, SHARED, build_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -73,3 +74,9 @@ def target_15m() -> Path:
     if not path.exists():
         pytest.skip("the 15M target is not beside this checkout (../shared/models/target-15m)")
     return path
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs in C++ is for one, however many torch has here."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

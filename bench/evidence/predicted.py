@@ -29,8 +29,8 @@ MISS = 0.15
 # What the older tables were measured on: the same machine, before its layers and heads ran in C++.
 THEN = Machine(16, 0.5, 20, 245, 160, reached=0.22, overlaps=False)
 VOCAB, CONTEXT = 4096, 128
-# A table's rows: the pair's recipes, and what predict calls what it measured.
 HEADS = {kind: kind for kind in ("draft", "medusa", "hydra", "eagle3", "block")}
+# A table's rows: the pair's recipes, and what predict calls what it measured.
 PAIRS = {
     "compare": ("quickstart", {**HEADS, "ngram": "ngram", "suffix": "suffix", "exit:2": "exit"}),
     "quickstart": ("quickstart", {"before": "draft", "after": "draft", "ngram": "ngram"}),

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.drafting.base import Kept
+from draftsmith.decode.policies.policy import NAP
 
-TOKENS, STATES = 512, 32  # that wait: of drafters that read tokens alone, and of those with taps
+TOKENS, STATES = 512, NAP  # that wait: of drafters that read tokens alone, and of those with taps
 
 
 class Owed:
-    """lens_B: tokens of each row when the first of the rounds that wait set off. Of more rounds
-    than may wait the oldest are lost: the drafter then lacks them, which costs acceptance and no
-    more. taps: whether the drafter reads states too.
+    """lens_B: tokens of each row when the first of the rounds that wait set off, or when it was
+    admitted meanwhile. Of more rounds than may wait the oldest are lost: the drafter then lacks
+    them, which costs acceptance and no more. taps: whether the drafter reads states too.
     """
 
     def __init__(self, rows: int, device: torch.device, *, taps: bool) -> None:
@@ -37,6 +38,8 @@ class Owed:
         if kept is None:
             self.rounds.clear()
             return
+        if not self.rounds:
+            self.begin(slice(len(kept.lens_B)), kept.lens_B)
         if replayed:
             taps_BLU = None if kept.taps_BLU is None else kept.taps_BLU.clone()
             kept = kept._replace(tokens_BL=kept.tokens_BL.clone(), taps_BLU=taps_BLU)
@@ -53,9 +56,8 @@ class Owed:
         # A row's own are the last ones.
         of_BM = (step_M + len(waited) - n_new_B[:, None]).clamp(max=len(waited) - 1)
         tokens_BM = side_by_side([kept.tokens_BL for kept in waited], of_BM)
-        taps_BMU = None
-        if waited[0].taps_BLU is not None:
-            taps_BMU = side_by_side([k.taps_BLU for k in waited if k.taps_BLU is not None], of_BM)
+        taps = [kept.taps_BLU for kept in waited if kept.taps_BLU is not None]
+        taps_BMU = side_by_side(taps, of_BM) if taps else None
         return Kept(tokens_BM, n_new_B, None, lens_B - n_new_B, taps_BMU, top)
 
 

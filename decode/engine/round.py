@@ -172,10 +172,8 @@ class Stepper:
             step_L = torch.arange(path_BL.shape[1], device=path_BL.device)
             pool.commit(before_B1 + path_BL, before_B1 + step_L)
         pool.settle(path_BL, n_new_B)
-        if taps_BNU is None or plan is None:  # of one node: its own
-            taps_BLU = taps_BNU
-        else:
-            taps_BLU = picked(taps_BNU, path_BL)
+        # A round of one node keeps that.
+        taps_BLU = taps_BNU if taps_BNU is None or plan is None else picked(taps_BNU, path_BL)
         if batch.harvest is not None:
             batch.harvest.keep(before_B, picked(hidden_BNH, path_BL), taps_BLU)
         said_BX, owes = None, None
@@ -188,10 +186,10 @@ class Stepper:
         if raw_BNV is not None and batch.listed is not None:
             told_BLW = told_log_probs(picked(raw_BNV, path_BL), emitted_BL, batch.listed)
             news.append(told_BLW.flatten(1).view(torch.int64))
-        said = [] if said_BX is None else [said_BX.view(torch.int64)]
-        size = topology.levels, topology.nodes - 1, sum(part.shape[1] for part in said)
-        whole = [*news, *said]
-        return Told(table if len(whole) == 1 else torch.cat(whole, 1), *size, owes)
+        if said_BX is not None:
+            news.append(said_BX.view(torch.int64))
+        size = topology.levels, topology.nodes - 1, 0 if said_BX is None else said_BX.shape[1]
+        return Told(table if len(news) == 1 else torch.cat(news, 1), *size, owes)
 
     def _deaf(self, batch: DecodeBatch, plan: Plan | None, policy: Policy | None) -> bool:
         """Whether the drafter need not hear of a round: it is not to draft for more rounds than it
@@ -233,12 +231,12 @@ class Stepper:
             verdict = Verdict(verdict.path_BL, none_B, next_B)
         return Settled.by(rows, tree, verdict, bad_B)
 
-    @torch.inference_mode()
     def catch_up(self, batch: DecodeBatch, top: int) -> None:
         """Let the drafter take in what rounds without a draft owe it."""
         drafter = batch.drafter or self.drafter
         if drafter is not None and batch.owed is not None and batch.owed.rounds:
-            drafter.catch_up(batch.owed.settled(batch.rows.lens_B, top))
+            with torch.inference_mode():  # which costs more than to see that there is nothing
+                drafter.catch_up(batch.owed.settled(batch.rows.lens_B, top))
 
     @torch.inference_mode()
     def between(self, batch: DecodeBatch, plan: Plan, top: int) -> bool:

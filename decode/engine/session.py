@@ -156,10 +156,7 @@ class Session:
         on_cuda = device.type == "cuda"
         # Captures and events belong to the current device.
         with torch.cuda.device(device) if on_cuda else nullcontext():
-            owed = self.batch.owed
-            if owed is not None and plan is None and not owed.rounds:
-                owed.begin(slice(None), self.batch.rows.lens_B)
-            elif plan is not None:
+            if plan is not None:
                 decoder.stepper.catch_up(part, top)
             if plan is not None and decoder.stepper.between(part, plan, top):
                 self._parts = {}
@@ -171,7 +168,7 @@ class Session:
                 steady = decoder.graphs.steady
             else:
                 told = decoder.stepper.step(part, plan, top, decoder.policy)
-            if owed is not None and plan is None:
+            if plan is None and (owed := self.batch.owed) is not None:
                 owed.take(told.owes, replayed=decoder.graphs is not None)
             table, ready = told.table, None
             if decoder.late and on_cuda:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftsmith.decode.policies.policy import ALONE, Load, Outcome, Policy
+from draftsmith.decode.policies.policy import ALONE, NAP, Load, Outcome, Policy
 from draftsmith.decode.policies.priced import counts_of, parts
 from draftsmith.decode.tree_shapes import Plan
 
@@ -90,7 +90,6 @@ class Auto(Policy):
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
     SHARES = np.array([0.0, 0.15, 0.05])  # of a plain round's seconds, before anything is known
     PRIOR = 0.05  # how much these weigh beside one measured tree
-    NAP = 32  # rounds before a draft from which on the drafter listens
     rests = True
 
     def __init__(self, plan: Plan) -> None:
@@ -115,7 +114,7 @@ class Auto(Policy):
             pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self.TRY)
         if pace.choice is None:
             rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
-            self.asleep = rounds > self.NAP
+            self.asleep = rounds > NAP
         return pace.choice
 
     def observe(self, outcome: Outcome) -> None:

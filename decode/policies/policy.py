@@ -63,6 +63,7 @@ class Load(NamedTuple):
 
 
 ALONE = Load()
+NAP = 32  # rounds before a draft from which on a drafter that reads states hears of each
 
 
 class Outcome(NamedTuple):

@@ -3,11 +3,11 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from served_here import served
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.decode.sampling import SamplingParams
@@ -127,14 +127,5 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
-@contextmanager
-def running(tokenizer: PreTrainedTokenizerFast, **habits: Any) -> Iterator[Server]:
-    server = Server(tokenizer, **habits)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def running(tokenizer: PreTrainedTokenizerFast, **habits: Any) -> AbstractContextManager[Server]:
+    return served(Server(tokenizer, **habits))

@@ -5,14 +5,13 @@ commits), and the statuses that it refuses with.
 import base64
 import hashlib
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import yaml
+from served_here import served
 
 TOKEN, USER = "hf_of_the_tests", "me"
 
@@ -184,14 +183,5 @@ def git_hash(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-@contextmanager
-def running() -> Iterator[Hub]:
-    hub = Hub()
-    thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.shutdown()
-        hub.server_close()
-        thread.join()
+def running() -> AbstractContextManager[Hub]:
+    return served(Hub())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from head_folders import on_disk
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.train import pretrain
@@ -39,14 +40,13 @@ def test_a_draft_is_pretrained_on_them(
     tiny_target: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    tiny_target.save_pretrained(tmp_path / "target")
-    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    target = on_disk(tmp_path / "target", tiny_target, tiny_tokenizer)
     size = "model={hidden: 16, heads: 2, kv_heads: 1, intermediate: 32}"
     said = [f"data={answers}", f"out={tmp_path / 'run'}", size, "steps=2", "batch_size=2"]
     said += ["dtype=float32", "text.max_length=16", "heldout.limit=0", "heldout_sequences=3"]
     with pytest.raises(ValueError, match=r"data: got .*answers, .* without target\.path; expected"):
         pretrain.main(said)
-    pretrain.main([*said, f"target.path={tmp_path / 'target'}"])
+    pretrain.main([*said, f"target.path={target}"])
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     assert [record["step"] for record in records] == [0, 1, 2]
     assert "eval_loss" in records[0] and (tmp_path / "run/drafter/model.safetensors").is_file()

@@ -28,16 +28,14 @@ from draftsmith.decode.tree_shapes import parse_tree
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.vocab import DraftVocab
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("one_thread"),
+]
 CPU, K = torch.device("cpu"), 5
 SIZES = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
 LMS = ("lm", "trimmed", "rapid")
 MOST = 32  # tokens a pass, on a machine too where it isn't faster
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
 @pytest.fixture(scope="module")

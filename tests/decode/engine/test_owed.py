@@ -52,6 +52,12 @@ def resting(pair: Any, drafter: Drafter, *, batch: int = 3, **how: Any) -> tuple
     return decoder, drafted
 
 
+def eagle3(folder: Path, pair: Any) -> Drafter:
+    drafter = load_drafter(str(ours(folder / "it/drafter", made("eagle3", pair[0]), *pair)), *pair)
+    assert drafter is not None
+    return drafter
+
+
 def decode(decoder: Decoder, pair: Any, ways: Any = SETTINGS[:2]) -> None:
     for params in ways:
         done = decoder.generate(PROMPTS, params)
@@ -145,10 +151,7 @@ def test_recorded_rounds_rest_too(
 ) -> None:
     """Those with a draft and those without are recorded apart; none is timed before it is."""
     pair = tiny_target, tiny_tokenizer
-    folder = ours(tmp_path / "it/drafter", made("eagle3", tiny_target), *pair)
-    drafter = load_drafter(str(folder), *pair)
-    assert drafter is not None
-    decoder, drafted = resting(pair, drafter)
+    decoder, drafted = resting(pair, eagle3(tmp_path, pair))
     decoder.late, timed = True, list[bool]()
     decoder.policy.observe = lambda told: timed.append(told.seconds is not None)  # type: ignore[method-assign]
     recordings = record_rounds(decoder)
@@ -195,10 +198,7 @@ def test_a_drafter_that_sleeps_hears_nothing_and_goes_on_from_what_it_knew(
 ) -> None:
     """No states are taken for it, nothing waits; answers are the same."""
     pair = tiny_target, tiny_tokenizer
-    folder = ours(tmp_path / "it/drafter", made("eagle3", tiny_target), *pair)
-    drafter = load_drafter(str(folder), *pair)
-    assert drafter is not None
-    decoder, drafted = resting(pair, drafter)
+    decoder, drafted = resting(pair, eagle3(tmp_path, pair))
     decoder.policy.asleep = True
     taken, verify = [], decoder.runner.verify
 

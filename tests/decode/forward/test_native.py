@@ -34,12 +34,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 64})),
 }
+pytestmark = pytest.mark.usefixtures("one_thread")
 needs_compiler = pytest.mark.skipif(compiled.library() is None, reason="no C++ compiler")
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
 def made(family: str) -> PreTrainedModel:

@@ -29,17 +29,13 @@ from draftsmith.decode.tree_shapes import parse_tree
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 needs_compiler = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 CPU, K, TWO = torch.device("cpu"), 4, TEXTS[:2]
 SIZES = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
 BLOCKS = ("dflash", "dspark", "domino", "jetspec", "treeflash", "rnn", "gated-qwen", "noise-path")
 KINDS = ("medusa", "medusa-shared", "hydra", "hydra++", *BLOCKS)
 Drafting = MedusaDrafter | HydraDrafter | BlockDrafter
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
 @pytest.fixture(scope="module")
