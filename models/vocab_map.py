@@ -7,6 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.models.tokenizer import token_bytes
 
+NEAR = 16  # bytes of text that tokens are made after
+
 
 class Spelling:
     """A tokenizer's tokens as bytes. bytes_of: what each id adds to a text; ids: of bytes the

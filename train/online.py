@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.command import run_command
+from draftsmith.decode.drafters.load import moved
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.serve.buffer import ReplayBuffer
 from draftsmith.decode.serve.versions import Versions
@@ -55,11 +56,12 @@ class OnlineRun(Settings):
 
     entry: str = "online"
     target: TargetSpec
-    drafter: str  # the drafter folder that the server was started with
+    drafter: str  # what the server was started with: a drafter folder, or omni+FOLDER
     kind: str = "lm"  # of the drafter: lm | eagle1 | eagle3 | mtp
     online: str = ""  # the server's; of a replay, by default in the run folder
     tag: str = "default"
     loss: Losses = field(default_factory=lambda: Losses(name="jsd"))
+    ngram: float = 0.2  # of omni+FOLDER: what the likelihood of n-grams weighs
     unroll: Unroll = field(default_factory=lambda: Unroll(steps=4))  # of EAGLE heads
     mix: Mix = field(default_factory=Mix)
     publish: Publishing = field(default_factory=Publishing)
@@ -71,7 +73,7 @@ class OnlineRun(Settings):
 
     @property
     def lessons(self) -> Lessons:
-        what = (self.loss, self.unroll, self.steps, self.mix.max_length)
+        what = (self.loss, self.unroll, self.steps, self.mix.max_length, self.ngram)
         return Lessons(self.drafter, self.kind, *what)
 
 
@@ -124,7 +126,7 @@ def main(argv: list[str]) -> None:
     if replay.stream:
         draw(record, record.with_suffix(".svg"))
     version, path = versions.current()
-    result = str(path or config.drafter)
+    result = moved(config.drafter, path)
     run.finish({"result": result, "version": version, **ended._asdict()})
     print(f"version {version} serves: {result}")
 

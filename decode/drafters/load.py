@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
+from draftsmith.decode.drafters.lm import AheadDrafter, EasyDrafter, LMDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.untrained.composite import CompositeDrafter
 from draftsmith.decode.untrained.exits import ExitsDrafter
-from draftsmith.decode.untrained.foreign import ForeignDrafter, TextwiseDrafter
+from draftsmith.decode.untrained.foreign import ForeignDrafter, OmniDrafter, TextwiseDrafter
 from draftsmith.decode.untrained.jacobi import JacobiDrafter, LookaheadDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
@@ -50,11 +50,14 @@ UNTRAINED: dict[str, Any] = {
     "tokenswift": TokenSwiftDrafter,
     "rapid": LMDrafter,
     "easy": EasyDrafter,
+    "ahead": AheadDrafter,
     "tli": ForeignDrafter,
     "slem": TextwiseDrafter,
 }
 LOOKED = ("suffix", "recycling", "stand")  # also before a folder: suffix+FOLDER
-OVER = ("tokenswift", "rapid", "easy")  # of a folder after the plus
+OMNI = "omni"  # before a folder: omni+FOLDER, omni:FILE+FOLDER
+STORED = (*LOOKED, OMNI)  # may name the file of a store
+OVER = ("tokenswift", "rapid", "easy", "ahead")  # of a folder after the plus
 FOREIGN = ("tli", "slem")  # around a folder's draft LM, of any tokenizer
 BARE = ("none", "ngram", "swift", *LOOKED)  # whole names
 
@@ -70,8 +73,16 @@ def composed(name: str) -> tuple[str, str]:
     it.
     """
     first, plus, folder = name.partition("+")
-    of_two = plus and first.partition(":")[0] in (*LOOKED, *OVER)
+    of_two = plus and first.partition(":")[0] in (*STORED, *OVER)
     return (first, folder.removeprefix("+")) if of_two else ("", name)
+
+
+def moved(name: str, path: Path | None) -> str:
+    """The name of a drafter's later version, in another folder; None: of the first one, which goes
+    on with the later ones' store.
+    """
+    first, folder = composed(name)
+    return f"{OMNI}+{path or folder}" if first.startswith(OMNI) else str(path or name)
 
 
 def kept_defaults(name: str) -> dict[str, Any]:
@@ -116,18 +127,17 @@ def load_drafter(
             raise ValueError(f"drafter: got {name}, expected a drafter folder after the plus")
         levels = int(kept_defaults(folder_name)["K"] or 4)
         return CompositeDrafter(first, second, levels, fused=name.startswith(f"{looked}++"))
+    mark = fingerprint(None, tokenizer)["tokenizer"]
+    if looked.partition(":")[0] == OMNI:
+        omni = OmniDrafter(*foreign_lm(folder_name, name, target), tokenizer)
+        if file := looked.partition(":")[2]:
+            omni.load(Path(file), mark)
+        return omni
     if not has_folder(name):
         kind, _, says = name.partition(":")
         drafter: Drafter
         if kind in FOREIGN:
-            folder = open_drafter(says, None)
-            if folder.kind != "lm":
-                raise ValueError(
-                    f"drafter: got {name}, the folder of a drafter of kind {folder.kind}, expected "
-                    f"{kind}:FOLDER with the folder of a causal LM and its tokenizer"
-                )
-            model = draft_lm(folder, target)
-            drafter = UNTRAINED[kind](model, load_tokenizer(folder.path), tokenizer)
+            drafter = UNTRAINED[kind](*foreign_lm(says, name, target), tokenizer)
         elif kind in OVER:
             says, _, path = says.partition("+")
             inner = load_drafter(path or None, target, tokenizer, **lax)
@@ -135,12 +145,12 @@ def load_drafter(
         else:
             drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
         if isinstance(drafter, LookupDrafter) and kind in LOOKED and says:
-            drafter.load(Path(says), fingerprint(None, tokenizer)["tokenizer"])
+            drafter.load(Path(says), mark)
         return drafter
-    mark = fingerprint(target, tokenizer)
+    whole_mark = fingerprint(target, tokenizer)
     folder = open_drafter(
         name,
-        mark,
+        whole_mark,
         allow_target_mismatch=allow_target_mismatch,
         target_tokenizer=tokenizer,
         target_config=target.config,
@@ -148,8 +158,23 @@ def load_drafter(
     drafter = drafter_in(folder, target, tokenizer)
     assert drafter.size is not None, "what is in a folder has a model"
     hidden = drafter.size.config.hidden_size
-    drafter.acceptance = load_acceptance(folder.path, hidden, mark)
+    drafter.acceptance = load_acceptance(folder.path, hidden, whole_mark)
     return drafter
+
+
+def foreign_lm(
+    path: str, name: str, target: PreTrainedModel
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The draft LM in a folder, and its own tokenizer. name: of the drafter; ValueError for a head,
+    and as `open_drafter`.
+    """
+    folder = open_drafter(path, None)
+    if folder.kind != "lm":
+        raise ValueError(
+            f"drafter: got {name}, the folder of a drafter of kind {folder.kind}, expected "
+            f"{name.removesuffix(path)}FOLDER with the folder of a causal LM and its tokenizer"
+        )
+    return draft_lm(folder, target), load_tokenizer(folder.path)
 
 
 def drafter_in(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.decode.drafters.load import moved
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request
@@ -95,7 +96,7 @@ class Learning:
             version, path = Versions(self.online / tag).current()
             if version == self._seen[tag]:
                 return
-            drafter = self.load(self.first[tag] if path is None else str(path))
+            drafter = self.load(moved(self.first[tag], path))
             assert drafter is not None, "a lane that learns has a drafter"
             self.service.swap(lane, drafter, version)
         except (ValueError, OSError, RuntimeError) as error:  # the last: no memory for it

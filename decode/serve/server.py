@@ -115,12 +115,13 @@ class Backend:
             self.learning = Learning(self.service, Path(settings.online), self.load, *kept)
         for tag, path in settings.lanes.items():
             drafter, harvest = self.stores.drafter(tag, path), None
+            said = settings.K, settings.tree, settings.policy
             decoder = Decoder(
                 target,
                 tokenizer,
                 drafter,
                 batch_size=settings.batch_size,
-                **unsaid(path, settings.K, settings.tree, settings.policy),
+                **unsaid(path, *said, *([drafter.levels] if drafter else ())),
             )
             if self.learning and drafter is not None and drafter.kind in learning_kinds():
                 self.learning.add_lane(tag, path)

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from draftsmith.decode.drafters.load import LOOKED, composed
+from draftsmith.decode.drafters.load import STORED, composed
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.serve.engine_thread import Service
 from draftsmith.decode.serve.replies import ApiError
 from draftsmith.decode.untrained.composite import CompositeDrafter
-from draftsmith.decode.untrained.texts import LookupDrafter, claimed
+from draftsmith.decode.untrained.texts import StoredDrafter, claimed
 
 log = logging.getLogger("draftsmith")
 
@@ -32,13 +32,13 @@ class Store:
 
     def __init__(self, path: Path | None, tokenizer: str, service: Service) -> None:
         self.path, self.tokenizer, self.service = path, tokenizer, service
-        self.drafters: list[LookupDrafter] = []
+        self.drafters: list[StoredDrafter] = []
         self._lock = None if path is None else claimed(path)
         self._writing = threading.Lock()
 
     def add(self, drafter: Drafter | None) -> None:
         looked = drafter.looked if isinstance(drafter, CompositeDrafter) else drafter
-        assert isinstance(looked, LookupDrafter), "its name says so"
+        assert isinstance(looked, StoredDrafter), "its name says so"
         if self.drafters:
             looked.store = self.drafters[0].store
         self.drafters.append(looked)
@@ -91,7 +91,7 @@ class Stores:
     def drafter(self, tag: str, name: str) -> Drafter | None:
         """A lane's drafter, with the store that it names. Errors of `load_drafter` and `Store`."""
         kind, _, file = (composed(name)[0] or name).partition(":")
-        if kind not in LOOKED:
+        if kind not in STORED:
             return self.load(name)
         path = Path(file).resolve() if file else None
         if (kind, path) not in self._named:

@@ -25,7 +25,7 @@ ONE_LEARNER = (
 
 def learning_kinds() -> tuple[str, ...]:
     """The kinds of drafts that can learn from served requests."""
-    return ("lm", *(kind for kind, cls in heads().items() if cls.kinds[kind].learns))
+    return ("lm", "omni", *(kind for kind, cls in heads().items() if cls.kinds[kind].learns))
 
 
 class Versions:

@@ -2,6 +2,8 @@
 
     tli:FOLDER     token-level intersection: its law over the tokens that both have
     slem:FOLDER    string-level exact match: it drafts text, the target's tokenizer makes tokens
+    omni+FOLDER    runs of its tokens that spell one of the target's are that one (OmniDraft,
+                   2507.02659); omni:FILE+FOLDER begins with what FILE keeps of such runs
 
     q(t) = exp z_{d(t)} / sum over mapped t' of exp z_{d(t')};  0 of a target's token t without a d
 
@@ -12,8 +14,10 @@ Shapes: B rows, R of them read anew, N tokens fed, F nodes fed, K draft calls, L
 tokens of a text, M mapped tokens, V vocabulary of the target, D of the draft.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,11 +32,13 @@ from draftsmith.decode.forward.runner import Runner, Seen, round_up
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, chain
 from draftsmith.decode.untrained.own_layers import part_bytes
+from draftsmith.decode.untrained.texts import StoredDrafter
+from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.ngram_cache import NgramCache
 from draftsmith.models.target import output_head
 from draftsmith.models.tokenizer import vocab_size
-from draftsmith.models.vocab_map import Spelling, VocabMap, whole
+from draftsmith.models.vocab_map import NEAR, Spelling, VocabMap, whole
 
-NEAR = 16  # bytes of text that tokens are made after
 LONG = 32  # bytes whose tokens may still change
 
 
@@ -229,3 +235,64 @@ class TextwiseDrafter(ForeignDrafter):
             more += self.own.bytes_of.get(own, b"")
         end = [special[own]] if own in special else []
         return self.target.after((text.before + text.rest)[-NEAR:], more) + end
+
+
+class OmniDrafter(StoredDrafter, TextwiseDrafter):
+    """Chains of the target's tokens in the draft's own, a call for each of these. Where d_1 ... d_j
+    may be a token's beginning, the next call says whether they are all of it:
+
+        q(t | d_1 ... d_j) = q(d_{j+1}) share(t | d_1 ... d_{j+1}) of longer ones that begin so
+                             1 - their sum                         of the one that ends there
+
+    share: of the tokens seen that begin so. The shared noise of the target's token chooses, as if
+    this were a law. A target's token is in the context as its n-gram.
+    """
+
+    kind = "omni"
+
+    def _join(self, size: int) -> None:
+        super()._join(size)
+        self.store = NgramCache(self.own, self.target, size, self.runner.device)
+        self.mark = " " + fingerprint(None, self.own.tokenizer)["tokenizer"]
+
+    def remedy(self, path: Path) -> str:
+        return "name another file, or none (omni+FOLDER), and it is learned anew"
+
+    def _take(self, text: OwnText, tokens: Iterable[int]) -> None:
+        """It learns what is new in them, prompts too."""
+        tokens = list(tokens)
+        grams, text.before = self.store.spelled(tokens, text.before)
+        text.ids += itertools.chain(*grams)
+        self.store.count(torch.tensor(tokens, dtype=torch.int64, device=self.runner.device))
+
+    def propose(self, request: Round) -> TokenTree:
+        feed, store, last_B1 = self.feed(request), self.store, request.pending_B[:, None]
+        row_B = torch.arange(len(last_B1), device=last_B1.device)
+        # Of the token that is being spelled: its place in the chain; how many of its own tokens
+        # were fed, and their number.
+        level_B = fed_B = begun_B = torch.zeros_like(row_B)
+        said_BK = torch.zeros(len(row_B), request.plan.levels, dtype=torch.int64).to(row_B.device)
+        for call in range(request.plan.levels):
+            frontier = Frontier(call, last_B1, None, torch.full_like(row_B[:1], call))
+            log_q_BD = feed(frontier).logits_BFV[:, 0].log_softmax(-1)
+            law_BV, whole_B = store.longer(log_q_BD, fed_B, begun_B)
+            said_BK[row_B, level_B] = best_B = self._best(request, law_BV, level_B)
+            ended_B = (fed_B > 0) & (best_B == whole_B)
+            level_B, fed_B = level_B + ended_B, torch.where(ended_B, 0, fed_B)
+            if bool(ended_B.any()):
+                law_BV, _ = store.longer(log_q_BD, fed_B, begun_B)
+                said_BK[row_B, level_B] = best_B = torch.where(
+                    ended_B, self._best(request, law_BV, level_B), best_B
+                )
+            last_B1, begun_B = store.gram_NV[fed_B, best_B][:, None], store.begins_NV[fed_B, best_B]
+            fed_B = fed_B + 1
+        said_BL = said_BK[:, : int(level_B.max()) + 1]
+        tokens_BN = torch.cat([request.pending_B[:, None], said_BL], 1)
+        return TokenTree(tokens_BN, chain(said_BL.shape[1], tokens_BN.device), DETERMINISTIC)
+
+    def _best(self, request: Round, law_BV: Tensor, level_B: Tensor) -> Tensor:
+        """The token that wins with the noise of its place [B]."""
+        scores_BV = request.params.transform(law_BV[:, None])[:, 0]
+        if request.race_BDV is not None:
+            scores_BV = scores_BV - request.race_BDV[torch.arange(len(level_B)), level_B]
+        return scores_BV.argmax(-1)

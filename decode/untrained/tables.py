@@ -41,12 +41,16 @@ class LawTable:
         self.p_HK = torch.zeros(PLACES + 1, KEPT, dtype=torch.float16, device=device)
 
     def forget(self) -> None:
-        for part in self.parts().values():
+        for part in self.stored().values():
             part.zero_()
         self.keys_H.fill_(-1)
 
-    def parts(self) -> dict[str, Tensor]:
+    def stored(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+
+    def restore(self, stored: dict[str, Tensor]) -> None:
+        for name, tensor in stored.items():
+            getattr(self, name).copy_(tensor)
 
     def laws(self, context_XM: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [X, K] and probabilities after the longest context known, last token first; 0
@@ -101,16 +105,6 @@ class TableDrafter(LookupDrafter):
         super().__init__(kind, device, vocab_size)
         self.store = LawTable(ORDERS[kind], kind == "stand", self.device)
         self.context_M = torch.arange(max(ORDERS[kind]), device=self.device)
-
-    def forget(self) -> None:
-        self.store.forget()
-
-    def stored(self) -> dict[str, Tensor]:
-        return self.store.parts()
-
-    def restore(self, stored: dict[str, Tensor]) -> None:
-        for name, tensor in stored.items():
-            getattr(self.store, name).copy_(tensor)
 
     def remember(self, tokens_N: Tensor) -> None:
         """A context counts once in CHUNK tokens."""

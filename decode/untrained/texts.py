@@ -61,40 +61,33 @@ class TextDrafter(Drafter):
         return torch.where(at_BM >= 0, self.text_BS.gather(1, at_BM.clamp(min=0)), -1)
 
 
-class LookupDrafter(TextDrafter):
-    """Trees and chains from laws that are looked up. reads: whether it looks at what it found, as
-    costs nothing on a CPU: a round where nothing is found is then plain decoding, and a draft ends
-    where no row goes on. store: what outlives rows; drafters of one kind may have one in common;
-    slack: the weight of what it never saw, shared out among all tokens.
+class StoredDrafter(Drafter):
+    """A drafter with a store, which outlives rows; drafters of one kind may have one in common.
+    mark: what else than kind and the target's tokenizer a file of it belongs to.
     """
 
     remembers = True
     store: Any
-    slack: float
+    mark = ""
 
-    def __init__(self, kind: str, device: torch.device, vocab_size: int) -> None:
-        super().__init__(device)
-        self.kind, self.vocab_size, self.reads = kind, vocab_size, self.device.type == "cpu"
-
-    @classmethod
-    def named(cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int) -> Self:
-        """Of any words after the colon: they name a file, which is read by `load`."""
-        return cls(kind, target.device, vocab_size)
-
-    def remember(self, tokens_N: Tensor) -> None:
-        """Learn from a whole text, as `draftsmith remember` reads them."""
-        raise NotImplementedError
+    def succeed(self, old: Drafter) -> None:
+        super().succeed(old)
+        assert isinstance(old, StoredDrafter), "drafters of one kind"
+        self.store = old.store
 
     def settle(self) -> None:
         """Take into the store what the rows alone hold until now."""
 
+    def forget(self) -> None:
+        self.store.forget()
+
     def stored(self) -> dict[str, Tensor]:
         """What a file of the store holds, once it is settled."""
-        raise NotImplementedError
+        return dict(self.store.stored())
 
     def restore(self, stored: dict[str, Tensor]) -> None:
         """Begin with what such a file held."""
-        raise NotImplementedError
+        self.store.restore(stored)
 
     def save(self, path: Path, tokenizer: str) -> None:
         """Write the store, so that a kill leaves the file as it was, or new. tokenizer: its
@@ -109,13 +102,38 @@ class LookupDrafter(TextDrafter):
 
     def write(self, path: Path, tokenizer: str, stored: dict[str, Tensor]) -> None:
         """The file of what was `stored`, by who has claimed it."""
-        save_shard(path, stored, of=f"{self.kind} {tokenizer}")
+        save_shard(path, stored, of=f"{self.kind} {tokenizer}{self.mark}")
 
     def load(self, path: Path, tokenizer: str) -> None:
         """ValueError: a file that is cut, or of another kind or tokenizer."""
-        remedy = f"write it anew: draftsmith remember drafter={self.kind} data=... out={path}"
-        with open_shard(path, remedy, f"{self.kind} {tokenizer}") as shard:
+        with open_shard(path, self.remedy(path), f"{self.kind} {tokenizer}{self.mark}") as shard:
             self.restore({name: shard.get_tensor(name) for name in shard.keys()})  # noqa: SIM118
+
+    def remedy(self, path: Path) -> str:
+        """What to do about a file that can't be read."""
+        return f"write it anew: draftsmith remember drafter={self.kind} data=... out={path}"
+
+
+class LookupDrafter(StoredDrafter, TextDrafter):
+    """Trees and chains from laws that are looked up. reads: whether it looks at what it found, as
+    costs nothing on a CPU: a round where nothing is found is then plain decoding, and a draft ends
+    where no row goes on; slack: the weight of what it never saw, shared out among all tokens.
+    """
+
+    slack: float
+
+    def __init__(self, kind: str, device: torch.device, vocab_size: int) -> None:
+        super().__init__(device)
+        self.kind, self.vocab_size, self.reads = kind, vocab_size, self.device.type == "cpu"
+
+    @classmethod
+    def named(cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int) -> Self:
+        """Of any words after the colon: they name a file, which is read by `load`."""
+        return cls(kind, target.device, vocab_size)
+
+    def remember(self, tokens_N: Tensor) -> None:
+        """Learn from a whole text, as `draftsmith remember` reads them."""
+        raise NotImplementedError
 
     def looked_up(self) -> tuple[Feed, Tensor]:
         """The calls of a round; and whether anything is known after a row's text [B]."""

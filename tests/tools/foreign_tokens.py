@@ -4,6 +4,7 @@ import argparse
 import copy
 import inspect
 import json
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from draftsmith.models.tokenizer import END, PAD, train_bpe
+from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round
+from draftsmith.decode.untrained.foreign import ForeignDrafter
+from draftsmith.models.tokenizer import END, PAD, stand_in_tokenizer, train_bpe
 
 VERSE = "the cat sat on the mat, naïve 猫 sat on the cat. " * 3
+VERSES = [VERSE[:cut] for cut in (20, 33, 5, 61)]
 
 
 def permuted(
@@ -77,3 +81,34 @@ def by_heart(tokenizer: PreTrainedTokenizerBase, seed: int, layers: int = 2) -> 
         optimizer.step()
         optimizer.zero_grad()
     return model.eval().requires_grad_(False)
+
+
+@cache
+def heart(kind: str) -> tuple[PreTrainedTokenizerBase, LlamaForCausalLM]:
+    """Tokenizer and model; the target's alone is `target`."""
+    if kind == "target":
+        return stand_in_tokenizer(320), by_heart(stand_in_tokenizer(320), 0)
+    tokenizer = bytes_alone() if kind == "bytes" else other_bpe()
+    return tokenizer, by_heart(tokenizer, 1)
+
+
+class Watched(ForeignDrafter):
+    """Compares what the first call of each round says with a fresh pass over the row's text."""
+
+    seen = halved = 0
+
+    def feed(self, request: Round) -> Feed:
+        before = sum(len(text.ids) for text in self.texts)
+        ask = super().feed(request)
+        self.halved += sum(len(text.ids) for text in self.texts) < before
+
+        def feed(frontier: Frontier) -> Fed:
+            fed = ask(frontier)
+            for row in request.active_B.nonzero()[:, 0].tolist() if frontier.depth == 0 else ():
+                ids_1N = torch.tensor([self._ids(self.texts[row])])
+                want_H = self.runner.states(ids_1N)[0][0, -1]
+                assert torch.allclose(fed.states_BFH[row, 0], want_H, atol=1e-3), row
+                self.seen += 1
+            return fed
+
+        return feed

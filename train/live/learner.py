@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafters.load import composed, load_drafter, moved
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.serve.buffer import Served
@@ -24,9 +24,13 @@ from draftsmith.models.draft_lm import recast
 from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import Head, family
+from draftsmith.models.ngram_cache import NgramCache
 from draftsmith.models.target import vocab_size
+from draftsmith.models.tokenizer import load_tokenizer
+from draftsmith.models.vocab_map import Spelling
 from draftsmith.train.drafts.start import place
-from draftsmith.train.live.batches import Alpha, as_batch, kept_states, listed_rows
+from draftsmith.train.live.batches import Alpha, ServedBatch, as_batch, kept_states, listed_rows
+from draftsmith.train.live.respelled import Hybrid, respelled
 from draftsmith.train.objectives.distillation import Distillation, Losses, stages
 from draftsmith.train.objectives.eagle import EagleObjective, Unroll
 from draftsmith.train.run.settings import Settings
@@ -46,6 +50,7 @@ class Lessons:
     unroll: Unroll
     steps: int = 1
     max_length: int = 1024
+    ngram: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,16 @@ def open_learner(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     mark: dict[str, Any],
+    cache: NgramCache | None = None,
 ) -> Learner:
-    """The drafter in a folder, ready to learn, on the target's device. ValueError for what
-    `open_drafter` and the objectives refuse, or another kind.
+    """The drafter in a folder, ready to learn, on the target's device. cache: of a draft LM with
+    other tokens. ValueError for what `open_drafter` and the objectives refuse, or another kind.
     """
     folder = open_drafter(
-        path, mark, target_tokenizer=tokenizer, target_config=target.config.get_text_config()
+        path,
+        mark,
+        target_tokenizer=tokenizer if cache is None else None,
+        target_config=target.config.get_text_config(),
     )
     if folder.kind != lessons.kind or lessons.kind not in learning_kinds():
         raise ValueError(
@@ -92,7 +101,7 @@ def open_learner(
         )
     module: Any = folder.model("float32") if folder.kind == "lm" else folder.head("float32")
     module = place(module, target.device).requires_grad_(True)
-    objective = make_objective(lessons, module, target, tokenizer).to(target.device)
+    objective = make_objective(lessons, module, target, tokenizer, cache).to(target.device)
     return Learner(folder, module, objective)
 
 
@@ -101,11 +110,14 @@ def make_objective(
     draft: PreTrainedModel | Eagle,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    cache: NgramCache | None = None,
 ) -> Distillation | EagleObjective:
     """What the recipe trains for; ValueError for what the objectives refuse."""
     if isinstance(draft, PreTrainedModel):
         size = vocab_size(tokenizer)
         loss = stages(lessons.loss, lessons.steps)
+        if cache is not None:
+            return Hybrid(draft, cache, loss, lessons.ngram)
         return Distillation(draft, listed_rows, loss, vocab_size=size, warp=AT_ONE)
     if lessons.loss != Losses(name=lessons.loss.name):
         raise ValueError(
@@ -133,12 +145,19 @@ class OnlineDrafts:
 
     def __post_init__(self) -> None:
         lessons = self.lessons
-        self.batch_of = partial(
+        batch_of: Callable[..., ServedBatch] = partial(
             as_batch,
             pad_id=self.tokenizer.pad_token_id or 0,
             max_length=lessons.max_length,
             dtype=self.target.dtype,
         )
+        looked, self.first = composed(lessons.drafter)
+        self.own, self.cache, self.batch_of = self.tokenizer, None, batch_of
+        if looked:
+            self.own = load_tokenizer(self.first)
+            spelled = Spelling(self.own), Spelling(self.tokenizer)
+            self.cache = cache = NgramCache(*spelled, vocab_size(self.tokenizer))
+            self.batch_of = lambda *given, **how: respelled(batch_of(*given, **how), cache)
         self.learner = self.open(self.path)
         if self.settings.gradient_checkpointing:
             if lessons.kind != "lm":
@@ -154,12 +173,13 @@ class OnlineDrafts:
 
     def open(self, path: Path | None) -> Learner:
         """A draft as it is in a folder, None for the first one."""
-        where = path or self.lessons.drafter
-        return open_learner(where, self.lessons, self.target, self.tokenizer, self.mark)
+        given = self.lessons, self.target, self.tokenizer, self.mark, self.cache
+        return open_learner(path or self.first, *given)
 
     def drafter(self, path: Path | None) -> Drafter:
         """The same to decode with."""
-        found = load_drafter(str(path or self.lessons.drafter), self.target, self.tokenizer)
+        name = moved(self.lessons.drafter, path)
+        found = load_drafter(name, self.target, self.tokenizer)
         assert found is not None
         return found
 
@@ -188,7 +208,7 @@ class OnlineDrafts:
             folder,
             kind=learner.folder.kind,
             model=model,
-            tokenizer=self.tokenizer,
+            tokenizer=self.own,
             target_fingerprint=self.mark,
             provenance=made,
             defaults=learner.folder.meta["defaults"],
@@ -206,8 +226,12 @@ class OnlineDrafts:
             self.beside["ceiling"] = self.open(Path(ceiling))
 
     def arms(self, served: Served) -> dict[str, Alpha]:
-        """Exact alpha of each draft on a request that has its states."""
-        exact = StateTeacher(self.target, vocab_size(self.tokenizer), kept_states)
+        """Exact alpha of each draft on a request that has its states; of one with other tokens as
+        in training, over those that both have.
+        """
+        exact = None
+        if self.cache is None:
+            exact = StateTeacher(self.target, vocab_size(self.tokenizer), kept_states)
         return {arm: self._alpha(one, served, exact) for arm, one in self.beside.items()}
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from foreign_tokens import heart
 from forked import Forked, free_port
 from head_folders import made as random_head
 from head_folders import ours
@@ -20,6 +21,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.serve.server import Backend, ServerConfig
+from draftsmith.decode.untrained.foreign import OmniDrafter
 from draftsmith.decode.untrained.suffix import SuffixDrafter
 from draftsmith.decode.untrained.texts import LookupDrafter, claimed
 from draftsmith.models.disk import store as disk
@@ -139,6 +141,31 @@ def test_answers_are_plain_while_stores_are_saved_and_forgotten(
         over.set()
         other.join()
     assert got == [expected(number, tiny_target, tiny_tokenizer) for number in numbers]
+
+
+def test_a_cache_of_n_grams_is_a_store(
+    tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Begun where there is no file, shared, saved, begun with, forgotten."""
+    own, model = heart("bytes")
+    for part in (own, model):
+        part.save_pretrained(tmp_path / "lm")
+    file = tmp_path / "cache"
+    name = f"omni:{file}+{tmp_path}/lm"
+    how: dict[str, Any] = {"drafter": name, "drafters": (f"two={name}",), "K": 3}
+    with live(tiny_target, tiny_tokenizer, **how) as made:
+        got = asyncio.run(ask_all(made, list(range(4)), ["tiny", "tiny:two"]))
+        assert got == [expected(n, tiny_target, tiny_tokenizer) for n in range(4)]
+        lanes = made.backend.service.lanes
+        one, two = (lanes[tag].decoder.drafter for tag in ("default", "two"))
+        assert isinstance(one, OmniDrafter) and isinstance(two, OmniDrafter)
+        assert one.store is two.store and len(one.store.grams) > len(one.store.mapped)
+        assert told(made, "/save").status_code == 200
+        grams = dict(one.store.grams)
+        again = load_drafter(name, tiny_target, tiny_tokenizer)
+        assert isinstance(again, OmniDrafter) and again.store.grams == grams
+        assert told(made, "/forget").status_code == 200
+        assert one.store.grams.keys() == one.store.mapped.keys()
 
 
 def test_stores_that_do_not_fit_are_one_line(

@@ -8,14 +8,13 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from enumeration import CPU, error, toy
-from foreign_tokens import VERSE, by_heart, bytes_alone, letters, marked, other_bpe, permuted
+from foreign_tokens import VERSE, VERSES, Watched, heart, letters, marked, other_bpe, permuted
 from head_folders import made as head_made
 from looked_up import tau, texts
 from tiny_llama import build_llama
@@ -24,7 +23,7 @@ from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import has_folder, load_drafter
-from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Kept, Round
+from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import open_request
 from draftsmith.decode.forward.product import VocabHead
@@ -36,7 +35,6 @@ from draftsmith.decode.verify.rules import RULES
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.target import output_head
-from draftsmith.models.tokenizer import stand_in_tokenizer
 from draftsmith.models.vocab_map import Spelling, VocabMap, whole
 
 TREES: list[dict[str, Any]] = [
@@ -50,16 +48,6 @@ REJECTIONS: list[dict[str, Any]] = [
     {"tree": "eagle-25", "K": 3, "rule": "recursive"},
 ]
 KINDS = {"tli": ForeignDrafter, "slem": TextwiseDrafter}
-VERSES = [VERSE[:cut] for cut in (20, 33, 5, 61)]
-
-
-@cache
-def heart(kind: str) -> tuple[PreTrainedTokenizerBase, LlamaForCausalLM]:
-    """Tokenizer and model; the target's alone is `target`."""
-    if kind == "target":
-        return stand_in_tokenizer(320), by_heart(stand_in_tokenizer(320), 0)
-    tokenizer = bytes_alone() if kind == "bytes" else other_bpe()
-    return tokenizer, by_heart(tokenizer, 1)
 
 
 def drafter_of(kind: str, draft: str) -> ForeignDrafter:
@@ -150,33 +138,13 @@ def test_a_rule_by_rejection_samples_the_target_s_law(rule: str) -> None:
     assert error(RULES[rule].verify, topology, drawn, p, lies, drawn=law) > 0.01
 
 
-class Watched(ForeignDrafter):
-    """Compares what the first call of each round says with a fresh pass over the row's text."""
-
-    seen = halved = 0
-
-    def feed(self, request: Round) -> Feed:
-        before = sum(len(text.ids) for text in self.texts)
-        ask = super().feed(request)
-        self.halved += sum(len(text.ids) for text in self.texts) < before
-
-        def feed(frontier: Frontier) -> Fed:
-            fed = ask(frontier)
-            for row in request.active_B.nonzero()[:, 0].tolist() if frontier.depth == 0 else ():
-                ids_1N = torch.tensor([self._ids(self.texts[row])])
-                want_H = self.runner.states(ids_1N)[0][0, -1]
-                assert torch.allclose(fed.states_BFH[row, 0], want_H, atol=1e-3), row
-                self.seen += 1
-            return fed
-
-        return feed
-
-
 class WatchedText(Watched, TextwiseDrafter):
     """The same of text."""
 
 
-@pytest.mark.parametrize("draft", ["bytes", "other", "small"])
+@pytest.mark.parametrize(
+    "draft", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("bytes", "other")), "small"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_answer_changes(kind: str, draft: str) -> None:
     """Rows come and go, end inside a draft, and outgrow what a draft with 48 positions can read;

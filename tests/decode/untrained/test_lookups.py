@@ -15,7 +15,7 @@ from head_folders import made, ours
 from looked_up import begun, tau, texts
 from rounds import reads_nothing, records, started
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from truths import PROMPTS, SETTINGS, changes_nothing, truths
+from truths import LONGER, PROMPTS, SETTINGS, changes_nothing, truths
 
 from draftsmith.decode import __main__ as evaluation
 from draftsmith.decode.drafters.eagle import EagleDrafter
@@ -182,7 +182,7 @@ def test_a_composite_gives_plain_answers_and_uses_both(
     for tree in trees:
         shallow = tree | {"K": 3}
         alone = Decoder(target, tiny_tokenizer, trained, batch_size=3, **shallow)
-        for params in SETTINGS:
+        for params in LONGER:
             counts = {}
             for sure in (2.0, composite.SURE, 0.0):
                 monkeypatch.setattr(composite, "SURE", sure)
