@@ -10,6 +10,7 @@ yet, so it can go on alone.
              a is fed back in g's place
     MTP:     f as EAGLE-1's; fc([norm(e); norm(f)]) -> one ordinary layer -> norm -> f', fed back;
              logits by the target's head (DeepSeek-V3, arXiv 2412.19437; FastMTP, 2509.18362)
+    Dovetail: EAGLE-1 with `GatedFusion` in the place of fc (2412.18934)
 
 A pair (f_i, x_{i+1}) sits at rotary position i, in training and in decoding.
 
@@ -27,6 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.heads.head import ANY_DEPTH, CONVERTED, TAKES, Kind, LayerHead, Reads
+from draftsmith.models.layers.gated import GatedFusion
 from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
@@ -53,13 +55,15 @@ from draftsmith.models.vocab import DraftVocab
 # on queries and keys of Qwen3's are known to vLLM alone, by the second.
 EAGLE3_NAMES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
 MTP_NAME, MTP_PREFIX = "DraftsmithMtp", "mtp."  # tensors are called as Qwen3-Next's are
+GATED_NAME = "DraftsmithDovetail"
 
 
 @dataclass(frozen=True)
 class EagleConfig:
     """layer: sizes of the decoder layers, of Llama's or Qwen3's kind; hidden_size and vocab_size
-    are the target's. version: 1 or 3; mtp: version 1 as an MTP module. draft_vocab: rows of
-    EAGLE-3's own LM head. fc_bias: of EAGLE-1's (the official ones have it, vLLM's loader has not).
+    are the target's. version: 1 or 3; mtp: version 1 as an MTP module; fusion: of version 1, concat
+    or Dovetail's gated. draft_vocab: rows of EAGLE-3's own LM head. fc_bias: of EAGLE-1's (the
+    official ones have it, vLLM's loader has not).
     The norms are EAGLE-3.1's: fc_norm, one on each tap; norm_output, what is fed back is normed;
     norm_before_residual, the normed state is the residual; norm_before_fc, one norm over all taps.
     """
@@ -74,6 +78,7 @@ class EagleConfig:
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     mtp: bool = False
+    fusion: str = "concat"
 
     def __post_init__(self) -> None:
         layer, taps = self.layer, self.taps
@@ -90,6 +95,12 @@ class EagleConfig:
         if self.mtp and (self.version != 1 or self.fc_bias):
             raise ValueError(
                 f"mtp: got version {self.version}, fc_bias={self.fc_bias}, expected 1 and no bias"
+            )
+        plain = self.version == 1 and not (self.mtp or self.fc_bias)
+        if self.fusion != "concat" and not (plain and self.fusion == "gated"):
+            raise ValueError(
+                f"eagle: got fusion={self.fusion!r} of version {self.version}, mtp={self.mtp}, "
+                f"fc_bias={self.fc_bias}; expected concat, or gated of version 1 with neither"
             )
         if self.version == 1 and layer.model_type != "llama" and not self.mtp:
             raise ValueError(
@@ -134,6 +145,10 @@ class Eagle(LayerHead):
             learns=True,
             whole="",
         ),
+        "dovetail": Kind(
+            "an EAGLE-1 head with Dovetail's gated fusion",
+            whole="a Dovetail head multiplies the target's LM head, which the target needs whole",
+        ),
         "mtp": Kind(
             "an MTP module apart from its model",
             learns=True,
@@ -143,13 +158,19 @@ class Eagle(LayerHead):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(layer := config.layer)
-        self.config, self.kind = config, "mtp" if config.mtp else f"eagle{config.version}"
+        self.config, gated = config, config.fusion == "gated"
+        first = config.version == 1 and not config.mtp
+        self.kind = "mtp" if config.mtp else "dovetail" if gated else f"eagle{config.version}"
         self.levels, self.taps = ANY_DEPTH, config.taps
         wide, eps = config.version == 3, layer.rms_norm_eps
         width = (len(config.taps) if wide else 2) * self.hidden
-        self.fc = nn.Linear(width, self.hidden, bias=config.fc_bias)
+        self.fc: Any = (
+            GatedFusion(self.hidden, eps)
+            if gated
+            else nn.Linear(width, self.hidden, bias=config.fc_bias)
+        )
         self.layers: Any = nn.ModuleList(
-            EagleLayer(layer, i, wide=wide and i == 0, bare=self.kind == "eagle1" and i == 0)
+            EagleLayer(layer, i, wide=wide and i == 0, bare=first and i == 0)
             for i in range(layer.num_hidden_layers)
         )
         if config.mtp:
@@ -237,7 +258,7 @@ class Eagle(LayerHead):
         return states
 
     def before_head(self, output_XH: Tensor) -> Tensor:
-        return output_XH if self.kind == "eagle1" else self.norm(output_XH)
+        return self.norm(output_XH) if hasattr(self, "norm") else output_XH
 
     def fed_back(self, output_XH: Tensor) -> Tensor:
         """What the next step reads in place of the target's state."""
@@ -260,6 +281,8 @@ class Eagle(LayerHead):
         }
         if config.mtp:
             return made | {"architectures": [MTP_NAME]}
+        if config.fusion == "gated":
+            return made | {"architectures": [GATED_NAME]}
         if config.version == 1:
             return made | {"architectures": ["LlamaForCausalLM"], "bias": config.fc_bias}
         made |= {name: getattr(config, name) for name in FLAGS}
@@ -270,6 +293,8 @@ class Eagle(LayerHead):
     def from_json(cls, config: dict[str, Any]) -> "Eagle":
         if config.get("architectures") == [MTP_NAME]:
             return cls(EagleConfig(read_layer(config), 1, mtp=True))
+        if config.get("architectures") == [GATED_NAME]:
+            return cls(EagleConfig(read_layer(config), 1, fusion="gated"))
         if config.get("architectures") not in [[name] for name in EAGLE3_NAMES.values()]:
             layer = read_layer(config)
             return cls(EagleConfig(layer, 1, fc_bias=bool(config.get("bias", True))))

@@ -75,6 +75,7 @@ THREE: dict[str, Any] = {"version": 3, "taps": (1, 2), "draft_vocab": VOCAB // 2
 HEADS: dict[str, dict[str, Any]] = {
     "eagle1": {"version": 1, "fc_bias": True},
     "eagle1-two": {"version": 1, "layers": 2},
+    "dovetail": {"version": 1, "fusion": "gated"},
     "mtp": {"version": 1, "mtp": True},
     "mtp-qwen": {"version": 1, "mtp": True, "kind": Qwen3Config},
     "eagle3": THREE,

@@ -47,6 +47,8 @@ def made(kind: str, target: PreTrainedModel, **about: Any) -> Head:
     head: Head
     if kind == "eagle1":
         head = Eagle(EagleConfig(config, 1, **about))
+    elif kind == "dovetail":
+        head = Eagle(EagleConfig(config, 1, fusion="gated", **about))
     elif kind == "mtp":
         head = Eagle(EagleConfig(config, 1, mtp=True, **about))
     elif kind == "eagle3":

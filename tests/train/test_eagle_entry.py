@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter
+from draftsmith.models.layers.gated import GatedFusion
+from draftsmith.models.servers.export import export
 from draftsmith.models.taps import NORM
 from draftsmith.train import eagle
 from draftsmith.train.drafts.start import EagleSource, counted, open_head
@@ -90,6 +92,10 @@ WRONG = [
     ({"draft_vocab": ROWS + 1}, "draft_vocab=321, expected 1 to the target's 320"),
     ({"version": 1, "parallel": 4}, "eagle 1: got parallel, expected none of draft_vocab"),
     ({"parallel": -1}, "parallel"),
+    ({"fusion": "gated"}, "fusion='gated' of version 3, .* expected concat, or gated of version 1"),
+    ({"version": 1, "fusion": "glued"}, "fusion='glued'"),
+    ({"version": 1, "kind": "mtp", "fusion": "gated"}, "fusion='gated' .* mtp=True"),
+    ({"version": 1, "kind": "mixture", "fusion": "gated"}, "mixture: got fusion"),
     ({"parallel": 4, "norm_output": True}, "peagle: got .* no output is fed back"),
 ]
 
@@ -240,6 +246,22 @@ def test_an_mtp_module_from_a_fresh_one_and_from_the_targets_own(
         run(tmp_path / "fourth", [*arguments, f"head.path={tmp_path}/first/drafter"])
     with pytest.raises(ValueError, match=r"mtp: got draft_vocab, expected none"):
         run(tmp_path / "fifth", [*more, "head.draft_vocab=20"])
+
+
+def test_a_gated_head_is_trained_saved_and_given_to_no_server(
+    tmp_path: Path, arguments, tiny_target, tiny_tokenizer
+) -> None:
+    more = [*arguments, "head.version=1", "head.fusion=gated"]
+    run(tmp_path / "first", [*more, "lr=1e-2"])
+    folder = open_drafter(tmp_path / "first/drafter", fingerprint(tiny_target, tiny_tokenizer))
+    head = folder.head()
+    assert folder.kind == "dovetail" and isinstance(head.fc, GatedFusion)
+    run(tmp_path / "second", [*more, f"head.path={tmp_path}/first/drafter"])
+    with pytest.raises(ValueError, match="kind dovetail, expected eagle1"):
+        run(tmp_path / "third", [*more[:-1], f"head.path={tmp_path}/first/drafter"])
+    for server in ("vllm", "sglang"):
+        with pytest.raises(ValueError, match="kind dovetail"):
+            export(f"{tmp_path}/first/drafter", f"{tmp_path}/target", server, f"{tmp_path}/out")
 
 
 def test_two_runs_from_one_cache(tmp_path: Path, arguments) -> None:

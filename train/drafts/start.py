@@ -165,6 +165,7 @@ class EagleSource:
 
     path: str = ""  # a drafter folder to go on from: all but freeze_head is then as it is there
     version: int = 3  # 1 | 3
+    fusion: str = "concat"  # of EAGLE-1; gated: Dovetail's
     kind: str = ""  # mtp: an MTP module | mixture: Mixture of Attentions; empty: EAGLE
     layer: str = "llama"  # llama | qwen3, which SGLang doesn't load
     layers: int = 1
@@ -186,7 +187,8 @@ class EagleSource:
 
     @property
     def makes(self) -> str:
-        return self.kind or ("peagle" if self.parallel else f"eagle{self.version}")
+        named = "dovetail" if self.fusion == "gated" else f"eagle{self.version}"
+        return self.kind or ("peagle" if self.parallel else named)
 
 
 def counted(examples: Examples, rows: int) -> Tensor:
@@ -210,7 +212,8 @@ def open_head(
         )
     kind = source.kind or f"eagle {source.version}"
     of_3 = {"draft_vocab": 0, "init_head": "target", "freeze_head": False, "parallel": 0}
-    of_3 |= {"layers": 1, **dict.fromkeys(FLAGS, False)} if source.kind == "mixture" else {}
+    own = {"layers": 1, "fusion": "concat", **dict.fromkeys(FLAGS, False)}
+    of_3 |= own if source.kind == "mixture" else {}
     if source.kind == "mtp":
         source = replace(source, version=1, layer=layer_like(target).model_type)
     set_too = [name for name, unset in of_3.items() if getattr(source, name) != unset]
@@ -254,7 +257,7 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle | M
     check_one_of("head.init_head", source.init_head, ("target", "random"))
     check_one_of("head.layer", source.layer, LAYER_CONFIGS)
     rows = target.get_output_embeddings().weight.shape[0]
-    three: dict[str, Any] = {name: getattr(source, name) for name in FLAGS}
+    three: dict[str, Any] = {name: getattr(source, name) for name in (*FLAGS, "fusion")}
     count = target.config.get_text_config().num_hidden_layers
     if source.version == 3:
         three |= {"taps": tuple(source.taps or default_taps(count))}

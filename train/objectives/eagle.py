@@ -88,7 +88,7 @@ class EagleObjective(OnStates):
             raise ValueError(f"step_decay: got {unroll.step_decay}, expected above 0 and at most 1")
         super().__init__(head, target, *given, depths=unroll.steps)
         self.unroll, self.steps, self.loss = unroll, unroll.steps, parse_loss(loss)
-        self.first = head.kind in ("eagle1", "mixture")
+        self.first = head.kind in ("eagle1", "dovetail", "mixture")
         mixed(self.loss)  # what is wrong with it shows now
         # Rows past the tokenizer's are no tokens. The ids ascend: what is left is a prefix.
         ids_D = self.head.vocab.ids_D.to(target.device)
@@ -102,7 +102,7 @@ class EagleObjective(OnStates):
 
     def forward(self, batch: Batch) -> StepOutput:
         seen = self._states[0](batch)
-        if self.head.kind == "eagle1" and self.unroll.noise:
+        if self.head.kind in ("eagle1", "dovetail") and self.unroll.noise:
             width_BT1 = self.unroll.noise * NOISE_LENGTH / batch.lengths.unsqueeze(2)
             noise_BTF = (torch.rand_like(seen.taps_BTF) - 0.5) * width_BT1
             seen = seen._replace(taps_BTF=seen.taps_BTF + noise_BTF)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
 
 from draftsmith.models.heads.eagle import FLAGS, Eagle
+from draftsmith.models.layers.gated import GatedFusion
 from draftsmith.models.layers.layer import Attention, causal
 from draftsmith.models.taps import default_taps, target_states
 from draftsmith.models.vocab import DraftVocab
@@ -65,6 +66,7 @@ def run_on(head: Eagle, fused_BTH: Tensor, row: int, at: int, steps: int) -> lis
 HEADS = {
     "eagle1": {"version": 1},
     "eagle1, two layers": {"version": 1, "layer": layer_config(layers=2)},
+    "dovetail": {"version": 1, "fusion": "gated"},
     "mtp": {"version": 1, "mtp": True},
     "mtp, two layers of qwen3": {
         "version": 1,
@@ -93,6 +95,27 @@ def test_unrolled_steps_are_those_of_running_on(name) -> None:
                     assert torch.allclose(states_SBTH[step][row, at], want[step], atol=1e-5)
     # Later steps do depend on what was fed back: not the same states again.
     assert not torch.allclose(states_SBTH[1], states_SBTH[0], atol=1e-3)
+
+
+def test_gated_fusion_is_the_papers_formula() -> None:
+    """With no gate and maps that change nothing half the state and half silu of the token; at any
+    weights the formula, which another order of its inputs isn't.
+    """
+    torch.manual_seed(0)
+    fusion, token_XH, state_XH = GatedFusion(8, 1e-6), torch.randn(5, 8), torch.randn(5, 8)
+    both = torch.cat([token_XH, state_XH], -1)
+    with torch.no_grad():
+        normed_XH = token_XH / (token_XH.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        one_XH, two_XH = state_XH @ fusion.state.weight.T, normed_XH @ fusion.token.weight.T
+        two_XH = F.silu(two_XH)
+        z_XH = (torch.cat([one_XH, two_XH], -1) @ fusion.gate.weight.T).sigmoid()
+        want_XH = z_XH * one_XH + (1 - z_XH) * two_XH
+        assert torch.allclose(fusion(both), want_XH, atol=1e-6)
+        assert not torch.allclose(fusion(both.roll(8, -1)), want_XH, atol=1e-2)
+        for linear in (fusion.state, fusion.token):
+            linear.weight.copy_(torch.eye(8))
+        fusion.gate.weight.zero_()
+        assert torch.allclose(fusion(both), (state_XH + F.silu(normed_XH)) / 2, atol=1e-6)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
