@@ -4,10 +4,14 @@
                                          retrieved from a prompt (RAPID, arXiv 2502.20330)
     easy:G+FOLDER                        the LM in FOLDER, its layers side by side in groups of G
                                          (EasySpec, 2502.02493)
+    ahead:F+FOLDER                       the LM in FOLDER drafts while the target verifies, behind F
+                                         guesses of each token that a round may end with
 
 Shapes: B rows, R of them just admitted, M tokens read of a prompt or fed again, L tokens of a kept
 path, N prompt tokens or nodes, F nodes fed, V vocabulary.
 """
+
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -24,14 +28,15 @@ from draftsmith.decode.drafting.base import (
     Round,
     picked,
 )
-from draftsmith.decode.drafting.grow_tree import at_once, grow, grow_at_once
+from draftsmith.decode.drafting.foreseen import Foreseen, came_true, foresee
+from draftsmith.decode.drafting.grow_tree import at_once, grow, grow_at_once, plain
 from draftsmith.decode.drafting.retrieval import LEAST, retrieved
 from draftsmith.decode.forward.lean import LeanBody
 from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.runner import Runner, Seen, context_of, round_up
 from draftsmith.decode.forward.side_by_side import side_by_side
 from draftsmith.decode.forward.size import ModelSize
-from draftsmith.decode.token_tree import TokenTree
+from draftsmith.decode.token_tree import TokenTree, chain
 from draftsmith.models.heads.head import ANY_DEPTH
 from draftsmith.models.target import bytes_read, output_head
 from draftsmith.models.vocab import DraftVocab
@@ -256,6 +261,97 @@ class EasyDrafter(LMDrafter):
         hidden_BMH, _ = self.runner.verify(self.pool, tokens_BM, at_BM, at_BM, seen)
         hidden_B1H = picked(hidden_BMH, lens_B1 - first_B1)
         return Fed(self.runner.logits(hidden_B1H), hidden_B1H)
+
+
+class AheadDrafter(LMDrafter):
+    """One that drafts the next round's chain while the target verifies this one's, in a thread of
+    its own: behind every token that the round may come to (`foreseen.py`). Where all rows come to
+    one that was guessed, their chains are there already; else it drafts as it otherwise would.
+
+    Its slots beyond a row's length, `levels + 1` chains, aren't in the memory plan.
+    """
+
+    kind = "ahead"
+    levels = 8
+    trees = False
+    host = True  # what was foreseen is compared with what came
+
+    def __init__(self, whole: LMDrafter, guesses: int) -> None:
+        vars(self).update(vars(whole))
+        self.guesses = guesses
+        self.ready: Foreseen | None = None
+        # Shared by its copies for a part of the rows.
+        self.worker = ThreadPoolExecutor(1, "ahead")
+        self.jobs: list[Future[Tensor]] = []
+
+    @classmethod
+    def over(
+        cls, says: str, own: Drafter | None, target: PreTrainedModel, vocab_size: int
+    ) -> "LMDrafter":
+        """Of a name's number of guesses and the LM of its folder; ValueError for others."""
+        if type(own) is not LMDrafter or not says.isdecimal() or not 1 <= int(says) <= 8:
+            raise ValueError(
+                f"drafter: got ahead:{says} with a drafter of kind {getattr(own, 'kind', None)}, "
+                "expected ahead:F+FOLDER, 1 to 8 guesses of each next token and a draft LM"
+            )
+        return cls(own, int(says))
+
+    def reset(self, rows: int, slots: int) -> None:
+        self._drop()
+        super().reset(rows, slots + (self.levels + 1) * (1 + self.levels * self.guesses))
+
+    def prefill(self, admitted: Admitted) -> None:
+        self._drop()
+        super().prefill(admitted)
+
+    def propose(self, request: Round) -> TokenTree:
+        ready = self._drop()
+        tree = None if ready is None else self._came(ready, request)
+        if tree is None:
+            tree = super().propose(request)
+        if plain(request):
+            # The engine's rows move on while this is at work.
+            self.jobs.append(
+                self.worker.submit(self._foresee, request, request.lens_B.clone(), tree)
+            )
+        return tree
+
+    def extend(self, kept: Kept) -> None:
+        super().extend(kept)
+        self.ready = came_true(self.jobs.pop().result(), kept) if self.jobs else None
+
+    def _drop(self) -> Foreseen | None:
+        """What was ready, which is so once; no thread is at work from here on."""
+        while self.jobs:
+            self.jobs.pop().result()
+        ready, self.ready = self.ready, None
+        return ready
+
+    def _came(self, ready: Foreseen, request: Round) -> TokenTree | None:
+        """The chain asked for, if it is ready for every row."""
+        tokens_BN, levels = ready.tokens_BX, request.plan.levels
+        if len(tokens_BN) != len(request.lens_B) or tokens_BN.shape[1] <= levels:
+            return None
+        same_B = (ready.lens_B == request.lens_B) & (tokens_BN[:, 0] == request.pending_B)
+        if not plain(request) or not bool((same_B | ~request.active_B).all()):
+            return None
+        # A row that has ended may hold anything, but begins with its pending token.
+        tokens_BN = torch.cat([request.pending_B[:, None], tokens_BN[:, 1 : levels + 1]], 1)
+        return TokenTree(tokens_BN, chain(levels, tokens_BN.device), request.law)
+
+    @torch.inference_mode()
+    def _foresee(self, request: Round, lens_B: Tensor, tree: TokenTree) -> Tensor:
+        lens_B1, nodes = lens_B[:, None], tree.topology.nodes
+        slots = request.top + nodes * (1 + (nodes - 1) * self.guesses)
+        width = min(round_up(slots), self.pool.slots)
+
+        def ask(
+            tokens_Bn: Tensor, slot_n: Tensor, depth_n: Tensor, block: Tensor, depth_M: Tensor
+        ) -> Tensor:
+            at = lens_B1 + depth_n, lens_B1 + slot_n, Seen(lens_B, width, block, depth_M)
+            return self.runner.logits(self.runner.verify(self.pool, tokens_Bn, *at)[0])
+
+        return foresee(request, lens_B, tree.tokens_BN, self.guesses, ask)
 
 
 def weights_read(model: PreTrainedModel) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from eagle_drafts import HEADS, TEXTS, VOCAB, begin, counting, draft, made
 from rounds import MODES, reads_nothing, records, started
+from tiny_llama import build_llama
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
@@ -17,6 +18,7 @@ from truths import PROMPTS, SETTINGS, truths
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.forward import lean_heads
 from draftsmith.decode.forward.lean_heads import LeanEagle
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import chain_plan, parse_tree
@@ -233,6 +235,32 @@ def test_what_is_not_the_same_is_not_used(
     monkeypatch.setattr("draftsmith.decode.forward.lean.normed", lambda norm, x: x)
     head = made("eagle3")
     assert EagleDrafter(head, tiny_target, VOCAB).body is head
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_far_apart_in_bf16_the_exact_states_judge(
+    monkeypatch: pytest.MonkeyPatch, *, wrong: bool
+) -> None:
+    """Where attention is sharp, two right forms are far apart; one that is off in bf16 alone is
+    refused all the same.
+    """
+    target, head = build_llama(VOCAB, layers=3, hidden=32, seed=0).bfloat16(), made("eagle3")
+    for part in (head.layers[0].self_attn.q_proj, head.layers[0].self_attn.k_proj):
+        part.weight.mul_(4)
+    agree, normed, asked = lean_heads.agree, lean_heads.normed, []
+
+    def never_in_bf16(own: list[Tensor], lean: list[Tensor], dtype: torch.dtype) -> bool:
+        asked.append(dtype)
+        return dtype == torch.float32 and agree(own, lean, dtype)
+
+    def off(norm: Any, x: Tensor) -> Tensor:
+        return normed(norm, x) * (1.0625 if x.dtype == torch.bfloat16 else 1)
+
+    monkeypatch.setattr(lean_heads, "agree", never_in_bf16)
+    if wrong:
+        monkeypatch.setattr(lean_heads, "normed", off)
+    body = EagleDrafter(head.bfloat16(), target, VOCAB).body
+    assert asked[0] == torch.bfloat16 and isinstance(body, Eagle if wrong else LeanEagle)
 
 
 def test_answers_end_at_the_heads_context(

@@ -277,4 +277,7 @@ def test_no_one_takes_it_for_eagle3() -> None:
     """Its folder names no architecture of a server, which would go on from its own outputs."""
     config = made("peagle").to_json()
     assert config["architectures"] not in (["LlamaForCausalLMEagle3"], ["Eagle3Qwen3ForCausalLM"])
-    assert Eagle.kinds.keys() == {"eagle1", "eagle3", "mtp"} and not PEagle.kinds["peagle"].stacks
+    assert (
+        Eagle.kinds.keys() == {"eagle1", "dovetail", "eagle3", "mtp"}
+        and not PEagle.kinds["peagle"].stacks
+    )
