@@ -7,18 +7,22 @@ dspark:1     DSpark's scheduling (arXiv 2607.05147): all rows draft K, and of al
              of the highest chances are verified, as many as give most tokens a second by the grid;
              how many is of so many rounds ago (0: of now)
 oracle       drafts and verifies what will be kept and nothing else, as much of it as pays
+pearl:4      PEARL (Liu et al., arXiv 2408.11850): so many draft calls beside each target pass
+ahead:80     the next draft is made beside the pass, for outcomes that hold it in 80% of rounds
 and the decoder's policies that look at rounds alone: fixed, auto, table:1-8=4,9-=0, cost
 """
 
 import re
 from collections import deque
+from collections.abc import Sequence
+from weakref import WeakSet
 
 import numpy as np
 
 from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.policies.policy import ALONE, Costs, Load, Outcome, Policy
 from draftsmith.decode.predict.load_grid import Grid
-from draftsmith.decode.predict.load_simulator import Ahead, Trimming
+from draftsmith.decode.predict.load_simulator import Ahead, Moved, Overlapped, Trimming, Visit
 from draftsmith.decode.tree_shapes import Plan, chain_plan
 
 # Of SGLang's table, from so many rows: candidate steps, and what is added to a step down's limit.
@@ -110,6 +114,49 @@ class Oracle(Confident):
         return int(verified_B.max()), verified_B
 
 
+class Pearl(Overlapped):
+    """Draft calls and the target's pass at once. A row whose last draft failed has one drafted
+    token verified (and the others beside it, unless it fails), any other as many as are drafted in
+    the meantime; a round that keeps all has no token of the target's own.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.sure = WeakSet[Visit]()  # whose last draft was kept
+
+    def moved(self, running: Sequence[Visit], grid: Grid) -> Moved:
+        levels = self.plans[-1].levels
+        verified_B = np.array([levels if one in self.sure else 1 for one in running])
+        kept = []
+        for one, most in zip(running, verified_B.tolist(), strict=True):
+            firsts = one.answer.run_T[one.at : one.at + most] > 0
+            kept.append(len(firsts) if firsts.all() else int(firsts.argmin()))
+            (self.sure.add if firsts.all() else self.sure.discard)(one)
+        kept_B = np.array(kept)
+        seconds = max(grid.parts(len(running), levels, verified_B.mean()))
+        return Moved(levels, verified_B, kept_B, np.minimum(kept_B + 1, verified_B), seconds)
+
+
+class OneAhead(Overlapped):
+    """The draft of the round to come is there if the outcome was foreseen, in so many percent of
+    rows; if one of a batch wasn't, all wait for another.
+    """
+
+    def __init__(self, plan: Plan, percent: int) -> None:
+        super().__init__(plan)
+        self.foreseen, self.noise = percent / 100, np.random.default_rng(0)
+
+    def moved(self, running: Sequence[Visit], grid: Grid) -> Moved:
+        levels = self.plans[-1].levels
+        verified_B = np.full(len(running), levels)
+        kept_B = np.minimum([one.answer.run_T[one.at] for one in running], levels)
+        passes, drafts = grid.parts(len(running), levels, levels + 1)
+        missed = bool((self.noise.random(len(running)) >= self.foreseen).any())
+        return Moved(
+            levels, verified_B, kept_B, kept_B + 1, float(max(passes, drafts) + missed * drafts)
+        )
+
+
 def arm(text: str, K: int, grid: Grid, rows: int) -> Policy:
     """What an arm's name describes, for drafts of K and batches of so many rows; ValueError for
     what isn't one.
@@ -122,13 +169,15 @@ def arm(text: str, K: int, grid: Grid, rows: int) -> Policy:
         least, most = NUMBERED[name][0], NUMBERED[name][1] or K
         if not number.isdecimal() or not least <= int(number) <= most:
             raise ValueError(f"policies: got {text!r}, expected {name}:{least} to {name}:{most}")
-        if name == "dspark":
-            return Confident(plan, int(number))
+        if name in ("dspark", "ahead"):
+            return {"dspark": Confident, "ahead": OneAhead}[name](plan, int(number))
+        if name == "pearl":
+            return Pearl(chain_plan(int(number)))
         return Policy(chain_plan(int(number)))
     if name not in JUDGED:
         raise ValueError(
             f"policies: got {text!r}, expected some of {', '.join((*OWN, *JUDGED))}, dspark:LAG, "
-            "fixed:K; those that look at drafts are for draftsmith stopping"
+            "fixed:K, pearl:K, ahead:PERCENT; those that look at drafts are for draftsmith stopping"
         )
     policy = make_policy(text, plan)
     if policy.priced:
@@ -138,7 +187,8 @@ def arm(text: str, K: int, grid: Grid, rows: int) -> Policy:
 
 
 OWN = {"plain": Plain, "ema": Ema, "oracle": Oracle}
-NUMBERED = {"fixed": (1, None), "dspark": (0, 9)}  # what the number may be; None: K
+# What the number may be; None: K.
+NUMBERED = {"fixed": (1, None), "dspark": (0, 9), "pearl": (1, None), "ahead": (0, 100)}
 JUDGED = ("fixed", "auto", "table", "cost")
 
 

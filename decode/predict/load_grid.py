@@ -83,6 +83,11 @@ class Grid(NamedTuple):
         """Of a round of so many draft calls that verifies so many tokens a row on average, the
         root included; nodes: a number or an array of them.
         """
+        verify, beside = self.parts(rows, levels, nodes)
+        return verify + beside
+
+    def parts(self, rows: int, levels: int, nodes: Any) -> tuple[Any, float]:
+        """Of these, the target's pass, and all else."""
         rows, sizes = self.computed(rows), self.rows
         above = int(np.searchsorted(sizes, rows))
         below = max(above - 1, 0)
@@ -93,8 +98,8 @@ class Grid(NamedTuple):
         )
         if "nodes" in self.stairs:
             nodes = np.array(self.nodes)[np.searchsorted(self.nodes, nodes)]
-        verify = np.interp(nodes, self.nodes, verify_N)
-        return verify + np.interp(levels + 1, self.nodes, beside_N)
+        beside = float(np.interp(levels + 1, self.nodes, beside_N))
+        return np.interp(nodes, self.nodes, verify_N), beside
 
     def admission(self, tokens: int) -> float:
         """Seconds of a prefill of so many tokens; of more than were measured, in proportion."""

@@ -96,12 +96,32 @@ class Ahead(NamedTuple):
 
 
 class Trimming(Policy):
-    """A policy that verifies a part of each row's draft; the decoder knows none."""
+    """A policy that verifies a part of each row's draft, as far as the grid says that it pays."""
 
     rests = True
 
     def lengths(self, ahead: Ahead) -> tuple[int, np.ndarray]:
         """Draft calls of the next round, and how many drafted tokens of each row are verified."""
+        raise NotImplementedError
+
+
+class Moved(NamedTuple):
+    """A round: draft calls; of each row the drafted tokens that were verified and kept, and the
+    tokens emitted, where the answer has as many; its seconds.
+    """
+
+    levels: int
+    verified_B: np.ndarray
+    kept_B: np.ndarray
+    emitted_B: np.ndarray
+    seconds: float
+
+
+class Overlapped(Policy):
+    """Drafts while the target verifies, so that rounds are its own."""
+
+    def moved(self, running: Sequence["Visit"], grid: Grid) -> Moved:
+        """Of these rows."""
         raise NotImplementedError
 
 
@@ -172,27 +192,36 @@ def advanced(policy: Policy, running: Sequence[Visit], grid: Grid, day: Day) -> 
     """The seconds of a round, which moves its rows on."""
     rows = len(running)
     load = Load(grid.computed(rows), rows)
+    if isinstance(policy, Overlapped):
+        made = policy.moved(running, grid)
+    else:
+        made = in_turn(policy, running, grid, load)
+    for one, emitted in zip(running, made.emitted_B.tolist(), strict=True):
+        one.at = min(one.at + emitted, len(one.answer.run_T))
+    day.rounds += rows
+    day.rests += 0 if made.levels else rows
+    day.drafted += rows * made.levels
+    day.verified += int(made.verified_B.sum())
+    day.kept += int(made.kept_B.sum())
+    plan = chain_plan(made.levels) if made.levels else None
+    paths = [(0,) * kept for kept in made.kept_B.tolist()]
+    policy.observe(Outcome(plan, made.levels, paths, None, load, made.seconds))
+    return made.seconds
+
+
+def in_turn(policy: Policy, running: Sequence[Visit], grid: Grid, load: Load) -> Moved:
+    """A round that drafts, then verifies."""
     plan = policy.next_plan(load)
     run_B = np.array([one.answer.run_T[one.at] for one in running])
     left_B = np.array([len(one.answer.run_T) - one.at for one in running])
     levels = 0 if plan is None else plan.levels
-    verified_B = np.full(rows, levels)
+    verified_B = np.full(len(running), levels)
     if isinstance(policy, Trimming):
         score_BK = np.stack([one.answer.score_TK[one.at] for one in running])
         levels, verified_B = policy.lengths(Ahead(run_B, score_BK, left_B, grid))
     kept_B = np.minimum(run_B, verified_B)
-    seconds = float(grid.seconds(rows, levels, 1 + verified_B.mean()))
-    for one, emitted in zip(running, np.minimum(kept_B + 1, left_B).tolist(), strict=True):
-        one.at += emitted
-    day.rounds += rows
-    day.rests += 0 if levels else rows
-    day.drafted += rows * levels
-    day.verified += int(verified_B.sum())
-    day.kept += int(kept_B.sum())
-    plan = chain_plan(levels) if levels else None
-    paths = [(0,) * kept for kept in kept_B.tolist()]
-    policy.observe(Outcome(plan, levels, paths, None, load, seconds))
-    return seconds
+    seconds = float(grid.seconds(load.running, levels, 1 + verified_B.mean()))
+    return Moved(levels, verified_B, kept_B, kept_B + 1, seconds)
 
 
 def figures(day: Day, limit: float) -> dict[str, Any]:

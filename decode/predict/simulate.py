@@ -46,7 +46,7 @@ class Simulation:
     costs: str  # JSON of a grid; written first where target= and drafter= are given
     traces: str = ""  # a trace's folder, recorded with every=true
     survival: str = ""  # or the chance that the first j drafted tokens are kept: 0.7,0.5,0.4
-    policies: str = "plain,fixed,auto,ema,oracle"  # those, fixed:K, table:..., cost, dspark:LAG
+    policies: str = "plain,fixed,auto,ema,oracle"  # those, fixed:K, cost, dspark:LAG, ...
     arrivals: str = "clients"  # clients | poisson | burst | a file with a JSON list of seconds
     clients: str = "1,4,16"  # who ask again once they are answered; a table for each number
     rate: str = "1"  # of poisson: requests a second; a table for each

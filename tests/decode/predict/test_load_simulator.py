@@ -32,7 +32,7 @@ from draftsmith.decode.traces.store import read_traces
 from draftsmith.decode.tree_shapes import chain_plan
 
 ARMS = ["plain", "fixed:1", "fixed:3", "auto", "ema", "table:1-2=3,3-=1", "cost", "dspark:1"]
-ARMS += ["oracle"]
+ARMS += ["oracle", "pearl:3", "ahead:60"]
 LADDER = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 # A sweep of DeepSeek-V4-Pro on 8 B300 (vLLM, 2026-08-14): milliseconds of a step by tokens in it,
 # worked out from its time a token and its tau, and the shares of its drafts that are kept.
@@ -90,6 +90,41 @@ def test_alone_it_is_the_replay(trace: str, c: float) -> None:
             sum(one.rounds for one in counters),
         )
         assert [one.answer.prompt for one in day.requests] == [10] * 12
+
+
+@pytest.mark.parametrize(
+    ("kept", "c", "best", "pearl"),
+    [
+        (0.8, 1 / 4, 1.69, 2.12),
+        (0.8, 1 / 8, 2.27, 2.55),
+        (0.8, 1 / 20, 3.09, 2.77),
+        (0.6, 1 / 20, 1.92, 1.57),
+    ],
+)
+def test_drafting_beside_the_pass_pays_for_costly_good_drafts(
+    kept: float, c: float, best: float, pearl: float
+) -> None:
+    """Speed-ups worked out apart from this: a chain at its best depth, and PEARL, whose rejections
+    cost a whole pass.
+    """
+    K = round(1 / c)
+    answers = drawn([kept**k for k in range(1, K + 1)], 1, tokens=12_000)
+    grid = grid_of(lambda _: 1.0, [1], K, c)  # plain decoding: a token a second
+    law = [(1 - kept ** (k + 1)) / (1 - kept) / (1 + c * k) for k in range(1, K + 1)]
+    assert max(law) == pytest.approx(best, abs=0.005)
+    deep = 1 + int(np.argmax(law))
+    assert rate(f"fixed:{deep}", answers, grid, 1, K) == pytest.approx(best, rel=0.03)
+    assert rate(f"pearl:{K}", answers, grid, 1, K) == pytest.approx(pearl, rel=0.03)
+
+
+def test_one_round_ahead_saves_the_drafts_that_were_foreseen() -> None:
+    answers = drawn([0.8**k for k in range(1, 6)], 1, tokens=12_000)
+    grid = grid_of(lambda _: 1.0, [1, 4], 5, 1 / 8)
+    found = [rate(f"ahead:{share}", answers, grid, 1, 5) for share in (0, 60, 80, 100)]
+    assert found == pytest.approx([2.27, 2.95, 3.29, 3.69], rel=0.03)
+    # Of four rows all must have been foreseen.
+    batch = rate("ahead:80", answers * 4, grid, 4, 5) / 4
+    assert batch == pytest.approx(3.69 / (1 + 0.625 * (1 - 0.8**4)), rel=0.03)
 
 
 @pytest.mark.parametrize("rows", [1, 6])
