@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,7 +93,9 @@ class TokenTree:
     drafted tokens were drawn by and, where a rule needs it, q_logits_BIV: for each inner node in
     ascending order the transformed draft logits that its children were drawn from (of a chain:
     nodes 0 to D - 1), -inf at tokens that were given. rank_BN: of a tree ordered by worth, each
-    node's place in that order.
+    node's place in that order. sure_BN: of a chain, where a round asks for it, log of the share
+    that each token's best score had of all (the root's 0). verified_B: how many nodes of each row
+    the target judges, the first ones; the others are as if not drafted. None: all.
     """
 
     tokens_BN: Tensor
@@ -100,6 +103,27 @@ class TokenTree:
     law: str
     q_logits_BIV: Tensor | None = None
     rank_BN: Tensor | None = None
+    sure_BN: Tensor | None = None
+    verified_B: Tensor | None = None
+
+    @property
+    def verified_BN(self) -> Tensor:
+        """Whether the target judges a node."""
+        assert self.verified_B is not None
+        node_N = torch.arange(self.tokens_BN.shape[1], device=self.tokens_BN.device)
+        return node_N < self.verified_B[:, None]
+
+    @property
+    def parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """On the host: how sure the draft is of its tokens [B, N - 1] (where it doesn't say, even
+        odds), and how many nodes are verified [B], all where nobody chose.
+        """
+        B, N = self.tokens_BN.shape
+        sure_BN = np.full((B, N), np.log(0.5))
+        if self.sure_BN is not None:
+            sure_BN = self.sure_BN.double().nan_to_num(nan=-40).cpu().numpy()
+        part_B = self.verified_B
+        return sure_BN[:, 1:], np.full(B, N) if part_B is None else part_B.cpu().numpy()
 
     def ranks(self, nodes_BL: Tensor) -> Tensor:
         """Of some nodes, that place; where there is no order, their numbers."""

@@ -115,6 +115,8 @@ Chance = Callable[[Call], Tensor]
 # How many of a grown tree's nodes, the best, are verified: by the log chances [B, N] that they are
 # kept (the root's, 0, first) and the rows that decode [B].
 HowMany = Callable[[Tensor, Tensor], int]
+# log E [B, M, V] of the tokens at positions [B, M], None when they weren't chosen by it.
+Race = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,12 @@ class Round:
     """One round's request. plan: the tree to draft; lens_B: committed tokens of each row;
     pending_B: the token sampled but not yet in the target's KV; active_B: rows that still decode;
     top: at least the largest of lens_B, a plain int; law: how to draw; race_BDV: log E for the
-    token of each level, shared with the target, None when greedy or the law isn't coupled; seeds_B:
-    of the noise that laws of independent draws use, fresh each round; want_q: whether the tree must
-    carry the draft's logits; enough: asked after each call; chance: what paths are judged by;
-    orders: whether a dynamic tree's nodes are chosen by it too; keep: asked once it has grown;
-    calls: takes in every call.
+    token of each level, shared with the target, None when greedy or the law isn't coupled; race:
+    the same at any position; seeds_B: of the noise that laws of independent draws use, fresh each
+    round; want_q: whether the tree must carry the draft's logits; enough: asked after each call;
+    chance: what paths are judged by; orders: whether a dynamic tree's nodes are chosen by it too;
+    keep: asked once it has grown; sure: whether a chain is to say how sure the draft is; calls:
+    takes in every call.
     """
 
     plan: Plan
@@ -137,12 +140,14 @@ class Round:
     params: BatchParams
     law: str
     race_BDV: Tensor | None = None
+    race: Race | None = None
     seeds_B: Tensor | None = None
     want_q: bool = False
     enough: Enough | None = None
     chance: Chance | None = None
     orders: bool = False
     keep: HowMany | None = None
+    sure: bool = False
     calls: list[Call] | None = None
 
 
@@ -169,8 +174,6 @@ class Frontier(NamedTuple):
 
 
 Feed = Callable[[Frontier], Fed]
-# log E [B, M, V] of the tokens at positions [B, M], None when they weren't chosen by it.
-Race = Callable[[Tensor], Tensor | None]
 
 
 class Kept(NamedTuple):
@@ -273,6 +276,12 @@ class Drafter(Protocol):
         they read, and write from each row's length on.
         """
         raise AssertionError(f"a drafter of kind {self.kind} has no use for them")
+
+    def succeed(self, old: "Drafter") -> None:
+        """Go on with the state of another of the same shape."""
+        for name in self.held:
+            if hasattr(old, name):
+                setattr(self, name, getattr(old, name))
 
     def release(self) -> None:
         """Let go of the state: another `reset` follows before anything else."""

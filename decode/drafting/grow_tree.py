@@ -12,6 +12,7 @@ V vocabulary.
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.decode.drafting.base import Call, Fed, Feed, Frontier, Round, picked
@@ -82,9 +83,11 @@ def grow_at_once(
     steps, race_BDV = request.plan.levels, request.race_BDV
     race_BKV = None if race_BDV is None else race_BDV[:, :steps]
     drawn = race_BKV, request.params.law[0], context
-    tokens_BK = native.chain(head, pool, ChainStart(first_BH, carried_BH, at_B, *drawn), steps)
+    start = ChainStart(first_BH, carried_BH, at_B, *drawn)
+    tokens_BK, sure_BK = native.chain(head, pool, start, steps, sure=request.sure)
     tokens_BN = torch.cat([request.pending_B[:, None], tokens_BK], 1)
-    return TokenTree(tokens_BN, chain(steps, tokens_BN.device), request.law)
+    sure_BN = None if sure_BK is None else F.pad(sure_BK, (1, 0))
+    return TokenTree(tokens_BN, chain(steps, tokens_BN.device), request.law, sure_BN=sure_BN)
 
 
 def grow_known(request: Round, logits: Callable[[], Tensor]) -> TokenTree | None:
@@ -102,7 +105,9 @@ def grow_known(request: Round, logits: Callable[[], Tensor]) -> TokenTree | None
     else:
         topology, (level_N, rank_N, breadth) = static_topology(plan, device), ranks(plan, device)
         drawn_BN = likeliest(scores_BKV, breadth)[1][:, level_N, rank_N]
-    return TokenTree(torch.cat([request.pending_B[:, None], drawn_BN], 1), topology, request.law)
+    tokens_BN = torch.cat([request.pending_B[:, None], drawn_BN], 1)
+    sure_BN = F.pad(_sure(scores_BKV), (1, 0)) if request.sure else None
+    return TokenTree(tokens_BN, topology, request.law, sure_BN=sure_BN)
 
 
 def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
@@ -110,7 +115,7 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
     device = request.pending_B.device
     tokens_BN = request.pending_B[:, None]
     path_BN = joint_BN = torch.zeros_like(tokens_BN, dtype=torch.float32)
-    q_logits, drafted = [], 0
+    q_logits, drafted, sure = [], 0, [path_BN]
     for depth, level in enumerate(static_levels(plan, device)):
         q_logits_BFV, states_BFH = feed(_static_frontier(plan, depth, level, tokens_BN))
         q_logits_BFV = request.params.transform(q_logits_BFV)
@@ -120,6 +125,8 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
             children_BC = _given(q_logits_BFV, children_BC, level)
         if request.want_q:
             q_logits.append(of_BFV)
+        if request.sure:
+            sure.append(_sure(_scores(request, q_logits_BFV, depth)))
         tokens_BN = torch.cat([tokens_BN, children_BC], 1)
         drafted = depth + 1
         if request.calls is None and (request.enough is None or drafted == plan.levels):
@@ -138,7 +145,8 @@ def grow_static(request: Round, plan: StaticTree, feed: Feed) -> TokenTree:
     plan = plan.cut(drafted)
     topology = chain(drafted, device) if plan.is_chain else static_topology(plan, device)
     q_logits_BIV = torch.cat(q_logits, 1) if request.want_q else None
-    return TokenTree(tokens_BN, topology, request.law, q_logits_BIV)
+    sure_BN = torch.cat(sure, 1) if request.sure else None
+    return TokenTree(tokens_BN, topology, request.law, q_logits_BIV, sure_BN=sure_BN)
 
 
 def grow_dynamic(request: Round, plan: DynamicTree, feed: Feed) -> tuple[TokenTree, Tensor]:
@@ -295,6 +303,13 @@ def _scores(request: Round, q_logits_BFV: Tensor, depth: int) -> Tensor:
     """What children are ranked by where no draw is independent of the target's."""
     race_B1V = _race(request, depth)
     return q_logits_BFV if race_B1V is None else q_logits_BFV - race_B1V
+
+
+def _sure(scores_BFV: Tensor) -> Tensor:
+    """Log of the share [B, F] that the best score has of all: also where noise of its own draws the
+    token, of which it then says nothing.
+    """
+    return scores_BFV.amax(-1) - scores_BFV.logsumexp(-1)
 
 
 def _race(request: Round, depth: int) -> Tensor | None:

@@ -206,9 +206,7 @@ class Decoder:
                 "decoded with it; start anew for another kind or size"
             )
         self._judge_by(drafter)
-        for name in drafter.held:
-            if hasattr(old, name):
-                setattr(drafter, name, getattr(old, name))
+        drafter.succeed(old)
         if self.late:
             compile_runner(drafter)
         if self.graphs is not None:

@@ -20,6 +20,7 @@ from draftsmith.decode.engine.owed import Owed
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.rows import Rows, Settled
 from draftsmith.decode.engine.settings import DecodeSettings
+from draftsmith.decode.forward.attention import spread
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import Runner, Seen, round_up
 from draftsmith.decode.policies.policy import Policy
@@ -98,7 +99,8 @@ class Told(NamedTuple):
     many drafted ones the rule kept, how many were emitted, whether the row still decodes, whether
     its logits were broken; then, where the batch asks for them, the bits of `told_log_probs` of the
     tokens, and those of what the drafter says. levels, nodes: of the tree that was verified (nodes
-    without the root); said: the drafter's columns; owes: what it is still to take in.
+    without the root); said: the drafter's columns; owes: what it is still to take in; tree: the
+    tree, where rows verify a part of it.
     """
 
     table: Tensor
@@ -106,6 +108,7 @@ class Told(NamedTuple):
     nodes: int
     said: int = 0
     owes: Kept | None = None
+    tree: TokenTree | None = None
 
     def listed_BLW(self, table: Tensor) -> Tensor | None:
         """That part of the table, read from its copy on the host; None where nobody asked."""
@@ -147,19 +150,13 @@ class Stepper:
             shared_BLV = self.race(rows.seeds_B, lens_B1 + next_L, params)
         calls: list[Call] | None = None if self.recorder is None else []
         tree = self._propose(batch, plan, top, shared_BLV, policy, calls)
+        if policy is not None and policy.share is not None and plan is not None:
+            tree = policy.share(tree, rows.active_B)
         if shared_BLV is not None:
             shared_BLV = shared_BLV[:, : tree.topology.levels + 1]
         tokens_BN, topology = tree.tokens_BN, tree.topology
-        block = None if topology.is_chain else topology.ancestors
-        width = min(round_up(top + topology.nodes), pool.slots)
-        seen = Seen(rows.lens_B, width, block, topology.depth)
-        slots_BN = positions_BN = lens_B1 + topology.depth
-        if not topology.is_chain:
-            slots_BN = lens_B1 + torch.arange(topology.nodes, device=tokens_BN.device)
         deaf = self._deaf(batch, plan, policy)
-        at = tokens_BN, positions_BN, slots_BN
-        hidden_BNH, taps_BNU = self.runner.verify(pool, *at, seen, taps=not deaf)
-        logits_BNV = self.runner.logits(hidden_BNH)
+        hidden_BNH, taps_BNU, logits_BNV = self._verify(batch, tree, top, taps=not deaf)
         p_logits_BNV = batch.law(logits_BNV, tokens_BN, topology.parent)
         drafter, waits = batch.drafter or self.drafter, plan is None and batch.owed is not None
         told = {} if waits else _told(drafter, tree, logits_BNV, p_logits_BNV, shared_BLV)
@@ -189,7 +186,33 @@ class Stepper:
         if said_BX is not None:
             news.append(said_BX.view(torch.int64))
         size = topology.levels, topology.nodes - 1, 0 if said_BX is None else said_BX.shape[1]
-        return Told(table if len(news) == 1 else torch.cat(news, 1), *size, owes)
+        cut = None if tree.verified_B is None else tree
+        return Told(table if len(news) == 1 else torch.cat(news, 1), *size, owes, cut)
+
+    def _verify(
+        self, batch: DecodeBatch, tree: TokenTree, top: int, *, taps: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The target's states [B, N, H], its taps' where they are wanted, and its logits, at all
+        nodes; where rows verify a part, of one pass over the nodes of these parts, zeros elsewhere.
+        """
+        pool, topology, lens_B1 = batch.pool, tree.topology, batch.rows.lens_B[:, None]
+        block = None if topology.is_chain else topology.ancestors
+        width = min(round_up(top + topology.nodes), pool.slots)
+        seen = Seen(batch.rows.lens_B, width, block, topology.depth)
+        slots_BN = positions_BN = lens_B1 + topology.depth
+        if not topology.is_chain:
+            slots_BN = lens_B1 + torch.arange(topology.nodes, device=lens_B1.device)
+        at = pool, tree.tokens_BN, positions_BN, slots_BN, seen
+        # Layers with a state take in whole rows.
+        if tree.verified_B is None or pool.states is not None:
+            hidden_BNH, taps_BNU = self.runner.verify(*at, taps=taps)
+            return hidden_BNH, taps_BNU, self.runner.logits(hidden_BNH)
+        packed = tree.verified_BN.flatten().nonzero()[:, 0]
+        hidden_1MH, taps_1MU = self.runner.verify(*at, taps=taps, packed=packed)
+        states = self.runner.logits(hidden_1MH), hidden_1MH, taps_1MU
+        wide = [x if x is None else spread(x, packed, tree.tokens_BN.shape) for x in states]
+        assert wide[0] is not None and wide[1] is not None
+        return wide[1], wide[2], wide[0]
 
     def _deaf(self, batch: DecodeBatch, plan: Plan | None, policy: Policy | None) -> bool:
         """Whether the drafter need not hear of a round: it is not to draft for more rounds than it
@@ -276,16 +299,18 @@ class Stepper:
         rows, drafter = batch.rows, batch.drafter or self.drafter
         if drafter is None or plan is None:
             return TokenTree(rows.pending_B[:, None], chain(0, self.runner.device), COUPLED)
-        rule = self.rule(batch.params)
+        params = batch.params
+        rule = self.rule(params)
         request = Round(
             plan=plan,
             lens_B=rows.lens_B,
             pending_B=rows.pending_B,
             active_B=rows.active_B,
             top=top,
-            params=batch.params,
+            params=params,
             law=rule.law,
             race_BDV=shared_BLV if rule.law == COUPLED else None,
+            race=None if rule.law != COUPLED else lambda at: self.race(rows.seeds_B, at, params),
             # Keyed by the round: a level drafted again after a rejection needs fresh noise.
             seeds_B=None if rule.identical else self._round_keys(rows, sampling.DRAFT),
             want_q=self.settings.needs_q or not rule.identical,
@@ -293,6 +318,7 @@ class Stepper:
             chance=None if policy is None else policy.chance,
             orders=policy is not None and policy.orders,
             keep=None if policy is None else policy.keep,
+            sure=policy is not None and policy.share is not None,
             calls=calls,
         )
         return drafter.propose(request)

@@ -20,6 +20,7 @@ struct Round {
     uint8_t *active;
     const int64_t *stop_ids;
     int64_t *before, *table;  // [B], and [B, 2 L + 4]: a round's news
+    const int64_t *verified;  // [B]: nodes that are judged; null: all
 };
 
 // The token of the best score, of several the first; broken: whether a logit is no number.
@@ -64,7 +65,7 @@ extern "C" void settle(const Round *round) {
         int64_t *emitted = r.table + b * (2 * L + 4), *path = emitted + L, *news = path + L;
         bool broken = false;
         int64_t leaf = 0;
-        for (int64_t n = 0; n < N; n++) {
+        for (int64_t n = 0; n < (r.verified ? r.verified[b] : N); n++) {
             const float *race = r.race ? r.race + b * r.race_row + depth[n] * r.race_step : nullptr;
             chosen[n] = best(r.logits + (b * N + n) * r.vocab, race, r.vocab, broken);
             int64_t above = parent[n];

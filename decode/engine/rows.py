@@ -131,7 +131,7 @@ class Settled(NamedTuple):
         state = rows.lens_B, rows.pending_B, rows.rounds_B, rows.room_B, rows.active_B
         table, before_B = torch.ops.draftsmith.settle(
             *(tree.tokens_BN, topology.parent, topology.depth, p_logits_BNV, race_BLV),
-            *(*state, rows.stop_ids_BM, length),
+            *(*state, rows.stop_ids_BM, tree.verified_B, length),
         )
         emitted_BL, path_BL, ended = table.split([length, length, 4], 1)
         if tree.rank_BN is not None:
@@ -142,7 +142,7 @@ class Settled(NamedTuple):
 _NUMBERS = ("rows", "nodes", "length", "vocab", "stops", "race_row", "race_step", "tree_row")
 _PLACES = (
     *("tokens", "parent", "depth", "logits", "race"),
-    *("lens", "pending", "rounds", "room", "active", "stop_ids", "before", "table"),
+    *("lens", "pending", "rounds", "room", "active", "stop_ids", "before", "table", "verified"),
 )
 
 
@@ -159,8 +159,8 @@ def _settle(
     race_BLV: Tensor | None,
     *rows: Any,
 ) -> tuple[Tensor, Tensor]:
-    """rows: state and end tokens of `Rows`, then L."""
-    *state, length = rows
+    """rows: state and end tokens of `Rows`, how much of each is verified, then L."""
+    *state, verified_B, length = rows
     table, before_B = _settled_like(tokens_BN, length)
     given = [x.contiguous() for x in (tokens_BN, parent, depth, p_logits_BNV)]
     strides: tuple[int, ...] = (0, 0)
@@ -171,7 +171,10 @@ def _settle(
     wide = given[1].shape[-1] if parent.ndim == 2 else 0
     round_ = _Round(
         *(B, N, length, V, state[-1].shape[1], *strides, wide),
-        *(None if x is None else x.data_ptr() for x in (*given, race_BLV, *state, before_B, table)),
+        *(
+            None if x is None else x.data_ptr()
+            for x in (*given, race_BLV, *state, before_B, table, verified_B)
+        ),
     )
     library(SOURCE).settle(ctypes.byref(round_))
     return table, before_B
@@ -185,7 +188,7 @@ def _settled_like(tokens_BN: Tensor, length: int) -> tuple[Tensor, Tensor]:
 OPERATORS.define(
     "settle(Tensor tokens, Tensor parent, Tensor depth, Tensor logits, Tensor? race, "
     "Tensor(a!) lens, Tensor(b!) pending, Tensor(c!) rounds, Tensor(d!) room, Tensor(e!) active, "
-    "Tensor stop_ids, int length) -> (Tensor, Tensor)"
+    "Tensor stop_ids, Tensor? verified, int length) -> (Tensor, Tensor)"
 )
 OPERATORS.impl("settle", _settle, "CPU")
 OPERATORS.impl("settle", lambda tokens_BN, *rest: _settled_like(tokens_BN, rest[-1]), "Meta")

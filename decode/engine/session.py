@@ -199,6 +199,7 @@ class Session:
         listed_BLW, table = told.listed_BLW(host), host[:, : 2 * told.levels + 6].tolist()
         now = time.perf_counter()
         news, paths, heard = [], [], []
+        parts = None if told.tree is None else told.tree.parts
         for row, request in enumerate(flight.requests):
             if request is None or self.batch.rows.requests[row] is not request:
                 continue  # ended while this round was on its way
@@ -208,7 +209,11 @@ class Session:
                 paths.append(rank_path(flight.plan, path))
                 heard.append(row)
                 request.completion.counters.decode_seconds = now - request.started
-            news.append(self._news(row, found[:n_new], accepted, told, active=active, bad=bad))
+            own = told
+            if parts is not None:
+                nodes = int(parts[1][row]) - 1
+                own = told._replace(levels=min(told.levels, nodes), nodes=nodes)
+            news.append(self._news(row, found[:n_new], accepted, own, active=active, bad=bad))
             if listed_BLW is not None:
                 request.take_listed(listed_BLW[row, : len(news[-1][1])])
         said_BX = told.news_BX(host)
@@ -221,7 +226,8 @@ class Session:
         if drafter is not None and drafter.remembers and any(ended for *_, ended in news):
             # Its store is to hold whole answers, of which a new one takes the row.
             self.decoder.stepper.catch_up(self.batch, self.context)
-        told_of = flight.plan, told.levels, paths, said_BX, flight.load, seconds
+        parts = None if parts is None else (parts[0][heard], parts[1][heard])
+        told_of = flight.plan, told.levels, paths, said_BX, flight.load, seconds, parts
         self.decoder.policy.observe(Outcome(*told_of))
         return news
 

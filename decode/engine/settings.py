@@ -52,8 +52,7 @@ class DecodeSettings:
         if self.rule not in RULES:
             raise ValueError(f"rule: got {self.rule!r}, expected one of {sorted(RULES)}")
         plan = self.plan
-        make_policy(self.policy, plan)
-        info = RULES[self.rule]
+        policy, info = make_policy(self.policy, plan), RULES[self.rule]
         if not info.trees and not plan.is_chain:
             raise ValueError(
                 f"rule {self.rule}: got tree={self.tree}, expected a chain; use tree=chain, or "
@@ -63,6 +62,13 @@ class DecodeSettings:
             raise ValueError(
                 f"rule {self.rule}: got tree={self.tree}, whose nodes are chosen by what was "
                 "drawn, which would bias a rule by rejection; use rule=coupled, or a static tree"
+            )
+        cuts = "any" if policy.share is None else "" if self.lossy else info.cuts
+        if not cuts or (cuts == "prefix" and policy.reads_drawn):
+            raise ValueError(
+                f"policy {self.policy}: got rule={self.rule}, lossy={self.lossy!r}, which parts "
+                "chosen so would bias; use rule=coupled, or policy=budget with rule=leviathan or "
+                "block, without lossy"
             )
         if self.lossy and not self.allow_lossy:
             raise ValueError(
@@ -130,6 +136,11 @@ class DecodeSettings:
                 f"{got}, whose draft takes {plan.slots} slots, with {of} that has room for "
                 f"{drafter.room}; give a smaller tree"
             )
+        if make_policy(self.policy, plan).share and (drafter.chooses or drafter.likeliest):
+            raise ValueError(
+                f"policy {self.policy}: got {of}, which learns from every token that is verified; "
+                "use policy=auto"
+            )
         if self.needs_q and not drafter.samples:
             raise ValueError(
                 f"lossy: got {self.lossy} with {of}, which has no distribution to compare; use "
@@ -138,11 +149,12 @@ class DecodeSettings:
 
     def check_recording(self, drafter: Drafter | None) -> None:
         """ValueError where what is drafted can't be recorded node by node."""
-        if drafter is None or not drafter.samples or isinstance(self.plan, DynamicTree):
+        parted = make_policy(self.policy, self.plan).share is not None
+        if drafter is None or not drafter.samples or parted or isinstance(self.plan, DynamicTree):
             raise ValueError(
                 f"recording: got tree={self.tree} with drafter="
-                f"{None if drafter is None else drafter.kind}, expected a drafter with a q, and a "
-                "chain or a static tree"
+                f"{None if drafter is None else drafter.kind}, policy={self.policy}, expected a "
+                "drafter with a q, and a chain or a static tree that is verified whole"
             )
         if self.rule not in ("coupled", "point_mass", "leviathan"):
             raise ValueError(

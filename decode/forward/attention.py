@@ -20,7 +20,7 @@ G = H / K, R = G * N packed rows, E head width.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -62,8 +62,11 @@ class Seen:
 class Attend:
     """What one pass attends to, by which backend; masks are made once for all layers of a kind.
 
-    positions_BN: of the queries. window, wherever it is asked for: None is full attention.
+    positions_BN: of the queries. window, wherever it is asked for: None is full attention. packed:
+    where rows differ in how many they have, each one's place [M] in [B * N]; a pass is then [1, M].
     """
+
+    packed: Tensor | None = None
 
     def __init__(
         self, seen: Seen, positions_BN: Tensor, *, groups: int, dtype: torch.dtype, backend: str
@@ -148,15 +151,29 @@ def mix(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention by the backend of `attend`, [B, N, H, E]."""
+    """Attention by the backend of `attend`, [B, N, H, E]; of a packed pass [1, M, H, E], by a
+    rectangle as wide as the longest row: the products with weights are what a pass costs.
+    """
+    if (packed := attend.packed) is not None:
+        rows_BNHE = spread(query_BHNE.transpose(1, 2), packed, attend.positions_BN.shape)
+        query_BHNE = rows_BNHE.transpose(1, 2)
     batch, heads, length, width = query_BHNE.shape
     qkv = query_BHNE.reshape(batch, key_BKSE.shape[1], -1, width), key_BKSE, value_BKSE
     scale = width**-0.5 if scale is None else scale
     if attend.backend == "masked" and sinks_H is None:
         mask = attend.once(Attend.mask, window)
         mixed = F.scaled_dot_product_attention(*qkv, mask, scale=scale)
-        return mixed.view(batch, heads, length, -1).transpose(1, 2)
-    return unpacked(BACKENDS[attend.backend](attend, qkv, scale, window), query_BHNE, sinks_H)
+        mixed = mixed.view(batch, heads, length, -1).transpose(1, 2)
+    else:
+        found = BACKENDS[attend.backend](attend, qkv, scale, window)
+        mixed = unpacked(found, query_BHNE, sinks_H)
+    return mixed if packed is None else mixed.flatten(0, 1)[packed][None]
+
+
+def spread(x_1MX: Tensor, packed: Tensor, shape: Sequence[int]) -> Tensor:
+    """Packed nodes in their places [B, N, ...], zeros in the others."""
+    whole = x_1MX.new_zeros(shape[0] * shape[1], *x_1MX.shape[2:])
+    return whole.index_copy_(0, packed, x_1MX[0]).unflatten(0, tuple(shape))
 
 
 def unpacked(found: Mixed, query_BHNE: Tensor, sinks_H: Tensor | None) -> Tensor:

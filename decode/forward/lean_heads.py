@@ -5,7 +5,7 @@ width, U width of the taps side by side; X any leading axes.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -27,13 +27,16 @@ from draftsmith.decode.forward.lean import (
     rotary_tables,
 )
 from draftsmith.decode.forward.native import Front, NativeBody, weight_of
-from draftsmith.decode.forward.product import Product
+from draftsmith.decode.forward.product import HALF, Product
 from draftsmith.models.heads.block import Block, Stack
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import Head
 from draftsmith.models.heads.hydra import Hydra
 from draftsmith.models.layers.block_attention import Blocks
 from draftsmith.models.layers.layer import Attention, Keep, causal
+
+Given = tuple[Tensor, Tensor, Tensor]  # taps, tokens and positions of a trial
+ROUNDED = 2  # times as far from fp32 as the head itself a lean form may be
 
 
 class LeanEagle:
@@ -43,7 +46,8 @@ class LeanEagle:
 
     def __init__(self, head: Eagle) -> None:
         self.head, self.config = head, head.config
-        self.fc = Product.of([head.fc])
+        self.gated = head.config.fusion == "gated"
+        self.fc: Any = quick(head.fc) if self.gated else Product.of([head.fc])
         self.layers = [LeanLayer(layer, i) for i, layer in enumerate(head.layers)]
         self.wide = head.config.version == 3
         self.norm = norm_of(getattr(head, "norm", None))
@@ -213,17 +217,21 @@ def lean_eagle(head: Eagle) -> LeanEagle | None:
     """The head's lean form; None where it isn't known to be the same, or gives other states in two
     steps of two rows, the second from the first's states.
     """
-    taps_BTU, tokens_BT, at_BT = _tried(head)
 
-    def states(body: Eagle | LeanEagle, attention: Attention) -> list[Tensor]:
+    def states(given: Given, body: Eagle | LeanEagle, attention: Attention) -> list[Tensor]:
+        taps_BTU, tokens_BT, at_BT = given
         first_BTH = body.step(body.fuse(taps_BTU), tokens_BT, at_BT, attention)
         second_BTH = body.step(body.fed_back(first_BTH), tokens_BT, at_BT, attention)
         return [first_BTH, second_BTH, body.before_head(second_BTH)]
 
     layer = head.config.layer
-    made: LeanEagle | None = _lean(head, layer, LeanEagle, lambda body: states(body, causal()))
-    if made is not None and type(head) is Eagle:  # P-EAGLE's tokens may be none of the target's
-        _go_native(made, layer, at_BT, partial(states, made))
+    made: LeanEagle | None = _lean(
+        head, layer, LeanEagle, lambda given, body: states(given, body, causal())
+    )
+    # P-EAGLE's tokens may be none of the target's, and native.cpp knows no gate.
+    if made is not None and type(head) is Eagle and not made.gated:
+        given = _tried(head)
+        _go_native(made, layer, given[2], partial(states, given, made))
     return made
 
 
@@ -231,19 +239,19 @@ def lean_block(head: Block) -> Block:
     """The drafter by lean parts; as it is where it isn't known to be the same, or gives other
     states in two blocks of two rows of text.
     """
-    taps_BTU, tokens_BT, at_BT = _tried(head)
-    anchors_BM, rows = at_BT[:, -2:], head.block
-    at_BR = (anchors_BM[..., None] + torch.arange(rows, device=at_BT.device)).flatten(1)
-    allowed_BMT = at_BT[:, None] < anchors_BM[..., None]
-    tokens_BM = tokens_BT[:, -2:]
+    rows = head.block
 
-    def states(body: Block) -> list[Tensor]:
+    def states(given: Given, body: Block) -> list[Tensor]:
+        taps_BTU, tokens_BT, at_BT = given
+        anchors_BM, tokens_BM = at_BT[:, -2:], tokens_BT[:, -2:]
+        at_BR = (anchors_BM[..., None] + torch.arange(rows, device=at_BT.device)).flatten(1)
+        allowed_BMT = at_BT[:, None] < anchors_BM[..., None]
         context_BTH = body.fuse(taps_BTU)
         attention = Blocks(allowed_BMT, rows, causal=head.config.mask == "causal")
         body.keep(context_BTH, at_BT, attention.keep)
         run = body.run(at_BR % head.context, attention, rows)
-        given = tokens_BM, context_BTH[:, -2:], rows, run
-        output_BMnH = body.trunk(*given, lambda states_BRH: states_BRH.argmax(-1) % head.rows)
+        of = tokens_BM, context_BTH[:, -2:], rows, run
+        output_BMnH = body.trunk(*of, lambda states_BRH: states_BRH.argmax(-1) % head.rows)
         return [context_BTH, output_BMnH, body.normed(output_BMnH)]
 
     def lean(head: Block) -> Any:
@@ -254,8 +262,13 @@ def lean_block(head: Block) -> Block:
     made = None if len(head.convs) else _lean(head, head.config.layer, lean, states)
     if made is None:
         return head
-    given = taps_BTU[..., : head.hidden], at_BT
-    _go_native(made.stack, head.config.layer, at_BT, lambda over: [made.stack(*given, over)])
+    taps_BTU, _, at_BT = _tried(head)
+    states_BTH = taps_BTU[..., : head.hidden]
+
+    def stack(over: Attention) -> list[Tensor]:
+        return [made.stack(states_BTH, at_BT, over)]
+
+    _go_native(made.stack, head.config.layer, at_BT, stack)
     return cast("Block", made)
 
 
@@ -264,19 +277,24 @@ def lean_prefix(head: Hydra) -> LeanStack | None:
     layer = head.config.prefix
     if layer is None:
         return None
-    states_BTH, _, at_BT = _tried(head)
 
-    def states(body: Hydra | LeanStack, attention: Attention) -> list[Tensor]:
+    def states(given: Given, body: Hydra | LeanStack, attention: Attention) -> list[Tensor]:
+        states_BTH, _, at_BT = given
         return [(body.prefix if isinstance(body, Hydra) else body)(states_BTH, at_BT, attention)]
 
-    lean = partial(LeanStack, layers=[head.prefix_layer], norm=head.prefix_norm)
-    made: LeanStack | None = _lean(head, layer, lean, lambda body: states(body, causal()))
+    def lean(head: Hydra) -> LeanStack:
+        return LeanStack(head, [head.prefix_layer], head.prefix_norm)
+
+    made: LeanStack | None = _lean(
+        head, layer, lean, lambda given, body: states(given, body, causal())
+    )
     if made is not None:
-        _go_native(made, layer, at_BT, partial(states, made))
+        given = _tried(head)
+        _go_native(made, layer, given[2], partial(states, given, made))
     return made
 
 
-def _tried(head: Head) -> tuple[Tensor, Tensor, Tensor]:
+def _tried(head: Head) -> Given:
     """Taps, tokens and positions of two rows."""
     noise, weight = torch.Generator().manual_seed(0), next(head.parameters())
     taps_BTU = torch.randn(2, 7, len(head.taps) * head.hidden, generator=noise).to(weight)
@@ -285,17 +303,43 @@ def _tried(head: Head) -> tuple[Tensor, Tensor, Tensor]:
     return taps_BTU, tokens_BT, at_BT
 
 
-def _lean(head: Any, layer: Any, lean: Any, states: Callable[[Any], Sequence[Tensor]]) -> Any:
+def _lean(
+    head: Any, layer: Any, lean: Any, states: Callable[[Given, Any], Sequence[Tensor]]
+) -> Any:
     """The lean form of a frozen head whose rotary embeddings depend on nothing but the position, if
-    its states are the head's own. layer: the config of its layers.
+    its states are the head's own. layer: the config of its layers. Where attention is sharp, one
+    rounding more or less moves it from token to token, so that right forms are far apart in half
+    precision: there the lean one must be the head in fp32, and mostly as near to that as the head.
     """
     rope = layer.rope_parameters or {}
     if any(p.requires_grad for p in head.parameters()) or rope["rope_type"] not in POSITION_ONLY:
         return None
-    made = lean(head)
+    made, dtype = lean(head), next(head.parameters()).dtype
     with torch.inference_mode():
-        own, theirs = ([state.float() for state in states(body)] for body in (head, made))
-        return made if agree(own, theirs, next(head.parameters()).dtype) else None
+        own, theirs = _states(states, head, made)
+        if agree(own, theirs, dtype):
+            return made
+        if dtype not in HALF:
+            return None
+        exact = copy.deepcopy(head, {id(head._bound): head._bound}).float()
+        whole, alike = _states(states, exact, lean(exact))
+        near = all(map(_near, theirs, own, whole))
+        return made if near and agree(whole, alike, torch.float32) else None
+
+
+def _states(
+    states: Callable[[Given, Any], Sequence[Tensor]], *bodies: Any
+) -> Iterator[list[Tensor]]:
+    """What each gives, in fp32, of what is tried on the first."""
+    given = _tried(bodies[0])
+    return ([state.float() for state in states(given, body)] for body in bodies)
+
+
+def _near(found: Tensor, like: Tensor, exact: Tensor) -> bool:
+    """Whether it is mostly (by the median, which tokens with another attention don't move) as near
+    to the exact states as others are.
+    """
+    return bool((found - exact).abs().median() <= ROUNDED * (like - exact).abs().median())
 
 
 @torch.inference_mode()

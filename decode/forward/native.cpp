@@ -13,6 +13,11 @@
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 typedef uint16_t bf16;
 typedef float F16 __attribute__((vector_size(64), aligned(4)));
@@ -50,16 +55,22 @@ struct Pass {
     int64_t layer_step, row_step;
     bf16 *states;  // [last - first + 1, T, H]: each layer's input, and the last one's output
     bf16 *out;     // [T, H], after the norm
+    // Where rows have new tokens of their own number: each one's place in [rows, across] (then `rows`
+    // is 1, and n all of them); null: side by side.
+    const int64_t *places;
+    int64_t across;
 };
 // How the next tokens of rows are drafted, one after another: the LM head's `size` rows of tokens
 // `ids` (null: of the first), the temperature (0: greedy), and the noise of row b and level k at
-// race + b * race_row + k * race_step (null: none). context: positions that there are.
+// race + b * race_row + k * race_step (null: none). context: positions that there are. sure: [rows,
+// steps], log of the share of the best score in all (null: unasked).
 struct Chain {
     int64_t steps, size, context, slots, race_row, race_step;
     const bf16 *head, *bias;
     const int64_t *ids;
     const float *race;
     double temperature;
+    float *sure;
 };
 
 static inline float wide(bf16 x) {
@@ -172,12 +183,110 @@ static void rows(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_
         put<M>(sum, bias, y, o, step);
     }
 }
+// Whether products are by tiles (AMX), which a system grants a process on demand.
+extern "C" int64_t tiles() {
+#ifdef TILES
+    static const int64_t granted = !syscall(SYS_arch_prctl, 0x1023, 18);
+    return granted;
+#else
+    return 0;
+#endif
+}
+#ifdef TILES
+// The eight tiles, of 16 rows: 0 to 3 sums of 16 outputs and n tokens, 4 and 5 of 16 rows of a matrix
+// and 32 inputs, 6 and 7 of n tokens and 16 pairs of inputs.
+struct Shapes {
+    uint8_t palette = 1, start = 0, kept[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    Shapes(int64_t n) {
+        for (int i = 0; i < 8; i++) bytes[i] = i / 2 == 2 ? 64 : 4 * n;
+    }
+};
+// Pairs of inputs of each n tokens side by side, [blocks, in / 2, n], the last block's rest zeros.
+static const uint32_t *paired(const bf16 *x, int64_t tokens, int64_t in, int64_t n) {
+    static thread_local std::vector<uint32_t> made;
+    const uint32_t *pairs = (const uint32_t *)x;
+    int64_t each = in / 2, blocks = (tokens + n - 1) / n;
+    if (n == 1) return pairs;
+    made.assign(blocks * each * n, 0);
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t left = tokens - n * b, many = left < n ? left : n;
+        uint32_t *to = made.data() + b * each * n;
+        for (int64_t i = 0; i < each; i++)
+            for (int64_t t = 0; t < many; t++) to[i * n + t] = pairs[(n * b + t) * each + i];
+    }
+    return made.data();
+}
+// Sixteen outputs of some tokens, from the sums [16, n].
+static void put16(const float *sums, const bf16 *bias, bf16 *y, int64_t tokens, int64_t n,
+                  int64_t step) {
+    const __m512i each = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i at = _mm512_mullo_epi32(each, _mm512_set1_epi32(n));
+    F16 more = bias ? wide16(bias) : (F16){};
+    for (int64_t t = 0; t < tokens; t++)
+        store16(y + t * step, (F16)_mm512_i32gather_ps(at, sums + t, 4) + more);
+}
+// As `product`, of whole sixteens of outputs and 32s of inputs. A tile is read as the matrix lies and
+// costs as much for one token as for sixteen: of the matrix two at a time, of tokens likewise.
+static void by_tiles(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
+                     int64_t in, int64_t out, int64_t step) {
+    int64_t n = tokens < 16 ? tokens : 16, blocks = (tokens + n - 1) / n, line = 4 * n;
+    alignas(64) float sums[4][256];
+    Shapes shapes(n);
+    const uint32_t *pairs = paired(x, tokens, in, n);
+    _tile_loadconfig(&shapes);
+    for (int64_t o = 0; o < out; o += 32, w += 32 * in)
+        for (int64_t b = 0; b < blocks; b += 2) {
+            bool more = o + 16 < out, both = b + 1 < blocks;
+            const uint32_t *here = pairs + b * in / 2 * n, *next = here + in / 2 * n;
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int64_t i = 0; i < in; i += 32) {
+#pragma GCC unroll 32
+                for (int r = 0; r < 32 && !b; r++)
+                    __builtin_prefetch(w + 32 * in + 32 * (i + r), 0, 2);
+                _tile_loadd(4, w + i, 2 * in);
+                _tile_loadd(6, here + i / 2 * n, line);
+                _tile_dpbf16ps(0, 4, 6);
+                if (more) {
+                    _tile_loadd(5, w + 16 * in + i, 2 * in);
+                    _tile_dpbf16ps(2, 5, 6);
+                }
+                if (both) {
+                    _tile_loadd(7, next + i / 2 * n, line);
+                    _tile_dpbf16ps(1, 4, 7);
+                    if (more) _tile_dpbf16ps(3, 5, 7);
+                }
+            }
+            _tile_stored(0, sums[0], line);
+            _tile_stored(1, sums[1], line);
+            _tile_stored(2, sums[2], line);
+            _tile_stored(3, sums[3], line);
+            for (int part = 0; part < 4; part++) {
+                int64_t t = n * (b + part % 2), at = o + part / 2 * 16, left = tokens - t;
+                if (left > 0 && at < out)
+                    put16(sums[part], bias ? bias + at : bias, y + t * step + at,
+                          left < n ? left : n, n, step);
+            }
+        }
+    _tile_release();
+}
+#endif
 // y[t, o] = w[o] . x[t] + bias[o], with `step` numbers between the rows of y. Outputs in groups
 // that stay in the nearest cache while the tokens go by.
 static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
                     int64_t in, int64_t out, int64_t step) {
     void (*const by[])(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t,
                        int64_t) = {rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>};
+#ifdef TILES
+    if (int64_t whole = out / 16 * 16; whole && in % 32 == 0 && tiles()) {
+        by_tiles(w, bias, x, y, tokens, in, whole, step);
+        w += whole * in, bias += bias ? whole : 0, y += whole, out -= whole;
+    }
+#endif
     int64_t blocks = (tokens + 5) / 6, group = blocks > 1 ? 32 : out;
     for (int64_t o = 0; o < out; o += group)
         for (int64_t block = 0; block < blocks; block++) {
@@ -259,7 +368,8 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
     int64_t E = b.width, step = b.kv_heads * E, group = b.heads / b.kv_heads;
     int64_t all = (b.heads + 2 * b.kv_heads) * E;
     for (int64_t t = 0; t < p.rows * p.n; t++) {
-        int64_t row = t / p.n, n = t % p.n, slots = p.lens[row] + (p.block ? p.wide : n + 1);
+        int64_t at = p.places ? p.places[t] : t, across = p.places ? p.across : p.n;
+        int64_t row = at / across, n = at % across, slots = p.lens[row] + (p.block ? p.wide : n + 1);
         if (p.width < slots) slots = p.width;
         const uint8_t *allowed = p.block ? p.block + row * p.block_row + n * p.wide : nullptr;
         int64_t open = allowed ? p.lens[row] : slots;
@@ -316,13 +426,10 @@ static void begun(const Body &b, const Pass &p, bf16 *now, bf16 *x) {
     if (b.front) product(b.front, b.front_bias, x, now, T, 2 * H, H, H);
 }
 
-// Tokens of a pass up to which this is faster than a product at a time: with tiles oneDNN's products
-// of many tokens are far faster (not measured here), without bf16 products of two.
+// Tokens of a pass up to which this is faster than a product at a time.
 extern "C" int64_t most() {
-#if defined(__AMX_BF16__)
-    return 16;
-#elif defined(__AVX512BF16__)
-    return 80;
+#ifdef __AVX512BF16__
+    return tiles() ? 256 : 80;
 #else
     return 2;
 #endif
@@ -374,6 +481,7 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
     std::vector<bf16> states((b.layers + 1) * B * H), out(first, first + B * H), logits(B * c.size);
     std::vector<bf16> given(B * H);
     std::vector<int64_t> fed(4 * B);
+    std::vector<float> scores(c.sure ? (c.size + 15) / 16 * 16 : 0, -INFINITY);
     if (b.pairs) memcpy(given.data(), carried, B * H * sizeof(bf16));
     p.tokens = &fed[0], p.positions = &fed[B], p.slots = &fed[2 * B], p.lens = &fed[3 * B];
     p.given = given.data(), p.states = states.data(), p.out = out.data();
@@ -387,7 +495,16 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
                 float score = wide(logits[row * c.size + d]);
                 if (c.temperature != 0) score /= (float)c.temperature;
                 if (race) score -= race[c.ids ? c.ids[d] : d];
+                if (c.sure) scores[d] = score;
                 if (score > most) most = score, best = d;
+            }
+            if (c.sure) {
+                F16 total = (F16){}, score;
+                for (int64_t d = 0; d < c.size; d += 16) {
+                    memcpy(&score, &scores[d], 64);
+                    total += exp16(score - most);
+                }
+                c.sure[row * c.steps + k] = -logf(sum16(total));
             }
             int64_t place = at[row] + k;
             fed[row] = tokens[row * c.steps + k] = c.ids ? c.ids[best] : best;

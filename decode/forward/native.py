@@ -42,13 +42,13 @@ class _Pass(ctypes.Structure):
     _fields_ += [(n, _P) for n in ("tokens", "positions", "slots", "lens", "block")]
     _fields_ += [("wide", _N), ("block_row", _N), ("given", _P)]
     _fields_ += [("keys", _P), ("values", _P), ("layer_step", _N), ("row_step", _N)]
-    _fields_ += [("states", _P), ("out", _P)]
+    _fields_ += [("states", _P), ("out", _P), ("places", _P), ("across", _N)]
 
 
 class _Chain(ctypes.Structure):
     _fields_ = [(n, _N) for n in ("steps", "size", "context", "slots", "race_row", "race_step")]
     _fields_ += [(n, _P) for n in ("head", "bias", "ids", "race")]
-    _fields_ += [("temperature", ctypes.c_double)]
+    _fields_ += [("temperature", ctypes.c_double), ("sure", _P)]
 
 
 class Front(NamedTuple):
@@ -143,7 +143,7 @@ class NativeBody:
             sizes = block.shape[-1], block.stride(0) * (block.ndim - 2)
         whole = [x.contiguous() for x in (tokens_BN, positions_BN, cache.flat_slots, seen.lens_B)]
         given_BNH = None if given_BNH is None else given_BNH.contiguous()
-        shape = (*tokens_BN.shape, self.hidden)
+        shape, packed = (*tokens_BN.shape, self.hidden), cache.attend.packed
         layers = range(self.layers) if layers is None else layers
         states_LBNH = pool.kv_2LBSHE.new_empty((len(layers) + 1, *shape))
         out_BNH = pool.kv_2LBSHE.new_empty(shape)
@@ -151,7 +151,8 @@ class NativeBody:
             *(*tokens_BN.shape, seen.width, layers.start, layers.stop),
             *(*map(pointer, (*whole, block)), *sizes, pointer(given_BNH)),
             *laid(pool),
-            *map(pointer, (states_LBNH, out_BNH)),
+            *map(pointer, (states_LBNH, out_BNH, packed)),
+            cache.attend.positions_BN.shape[1],
         )
         self.made.body(ctypes.byref(self.body), ctypes.byref(call))
         return states_LBNH, out_BNH
@@ -161,23 +162,28 @@ class NativeBody:
         ready = head.packs and self.alone and rows <= self.most
         return ready and len(head.weight) % 4 == 0 and head.weight.is_contiguous()
 
-    def chain(self, head: VocabHead, pool: KVPool, start: "ChainStart", steps: int) -> Tensor:
-        """Each row's next tokens [B, K], the best by the scores that `choose` takes."""
+    def chain(
+        self, head: VocabHead, pool: KVPool, start: "ChainStart", steps: int, *, sure: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Each row's next tokens [B, K], the best by the scores that `choose` takes; and log of the
+        share [B, K] that these have of all scores, where that is asked for.
+        """
         states = [None if x is None else x.contiguous() for x in start[:2]]
         at_B, race_BKV, temperature, context = start[2:]
         rows, weight, biases = len(at_B), head.weight, head.tensors[1] or (None,)
         tokens_BK = at_B.new_empty(rows, steps)
+        sure_BK = at_B.new_empty(rows, steps, dtype=torch.float32) if sure else None
         strides = (0, 0) if race_BKV is None else race_BKV.stride()[:2]
         how = _Chain(
             *(steps, len(weight), context, pool.slots, *strides),
             *map(pointer, (weight, biases[0], head.ids_D, race_BKV)),
-            temperature,
+            *(temperature, pointer(sure_BK)),
         )
         where = 0, self.layers, *(None,) * 5, 0, 0, None, *laid(pool)
         at = _Pass(rows, 1, pool.slots, *where, None, None)
         beside = (_P(pointer(x)) for x in (*states, at_B.contiguous(), tokens_BK))
         self.made.chain(*map(ctypes.byref, (self.body, at, how)), *beside)
-        return tokens_BK
+        return tokens_BK, sure_BK
 
 
 class ChainStart(NamedTuple):

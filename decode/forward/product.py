@@ -24,7 +24,7 @@ from draftsmith.models.target import is_quantised
 PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
 # Tokens up to which products in C++ are faster than oneDNN's, which take 10 us each at least: of 1
 # to 6 tokens and 4,096 by 384 far from the caches 56 to 92 us and not 70 to 102, of 384 by 384 6 to
-# 10 and not 15; of 16 tokens slower.
+# 10 and not 15; of 16 tokens slower. By tiles of AMX 16 tokens cost as one.
 FEW = 6
 STEP = 16  # what the widths of what runs in C++ are multiples of
 HALF = (torch.bfloat16, torch.float16)
@@ -54,8 +54,10 @@ class FewTokens:
         self.sizes = weights[0].shape[1], sum(map(len, weights))
         self.call = library().maps
         self.call.argtypes = _P, _N, _P, _P, _N, _N, _N
-        # An output of a token ends in the sum of a vector, which short inputs don't pay for.
-        self.most = min(FEW, self.sizes[0] // 32, library().most())
+        self.tiled = self.sizes[0] % 32 == 0 and bool(library().tiles())
+        # Else an output of a token ends in the sum of a vector, which short inputs don't pay for.
+        few = library().most() if self.tiled else min(FEW, self.sizes[0] // 32)
+        self.most = min(few, library().most())
 
     @classmethod
     def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> "FewTokens | None":
@@ -78,7 +80,7 @@ class Product:
     """x [..., I] -> [..., O] with weights [O_i, I], and biases [O_i] or none, whose outputs follow
     one another; changes in place are followed. tensors: the weights, and the biases. mixed: whether
     few tokens may go by another kernel than many, which rounds otherwise; not in a target, of which
-    a token must come out as among many.
+    a token must come out as among many (tiles take so many that they may).
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class Product:
         assert len(biases) in (0, len(weights)), "some of the maps have a bias, others none"
         self.tensors = tuple(weights), tuple(biases)
         self.packs = packs(self.weight)
-        self.few = FewTokens.of(*self.tensors) if mixed and self.packs else None
+        few = FewTokens.of(*self.tensors) if self.packs else None
+        self.few = few if few is not None and (mixed or few.tiled) else None
         self.version = -1
         if self.packs and self.few is None:
             self._pack()

@@ -143,21 +143,27 @@ class Runner:
         seen: Seen,
         *,
         taps: bool = True,
+        packed: Tensor | None = None,
     ) -> States:
         """States of new tokens of rows 0..B-1 that go to `slots_BN`; each sees what `seen` says.
-        taps: whether those are wanted.
+        taps: whether those are wanted. packed: the places [M] in [B * N] of the only ones that are
+        fed; the states are then [1, M, ...].
         """
         # What lies past the context's end is never kept; it only must not overrun the tables.
         positions_BN = positions_BN.clamp(max=self.context - 1)
         attend = Attend(
             seen, positions_BN, groups=self.groups, dtype=self.dtype, backend=self.attention
         )
+        attend.packed = packed
+        slots, fed = pool.flat(slots_BN), [tokens_BN, positions_BN]
+        if packed is not None:
+            slots, fed = slots[packed], [x.flatten()[packed][None] for x in fed]
         # The flash call reads whole rows of the pool by their lengths.
         width = pool.slots if self.attention == "varlen" else seen.width
-        cache = SlotCache(pool, pool.flat(slots_BN), width, attend)
+        cache = SlotCache(pool, slots, width, attend)
         if pool.states is not None:
             cache.mix = partial(pool.states.verify, pool.states.tree(seen.block, tokens_BN))
-        return self._pass(tokens_BN, positions_BN, cache, taps=taps)
+        return self._pass(fed[0], fed[1], cache, taps=taps)
 
     def again(
         self,

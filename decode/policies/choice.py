@@ -18,6 +18,10 @@ exits:1           DEL: of the target's layers that may draft (drafter=exits:2+4+
                   what was kept, times that number (0: never)
 auto              the K, or part of the tree, or no draft at all, that gives most tokens a second
                   with as many rows as there are, by the rounds so far
+budget            auto, and of what is drafted those tokens of the whole batch are verified that
+                  are worth their time, another number for each row
+tetris:1          of what is drafted so many tokens a row, in the mean over the batch, are verified:
+                  the likeliest by the draft
 table:1-8=4,9-=0  so many draft calls for so many rows that decode
 cut               a dynamic tree is grown whole, then verified as far as its own chances promise
                   more than the measured time of verifying costs; none at all where that is best
@@ -25,6 +29,7 @@ cut               a dynamic tree is grown whole, then verified as far as its own
 
 from collections.abc import Callable
 
+from draftsmith.decode.policies.budget import Shares, Tetris
 from draftsmith.decode.policies.exits import ExitPolicy
 from draftsmith.decode.policies.load import Auto, Table
 from draftsmith.decode.policies.policy import Acceptance, Confidence, Depth, Entropy, Gain, Policy
@@ -34,6 +39,8 @@ from draftsmith.decode.tree_shapes import Plan
 POLICIES: dict[str, Callable[..., Policy]] = {
     "fixed": Policy,
     "auto": Auto,
+    "budget": Shares,
+    "tetris": Tetris,
     "table": Table,
     "confidence": Confidence,
     "entropy": Entropy,
@@ -45,7 +52,8 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "exits": ExitPolicy,
 }
 
-NUMBERS = {"confidence": 1, "depth": 1, "gain": 1, "exits": 1, "entropy": 2, "acceptance": 2}
+NUMBERS = {"confidence": 1, "depth": 1, "gain": 1, "exits": 1, "tetris": 1}
+NUMBERS |= {"entropy": 2, "acceptance": 2}
 
 
 def make_policy(text: str, plan: Plan) -> Policy:

@@ -8,7 +8,7 @@ Shapes: B rows, F nodes fed, C children drawn from them, N nodes, I what an acce
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.decode.drafting.base import Call, Chance, Enough, HowMany, picked
+from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree
 from draftsmith.models.scorers import Scored, Scorer, check_threshold, within
 
@@ -71,7 +72,7 @@ class Outcome(NamedTuple):
     draft calls made; paths: of each row that decoded, the rank path that was kept (of a dynamic
     tree: the places of the nodes kept in its order of worth); news: what the drafter says of these
     rows (`Drafter.extend`); load: what it worked on; seconds: that it took, None where something
-    else was done meanwhile.
+    else was done meanwhile; parts: of these rows' trees, as `TokenTree` has them.
     """
 
     plan: Plan | None
@@ -80,11 +81,13 @@ class Outcome(NamedTuple):
     news: Tensor | None = None
     load: Load = ALONE
     seconds: float | None = None
+    parts: tuple[np.ndarray, np.ndarray] | None = None
 
 
 class Policy:
     """Always the same tree, and what other policies begin with. plans: every tree it may ask for,
-    the largest last; enough, chance, orders, keep: as in `Round`; priced: whether it is given
+    the largest last; enough, chance, orders, keep: as in `Round`; share: says which part of each
+    row's drafted tree is verified, given the rows that decode [B]; priced: whether it is given
     `costs`, seconds of the models' passes; rests: whether rounds may draft nothing; asleep: whether
     nothing will be drafted for so long that a drafter need not hear of this round.
     """
@@ -92,6 +95,8 @@ class Policy:
     enough: Enough | None = None
     chance: Chance | None = None
     keep: HowMany | None = None
+    share: Callable[[TokenTree, Tensor], TokenTree] | None = None
+    reads_drawn = False  # whether what it shares depends on the very tokens that were drawn
     orders = priced = rests = asleep = False
     costs: Costs | None = None
 
@@ -101,7 +106,7 @@ class Policy:
     @property
     def asked(self) -> bool:
         """Whether it is asked in the middle of rounds."""
-        return self.enough is not None or self.keep is not None
+        return (self.enough, self.keep, self.share) != (None, None, None)
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
         """The tree of the next round; None for a round that drafts nothing."""

@@ -103,19 +103,22 @@ def coupled(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra = 
     topology = tree.topology
     sampled_BN = choose(p_logits_BNV, noise.race_at_nodes(topology))
     if topology.is_chain:
-        agree_BD = tree.tokens_BN[:, 1:] == sampled_BN[:, :-1]
-        if extra is not None:
-            agree_BD |= extra[:, 1:]
+        agree_BD = _passed(tree, tree.tokens_BN[:, 1:] == sampled_BN[:, :-1], extra)
         n_accepted_B = agree_BD.long().cumprod(1).sum(1)
         path_BL = torch.arange(topology.levels + 1, device=sampled_BN.device).expand_as(sampled_BN)
         return Verdict(path_BL, n_accepted_B, sampled_BN.gather(1, n_accepted_B[:, None])[:, 0])
 
     parent_BN = topology.parent.clamp(min=0).expand_as(sampled_BN)
-    agree_BN = tree.tokens_BN == sampled_BN.gather(1, parent_BN)
-    if extra is not None:
-        agree_BN |= extra
+    agree_BN = _passed(tree, tree.tokens_BN == sampled_BN.gather(1, parent_BN), extra)
     leaf_B = deepest(topology, agree_BN)
     return Verdict(*path_to(topology, leaf_B), sampled_BN.gather(1, leaf_B[:, None])[:, 0])
+
+
+def _passed(tree: TokenTree, agree_BX: Tensor, extra: Extra) -> Tensor:
+    """Of the last X nodes those that agree, or pass anyhow, and are verified."""
+    agree_BX = agree_BX if extra is None else agree_BX | extra[:, -agree_BX.shape[1] :]
+    cut = tree.verified_B is not None
+    return agree_BX & tree.verified_BN[:, -agree_BX.shape[1] :] if cut else agree_BX
 
 
 def point_mass(tree: TokenTree, p_logits_BNV: Tensor, noise: Noise, extra: Extra = None) -> Verdict:
@@ -245,10 +248,8 @@ def _rho(p_BV: Tensor, q_BV: Tensor, k: int) -> Tensor:
         rho_B1 = (low_B1 + high_B1) / 2
         b_B1 = torch.minimum(q_BV, p_BV / rho_B1).sum(-1, keepdim=True)
         more_B1 = 1 - (1 - b_B1) ** k > rho_B1 * b_B1
-        low_B1, high_B1 = (
-            torch.where(more_B1, rho_B1, low_B1),
-            torch.where(more_B1, high_B1, rho_B1),
-        )
+        low_B1 = torch.where(more_B1, rho_B1, low_B1)
+        high_B1 = torch.where(more_B1, high_B1, rho_B1)
     return high_B1
 
 
@@ -340,6 +341,7 @@ def _law(
             "paths; use rule=coupled with it"
         )
     topology = tree.topology
+    chains |= tree.verified_B is not None
     fits = topology.is_chain if chains else topology.parents is not None
     if not fits or tree.law not in drawn or tree.q_logits_BIV is None:
         raise ValueError(
@@ -347,7 +349,9 @@ def _law(
             f"nodes drawn {tree.law}, expected a {'chain' if chains else 'static tree'} drawn "
             f"{' or '.join(drawn)}, with its q; use rule=coupled for this drafter"
         )
-    return tree.q_logits_BIV.softmax(-1).nan_to_num_(0)
+    q_BIV = tree.q_logits_BIV.softmax(-1).nan_to_num_(0)
+    # From a q of nothing no token passes, and p is left as it is.
+    return q_BIV if tree.verified_B is None else q_BIV * tree.verified_BN[:, 1:, None]
 
 
 def _offered(tree: TokenTree) -> dict[int, tuple[int, ...]]:
@@ -372,7 +376,8 @@ def _columns(x_BNX: Tensor, nodes: Sequence[int]) -> Tensor:
 class RuleInfo(NamedTuple):
     """verify: the function; law: how a drafter that can choose should draw; trees: whether it takes
     more than chains; identical: whether the output equals plain decoding token for token (else only
-    in distribution); masks: whether it takes extra acceptances.
+    in distribution); masks: whether it takes extra acceptances; cuts: what may choose how much of a
+    draft is verified: "any"thing, what lies before each token ("prefix"), or nothing ("").
     """
 
     verify: Rule
@@ -380,15 +385,16 @@ class RuleInfo(NamedTuple):
     trees: bool
     identical: bool
     masks: bool
+    cuts: str
 
 
 RULES = {
-    "coupled": RuleInfo(coupled, COUPLED, True, True, True),
-    "point_mass": RuleInfo(point_mass, DETERMINISTIC, True, True, True),
-    "leviathan": RuleInfo(leviathan, WITH_REPLACEMENT, False, False, True),
-    "block": RuleInfo(block, WITH_REPLACEMENT, False, False, False),
-    "recursive": RuleInfo(recursive, WITHOUT_REPLACEMENT, True, False, True),
-    "traversal": RuleInfo(traversal, WITHOUT_REPLACEMENT, True, False, False),
-    "multi-draft": RuleInfo(traversal, LAST_DRAWN, True, False, False),
-    "k-seq": RuleInfo(k_seq, WITH_REPLACEMENT, True, False, True),
+    "coupled": RuleInfo(coupled, COUPLED, True, True, True, "any"),
+    "point_mass": RuleInfo(point_mass, DETERMINISTIC, True, True, True, "any"),
+    "leviathan": RuleInfo(leviathan, WITH_REPLACEMENT, False, False, True, "prefix"),
+    "block": RuleInfo(block, WITH_REPLACEMENT, False, False, False, "prefix"),
+    "recursive": RuleInfo(recursive, WITHOUT_REPLACEMENT, True, False, True, ""),
+    "traversal": RuleInfo(traversal, WITHOUT_REPLACEMENT, True, False, False, ""),
+    "multi-draft": RuleInfo(traversal, LAST_DRAWN, True, False, False, ""),
+    "k-seq": RuleInfo(k_seq, WITH_REPLACEMENT, True, False, True, ""),
 }

@@ -13,7 +13,7 @@ from rounds import record_rounds
 from tiny_llama import build_llama
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from truths import PROMPTS, SETTINGS, truths
+from truths import LONGER, PROMPTS, truths
 
 from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
@@ -58,7 +58,7 @@ def eagle3(folder: Path, pair: Any) -> Drafter:
     return drafter
 
 
-def decode(decoder: Decoder, pair: Any, ways: Any = SETTINGS[:2]) -> None:
+def decode(decoder: Decoder, pair: Any, ways: Any = LONGER[:2]) -> None:
     for params in ways:
         done = decoder.generate(PROMPTS, params)
         assert [c.tokens for c in done] == truths(*pair, params)
@@ -95,7 +95,7 @@ def test_what_is_looked_up_is_as_if_each_round_had_been_heard(
         assert drafter is not None and drafter.owes
         drafter.owes = owes
         decoder, drafted = resting(pair, drafter)
-        decode(decoder, pair, SETTINGS[:2] * 2)
+        decode(decoder, pair, LONGER[:2] * 2)
         found.append(drafted)
     assert found[0] == found[1] and len(found[0]) > 40
 
@@ -134,7 +134,7 @@ def test_a_draft_lm_knows_what_it_did_not_draft(
         drafter = LMDrafter(draft, len(tiny_tokenizer))
         drafter = EasyDrafter(drafter, group) if group else drafter
         decoder, drafted = resting(pair, drafter)
-        decode(decoder, pair, SETTINGS[:1])
+        decode(decoder, pair, LONGER[:1])
         missed = [
             first != likeliest_after(draft, text, len(tiny_tokenizer))
             for text, (first, *_) in drafted.items()
@@ -155,7 +155,7 @@ def test_recorded_rounds_rest_too(
     decoder.late, timed = True, list[bool]()
     decoder.policy.observe = lambda told: timed.append(told.seconds is not None)  # type: ignore[method-assign]
     recordings = record_rounds(decoder)
-    decode(decoder, pair, SETTINGS[:1])
+    decode(decoder, pair, LONGER[:1])
     assert len(recordings) == 2 and drafted
     assert not any(timed[: 2 * WARM_UP + 1]) and all(timed[-10:])
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from truths import PROMPTS, SETTINGS
+from truths import LONGER, PROMPTS
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
@@ -22,7 +22,7 @@ from draftsmith.decode.policies.policy import Policy
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import Plan
 
-WAYS = dict(zip(("greedy", "t1", "filtered"), SETTINGS, strict=True))
+WAYS = dict(zip(("greedy", "t1", "filtered"), LONGER, strict=True))
 
 
 def grid(*fast: tuple[str, str], ways: tuple[str, ...]) -> list[Any]:
@@ -60,7 +60,7 @@ def test_a_policy_that_asks_after_each_call_does_read_it(
     """The check above can fail."""
     drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, policy="confidence")
-    batch = started(decoder, SETTINGS[0]).batch
+    batch = started(decoder, LONGER[0]).batch
     read = (DataDependentOutputException, DynamicOutputShapeException)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(read):
         decoder.stepper.step(batch, decoder.policy.next_plan(), 64, decoder.policy)
@@ -102,7 +102,7 @@ def test_a_round_looks_at_every_committed_slot(
         return step(batch, plan, top, policy)
 
     decoder.stepper.step = spied
-    decoder.generate(PROMPTS, SETTINGS[0])
+    decoder.generate(PROMPTS, LONGER[0])
     rounds = [over for over in seen if over < 50]  # a late one may find all its rows at rest
     assert min(rounds) == 0 and max(rounds) <= 5 * late and len(rounds) > 10
 
@@ -125,7 +125,7 @@ def test_state_is_changed_in_place(
 ) -> None:
     drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=4)
-    session = started(decoder, SETTINGS[1])
+    session = started(decoder, LONGER[1])
     batch = session.batch
 
     def places() -> dict[str, int]:

@@ -95,6 +95,45 @@ def test_a_token_comes_out_the_same_whoever_is_with_it() -> None:
     assert torch.equal(pools[0].kv_2LBSHE, pools[1].kv_2LBSHE)
 
 
+@pytest.mark.parametrize("form", ["native", "lean", "whole"])
+@torch.inference_mode()
+def test_a_packed_pass_is_the_rectangular_one(form: str) -> None:
+    """Rows with new tokens of their own number, of a chain and of a tree: their states, taps, keys
+    and values are those of the rectangle, slow and obvious; nothing else is written.
+    """
+    runner = Runner(made("qwen2"), 120, taps=(0, 2, 3))
+    if form == "native" and runner.call.native is None:
+        pytest.skip("no C++ compiler")
+    if form == "whole":
+        runner.call = runner._whole
+    else:
+        runner.call.native = None if form == "lean" else runner.call.native.unbound()
+    lens_B, pools = torch.tensor([9, 3, 5]), [runner.pool(3, 40) for _ in range(2)]
+    tokens_BN, rows_B = torch.arange(27).view(3, 9) * 7 % 120, torch.arange(3)
+    ancestors = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
+    packed = torch.tensor([0, 1, 2, 4, 8, 9, 10, 11])  # of 4 each: three, one and four
+    for block, depth_N in ((None, torch.arange(4)), (ancestors, torch.tensor([0, 1, 1, 2]))):
+        for pool in pools:
+            pool.kv_2LBSHE.zero_()
+            runner.prefill(pool, rows_B, tokens_BN, lens_B)
+        at_BN = lens_B[:, None] + torch.arange(4)
+        fed = tokens_BN[:, 2:6], lens_B[:, None] + depth_N, at_BN, Seen(lens_B, 64, block, depth_N)
+        wide = runner.verify(pools[0], *fed)
+        found = runner.verify(pools[1], *fed, packed=packed)
+        for a, b in zip(wide, found, strict=True):
+            assert b.shape == (1, 8, a.shape[-1])
+            assert_near(b[0], a.flatten(0, 1)[packed])
+        slots = pools[0].flat(at_BN)
+        for kv_2LBSHE in (pool.kv_2LBSHE for pool in pools):
+            kv_2LBSHE.flatten(2, 3)[:, :, [s for i, s in enumerate(slots) if i not in packed]] = 0
+        assert_near(pools[1].kv_2LBSHE, pools[0].kv_2LBSHE)
+
+
+def assert_near(a: torch.Tensor, b: torch.Tensor) -> None:
+    """But for how bf16 rounds where products have other shapes."""
+    assert (a.float() - b.float()).abs().max() <= 0.02 * b.float().abs().max()
+
+
 @needs_compiler
 def test_changed_weights_and_parts_of_the_body_are_followed() -> None:
     runner = Runner(made("llama"), 120)

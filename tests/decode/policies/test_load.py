@@ -69,6 +69,7 @@ def decoded(
     return tokens / took
 
 
+BETWEEN = [pytest.param(rows, marks=pytest.mark.slow) for rows in (3, 16)]
 MACHINES = {
     "weights": (flat_then_linear(1.0, 0.05), [0.8, 0.75, 0.7, 0.6, 0.5, 0.4]),
     "costly draft": (flat_then_linear(1.0, 0.46), [0.7] * 6),
@@ -78,7 +79,7 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 64])
+@pytest.mark.parametrize("rows", [1, 64, *BETWEEN])
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("whole", [chain_plan(6), DynamicTree(6, 4, 24)], ids=["chain", "dynamic"])
 def test_never_slower_than_plain_and_near_the_best(whole: Plan, machine: str, rows: int) -> None:

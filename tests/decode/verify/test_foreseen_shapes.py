@@ -122,6 +122,7 @@ def kept_of_draws(paths: tuple[Path, ...], q: Tables, share: Callable[..., Tenso
     return kept
 
 
+@pytest.mark.slow
 def test_a_greedy_target_keeps_more_of_the_best_paths() -> None:
     """So a dynamic tree of as many nodes is ahead of DySpec there, and DySpec of static trees."""
     taus = []
