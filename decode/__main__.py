@@ -81,8 +81,10 @@ def pretend(result: dict[str, Any], target: str) -> None:
     """The lines of servers that make up answers at the acceptance that a chain was measured with,
     for the depth that they would draft to: how fast each would be.
     """
-    folder, rates = Path(result["drafter"]["path"]), result["acceptance_by_position"]
-    if result["tree"] != "chain" or result["policy"] != "fixed" or not any(rates):
+    # By `auto` the advice knows a fixed depth's.
+    told = {"fixed": result, "auto": result.get("advice")}.get(result["policy"])
+    folder, rates = Path(result["drafter"]["path"]), (told or {}).get("acceptance_by_position", ())
+    if result["tree"] != "chain" or not any(rates):
         return
     rates = [round(rate, 4) for rate in rates[: served_K(read_meta(folder))]]
     if lines := serve_line(folder, target, rates):

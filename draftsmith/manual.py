@@ -37,7 +37,8 @@ COMMON = {
     "rule": "coupled | point_mass | leviathan | block | recursive | traversal | multi-draft | "
     "k-seq",
     "policy": "how much to draft: "
-    "fixed | auto | table | confidence | entropy | acceptance | depth | gain | cost | cut | exits",
+    "fixed | auto | budget | tetris | table | confidence | entropy | acceptance | depth | "
+    "gain | cost | cut | exits",
     "device": "where it runs",
     "dtype": "float32 | bfloat16 | auto: as it was saved",
     "entry": "the script of train/ that a recipe is for",

@@ -8,7 +8,8 @@ forwards (policies/timing.py); those that weren't drafted by the conditional acc
 that was. Policies and other trees are replayed on the run's answers (`replay`), which only answers
 that don't depend on the drafter allow. What the loop adds to isolated forwards is known of the
 rounds as run, and taken to be the same at every depth. The best is then run, and where nothing pays
-K = 1, if it might.
+K = 1, if it might. Beside a drafter by `auto` the same was run by a fixed depth, of which all this
+is said; `auto` itself is what was measured.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import metrics, speed
-from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded, time_arms
+from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded, steady_arm, time_arms
 from draftsmith.decode.evaluate.replay import replay
 from draftsmith.decode.policies.foretold import extended, taus
 from draftsmith.decode.policies.policy import Costs
@@ -72,9 +73,10 @@ def advise(
     and `policy`, and what was measured with them; `served_K`, the best of a chain alone, which is
     what servers draft; and `says`, a sentence for a user. None where nothing can be foretold.
     """
-    own, plain, spec = pair.decoding[name], timed[None], timed[name]
-    depths, others = candidates(settings, pair, name)
-    if not depths and not others:
+    plain, drafted = timed[None], timed[name]
+    own, spec = pair.steady.decoding[name], steady_arm(pair, timed, name)
+    depths, others = candidates(settings, pair.steady, name)
+    if spec is None or not (depths or others):
         return None
     ways = [*depths, *others]
     largest = max((how.plan for how in ways), key=lambda plan: plan.nodes)
@@ -101,10 +103,14 @@ def advise(
         if (how.plan, how.policy) == (own.plan, own.policy):
             rows[-1] |= as_measured(speed.speedups(plain, spec, settings.batch_size))
 
+    if spec is not drafted:
+        rows.append(as_run(settings, pair.decoding[name], plain, drafted))
+
     def measure(row: Values) -> None:
         if row["measured"] is None:
             how = ways[rows.index(row) - 1]
-            alone = replace(pair, drafters={name: pair.drafters[name]}, decoding={name: how})
+            own = {name: pair.drafters[name]}
+            alone = replace(pair, drafters=own, decoding={name: how}, fixed={})
             again = time_arms(replace(settings, baseline="native"), alone, prompts, tick)
             row |= as_measured(speed.speedups(again[None], again[name], settings.batch_size))
 
@@ -113,6 +119,7 @@ def advise(
     served = max(servable or [best], key=lambda row: row["speedup"])
     advice = {"depths": rows, "best": best["K"], "served_K": served["K"]}
     advice["foretold"] = best["speedup"]
+    advice["acceptance_by_position"] = metrics.acceptance_by_position(spec.counters)[0]
     advice |= {key: best[key] for key in ("tree", "policy", "measured", "measured_interval")}
     if pays(advice):
         says = f"draft with {in_words(best)}: {_speed_of(best)}"
@@ -188,15 +195,18 @@ def replayed(
 
 def chosen(rows: Sequence[Values], measure: Callable[[Values], None]) -> Values:
     """The row to advise, measured: the one foretold to be best, unless it can't pay; where it
-    doesn't, K = 1 if that might. rows: plain decoding first, then K = 1.
+    doesn't, K = 1 if that might; or `auto`, if it was measured to be better. rows: plain decoding
+    first, then K = 1.
     """
     tried: list[Values] = []
-    for row in (max(rows[1:], key=lambda row: row["speedup"]), rows[1]):
+    foretold = [row for row in rows[1:] if row["policy"] != "auto"]
+    for row in (max(foretold, key=lambda row: row["speedup"]), rows[1]):
         if row["speedup"] > 1 or row["interval"] is None or row["interval"][1] >= 1:
             measure(row)
             tried.append(row)
             if row["measured"] > 1:
-                return row
+                break
+    tried += [row for row in rows if row["policy"] == "auto"]
     return max(tried, key=lambda row: row["measured"], default=rows[0])
 
 
@@ -206,6 +216,14 @@ def row_of(
     """A row of `depths`, not measured."""
     row = {"K": K, "tree": tree, "policy": policy, "tau": float(tau), "speedup": float(speedup)}
     return row | {"interval": interval, "measured": None, "measured_interval": None}
+
+
+def as_run(settings: Evaluation, how: DecodeSettings, plain: Arm, spec: Arm) -> Values:
+    """The row of what was run beside what the others are counted from."""
+    found = speed.speedups(plain, spec, settings.batch_size)
+    tau, between = metrics.block_efficiency(spec.counters), found["speedup_interval"]
+    row = row_of(how.plan.levels, how.tree, how.policy, tau, found["speedup"], between)
+    return row | as_measured(found)
 
 
 def as_measured(found: Values) -> Values:

@@ -1,7 +1,8 @@
 """An evaluation's runs: what is asked, the pair in each dtype, and every arm taking its turn.
 
-An arm is plain decoding (None), a drafter (its name), or plain decoding through a drafter's shapes
-(name: baseline).
+An arm is plain decoding (None), a drafter (its name), plain decoding through a drafter's shapes
+(name: baseline), or beside a drafter by `auto`, whose rounds tell little of one depth, the same by
+a fixed one (name: fixed).
 """
 
 import copy
@@ -41,6 +42,7 @@ from draftsmith.models.folder.drafter_folder import META
 from draftsmith.models.target import TargetSpec, device_of
 
 BASELINES = ("native", "same-shape")
+STEADY = "fixed"
 FAR = 16  # tokens that a looked-up chain may copy
 DEEP = 8  # levels of a chain that `auto` may draft
 GROUP = 32  # prompts whose identity is proven before the clock is looked at
@@ -57,7 +59,7 @@ class Evaluation(Asking):
     K: int | None = None  # draft calls a round; none: the drafter folder's default, else 4
     rule: str = "coupled"
     tree: str = ""  # chain, medusa-63, dynamic:levels,width,nodes, a JSON file; empty: the folder's
-    policy: str = ""  # when to stop drafting; empty: the drafter folder's own, else fixed
+    policy: str = ""  # when to stop drafting; empty: the drafter folder's, else auto; of a K: fixed
     lossy: str = ""  # extra acceptance: the output is no longer the target's; needs allow_lossy
     allow_lossy: bool = False  # that the report says so
     attention: str = "auto"  # auto | masked | split | varlen | flex
@@ -80,6 +82,8 @@ class Evaluation(Asking):
 
     def __post_init__(self) -> None:
         self.device = str(device_of(self.device))
+        if self.baseline == "same-shape":
+            self.policy = self.policy or STEADY
         for name, known in (("baseline", BASELINES), ("task", TASKS)):
             if getattr(self, name) not in known:
                 choices = ", ".join(filter(None, known))
@@ -111,7 +115,7 @@ class Evaluation(Asking):
     @property
     def decoding(self) -> DecodeSettings:
         """How a drafter's decoder decodes."""
-        said = {"tree": self.tree or "chain", "policy": self.policy or "fixed"}
+        said = {"tree": self.tree or "chain", "policy": self.policy or STEADY}
         return DecodeSettings.of(self, attention=self.backend, **said)
 
     @property
@@ -156,13 +160,16 @@ Arms = dict[str | None, Arm]
 
 @dataclass
 class Loaded:
-    """The pair in one dtype: the target, and by name every drafter, how it decodes, its folder."""
+    """The pair in one dtype: the target, and by name every drafter, how it decodes, its folder, and
+    how it decodes where every round must draft alike: as it does, but of `auto` by a fixed depth.
+    """
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     drafters: dict[str, Drafter]
     decoding: dict[str, DecodeSettings]
     folders: dict[str, str] = field(default_factory=dict)
+    fixed: dict[str, DecodeSettings] = field(default_factory=dict)
 
     def fits(self, tokens: Sequence[int], settings: Evaluation) -> bool:
         """Whether every arm has room for a prompt and the longest answer to it."""
@@ -179,6 +186,11 @@ class Loaded:
         options = plain if name is None else asdict(self.decoding[name])
         drafter = None if name is None else self.drafters[name]
         return Decoder(self.target, self.tokenizer, drafter, **options | changes)
+
+    @property
+    def steady(self) -> "Loaded":
+        """The same with fixed depths where `auto` would choose."""
+        return replace(self, decoding=self.decoding | self.fixed)
 
     def decoders(self, settings: Evaluation, **changes: Any) -> dict[str | None, Decoder]:
         """Those of plain decoding and of every drafter."""
@@ -198,29 +210,37 @@ def load(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
         if drafter is None:
             raise ValueError(f"drafter: got {path!r}, expected a drafter folder or ngram")
         pair.drafters[name] = drafter
-        how = replace(settings.decoding, **unsaid(path, settings.K, settings.tree, settings.policy))
-        pair.decoding[name] = how.reaching(drafter.levels)
+        for policy in (settings.policy, STEADY):
+            said = settings.K, settings.tree, policy
+            how = replace(settings.decoding, **unsaid(path, *said, drafter.levels))
+            found = pair.fixed if name in pair.decoding else pair.decoding
+            found[name] = how.reaching(drafter.levels)
+            if how.policy != "auto":
+                break
     return pair
 
 
-def unsaid(path: str, K: int | None, tree: str, policy: str) -> dict[str, Any]:
+def unsaid(path: str, K: int | None, tree: str, policy: str, levels: int = DEEP) -> dict[str, Any]:
     """K, tree and policy as they were said, else as the drafter folder's draftsmith.json has them.
     Its K is the depth of a chain, and of its own tree; of others, and without a folder, the decoder
-    has its own. Its tree may be a file in the folder. `auto` finds the depth of a chain itself.
+    has its own. Its tree may be a file in the folder. `auto` finds the depth of a chain itself, of
+    at most the `levels` that the drafter drafts, so who says K or a tree alone doesn't want it.
     """
     copies = path.partition("+")[0].partition(":")[0] in LOOKED
     name = composed(path)[1] if copies else path
     kept = kept_defaults(name)
     own = tree in ("", kept["tree"] or "chain")
+    said = (K or tree) and kept["policy"] == "auto"
+    policy = policy or (STEADY if said else kept["policy"])
     tree = tree or kept["tree"] or "chain"
     if own and has_folder(name) and (local_folder(name) / tree).is_file():
         tree = str(local_folder(name) / tree)
     depth = kept["K"] if own or tree == "chain" else None
     if policy == "auto" and tree == "chain":
-        depth = max(depth or 0, DEEP)
+        depth = min(max(depth or 0, DEEP), levels)
     if copies:
         depth = FAR if tree == "chain" else None
-    return {"K": K or depth, "tree": tree, "policy": policy or kept["policy"]}
+    return {"K": K or depth, "tree": tree, "policy": policy}
 
 
 def time_arms(
@@ -228,18 +248,32 @@ def time_arms(
 ) -> Arms:
     """Every arm on each batch of prompts, in rotating order, after a warm-up."""
     decoders = pair.decoders(settings)
-    if settings.baseline == "same-shape":
-        for name in pair.drafters:
-            # A drafter works for one decoder at a time: the other arm's keeps its state.
-            own = replace(pair, drafters={name: copy.copy(pair.drafters[name])})
-            shapes = own.decoder(settings, name, same_shape=True)
-            decoders[f"{name}: {settings.baseline}"] = shapes
+    for name, arm in seconds(settings, pair).items():
+        # A drafter works for one decoder at a time: the other arm's keeps its state.
+        own = replace(pair.steady, drafters={name: copy.copy(pair.drafters[name])})
+        shapes = settings.baseline == "same-shape"
+        decoders[arm] = own.decoder(settings, name, same_shape=shapes)
     for decoder in decoders.values():
         for tokens in warm_ups(prompts, settings.device):
             decoder.generate([tokens] * settings.batch_size, settings.params)
     for drafter in pair.drafters.values():
         drafter.forget()  # the prompt that was warmed up on
     return converse(settings, pair, prompts, decoders, settings.batch_size, tick)
+
+
+def seconds(settings: Evaluation, pair: Loaded) -> dict[str, str]:
+    """The second arm of each drafter that has one: of plain decoding through its shapes, or of the
+    fixed depth that the advice on `auto` is counted from.
+    """
+    if settings.baseline == "same-shape":
+        return {name: f"{name}: {settings.baseline}" for name in pair.drafters}
+    counted = pair.fixed if settings.advice else ()
+    return {name: f"{name}: {STEADY}" for name in counted if not pair.drafters[name].remembers}
+
+
+def steady_arm(pair: Loaded, timed: Arms, name: str) -> Arm | None:
+    """A drafter's arm whose rounds draft alike: its own, or beside `auto` the second, if any."""
+    return timed.get(f"{name}: {STEADY}") if name in pair.fixed else timed[name]
 
 
 def warm_ups(prompts: Sequence[Prompt], device: str) -> list[list[int]]:
@@ -260,12 +294,13 @@ def warm_ups(prompts: Sequence[Prompt], device: str) -> list[list[int]]:
 def prove(
     settings: Evaluation, pair: Loaded, prompts: Sequence[Prompt], tick: Callable[[], None]
 ) -> Arms:
-    """fp32 answers of plain decoding and of every drafter whose answers must equal them; eight at a
-    time, since neither batch nor drafter may change an answer. It ends early, after a group of
-    prompts, once `proof_minutes` are over.
+    """fp32 answers of plain decoding and of every drafter whose answers must equal them (`auto`
+    drafts in every round then, so that there is much to prove); eight at a time, since neither
+    batch nor drafter may change an answer. It ends early, after a group of prompts, once
+    `proof_minutes` are over.
     """
     started = time.perf_counter()
-    decoders = pair.decoders(settings, batch_size=max(8, settings.batch_size))
+    decoders = pair.steady.decoders(settings, batch_size=max(8, settings.batch_size))
     if not settings.comparable:
         decoders = {None: decoders[None]}
 

@@ -32,7 +32,17 @@ from draftsmith.decode.evaluate.answers import (
     known_answer,
     verdict,
 )
-from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded, load, prove, time_arms
+from draftsmith.decode.evaluate.arms import (
+    Arm,
+    Arms,
+    Evaluation,
+    Loaded,
+    load,
+    prove,
+    seconds,
+    steady_arm,
+    time_arms,
+)
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
@@ -66,7 +76,7 @@ def evaluate(
     prompts, skipped = choose_prompts(settings, pair)
     turns = sum(max(1, len(prompt.turns)) for prompt in prompts)
     with LongWork(transient=True) as progress:
-        arms = 1 + len(drafters) * (1 + (settings.baseline == "same-shape"))
+        arms = 1 + len(drafters) + len(seconds(settings, pair))
         bar = progress.add_task(f"decoding in turns ({settings.dtype})", total=arms * turns)
         timed = time_arms(settings, pair, prompts, lambda: progress.advance(bar))
         if not sum(timed[None].tokens):
@@ -121,7 +131,8 @@ def speed_report(
     # Tau never stands alone where the answers may differ from the target's own.
     report["task"] = exact_match(prompts, plain.questions, spec.questions)
     report["agreement"] = agreement(plain.questions, spec.questions) if settings.lossy else None
-    report["rules"] = tau_by_rule(settings, pair, name, plain, report["tau"])
+    fixed = steady_arm(pair, timed, name)
+    report["rules"] = fixed and tau_by_rule(settings, pair.steady, name, plain, fixed)
     report["example"] = example(pair.tokenizer, spec.completions[0])
     others = [other for other in pair.drafters if other != name]
     report["over"] = {other: speed.paired(plain, spec, timed[other]) for other in others}
@@ -253,14 +264,16 @@ def exactness_part(
 
 
 def tau_by_rule(
-    settings: Evaluation, pair: Loaded, name: str, plain: Arm, tau: float
+    settings: Evaluation, pair: Loaded, name: str, plain: Arm, spec: Arm
 ) -> dict[str, float] | None:
-    """tau under coupled and under block acceptance, which differ above temperature 0: of chains."""
+    """tau under coupled and under block acceptance, which differ above temperature 0: of chains of
+    a fixed depth.
+    """
     drafter = pair.drafters[name]
     unlike = settings.params.greedy or settings.lossy or not pair.decoding[name].plan.is_chain
     if unlike or drafter.remembers or not drafter.samples:
         return None
-    taus = {settings.rule: tau}
+    taus = {settings.rule: metrics.block_efficiency(spec.counters)}
     for rule in sorted({"coupled", "block"} - {settings.rule}):
         decoder = pair.decoder(settings, name, rule=rule, batch_size=max(8, settings.batch_size))
         asked, numbers = zip(*((c.prompt_tokens, c.index) for c in plain.completions), strict=True)

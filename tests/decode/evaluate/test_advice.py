@@ -146,7 +146,8 @@ def test_the_advised_k_is_measured_saved_and_served(
     assert deep == list(range(1, 8)) and rows[0]["K"] == 0
     assert {one["policy"] for one in rows} >= {"cost", "confidence", "entropy", "depth"}
     assert {one["tree"] for one in rows} >= {*PUBLISHED, advice.DYNAMIC}
-    best = max(rows, key=lambda one: one["speedup"])
+    best = max(rows[:-1], key=lambda one: one["speedup"])  # the last is of `auto`, as it was run
+    assert rows[-1]["policy"] == "auto"
     chosen = {"K": found["best"], "tree": found["tree"], "policy": found["policy"]}
     assert chosen.items() <= best.items()
     assert found["measured"] == best["measured"] == 2.0 and found["best"] > 0
@@ -156,7 +157,7 @@ def test_the_advised_k_is_measured_saved_and_served(
     told = capsys.readouterr().out
     assert f"draft with K={found['best']}" in told and "speed-up, foretold" in told
     assert f'"num_speculative_tokens": {found["served_K"]}' in told
-    drafted = len(report["acceptance_by_position"])
+    drafted = len(found["acceptance_by_position"])
     rates = ",".join(["1.0"] * min(drafted, found["served_K"]))
     assert f"--spec-draft-n-max {rates.count('1')}" in told.split("made-up answers:")[1]
     assert f"--spec-synth-rates {rates}\n" in told
@@ -214,8 +215,41 @@ def test_nothing_is_saved_where_drafting_does_not_pay(
     draft = folders / "draft"
     main(arguments(folders, tmp_path, f"drafter={draft}", "advice=true", "save=true"))
     told = capsys.readouterr().out
-    assert told.lstrip().startswith("drafting doesn't pay here: a draft call costs too much")
+    assert told.lstrip().startswith("drafting doesn't pay here (K=8 policy=auto: 0.10")
+    assert "a draft call costs too much" in told
     assert "nothing saved" in told and read_meta(draft)["defaults"]["K"] == 3
+
+
+def test_auto_is_advised_from_a_fixed_chain_beside_it(folders: Path, tmp_path: Path) -> None:
+    """Nothing said: `auto` is measured and proven, and its advice is a fixed chain's, with a row of
+    what `auto` itself gave.
+    """
+    asked = arguments(folders, tmp_path, f"drafter={folders / 'itself'}", "advice=true")
+    main([*asked, "dtype=float32"])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert not schema_problems(report)
+    assert report["policy"] == "auto" and report["identical"]["same"] == 6
+    found = report["advice"]
+    own = [row for row in found["depths"] if row["policy"] == "auto"]
+    assert [(row["K"], row["tau"]) for row in own] == [(8, report["tau"])]
+    assert own[0]["measured"] == own[0]["speedup"] == report["speedup"]
+    (counted,) = (row for row in found["depths"] if (row["K"], row["policy"]) == (3, "fixed"))
+    assert counted["measured"] is not None and counted["tau"] == 4.0  # the folder's K
+    assert found["acceptance_by_position"] == [1.0, 1.0, 1.0]
+
+
+def test_who_says_k_or_a_tree_gets_it_in_every_round(folders: Path) -> None:
+    policies = {
+        ("", None, ""): "auto",
+        ("", 2, ""): "fixed",
+        ("eagle-25", None, ""): "fixed",
+        ("", 2, "auto"): "auto",
+    }
+    for (tree, K, policy), wanted in policies.items():
+        assert unsaid(str(folders / "draft"), K, tree, policy)["policy"] == wanted
+    assert unsaid("ngram", None, "", "")["policy"] == "auto"
+    shapes = Evaluation(target="t", drafter="d", baseline="same-shape")
+    assert shapes.policy == "fixed"
 
 
 def test_what_is_saved_is_what_is_decoded_with(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def report_of(root: Path, out: Path, *more: str) -> dict[str, Any]:
 
 def test_k_is_the_folders_own_unless_given(folders: Path, tmp_path: Path) -> None:
     names = f"drafter={folders / 'itself'},ngram"
-    main(arguments(folders, tmp_path, names, "dtype=float32", "identity=false"))
+    main(arguments(folders, tmp_path, names, "dtype=float32", "identity=false", "policy=fixed"))
     itself, ngram = (
         json.loads((tmp_path / name / "report.json").read_text()) for name in ("itself", "ngram")
     )

@@ -74,8 +74,8 @@ def folders(
 
 def test_a_heads_report_is_whole(folders: Path, tmp_path: Path) -> None:
     asked = f"drafter={folders / 'knows'},{folders / 'random'}"
-    argv = arguments(folders, tmp_path, asked, "temperature=1", "dtype=float32", "split=all")
-    argv = [word.replace("advice=false", "advice=true") for word in argv]
+    argv = arguments(folders, tmp_path, asked, "temperature=1", "policy=fixed", "dtype=float32")
+    argv = [word.replace("advice=false", "advice=true") for word in [*argv, "split=all"]]
     main(argv)
     found = {n: json.loads((tmp_path / n / "report.json").read_text()) for n in ("knows", "random")}
     for name, report in found.items():
