@@ -81,6 +81,12 @@ STEPS = {
     "eagle3": Step(
         "bench/evidence/heads.py kinds=eagle3 out=runs/heads", "~35", "runs/heads/eagle3-2/drafter"
     ),
+    "medusa": Step(
+        "bench/evidence/heads.py kinds=medusa seeds=1 out=runs/heads",
+        "~5",
+        "runs/heads/medusa-0/drafter",
+    ),
+    "advice": Step("bench/evidence/advised.py out={out}", "~20"),
     "distillation-gsm8k": Step(
         "bench/evidence/distillation.py out={out}", "~240", "runs/evidence/gsm8k/rows"
     ),
@@ -97,6 +103,7 @@ STEPS = {
     "specdecpp": Step("bench/evidence/specdecpp.py timed_each=8 out={out}", "~240"),
     "judge": Step("bench/evidence/judge.py out={out}", "~15"),
     "online": Step("bench/evidence/online.py out={out}", "~65"),
+    "omni": Step("bench/evidence/omni.py out={out}", "~20"),
     "online-choices": Step("bench/evidence/online_choices.py out={out}", "108"),
     # Evaluations, and the one page of several.
     "compare-runs": Step(
@@ -116,7 +123,8 @@ STEPS = {
     **{
         f"gsm8k-{T}": Step(
             f"draftsmith evaluate target={{target}} drafter={DRAFTS} prompts={{data}} limit=24 "
-            f"max_new_tokens=80 threads=1 advice=false temperature={T} out=runs/gsm8k/t{T}",
+            f"max_new_tokens=80 threads=1 advice=false policy=fixed temperature={T} "
+            f"out=runs/gsm8k/t{T}",
             "2",
             f"runs/gsm8k/t{T}/results.json",
         )
@@ -154,6 +162,7 @@ STEPS = {
 }
 GIVEN = ("target", "answers")
 TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
+    "advice": (*GIVEN, "quickstart-runs", "draft", "distill", "medusa", "one-pass", "advice"),
     "calibration": (*GIVEN, "one-pass", "calibration"),
     "compare": ("quickstart-runs", "compare-runs", "compare"),
     "cost": ("quickstart-runs", "cost"),
@@ -166,6 +175,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "load": (*GIVEN, "one-pass", "load"),
     "losses": ("losses",),
     "one-pass": (*GIVEN, "one-pass"),
+    "omni": ("target", "omni"),
     "online": (*GIVEN, "draft", "online"),
     "online-choices": (*GIVEN, "draft", "online", "eagle3", "online-choices"),
     "own-layers": ("target", "own-layers"),

@@ -255,7 +255,7 @@ CASES = [
     (f"{SKIP_LAYERS} finalists=0", "finalists: got 0, expected at least 1"),
     (f"{TRACE} source=drafter", "source: got 'drafter', expected one of decoder, mixed"),
     (f"{TRACE} split=tuen", "split: got 'tuen', expected one of"),
-    (f"{TRACE} drafter=ngram", "drafter=ngram, expected a drafter with a q"),
+    (f"{TRACE} drafter=ngram", "drafter=ngram, policy=fixed, expected a drafter with a q"),
     (f"{TRACE} source=mixed mixing=2", "mixing: got 2.0, expected"),
     ("stopping tune=absent c=0.1", "absent: got no", "expected a folder that"),
     ("stopping tune=absent target=target drafter=draft", "absent: got no", "expected a folder"),

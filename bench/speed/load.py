@@ -2,15 +2,19 @@
 
     python bench/speed/load.py                        # the one-pass table's EAGLE-3 head
     python bench/speed/load.py sizes=1,8 temperatures=0 groups=2 out=runs/bench/try
+    python bench/speed/load.py on=twin target=runs/twin/target drafter=runs/twin/drafter fixed=4
 
 Every arm decodes each group of prompts in an order that rotates; what counts is the decoding alone,
 prefills excluded, and answers are as long as they may be. ratio: an arm's rate over plain
 decoding's, the mean over groups, with a 95% interval over groups (bootstrap). `auto` learns as it
-goes; one group before the first one counted is its warm-up, as everybody's. At temperature 0
-transformers' `generate` on a padded batch stands beside. Rows, page and picture: <out>/load.*
+goes; one group before the first one counted is its warm-up, as everybody's. Plain decoding takes
+part twice, which tells what of an interval is the machine's. At temperature 0 transformers'
+`generate` on a padded batch stands beside. Rows, page and picture: <out>/load.*,
+where rows measured on another target stay.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +39,7 @@ from draftsmith.train.run.recipe import gsm8k
 
 @dataclass
 class LoadBench:
+    on: str = "target-15m"  # what the target is called
     target: str = field(default_factory=lambda: gsm8k("target"))
     drafter: str = "runs/one-pass/eagle3-0/drafter"
     data: str = field(default_factory=lambda: gsm8k("data"))
@@ -43,7 +48,8 @@ class LoadBench:
     fixed: str = "1,2,4"  # K of the arms that never change it
     tree: str = "chain"  # of which auto chooses a part
     K: int = 5
-    groups: int = 4  # of as many prompts as rows; of few rows more, for at least 16 prompts
+    policies: str = "auto"  # budget beside it, or another one
+    groups: int = 4  # of as many prompts as rows; of few rows more, for at least 64 prompts
     max_new_tokens: int = 64
     dtype: str = "bfloat16"
     threads: int = 1
@@ -59,7 +65,7 @@ def main(argv: list[str]) -> None:
     texts = [prompt.tokens for prompt in load_prompts(settings.data, tokenizer, limit=300)]
     rows: list[dict[str, Any]] = []
     for size in map(int, settings.sizes.split(",")):
-        starts = range(0, max(settings.groups, 16 // size) * size, size)
+        starts = range(0, max(settings.groups, 64 // size) * size, size)
         groups = [[texts[(at + i) % len(texts)] for i in range(size)] for at in starts]
 
         def ours(name: str | None = settings.drafter, size: int = size, **how: Any) -> Decoder:
@@ -67,9 +73,10 @@ def main(argv: list[str]) -> None:
                 target, tokenizer, load_drafter(name, target, tokenizer), batch_size=size, **how
             )
 
-        arms = {"plain": ours(None)}
+        arms = {"plain": ours(None), "plain again": ours(None)}
         arms |= {f"K = {K}": ours(K=int(K)) for K in settings.fixed.split(",")}
-        arms["auto"] = ours(policy="auto", tree=settings.tree, K=settings.K)
+        for name in settings.policies.split(","):
+            arms[name] = ours(policy=name, tree=settings.tree, K=settings.K)
         for T in map(float, settings.temperatures.split(",")):
             params = SamplingParams(T, max_new_tokens=settings.max_new_tokens, ignore_eos=True)
             called: dict[str, Arm] = {
@@ -79,17 +86,20 @@ def main(argv: list[str]) -> None:
                 called["generate"] = generate(target, settings.max_new_tokens)
             turns = take_turns(f"{size} rows, temperature {T:g}", called, groups)
             rows += [row(size, T, what, turns[what], turns["plain"]) for what in called]
-    about = (
+    how = (
         f"{settings.dtype}, {settings.threads} thread(s), {settings.max_new_tokens} new tokens, "
-        f"{settings.groups} groups or more; {Path(settings.drafter).parent.name} drafts."
+        f"{settings.groups} groups or more; {Path(settings.drafter).parent.name} drafts"
     )
     out = Path(settings.out)
-    rows = [about_run() | one for one in rows]
+    rows = [about_run() | {"on": settings.on, "how": how} | one for one in rows]
+    if (kept := out / "load.json").exists():
+        before = json.loads(kept.read_text())
+        rows = [one for one in before if one["on"] != settings.on] + rows
     out.mkdir(parents=True, exist_ok=True)
     (out / "load.json").write_text(json.dumps(rows, indent=1) + "\n")
     (out / "load.svg").write_text(picture(rows))
-    (out / "load.md").write_text(page(rows, about))
-    print(page(rows, about))
+    (out / "load.md").write_text(page(rows))
+    print(page(rows))
 
 
 def row(size: int, T: float, what: str, turns: list[Turn], plain: list[Turn]) -> dict[str, Any]:
@@ -106,17 +116,24 @@ def whole_rate(turns: list[Turn]) -> float:
     return sum(turn.rate * turn.seconds for turn in turns) / sum(turn.seconds for turn in turns)
 
 
-def page(rows: list[dict[str, Any]], about: str) -> str:
-    """Markdown: a table a temperature, a row a batch size, a column an arm."""
-    lines = ["# Tokens a second by load", "", f"{source(rows)} {about}", ""]
+def parts(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The rows of each target and temperature, and their title."""
+    for on, T in dict.fromkeys((one["on"], one["temperature"]) for one in rows):
+        here = [one for one in rows if (one["on"], one["temperature"]) == (on, T)]
+        yield f"{on}, temperature {T:g}", here
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a table a target and temperature, a row a batch size, a column an arm."""
+    hows = dict.fromkeys(f"{one['on']}: {one['how']}." for one in rows)
+    lines = ["# Tokens a second by load", "", " ".join([source(rows), *hows]), ""]
     lines += [
         "Ratio to plain decoding of the same rows, with its 95% interval over groups; under plain, "
         "its tokens a second. `generate` is transformers', padded, prefills included on both sides."
     ]
-    for T in dict.fromkeys(one["temperature"] for one in rows):
-        here = [one for one in rows if one["temperature"] == T]
+    for title, here in parts(rows):
         whats = list(dict.fromkeys(one["what"] for one in here))
-        lines += ["", f"## Temperature {T:g}", ""]
+        lines += ["", f"## {title.capitalize()}", ""]
         body = []
         for size in dict.fromkeys(one["batch"] for one in here):
             found = {one["what"]: one for one in here if one["batch"] == size}
@@ -134,18 +151,17 @@ def page(rows: list[dict[str, Any]], about: str) -> str:
 
 
 def picture(rows: list[dict[str, Any]]) -> str:
-    """Tokens a second over plain decoding's by rows, a chart a temperature."""
+    """Tokens a second over plain decoding's by rows, a chart a target and temperature."""
     charts = []
-    for T in dict.fromkeys(one["temperature"] for one in rows):
-        here = [one for one in rows if one["temperature"] == T and one["what"] != "plain"]
-        trends = []
+    for title, every in parts(rows):
+        here, trends = [one for one in every if one["what"] != "plain"], []
         for css, what in zip(
-            ("b", "c", "d", "soft", "a"), dict.fromkeys(one["what"] for one in here), strict=False
+            ("soft", "b", "c", "d", "a"), dict.fromkeys(one["what"] for one in here), strict=False
         ):
             points = [(float(r["batch"]), r["ratio"]) for r in here if r["what"] == what]
             trends.append(Trend(what, css, points, [], points))
         words = {"x_label": "rows that decode at a time", "y_label": "over plain decoding"}
-        charts.append(scatter(f"Temperature {T:g}", trends, **words))
+        charts.append(scatter(title, trends, **words))
     return drawing(charts)
 
 

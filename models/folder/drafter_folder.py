@@ -45,7 +45,7 @@ from draftsmith.models.vocab import DraftVocab, read_vocab
 SCHEMA = 1
 META = "draftsmith.json"
 # How to decode; served_K: of servers, which draft chains alone, None where that is K.
-DEFAULTS = {"K": 4, "policy": "fixed", "rule": "coupled", "tree": None, "served_K": None}
+DEFAULTS = {"K": 4, "policy": "auto", "rule": "coupled", "tree": None, "served_K": None}
 
 
 def save_drafter(

@@ -13,13 +13,16 @@ import pytest
 
 from draftsmith.bench import rows as bench_rows
 from draftsmith.bench.evidence import (
+    advised,
     distillation_page,
     head_page,
     judge_page,
+    omni,
     online_choices,
     online_page,
     specdecpp_page,
 )
+from draftsmith.bench.speed import load
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.predict import scaling_laws as scaling
 from draftsmith.decode.report import results
@@ -108,9 +111,12 @@ def scaled(rows: Rows) -> str:
 
 
 PAGES: dict[str, Callable[[Rows], str]] = {
+    "advice": advised.page,
     "distillation": distillation_page.page,
     "gsm8k": lambda rows: results.page("GSM8K, a 15M target", rows),
     "judge": judged,
+    "load": load.page,
+    "omni": omni.page,
     "quickstart": lambda rows: results.page("Quickstart", rows),
     "scaling": scaled,
     "specdecpp": specdecpp_page.page,

@@ -19,7 +19,7 @@ from house_rules import ROOT
 
 from draftsmith.__main__ import COMMANDS, LAUNCHED
 from draftsmith.command import given, parse, parted, spelled
-from draftsmith.decode.drafters.load import BARE, LOOKED, OVER, UNTRAINED
+from draftsmith.decode.drafters.load import BARE, OMNI, OVER, STORED, UNTRAINED
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.launch import CONFIGS, Launch
 from draftsmith.train.plan.table import PlanRequest
@@ -125,9 +125,9 @@ def taken(config: Any, argv: list[str], *, recipes: bool) -> None:
     DecodeSettings(allow_lossy=bool(how.get("lossy")), **how)  # type: ignore[arg-type]
     for drafter in found.get("drafter", "").split(","):
         kind, colon, _ = drafter.partition("+")[0].partition(":")
-        if colon and kind not in UNTRAINED:
+        if colon and kind not in (*UNTRAINED, OMNI):
             raise ValueError(f"unknown drafter {drafter}: there are {', '.join(UNTRAINED)}")
-        if "+" in drafter and kind not in (*LOOKED, *OVER, "skip", "exits"):
+        if "+" in drafter and kind not in (*STORED, *OVER, "skip", "exits"):
             raise ValueError(f"unknown drafter {drafter}: {kind} goes before no other")
         if re.fullmatch(r"[a-z]+", drafter) and drafter not in BARE:
             raise ValueError(f"unknown drafter {drafter}: there are {', '.join(BARE)}")

@@ -1,6 +1,7 @@
 """Prompts, ways of sampling, and the plain answers that every way of decoding must give."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,10 +23,12 @@ PROMPTS = [
 
 
 SETTINGS = [
-    SamplingParams(max_new_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=1.0, max_new_tokens=40, seed=7),
-    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, max_new_tokens=40, seed=8),
+    SamplingParams(max_new_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=1.0, max_new_tokens=24, seed=7),
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, max_new_tokens=24, seed=8),
 ]
+
+LONGER = [replace(params, max_new_tokens=40) for params in SETTINGS]
 
 
 def truths(

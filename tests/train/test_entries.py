@@ -107,6 +107,7 @@ def long_or_not(name: str) -> object:
     """
     group, _, rest = name.partition("/")
     like_another = rest.startswith(("llama-3.1-8b", "phi-2", "pythia")) or group == "quickstart"
+    like_another |= rest in ("qwen3-8b", "quickstart") and f"{group}/gsm8k" in recipe.names()
     chosen = rest.startswith("gsm8k-") and rest not in ("gsm8k-adaspec", "gsm8k-plus")
     return pytest.param(name, marks=pytest.mark.slow) if like_another or chosen else name
 

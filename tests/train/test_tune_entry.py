@@ -21,6 +21,8 @@ from draftsmith.train.plan.table import plan
 
 Argv = list[str]
 PROMPTS = ["row 3 0 3 6", "row 20 0 20"]
+# Methods that stop and go on by the same code as exits.
+LIKE_EXITS = [pytest.param(name, marks=pytest.mark.slow) for name in ("consistency", "units")]
 
 
 @pytest.fixture
@@ -115,7 +117,7 @@ def test_a_model_that_says_what_pads_stand_for(tuning: Argv, tmp_path: Path) -> 
     decodes_as_plainly(tmp_path / "run/target", "pads:4", K=4)
 
 
-@pytest.mark.parametrize("method", ["exits", "consistency", "units"])
+@pytest.mark.parametrize("method", ["exits", *LIKE_EXITS])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     tuning: Argv, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

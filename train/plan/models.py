@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from draftsmith.decode.drafters.load import composed
 from draftsmith.models.disk.read_lm import load_config, read_json
 from draftsmith.models.heads.block import Block
 from draftsmith.models.heads.eagle import Eagle
@@ -114,7 +115,8 @@ class Staged:
 
     def given(self, field: str, dtype: torch.dtype = torch.float32, lora: Any = None) -> Any:
         """The causal LM that a field of the recipe names."""
-        return self.masked(model_of(read_config(field, setting(self.config, field)), dtype, lora))
+        path = composed(setting(self.config, field))[1]
+        return self.masked(model_of(read_config(field, path), dtype, lora))
 
     def also(self, model: nn.Module, *types: torch.dtype) -> None:
         """Further copies of a model are on the device, in these types."""

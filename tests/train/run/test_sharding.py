@@ -37,7 +37,8 @@ RUNS: dict[str, dict] = {
     "sgd": {"optimizer": "sgd", "momentum": 0.0, "cut_at": 3, **STEPS},
     "adamw": {"lr": 0.01, "tied": False, "gradient_checkpointing": True, "cut_at": 3, **STEPS},
     # With several processes the target lies in parts, too.
-    "parts": {"lr": 0.01, "tied": False, "parts": True, "cut_at": 3, **STEPS},
+    "parts": {"lr": 0.01, "tied": False, "parts": True, "cut_at": 3, **STEPS}
+    | {"gradient_checkpointing": True},
 }
 WHOLE, PARTS = {"batch_size": 8}, {"batch_size": 2, "accumulation": 2}
 
@@ -87,7 +88,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SLOW = [pytest.param(m, RUNS, marks=pytest.mark.slow) for m in ("zero1", "zero2", "zero3")]
 
 
-@pytest.mark.parametrize(("mode", "names"), [("fsdp2", RUNS), ("zero2", ["sgd"]), *SLOW])
+@pytest.mark.parametrize(
+    ("mode", "names"), [("fsdp2", ["sgd", "parts"]), ("zero2", ["sgd"]), *SLOW]
+)
 def test_two_processes_equal_one(
     mode: str, names: Iterable[str], tmp_path: Path, one_process: Path
 ) -> None:

@@ -1,0 +1,123 @@
+"""What a server's users wait for: with `policy=auto` and without a draft, at loads of its capacity.
+
+    python bench/speed/served.py                         # the one-pass table's EAGLE-3 head
+    python bench/speed/served.py loads=0.2,0.9 turns=1 requests=40 out=runs/bench/try
+
+The capacity is the requests a second that a server without drafts answers to as many clients as it
+has rows. At each load requests arrive as a Poisson process, the same for both arms, whose servers
+take turns (a new one each, in an order that rotates) and decode on one thread, their clients on
+another. goodput: answers a second that came within `patience` times what a lone request takes
+without drafts (median). Each figure is the mean over turns; a ratio is over the arm without drafts,
+turn by turn, with the least and the largest. Rows and page: <out>/served.*
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+
+from draftsmith.bench.evidence.simulated_load import served
+from draftsmith.bench.evidence.traffic import Ask, Reply, at_rate, by_clients, latencies
+from draftsmith.bench.reproduce import need
+from draftsmith.bench.rows import about_run, markdown, source
+from draftsmith.command import parse, run_command
+from draftsmith.decode.prompts.prompts import load_prompts
+from draftsmith.models.tokenizer import load_tokenizer
+from draftsmith.train.run.recipe import gsm8k
+
+ARMS = {"plain": "table:1-=0", "auto": "auto"}
+ROWS = 16  # of the servers
+FIGURES = ("p50", "p99", "goodput", "tokens_per_s")
+
+
+@dataclass
+class Served:
+    target: str = field(default_factory=lambda: gsm8k("target"))
+    drafter: str = "runs/one-pass/eagle3-0/drafter"
+    data: str = field(default_factory=lambda: gsm8k("data"))
+    loads: str = "0.2,0.6,0.9,1.2"  # of the capacity
+    turns: int = 3
+    requests: int = 160  # of each arm at each load and turn
+    patience: float = 4.0
+    K: int = 6
+    max_new_tokens: int = 64
+    out: str = "runs/bench"
+
+
+def main(argv: list[str]) -> None:
+    settings = parse(Served, argv)
+    need("one-pass", settings.drafter)
+    tokenizer = load_tokenizer(settings.target)
+    prompts = load_prompts(settings.data, tokenizer, limit=64, split="report")
+    asks = [Ask(i, "", prompts[i % len(prompts)].tokens) for i in range(settings.requests)]
+    with served(settings, ARMS["plain"]) as endpoint:
+        lone = latencies(by_clients(endpoint, asks[:16], 1))["p50"]
+        by_clients(endpoint, asks[:ROWS], ROWS)
+        capacity = latencies(by_clients(endpoint, asks, ROWS))["requests_per_s"]
+    loads = [float(load) for load in settings.loads.split(",")]
+    found: dict[tuple[float, str], list[dict[str, float]]] = {}
+    for turn in track(range(settings.turns), "serving"):
+        for arm in list(ARMS)[:: -1 if turn % 2 else 1]:
+            with served(settings, ARMS[arm]) as endpoint:
+                for load in loads:
+                    replies = at_rate(endpoint, asks, load * capacity, turn)
+                    told = latencies(replies)
+                    told["goodput"] = goodput(replies, settings.patience * lone)
+                    found.setdefault((load, arm), []).append(told)
+    about = about_run() | {"capacity": capacity, "lone_s": lone, "target": settings.target}
+    about["how"] = (
+        f"bfloat16, one thread, {ROWS} rows; {settings.max_new_tokens} new tokens at temperature "
+        f"1; {settings.requests} requests at each load in each of {settings.turns} turns; an "
+        f"answer is good within {settings.patience:g} times what a lone request takes"
+    )
+    rows = [about | row(load, arm, found) for load in loads for arm in ARMS]
+    out = Path(settings.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "served.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (out / "served.md").write_text(page(rows))
+    print(page(rows))
+
+
+def goodput(replies: list[Reply], limit: float) -> float:
+    """Answers a second that took at most `limit` seconds."""
+    wall = max(r.sent + r.seconds for r in replies) - min(r.sent for r in replies)
+    return sum(reply.seconds <= limit for reply in replies) / wall
+
+
+def row(load: float, arm: str, found: dict[Any, list[dict[str, float]]]) -> dict[str, Any]:
+    """An arm's figures at one load, and their ratios to those without drafts, turn by turn."""
+    told: dict[str, Any] = {"what": arm, "load": load}
+    for name in FIGURES:
+        mine, plain = ([turn[name] for turn in found[load, one]] for one in (arm, "plain"))
+        ratios = [a / b if b else float("nan") for a, b in zip(mine, plain, strict=True)]
+        told[name] = float(np.mean(mine))
+        told[f"{name}_ratio"] = [float(f(ratios)) for f in (np.mean, np.min, np.max)]
+    return told
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a row a load and arm."""
+    first = rows[0]
+    lines = ["# A server under load", "", f"{source(rows)} {first['how']}. "]
+    lines[-1] += (
+        f"Capacity: {first['capacity']:.1f} requests a second; a lone request takes "
+        f"{1e3 * first['lone_s']:.0f} ms. In brackets the ratio to the arm without drafts: mean, "
+        "least and largest over turns."
+    )
+    body = []
+    for one in rows:
+        cells = []
+        for name, unit in zip(FIGURES, (1e3, 1e3, 1, 1), strict=True):
+            mean, least, most = one[f"{name}_ratio"]
+            beside = f" ({mean:.2f}, {least:.2f} to {most:.2f})" if one["what"] != "plain" else ""
+            cells.append(f"{unit * one[name]:.3g}{beside}")
+        body.append([f"{one['load']:.0%}", one["what"], *cells])
+    head = ("load", "arm", "p50 ms", "p99 ms", "good answers a second", "tokens/s")
+    return "\n".join([*lines, "", *markdown(head, body), ""])
+
+
+if __name__ == "__main__":
+    run_command(main, Served)
