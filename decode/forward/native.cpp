@@ -26,6 +26,7 @@ typedef float F4 __attribute__((vector_size(16)));
 typedef int32_t I16 __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t U16 __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t B16 __attribute__((vector_size(32), aligned(2)));
+typedef uint32_t U8 __attribute__((vector_size(32)));
 
 // Weights and biases (null: none), and where a layer's keys and values of row 0, slot 0 lie.
 struct Layer {
@@ -98,18 +99,21 @@ static inline void store16(bf16 *to, F16 x) {
     B16 made = narrow16(x);
     memcpy(to, &made, 32);
 }
+static inline F4 fold(F8 x) {
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
+}
 static inline F4 fold(F16 x) {
     F8 half = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
               __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-    return __builtin_shufflevector(half, half, 0, 1, 2, 3) +
-           __builtin_shufflevector(half, half, 4, 5, 6, 7);
+    return fold(half);
 }
 static inline float sum16(F16 x) {
     F4 part = fold(x);
     return (part[0] + part[2]) + (part[1] + part[3]);
 }
 // The sums of four vectors.
-static inline F4 sums(const F16 *x) {
+template <typename V>
+static inline F4 sums(const V *x) {
     F4 a = fold(x[0]), b = fold(x[1]), c = fold(x[2]), d = fold(x[3]);
     F4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
     F4 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
@@ -144,8 +148,8 @@ static inline F16 dot32(F16 sum, const bf16 *a, const bf16 *b) {
 }
 
 // Four outputs of M tokens, from the parts of their sums.
-template <int M>
-static void put(const F16 (*sum)[4], const bf16 *bias, bf16 *y, int64_t o, int64_t step) {
+template <int M, typename V>
+static void put(const V (*sum)[4], const bf16 *bias, bf16 *y, int64_t o, int64_t step) {
     for (int m = 0; m < M; m++) {
         F4 made = sums(sum[m]);
         for (int r = 0; r < 4; r++)
@@ -183,6 +187,52 @@ static void rows(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_
         put<M>(sum, bias, y, o, step);
     }
 }
+#ifndef __AVX512F__
+// As `rows`, where vectors are half as wide, and 16: four rows of the matrix and two tokens fill them.
+// Tokens are in fp32, of each 16 inputs the even ones first, as shifts and masks give a matrix's. A row
+// is fetched ahead while the first tokens go by, and in the nearest cache for the others.
+template <int M>
+static void rows8(const bf16 *w, const bf16 *bias, const float *x, bf16 *y, int64_t in, int64_t step,
+                  bool first) {
+    F8 part[M][4] = {};
+    for (int64_t i = 0; i < in; i += 16) {
+        if (first && i % 32 == 0)
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) __builtin_prefetch(w + 24 * in + 4 * i + 32 * r, 0, 2);
+        U8 of[4];
+        memcpy(&of[0], w + i, 32);
+        memcpy(&of[1], w + in + i, 32);
+        memcpy(&of[2], w + 2 * in + i, 32);
+        memcpy(&of[3], w + 3 * in + i, 32);
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++)
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) {
+                F8 wider = odd ? (F8)(of[r] & 0xFFFF0000u) : (F8)(of[r] << 16), given;
+#pragma GCC unroll 2
+                for (int m = 0; m < M; m++) {
+                    memcpy(&given, x + m * in + i + 8 * odd, 32);
+                    part[m][r] += wider * given;
+                }
+            }
+    }
+    put<M>(part, bias, y, 0, step);
+}
+static void by_eights(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
+                      int64_t in, int64_t out, int64_t step) {
+    static thread_local std::vector<float> given;
+    given.resize(tokens * in);
+    for (int64_t i = 0; i < tokens * in; i += 16)
+        for (int j = 0; j < 8; j++)
+            for (int odd = 0; odd < 2; odd++) given[i + 8 * odd + j] = wide(x[i + 2 * j + odd]);
+    for (int64_t o = 0; o < out; o += 4, w += 4 * in, bias += bias ? 4 : 0) {
+        int64_t t = 0;
+        for (; t + 2 <= tokens; t += 2)
+            rows8<2>(w, bias, &given[t * in], y + t * step + o, in, step, !t);
+        if (t < tokens) rows8<1>(w, bias, &given[t * in], y + t * step + o, in, step, !t);
+    }
+}
+#endif
 // Whether products are by tiles (AMX), which a system grants a process on demand.
 extern "C" int64_t tiles() {
 #ifdef TILES
@@ -279,6 +329,9 @@ static void by_tiles(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, in
 // that stay in the nearest cache while the tokens go by.
 static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
                     int64_t in, int64_t out, int64_t step) {
+#ifndef __AVX512F__
+    return by_eights(w, bias, x, y, tokens, in, out, step);
+#else
     void (*const by[])(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t,
                        int64_t) = {rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>};
 #ifdef TILES
@@ -294,6 +347,7 @@ static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int
             by[m - 1](w + o * in, bias ? bias + o : bias, x + t * in, y + t * step + o, in,
                       group < out - o ? group : out - o, step);
         }
+#endif
 }
 
 // Linear maps of one input x [tokens, in], their outputs side by side in y [tokens, all].
@@ -430,8 +484,10 @@ static void begun(const Body &b, const Pass &p, bf16 *now, bf16 *x) {
 extern "C" int64_t most() {
 #ifdef __AVX512BF16__
     return tiles() ? 256 : 80;
-#else
+#elif defined(__AVX512F__)
     return 2;
+#else
+    return 80;
 #endif
 }
 

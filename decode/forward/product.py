@@ -4,7 +4,8 @@ Linear maps of one input are one product where their matrices lie side by side i
 `lay_side_by_side` does for models that are the decoder's own; elsewhere a product each. On a CPU in
 bf16 they are packed, merged, for oneDNN's kernels, which else rearrange a matrix in every call: on
 the quickstart's target (6 layers of 256, one core) a step falls from 3.3 to 2.2 ms. The packed copy
-costs the matrices' size again, once for all decoders.
+costs the matrices' size again, once for all decoders. Where the processor has no such kernels (no
+AVX-512) products of few tokens are C++'s, and those of many are made in fp32.
 """
 
 import ctypes
@@ -28,6 +29,8 @@ PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
 FEW = 6
 STEP = 16  # what the widths of what runs in C++ are multiples of
 HALF = (torch.bfloat16, torch.float16)
+# Whether oneDNN multiplies in bf16 here. torch's own product then takes 3 to 10 times an fp32 one.
+ONEDNN = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 # Whether this torch multiplies half-precision matrices into fp32.
 FP32_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
 # The linear maps of a layer that read the same input.
@@ -54,9 +57,10 @@ class FewTokens:
         self.sizes = weights[0].shape[1], sum(map(len, weights))
         self.call = library().maps
         self.call.argtypes = _P, _N, _P, _P, _N, _N, _N
-        self.tiled = self.sizes[0] % 32 == 0 and bool(library().tiles())
+        # Of any pass's tokens, as far as the layers in C++ go.
+        self.whole = not ONEDNN or (self.sizes[0] % 32 == 0 and bool(library().tiles()))
         # Else an output of a token ends in the sum of a vector, which short inputs don't pay for.
-        few = library().most() if self.tiled else min(FEW, self.sizes[0] // 32)
+        few = library().most() if self.whole else min(FEW, self.sizes[0] // 32)
         self.most = min(few, library().most())
 
     @classmethod
@@ -80,7 +84,7 @@ class Product:
     """x [..., I] -> [..., O] with weights [O_i, I], and biases [O_i] or none, whose outputs follow
     one another; changes in place are followed. tensors: the weights, and the biases. mixed: whether
     few tokens may go by another kernel than many, which rounds otherwise; not in a target, of which
-    a token must come out as among many (tiles take so many that they may).
+    a token must come out as among many, unless few are so many that its rounds have no more.
     """
 
     def __init__(
@@ -90,9 +94,9 @@ class Product:
         self.tensors = tuple(weights), tuple(biases)
         self.packs = packs(self.weight)
         few = FewTokens.of(*self.tensors) if self.packs else None
-        self.few = few if few is not None and (mixed or few.tiled) else None
+        self.few = few if few is not None and (mixed or few.whole) else None
         self.version = -1
-        if self.packs and self.few is None:
+        if self.packs and self.few is None and ONEDNN:
             self._pack()
         elif not self.packs:
             whole, bias = joined(weights), joined(biases)
@@ -118,6 +122,9 @@ class Product:
             return linear(x, *self.tensors)
         if self.few is not None and (made := self.few(x)) is not None:
             return [made]
+        if not ONEDNN:
+            wider = ([part.float() for part in parts] for parts in self.tensors)
+            return [made.to(x.dtype) for made in linear(x.float(), *wider)]
         if self.version != self._version():
             self._pack()
         return [torch.ops.mkldnn._linear_pointwise(x, *self.packed, "none", [], "")]
@@ -187,9 +194,9 @@ def version(parameter: Tensor) -> int:
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether products with it are faster by a packed copy."""
+    """Whether products with it are a CPU's in bf16, by a packed copy or in C++."""
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    return on_cpu and not is_quantised(weight) and torch.backends.mkldnn.is_available()
+    return on_cpu and not is_quantised(weight)
 
 
 def packed(weight: Tensor) -> Tensor:

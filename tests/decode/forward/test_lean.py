@@ -25,7 +25,7 @@ from transformers import (
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.lean import lean_body
-from draftsmith.decode.forward.product import Product, lay_side_by_side
+from draftsmith.decode.forward.product import ONEDNN, Product, lay_side_by_side
 from draftsmith.decode.forward.runner import Runner, Seen
 from draftsmith.decode.sampling import SamplingParams
 
@@ -199,10 +199,10 @@ def test_a_new_runner_decodes_the_model_as_it_is_now(change: str, kind: torch.dt
 def test_decoders_of_one_model_share_what_was_packed() -> None:
     model = made("llama").bfloat16()
     first, second = (Runner(model, 120).call.layers[0].entry[1] for _ in range(2))
-    few = first.few.most if first.few else 0  # by tiles, which pack nothing
+    few = first.few.most if first.few else 0  # as by tiles, which pack nothing
     for product in (first, second):
         product(torch.zeros(1 + few, first.weight.shape[1], dtype=torch.bfloat16))
-    if torch.backends.mkldnn.is_available():
+    if ONEDNN:
         assert first.packed[0] is second.packed[0]
 
 
