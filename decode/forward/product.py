@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.decode.forward.compiled import library
-from draftsmith.models.target import is_quantised
+from draftsmith.models.target import is_quantised, native_bf16
 
 PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
 # Tokens up to which products in C++ are faster than oneDNN's, which take 10 us each at least: of 1
@@ -30,7 +30,7 @@ FEW = 6
 STEP = 16  # what the widths of what runs in C++ are multiples of
 HALF = (torch.bfloat16, torch.float16)
 # Whether oneDNN multiplies in bf16 here. torch's own product then takes 3 to 10 times an fp32 one.
-ONEDNN = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+ONEDNN = torch.backends.mkldnn.is_available() and native_bf16("cpu")
 # Whether this torch multiplies half-precision matrices into fp32.
 FP32_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
 # The linear maps of a layer that read the same input.

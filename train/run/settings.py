@@ -7,6 +7,7 @@ import torch
 from accelerate.utils import LoggerType
 
 from draftsmith.command import check_least, check_one_of
+from draftsmith.models.target import native_bf16
 
 
 @dataclass(kw_only=True)
@@ -31,8 +32,8 @@ class Settings:
     beta2: float = 0.95
     momentum: float = 0.95  # of sgd and muon
     clip_norm: float = 1.0  # 0: no clipping
-    # bfloat16: autocast over float32 weights | float32 | auto: bfloat16 where the GPU has it
-    dtype: str = "bfloat16"
+    # bfloat16: autocast over float32 weights | float32 | auto: bfloat16 where it is the faster one
+    dtype: str = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False  # the draft's decoder layers, by torch.compile
     eval_every: int = 100
@@ -57,8 +58,8 @@ class Settings:
         if not self.lr > 0:
             raise ValueError(f"lr: got {self.lr}, expected more than 0")
         if self.dtype == "auto":
-            slow = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False)
-            self.dtype = "float32" if slow else "bfloat16"
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+            self.dtype = "bfloat16" if native_bf16(kind) else "float32"
 
 
 def setting(config: object, key: str) -> Any:

@@ -137,7 +137,7 @@ def gap(head: Eagle, tree: TokenTree, expected: list[tuple[list[int], Tensor]]) 
 @torch.no_grad()
 def test_chains_are_what_an_obvious_loop_drafts(tiny_target: PreTrainedModel, name: str) -> None:
     """After a prefill; and after a round that kept 0 to 3 tokens, beside states of others. In fp64:
-    what an EAGLE-1 head of two layers rounds in fp32 grows to 5e-5 in four steps on some processors.
+    what an EAGLE-1 head of two layers rounds in fp32 grows to 5e-5 in four steps on some machines.
     """
     head, target = made(name).double(), copy.deepcopy(tiny_target).double()
     drafter = EagleDrafter(head, target, VOCAB)

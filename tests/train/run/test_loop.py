@@ -334,13 +334,19 @@ def test_settings_out_of_range(tmp_path: Path, changes: dict, message: str) -> N
 
 @pytest.mark.parametrize(
     ("gpu", "native", "dtype"),
-    [(False, False, "bfloat16"), (True, True, "bfloat16"), (True, False, "float32")],
+    [
+        (False, True, "bfloat16"),
+        (False, False, "float32"),
+        (True, True, "bfloat16"),
+        (True, False, "float32"),
+    ],
 )
 def test_dtype_auto(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, gpu: bool, native: bool, dtype: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: emulated or native)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
     assert settings(tmp_path, dtype="auto").dtype == dtype
 
 
