@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.drafters.lm import AheadDrafter, EasyDrafter, LMDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
+from draftsmith.decode.parallel.followers import lead
 from draftsmith.decode.untrained.composite import CompositeDrafter
 from draftsmith.decode.untrained.exits import ExitsDrafter
 from draftsmith.decode.untrained.foreign import ForeignDrafter, OmniDrafter, TextwiseDrafter
@@ -95,8 +96,10 @@ def kept_defaults(name: str) -> dict[str, Any]:
 def load_decoded(
     spec: TargetSpec, device: str | torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """`load_target`, its split checked, its weights laid as the decoder multiplies them."""
-    model, tokenizer = load_target(spec, device)
+    """`load_target`, in `spec.parallel` processes; its split checked, its weights laid as the
+    decoder multiplies them.
+    """
+    model, tokenizer = (load_target if spec.parallel == 1 else lead)(spec, device)
     check_split(model)
     lay_side_by_side(model)
     return model, tokenizer

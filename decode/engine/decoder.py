@@ -31,7 +31,7 @@ from draftsmith.decode.engine.round import DecodeBatch, Stepper
 from draftsmith.decode.engine.rows import Rows
 from draftsmith.decode.engine.session import Finished, News, Session
 from draftsmith.decode.engine.settings import DecodeSettings
-from draftsmith.decode.forward.runner import Runner
+from draftsmith.decode.forward.runner import Runner, in_parts
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.policies.exits import ExitPolicy
@@ -85,12 +85,15 @@ class Decoder:
         if drafter is not None:
             self.context = min(self.context, drafter.context)
             self.settings.check_drafter(drafter, self.vocab_size, self.context)
+            if drafter.shares and self.runner.leader is not None:
+                raise in_parts(drafter.kind)
             self._judge_by(drafter)
         if recorder is not None:
             self.settings.check_recording(drafter)
         self.eos_ids = eos_ids(target, tokenizer)
-        # A body that is shared out over processes gathers its weights as it runs.
-        fast = self.settings.fast and not isinstance(self.runner.body, FSDPModule)
+        # A body that is shared out over processes gathers its weights as it runs, or sums.
+        shared_out = isinstance(self.runner.body, FSDPModule) or self.runner.leader is not None
+        fast = self.settings.fast and not shared_out
         fast = fast and not (drafter is not None and drafter.host)
         # On a CPU a round is over when its call returns: reading it late would only waste one.
         self.late = fast and recorder is None and self.runner.device.type == "cuda"
@@ -111,13 +114,15 @@ class Decoder:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        parallel: int = 1,
         allow_target_mismatch: bool = False,
         **settings: Any,
     ) -> "Decoder":
-        """Load a target folder and, beside it, a drafter folder, "ngram", or None for plain
-        decoding. settings: of `DecodeSettings`. Errors of `load_drafter` and `load_decoded` pass.
+        """Load a target folder, in `parallel` processes, and, beside it, a drafter folder, "ngram",
+        or None for plain decoding. settings: of `DecodeSettings`. Errors of `load_drafter` and
+        `load_decoded` pass.
         """
-        model, tokenizer = load_decoded(TargetSpec(target, dtype=dtype), device)
+        model, tokenizer = load_decoded(TargetSpec(target, dtype=dtype, parallel=parallel), device)
         loaded = load_drafter(
             drafter, model, tokenizer, allow_target_mismatch=allow_target_mismatch
         )

@@ -50,7 +50,9 @@ def divergences(
         _, margin = top_two(exact_target, *request)
         near = margin < NEAR_TIE
         if near:
-            double = double or copy.deepcopy(exact_target).double()
+            if double is None:  # a target in several processes stays as it is
+                split = hasattr(exact_target, "leader")
+                double = exact_target if split else copy.deepcopy(exact_target).double()
             best, margin_64 = top_two(double, *request)
             pair = {*want.tokens[at : at + 1], *have.tokens[at : at + 1]}
             near = margin_64 < NEAR_TIE and pair == best

@@ -79,6 +79,7 @@ class Evaluation(Asking):
     allow_target_mismatch: bool = False  # a drafter that was made for another target
     adapter: str = ""  # a LoRA folder for the target, merged into its weights
     quantise: str = ""  # int8 | int4: the target's weights, as `target.quantise` of a run
+    parallel: int = 1  # processes, a GPU each, that have a part of the target's layers
 
     def __post_init__(self) -> None:
         self.device = str(device_of(self.device))
@@ -200,7 +201,7 @@ class Loaded:
 def load(settings: Evaluation, drafters: dict[str, str], dtype: str) -> Loaded:
     """Target and drafters in one dtype on the settings' device."""
     changes: Any = {"adapter": settings.adapter or None, "quantise": settings.quantise}
-    spec = TargetSpec(settings.target, dtype=dtype, **changes)
+    spec = TargetSpec(settings.target, dtype=dtype, parallel=settings.parallel, **changes)
     target, tokenizer = load_decoded(spec, settings.device)
     set_template(tokenizer, settings.thinking, settings.template_kwargs)
     pair = Loaded(target, tokenizer, {}, {}, drafters)

@@ -9,7 +9,7 @@ Shapes: L layers, B rows, S slots a row, H key-value heads, E head width, N new 
 
 import copy
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,16 +17,17 @@ from transformers import Cache, PreTrainedConfig
 
 from draftsmith.decode.forward.attention import Attend
 from draftsmith.decode.forward.states import StatePool
-
-LINEAR = "linear_attention"  # transformers' name for layers that keep a state instead
+from draftsmith.models.rollback import LINEAR
 
 
 class KVPool:
     """kv_2LBSHE: keys, then values. Token-major: one token's keys in a layer are one run. place: of
     each layer that has them among those. states: of the layers that have none, if there are any.
+    mirror: tells other processes, with parts of the same target, what is done to it.
     """
 
     states: StatePool | None = None
+    mirror: Any = None
 
     def __init__(
         self,
@@ -65,6 +66,8 @@ class KVPool:
 
     def clear(self, rows_R: Tensor) -> None:
         """Forget rows: what a request left behind, NaN perhaps, can't reach the next one."""
+        if self.mirror is not None:
+            self.mirror.clear(self, rows_R)
         self.kv_2LBSHE.index_fill_(2, rows_R, 0)
         if self.states is not None:
             self.states.clear(rows_R)
@@ -79,6 +82,9 @@ class KVPool:
         gather and one scatter for all layers. A chain's path is in place already. into: another
         pool of as many rows, whose slots the targets then are.
         """
+        if self.mirror is not None:
+            assert into is None, "a split target's pools stay apart"
+            self.mirror.commit(self, source_BP, target_BP)
         into = self if into is None else into
         moved = self.kv_2LBSHE.flatten(2, 3).index_select(2, self.flat(source_BP))
         into.kv_2LBSHE.flatten(2, 3).index_copy_(2, into.flat(target_BP), moved)
@@ -133,7 +139,7 @@ class SlotCache(Cache):
         self, pool: KVPool, flat_slots: Tensor | None, prefix: int, attend: Attend | None = None
     ) -> None:
         super().__init__(layers=[])
-        self.pool, self.flat_slots, self._prefix, self.attend = pool, flat_slots, prefix, attend
+        self.pool, self.flat_slots, self.prefix, self.attend = pool, flat_slots, prefix, attend
 
     def write(self, layer: int, keys_BNHE: Tensor, values_BNHE: Tensor) -> tuple[Tensor, Tensor]:
         """Put new keys and values into their slots; return what to attend to, [B, S, H, E] each."""
@@ -141,9 +147,9 @@ class SlotCache(Cache):
         if self.flat_slots is not None:
             keys_BSHE.flatten(0, 1).index_copy_(0, self.flat_slots, keys_BNHE.flatten(0, 1))
             values_BSHE.flatten(0, 1).index_copy_(0, self.flat_slots, values_BNHE.flatten(0, 1))
-        if self._prefix == 0:
+        if self.prefix == 0:
             return keys_BNHE, values_BNHE
-        return keys_BSHE[:, : self._prefix], values_BSHE[:, : self._prefix]
+        return keys_BSHE[:, : self.prefix], values_BSHE[:, : self.prefix]
 
     def update(
         self,

@@ -27,6 +27,7 @@ from draftsmith.decode.forward.attention import mix
 from draftsmith.decode.forward.kv import SlotCache
 from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.product import Product, linear, version
+from draftsmith.models.split import Summed
 
 HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to that
 Half = tuple[int, str]  # (a layer, one of HALVES)
@@ -51,7 +52,8 @@ def lean_body(body: Any) -> "LeanBody | None":
     rope = getattr(body.config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in POSITION_ONLY or rope.get("partial_rotary_factor", 1) != 1:
         return None
-    plain = all(type(part) is nn.Linear for layer in layers for part in projections(layer))
+    maps = (part for layer in layers for part in projections(layer))
+    plain = all(type(part) in (nn.Linear, Summed) for part in maps)
     return LeanBody(body, layers) if plain else None
 
 
@@ -88,6 +90,7 @@ class LeanBody:
             body.rotary_emb, body.config.max_position_embeddings, self.embedding_VH
         )
         self.native: NativeBody | None = None
+        self.leader: Any = None  # of a target that is split over processes
 
     def compile(self, **options: Any) -> None:
         """Compile what lies between the attentions. Weights come in as arguments, so one graph
@@ -110,6 +113,8 @@ class LeanBody:
     def __call__(
         self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, taken: Taken
     ) -> Tensor:
+        if self.leader is not None:
+            self.leader.passing(tokens_BN, positions_BN, cache, lean=True)
         if self.native is not None and self.native.takes(tokens_BN, cache):
             return self.native(tokens_BN, positions_BN, cache, taken)
         compiled = cache.attend is not None and self.enter is not enter
@@ -217,7 +222,19 @@ def norm_of(norm: Any) -> Any:
 def maps_of(*linears: nn.Linear) -> Any:
     """Weights and biases of maps that read the same input, or their packed form."""
     product = Product.of(linears, mixed=False)
+    if isinstance(linears[0], Summed):
+        return SummedProduct(product)
     return product if product.packs else product.tensors
+
+
+class SummedProduct:
+    """A part of a product, the outputs summed over processes."""
+
+    def __init__(self, own: Product) -> None:
+        self.own = own
+
+    def outputs(self, x: Tensor) -> list[Tensor]:
+        return [Summed.joined(self.own(x))]
 
 
 class LeanLayer:

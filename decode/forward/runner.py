@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.forward.attention import ATTENTION, Attend, Seen, resolve
-from draftsmith.decode.forward.kv import LINEAR, KVPool, SlotCache, kv_shape, query_heads
+from draftsmith.decode.forward.kv import KVPool, SlotCache, kv_shape, query_heads
 from draftsmith.decode.forward.lean import (
     HALVES,
     Half,
@@ -33,6 +33,7 @@ from draftsmith.decode.forward.mixers import KINDS, mixers_of
 from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.states import StatePool, mixing
+from draftsmith.models.rollback import refuse_what_cannot_roll_back
 from draftsmith.models.taps import NORM, Tap, check_taps, joined, watching
 from draftsmith.models.target import output_head, unwrapped
 from draftsmith.models.vocab import DraftVocab
@@ -43,7 +44,6 @@ WARM_UP = 2  # rounds of each kind run as they are before one is recorded: they 
 SLOT_BUCKET = 64  # attended slots are rounded up to this, so that shapes repeat
 # (tokens [B, N], positions [B, N], cache, taps to take) -> hidden [B, N, H]
 Body = Callable[[Tensor, Tensor, SlotCache, Taken], Tensor]
-ROW_BOUND = {"dynamic", "longrope"}
 # States after the final norm [B, N, H], and of the runner's taps [B, N, U], where it has any.
 States = tuple[Tensor, Tensor | None]
 
@@ -71,6 +71,8 @@ class Runner:
         recurrent: bool = False,
     ) -> None:
         model = unwrapped(model)
+        # Of a target that is split over processes; it tells the others what is done here.
+        self.leader: Any = getattr(model, "leader", None)
         self.mixers = mixers_of(model) if recurrent else {}
         refuse_what_cannot_roll_back(model, known=bool(self.mixers))
         self.model = model
@@ -99,6 +101,7 @@ class Runner:
         # The lean body knows no windows.
         lean = None if windowed(config) else lean_body(self.body)
         if lean is not None:
+            lean.leader = self.leader
             self._use(lean)
         if self.mixers:
             self._check_mixers()
@@ -113,6 +116,8 @@ class Runner:
         pool = KVPool(
             self.config, rows=rows, slots=round_up(slots), dtype=self.dtype, device=self.device
         )
+        if self.leader is not None:
+            pool.mirror = self.leader.opened(pool)
         if self.mixers:
             pool.states = StatePool(self.mixers, rows, self.device)
         return pool
@@ -190,6 +195,8 @@ class Runner:
         for a body whose first layers alone compute something else.
         """
         depth = self.config.num_hidden_layers
+        if self.leader is not None:
+            raise in_parts("layers of the target")
         wrong = [half for half in without if not (0 <= half[0] < last and half[1] in HALVES)]
         if not 0 <= last <= depth or wrong:
             raise ValueError(
@@ -271,7 +278,7 @@ class Runner:
         wanted = own._trial()
         if not agree(wanted, fast._trial(), self.dtype):
             return
-        self.call, native = lean, NativeBody.of(lean)
+        self.call, native = lean, NativeBody.of(lean) if self.leader is None else None
         if native is not None:
             lean.native = native.unbound()
             lean.native = native if agree(wanted, fast._trial(), self.dtype) else None
@@ -349,6 +356,14 @@ def sliced(body: Any, layers: list[int], without: Collection[Half]) -> Any:
     return part
 
 
+def in_parts(what: str) -> ValueError:
+    """That a drafter wants more of a target than the part that one process has."""
+    return ValueError(
+        f"parallel: got a drafter of {what} with a target that is split over processes, expected a "
+        "draft LM, a head or what is looked up; use parallel=1"
+    )
+
+
 def context_of(model: PreTrainedModel) -> int:
     """Positions that a model is configured for."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
@@ -366,35 +381,3 @@ def windowed(config: PreTrainedConfig) -> bool:
         return "sliding_attention" in kinds
     used = getattr(config, "use_sliding_window", True)
     return bool(used and getattr(config, "sliding_window", None))
-
-
-def refuse_what_cannot_roll_back(model: PreTrainedModel, known: bool = False) -> None:
-    """ValueError for a model with state other than the keys and values of every token; known: but
-    for layers that keep a state which a round's commit can go on with.
-    """
-    config = model.config.get_text_config()
-    unknown = set(getattr(config, "layer_types", None) or ())
-    unknown -= {"full_attention", "sliding_attention", *[LINEAR] * known}
-    rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [part for part in rope.values() if isinstance(part, dict)] or [rope]  # of layer types
-    row_bound = ROW_BOUND & {part.get("rope_type") for part in ropes}
-    reasons = {
-        "a recurrent state": getattr(model, "_is_stateful", False) and not known,
-        f"layers of type {sorted(unknown)}": unknown,
-        "attention in chunks": getattr(config, "attention_chunk_size", None),
-        "layers that share their keys and values": getattr(config, "num_kv_shared_layers", 0),
-        "keys and values of different widths": getattr(config, "kv_lora_rank", None),
-        # Which factors they use depends on the longest row of the batch, not on the prompt alone.
-        f"rotary embeddings of type {sorted(ROW_BOUND)}": row_bound,
-        "capped attention logits": getattr(config, "attn_logit_softcapping", None),
-        # Hybrids don't say; they are compared with their own forward.
-        "attention that can't be replaced": not (model._supports_attention_backend or known),
-    }
-    for reason, found in reasons.items():
-        if found:
-            raise ValueError(
-                f"model {type(model).__name__}: got {reason}, expected full or sliding attention "
-                "in every layer and one key and value a token (Llama, Qwen, Mistral, Mixtral, "
-                "Gemma 3 and GPT-OSS are tested; of targets alone also Mamba-2, Bamba, Qwen3-Next "
-                "and Qwen3.5): rejected drafts could not be rolled back"
-            )

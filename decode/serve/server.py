@@ -63,6 +63,7 @@ class ServerConfig:
     device: str = "auto"  # a GPU where there is one, else cpu
     dtype: str = "auto"
     quantise: str = ""  # int8 | int4: the target's weights, as `target.quantise` of a run
+    parallel: int = 1  # processes, a GPU each, that have a part of the target's layers
     api_key: str = ""  # that clients must show; empty: DRAFTSMITH_API_KEY, and without it none
     max_queue: int = 64  # answers of a lane that may wait for a row
     max_new_tokens: int = 1024  # of one answer; a chat that doesn't say may have so many
@@ -216,7 +217,12 @@ def main(argv: list[str]) -> int:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     place = bound(settings.host, settings.port)
-    spec = TargetSpec(settings.target, dtype=settings.dtype, quantise=settings.quantise)
+    spec = TargetSpec(
+        settings.target,
+        dtype=settings.dtype,
+        quantise=settings.quantise,
+        parallel=settings.parallel,
+    )
     target, tokenizer = load_decoded(spec, settings.device)
     backend = Backend(settings, target, tokenizer)
     server = Server(backend)

@@ -54,7 +54,7 @@ class Muon32(torch.optim.Muon):
 
     def step(self, closure: Any = None) -> Any:
         theirs = _muon._zeropower_via_newtonschulz
-        _muon._zeropower_via_newtonschulz = orthogonal
+        _muon._zeropower_via_newtonschulz = orthogonal  # type: ignore[assignment]
         try:
             return super().step(closure)
         finally:

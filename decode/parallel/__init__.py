@@ -1,0 +1,1 @@
+"""A target in several processes."""
