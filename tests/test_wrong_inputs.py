@@ -119,6 +119,8 @@ CASES = [
     (f"{EVALUATE} target=no_words", "got no_words, from which no tokenizer can be read", "check"),
     (f"{EVALUATE} threads=-1", "threads: got -1, expected"),
     (f"{EVALUATE} prompt_tokens=0", "prompt_tokens: got 0, expected at least 1"),
+    (f"{EVALUATE} parallel=0", "parallel: got 0, expected at least 1 process"),
+    (f"{EVALUATE} parallel=5", "parallel: got 5 for a target with", "that divides them"),
     # ---- rows --------------------------------------------------------------------------------
     (
         f"{EVALUATE} prompts=absent.jsonl",

@@ -45,7 +45,7 @@ def pairs() -> dict[str, Pair]:
         "quickstart": Pair(*quick, "runs/quickstart/distill/drafter"),
         "gsm8k": Pair(*here, "distill", "runs/gsm8k/distill/drafter"),
         "medusa": Pair(*here, "medusa", "runs/heads/medusa-0/drafter"),
-        "eagle3": Pair(*here, "one-pass", "runs/one-pass/eagle3-0/drafter"),
+        "eagle3": Pair(*here, "eagle3-alone", "runs/one-pass/eagle3-0/drafter"),
     }
 
 

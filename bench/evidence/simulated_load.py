@@ -65,7 +65,7 @@ class SimulatedLoad:
 
 def main(argv: list[str]) -> None:
     settings = parse(SimulatedLoad, argv)
-    need("one-pass", settings.drafter)
+    need("eagle3-alone", settings.drafter)
     torch.set_num_threads(1)
     if settings.clock == "cpu":
         time.perf_counter = time.process_time  # which the engine reads

@@ -58,7 +58,7 @@ class LoadBench:
 
 def main(argv: list[str]) -> None:
     settings = parse(LoadBench, argv)
-    need("one-pass", settings.drafter)
+    need("eagle3-alone", settings.drafter)
     torch.set_num_threads(settings.threads)
     logging.set_verbosity_error()
     target, tokenizer = load_decoded(TargetSpec(settings.target, dtype=settings.dtype), "cpu")

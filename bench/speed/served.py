@@ -49,7 +49,7 @@ class Served:
 
 def main(argv: list[str]) -> None:
     settings = parse(Served, argv)
-    need("one-pass", settings.drafter)
+    need("eagle3-alone", settings.drafter)
     tokenizer = load_tokenizer(settings.target)
     prompts = load_prompts(settings.data, tokenizer, limit=64, split="report")
     asks = [Ask(i, "", prompts[i % len(prompts)].tokens) for i in range(settings.requests)]

@@ -32,7 +32,7 @@ from draftsmith.train.run.sharding import decoder_layers
 BUCKET, GATHERED = 500_000_000, 1_000_000_000
 EVALUATION = "an evaluation"
 SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")  # ways to share out
-STATES = {"AdamW": 2, "Muon": 1, "SGD": 1}  # fp32 numbers a weight
+STATES = {"AdamW": 2, "Muon": 1, "Muon32": 1, "SGD": 1}  # fp32 numbers a weight
 
 
 class ModuleSizes(NamedTuple):

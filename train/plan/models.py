@@ -169,6 +169,8 @@ def staged(argv: list[str], device: str) -> Staged:
     config = recipe.load(getattr(entry, schema), argv)
     if config.target.shrink:
         config = entry.shrunk(config)
+    if config.automatic and device == "cuda" and not torch.cuda.is_available():
+        config.dtype = "bfloat16"  # as it will be where it runs
     config.target = config.target.resolved(config.dtype)
     cast = Staged(config, device)
     with cast.fake, WithoutData():

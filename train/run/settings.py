@@ -57,7 +57,8 @@ class Settings:
             check_one_of(name, getattr(self, name), choices)
         if not self.lr > 0:
             raise ValueError(f"lr: got {self.lr}, expected more than 0")
-        if self.dtype == "auto":
+        self.automatic = self.dtype == "auto"
+        if self.automatic:
             kind = "cuda" if torch.cuda.is_available() else "cpu"
             self.dtype = "bfloat16" if native_bf16(kind) else "float32"
 

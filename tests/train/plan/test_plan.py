@@ -49,7 +49,7 @@ def target_at(folder: Path, vocab: int, layers: int, **sizes: int) -> str:
 
 def planned(folder: Path, vocab: int, *given: str, layers: int = 2) -> Outline:
     """The plan of a small distillation, on the CPU unless another gpu is given."""
-    gpu = () if any(text.startswith("gpu=") for text in given) else ("gpu=cpu",)
+    gpu = () if any(text.startswith("gpu=") for text in given) else ("gpu=cpu", "dtype=bfloat16")
     target = target_at(folder, vocab, layers)
     return plan(["entry=distill", "out=x", target, *SHAPE, *gpu, *given])
 
@@ -155,7 +155,7 @@ def test_one_card_holds_what_its_plan_says(tmp_path: Path, vocab: int, drafted: 
     sizes = (f"target.path={tmp_path}", f"cache.path={tmp_path}/states")
     sizes += (f"head.draft_vocab={drafted}",)
     short = ("heldout.prompt_tokens=4", "heldout.max_new_tokens=8", "gpu=cpu")
-    outline = plan(["recipe=eagle3/qwen3-8b", *sizes, *ONE_CARD, *short])
+    outline = plan(["recipe=eagle3/qwen3-8b", *sizes, *ONE_CARD, *short, "dtype=bfloat16"])
     family = LlamaConfig.from_pretrained(tmp_path)
     target = LlamaForCausalLM(family).bfloat16().eval().requires_grad_(False)
     stays = sum(p.nbytes for p in target.parameters())
@@ -333,7 +333,8 @@ def test_drafts_that_learn_online_are_planned(tmp_path: Path) -> None:
     """
     target = target_at(tmp_path / "target", 1024, layers=2)
     target_at(tmp_path / "drafter", 1024, layers=1)
-    argv = ["recipe=online/gsm8k", target, f"drafter={tmp_path / 'drafter'}", "gpu=cpu"]
+    argv = ["recipe=online/gsm8k", target, f"drafter={tmp_path / 'drafter'}"]
+    argv += ["dtype=bfloat16", "gpu=cpu"]
     outline = plan(argv)
     sizes = outline.sizes
     layer = 96 * 96 * 2 + 96 * 48 * 2 + 3 * 96 * 192 + 2 * 96
@@ -342,6 +343,16 @@ def test_drafts_that_learn_online_are_planned(tmp_path: Path) -> None:
     assert sizes.target == 2 * (sizes.learned + layer)
     with pytest.raises(ValueError, match="one learner"):
         plan([*argv[:-1], "gpu=h100", "gpus=2"])
+
+
+def test_another_machines_plan_is_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this processor is slow in it, and the recipe says nothing; else as it says."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    says = {"gpu=h100": "bfloat16", "gpu=cpu": "float32", "dtype=float32": "float32"}
+    for given, dtype in says.items():
+        asked = (given,) if given.startswith("gpu=") else (given, "gpu=h100")
+        argv = ["entry=distill", "out=x", target_at(tmp_path, 256, 1), *SHAPE, *asked]
+        assert plan(argv).staged.config.dtype == dtype
 
 
 def test_scorers_are_planned_without_their_rows(tmp_path: Path) -> None:
