@@ -188,49 +188,60 @@ static void rows(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_
     }
 }
 #ifndef __AVX512F__
-// As `rows`, where vectors are half as wide, and 16: four rows of the matrix and two tokens fill them.
-// Tokens are in fp32, of each 16 inputs the even ones first, as shifts and masks give a matrix's. A row
-// is fetched ahead while the first tokens go by, and in the nearest cache for the others.
-template <int M>
+// As `rows`, where vectors are half as wide, and 16: R rows of the matrix and M tokens at a time, so
+// that their sums, what is multiplied, and nothing else are in them. Tokens are in fp32, of each 16
+// inputs the even ones first, as shifts and masks give a matrix's. fetch: whether to fetch rows ahead.
+template <int M, int R>
 static void rows8(const bf16 *w, const bf16 *bias, const float *x, bf16 *y, int64_t in, int64_t step,
-                  bool first) {
-    F8 part[M][4] = {};
-    for (int64_t i = 0; i < in; i += 16) {
-        if (first && i % 32 == 0)
+                  bool fetch) {
+    F8 sum[M][4];
+    for (int first = 0; first < 4; first += R, w += R * in) {
+        F8 part[M][R] = {}, wider[R], given;
+        for (int64_t i = 0; i < in; i += 16) {
+            if (fetch && i % 32 == 0)
 #pragma GCC unroll 4
-            for (int r = 0; r < 4; r++) __builtin_prefetch(w + 24 * in + 4 * i + 32 * r, 0, 2);
-        U8 of[4];
-        memcpy(&of[0], w + i, 32);
-        memcpy(&of[1], w + in + i, 32);
-        memcpy(&of[2], w + 2 * in + i, 32);
-        memcpy(&of[3], w + 3 * in + i, 32);
-#pragma GCC unroll 2
-        for (int odd = 0; odd < 2; odd++)
+                for (int r = 0; r < R; r++) __builtin_prefetch(w + 24 * in + R * i + 32 * r, 0, 2);
+            U8 pairs[R];
 #pragma GCC unroll 4
-            for (int r = 0; r < 4; r++) {
-                F8 wider = odd ? (F8)(of[r] & 0xFFFF0000u) : (F8)(of[r] << 16), given;
+            for (int r = 0; r < R; r++) memcpy(&pairs[r], w + r * in + i, 32);
 #pragma GCC unroll 2
+            for (int odd = 0; odd < 2; odd++) {
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++)
+                    wider[r] = (F8)(odd ? pairs[r] & 0xFFFF0000u : pairs[r] << 16);
+#pragma GCC unroll 6
                 for (int m = 0; m < M; m++) {
                     memcpy(&given, x + m * in + i + 8 * odd, 32);
-                    part[m][r] += wider * given;
+#ifdef __AVX2__
+                    asm("" : "+x"(given));  // read once, not in each product
+#endif
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; r++) part[m][r] += wider[r] * given;
                 }
             }
+        }
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) sum[m][first + r] = part[m][r];
     }
-    put<M>(part, bias, y, 0, step);
+    put<M>(sum, bias, y, 0, step);
 }
 static void by_eights(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
                       int64_t in, int64_t out, int64_t step) {
+    void (*const by[])(const bf16 *, const bf16 *, const float *, bf16 *, int64_t, int64_t, bool) = {
+        rows8<1, 4>, rows8<2, 4>, rows8<3, 2>, rows8<4, 2>, rows8<5, 2>, rows8<6, 2>};
     static thread_local std::vector<float> given;
     given.resize(tokens * in);
     for (int64_t i = 0; i < tokens * in; i += 16)
         for (int j = 0; j < 8; j++)
             for (int odd = 0; odd < 2; odd++) given[i + 8 * odd + j] = wide(x[i + 2 * j + odd]);
-    for (int64_t o = 0; o < out; o += 4, w += 4 * in, bias += bias ? 4 : 0) {
-        int64_t t = 0;
-        for (; t + 2 <= tokens; t += 2)
-            rows8<2>(w, bias, &given[t * in], y + t * step + o, in, step, !t);
-        if (t < tokens) rows8<1>(w, bias, &given[t * in], y + t * step + o, in, step, !t);
-    }
+    int64_t blocks = (tokens + 5) / 6;
+    for (int64_t o = 0; o < out; o += 4, w += 4 * in, bias += bias ? 4 : 0)
+        for (int64_t block = 0; block < blocks; block++) {
+            int64_t t = block * tokens / blocks, m = (block + 1) * tokens / blocks - t;
+            by[m - 1](w, bias, &given[t * in], y + t * step + o, in, step, !block);
+        }
 }
 #endif
 // Whether products are by tiles (AMX), which a system grants a process on demand.
