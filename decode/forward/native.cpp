@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 #if defined(__AMX_BF16__) && defined(__linux__)
@@ -87,7 +87,17 @@ static inline bf16 narrow(float x) {
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
 }
 static inline F16 wide16(const bf16 *x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)  // of which compilers make ten instructions
+    __m256i half[2];
+    for (int i = 0; i < 2; i++)
+        half[i] = _mm256_slli_epi32(
+            _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(x + 8 * i))), 16);
+    F16 made;
+    memcpy(&made, half, 64);
+    return made;
+#else
     return (F16)(__builtin_convertvector(*(const B16 *)x, U16) << 16);
+#endif
 }
 static inline B16 narrow16(F16 x) {
     U16 bits = (U16)x;
