@@ -406,23 +406,78 @@ static void turned(bf16 *x, const bf16 *cos, const bf16 *sin, int64_t width) {
     }
 }
 
+// A query, and what it makes of values: sixteen numbers at a time, or (without AVX-512, as products
+// have them) eight even ones and eight odd ones.
+#ifdef __AVX512F__
+template <int E16>
+struct Query {
+    const bf16 *x;
+    F16 sum[E16] = {};
+    Query(const bf16 *q) : x(q) {}
+    float score(const bf16 *key) {
+        F16 made = (F16){};
+        for (int e = 0; e < E16; e += 2) made = dot32(made, x + e * 16, key + e * 16);
+        return sum16(made);
+    }
+    void add(const bf16 *value, float weight) {
+        for (int e = 0; e < E16; e++) sum[e] += wide16(value + e * 16) * weight;
+    }
+    void put(bf16 *out, float share) {
+        for (int e = 0; e < E16; e++) store16(out + e * 16, sum[e] * share);
+    }
+};
+#else
+template <int E16>
+struct Query {
+    F8 x[E16][2], sum[E16][2] = {};
+    Query(const bf16 *q) {
+        for (int e = 0; e < E16; e++) split(q + e * 16, x[e]);
+    }
+    static void split(const bf16 *from, F8 *two) {
+        U8 pairs;
+        memcpy(&pairs, from, 32);
+        two[0] = (F8)(pairs << 16), two[1] = (F8)(pairs & 0xFFFF0000u);
+    }
+    float score(const bf16 *key) {
+        F8 made = (F8){}, two[2];
+        for (int e = 0; e < E16; e++) {
+            split(key + e * 16, two);
+            made += x[e][0] * two[0];
+            made += x[e][1] * two[1];
+        }
+        F4 part = fold(made);
+        return (part[0] + part[2]) + (part[1] + part[3]);
+    }
+    void add(const bf16 *value, float weight) {
+        F8 two[2];
+        for (int e = 0; e < E16; e++) {
+            split(value + e * 16, two);
+            sum[e][0] += two[0] * weight;
+            sum[e][1] += two[1] * weight;
+        }
+    }
+    void put(bf16 *out, float share) {
+        for (int e = 0; e < E16; e++)
+            for (int i = 0; i < 16; i++) out[e * 16 + i] = narrow(sum[e][i % 2][i / 2] * share);
+    }
+};
+#endif
 // Attention of one head's query over the first `slots` of its row, of those from `open` on over
 // those that are `allowed`.
 template <int E16>
 static void mixed(const bf16 *q, const bf16 *keys, const bf16 *values, int64_t step, int64_t slots,
                   int64_t open, const uint8_t *allowed, float scale, float *weights, bf16 *out) {
     float most = -INFINITY;
+    Query<E16> query(q);
     for (int64_t s = 0; s < slots; s++) {
         weights[s] = -INFINITY;
         if (s >= open && !allowed[s - open]) continue;
-        F16 sum = (F16){};
-        for (int e = 0; e < E16; e += 2) sum = dot32(sum, q + e * 16, keys + s * step + e * 16);
-        weights[s] = sum16(sum) * scale;
+        weights[s] = query.score(keys + s * step) * scale;
         most = weights[s] > most ? weights[s] : most;
     }
     int64_t whole = (slots + 15) / 16 * 16;
     for (int64_t s = slots; s < whole; s++) weights[s] = -INFINITY;
-    F16 total = (F16){}, sum[E16] = {};
+    F16 total = (F16){};
     for (int64_t s = 0; s < whole; s += 16) {
         F16 score, made;
         memcpy(&score, weights + s, 64);
@@ -432,10 +487,8 @@ static void mixed(const bf16 *q, const bf16 *keys, const bf16 *values, int64_t s
         memcpy(weights + s, &made, 64);
     }
     for (int64_t s = 0; s < slots; s++)
-        if (weights[s] != 0)
-            for (int e = 0; e < E16; e++) sum[e] += wide16(values + s * step + e * 16) * weights[s];
-    float share = 1 / sum16(total);
-    for (int e = 0; e < E16; e++) store16(out + e * 16, sum[e] * share);
+        if (weights[s] != 0) query.add(values + s * step, weights[s]);
+    query.put(out, 1 / sum16(total));
 }
 
 static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, bf16 *out,
