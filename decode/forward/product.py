@@ -47,7 +47,7 @@ class _Map(ctypes.Structure):
 
 class FewTokens:
     """The same products by C++ (`native.cpp`), of few tokens, on one thread and the weights as they
-    lie; None of more tokens.
+    lie; None of more tokens, and where several threads are faster otherwise.
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
@@ -73,7 +73,9 @@ class FewTokens:
     def __call__(self, x: Tensor) -> Tensor | None:
         inputs, outputs = self.sizes
         tokens = x.numel() // inputs
-        if tokens > self.most or type(x) is not Tensor or torch.get_num_threads() > 1:
+        # oneDNN's are on all threads. To widen a matrix for a product in fp32 takes longer than this.
+        several = ONEDNN and torch.get_num_threads() > 1
+        if tokens > self.most or type(x) is not Tensor or several:
             return None
         x, made = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
         self.call(self.maps, len(self.maps), x.data_ptr(), made.data_ptr(), tokens, *self.sizes)

@@ -21,7 +21,7 @@ from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.forward import native, product
 from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.lean_heads import LeanStack
-from draftsmith.decode.forward.product import FewTokens, Product
+from draftsmith.decode.forward.product import ONEDNN, FewTokens, Product
 from draftsmith.decode.policies.timing import round_of
 from draftsmith.decode.sampling import RowParams, SamplingParams, log_race, position_keys
 from draftsmith.decode.token_tree import WITHOUT_REPLACEMENT
@@ -193,7 +193,7 @@ def test_products_of_few_tokens(bias: bool) -> None:
 def test_several_threads_go_by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     made, x_TI = Product([torch.randn(8, 64).bfloat16()]), torch.randn(1, 64).bfloat16()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert made.few is None or made.few(x_TI) is None
+    assert made.few is None or not ONEDNN or made.few(x_TI) is None
     assert made(x_TI).shape == (1, 8)
 
 
