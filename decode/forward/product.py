@@ -73,7 +73,7 @@ class FewTokens:
     def __call__(self, x: Tensor) -> Tensor | None:
         inputs, outputs = self.sizes
         tokens = x.numel() // inputs
-        # oneDNN's are on all threads. To widen a matrix for a product in fp32 takes longer than this.
+        # oneDNN's are on all threads. To widen a matrix for fp32 products takes longer than this.
         several = ONEDNN and torch.get_num_threads() > 1
         if tokens > self.most or type(x) is not Tensor or several:
             return None

@@ -37,7 +37,7 @@ from draftsmith.models.split import check_split_over, split_over
 from draftsmith.models.target import TargetSpec, device_of, load_target
 from draftsmith.models.tokenizer import vocab_size
 
-LOAD, DROP, OPEN, CLOSE, PASS, TEXT, COMMIT, CLEAR, STOP = range(9)
+LOAD, DROP, OPEN, CLOSE, PASS, TEXT, COMMIT, CLEAR = range(8)
 NUMBERS, TENSORS, DIMS = 10, 8, 3  # of a message: numbers, tensors, dimensions of each
 ATTENTION = list(BACKENDS)
 # They are there in seconds. Then a server may be idle for long; one that ended is noticed at once.
@@ -166,6 +166,7 @@ def lead(
     if dist.is_initialized() and parts != 1 + len(_started):
         led = f"{1 + len(_started)} here" if _started else "of a job of several processes"
         raise ValueError(f"parallel: got {parts}, expected the number {led}, whose process this is")
+    place = torch.device("cuda:0" if place.type == "cuda" else "cpu")
     model, tokenizer = part_of(spec, place, 0)
     if not _started:
         begin(parts, place)
@@ -201,7 +202,7 @@ def begin(parts: int, device: torch.device) -> None:
         words = "-m", __spec__.name, str(rank), str(parts), str(port), device.type
         _started.append(subprocess.Popen([sys.executable, *words], env=how))
     join(0, parts, port, device)
-    atexit.register(stop, device)
+    atexit.register(stop)
 
 
 def join(rank: int, parts: int, port: int, device: torch.device) -> None:
@@ -217,14 +218,10 @@ def all_there() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def stop(device: torch.device) -> None:
-    """The process ends, and its followers with it."""
-    if all(follower.poll() is None for follower in _started):
-        Order((STOP,)).send(device)
-    else:
-        for follower in _started:
-            follower.kill()
+def stop() -> None:
+    """The process ends, and its followers, which hold nothing of their own, with it."""
     for follower in _started:
+        follower.kill()
         follower.wait()
     dist.destroy_process_group()
 
@@ -240,7 +237,7 @@ class Follower(Runner):
 
 @torch.inference_mode()
 def follow(rank: int, parts: int, port: int, device: torch.device) -> None:
-    """Do as the leader does, until it ends."""
+    """Do as the leader does, until it ends this process, or is ended."""
     join(rank, parts, port, device)
     targets: dict[int, Follower] = {}
     pools: dict[int, KVPool] = {}
@@ -248,9 +245,7 @@ def follow(rank: int, parts: int, port: int, device: torch.device) -> None:
         try:
             (do, number, *numbers), tensors = Order.next(device)
         except RuntimeError:  # it was killed: the connection is closed
-            do = STOP
-        if do == STOP:
-            break
+            return
         if do == LOAD:
             targets[number] = loaded(rank, parts, device)
         elif do in (DROP, CLOSE):
@@ -266,7 +261,6 @@ def follow(rank: int, parts: int, port: int, device: torch.device) -> None:
                 repeat(targets[number], pool, numbers[3:], tensors)
             else:
                 (pool.commit if do == COMMIT else pool.clear)(*filter(torch.is_tensor, tensors))
-    dist.destroy_process_group()
 
 
 def loaded(rank: int, parts: int, device: torch.device) -> Follower:
