@@ -9,8 +9,9 @@ so a layer needs two sums over all processes, and every process holds the same s
 norms and LM head are whole in each.
 """
 
+import copy
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,14 +24,18 @@ WHOLE = "replicated_with_grad_allreduce"  # and for what isn't split
 
 
 class Summed(nn.Linear):
-    """A part of a map, whose outputs are summed over all processes."""
+    """A part of a map, whose outputs are summed over all processes. group: by which; None: torch's
+    own.
+    """
+
+    group: ClassVar[dist.ProcessGroup | None] = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.joined(F.linear(x, self.weight, self.bias))
 
-    @staticmethod
-    def joined(part: Tensor) -> Tensor:
-        dist.all_reduce(part)
+    @classmethod
+    def joined(cls, part: Tensor) -> Tensor:
+        dist.all_reduce(part, group=cls.group)
         return part
 
 
@@ -63,8 +68,8 @@ def check_split_over(model: PreTrainedModel, parts: int) -> dict[str, str]:
 
 @torch.no_grad()
 def split_over(model: PreTrainedModel, part: int, parts: int) -> None:
-    """Keep one part of the layers, in place; its config then has that part's heads. Errors of
-    `check_split_over`.
+    """Keep one part of the layers, in place; `model.part_config` has that part's heads, its config
+    all. Errors of `check_split_over`.
     """
     for name, how in check_split_over(model, parts).items():
         whole: Any = model.base_model.get_submodule(name)
@@ -78,9 +83,10 @@ def split_over(model: PreTrainedModel, part: int, parts: int) -> None:
         elif whole.bias is not None:
             own = whole.bias.tensor_split(parts)[part].clone()
             whole.bias = nn.Parameter(own, requires_grad=False)
-    config = model.config.get_text_config()
+    config = copy.copy(model.config.get_text_config())
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     config.head_dim = width
     for field in ("num_attention_heads", "num_key_value_heads"):
         if getattr(config, field, None):
             setattr(config, field, getattr(config, field) // parts)
+    model.part_config = config  # type: ignore[assignment]

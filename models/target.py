@@ -100,7 +100,8 @@ def native_bf16(kind: str) -> bool:
     """
     if kind == "cuda":
         return torch.cuda.is_bf16_supported(False)
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    onednn = torch.backends.mkldnn.is_available()
+    return onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def output_head(model: PreTrainedModel) -> tuple[nn.Module, torch.Tensor, torch.Tensor | None]:

@@ -33,7 +33,7 @@ from draftsmith.decode.drafting.grow_tree import at_once, grow, grow_at_once, pl
 from draftsmith.decode.drafting.retrieval import LEAST, retrieved
 from draftsmith.decode.forward.lean import LeanBody
 from draftsmith.decode.forward.native import NativeBody
-from draftsmith.decode.forward.runner import Runner, Seen, context_of, round_up
+from draftsmith.decode.forward.runner import Runner, Seen, context_of, in_parts, round_up
 from draftsmith.decode.forward.side_by_side import side_by_side
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree, chain
@@ -213,6 +213,8 @@ class EasyDrafter(LMDrafter):
     native = None
 
     def __init__(self, whole: LMDrafter, size: int) -> None:
+        if whole.runner.leader is not None:
+            raise in_parts("the target itself, side by side")
         vars(self).update(vars(whole))
         self.coarse = side_by_side(self.runner, size)
 
@@ -277,6 +279,8 @@ class AheadDrafter(LMDrafter):
     host = True  # what was foreseen is compared with what came
 
     def __init__(self, whole: LMDrafter, guesses: int) -> None:
+        if whole.runner.leader is not None:
+            raise in_parts("the target itself, ahead")
         vars(self).update(vars(whole))
         self.guesses = guesses
         self.ready: Foreseen | None = None

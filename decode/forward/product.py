@@ -30,7 +30,7 @@ FEW = 6
 STEP = 16  # what the widths of what runs in C++ are multiples of
 HALF = (torch.bfloat16, torch.float16)
 # Whether oneDNN multiplies in bf16 here. torch's own product then takes 3 to 10 times an fp32 one.
-ONEDNN = torch.backends.mkldnn.is_available() and native_bf16("cpu")
+ONEDNN = native_bf16("cpu")
 # Whether this torch multiplies half-precision matrices into fp32.
 FP32_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
 # The linear maps of a layer that read the same input.
@@ -67,7 +67,7 @@ class FewTokens:
     def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> "FewTokens | None":
         """None for sizes that it doesn't know, or without a compiler."""
         laid = all(tensor.is_contiguous() for tensor in (*weights, *biases))
-        even = weights[0].shape[1] % STEP == 0 and all(len(weight) % 4 == 0 for weight in weights)
+        even = weights[0].shape[1] % STEP == 0
         return cls(weights, biases) if laid and even and library() is not None else None
 
     def __call__(self, x: Tensor) -> Tensor | None:

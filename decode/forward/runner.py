@@ -71,7 +71,7 @@ class Runner:
         recurrent: bool = False,
     ) -> None:
         model = unwrapped(model)
-        # Of a target that is split over processes; it tells the others what is done here.
+        # Of a target that is split over processes: it tells the others what is done here.
         self.leader: Any = getattr(model, "leader", None)
         self.mixers = mixers_of(model) if recurrent else {}
         refuse_what_cannot_roll_back(model, known=bool(self.mixers))
@@ -88,7 +88,8 @@ class Runner:
             ids_D = vocab.ids_D.to(self.device)
             rows_DH, bias_D = rows_DH[ids_D], None if bias_D is None else bias_D[ids_D]
         self.head = VocabHead(rows_DH, ids_D, vocab_size, bias_D, mixed=False)
-        self.config = config = model.config.get_text_config()
+        # Of a target that is split its part's.
+        self.config = config = getattr(model, "part_config", model.config.get_text_config())
         check_taps(taps, config.num_hidden_layers)
         self.taps, self.context = taps, context_of(model)
         self.groups = query_heads(config) // kv_shape(config, 1, 1)[4]

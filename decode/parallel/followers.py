@@ -11,7 +11,9 @@ Shapes: B rows, N tokens, R rows of a pool.
 """
 
 import atexit
+import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -33,14 +35,14 @@ from draftsmith.decode.forward.lean import LeanBody
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.models.fingerprint import remember_body
-from draftsmith.models.split import check_split_over, split_over
+from draftsmith.models.split import Summed, check_split_over, split_over
 from draftsmith.models.target import TargetSpec, device_of, load_target
 from draftsmith.models.tokenizer import vocab_size
 
 LOAD, DROP, OPEN, CLOSE, PASS, TEXT, COMMIT, CLEAR = range(8)
 NUMBERS, TENSORS, DIMS = 10, 8, 3  # of a message: numbers, tensors, dimensions of each
 ATTENTION = list(BACKENDS)
-# They are there in seconds. Then a server may be idle for long; one that ended is noticed at once.
+# They meet in seconds. Then a server may be idle for long; one that ended is noticed at once.
 MEETING, IDLE = timedelta(minutes=5), timedelta(days=365)
 TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _started: list["subprocess.Popen[bytes]"] = []  # the followers of this process
@@ -61,7 +63,7 @@ class Order(NamedTuple):
                 header[at : at + tensor.ndim] = torch.tensor(tensor.shape)
         dist.broadcast(header, 0)
         if parts := [x.to(torch.int64).flatten() for x in self.tensors if x is not None]:
-            dist.broadcast(torch.cat(parts).to(device), 0)
+            dist.broadcast(torch.cat(parts).to(device), 0, group=Summed.group)
 
     @classmethod
     def next(cls, device: torch.device) -> "Order":
@@ -72,7 +74,7 @@ class Order(NamedTuple):
         sizes = [shape.numel() if shape else 0 for shape in shapes]
         parts = torch.empty(sum(sizes), dtype=torch.int64, device=device)
         if any(shapes):
-            dist.broadcast(parts, 0)
+            dist.broadcast(parts, 0, group=Summed.group)
         found = zip(parts.split(sizes), shapes, strict=True)
         return cls(tuple(numbers), tuple(x.view(shape) if shape else None for x, shape in found))
 
@@ -160,9 +162,9 @@ def lead(
             f"parallel: got {parts} for a target that is quantised, adapted or shrunk as it is "
             "loaded, expected the checkpoint's own weights; use parallel=1"
         )
-    if place.type == "cuda" and torch.cuda.device_count() < parts:
-        got = torch.cuda.device_count()
-        raise ValueError(f"parallel: got {parts}, this machine has {got} GPUs; use parallel={got}")
+    if place.type == "cuda" and (torch.cuda.device_count() < parts or place.index):
+        got = f"{parts} from {place} on, of {torch.cuda.device_count()} GPUs here"
+        raise ValueError(f"parallel: got {got}, expected device=cuda and as many, or fewer parts")
     if dist.is_initialized() and parts != 1 + len(_started):
         led = f"{1 + len(_started)} here" if _started else "of a job of several processes"
         raise ValueError(f"parallel: got {parts}, expected the number {led}, whose process this is")
@@ -201,16 +203,16 @@ def begin(parts: int, device: torch.device) -> None:
     for rank in range(1, parts):
         words = "-m", __spec__.name, str(rank), str(parts), str(port), device.type
         _started.append(subprocess.Popen([sys.executable, *words], env=how))
-    join(0, parts, port, device)
     atexit.register(stop)
+    join(0, parts, port, device)
 
 
 def join(rank: int, parts: int, port: int, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.TCPStore("127.0.0.1", port, parts, is_master=rank == 0, timeout=MEETING)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=parts, timeout=IDLE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=parts, timeout=IDLE)
+    if device.type == "cuda":  # where nothing is waited for while nothing is told
+        torch.cuda.set_device(device)
+        Summed.group = dist.new_group(backend="nccl", timeout=MEETING)
 
 
 def all_there() -> None:
@@ -223,7 +225,6 @@ def stop() -> None:
     for follower in _started:
         follower.kill()
         follower.wait()
-    dist.destroy_process_group()
 
 
 class Follower(Runner):
@@ -237,30 +238,31 @@ class Follower(Runner):
 
 @torch.inference_mode()
 def follow(rank: int, parts: int, port: int, device: torch.device) -> None:
-    """Do as the leader does, until it ends this process, or is ended."""
+    """Do as the leader does, until it ends this process, or is killed. It alone is interrupted."""
+    for interrupt in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(interrupt, signal.SIG_IGN)
     join(rank, parts, port, device)
     targets: dict[int, Follower] = {}
     pools: dict[int, KVPool] = {}
     while True:
         try:
             (do, number, *numbers), tensors = Order.next(device)
-        except RuntimeError:  # it was killed: the connection is closed
+        except RuntimeError:  # the connection is closed
             return
         if do == LOAD:
             targets[number] = loaded(rank, parts, device)
-        elif do in (DROP, CLOSE):
-            (targets if do == DROP else pools).pop(number)
+        elif do == CLOSE:
+            del pools[number]
+        elif do == DROP:
+            del targets[number]
+            gc.collect()  # a runner is a cycle
         elif do == OPEN:
             pools[numbers[0]] = targets[number].pool(*numbers[1:3])
         elif do == TEXT:
             given = dict(zip(TEXT_INPUTS, tensors, strict=False))
             targets[number].body(**given, use_cache=False)
         else:
-            pool = pools[numbers[0]].part(*numbers[1:3])
-            if do == PASS:
-                repeat(targets[number], pool, numbers[3:], tensors)
-            else:
-                (pool.commit if do == COMMIT else pool.clear)(*filter(torch.is_tensor, tensors))
+            touch(do, targets[number], pools[numbers[0]].part(*numbers[1:3]), numbers[3:], tensors)
 
 
 def loaded(rank: int, parts: int, device: torch.device) -> Follower:
@@ -274,10 +276,16 @@ def loaded(rank: int, parts: int, device: torch.device) -> Follower:
     return Follower(model, vocab_size(tokenizer))
 
 
-def repeat(
-    part: Follower, pool: KVPool, numbers: list[int], tensors: tuple[Tensor | None, ...]
+def touch(
+    do: int,
+    part: Follower,
+    pool: KVPool,
+    numbers: list[int],
+    tensors: tuple[Tensor | None, ...],
 ) -> None:
-    """A pass that the leader makes."""
+    """A pass that the leader makes, or what else it does to some rows."""
+    if do != PASS:
+        return (pool.commit if do == COMMIT else pool.clear)(*filter(torch.is_tensor, tensors))
     prefix, lean, backend, width = numbers[:4]
     tokens_BN, at_BN, flat_slots, lens_B, block, depth, positions_BN, packed = tensors
     assert tokens_BN is not None and at_BN is not None, "of every pass"
@@ -290,6 +298,7 @@ def repeat(
     call = part.lean if lean else part._whole
     assert call is not None, "the leader has a lean body too"
     call(tokens_BN, at_BN, SlotCache(pool, flat_slots, prefix, attend), {})
+    return None
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def isolated_times(
         calls["draft"] = by(twin, plan.fed, **at, device=target.device)
         if drafter.taps:
             calls["extend"] = extend_call(twin, target, plan.levels + 1, **at)
-    if not drafter.host:
+    if not drafter.host and target.leader is None:  # whose followers would be told of no replay
         calls = {name: graphed(call, target.device) for name, call in calls.items()}
     calls["prefill"] = prefill_call(target, batch=batch, length=prompt)
     times: dict[str, Any] = {"extend": None} | least_times(calls, target.device, SHORT)
@@ -95,7 +95,7 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
         if drafter.one_pass:
             calls["first"] = LastDraftCall(twin, (1,), plan, device=target.device, **at)
             calls["extend"] = extend_call(twin, target, plan.levels + 1, **at)
-    if not drafter.host:
+    if not drafter.host and target.leader is None:  # whose followers would be told of no replay
         calls = {name: graphed(call, target.device) for name, call in calls.items()}
     for _ in range(TRIES):
         times = least_times(calls, target.device)

@@ -167,9 +167,10 @@ def staged(argv: list[str], device: str) -> Staged:
     entry = importlib.import_module(f"draftsmith.train.{name}")
     schema, complete = ENTRIES[name]
     config = recipe.load(getattr(entry, schema), argv)
+    automatic = config.automatic
     if config.target.shrink:
         config = entry.shrunk(config)
-    if config.automatic and device == "cuda" and not torch.cuda.is_available():
+    if automatic and device == "cuda" and not torch.cuda.is_available():
         config.dtype = "bfloat16"  # as it will be where it runs
     config.target = config.target.resolved(config.dtype)
     cast = Staged(config, device)

@@ -76,7 +76,7 @@ def drafter_of(name: str, target: PreTrainedModel) -> Drafter:
         max_position_embeddings=512,
     )
     model = LlamaForCausalLM(config).eval().requires_grad_(False).bfloat16()
-    vocab = DraftVocab(torch.arange(0, VOCAB, 2), VOCAB) if name == "trimmed" else None
+    vocab = DraftVocab(torch.arange(0, VOCAB - 2, 2), VOCAB) if name == "trimmed" else None
     lm = LMDrafter(model, VOCAB, vocab)
     lm.reads = LEAST if name == "rapid" else 0
     assert lm.native is not None
@@ -220,8 +220,6 @@ def test_other_rounds_are_drafted_call_by_call(target: PreTrainedModel) -> None:
     assert [name for name, other in others.items() if at_once(other())] == []
     assert drafter.native is not None
     assert not drafter.native.drafts(drafter.runner.head, drafter.native.most + 1)
-    odd = LMDrafter(drafter.runner.model, VOCAB, DraftVocab(torch.arange(318), VOCAB))
-    assert odd.native is not None and not odd.native.drafts(odd.runner.head, 1)
     assert easy(target).native is None
 
 

@@ -167,7 +167,7 @@ def test_products_of_few_tokens(bias: bool) -> None:
     more tokens, or a target's, go by oneDNN, or in fp32.
     """
     torch.manual_seed(0)
-    weights = [torch.randn(outputs, 208).bfloat16() for outputs in (36, 4)]
+    weights = [torch.randn(outputs, 208).bfloat16() for outputs in (38, 5)]
     biases = [torch.randn(len(weight)).bfloat16() for weight in weights] if bias else []
     made, x_TI = Product(weights, biases), torch.randn(7, 208).bfloat16()
     assert made.few is not None and made.version == -1, "nothing is packed before it is needed"
@@ -185,8 +185,7 @@ def test_products_of_few_tokens(bias: bool) -> None:
         weights[1].mul_(2)
     few = Product(weights, biases, mixed=False).few
     assert few is None or few.whole  # without oneDNN's, a target's too
-    odd = [torch.randn(6, 208).bfloat16()]
-    assert Product(odd).few is None and Product([weights[0][:, :200].clone()]).few is None
+    assert Product([weights[0][:, :200].clone()]).few is None
 
 
 @torch.inference_mode()
