@@ -25,6 +25,7 @@ from transformers import LlamaConfig
 
 from draftsmith.command import check_least, numbers, parse, unknown
 from draftsmith.decode.engine.memory import GIB
+from draftsmith.decode.forward.product import Product
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.foretold import extended, kept_shares, taus, tree_tau
 from draftsmith.decode.policies.timing import LEAST, forward_call, graphed, least_times
@@ -258,22 +259,22 @@ def pays_until(best_of: Callable[[int], Way], most: int) -> int:
 def measured() -> Machine:
     """This machine: what it reads and computes a second, and what calls and layers cost."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    many_n = 4096 if device.type == "cuda" else 128  # tokens enough to compute more than to read
-    wide = torch.randn(4096, 8192, dtype=torch.bfloat16, device=device)
-    many = torch.randn(8192, many_n, dtype=torch.bfloat16, device=device)
+    many = 4096 if device.type == "cuda" else 64  # tokens enough to compute more than to read
+    weight, x_NI = (torch.randn(n, 8192, dtype=torch.bfloat16, device=device) for n in (4096, many))
+    product = Product([weight], mixed=False)  # as a target's
     shape: Any = {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 64}
     configs = {n: LlamaConfig(vocab_size=256, **shape, num_hidden_layers=n) for n in (1, 9)}
     small = {n: runner_of(config, device) for n, config in configs.items()}
     calls = {n: forward_call(runner, batch=1, length=1, context=1) for n, runner in small.items()}
     calls = {n: graphed(call, device) for n, call in calls.items()}
-    own = {"read": lambda: wide @ many[:, :1], "compute": lambda: wide @ many}
+    own = {"read": lambda: product(x_NI[:1]), "compute": lambda: product(x_NI)}
     times = least_times({**calls, **own}, device, LEAST)
     layer = (times[9] - times[1]) / 8
-    done = 2 * wide.numel() * many.shape[1] / times["compute"]
+    done = 2 * weight.numel() * many / times["compute"]
     return Machine(
         gib=(available(device) or 0) / GIB,
         tflops=done / 1e12,
-        bandwidth=wide.nbytes / times["read"] / 1e9,
+        bandwidth=weight.nbytes / times["read"] / 1e9,
         layer=1e6 * layer,
         call=1e6 * max(0.0, times[1] - layer),
         reached=1.0,
