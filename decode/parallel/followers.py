@@ -14,7 +14,6 @@ import atexit
 import gc
 import os
 import signal
-import socket
 import subprocess
 import sys
 import weakref
@@ -35,13 +34,14 @@ from draftsmith.decode.forward.lean import LeanBody
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.models.fingerprint import remember_body
-from draftsmith.models.split import Summed, check_split_over, split_over
+from draftsmith.models.split import Summed, split_over
 from draftsmith.models.target import TargetSpec, device_of, load_target
 from draftsmith.models.tokenizer import vocab_size
 
 LOAD, DROP, OPEN, CLOSE, PASS, TEXT, COMMIT, CLEAR = range(8)
 NUMBERS, TENSORS, DIMS = 10, 8, 3  # of a message: numbers, tensors, dimensions of each
 ATTENTION = list(BACKENDS)
+HERE = "127.0.0.1"
 # They meet in seconds. Then a server may be idle for long; one that ended is noticed at once.
 MEETING, IDLE = timedelta(minutes=5), timedelta(days=365)
 TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids")
@@ -152,7 +152,7 @@ def lead(
     the first so many GPUs or all on the CPU: its part of the model, and the tokenizer. They load
     one after another, so that host memory holds one whole model at a time.
 
-    Errors of `load_target` and `check_split_over`; ValueError for too few GPUs, for weights that
+    Errors of `load_target` and `split_over`; ValueError for too few GPUs, for weights that
     change as they are loaded, within a job of several processes, and for another number of parts
     than this process leads already.
     """
@@ -186,29 +186,23 @@ def part_of(
     spec: TargetSpec, device: torch.device, rank: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model, tokenizer = load_target(replace(spec, parallel=1), "cpu")
-    check_split_over(model, spec.parallel)
     remember_body(model)
     split_over(model, rank, spec.parallel)
-    model = model.to(device)  # type: ignore[arg-type]
-    lay_side_by_side(model)
-    return model, tokenizer
+    return model.to(device), tokenizer  # type: ignore[arg-type]
 
 
 def begin(parts: int, device: torch.device) -> None:
     """Start the followers; they end with this process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = dist.TCPStore(HERE, 0, parts, True, timeout=MEETING, wait_for_workers=False)
     how = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     for rank in range(1, parts):
-        words = "-m", __spec__.name, str(rank), str(parts), str(port), device.type
+        words = "-m", __spec__.name, str(rank), str(parts), str(store.port), device.type
         _started.append(subprocess.Popen([sys.executable, *words], env=how))
     atexit.register(stop)
-    join(0, parts, port, device)
+    join(store, 0, parts, device)
 
 
-def join(rank: int, parts: int, port: int, device: torch.device) -> None:
-    store = dist.TCPStore("127.0.0.1", port, parts, is_master=rank == 0, timeout=MEETING)
+def join(store: dist.TCPStore, rank: int, parts: int, device: torch.device) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=parts, timeout=IDLE)
     if device.type == "cuda":  # where nothing is waited for while nothing is told
         torch.cuda.set_device(device)
@@ -241,7 +235,7 @@ def follow(rank: int, parts: int, port: int, device: torch.device) -> None:
     """Do as the leader does, until it ends this process, or is killed. It alone is interrupted."""
     for interrupt in (signal.SIGINT, signal.SIGTERM):
         signal.signal(interrupt, signal.SIG_IGN)
-    join(rank, parts, port, device)
+    join(dist.TCPStore(HERE, port, parts, timeout=MEETING), rank, parts, device)
     targets: dict[int, Follower] = {}
     pools: dict[int, KVPool] = {}
     while True:
@@ -272,6 +266,7 @@ def loaded(rank: int, parts: int, device: torch.device) -> Follower:
     for turn in range(1, parts):
         if turn == rank:
             model, tokenizer = part_of(told[0], device, rank)
+            lay_side_by_side(model)
         all_there()
     return Follower(model, vocab_size(tokenizer))
 

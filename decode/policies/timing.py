@@ -59,12 +59,18 @@ def isolated_times(
         calls["draft"] = by(twin, plan.fed, **at, device=target.device)
         if drafter.taps:
             calls["extend"] = extend_call(twin, target, plan.levels + 1, **at)
-    if not drafter.host and target.leader is None:  # whose followers would be told of no replay
-        calls = {name: graphed(call, target.device) for name, call in calls.items()}
+    calls = recorded(calls, target, drafter)
     calls["prefill"] = prefill_call(target, batch=batch, length=prompt)
     times: dict[str, Any] = {"extend": None} | least_times(calls, target.device, SHORT)
     times["draft"] /= plan.levels
     return times
+
+
+def recorded(calls: dict[Any, Call], target: Runner, drafter: Drafter) -> dict[Any, Call]:
+    """The calls as `graphed`, where they can be: a split target's followers hear of no replay."""
+    if drafter.host or target.leader is not None:
+        return calls
+    return {name: graphed(call, target.device) for name, call in calls.items()}
 
 
 def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, context: int) -> Costs:
@@ -95,8 +101,7 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
         if drafter.one_pass:
             calls["first"] = LastDraftCall(twin, (1,), plan, device=target.device, **at)
             calls["extend"] = extend_call(twin, target, plan.levels + 1, **at)
-    if not drafter.host and target.leader is None:  # whose followers would be told of no replay
-        calls = {name: graphed(call, target.device) for name, call in calls.items()}
+    calls = recorded(calls, target, drafter)
     for _ in range(TRIES):
         times = least_times(calls, target.device)
         least = min(times[n] for n in sizes)
