@@ -57,6 +57,7 @@ class Advised:
     counted: int = 4  # that of the run whose counts foretell the others
     limit: int = 32  # prompts
     max_new_tokens: int = 64
+    repeats: int = 3  # of every run, of which each prompt's least time counts
     threads: int = 1
     out: str = "docs/results"
 
@@ -84,6 +85,7 @@ def main(argv: list[str]) -> None:
                     temperature=T,
                     limit=settings.limit,
                     max_new_tokens=settings.max_new_tokens,
+                    repeats=settings.repeats,
                     threads=settings.threads,
                     advice=advice,
                     identity=False,
@@ -94,6 +96,7 @@ def main(argv: list[str]) -> None:
 
         about = {"what": name, "drafter": pair.drafter, "temperature": temperature}
         about |= {"counted": settings.counted, "prompts": settings.limit}
+        about |= {"repeats": settings.repeats}
         rows += [about | row | about_run() for row in judged(settings, run)]
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -143,7 +146,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         "",
         f"{source(rows)} Speed-ups over plain decoding, foretold by the counts of one run with "
         f"K = {rows[0]['counted']}, and measured in runs of their own; {rows[0]['prompts']} "
-        "held-out prompts, one at a time; 95% intervals over prompts. **Advised** is what "
+        f"held-out prompts, one at a time, the least time of {rows[0].get('repeats', 1)}; 95% "
+        "intervals over prompts. **Advised** is what "
         f"`evaluate` chose and measured by itself. Within 10%: {near[0]} of {len(measured)}; of "
         f"those advised {near[1]} of {len(advised)}.",
         "",

@@ -77,7 +77,8 @@ def evaluate(
     turns = sum(max(1, len(prompt.turns)) for prompt in prompts)
     with LongWork(transient=True) as progress:
         arms = 1 + len(drafters) + len(seconds(settings, pair))
-        bar = progress.add_task(f"decoding in turns ({settings.dtype})", total=arms * turns)
+        total = arms * turns * settings.repeats
+        bar = progress.add_task(f"decoding in turns ({settings.dtype})", total=total)
         timed = time_arms(settings, pair, prompts, lambda: progress.advance(bar))
         if not sum(timed[None].tokens):
             raise ValueError(

@@ -158,6 +158,7 @@ class Report(ReportPart):
     target_mark: dict[str, Any] | None = None  # its fingerprint
     prompts: str | None = None
     attention: str | None = None
+    repeats: int | None = None  # of which the fastest counts
     example: dict[str, Any] | None = None  # prompt, pieces of [text, from the draft?]
     rules: dict[str, float] | None = None
     advice: dict[str, Any] | None = None  # depths, best, foretold, measured, says

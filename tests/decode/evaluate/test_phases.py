@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from evaluated import arguments
 
 from draftsmith.decode.__main__ import main
 from draftsmith.decode.evaluate import evaluate as evaluation
-from draftsmith.decode.evaluate.arms import Evaluation, Loaded, load
+from draftsmith.decode.evaluate.arms import Arms, Evaluation, Loaded, converse, load
 from draftsmith.decode.prompts.prompts import Prompt
 from draftsmith.decode.report.schema import schema_problems
 
@@ -63,3 +64,27 @@ def test_the_report_of_the_speed_phase_is_written_first(
     assert early["identical"] is None and early["alpha"] is None
     assert report["identical"]["total"] == 2 < report["n_prompts"] == 6
     assert len(report["alpha_by_prompt"]) == 2 and report["alpha"] > 0
+
+
+def test_of_several_repeats_the_fastest_of_each_group_counts(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a drafter that remembers has forgotten the answers that it would copy the second time."""
+    runs: list[Arms] = []
+
+    def kept(*given: Any) -> Arms:
+        runs.append(converse(*given))
+        return runs[-1]
+
+    monkeypatch.setattr("draftsmith.decode.evaluate.arms.converse", kept)
+    asked = "drafter=suffix", "identity=false", "advice=false", "repeats=3", "limit=4"
+    report = report_of(folders, tmp_path, *asked)
+    alone = report_of(folders, tmp_path / "alone", *asked[:-2], "limit=4")
+    assert (report["repeats"], alone["repeats"]) == (3, 1) and len(runs) == 3 + 1
+    assert report["tau"] == alone["tau"]
+    (spec,) = (arm for arm in runs[0] if arm is not None)
+    for arm, side in ((None, "plain"), (spec, "speculative")):
+        least = np.min([run[arm].seconds for run in runs[:3]], axis=0)
+        assert len(least) == 4
+        tokens = sum(runs[0][arm].tokens)
+        assert report["tokens_per_s"][side] == pytest.approx(tokens / least.sum())
