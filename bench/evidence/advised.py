@@ -141,13 +141,14 @@ def page(rows: list[dict[str, Any]]) -> str:
     measured = [row for row in rows if row["speedup"] is not None]
     advised = [row for row in measured if row["best"]]
     near = [sum(abs(off(row)) <= NEAR for row in part) for part in (measured, advised)]
+    repeats = rows[0].get("repeats", 1)
+    least = f", the least time of {repeats}" if repeats > 1 else ""
     lines = [
         "# How near the advice comes",
         "",
         f"{source(rows)} Speed-ups over plain decoding, foretold by the counts of one run with "
         f"K = {rows[0]['counted']}, and measured in runs of their own; {rows[0]['prompts']} "
-        f"held-out prompts, one at a time, the least time of {rows[0].get('repeats', 1)}; 95% "
-        "intervals over prompts. **Advised** is what "
+        f"held-out prompts, one at a time{least}; 95% intervals over prompts. **Advised** is what "
         f"`evaluate` chose and measured by itself. Within 10%: {near[0]} of {len(measured)}; of "
         f"those advised {near[1]} of {len(advised)}.",
         "",
