@@ -44,6 +44,13 @@ DRAFTS = "runs/gsm8k/draft/drafter,runs/gsm8k/distill/drafter,ngram"
 EAGLE = "runs/one-pass/eagle3-0/drafter"
 SCALING = "steps=120 eval_every=15 warmup=10 heldout.limit=24 heldout.max_new_tokens=64"
 TRAIN = "draftsmith train pretrain recipe="
+KANGAROO, LONGSPEC, TOKENSWIFT = (
+    f"runs/{name}/gsm8k/drafter" for name in ("kangaroo", "longspec", "tokenswift")
+)
+OWN = "exit:2,exit:6,skip:3a+4m,swift:0.3,jacobi:4,streaming:64,snapkv:64"
+OWN += f",kangaroo={KANGAROO},kangaroo exits={KANGAROO}@confidence:0.6"
+OWN += f",tokenswift=tokenswift:128+{TOKENSWIFT},longspec={LONGSPEC}"
+OWN += ";exit:2,exit:4,exit:6,DEL=exits:2+4+6@exits"
 STEPS = {
     # What several tables begin from.
     "target": Step(f"{TRAIN}gsm8k/target", "~55", "{target}"),
@@ -66,10 +73,25 @@ STEPS = {
     "load": Step("bench/speed/load.py out={out}", "~40"),
     "one-pass": Step("bench/evidence/one_pass.py out={out}", "~150"),
     "calibration": Step("bench/evidence/calibration.py out={out}", "~2"),
+    "kangaroo": Step("draftsmith train heads recipe=kangaroo/gsm8k", "~8", KANGAROO),
+    "longspec": Step("draftsmith train heads recipe=longspec/gsm8k", "~8", LONGSPEC),
+    "tokenswift": Step("draftsmith train heads recipe=tokenswift/gsm8k", "~6", TOKENSWIFT),
+    "layerskip": Step(
+        "draftsmith train tune recipe=layerskip/gsm8k", "~15", "runs/layerskip/gsm8k/target"
+    ),
+    "twin": Step("bench/speed/twin.py target={target} out=runs/twin", "1", "runs/twin/target"),
+    "own-layers-twin": Step(
+        "bench/evidence/evaluated.py K=1,3 prompts=8 max_new_tokens=32 identity=false "
+        "targets=twin=runs/twin/target "
+        "drafters=exit:4,exit:12,skip:6a+8m,jacobi:4,streaming:64,snapkv:64 out={out}",
+        "~25",
+        "{out}/own-layers.json",
+    ),
     "own-layers": Step(
-        "bench/evidence/evaluated.py K=1,3 prompts=12 max_new_tokens=48 identity=false drafters="
-        "exit:2,exit:6,skip:3a+4m,swift:0.3,jacobi:4,streaming:64,snapkv:64 out={out}",
-        "~15",
+        "bench/evidence/evaluated.py K=1,3 prompts=12 max_new_tokens=48 identity=false "
+        f"targets=target={{target}},layerskip=runs/layerskip/gsm8k/target 'drafters={OWN}' "
+        "out={out}",
+        "~30",
     ),
     "training-free": Step(
         "bench/evidence/evaluated.py name=training-free 'title=Drafts that are looked up' K=6 "
@@ -184,7 +206,10 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "omni": ("target", "omni"),
     "online": (*GIVEN, "draft", "online"),
     "online-choices": (*GIVEN, "draft", "online", "eagle3", "online-choices"),
-    "own-layers": ("target", "own-layers"),
+    "own-layers": (
+        *(*GIVEN, "kangaroo", "longspec", "tokenswift", "layerskip", "twin"),
+        *("own-layers-twin", "own-layers"),
+    ),
     "peers": ("quickstart-runs", "peers"),
     "quickstart": ("quickstart-runs", "quickstart"),
     "ranks": ("ranks",),

@@ -11,14 +11,16 @@
 
 targets: name=folder of each target, comma between: the target itself, a copy that was trained to
 exit early, a costly twin (`bench/speed/twin.py`). Each takes the drafters of the same place in
-`drafters`, lists with a semicolon between (one list: of all). Every tree, and chains of every K, at
-every temperature; the page shows of each drafter and tree the K with the largest measured speed-up.
-data: one path, or name=path of several; again: beside them a stream that asks the first prompts of
-the first one so many times over, as agents and retries do. Prompt lookup takes no part in trees.
-Rows and page: <out>/<name>.*
+`drafters`, lists with a semicolon between (one list: of all); name=DRAFTER@POLICY where it has a
+name, or policy, of its own. Every tree, and chains of every K, at every temperature; the page shows
+of each drafter and tree the K with the largest measured speed-up. data: one path, or name=path of
+several; again: beside them a stream that asks the first prompts of the first one so many times
+over, as agents and retries do. Prompt lookup takes no part in trees. Rows and page: <out>/<name>.*,
+where the rows of other targets stay.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from draftsmith.decode.prompts.splits import load_rows, part_of
 from draftsmith.train.run.recipe import gsm8k
 
 FIGURES = ("tau", "tau_interval", "alpha", "c", "mbsu", "speedup", "speedup_interval")
-FIGURES += ("ideal_speedup", "K", "tree", "temperature", "n_prompts", "identical")
+FIGURES += ("ideal_speedup", "K", "tree", "policy", "temperature", "n_prompts", "identical")
 HEAD = (
     "drafter",
     "tree",
@@ -64,6 +66,7 @@ class Table:
     temperatures: str = "0,1"
     prompts: int = 16
     max_new_tokens: int = 64
+    repeats: int = 1  # of which each prompt's least time counts
     threads: int = 1
     identity: bool = True  # also compare tokens in fp32
     out: str = "docs/results"
@@ -96,32 +99,51 @@ def main(argv: list[str]) -> None:
     rows: list[dict[str, Any]] = []
     for name, path, names, tree, K, temperature, (of, data) in track(runs, "evaluating"):
         need("target", path)
-        taking = [one for one in names.split(",") if tree == "chain" or one != "ngram"]
-        asked = Evaluation(
-            target=path,
-            drafter=",".join(taking),
-            prompts=data,
-            split="all" if of == "again" else "report",
-            K=K,
-            tree=tree,
-            temperature=temperature,
-            limit=settings.prompts,
-            max_new_tokens=settings.max_new_tokens,
-            threads=settings.threads,
-            advice=False,
-            identity=settings.identity,
-        )
-        reports = evaluate(asked, arms(taking))
         about = {"on": name, "target": path, "of": of, "data": data} | about_run()
-        rows += [
-            {"what": what} | {key: report[key] for key in FIGURES} | halves(report) | about
-            for what, report in reports.items()
-        ]
+        for policy, drafters in by_policy(names, tree):
+            asked = Evaluation(
+                target=path,
+                drafter=",".join(drafters.values()),
+                prompts=data,
+                split="all" if of == "again" else "report",
+                K=K,
+                tree=tree,
+                policy=policy,
+                temperature=temperature,
+                limit=settings.prompts,
+                max_new_tokens=settings.max_new_tokens,
+                repeats=settings.repeats,
+                threads=settings.threads,
+                advice=False,
+                identity=settings.identity,
+            )
+            rows += [
+                {"what": what} | {key: report[key] for key in FIGURES} | halves(report) | about
+                for what, report in evaluate(asked, drafters).items()
+            ]
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
+    if (kept := out / f"{settings.name}.json").exists():
+        before, new = json.loads(kept.read_text()), {row["on"] for row in rows}
+        rows = [row for row in before if row["on"] not in new] + rows
     (out / f"{settings.name}.json").write_text(json.dumps(rows, indent=1) + "\n")
     (out / f"{settings.name}.md").write_text(page(settings.title, rows))
     print(page(settings.title, rows))
+
+
+def by_policy(names: str, tree: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """The drafters that take part with a tree, name -> drafter, by the policy that they asked for;
+    those without a name as `evaluate` calls them.
+    """
+    found: dict[str, list[tuple[str, str]]] = {}
+    for one in names.split(","):
+        name, _, rest = one.rpartition("=")
+        drafter, _, policy = rest.partition("@")
+        if tree == "chain" or drafter != "ngram":
+            found.setdefault(policy, []).append((name, drafter))
+    for policy, some in found.items():
+        usual = arms([drafter for _, drafter in some])
+        yield policy, {own or name: path for name, (own, path) in zip(usual, some, strict=True)}
 
 
 def repeated(data: str, settings: Table) -> str:
