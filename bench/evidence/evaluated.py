@@ -16,12 +16,13 @@ name, or policy, of its own. Every tree, and chains of every K, at every tempera
 of each drafter and tree the K with the largest measured speed-up. data: one path, or name=path of
 several; again: beside them a stream that asks the first prompts of the first one so many times
 over, as agents and retries do. Prompt lookup takes no part in trees. Rows and page: <out>/<name>.*,
-where the rows of other targets stay.
+where the rows of other targets stay. What was measured at this commit isn't measured again.
 """
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from draftsmith.decode.__main__ import arms
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import evaluate
 from draftsmith.decode.prompts.splits import load_rows, part_of
+from draftsmith.models.disk.provenance import git_commit
 from draftsmith.train.run.recipe import gsm8k
 
 FIGURES = ("tau", "tau_interval", "alpha", "c", "mbsu", "speedup", "speedup_interval")
@@ -117,10 +119,16 @@ def main(argv: list[str]) -> None:
                 advice=False,
                 identity=settings.identity,
             )
-            rows += [
-                {"what": what} | {key: report[key] for key in FIGURES} | halves(report) | about
-                for what, report in evaluate(asked, drafters).items()
-            ]
+            known = f"{git_commit()} {drafters} {replace(asked, out='')}".encode()
+            kept = Path(f"runs/evaluated/{settings.name}/{sha256(known).hexdigest()[:16]}.json")
+            if not kept.exists():
+                found = [
+                    {"what": what} | {key: report[key] for key in FIGURES} | halves(report) | about
+                    for what, report in evaluate(asked, drafters).items()
+                ]
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(found))
+            rows += json.loads(kept.read_text())
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
     if (kept := out / f"{settings.name}.json").exists():

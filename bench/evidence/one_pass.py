@@ -39,6 +39,8 @@ KINDS: Kinds = {
     "dflash2": (*PUBLISHED, "head.kind=dflash2", "loss=ce"),
     "ours, no noise": (*BLOCK, "head.noise=false"),
     "ours, Markov head": (*BLOCK, "head.light=markov"),
+    "ours, all layers": (*BLOCK, "head.taps=[1,2,3,4,5,6,7,8]"),
+    "ours, all layers and state": (*BLOCK, "head.taps=[1,2,3,4,5,6,7,8]", "anchors.state=10"),
     "ours": BLOCK,
 }
 

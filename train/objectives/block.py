@@ -1,12 +1,14 @@
 """What block drafters are trained for: the tokens ahead of sampled anchors, all depths at once.
 
-    loss = sum_A sum_k w_k [ (1 - base) D(p_{A+k}, q_k) + base D(p_{A+k}, u_k) ]
+    loss = sum_A sum_k w_k [ (1 - base) D(p_{A+k}, q_k) + base D(p_{A+k}, u_k)
+                             + state |h_{A+k} - s_k| ]
 
 q_k: the drafter's law of x_{A+1+k} in the block at A, after the text's own tokens before it; u_k:
-the same without the light head; p_{A+k}: the target's there. A pair (A, k) is trained where the
-text trains x_{A+1} .. x_{A+1+k}, so all of one document. w_k = exp(-k / decay) over the sum of its
-kind. Of each row of text so many anchors are drawn, which stand for all of it: their weight is the
-trained tokens of the row over the anchors drawn.
+the same without the light head; p_{A+k}: the target's there; h, s_k: the states that the LM head
+makes p and q of, |.| the mean of smooth L1 over them, as EAGLE-1 has it. A pair (A, k) is trained
+where the text trains x_{A+1} .. x_{A+1+k}, so all of one document. w_k = exp(-k / decay) over the
+sum of its kind. Of each row of text so many anchors are drawn, which stand for all of it: their
+weight is the trained tokens of the row over the anchors drawn.
 
 With `noise` the drafter is shown the race that the target's token wins. For a text that p wrote it
 is drawn from its law given the token x: Z ~ Exp(1) is the winning time, E_x = p_x Z, and of the
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -49,6 +52,7 @@ class Anchors:
     decay: float = 4.0  # w_k = exp(-k / decay); 0: all depths alike
     base: float = 0.0  # share of the loss that the drafter without its light head has
     base_ends: float = 0.0  # step at which it has fallen, evenly, to 0; 0: it stays
+    state: float = 0.0  # weight of the distance from the target's states, beside the loss
 
 
 class Drawn(NamedTuple):
@@ -112,10 +116,11 @@ class BlockObjective(OnStates, Counting):
         *,
         loss: str = "fkl",
     ) -> None:
-        if anchors.count < 1 or min(anchors.decay, anchors.base_ends) < 0:
+        if anchors.count < 1 or min(anchors.decay, anchors.base_ends, anchors.state) < 0:
             raise ValueError(
                 f"anchors: got count={anchors.count}, decay={anchors.decay}, base_ends="
-                f"{anchors.base_ends}, expected at least 1 of them, and numbers from 0 up"
+                f"{anchors.base_ends}, state={anchors.state}, expected at least 1 of them, and "
+                "numbers from 0 up"
             )
         if not 0 <= anchors.base <= 1:
             raise ValueError(f"anchors.base: got {anchors.base}, expected a share, 0 to 1")
@@ -157,6 +162,9 @@ class BlockObjective(OnStates, Counting):
         lit_NI, base_NH = lit_BMnI.flatten(0, 2), base_BMnH.flatten(0, 2)
         weight_N, q = weight_BMn.flatten(), (lit_NI, heads)
         total, alpha_N = self._compared(q, base_NH if share else None, p, next_N, weight_N, share)
+        if self.anchors.state:
+            apart_NH = F.smooth_l1_loss(lit_NI[:, :wide], p_NG.to(lit_NI.dtype), reduction="none")
+            total = total + self.anchors.state * (weight_N * apart_NH.mean(1)).sum()
         metrics = {} if alpha_N is None else self._by_depth("alpha", alpha_N, drawn)
         if fully:
             pairs_N = drawn.pair_BMn.flatten().float()
