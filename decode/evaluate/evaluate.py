@@ -268,10 +268,11 @@ def tau_by_rule(
     settings: Evaluation, pair: Loaded, name: str, plain: Arm, spec: Arm
 ) -> dict[str, float] | None:
     """tau under coupled and under block acceptance, which differ above temperature 0: of chains of
-    a fixed depth.
+    a fixed depth, or of a policy that asks for neither.
     """
-    drafter = pair.drafters[name]
-    unlike = settings.params.greedy or settings.lossy or not pair.decoding[name].plan.is_chain
+    drafter, how = pair.drafters[name], pair.decoding[name]
+    coupled = how.policy.startswith("exits")  # by whose noise it chooses
+    unlike = settings.params.greedy or settings.lossy or not how.plan.is_chain or coupled
     if unlike or drafter.remembers or not drafter.samples:
         return None
     taus = {settings.rule: metrics.block_efficiency(spec.counters)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from block_drafts import FORMS
 from chi_square import chi_square_p
 from tiny_heads import ROWS, TOKENS, llama, one_batch, words
@@ -52,7 +53,7 @@ def bare(states_BRH: Tensor) -> Tensor:
 
 def pairs(head: Block, batch: Batch) -> Any:
     """Of every trained (row, anchor, depth): these, the target's logits, the drafter's with and
-    without its light head, the token: block by block.
+    without its light head, the token, how far apart their states are: block by block.
     """
     target = llama()
     inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
@@ -70,7 +71,9 @@ def pairs(head: Block, batch: Batch) -> Any:
                     break
                 q_V, u_V = wide_VI @ lit[0, 0, depth], wide_VI[:, :32] @ base[0, 0, depth]
                 at = row, anchor, depth
-                yield at, p_BTV[row, anchor + depth], q_V, u_V, int(ids_T[anchor + depth + 1])
+                states = lit[0, 0, depth, :32], seen.norm_BTG[row, anchor + depth]
+                apart, p_V = F.smooth_l1_loss(*states), p_BTV[row, anchor + depth]
+                yield at, p_V, q_V, u_V, int(ids_T[anchor + depth + 1]), apart
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -81,6 +84,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("treeflash", {"loss": "tv", "base": 0.25, "decay": 1.0}),
     ("rnn", {"loss": "0.5*fkl+0.5*ce", "base": 0.5}),
     ("noise-path", {"base": 0.3}),
+    ("noise-path", {"base": 0.3, "state": 2.0}),
+    ("dflash", {"loss": "ce", "state": 0.5, "decay": 1.0}),
     ("noise-markov", {"base": 0.5}),
 ]
 
@@ -105,9 +110,10 @@ def test_the_loss_is_the_formula_pair_by_pair(
     depth_n = [math.exp(-k / (given.get("decay", 4.0) or math.inf)) for k in range(LEVELS)]
     sums = {f"{key}_{k}": 0.0 for key in ("count", "alpha", "top1") for k in range(LEVELS)}
     losses, can = {}, [0] * len(batch.input_ids)
-    for (row, anchor, depth), p_V, q_V, u_V, token in pairs(head, batch):
+    for (row, anchor, depth), p_V, q_V, u_V, token, apart in pairs(head, batch):
         can[row] += depth == 0
         both = (1 - share) * compared(p_V, q_V, token) + share * compared(p_V, u_V, token)
+        both += given.get("state", 0.0) * apart
         losses[row, anchor, depth] = depth_n[depth] / sum(depth_n) * both
         sums[f"count_{depth}"] += 1
         sums[f"alpha_{depth}"] += acceptance(p_V, q_V).item()
@@ -280,6 +286,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"count": 0}, "anchors: got count=0.*expected at least 1"),
     ({"decay": -1.0}, "decay=-1.0"),
     ({"base_ends": -1.0}, "base_ends=-1.0"),
+    ({"state": -1.0}, "state=-1.0"),
     ({"base": 2.0}, "anchors.base: got 2.0, expected a share, 0 to 1"),
     ({"loss": "soft"}, "got 'soft', expected"),
     ({"loss": "0*ce"}, "weights above 0"),
