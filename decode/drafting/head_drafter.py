@@ -18,6 +18,7 @@ from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.forward.attention import Attend, Seen
 from draftsmith.decode.forward.kv import KVPool, SlotCache
 from draftsmith.decode.forward.lean import Attending
+from draftsmith.decode.forward.product import quick
 from draftsmith.decode.forward.runner import round_up
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
@@ -43,6 +44,7 @@ class HeadDrafter(Drafter):
         self, head: Head, target: PreTrainedModel, layer: PretrainedConfig | None = None
     ) -> None:
         self.head = head.bind(target)
+        quick(self.head)
         self.kind, self.taps = head.kind, head.taps
         self.levels, self.context = head.levels, head.context
         weight = next(head.parameters())

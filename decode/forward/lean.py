@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from draftsmith.decode.forward.attention import mix
 from draftsmith.decode.forward.kv import SlotCache
 from draftsmith.decode.forward.native import NativeBody
-from draftsmith.decode.forward.product import Product, linear, version
+from draftsmith.decode.forward.product import Product, QuickLinear, linear, version
 from draftsmith.models.split import Summed
 
 HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to that
@@ -53,7 +53,7 @@ def lean_body(body: Any) -> "LeanBody | None":
     if rope.get("rope_type") not in POSITION_ONLY or rope.get("partial_rotary_factor", 1) != 1:
         return None
     maps = (part for layer in layers for part in projections(layer))
-    plain = all(type(part) in (nn.Linear, Summed) for part in maps)
+    plain = all(type(part) in (nn.Linear, QuickLinear, Summed) for part in maps)
     return LeanBody(body, layers) if plain else None
 
 
