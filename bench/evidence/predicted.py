@@ -94,7 +94,7 @@ def judged(results: Path, table: str) -> Iterator[Judged]:
         )
     for row in json.loads(rows.read_text()):
         kind = kinds.get(row["what"], None if kinds else "draft")
-        if kind is None:
+        if kind is None or row.get("on") == "twin":  # of another shape
             continue
         exits = int(row["what"].partition(":")[2] or 1) if kind == "exit" else 1
         K = row.get("levels") or row.get("K") or int(row["what"].removeprefix("K = "))
