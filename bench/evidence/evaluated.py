@@ -119,16 +119,7 @@ def main(argv: list[str]) -> None:
                 advice=False,
                 identity=settings.identity,
             )
-            known = f"{git_commit()} {drafters} {replace(asked, out='')}".encode()
-            kept = Path(f"runs/evaluated/{settings.name}/{sha256(known).hexdigest()[:16]}.json")
-            if not kept.exists():
-                found = [
-                    {"what": what} | {key: report[key] for key in FIGURES} | halves(report) | about
-                    for what, report in evaluate(asked, drafters).items()
-                ]
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                kept.write_text(json.dumps(found))
-            rows += json.loads(kept.read_text())
+            rows += measured(settings, asked, drafters, about)
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
     if (kept := out / f"{settings.name}.json").exists():
@@ -137,6 +128,22 @@ def main(argv: list[str]) -> None:
     (out / f"{settings.name}.json").write_text(json.dumps(rows, indent=1) + "\n")
     (out / f"{settings.name}.md").write_text(page(settings.title, rows))
     print(page(settings.title, rows))
+
+
+def measured(
+    settings: Table, asked: Evaluation, drafters: dict[str, str], about: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The rows of one evaluation, kept and read again at this commit."""
+    known = f"{git_commit()} {drafters} {replace(asked, out='')}".encode()
+    kept = Path(f"runs/evaluated/{settings.name}/{sha256(known).hexdigest()[:16]}.json")
+    if not kept.exists():
+        found = [
+            {"what": what} | {key: report[key] for key in FIGURES} | halves(report) | about
+            for what, report in evaluate(asked, drafters).items()
+        ]
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(found))
+    return list(json.loads(kept.read_text()))
 
 
 def by_policy(names: str, tree: str) -> Iterator[tuple[str, dict[str, str]]]:

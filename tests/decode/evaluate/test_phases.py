@@ -77,7 +77,7 @@ def test_of_several_repeats_the_fastest_of_each_group_counts(
         return runs[-1]
 
     monkeypatch.setattr("draftsmith.decode.evaluate.arms.converse", kept)
-    asked = "drafter=suffix", "identity=false", "advice=false", "repeats=3", "limit=4"
+    asked = "drafter=suffix", "identity=false", "policy=fixed", "repeats=3", "limit=4"
     report = report_of(folders, tmp_path, *asked)
     alone = report_of(folders, tmp_path / "alone", *asked[:-2], "limit=4")
     assert (report["repeats"], alone["repeats"]) == (3, 1) and len(runs) == 3 + 1
