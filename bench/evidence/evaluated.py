@@ -190,9 +190,10 @@ def page(title: str, rows: list[dict[str, Any]]) -> str:
         "(1 + K bytes read by a draft call / bytes of a plain step). Intervals: 95%, over prompts.",
     ]
     parts = dict.fromkeys((row["on"], row["data"]) for row in rows)
-    for on, data in parts:
-        for temperature in sorted({row["temperature"] for row in rows}):
-            place = on, data, temperature
+    places = {(row["on"], row["data"], row["temperature"]) for row in rows}
+    for part in parts:
+        for place in sorted(place for place in places if place[:2] == part):
+            on, data, temperature = place
             here = [r for r in rows if (r["on"], r["data"], r["temperature"]) == place]
             head = f"## {on} ({here[0]['target']}), {data}, temperature {temperature:g}"
             lines += ["", head, ""]
