@@ -89,6 +89,13 @@ def page(name: str, rows: list[dict[str, Any]], *, about: str, picture: bool) ->
     return "\n".join(lines) + "\n"
 
 
+def beside(file: Path, rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """The rows after those that a file has of others, by these keys."""
+    before = json.loads(file.read_text()) if file.exists() else []
+    new = {tuple(row[key] for key in keys) for row in rows}
+    return [row for row in before if tuple(row[key] for key in keys) not in new] + rows
+
+
 def about_run() -> dict[str, Any]:
     """Commit, command and machine, beside every kept number."""
     return {"commit": git_commit(), "command": command_line(), "machine": machine()}

@@ -95,8 +95,8 @@ def main(argv: list[str]) -> None:
             return next(iter(found.values()))
 
         about = {"what": name, "drafter": pair.drafter, "temperature": temperature}
-        about |= {"counted": settings.counted, "prompts": settings.limit}
-        about |= {"repeats": settings.repeats}
+        about |= {key: getattr(settings, key) for key in ("counted", "repeats")}
+        about["prompts"] = settings.limit
         rows += [about | row | about_run() for row in judged(settings, run)]
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)

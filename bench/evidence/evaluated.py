@@ -29,7 +29,7 @@ from typing import Any
 from rich.progress import track
 
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run, markdown, source
+from draftsmith.bench.rows import about_run, beside, markdown, source
 from draftsmith.command import parse, run_command
 from draftsmith.decode.__main__ import arms
 from draftsmith.decode.evaluate.arms import Evaluation
@@ -119,26 +119,25 @@ def main(argv: list[str]) -> None:
                 advice=False,
                 identity=settings.identity,
             )
-            rows += measured(settings, asked, drafters, about)
+            rows += [row | about for row in measured(settings, asked, drafters)]
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
-    if (kept := out / f"{settings.name}.json").exists():
-        before, new = json.loads(kept.read_text()), {row["on"] for row in rows}
-        rows = [row for row in before if row["on"] not in new] + rows
+    rows = beside(out / f"{settings.name}.json", rows, "on")
     (out / f"{settings.name}.json").write_text(json.dumps(rows, indent=1) + "\n")
     (out / f"{settings.name}.md").write_text(page(settings.title, rows))
     print(page(settings.title, rows))
 
 
-def measured(
-    settings: Table, asked: Evaluation, drafters: dict[str, str], about: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """The rows of one evaluation, kept and read again at this commit."""
-    known = f"{git_commit()} {drafters} {replace(asked, out='')}".encode()
+def measured(settings: Table, asked: Evaluation, drafters: dict[str, str]) -> list[dict[str, Any]]:
+    """The rows of one evaluation; at a commit without changes kept, and read again by the same
+    table.
+    """
+    commit = str(git_commit())
+    known = f"{commit} {replace(settings, out='')} {drafters} {asked}".encode()
     kept = Path(f"runs/evaluated/{settings.name}/{sha256(known).hexdigest()[:16]}.json")
-    if not kept.exists():
+    if commit.endswith("-dirty") or not kept.exists():
         found = [
-            {"what": what} | {key: report[key] for key in FIGURES} | halves(report) | about
+            {"what": what} | {key: report[key] for key in FIGURES} | halves(report)
             for what, report in evaluate(asked, drafters).items()
         ]
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -189,17 +188,13 @@ def page(title: str, rows: list[dict[str, Any]]) -> str:
         "of each tree the K with the largest measured speed-up over plain decoding. MBSU: tau / "
         "(1 + K bytes read by a draft call / bytes of a plain step). Intervals: 95%, over prompts.",
     ]
-    parts = dict.fromkeys((row["on"], row["data"]) for row in rows)
-    places = {(row["on"], row["data"], row["temperature"]) for row in rows}
-    for part in parts:
-        for place in sorted(place for place in places if place[:2] == part):
-            on, data, temperature = place
-            here = [r for r in rows if (r["on"], r["data"], r["temperature"]) == place]
-            head = f"## {on} ({here[0]['target']}), {data}, temperature {temperature:g}"
-            lines += ["", head, ""]
-            each = dict.fromkeys((row["what"], row["tree"]) for row in here)
-            best = [max((r for r in here if (r["what"], r["tree"]) == a), key=speed) for a in each]
-            lines += markdown(HEAD, list(map(cells, best)))
+    for place in dict.fromkeys((row["on"], row["data"], row["temperature"]) for row in rows):
+        on, data, temperature = place
+        here = [r for r in rows if (r["on"], r["data"], r["temperature"]) == place]
+        lines += ["", f"## {on} ({here[0]['target']}), {data}, temperature {temperature:g}", ""]
+        each = dict.fromkeys((row["what"], row["tree"]) for row in here)
+        best = [max((r for r in here if (r["what"], r["tree"]) == a), key=speed) for a in each]
+        lines += markdown(HEAD, list(map(cells, best)))
     return "\n".join(lines) + "\n"
 
 

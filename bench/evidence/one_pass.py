@@ -18,6 +18,7 @@ from typing import Any
 
 from draftsmith.bench.evidence import one_pass_page
 from draftsmith.bench.evidence.heads import Heads, Kinds, Trees, trained_and_measured
+from draftsmith.bench.rows import beside
 from draftsmith.command import parse, run_command, unknown
 
 LEVELS, WIDTH = 5, 6
@@ -61,10 +62,7 @@ def main(argv: list[str]) -> None:
     rows = [row | {"nodes": row["N"] - 1} for row in rows]
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
-    if (kept := out / "one-pass.json").exists():  # of drafters and seeds that weren't asked for
-        new = {(row["what"], row["seed"]) for row in rows}
-        before = json.loads(kept.read_text())
-        rows = [row for row in before if (row["what"], row["seed"]) not in new] + rows
+    rows = beside(out / "one-pass.json", rows, "what", "seed")
     (out / "one-pass.json").write_text(json.dumps(rows, indent=1) + "\n")
     (out / "one-pass.md").write_text(one_pass_page.page(rows))
     print(one_pass_page.page(rows))

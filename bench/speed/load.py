@@ -25,7 +25,7 @@ import torch
 from transformers import logging
 
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run, interval, markdown, source
+from draftsmith.bench.rows import about_run, beside, interval, markdown, source
 from draftsmith.bench.speed.arms import Arm, Turn, decode_rate, generate, take_turns, tau
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
@@ -92,9 +92,7 @@ def main(argv: list[str]) -> None:
     )
     out = Path(settings.out)
     rows = [about_run() | {"on": settings.on, "how": how} | one for one in rows]
-    if (kept := out / "load.json").exists():
-        before = json.loads(kept.read_text())
-        rows = [one for one in before if one["on"] != settings.on] + rows
+    rows = beside(out / "load.json", rows, "on")
     out.mkdir(parents=True, exist_ok=True)
     (out / "load.json").write_text(json.dumps(rows, indent=1) + "\n")
     (out / "load.svg").write_text(picture(rows))

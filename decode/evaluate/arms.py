@@ -265,7 +265,7 @@ def time_arms(
         for drafter in pair.drafters.values():
             drafter.forget()  # what was warmed up on, or decoded before
         found.append(converse(settings, pair, prompts, decoders, settings.batch_size, tick))
-    return found[0] if len(found) == 1 else fastest(found, settings.batch_size)
+    return fastest(found, settings.batch_size)
 
 
 def fastest(runs: Sequence[Arms], size: int) -> Arms:

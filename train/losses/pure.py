@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -171,6 +172,11 @@ def agreement(p_logits_XV: Tensor, q_logits_XV: Tensor) -> Tensor:
 def cross_entropy(q_logits_XV: Tensor, tokens_X: Tensor) -> Tensor:
     """-log q(token), in nats: logits [..., V] and int64 tokens [...] -> [...]."""
     return -_log_probs(q_logits_XV).gather(-1, tokens_X.unsqueeze(-1)).squeeze(-1)
+
+
+def apart(q_XH: Tensor, p_XH: Tensor) -> Tensor:
+    """How far a draft's states are from the target's: the mean of smooth L1 over H (EAGLE-1)."""
+    return F.smooth_l1_loss(q_XH.float(), p_XH.float(), reduction="none").mean(-1)
 
 
 def divergence(name: str, beta: float = 0.5, kl_weight: float | Tensor = 1.0) -> Loss:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,7 +36,7 @@ from draftsmith.train.losses.chunked import (
     chunked_steps,
     rows_of,
 )
-from draftsmith.train.losses.pure import agreement, lk_weight, mixed, parse_loss
+from draftsmith.train.losses.pure import agreement, apart, lk_weight, mixed, parse_loss
 from draftsmith.train.objectives.heads import OnStates
 from draftsmith.train.run.loop import Counting, StepOutput
 from draftsmith.train.teachers.states import States
@@ -163,8 +162,8 @@ class BlockObjective(OnStates, Counting):
         weight_N, q = weight_BMn.flatten(), (lit_NI, heads)
         total, alpha_N = self._compared(q, base_NH if share else None, p, next_N, weight_N, share)
         if self.anchors.state:
-            apart_NH = F.smooth_l1_loss(lit_NI[:, :wide], p_NG.to(lit_NI.dtype), reduction="none")
-            total = total + self.anchors.state * (weight_N * apart_NH.mean(1)).sum()
+            far_N = apart(lit_NI[:, :wide], p_NG)
+            total = total + self.anchors.state * (weight_N * far_N).sum()
         metrics = {} if alpha_N is None else self._by_depth("alpha", alpha_N, drawn)
         if fully:
             pairs_N = drawn.pair_BMn.flatten().float()

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -28,7 +27,7 @@ from draftsmith.models.heads.head import Head
 from draftsmith.models.taps import TargetStates
 from draftsmith.models.target import cut_rows, head_weight
 from draftsmith.train.losses.chunked import chunked_steps, measure_steps
-from draftsmith.train.losses.pure import Loss, lk_weight, mixed, parse_loss
+from draftsmith.train.losses.pure import Loss, apart, lk_weight, mixed, parse_loss
 from draftsmith.train.objectives.heads import OnStates
 from draftsmith.train.run.loop import StepOutput
 from draftsmith.train.teachers.states import States
@@ -159,8 +158,7 @@ class EagleObjective(OnStates):
 
 def _state_loss(batch: Batch, seen: TargetStates, first_NH: Tensor) -> Tensor:
     """sum_t m smooth-L1(f'_t, f_{t+1}): the draft's state is the target's one further on."""
-    states = first_NH.roll(1, 0).float(), seen.norm_BTG.flatten(0, 1).float()
-    loss_N = F.smooth_l1_loss(*states, reduction="none").mean(-1)
+    loss_N = apart(first_NH.roll(1, 0), seen.norm_BTG.flatten(0, 1))
     return loss_N[trained(batch, 1)[0]].sum()
 
 

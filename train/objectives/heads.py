@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,7 +22,7 @@ from draftsmith.models.heads.head import Head
 from draftsmith.models.target import check_split, cut_rows, head_weight
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.losses.chunked import Side, chunked_cross_entropy, chunked_divergence
-from draftsmith.train.losses.pure import agreement, divergence, lk_weight
+from draftsmith.train.losses.pure import agreement, apart, divergence, lk_weight
 from draftsmith.train.run.loop import Objective, StepOutput
 from draftsmith.train.teachers.states import OnlineTaps, States
 from draftsmith.train.text.batches import Batch
@@ -133,8 +132,7 @@ class HeadObjective(OnStates):
         for depth, (q, p, tokens_N, mask_N) in enumerate(compared):
             weight_N = mask_N * self.decay**depth
             if self.state:
-                far_N = F.smooth_l1_loss(q[0].float(), p[0].float(), reduction="none").mean(-1)
-                total = total + self.state * (weight_N * far_N).sum()
+                total = total + self.state * (weight_N * apart(q[0], p[0])).sum()
             if self.loss == "ce":
                 loss, _ = chunked_cross_entropy(*q, tokens_N, weight_N)
             else:
