@@ -45,6 +45,7 @@ from draftsmith.decode.evaluate.arms import (
 )
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.size import available
+from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.prompts.prompts import Prompt, load_prompts, spread
 from draftsmith.decode.report.schema import REPORT_KEYS, AnswerDifference
 from draftsmith.models.disk.provenance import command_line, git_commit, machine, versions
@@ -76,9 +77,8 @@ def evaluate(
     prompts, skipped = choose_prompts(settings, pair)
     turns = sum(max(1, len(prompt.turns)) for prompt in prompts)
     with LongWork(transient=True) as progress:
-        arms = 1 + len(drafters) + len(seconds(settings, pair))
-        total = arms * turns * settings.repeats
-        bar = progress.add_task(f"decoding in turns ({settings.dtype})", total=total)
+        arms = settings.repeats * (1 + len(drafters) + len(seconds(settings, pair)))
+        bar = progress.add_task(f"decoding in turns ({settings.dtype})", total=arms * turns)
         timed = time_arms(settings, pair, prompts, lambda: progress.advance(bar))
         if not sum(timed[None].tokens):
             raise ValueError(
@@ -268,10 +268,10 @@ def tau_by_rule(
     settings: Evaluation, pair: Loaded, name: str, plain: Arm, spec: Arm
 ) -> dict[str, float] | None:
     """tau under coupled and under block acceptance, which differ above temperature 0: of chains of
-    a fixed depth, or of a policy that asks for neither.
+    a fixed depth, or of a policy whose choices no other rule allows.
     """
     drafter, how = pair.drafters[name], pair.decoding[name]
-    coupled = how.policy.startswith("exits")  # by whose noise it chooses
+    coupled = make_policy(how.policy, how.plan).reads_drawn
     unlike = settings.params.greedy or settings.lossy or not how.plan.is_chain or coupled
     if unlike or drafter.remembers or not drafter.samples:
         return None

@@ -33,7 +33,7 @@ class ExitPolicy(Policy):
     middle of rounds, and they can be recorded.
     """
 
-    MEMORY = 0.95
+    MEMORY, reads_drawn = 0.95, True
 
     def __init__(self, plan: Plan, scale: float = 1.0) -> None:
         if not plan.is_chain or scale < 0:

@@ -96,7 +96,7 @@ class Policy:
     chance: Chance | None = None
     keep: HowMany | None = None
     share: Callable[[TokenTree, Tensor], TokenTree] | None = None
-    reads_drawn = False  # whether what it shares depends on the very tokens that were drawn
+    reads_drawn = False  # whether its choices depend on the very tokens that were drawn
     orders = priced = rests = asleep = False
     costs: Costs | None = None
 

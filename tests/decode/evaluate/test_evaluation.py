@@ -143,13 +143,15 @@ def test_every_arm_answers_the_same_second_turn(
     assert [len(turns) for turns in short[None].questions] == [1]
 
 
-def test_exits_chosen_by_noise_have_a_report_above_temperature_0(
-    folders: Path, tmp_path: Path
+@pytest.mark.parametrize(("policy", "name"), [("exits", "exits:1+2"), ("tetris:1", "itself")])
+def test_what_is_chosen_by_noise_has_a_report_above_temperature_0(
+    folders: Path, tmp_path: Path, policy: str, name: str
 ) -> None:
-    """tau by other rules is left out: their draws tell no exit what of it would be kept."""
-    asked = "drafter=exits:1+2", "policy=exits", "K=3", "temperature=1", "identity=false"
+    """tau by other rules is left out: they allow no such choice."""
+    drafter = name if policy == "exits" else str(folders / name)
+    asked = f"drafter={drafter}", f"policy={policy}", "K=3", "temperature=1", "identity=false"
     report = report_of(folders, tmp_path, *asked, "limit=2")
-    assert report["rules"] is None and report["policy"] == "exits" and report["tau"] >= 1
+    assert report["rules"] is None and report["policy"] == policy and report["tau"] >= 1
 
 
 def test_a_row_that_failed_is_named() -> None:
