@@ -42,6 +42,9 @@ KINDS: Kinds = {
     "ours, Markov head": (*BLOCK, "head.light=markov"),
     "ours, all layers": (*BLOCK, "head.taps=[1,2,3,4,5,6,7,8]"),
     "ours, all layers and state": (*BLOCK, "head.taps=[1,2,3,4,5,6,7,8]", "anchors.state=10"),
+    "layer": (*BLOCK, "head.light=layer", "head.taps=[1,2,3,4,5,6,7,8]", "anchors.state=10"),
+    "layer1": (*BLOCK, "head.light=layer", "head.taps=[1,2,3,4,5,6,7,8]", "anchors.state=10"),
+    "path": (*BLOCK, "head.light=layer", "head.taps=[1,2,3,4,5,6,7,8]", "anchors.state=10"),
     "ours": BLOCK,
 }
 

@@ -3,7 +3,8 @@
 A row of n committed tokens keeps the trunk's keys and values of their context states, position i in
 slot i, made once. The block's own lie beyond, from slot n on: they are of this round alone,
 whatever of it is kept. At depth k the nodes fed are the tokens before the drafted ones; they share
-the trunk's row k, and the light head tells them apart.
+the trunk's row k, and the light head tells them apart; a layer of its own keeps the nodes' keys and
+values beyond slot n too.
 
 Shapes: B rows, N tokens, F nodes fed, M anchors, b rows of a block, n depths, R rows or ranks, H
 hidden, S numbers carried along a path, V vocabulary.
@@ -20,7 +21,7 @@ from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept,
 from draftsmith.decode.drafting.grow_tree import grow_known
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV, keep_last
 from draftsmith.decode.forward.attention import Seen
-from draftsmith.decode.forward.lean_heads import lean_block, quick
+from draftsmith.decode.forward.lean_heads import lean_block, lean_copy
 from draftsmith.decode.forward.product import VocabHead, head_logits
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
@@ -35,9 +36,9 @@ class BlockDrafter(HeadDrafter):
     one_pass = True
 
     def __init__(self, head: Block, target: PreTrainedModel, vocab_size: int) -> None:
-        super().__init__(head, target, head.config.layer)
+        super().__init__(head, target, head.stacked)
         self.lm_head = VocabHead(head.target_head_VH.detach(), None, vocab_size)
-        self.after, self.light = None, quick(head.light)
+        self.after, self.light = None, lean_copy(head.light)
         if head.light.rank:
             self.after = output_product(head.light.after.weight, None, vocab_size)
         self.body = lean_block(head)
@@ -46,12 +47,12 @@ class BlockDrafter(HeadDrafter):
     def size(self) -> ModelSize:
         head = self.head
         ahead = 0 if head.light.deep else head.levels + 2 * (head.light.rank > 0)
-        return ModelSize(head.config.layer, self.dtype, scratch=head.block, ahead=ahead)
+        return ModelSize(head.stacked, self.dtype, scratch=head.block, ahead=ahead)
 
     def reset(self, rows: int, slots: int) -> None:
-        layer, slots = self.head.config.layer, slots + self.head.block
+        slots += self.head.block
         self.state_BH = torch.zeros(rows, self.head.hidden, dtype=self.dtype, device=self.device)
-        self.pool = HeadKV(layer, rows, slots, self.context, self.state_BH)
+        self.pool = HeadKV(self.head.stacked, rows, slots, self.context, self.state_BH)
 
     def prefill(self, admitted: Admitted) -> None:
         assert admitted.taps_RNU is not None, "the engine gives what `taps` asks for"
@@ -80,7 +81,9 @@ class BlockDrafter(HeadDrafter):
         return grow_known(request, logits)
 
     def feed(self, request: Round) -> Feed:
-        light = self.light
+        light, lens_B1 = self.light, request.lens_B[:, None]
+        own = range(len(self.head.layers), len(self.head.every))
+        width = self.pool.width(request.top + request.plan.slots)
         output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.fc.weight
 
         def feed(frontier: Frontier) -> Fed:
@@ -99,6 +102,9 @@ class BlockDrafter(HeadDrafter):
             embedded_BFH = self.head.embed(tokens_BF) if reads else output_BFH
             if light.deep:
                 output_BFH, carried_BFS = light.changed(output_BFH, embedded_BFH, carried_BFS)
+                if own:
+                    where = self.pool.fed(*frontier.placed(lens_B1, width))
+                    output_BFH = self.body.run(*where, tokens_BF.shape[1])(output_BFH, own)
                 state_BFH = self.body.normed(output_BFH)
                 return Fed(self.lm_head.logits(state_BFH), state_BFH)
             state_BFH = state_BnH[:, depth, None].expand_as(output_BFH)

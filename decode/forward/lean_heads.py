@@ -47,7 +47,7 @@ class LeanEagle:
     def __init__(self, head: Eagle) -> None:
         self.head, self.config = head, head.config
         self.gated = head.config.fusion == "gated"
-        self.fc: Any = quick(head.fc) if self.gated else Product.of([head.fc])
+        self.fc: Any = lean_copy(head.fc) if self.gated else Product.of([head.fc])
         self.layers = [LeanLayer(layer, i) for i, layer in enumerate(head.layers)]
         self.wide = head.config.version == 3
         self.norm = norm_of(getattr(head, "norm", None))
@@ -170,8 +170,8 @@ class LeanTrunk(LeanStack):
     """The layers of a frozen block drafter without convolutions: the same `keep` and `run`."""
 
     def __init__(self, head: Block) -> None:
-        super().__init__(head, head.layers, head.norm)
-        own = [layer.self_attn for layer in head.layers]
+        super().__init__(head, head.every, head.norm)
+        own = [layer.self_attn for layer in head.every]
         self.kept = [
             (Product.of([a.k_proj, a.v_proj]), norm_of(getattr(a, "k_norm", None))) for a in own
         ]
@@ -200,7 +200,7 @@ class LeanCell:
         return new.lerp(carried_XS, (keep + keeps).sigmoid())
 
 
-def quick(module: Any) -> Any:
+def lean_copy(module: Any) -> Any:
     """A copy on the same weights, its own maps and norms in their fastest form."""
     made = copy.copy(module)
     for name, part in module.named_children():
@@ -252,10 +252,12 @@ def lean_block(head: Block) -> Block:
         run = body.run(at_BR % head.context, attention, rows)
         of = tokens_BM, context_BTH[:, -2:], rows, run
         output_BMnH = body.trunk(*of, lambda states_BRH: states_BRH.argmax(-1) % head.rows)
-        return [context_BTH, output_BMnH, body.normed(output_BMnH)]
+        own_BRH = context_BTH[:, -2:].repeat_interleave(rows, 1)
+        own_BRH = run(own_BRH, range(len(head.layers), len(head.every)))  # a light head's layers
+        return [context_BTH, output_BMnH, body.normed(output_BMnH), own_BRH]
 
     def lean(head: Block) -> Any:
-        made, stack = quick(head), LeanTrunk(head)
+        made, stack = lean_copy(head), LeanTrunk(head)
         vars(made).update(stack=stack, keep=stack.keep, run=stack.run)
         return made
 
@@ -268,7 +270,7 @@ def lean_block(head: Block) -> Block:
     def stack(over: Attention) -> list[Tensor]:
         return [made.stack(states_BTH, at_BT, over)]
 
-    _go_native(made.stack, head.config.layer, at_BT, stack)
+    _go_native(made.stack, head.stacked, at_BT, stack)
     return cast("Block", made)
 
 

@@ -21,6 +21,7 @@ Shapes: B rows of text, T its positions, M anchors, b rows of a block, n depths 
 R = M * b, H hidden, U width of the taps side by side, I = H + the light head's rank.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -185,7 +186,7 @@ class Block(LayerHead):
         self.norm = LlamaRMSNorm(self.hidden, **norm)
         if config.mask_token < 0:
             self.mask = nn.Parameter(torch.randn(self.hidden) * layer.initializer_range)
-        self.light = light_of(config.light, self.hidden, self.rows, config.rank)
+        self.light = light_of(config.light, layer, config.rank)
         if config.last:
             self.last = nn.Linear(self.hidden, self.hidden, bias=False)
         if config.noise:
@@ -210,6 +211,18 @@ class Block(LayerHead):
         return self.bind(target)
 
     @property
+    def every(self) -> list[Any]:
+        """The layers that read the context: the trunk's, then the light head's own."""
+        return [*self.layers, *self.light.layers]
+
+    @property
+    def stacked(self) -> PretrainedConfig:
+        """The config of them all."""
+        layer = copy.copy(self.config.layer)
+        layer.num_hidden_layers = len(self.every)
+        return layer
+
+    @property
     def heads(self) -> tuple[Tensor, ...]:
         """What multiplies the two parts of `drafted`: the target's LM head, and `after`."""
         after = (self.light.after.weight,) if self.light.rank else ()
@@ -232,16 +245,18 @@ class Block(LayerHead):
     def keep(self, context_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
         """Hand each layer's keys and values of the context to `keep`."""
         rotary = self.rotary(context_BTH, positions_BT)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.every):
             keep(index, *layer.remember(context_BTH, rotary))
 
     def run(self, positions_BR: Tensor, attention: Attention, rows: int) -> Stack:
-        """The trunk's layers on blocks of so many rows at these positions."""
+        """The layers on blocks of so many rows at these positions: the trunk's, and then the light
+        head's, of which a row is a node.
+        """
         rotary = self.rotary(self.fc.weight[None], positions_BR)
 
         def run(hidden_BRH: Tensor, layers: range) -> Tensor:
             for index in layers:
-                layer, convs = self.layers[index], KEPT
+                layer, convs = self.every[index], KEPT
                 if self.convs:
                     convs = [partial(conv, rows=rows) for conv in self.convs[index]]
                 before, after, into, out = convs
@@ -295,8 +310,14 @@ class Block(LayerHead):
         # An anchor that begins a document has no context, and isn't trained: any will do.
         allowed_BMT = allowed_BMT | ((at_BM == 0)[..., None] & (column_T == anchors_BM1))
         attention = Blocks(allowed_BMT, self.block, causal=self.config.mask == "causal")
+        nodes = Blocks(allowed_BMT, self.levels, causal=True) if self.light.layers else attention
+
+        def keep(layer: int, key_BTKE: Tensor, value_BTKE: Tensor) -> None:
+            reads = attention if layer < len(self.layers) else nodes
+            reads.keep(layer, key_BTKE, value_BTKE)
+
         context_BTH = self.fuse(taps_BTU)
-        self.keep(context_BTH, positions_BT, attention.keep)
+        self.keep(context_BTH, positions_BT, keep)
         row_b = torch.arange(self.block, device=anchors_BM.device)
         positions_BR = (at_BM[..., None] + row_b).flatten(1).clamp(max=self.context - 1)
         tokens_BM = tokens_BT.gather(1, anchors_BM)
@@ -304,25 +325,33 @@ class Block(LayerHead):
         last_BMH = context_BTH.gather(1, before_BM1.expand(-1, -1, self.hidden))
         run = self.run(positions_BR, attention, self.block)
         output_BMnH = self.trunk(tokens_BM, last_BMH, self.block, run, guess)
-        return self.norm(output_BMnH), self._lit(output_BMnH, tokens_BT, anchors_BM)
+        at_BMn = positions_BR.unflatten(1, (-1, self.block))[..., : self.levels]
+        run = self.run(at_BMn.flatten(1), nodes, self.levels)
+        return self.norm(output_BMnH), self._lit(output_BMnH, tokens_BT, anchors_BM, run)
 
-    def _lit(self, output_BMnH: Tensor, tokens_BT: Tensor, anchors_BM: Tensor) -> Tensor:
+    def _lit(
+        self, output_BMnH: Tensor, tokens_BT: Tensor, anchors_BM: Tensor, run: Stack
+    ) -> Tensor:
         """The states of all depths with the light head, after the text's own tokens."""
         step_n = torch.arange(self.levels, device=anchors_BM.device)
         at_BMn = (anchors_BM[..., None] + step_n).clamp(max=tokens_BT.shape[1] - 1)
         path_BMn = tokens_BT.gather(1, at_BMn.flatten(1)).view_as(at_BMn)
         embedded_BMnH = self.embed(path_BMn)
-        carried_BMS = output_BMnH.new_zeros(*anchors_BM.shape, self.light.width)
-        found = []
-        for depth in range(self.levels):
-            embedded_BMH = embedded_BMnH[:, :, depth]
-            before = output_BMnH[:, :, depth], embedded_BMH, carried_BMS
-            output_BMH, carried_BMS = self.light.changed(*before)
-            state_BMH = self.norm(output_BMH)
-            given = state_BMH, path_BMn[:, :, depth], embedded_BMH, carried_BMS
-            low_BMR, carried_BMS = self.light.low(*given)
-            found.append(torch.cat([state_BMH, low_BMR.to(state_BMH)], -1))
-        return torch.stack(found, 2)
+
+        def each(light: Callable[..., tuple[Tensor, Tensor]], *given: Tensor) -> Tensor:
+            carried_BMS = output_BMnH.new_zeros(*anchors_BM.shape, self.light.width)
+            found = []
+            for of_depth in zip(*(x.unbind(2) for x in (*given, embedded_BMnH)), strict=True):
+                made_BMX, carried_BMS = light(*of_depth, carried_BMS)
+                found.append(made_BMX)
+            return torch.stack(found, 2)
+
+        output_BMnH = each(self.light.changed, output_BMnH)
+        own = range(len(self.layers), len(self.every))
+        output_BMnH = run(output_BMnH.flatten(1, 2), own).view_as(output_BMnH)
+        state_BMnH = self.norm(output_BMnH)
+        low_BMnR = each(self.light.low, state_BMnH, path_BMn)
+        return torch.cat([state_BMnH, low_BMnR.to(state_BMnH)], -1)
 
     def to_json(self) -> dict[str, Any]:
         about = asdict(self.config)

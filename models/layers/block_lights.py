@@ -12,9 +12,11 @@ depth's logits by the tokens of the path to it, at the price of a small product 
     gru        low = silu(A [state; s]), s' = GRU(E[x], s)                 Domino (2605.29707)
     swiglu     no low: the trunk's output + SwiGLU [norm E[x]; norm output]  TreeFlash (2606.03819)
     path       no low: the same of [norm E[x]; norm output; s'], s' = GRU(E[x], s)             ours
+    layer      no low: a decoder layer of the output + A [norm E[x]; norm output]              ours
 
-x is the token just before the one that is predicted. `after` begins at zero (swiglu's last map
-does), so a fresh light head changes nothing.
+x is the token just before the one that is predicted. `after` begins at zero (what swiglu, path and
+layer add does), so a fresh light head changes nothing. The layer's nodes read the context anew,
+and the nodes above them: the one light head that isn't of a node alone.
 
 Shapes: X any leading axes, H hidden, R rank, V rows of the target's LM head, S numbers carried from
 token to token.
@@ -25,19 +27,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.models.layers.layer import OutputHead
+from draftsmith.models.layers.layer import EagleLayer, OutputHead
 
 
 class Light(nn.Module):
     """No light head, and what the others share. rank: R, 0 where nothing is added to logits; width:
-    S, 0 where only the last token counts; deep: whether it changes the trunk's output.
+    S, 0 where only the last token counts; deep: whether it changes the trunk's output; layers: of
+    its own, which go over what `changed` gives, each node seeing the context and its path.
     """
 
     rank = width = 0
     deep = False
     after: Any  # of a rank above 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleList()
 
     def changed(
         self, output_XH: Tensor, embedded_XH: Tensor, carried_XS: Tensor
@@ -141,12 +149,36 @@ class SwigluLight(Light):
         return output_XH + self.down(F.silu(gate_XH) * up_XH), carried_XS
 
 
+class LayerLight(Light):
+    """A decoder layer, alike the trunk's."""
+
+    deep = True
+
+    def __init__(self, layer: PretrainedConfig) -> None:
+        super().__init__()
+        hidden = layer.hidden_size
+        self.of_token, self.of_state = (LlamaRMSNorm(hidden, eps=1e-6) for _ in range(2))
+        self.entry = zeroed(nn.Linear(2 * hidden, hidden, bias=False))
+        self.layers = nn.ModuleList([own := EagleLayer(layer, layer.num_hidden_layers)])
+        zeroed(own.self_attn.o_proj), zeroed(own.mlp.down_proj)
+
+    def changed(
+        self, output_XH: Tensor, embedded_XH: Tensor, carried_XS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        both = torch.cat([self.of_token(embedded_XH), self.of_state(output_XH)], -1)
+        return output_XH + self.entry(both), carried_XS
+
+
 def zeroed(layer: Any) -> Any:
     nn.init.zeros_(layer.weight)
     return layer
 
 
-def light_of(name: str, hidden: int, rows: int, rank: int) -> Light:
+def light_of(name: str, layer: PretrainedConfig, rank: int) -> Light:
+    """layer: sizes of the trunk's layers."""
+    hidden, rows = layer.hidden_size, layer.vocab_size
+    if name == "layer":
+        return LayerLight(layer)
     if name in GATES:
         return MarkovLight(hidden, rows, rank, GATES[name])
     if name == "path":
@@ -156,4 +188,4 @@ def light_of(name: str, hidden: int, rows: int, rank: int) -> Light:
 
 GATES: dict[str, str] = {"markov": "", "gated": "sigmoid", "selector": "product"}
 OTHERS: dict[str, Any] = {"rnn": RnnLight, "gru": GruLight, "swiglu": SwigluLight}
-LIGHTS: tuple[str, ...] = ("none", *GATES, *OTHERS, "path")
+LIGHTS: tuple[str, ...] = ("none", *GATES, *OTHERS, "path", "layer")

@@ -29,6 +29,7 @@ OURS: dict[str, dict[str, Any]] = {
     "noise-markov": {"noise": True, "layers": 2},
     "noise-swiglu": {"light": "swiglu", "noise": True},
     "noise-path": {"light": "path", "noise": True, "last": True},
+    "noise-layer": {"light": "layer", "noise": True, "last": True},
 }
 # The published ones, and what they are not.
 FORMS: dict[str, dict[str, Any]] = KINDS | OURS
@@ -54,7 +55,8 @@ def made(name: str, **changes: Any) -> Block:
         if parameter.ndim == 1 and part != "mask":
             parameter.copy_(1 + torch.randn_like(parameter) / 3)
         else:
-            nn.init.normal_(parameter, std=1.0 if part.startswith("light") else 0.2)
+            strong = part.startswith("light") and "self_attn" not in part  # else one is all it sees
+            nn.init.normal_(parameter, std=1.0 if strong else 0.2)
     return head
 
 

@@ -21,7 +21,7 @@ class BlockSource:
 
     path: str = ""  # a drafter folder to go on from: all else is then as it is there
     kind: str = ""  # dflash | dflash2 | dspark | domino | jetspec | treeflash: sets the next four
-    light: str = "markov"  # none | markov | gated | selector | rnn | gru | swiglu | path
+    light: str = "markov"  # none | markov | gated | selector | rnn | gru | swiglu | path | layer
     labels: str = "shifted"  # shifted: the first row drafts the first token | same: it drafts none
     mask: str = "causal"  # of a block's rows among themselves: full | causal
     convs: bool = False  # short convolutions around each half of a layer

@@ -90,7 +90,7 @@ def test_a_block_reads_what_is_before_it_and_its_own_path(
         after = laws(head, [ANCHOR], ids_BT=changed(IDS_BT, place))
         assert not any(moved(before[0], after[0])), place
         back = [ANCHOR + depth - place for depth in range(LEVELS)]  # 0: the token just before
-        whole = dict.fromkeys(("rnn", "gru", "path"), range(LEVELS))
+        whole = dict.fromkeys(("rnn", "gru", "path", "layer"), range(LEVELS))
         reads = ({"none": []} | whole).get(head.config.light, [0])
         wanted = [place > ANCHOR and steps in reads for steps in back]
         assert moved(before[1], after[1]) == wanted, place
