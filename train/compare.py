@@ -56,7 +56,7 @@ class Recipe(NamedTuple):
 
 
 BLOCK = ("head.taps=[]",)
-PUBLISHED = (*BLOCK, "head.noise=false", "head.last=false", "anchors.base=0")
+PUBLISHED = (*BLOCK, "head.layers=2", "head.last=false", "anchors.state=0")
 DRAFT = "draft"
 RECIPES = {
     DRAFT: Recipe("distill", "quickstart/distill", 1e-2),

@@ -24,11 +24,12 @@ from draftsmith.command import parse, run_command, unknown
 LEVELS, WIDTH = 5, 6
 NODES = (5, 8, 16, 32)
 BLOCK = ("blocks", "block/gsm8k")
-PUBLISHED = (*BLOCK, "head.noise=false", "head.last=false", "anchors.base=0")
+PUBLISHED = (*BLOCK, "head.layers=2", "head.taps=[2,4,6]", "head.last=false", "anchors.state=0")
 KINDS: Kinds = {
     "eagle3": ("eagle", "eagle3/gsm8k", "head.draft_vocab=0", "unroll.steps=5"),
     "peagle": ("eagle", "peagle/gsm8k", "head.draft_vocab=0", "head.layers=2"),
     "mixture": ("eagle", "mixture/gsm8k"),
+    "mixture, begun as the target": ("eagle", "mixture/gsm8k", "head.init=target"),
     "chimera": ("heads", "chimera/gsm8k", "head.heads=5"),
     "clover2": ("heads", "clover2/gsm8k", "head.heads=5"),
     "falcon": ("heads", "falcon/gsm8k"),
@@ -38,14 +39,14 @@ KINDS: Kinds = {
     "dspark, KL": (*PUBLISHED, "head.kind=dspark"),
     "domino": (*PUBLISHED, "head.kind=domino", "loss=ce", "anchors.base=1", "anchors.base_ends=50"),
     "dflash2": (*PUBLISHED, "head.kind=dflash2", "loss=ce"),
-    "ours, no noise": (*BLOCK, "head.noise=false"),
-    "ours, Markov head": (*BLOCK, "head.light=markov"),
-    "ours, all layers": (*BLOCK, "head.taps=[1,2,3,4,5,6,7,8]"),
-    "ours, all layers and state": (*BLOCK, "head.taps=[1,2,3,4,5,6,7,8]", "anchors.state=10"),
-    "layer": (*BLOCK, "head.light=layer", "head.taps=[1,2,3,4,5,6,7,8]", "anchors.state=10"),
-    "layer1": (*BLOCK, "head.light=layer", "head.taps=[1,2,3,4,5,6,7,8]", "anchors.state=10"),
-    "path": (*BLOCK, "head.light=layer", "head.taps=[1,2,3,4,5,6,7,8]", "anchors.state=10"),
     "ours": BLOCK,
+    "ours, begun at random": (*BLOCK, "head.init=random"),
+    "ours, three taps": (*BLOCK, "head.taps=[2,4,6]"),
+    "ours, no state": (*BLOCK, "anchors.state=0"),
+    "ours, noise": (*BLOCK, "head.noise=true"),
+    "ours, two layers": (*BLOCK, "head.layers=2"),
+    "ours, path head": (*BLOCK, "head.layers=2", "head.light=path", "head.rank=64"),
+    "ours, Markov head": (*BLOCK, "head.layers=2", "head.light=markov", "head.rank=64"),
 }
 
 

@@ -198,8 +198,8 @@ class Block(LayerHead):
         """Bind the target; the trunk begins as its last layers where their parts are alike, and the
         context states as its deepest tap.
         """
-        theirs = decoder_layers(target)[-len(self.layers) :]
-        for own, layer in zip(self.layers, theirs, strict=False):
+        theirs = decoder_layers(target)[-len(self.every) :]
+        for own, layer in zip(self.every, theirs, strict=False):
             begin_as(own, layer)
         deepest_HH = torch.eye(self.hidden, device=self.fc.weight.device)
         self.fc.weight.mul_(0.1)[:, -self.hidden :] += deepest_HH

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,8 +81,25 @@ def test_a_head_may_begin_at_random(tiny_target, tiny_tokenizer, counts_V) -> No
     assert not torch.allclose(head.lm_head.weight, tiny_target.lm_head.weight, atol=0.1)
 
 
+@pytest.mark.parametrize("settings", [{}, {"version": 1}, {"kind": "mixture"}])
+def test_layers_may_begin_as_the_targets(
+    tiny_target, tiny_tokenizer, counts_V, settings: dict[str, Any]
+) -> None:
+    """Its last ones, the last to the last, what is alike; else they don't."""
+    begun, random = (
+        open_head(EagleSource(**settings, init=init), tiny_target, tiny_tokenizer, counts_V, 0)
+        for init in ("target", "random")
+    )
+    theirs = tiny_target.model.layers[-len(begun.layers) :]
+    assert len(begun.layers) == 1 + (begun.kind == "mixture")
+    for own, other, layer in zip(begun.layers, random.layers, theirs, strict=True):
+        assert torch.equal(own.mlp.up_proj.weight, layer.mlp.up_proj.weight)
+        assert not torch.equal(other.mlp.up_proj.weight, layer.mlp.up_proj.weight)
+
+
 WRONG = [
     ({"version": 2}, "expected version 1 or 3"),
+    ({"init": "zeros"}, "head.init: got .zeros., expected one of target, random"),
     ({"init_head": "zeros"}, "expected one of target, random"),
     ({"layer": "gpt2"}, "head.layer: got .gpt2., expected one of llama, qwen3"),
     ({"taps": [4]}, r"taps: got \[4\] for a target of 3 layers"),

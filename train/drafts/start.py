@@ -22,9 +22,15 @@ from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.mixture import Mixture
 from draftsmith.models.heads.peagle import PEagle, PEagleConfig
-from draftsmith.models.layers.layer import LAYER_CONFIGS, LAYER_FIELDS, layer_json, read_layer
+from draftsmith.models.layers.layer import (
+    LAYER_CONFIGS,
+    LAYER_FIELDS,
+    begin_as,
+    layer_json,
+    read_layer,
+)
 from draftsmith.models.layouts.eagle_layouts import FLAGS
-from draftsmith.models.taps import default_taps
+from draftsmith.models.taps import decoder_layers, default_taps
 from draftsmith.models.target import head_weight
 from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer, vocab_size
 from draftsmith.models.vocab import DraftVocab
@@ -176,6 +182,9 @@ class EagleSource:
     # Of EAGLE-3, empty: `default_taps`; of mixture, empty: after every layer.
     taps: list[int] = field(default_factory=list)
     draft_vocab: int = 0  # of EAGLE-3: the tokens that the text has most; 0: all
+    init: str = (
+        "random"  # target: its layers begin as the target's last, where their parts are alike
+    )
     init_head: str = "target"  # of EAGLE-3: target (its LM head's rows) | random
     freeze_head: bool = False  # of EAGLE-3: its LM head stays as it begins
     parallel: int = 0  # P-EAGLE: tokens that one pass drafts; 0: one, and on from there
@@ -224,6 +233,11 @@ def open_head(
         )
     head = _earlier(source, target, tokenizer) if source.path else _fresh(source, target, seed)
     place(head, target.device).bind(target)
+    if not source.path and source.init == "target":
+        for own, layer in zip(
+            head.layers, decoder_layers(target)[-len(head.layers) :], strict=False
+        ):
+            begin_as(own, layer)
     if not isinstance(head, Eagle) or source.version == 1:
         return head
     if not source.path:
@@ -254,6 +268,7 @@ def _earlier(
 
 
 def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle | Mixture:
+    check_one_of("head.init", source.init, ("target", "random"))
     check_one_of("head.init_head", source.init_head, ("target", "random"))
     check_one_of("head.layer", source.layer, LAYER_CONFIGS)
     rows = target.get_output_embeddings().weight.shape[0]
