@@ -70,13 +70,21 @@ def save(
     name: str, rows: list[dict[str, Any]], folder: Path, *, about: str = "", picture: str = ""
 ) -> None:
     """Write <name>.json, the page <name>.md made from it, and <name>.svg if there is a picture."""
-    folder.mkdir(parents=True, exist_ok=True)
     run = about_run()
     rows = [r | run for r in rows]
+    made = page(name, rows, about=about, picture=bool(picture))
+    write_table(folder, name, rows, made, picture)
+
+
+def write_table(
+    folder: Path, name: str, rows: list[dict[str, Any]], page: str, picture: str = ""
+) -> None:
+    """Write <name>.json, <name>.md, and <name>.svg if there is a picture."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(page)
     if picture:
         (folder / f"{name}.svg").write_text(picture)
-    (folder / f"{name}.md").write_text(page(name, rows, about=about, picture=bool(picture)))
 
 
 def page(name: str, rows: list[dict[str, Any]], *, about: str, picture: bool) -> str:

@@ -8,7 +8,6 @@ each is then measured in a run of its own, on the same prompts, beside plain dec
 Rows and page: <out>/advice.*; the row with `best` is what `evaluate` advised and measured itself.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from rich.progress import track
 
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run, markdown, source
+from draftsmith.bench.rows import about_run, markdown, source, write_table
 from draftsmith.command import parse, run_command, unknown
 from draftsmith.decode.__main__ import arms
 from draftsmith.decode.evaluate.arms import Evaluation
@@ -98,10 +97,7 @@ def main(argv: list[str]) -> None:
         about |= {key: getattr(settings, key) for key in ("counted", "repeats")}
         about["prompts"] = settings.limit
         rows += [about | row | about_run() for row in judged(settings, run)]
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "advice.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (out / "advice.md").write_text(page(rows))
+    write_table(Path(settings.out), "advice", rows, page(rows))
     print(page(rows))
 
 

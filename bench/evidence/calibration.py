@@ -17,13 +17,12 @@ import numpy as np
 import torch
 
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run, markdown, source
+from draftsmith.bench.rows import about_run, markdown, source, write_table
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.models.disk.read_lm import write_json
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.train.run.recipe import gsm8k
 
@@ -65,10 +64,7 @@ def main(argv: list[str]) -> None:
             of = nodes if level == 0 else nodes[depth == level]
             figures = {"temperature": temperature, "depth": level, "nodes": len(of)}
             rows.append(about | figures | bins(of[:, 1], of[:, 2]) | about_run())
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "calibration.json", rows)
-    (out / "calibration.md").write_text(page(rows))
+    write_table(Path(settings.out), "calibration", rows, page(rows))
     print(page(rows))
 
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.bench.evidence import distillation_page
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run
+from draftsmith.bench.rows import about_run, write_table
 from draftsmith.bench.speed.workers import train
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.lm import LMDrafter
@@ -141,10 +141,7 @@ def main(argv: list[str]) -> None:
         json.loads(file.read_text())
         for file in sorted(Path(settings.trained).glob("*/rows/*.json"))
     ]
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "distillation.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (out / "distillation.md").write_text(distillation_page.page(rows))
+    write_table(Path(settings.out), "distillation", rows, distillation_page.page(rows))
 
 
 def prepare(settings: Evidence) -> None:

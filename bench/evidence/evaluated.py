@@ -29,7 +29,7 @@ from typing import Any
 from rich.progress import track
 
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run, beside, markdown, source
+from draftsmith.bench.rows import about_run, beside, markdown, source, write_table
 from draftsmith.command import parse, run_command
 from draftsmith.decode.__main__ import arms
 from draftsmith.decode.evaluate.arms import Evaluation
@@ -121,10 +121,8 @@ def main(argv: list[str]) -> None:
             )
             rows += [row | about for row in measured(settings, asked, drafters)]
     out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
     rows = beside(out / f"{settings.name}.json", rows, "on")
-    (out / f"{settings.name}.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (out / f"{settings.name}.md").write_text(page(settings.title, rows))
+    write_table(out, settings.name, rows, page(settings.title, rows))
     print(page(settings.title, rows))
 
 

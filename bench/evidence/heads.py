@@ -21,7 +21,7 @@ from rich.progress import track
 
 from draftsmith.bench.evidence import head_page
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run
+from draftsmith.bench.rows import about_run, write_table
 from draftsmith.bench.speed.workers import launch
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_drafter
@@ -78,10 +78,7 @@ def main(argv: list[str]) -> None:
     settings = parse(Heads, argv)
     kinds = settings.kinds.split(",")
     rows = trained_and_measured(settings, {what: KINDS[what] for what in kinds}, trees)
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "heads.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (out / "heads.md").write_text(head_page.page(rows))
+    write_table(Path(settings.out), "heads", rows, head_page.page(rows))
     print(head_page.page(rows))
 
 

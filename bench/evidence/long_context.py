@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.bench.rows import about_run, markdown, source
+from draftsmith.bench.rows import about_run, markdown, source, write_table
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.models.disk.read_lm import write_json
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import stand_in_tokenizer
 
@@ -65,10 +64,7 @@ def main(argv: list[str]) -> None:
             found = measured(settings, target, tokenizer, name, prompts)
             about = {"target": which, "drafter": name, "prompt": length, "batch": len(prompts)}
             rows.append(about | found | {"plain_ms": plain["ms"], "K": settings.K} | about_run())
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "long-context.json", rows)
-    (out / "long-context.md").write_text(page(rows))
+    write_table(Path(settings.out), "long-context", rows, page(rows))
     print(page(rows))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run, markdown, source
+from draftsmith.bench.rows import about_run, markdown, source, write_table
 from draftsmith.bench.speed.workers import launch, train
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
@@ -79,10 +79,7 @@ def main(argv: list[str]) -> None:
                 | {"identical": sum(same), "prompts": len(asked), **about}
             )
             print(rows[-1]["what"], temperature, rows[-1]["tau"], rows[-1]["closed"], flush=True)
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "omni.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (out / "omni.md").write_text(page(rows))
+    write_table(Path(settings.out), "omni", rows, page(rows))
 
 
 def trained_arms(settings: OmniBench) -> dict[str, str]:

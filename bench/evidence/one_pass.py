@@ -11,14 +11,13 @@ what is compared is the drafters alone. Rows and page: <out>/one-pass.*, where t
 drafters and seeds stay.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draftsmith.bench.evidence import one_pass_page
 from draftsmith.bench.evidence.heads import Heads, Kinds, Trees, trained_and_measured
-from draftsmith.bench.rows import beside
+from draftsmith.bench.rows import beside, write_table
 from draftsmith.command import parse, run_command, unknown
 
 LEVELS, WIDTH = 5, 6
@@ -65,10 +64,8 @@ def main(argv: list[str]) -> None:
     rows = trained_and_measured(settings, {kind: KINDS[kind] for kind in asked}, trees)
     rows = [row | {"nodes": row["N"] - 1} for row in rows]
     out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
     rows = beside(out / "one-pass.json", rows, "what", "seed")
-    (out / "one-pass.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (out / "one-pass.md").write_text(one_pass_page.page(rows))
+    write_table(out, "one-pass", rows, one_pass_page.page(rows))
     print(one_pass_page.page(rows))
 
 

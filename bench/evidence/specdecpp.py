@@ -32,7 +32,7 @@ from draftsmith.bench.evidence.specdecpp_timing import (
     timed_rows,
 )
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run
+from draftsmith.bench.rows import about_run, write_table
 from draftsmith.bench.speed.workers import launch
 from draftsmith.command import parse, run_command
 from draftsmith.decode.engine.decoder import Decoder
@@ -104,11 +104,8 @@ def main(argv: list[str]) -> None:
     rows = [row for file in files for row in json.loads(file.read_text())]
     if not rows:
         return
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "specdecpp.json").write_text(json.dumps(rows, indent=1))
-    (out / "specdecpp.md").write_text(specdecpp_page.page(rows))
-    console.print(f"written: {out}/specdecpp.json, {out}/specdecpp.md")
+    write_table(Path(settings.out), "specdecpp", rows, specdecpp_page.page(rows))
+    console.print(f"written: {settings.out}/specdecpp.json, {settings.out}/specdecpp.md")
 
 
 def distilled(settings: Evidence) -> None:

@@ -13,7 +13,6 @@ part twice, which tells what of an interval is the machine's. At temperature 0 t
 where rows measured on another target stay.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +24,7 @@ import torch
 from transformers import logging
 
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run, beside, interval, markdown, source
+from draftsmith.bench.rows import about_run, beside, interval, markdown, source, write_table
 from draftsmith.bench.speed.arms import Arm, Turn, decode_rate, generate, take_turns, tau
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
@@ -93,10 +92,7 @@ def main(argv: list[str]) -> None:
     out = Path(settings.out)
     rows = [about_run() | {"on": settings.on, "how": how} | one for one in rows]
     rows = beside(out / "load.json", rows, "on")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "load.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (out / "load.svg").write_text(picture(rows))
-    (out / "load.md").write_text(page(rows))
+    write_table(out, "load", rows, page(rows), picture(rows))
     print(page(rows))
 
 

@@ -14,7 +14,6 @@ prompts, with a 95% interval over them (bootstrap). Files that peers read are ma
 Rows, page and picture: <out>/peers.*
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from rich.progress import track
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run, interval
+from draftsmith.bench.rows import about_run, interval, write_table
 from draftsmith.bench.speed import twin
 from draftsmith.bench.speed.arms import PairBench
 from draftsmith.bench.speed.peers_arms import (
@@ -107,11 +106,7 @@ def main(argv: list[str]) -> None:
                 rows += measured(settings, place, pair, prompts, work)
     # ----------------------------------------------------------------- report
     rows = [about_run() | row for row in rows]
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "peers.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (out / "peers.svg").write_text(picture(rows))
-    (out / "peers.md").write_text(page(rows))
+    write_table(Path(settings.out), "peers", rows, page(rows), picture(rows))
     print(page(rows))
 
 

@@ -11,7 +11,6 @@ without drafts (median). Each figure is the mean over turns; a ratio is over the
 turn by turn, with the least and the largest. Rows and page: <out>/served.*
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from rich.progress import track
 from draftsmith.bench.evidence.simulated_load import served
 from draftsmith.bench.evidence.traffic import Ask, Reply, at_rate, by_clients, latencies
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run, markdown, source
+from draftsmith.bench.rows import about_run, markdown, source, write_table
 from draftsmith.command import parse, run_command
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.models.tokenizer import load_tokenizer
@@ -74,10 +73,7 @@ def main(argv: list[str]) -> None:
         f"answer is good within {settings.patience:g} times what a lone request takes"
     )
     rows = [about | row(load, arm, found) for load in loads for arm in ARMS]
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "served.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (out / "served.md").write_text(page(rows))
+    write_table(Path(settings.out), "served", rows, page(rows))
     print(page(rows))
 
 
