@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.medusa import output_product
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
-from draftsmith.decode.drafting.grow_tree import grow_known
+from draftsmith.decode.drafting.grow_tree import at_once, grow_at_once, grow_known
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV, keep_last
 from draftsmith.decode.forward.attention import Seen
-from draftsmith.decode.forward.lean_heads import lean_block, lean_copy
+from draftsmith.decode.forward.lean_heads import lean_block, lean_copy, lean_nodes
+from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.product import VocabHead, head_logits
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
@@ -41,13 +42,17 @@ class BlockDrafter(HeadDrafter):
         self.after, self.light = None, lean_copy(head.light)
         if head.light.rank:
             self.after = output_product(head.light.after.weight, None, vocab_size)
-        self.body = lean_block(head)
+        self.body, self.nodes = lean_block(head), lean_nodes(head)
 
     @property
     def size(self) -> ModelSize:
         head = self.head
         ahead = 0 if head.light.deep else head.levels + 2 * (head.light.rank > 0)
         return ModelSize(head.stacked, self.dtype, scratch=head.block, ahead=ahead)
+
+    @property
+    def native(self) -> NativeBody | None:
+        return self.nodes.native if self.nodes is not None else None
 
     def reset(self, rows: int, slots: int) -> None:
         slots += self.head.block
@@ -72,6 +77,11 @@ class BlockDrafter(HeadDrafter):
         keep_last(self.state_BH, context_BLH, kept.n_new_B)
 
     def at_once(self, request: Round) -> TokenTree | None:
+        if self.nodes is not None:
+            if (native := at_once(request, self.native, self.lm_head)) is None:
+                return None
+            where = self.lm_head, self.pool.above(len(self.head.layers)), self.context
+            return grow_at_once(request, native, *where, None, self._trunk(request), request.lens_B)
         if type(self.head.light) is not Light:
             return None
 
@@ -81,8 +91,8 @@ class BlockDrafter(HeadDrafter):
         return grow_known(request, logits)
 
     def feed(self, request: Round) -> Feed:
-        light, lens_B1 = self.light, request.lens_B[:, None]
-        own = range(len(self.head.layers), len(self.head.every))
+        light, lens_B1, first = self.light, request.lens_B[:, None], len(self.head.layers)
+        own = range(first, len(self.head.every))
         width = self.pool.width(request.top + request.plan.slots)
         output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.fc.weight
 
@@ -100,6 +110,11 @@ class BlockDrafter(HeadDrafter):
             output_BFH = output_BnH[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
             reads = light.width or light.deep  # others know the last token by its number
             embedded_BFH = self.head.embed(tokens_BF) if reads else output_BFH
+            if self.nodes is not None:
+                where = self.pool.above(first).fed(*frontier.placed(lens_B1, width))
+                output_BFH = self.nodes.step(output_BFH, tokens_BF, *where)
+                state_BFH = self.body.normed(output_BFH)
+                return Fed(self.lm_head.logits(state_BFH), state_BFH)
             if light.deep:
                 output_BFH, carried_BFS = light.changed(output_BFH, embedded_BFH, carried_BFS)
                 if own:

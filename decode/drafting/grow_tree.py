@@ -75,15 +75,18 @@ def grow_at_once(
     head: VocabHead,
     pool: KVPool,
     context: int,
-    first_BH: Tensor,
-    carried_BH: Tensor | None,
+    first_BH: Tensor | None,
+    carried: Tensor | None,
     at_B: Tensor,
 ) -> TokenTree:
-    """The chain that `grow` would come to, in one call; see `ChainStart`."""
+    """The chain that `grow` would come to, in one call; see `ChainStart`, without `first` from the
+    pending tokens on.
+    """
     steps, race_BDV = request.plan.levels, request.race_BDV
     race_BKV = None if race_BDV is None else race_BDV[:, :steps]
     drawn = race_BKV, request.params.law[0], context
-    start = ChainStart(first_BH, carried_BH, at_B, *drawn)
+    fed_B = None if first_BH is not None else request.pending_B.contiguous()
+    start = ChainStart(first_BH, carried, at_B, *drawn, fed_B)
     tokens_BK, sure_BK = native.chain(head, pool, start, steps, sure=request.sure)
     tokens_BN = torch.cat([request.pending_B[:, None], tokens_BK], 1)
     sure_BN = None if sure_BK is None else F.pad(sure_BK, (1, 0))

@@ -8,6 +8,9 @@ Shapes: B rows, R of them just admitted, N prompt tokens, L tokens of a kept pat
 text, U width of the taps side by side, H hidden, V vocabulary.
 """
 
+import copy
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -158,6 +161,13 @@ class HeadKV(KVPool):
         attended = Attend(seen, at_BN, groups=self.groups, dtype=dtype, backend="masked")
         cache = SlotCache(self, self.flat(slots_BN), seen.width, attended)
         return at_BN, Attending(cache, window)
+
+    def above(self, layer: int) -> Self:
+        """The same memory, the layers from this one on, which counts as the first."""
+        part = copy.copy(self)
+        part.kv_2LBSHE = self.kv_2LBSHE[:, layer:]
+        part.keys_LBSHE, part.values_LBSHE = part.kv_2LBSHE
+        return part
 
     def width(self, slots: int) -> int:
         """Slots to attend over where `slots` are in use."""

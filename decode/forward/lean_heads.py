@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -186,6 +187,36 @@ class LeanTrunk(LeanStack):
             keep(layer.index, turned, sides[:, :, heads:])
 
 
+class LeanNodes(LeanStack):
+    """A light head's layers and what comes before them, of a frozen block drafter; its pool has
+    these layers alone.
+    """
+
+    def __init__(self, head: Block) -> None:
+        light = head.light
+        super().__init__(head, light.layers, head.norm)
+        self.light, self.embedding_VH = lean_copy(light), head.target_embedding_VH
+        norms = norm_of(light.of_token), norm_of(light.of_state)
+        maps = light.entry.weight, None
+        self.front = Front(*map(weight_of, norms), maps, beside=True)
+
+    def step(
+        self, rows_BFH: Tensor, tokens_BF: Tensor, positions_BF: Tensor, attention: Attention
+    ) -> Tensor:
+        """What the norm reads [B, F, H] of nodes of these tokens at their rows of the block."""
+        if (
+            self.native is not None
+            and isinstance(attention, Attending)
+            and self.native.takes(tokens_BF, attention.cache)
+        ):
+            where = positions_BF, attention.cache
+            return self.native.states(tokens_BF, *where, rows_BFH)[0][-1]
+        embedded_BFH = F.embedding(tokens_BF, self.embedding_VH).to(rows_BFH)
+        entry_BFH, _ = self.light.changed(rows_BFH, embedded_BFH, rows_BFH)
+        run = self.run(positions_BF, attention, tokens_BF.shape[1])
+        return run(entry_BFH, range(len(self.layers)))
+
+
 class LeanCell:
     """A GRU cell: (x [X, I], carried [X, S]) -> carried."""
 
@@ -272,6 +303,32 @@ def lean_block(head: Block) -> Block:
 
     _go_native(made.stack, head.stacked, at_BT, stack)
     return cast("Block", made)
+
+
+def lean_nodes(head: Block) -> LeanNodes | None:
+    """The layers of a light head, and what comes before them; None where there are none, or as
+    above.
+    """
+    first = len(head.layers)
+
+    def states(given: Given, body: Block | LeanNodes, attention: Attention) -> list[Tensor]:
+        taps_BTU, tokens_BT, at_BT = given
+        rows_BTH = taps_BTU[..., : head.hidden]
+        if isinstance(body, LeanNodes):
+            return [body.step(rows_BTH, tokens_BT, at_BT, attention)]
+        entry_BTH, _ = body.light.changed(rows_BTH, body.embed(tokens_BT), rows_BTH)
+        run = body.run(at_BT, attention, at_BT.shape[1])
+        return [run(entry_BTH, range(first, len(body.every)))]
+
+    if not len(head.light.layers):
+        return None
+    made: LeanNodes | None = _lean(
+        head, head.config.layer, LeanNodes, lambda given, body: states(given, body, causal())
+    )
+    if made is not None:
+        given = _tried(head)
+        _go_native(made, head.config.layer, given[2], partial(states, given, made))
+    return made
 
 
 def lean_prefix(head: Hydra) -> LeanStack | None:

@@ -40,8 +40,9 @@ struct Body {
     const Layer *layer;
     // Of a head that reads a state beside each token (`pairs`): norms of both, and the map of them to
     // what layer 0 reads (null: it reads both); which is also what layer 0 adds to, but without a
-    // map the state, `normed` or as it came. fed_normed: what stands for the next token's state is.
-    int64_t pairs, normed, fed_normed;
+    // map the state, `normed` or as it came. fed_normed: what stands for the next token's state is;
+    // beside: the state is added to what the map gives.
+    int64_t pairs, normed, fed_normed, beside;
     const bf16 *of_token, *of_state, *front, *front_bias;
 };
 // Each token sees the slots before lens, and of those from there on what `block` marks: [rows, n, wide]
@@ -64,11 +65,13 @@ struct Pass {
 // How the next tokens of rows are drafted, one after another: the LM head's `size` rows of tokens
 // `ids` (null: of the first), the temperature (0: greedy), and the noise of row b and level k at
 // race + b * race_row + k * race_step (null: none). context: positions that there are. sure: [rows,
-// steps], log of the share of the best score in all (null: unasked).
+// steps], log of the share of the best score in all (null: unasked). pending: the token before the
+// first, of a head whose states beside all tokens, `given` a row, are known beforehand (null: each
+// is what was made of the token before).
 struct Chain {
-    int64_t steps, size, context, slots, race_row, race_step;
+    int64_t steps, size, context, slots, race_row, race_step, given;
     const bf16 *head, *bias;
-    const int64_t *ids;
+    const int64_t *ids, *pending;
     const float *race;
     double temperature;
     float *sure;
@@ -559,6 +562,7 @@ static void begun(const Body &b, const Pass &p, bf16 *now, bf16 *x) {
         memcpy(now + t * H, b.normed ? pair + H : state, H * sizeof(bf16));
     }
     if (b.front) product(b.front, b.front_bias, x, now, T, 2 * H, H, H);
+    if (b.beside) added(now, p.given, T * H);
 }
 
 // Tokens of a pass up to which this is faster than a product at a time.
@@ -607,22 +611,39 @@ extern "C" void body(const Body *model, const Pass *pass) {
 }
 
 // Each row's next tokens [rows, steps], from what the LM head reads of the last one, `first` [rows,
-// H], and the state beside it, `carried` (of a head). at: the position of token 0, and its slot of
-// the row, which is where it is fed if another follows. The pass says where keys and values lie.
+// H], and the state beside it, `carried` (of a head); or from the pending ones and the states beside
+// all that are fed, [rows, given, H]. at: the position of the first that is fed, which is its slot of
+// the row. The pass says where keys and values lie.
 extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, const bf16 *first,
                       const bf16 *carried, const int64_t *at, int64_t *tokens) {
     const Body &b = *model;
     const Chain &c = *how;
     Pass p = *pass;
     int64_t B = p.rows, H = b.hidden;
-    std::vector<bf16> states((b.layers + 1) * B * H), out(first, first + B * H), logits(B * c.size);
+    std::vector<bf16> states((b.layers + 1) * B * H), out(B * H), logits(B * c.size);
     std::vector<bf16> given(B * H);
     std::vector<int64_t> fed(4 * B);
     std::vector<float> scores(c.sure ? (c.size + 15) / 16 * 16 : 0, -INFINITY);
-    if (b.pairs) memcpy(given.data(), carried, B * H * sizeof(bf16));
+    if (c.pending) memcpy(&fed[0], c.pending, B * sizeof(int64_t));
+    if (first) memcpy(out.data(), first, B * H * sizeof(bf16));
+    if (b.pairs && !c.pending) memcpy(given.data(), carried, B * H * sizeof(bf16));
     p.tokens = &fed[0], p.positions = &fed[B], p.slots = &fed[2 * B], p.lens = &fed[3 * B];
     p.given = given.data(), p.states = states.data(), p.out = out.data();
+    auto feed = [&](int64_t k) {
+        for (int64_t row = 0; row < B; row++) {
+            int64_t place = at[row] + k;
+            fed[B + row] = place < c.context ? place : c.context - 1;
+            fed[2 * B + row] = row * c.slots + place;
+            fed[3 * B + row] = place;
+            const bf16 *own = carried + (row * c.given + k) * H;
+            if (c.pending) memcpy(&given[row * H], own, H * sizeof(bf16));
+        }
+        body(model, &p);
+        if (c.pending) return;
+        memcpy(given.data(), b.fed_normed ? p.out : &states[b.layers * B * H], B * H * sizeof(bf16));
+    };
     for (int64_t k = 0; k < c.steps; k++) {
+        if (c.pending) feed(k);
         product(c.head, c.bias, out.data(), logits.data(), B, H, c.size, c.size);
         for (int64_t row = 0; row < B; row++) {
             const float *race = c.race ? c.race + row * c.race_row + k * c.race_step : nullptr;
@@ -643,15 +664,9 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
                 }
                 c.sure[row * c.steps + k] = -logf(sum16(total));
             }
-            int64_t place = at[row] + k;
             fed[row] = tokens[row * c.steps + k] = c.ids ? c.ids[best] : best;
-            fed[B + row] = place < c.context ? place : c.context - 1;
-            fed[2 * B + row] = row * c.slots + place;
-            fed[3 * B + row] = place;
         }
-        if (k + 1 == c.steps) break;
-        body(model, &p);
-        memcpy(given.data(), b.fed_normed ? p.out : &states[b.layers * B * H], B * H * sizeof(bf16));
+        if (!c.pending && k + 1 < c.steps) feed(k);
     }
 }
 

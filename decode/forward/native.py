@@ -33,7 +33,7 @@ class _Body(ctypes.Structure):
     _fields_ = [(n, _N) for n in ("layers", "hidden", "heads", "kv_heads", "width", "inner")]
     _fields_ += [(n, _P) for n in ("embedding", "norm", "cos", "sin")]
     _fields_ += [("epsilon", ctypes.c_double), ("scale", ctypes.c_double), ("layer", _P)]
-    _fields_ += [(n, _N) for n in ("pairs", "normed", "fed_normed")]
+    _fields_ += [(n, _N) for n in ("pairs", "normed", "fed_normed", "beside")]
     _fields_ += [(n, _P) for n in ("of_token", "of_state", "front", "front_bias")]
 
 
@@ -47,14 +47,15 @@ class _Pass(ctypes.Structure):
 
 class _Chain(ctypes.Structure):
     _fields_ = [(n, _N) for n in ("steps", "size", "context", "slots", "race_row", "race_step")]
-    _fields_ += [(n, _P) for n in ("head", "bias", "ids", "race")]
+    _fields_ += [("given", _N), *((n, _P) for n in ("head", "bias", "ids", "pending", "race"))]
     _fields_ += [("temperature", ctypes.c_double), ("sure", _P)]
 
 
 class Front(NamedTuple):
     """Of a head that reads a state beside each token: the norms of both, the map (weight, bias) to
-    what the first layer reads (None: it reads both), whether that adds to the normed state, and
-    whether what stands for the next token's state is normed.
+    what the first layer reads (None: it reads both), whether that adds to the normed state, whether
+    what stands for the next token's state is normed, and whether the map's output is added to the
+    state.
     """
 
     of_token: Tensor | None
@@ -62,6 +63,7 @@ class Front(NamedTuple):
     maps: tuple[Tensor | None, Tensor | None] = (None, None)
     normed: bool = False
     fed_normed: bool = False
+    beside: bool = False
 
 
 class NativeBody:
@@ -81,7 +83,7 @@ class NativeBody:
             *(self.layers, self.hidden, heads, kv_heads, width, inner),
             *map(pointer, self.tensors),
             *(first.exit[1].epsilon, first.scale, ctypes.addressof(self.pointers)),
-            *(front is not None, begin.normed, begin.fed_normed),
+            *(front is not None, begin.normed, begin.fed_normed, begin.beside),
             *map(pointer, (begin.of_token, begin.of_state, *begin.maps)),
         )
 
@@ -169,14 +171,15 @@ class NativeBody:
         share [B, K] that these have of all scores, where that is asked for.
         """
         states = [None if x is None else x.contiguous() for x in start[:2]]
-        at_B, race_BKV, temperature, context = start[2:]
+        at_B, race_BKV, temperature, context, pending_B = start[2:]
         rows, weight, biases = len(at_B), head.weight, head.tensors[1] or (None,)
         tokens_BK = at_B.new_empty(rows, steps)
         sure_BK = at_B.new_empty(rows, steps, dtype=torch.float32) if sure else None
         strides = (0, 0) if race_BKV is None else race_BKV.stride()[:2]
         how = _Chain(
             *(steps, len(weight), context, pool.slots, *strides),
-            *map(pointer, (weight, biases[0], head.ids_D, race_BKV)),
+            0 if pending_B is None or states[1] is None else states[1].shape[1],
+            *map(pointer, (weight, biases[0], head.ids_D, pending_B, race_BKV)),
             *(temperature, pointer(sure_BK)),
         )
         where = 0, self.layers, *(None,) * 5, 0, 0, None, *laid(pool)
@@ -189,15 +192,17 @@ class NativeBody:
 class ChainStart(NamedTuple):
     """Where rows' chains begin: what the LM head reads of the last token, the state that stands
     beside the next one (of a head), and that one's position, which is its slot in its row; and how
-    their tokens are drawn. context: the positions that there are.
+    their tokens are drawn. context: the positions that there are. pending: tokens that are fed
+    first, of a head whose states beside them and all after are known, [B, K, H] in `carried`.
     """
 
-    first_BH: Tensor
-    carried_BH: Tensor | None
+    first_BH: Tensor | None
+    carried: Tensor | None
     at_B: Tensor
     race_BKV: Tensor | None
     temperature: float
     context: int
+    pending_B: Tensor | None = None
 
 
 def pointer(tensor: Tensor | None) -> int | None:

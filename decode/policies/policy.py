@@ -24,9 +24,9 @@ from draftsmith.models.scorers import Scored, Scorer, check_threshold, within
 
 class Costs(NamedTuple):
     """Measured seconds: verify[i] of a pass over nodes[i] tokens a row, draft[i] of a draft call
-    that feeds as many; between them, straight lines. A head's first call feeds nothing, but it
-    takes in what was kept, which is charged in its place, as one pass; first: what a round spends
-    on both where that is no such pass.
+    that feeds as many, level of one more of a chain that is drafted at once; between them, straight
+    lines. A head's first call feeds nothing, but it takes in what was kept, which is charged in its
+    place, as one pass; first: what a round spends on both where that is no such pass.
     """
 
     nodes: tuple[int, ...]
@@ -38,8 +38,9 @@ class Costs(NamedTuple):
     def of(self, plan: Plan) -> float:
         """Seconds of a round of this plan."""
         if self.level is not None and plan.is_chain:
-            return plan.levels * self.level + self.verifying(plan)
-        calls = [float(np.interp(n, self.nodes, self.draft)) for n in plan.fed]
+            calls = [self.level] * plan.levels
+        else:
+            calls = [float(np.interp(n, self.nodes, self.draft)) for n in plan.fed]
         if self.first is not None:
             calls[0] = self.first
         return sum(calls) + self.verifying(plan)

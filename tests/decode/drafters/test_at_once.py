@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import block_drafts
 import pytest
 import torch
 from eagle_drafts import HEADS, PARALLEL, TEXTS, VOCAB, begin, made
@@ -11,6 +12,7 @@ from tiny_llama import build_llama
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from draftsmith.decode.drafters.block import BlockDrafter
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
 from draftsmith.decode.drafting import grow_tree
@@ -25,7 +27,6 @@ from draftsmith.decode.policies.timing import measured_costs, round_of
 from draftsmith.decode.sampling import RowParams, SamplingParams, log_race, position_keys
 from draftsmith.decode.token_tree import WITHOUT_REPLACEMENT, TokenTree
 from draftsmith.decode.tree_shapes import parse_tree
-from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.vocab import DraftVocab
 
 pytestmark = [
@@ -35,6 +36,7 @@ pytestmark = [
 CPU, K = torch.device("cpu"), 5
 SIZES = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
 IN_CALLS = [name for name in HEADS if name != "dovetail"]  # which drafts in torch
+BLOCK = "noise-layer"
 LMS = ("lm", "trimmed", "rapid")
 MOST = 32  # tokens a pass, on a machine too where it isn't faster
 
@@ -51,9 +53,10 @@ def texts_of(name: str) -> list[list[int]]:
     return [before + text for text in TEXTS]
 
 
-def head_of(name: str) -> Eagle:
+def head_of(name: str) -> Any:
     """A random head, small enough that bf16 doesn't drown it."""
-    head = made(name, **SIZES)
+    block = name == BLOCK
+    head: Any = block_drafts.made(name, sizes=SIZES, levels=K) if block else made(name, **SIZES)
     for parameter in head.parameters():
         if parameter.ndim > 1:
             parameter.mul_(0.6)
@@ -62,6 +65,12 @@ def head_of(name: str) -> Eagle:
 
 def drafter_of(name: str, target: PreTrainedModel) -> Drafter:
     """A random one, after the prefill of four texts."""
+    if name == BLOCK:
+        block = BlockDrafter(head_of(name), target, VOCAB)
+        begin(block, target, TEXTS)
+        assert block.nodes is not None and block.nodes.native is not None
+        block.nodes.native.most = MOST
+        return block
     if name not in LMS:
         drafter = EagleDrafter(head_of(name), target, VOCAB)
         begin(drafter, target, TEXTS)
@@ -132,7 +141,7 @@ def told_apart(drafter: Drafter, request: Round) -> tuple[float, Tensor]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", [*LMS, *IN_CALLS])
+@pytest.mark.parametrize("name", [*LMS, *IN_CALLS, BLOCK])
 @torch.inference_mode()
 def test_a_chain_drafted_at_once_is_torchs(
     name: str, temperature: float, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +169,7 @@ def test_a_chain_drafted_at_once_is_torchs(
     def late(*given: Any) -> TokenTree:
         return grow_tree.grow_at_once(*given[:-1], given[-1] + 20)
 
-    module = "lm" if name in LMS else "eagle"
+    module = "lm" if name in LMS else "block" if name == BLOCK else "eagle"
     monkeypatch.setattr(f"draftsmith.decode.drafters.{module}.grow_at_once", late)
     assert told_apart(drafter, request)[0] > 0.02
 
@@ -250,4 +259,8 @@ def test_a_level_of_a_chain_costs_what_drafting_at_once_does(target: PreTrainedM
     chain_of_4, slower = parse_tree("chain", 4), costs._replace(level=costs.level + 1.0)
     assert slower.of(chain_of_4) == pytest.approx(costs.of(chain_of_4) + 4.0)
     assert slower.of(largest) == costs.of(largest)
+    block = measured_costs(runner, drafter_of(BLOCK, target), largest, 1, 20)
+    assert block.level is not None and block.first is not None
+    drafting = block.first + 3 * block.level  # the trunk's pass, and what is kept, once
+    assert block.of(chain_of_4) == pytest.approx(drafting + block.verifying(chain_of_4))
     assert measured_costs(runner, drafter_of("peagle", target), largest, 1, 20).level is None

@@ -34,6 +34,7 @@ needs_compiler = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 CPU, K, TWO = torch.device("cpu"), 4, TEXTS[:2]
 SIZES = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
 BLOCKS = ("dflash", "dspark", "domino", "jetspec", "treeflash", "rnn", "gated-qwen", "noise-path")
+BLOCKS += ("noise-layer",)
 KINDS = ("medusa", "medusa-shared", "hydra", "hydra++", *BLOCKS)
 Drafting = MedusaDrafter | HydraDrafter | BlockDrafter
 
@@ -61,8 +62,9 @@ def drafter_of(kind: str, target: PreTrainedModel, dtype: torch.dtype = torch.bf
         parameter.mul_(0.5 if parameter.ndim > 1 else 1.0)
     drafter: Drafting = drafts(head.bfloat16().to(dtype), target.to(dtype), VOCAB)
     stack = getattr(getattr(drafter, "body", None), "stack", getattr(drafter, "prefix", None))
-    if isinstance(stack, LeanStack) and stack.native is not None:
-        stack.native.most = 32  # on a machine too where it isn't faster
+    for layers in (stack, getattr(drafter, "nodes", None)):
+        if isinstance(layers, LeanStack) and layers.native is not None:
+            layers.native.most = 32  # on a machine too where it isn't faster
     begin(drafter, target, TWO)
     return drafter
 
