@@ -80,7 +80,7 @@ class BlockDrafter(HeadDrafter):
         if self.nodes is not None:
             if (native := at_once(request, self.native, self.lm_head)) is None:
                 return None
-            where = self.lm_head, self.pool.above(len(self.head.layers)), self.context
+            where = self.lm_head, self.pool.above(self.head.lit.start), self.context
             return grow_at_once(request, native, *where, None, self._trunk(request), request.lens_B)
         if type(self.head.light) is not Light:
             return None
@@ -91,8 +91,7 @@ class BlockDrafter(HeadDrafter):
         return grow_known(request, logits)
 
     def feed(self, request: Round) -> Feed:
-        light, lens_B1, first = self.light, request.lens_B[:, None], len(self.head.layers)
-        own = range(first, len(self.head.every))
+        light, lens_B1, lit = self.light, request.lens_B[:, None], self.head.lit
         width = self.pool.width(request.top + request.plan.slots)
         output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.fc.weight
 
@@ -111,15 +110,15 @@ class BlockDrafter(HeadDrafter):
             reads = light.width or light.deep  # others know the last token by its number
             embedded_BFH = self.head.embed(tokens_BF) if reads else output_BFH
             if self.nodes is not None:
-                where = self.pool.above(first).fed(*frontier.placed(lens_B1, width))
+                where = self.pool.above(lit.start).fed(*frontier.placed(lens_B1, width))
                 output_BFH = self.nodes.step(output_BFH, tokens_BF, *where)
                 state_BFH = self.body.normed(output_BFH)
                 return Fed(self.lm_head.logits(state_BFH), state_BFH)
             if light.deep:
                 output_BFH, carried_BFS = light.changed(output_BFH, embedded_BFH, carried_BFS)
-                if own:
+                if lit:
                     where = self.pool.fed(*frontier.placed(lens_B1, width))
-                    output_BFH = self.body.run(*where, tokens_BF.shape[1])(output_BFH, own)
+                    output_BFH = self.body.run(*where, tokens_BF.shape[1])(output_BFH, lit)
                 state_BFH = self.body.normed(output_BFH)
                 return Fed(self.lm_head.logits(state_BFH), state_BFH)
             state_BFH = state_BnH[:, depth, None].expand_as(output_BFH)

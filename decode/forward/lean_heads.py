@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -84,14 +83,8 @@ class LeanEagle:
     def step(
         self, hidden_BTH: Tensor, tokens_BT: Tensor, positions_BT: Tensor, attention: Attention
     ) -> Tensor:
-        if (
-            self.native is not None
-            and isinstance(attention, Attending)
-            and attention.window is None
-            and self.native.takes(tokens_BT, attention.cache)
-        ):
-            where = positions_BT, attention.cache
-            return self.native.states(tokens_BT, *where, hidden_BTH)[0][-1]
+        if (there := in_native(self.native, tokens_BT, attention)) is not None:
+            return there[0].states(tokens_BT, positions_BT, there[1], hidden_BTH)[0][-1]
         embedded_BTH = self.head.embed(tokens_BT)
         rotary = self.cos_SE[positions_BT].unsqueeze(2), self.sin_SE[positions_BT].unsqueeze(2)
         if self.wide:
@@ -126,7 +119,9 @@ class LeanEagle:
 class LeanStack:
     """Ordinary layers of a frozen head, which read states alone, and the norm after them."""
 
-    embedding_VH = native = front = None
+    embedding_VH: Tensor | None = None
+    native: NativeBody | None = None
+    front: Front | None = None
 
     def __init__(self, head: Any, layers: Sequence[Any], norm: Any) -> None:
         self.layers = [LeanLayer(layer, i) for i, layer in enumerate(layers)]
@@ -141,13 +136,8 @@ class LeanStack:
         return normed(self.norm, output_XH)
 
     def run(self, positions_BR: Tensor, attention: Attention, rows: int) -> Stack:
-        native: NativeBody | None = self.native
-        if (
-            native is not None
-            and isinstance(attention, Attending)
-            and native.takes(positions_BR, cache := attention.cache)
-        ):
-            where = positions_BR, positions_BR, cache
+        if (there := in_native(self.native, positions_BR, attention)) is not None:
+            native, where = there[0], (positions_BR, positions_BR, there[1])
             return lambda states_BRH, layers: native.states(*where, states_BRH, layers)[0][-1]
         rotary = self._rotary(positions_BR)
 
@@ -193,28 +183,31 @@ class LeanNodes(LeanStack):
     """
 
     def __init__(self, head: Block) -> None:
-        light = head.light
+        light: Any = head.light
         super().__init__(head, light.layers, head.norm)
-        self.light, self.embedding_VH = lean_copy(light), head.target_embedding_VH
-        norms = norm_of(light.of_token), norm_of(light.of_state)
-        maps = light.entry.weight, None
-        self.front = Front(*map(weight_of, norms), maps, beside=True)
+        self.light, self.embed = lean_copy(light), head.embed
+        self.embedding_VH = head.target_embedding_VH
+        token, state = (weight_of(norm_of(norm)) for norm in (light.of_token, light.of_state))
+        self.front = Front(token, state, (light.entry.weight, None), beside=True)
 
     def step(
         self, rows_BFH: Tensor, tokens_BF: Tensor, positions_BF: Tensor, attention: Attention
     ) -> Tensor:
         """What the norm reads [B, F, H] of nodes of these tokens at their rows of the block."""
-        if (
-            self.native is not None
-            and isinstance(attention, Attending)
-            and self.native.takes(tokens_BF, attention.cache)
-        ):
-            where = positions_BF, attention.cache
-            return self.native.states(tokens_BF, *where, rows_BFH)[0][-1]
-        embedded_BFH = F.embedding(tokens_BF, self.embedding_VH).to(rows_BFH)
-        entry_BFH, _ = self.light.changed(rows_BFH, embedded_BFH, rows_BFH)
+        if (there := in_native(self.native, tokens_BF, attention)) is not None:
+            return there[0].states(tokens_BF, positions_BF, there[1], rows_BFH)[0][-1]
+        entry_BFH, _ = self.light.changed(rows_BFH, self.embed(tokens_BF), rows_BFH)
         run = self.run(positions_BF, attention, tokens_BF.shape[1])
         return run(entry_BFH, range(len(self.layers)))
+
+
+def in_native(
+    native: NativeBody | None, tokens_BN: Tensor, attention: Attention
+) -> tuple[NativeBody, SlotCache] | None:
+    """What runs layers on so many tokens in C++, and over which slots; None: torch does."""
+    if native is None or not isinstance(attention, Attending) or attention.window is not None:
+        return None
+    return (native, attention.cache) if native.takes(tokens_BN, attention.cache) else None
 
 
 class LeanCell:
@@ -256,14 +249,10 @@ def lean_eagle(head: Eagle) -> LeanEagle | None:
         return [first_BTH, second_BTH, body.before_head(second_BTH)]
 
     layer = head.config.layer
-    made: LeanEagle | None = _lean(
-        head, layer, LeanEagle, lambda given, body: states(given, body, causal())
-    )
     # P-EAGLE's tokens may be none of the target's, and native.cpp knows no gate.
-    if made is not None and type(head) is Eagle and not made.gated:
-        given = _tried(head)
-        _go_native(made, layer, given[2], partial(states, given, made))
-    return made
+    native = type(head) is Eagle and head.config.fusion != "gated"
+    made = _lean_layers(head, layer, LeanEagle, states, native=native)
+    return cast("LeanEagle | None", made)
 
 
 def lean_block(head: Block) -> Block:
@@ -283,9 +272,8 @@ def lean_block(head: Block) -> Block:
         run = body.run(at_BR % head.context, attention, rows)
         of = tokens_BM, context_BTH[:, -2:], rows, run
         output_BMnH = body.trunk(*of, lambda states_BRH: states_BRH.argmax(-1) % head.rows)
-        own_BRH = context_BTH[:, -2:].repeat_interleave(rows, 1)
-        own_BRH = run(own_BRH, range(len(head.layers), len(head.every)))  # a light head's layers
-        return [context_BTH, output_BMnH, body.normed(output_BMnH), own_BRH]
+        lit_BRH = run(context_BTH[:, -2:].repeat_interleave(rows, 1), head.lit)
+        return [context_BTH, output_BMnH, body.normed(output_BMnH), lit_BRH]
 
     def lean(head: Block) -> Any:
         made, stack = lean_copy(head), LeanTrunk(head)
@@ -296,20 +284,13 @@ def lean_block(head: Block) -> Block:
     if made is None:
         return head
     taps_BTU, _, at_BT = _tried(head)
-    states_BTH = taps_BTU[..., : head.hidden]
-
-    def stack(over: Attention) -> list[Tensor]:
-        return [made.stack(states_BTH, at_BT, over)]
-
-    _go_native(made.stack, head.stacked, at_BT, stack)
+    given = taps_BTU[..., : head.hidden], at_BT
+    _go_native(made.stack, head.stacked, at_BT, lambda over: [made.stack(*given, over)])
     return cast("Block", made)
 
 
 def lean_nodes(head: Block) -> LeanNodes | None:
-    """The layers of a light head, and what comes before them; None where there are none, or as
-    above.
-    """
-    first = len(head.layers)
+    """A light head's layers, and what comes before them; None where there are none, or as above."""
 
     def states(given: Given, body: Block | LeanNodes, attention: Attention) -> list[Tensor]:
         taps_BTU, tokens_BT, at_BT = given
@@ -317,18 +298,11 @@ def lean_nodes(head: Block) -> LeanNodes | None:
         if isinstance(body, LeanNodes):
             return [body.step(rows_BTH, tokens_BT, at_BT, attention)]
         entry_BTH, _ = body.light.changed(rows_BTH, body.embed(tokens_BT), rows_BTH)
-        run = body.run(at_BT, attention, at_BT.shape[1])
-        return [run(entry_BTH, range(first, len(body.every)))]
+        return [body.run(at_BT, attention, at_BT.shape[1])(entry_BTH, body.lit)]
 
     if not len(head.light.layers):
         return None
-    made: LeanNodes | None = _lean(
-        head, head.config.layer, LeanNodes, lambda given, body: states(given, body, causal())
-    )
-    if made is not None:
-        given = _tried(head)
-        _go_native(made, head.config.layer, given[2], partial(states, given, made))
-    return made
+    return cast("LeanNodes | None", _lean_layers(head, head.config.layer, LeanNodes, states))
 
 
 def lean_prefix(head: Hydra) -> LeanStack | None:
@@ -344,13 +318,7 @@ def lean_prefix(head: Hydra) -> LeanStack | None:
     def lean(head: Hydra) -> LeanStack:
         return LeanStack(head, [head.prefix_layer], head.prefix_norm)
 
-    made: LeanStack | None = _lean(
-        head, layer, lean, lambda given, body: states(given, body, causal())
-    )
-    if made is not None:
-        given = _tried(head)
-        _go_native(made, layer, given[2], partial(states, given, made))
-    return made
+    return cast("LeanStack | None", _lean_layers(head, layer, lean, states))
 
 
 def _tried(head: Head) -> Given:
@@ -360,6 +328,15 @@ def _tried(head: Head) -> Given:
     tokens_BT = torch.arange(14, device=weight.device).view(2, 7) % head.rows
     at_BT = (torch.arange(7, device=weight.device) % head.context).expand(2, -1)
     return taps_BTU, tokens_BT, at_BT
+
+
+def _lean_layers(head: Any, layer: Any, lean: Any, states: Any, *, native: bool = True) -> Any:
+    """`_lean`, and in C++ where that is the same. states: (given, body, attention) -> states."""
+    made = _lean(head, layer, lean, lambda given, body: states(given, body, causal()))
+    if made is not None and native:
+        given = _tried(head)
+        _go_native(made, layer, given[2], partial(states, given, made))
+    return made
 
 
 def _lean(

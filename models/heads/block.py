@@ -216,6 +216,11 @@ class Block(LayerHead):
         return [*self.layers, *self.light.layers]
 
     @property
+    def lit(self) -> range:
+        """The numbers of the light head's own."""
+        return range(len(self.layers), len(self.every))
+
+    @property
     def stacked(self) -> PretrainedConfig:
         """The config of them all."""
         layer = copy.copy(self.config.layer)
@@ -347,8 +352,7 @@ class Block(LayerHead):
             return torch.stack(found, 2)
 
         output_BMnH = each(self.light.changed, output_BMnH)
-        own = range(len(self.layers), len(self.every))
-        output_BMnH = run(output_BMnH.flatten(1, 2), own).view_as(output_BMnH)
+        output_BMnH = run(output_BMnH.flatten(1, 2), self.lit).view_as(output_BMnH)
         state_BMnH = self.norm(output_BMnH)
         low_BMnR = each(self.light.low, state_BMnH, path_BMn)
         return torch.cat([state_BMnH, low_BMnR.to(state_BMnH)], -1)
