@@ -119,7 +119,8 @@ def source(rows: Sequence[dict[str, Any]]) -> str:
     moved = [path for path in BENCH.rglob(script.name) if not (BENCH.parent / script).exists()]
     words = f"`{line}`{' with the arguments in each row' if others else ''} at commit {commits}"
     words += "".join(f" (now {path.relative_to(BENCH.parent).as_posix()})" for path in moved)
-    return f"{words} on {rows[0]['machine']}.{unrepeatable(rows)}"
+    machines = " and ".join(dict.fromkeys(r["machine"] for r in rows))
+    return f"{words} on {machines}.{unrepeatable(rows)}"
 
 
 def interval(values: Sequence[float], draws: int = 10_000) -> list[float]:

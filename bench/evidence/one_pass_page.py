@@ -22,7 +22,8 @@ def page(rows: Rows) -> str:
         "children are ranked with the target's own noise.",
         "",
         *markdown(
-            ("drafter", "seeds", "parameters", "training s", "draft ms a round", "c"), costs(rows)
+            ("drafter", "seeds", "parameters", "training s", "draft ms a round", "c", "on"),
+            costs(rows),
         ),
     ]
     for temperature in sorted({row["temperature"] for row in rows}):
@@ -54,6 +55,9 @@ def costs(rows: Rows) -> list[list[str]]:
         trained = f"{min(seconds):.0f} to {max(seconds):.0f}" if seconds else "-"
         seeds = ", ".join(str(row["seed"]) for row in mine if row["temperature"] == 0)
         found.append(
-            [kind, seeds, f"{mine[0]['parameters']:,}", trained, f"{drafting:.2f}", f"{c:.3f}"]
+            [
+                *(kind, seeds, f"{mine[0]['parameters']:,}", trained),
+                *(f"{drafting:.2f}", f"{c:.3f}", mine[0]["machine"]),
+            ]
         )
     return found

@@ -16,6 +16,7 @@ import torch
 PACKAGES = (
     *("draftsmith", "torch", "transformers", "accelerate", "datasets", "deepspeed", "tokenizers"),
 )
+KERNELS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 
 
 def provenance(
@@ -67,13 +68,17 @@ def versions() -> dict[str, str | None]:
 
 
 def machine(device: str = "cuda") -> str:
-    """The GPU in words, or, where there is none or `device` is cpu, the processor and its cores."""
+    """The GPU in words; where there is none, or `device` is cpu, the processor's cores, name and
+    widest of `KERNELS`: a name stands for several generations.
+    """
     if device == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
-    found = cpuinfo.exists() and re.search(r"^model name.*?: (.*)", cpuinfo.read_text(), re.M)
+    told = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = re.search(r"^model name.*?: (.*)", told, re.M)
     name = found[1] if found else platform.processor() or platform.machine()
-    return f"{os.cpu_count()} cores of {name}"
+    widest = [f" ({kernel})" for kernel in KERNELS if re.search(rf"\b{kernel}\b", told)]
+    return f"{os.cpu_count()} cores of {name}{''.join(widest[:1])}"
 
 
 def _git(folder: str, *arguments: str) -> str:

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from draftsmith.models.disk.provenance import git_commit, provenance
+from draftsmith.models.disk.provenance import git_commit, machine, provenance
 from draftsmith.models.draft_lm import draft_from_config, load_draft, recast
 from draftsmith.models.target import (
     TargetSpec,
@@ -335,3 +335,11 @@ def test_recasting_rounds_weights_and_leaves_rotary_frequencies() -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.model.rotary_emb.inv_freq, exact)
     assert not torch.equal(exact, exact.bfloat16().float())  # which is what .to(dtype) would leave
+
+
+def test_a_machines_widest_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, wanted in (("avx2 avx512f", " (avx512f)"), ("sse4", "")):
+        told = f"model name\t: A Z80\nflags\t\t: {flags}\n"
+        monkeypatch.setattr(Path, "exists", lambda self: True)
+        monkeypatch.setattr(Path, "read_text", lambda self, told=told: told)
+        assert machine("cpu").endswith(f" cores of A Z80{wanted}")
