@@ -156,8 +156,8 @@ class LayerLight(Light):
 
     def __init__(self, layer: PretrainedConfig) -> None:
         super().__init__()
-        hidden = layer.hidden_size
-        self.of_token, self.of_state = (LlamaRMSNorm(hidden, eps=1e-6) for _ in range(2))
+        hidden, eps = layer.hidden_size, layer.rms_norm_eps
+        self.of_token, self.of_state = (LlamaRMSNorm(hidden, eps=eps) for _ in range(2))
         self.entry = zeroed(nn.Linear(2 * hidden, hidden, bias=False))
         self.layers = nn.ModuleList([own := EagleLayer(layer, layer.num_hidden_layers)])
         zeroed(own.self_attn.o_proj), zeroed(own.mlp.down_proj)
