@@ -56,7 +56,7 @@ class Recipe(NamedTuple):
 
 
 BLOCK = ("head.taps=[]",)
-PUBLISHED = (*BLOCK, "head.layers=2", "head.last=false", "anchors.state=0")
+PUBLISHED = (*BLOCK, "head.layers=2", "head.rank=64", "head.last=false", "anchors.state=0")
 DRAFT = "draft"
 RECIPES = {
     DRAFT: Recipe("distill", "quickstart/distill", 1e-2),

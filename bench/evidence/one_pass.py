@@ -23,7 +23,8 @@ from draftsmith.command import parse, run_command, unknown
 LEVELS, WIDTH = 5, 6
 NODES = (5, 8, 16, 32)
 BLOCK = ("blocks", "block/gsm8k")
-PUBLISHED = (*BLOCK, "head.layers=2", "head.taps=[2,4,6]", "head.last=false", "anchors.state=0")
+PUBLISHED = (*BLOCK, "head.layers=2", "head.taps=[2,4,6]", "head.rank=64", "head.last=false")
+PUBLISHED += ("anchors.state=0",)
 KINDS: Kinds = {
     "eagle3": ("eagle", "eagle3/gsm8k", "head.draft_vocab=0", "unroll.steps=5"),
     "peagle": ("eagle", "peagle/gsm8k", "head.draft_vocab=0", "head.layers=2"),

@@ -1,4 +1,4 @@
-"""Block drafters: the trunk runs once a round, then each node costs a light product.
+"""Block drafters: the trunk runs once a round, then each node costs its light head.
 
 A row of n committed tokens keeps the trunk's keys and values of their context states, position i in
 slot i, made once. The block's own lie beyond, from slot n on: they are of this round alone,
@@ -31,7 +31,7 @@ from draftsmith.models.layers.block_lights import Light
 
 
 class BlockDrafter(HeadDrafter):
-    """One pass for all depths, and a light product a node."""
+    """One pass for all depths, and a light head a node."""
 
     head: Block
     one_pass = True
@@ -92,7 +92,10 @@ class BlockDrafter(HeadDrafter):
 
     def feed(self, request: Round) -> Feed:
         light, lens_B1, lit = self.light, request.lens_B[:, None], self.head.lit
-        width = self.pool.width(request.top + request.plan.slots)
+        width, lit_pool = (
+            self.pool.width(request.top + request.plan.slots),
+            self.pool.above(lit.start),
+        )
         output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.fc.weight
 
         def feed(frontier: Frontier) -> Fed:
@@ -107,18 +110,18 @@ class BlockDrafter(HeadDrafter):
             elif frontier.of_BF is not None and light.width:
                 carried_BFS = picked(carried_BFS, frontier.of_BF)
             output_BFH = output_BnH[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
-            reads = light.width or light.deep  # others know the last token by its number
-            embedded_BFH = self.head.embed(tokens_BF) if reads else output_BFH
-            if self.nodes is not None:
-                where = self.pool.above(lit.start).fed(*frontier.placed(lens_B1, width))
-                output_BFH = self.nodes.step(output_BFH, tokens_BF, *where)
+            placed = frontier.placed(lens_B1, width) if lit else None
+            if self.nodes is not None and placed is not None:
+                output_BFH = self.nodes.step(output_BFH, tokens_BF, *lit_pool.fed(*placed))
                 state_BFH = self.body.normed(output_BFH)
                 return Fed(self.lm_head.logits(state_BFH), state_BFH)
+            reads = light.width or light.deep  # others know the last token by its number
+            embedded_BFH = self.head.embed(tokens_BF) if reads else output_BFH
             if light.deep:
                 output_BFH, carried_BFS = light.changed(output_BFH, embedded_BFH, carried_BFS)
-                if lit:
-                    where = self.pool.fed(*frontier.placed(lens_B1, width))
-                    output_BFH = self.body.run(*where, tokens_BF.shape[1])(output_BFH, lit)
+                if placed is not None:
+                    run = self.body.run(*self.pool.fed(*placed), tokens_BF.shape[1])
+                    output_BFH = run(output_BFH, lit)
                 state_BFH = self.body.normed(output_BFH)
                 return Fed(self.lm_head.logits(state_BFH), state_BFH)
             state_BFH = state_BnH[:, depth, None].expand_as(output_BFH)

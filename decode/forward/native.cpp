@@ -52,7 +52,7 @@ struct Pass {
     const int64_t *tokens, *positions, *slots, *lens;
     const uint8_t *block;
     int64_t wide, block_row;
-    const bf16 *given;  // [T, H]: the states beside the tokens
+    const bf16 *given;  // [T, H]: the states beside the tokens, or (no embedding) in their place
     bf16 *keys, *values;
     int64_t layer_step, row_step;
     bf16 *states;  // [last - first + 1, T, H]: each layer's input, and the last one's output

@@ -172,6 +172,7 @@ class NativeBody:
         """
         states = [None if x is None else x.contiguous() for x in start[:2]]
         at_B, race_BKV, temperature, context, pending_B = start[2:]
+        at_B = at_B.contiguous()  # held: the call is given its address
         rows, weight, biases = len(at_B), head.weight, head.tensors[1] or (None,)
         tokens_BK = at_B.new_empty(rows, steps)
         sure_BK = at_B.new_empty(rows, steps, dtype=torch.float32) if sure else None
@@ -184,7 +185,7 @@ class NativeBody:
         )
         where = 0, self.layers, *(None,) * 5, 0, 0, None, *laid(pool)
         at = _Pass(rows, 1, pool.slots, *where, None, None)
-        beside = (_P(pointer(x)) for x in (*states, at_B.contiguous(), tokens_BK))
+        beside = (_P(pointer(x)) for x in (*states, at_B, tokens_BK))
         self.made.chain(*map(ctypes.byref, (self.body, at, how)), *beside)
         return tokens_BK, sure_BK
 

@@ -39,7 +39,7 @@ from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
     Keep,
-    begin_as,
+    begin_as_last,
     layer_json,
     read_layer,
     stack,
@@ -195,12 +195,10 @@ class Block(LayerHead):
 
     @torch.no_grad()
     def init_from(self, target: PreTrainedModel) -> Self:
-        """Bind the target; the trunk begins as its last layers where their parts are alike, and the
+        """Bind the target; layers begin as its last ones where their parts are alike, and the
         context states as its deepest tap.
         """
-        theirs = decoder_layers(target)[-len(self.every) :]
-        for own, layer in zip(self.every, theirs, strict=False):
-            begin_as(own, layer)
+        begin_as_last(self.every, decoder_layers(target))
         deepest_HH = torch.eye(self.hidden, device=self.fc.weight.device)
         self.fc.weight.mul_(0.1)[:, -self.hidden :] += deepest_HH
         if self.config.last:
@@ -262,7 +260,7 @@ class Block(LayerHead):
         def run(hidden_BRH: Tensor, layers: range) -> Tensor:
             for index in layers:
                 layer, convs = self.every[index], KEPT
-                if self.convs:
+                if index < len(self.convs):  # nodes have none: nothing is beside them
                     convs = [partial(conv, rows=rows) for conv in self.convs[index]]
                 before, after, into, out = convs
                 entry_BRH = before(layer.input_layernorm(hidden_BRH))
@@ -315,11 +313,12 @@ class Block(LayerHead):
         # An anchor that begins a document has no context, and isn't trained: any will do.
         allowed_BMT = allowed_BMT | ((at_BM == 0)[..., None] & (column_T == anchors_BM1))
         attention = Blocks(allowed_BMT, self.block, causal=self.config.mask == "causal")
-        nodes = Blocks(allowed_BMT, self.levels, causal=True) if self.light.layers else attention
+        nodes, alike = attention, self.config.mask == "causal" and not self.first
+        if self.lit and not alike:
+            nodes = Blocks(allowed_BMT, self.levels, causal=True)
 
-        def keep(layer: int, key_BTKE: Tensor, value_BTKE: Tensor) -> None:
-            reads = attention if layer < len(self.layers) else nodes
-            reads.keep(layer, key_BTKE, value_BTKE)
+        def keep(layer: int, *sides: Tensor) -> None:
+            (nodes if layer in self.lit else attention).keep(layer, *sides)
 
         context_BTH = self.fuse(taps_BTU)
         self.keep(context_BTH, positions_BT, keep)
@@ -351,8 +350,9 @@ class Block(LayerHead):
                 found.append(made_BMX)
             return torch.stack(found, 2)
 
-        output_BMnH = each(self.light.changed, output_BMnH)
-        output_BMnH = run(output_BMnH.flatten(1, 2), self.lit).view_as(output_BMnH)
+        if self.light.deep:
+            output_BMnH = each(self.light.changed, output_BMnH)
+            output_BMnH = run(output_BMnH.flatten(1, 2), self.lit).view_as(output_BMnH)
         state_BMnH = self.norm(output_BMnH)
         low_BMnR = each(self.light.low, state_BMnH, path_BMn)
         return torch.cat([state_BMnH, low_BMnR.to(state_BMnH)], -1)

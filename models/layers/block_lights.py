@@ -15,8 +15,8 @@ depth's logits by the tokens of the path to it, at the price of a small product 
     layer      no low: a decoder layer of the output + A [norm E[x]; norm output]              ours
 
 x is the token just before the one that is predicted. `after` begins at zero (what swiglu, path and
-layer add does), so a fresh light head changes nothing. The layer's nodes read the context anew,
-and the nodes above them: the one light head that isn't of a node alone.
+layer add does), so a fresh light head changes nothing, unless its layer begins as the target's. The
+layer's nodes read the context anew, and the nodes above them: no other is more than a node's own.
 
 Shapes: X any leading axes, H hidden, R rank, V rows of the target's LM head, S numbers carried from
 token to token.
@@ -159,7 +159,7 @@ class LayerLight(Light):
         hidden, eps = layer.hidden_size, layer.rms_norm_eps
         self.of_token, self.of_state = (LlamaRMSNorm(hidden, eps=eps) for _ in range(2))
         self.entry = zeroed(nn.Linear(2 * hidden, hidden, bias=False))
-        self.layers = nn.ModuleList([own := EagleLayer(layer, layer.num_hidden_layers)])
+        self.layers = nn.ModuleList([own := EagleLayer(layer, 0)])
         zeroed(own.self_attn.o_proj), zeroed(own.mlp.down_proj)
 
     def changed(
@@ -170,7 +170,8 @@ class LayerLight(Light):
 
 
 def zeroed(layer: Any) -> Any:
-    nn.init.zeros_(layer.weight)
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
     return layer
 
 

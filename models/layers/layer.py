@@ -69,6 +69,12 @@ def begin_as(own: nn.Module, theirs: nn.Module) -> None:
             part.copy_(found[name])
 
 
+def begin_as_last(own: Any, theirs: Any) -> None:
+    """Of layers, the last as the last one of a target's, and so on."""
+    for layer, their in zip(reversed(own), reversed(theirs), strict=False):
+        begin_as(layer, their)
+
+
 class Rotary(LlamaRotaryEmbedding):  # the same for Qwen3
     """transformers' rotary embeddings, whose frequencies stay as they are when a head is cast:
     rounded to bfloat16 they turn up to a radian too far at position 1,000.

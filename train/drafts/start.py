@@ -25,7 +25,7 @@ from draftsmith.models.heads.peagle import PEagle, PEagleConfig
 from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     LAYER_FIELDS,
-    begin_as,
+    begin_as_last,
     layer_json,
     read_layer,
 )
@@ -182,9 +182,7 @@ class EagleSource:
     # Of EAGLE-3, empty: `default_taps`; of mixture, empty: after every layer.
     taps: list[int] = field(default_factory=list)
     draft_vocab: int = 0  # of EAGLE-3: the tokens that the text has most; 0: all
-    init: str = (
-        "random"  # target: its layers begin as the target's last, where their parts are alike
-    )
+    init: str = "random"  # of its layers; target: as its last ones, where their parts are alike
     init_head: str = "target"  # of EAGLE-3: target (its LM head's rows) | random
     freeze_head: bool = False  # of EAGLE-3: its LM head stays as it begins
     parallel: int = 0  # P-EAGLE: tokens that one pass drafts; 0: one, and on from there
@@ -234,10 +232,7 @@ def open_head(
     head = _earlier(source, target, tokenizer) if source.path else _fresh(source, target, seed)
     place(head, target.device).bind(target)
     if not source.path and source.init == "target":
-        for own, layer in zip(
-            head.layers, decoder_layers(target)[-len(head.layers) :], strict=False
-        ):
-            begin_as(own, layer)
+        begin_as_last(head.layers, decoder_layers(target))
     if not isinstance(head, Eagle) or source.version == 1:
         return head
     if not source.path:
