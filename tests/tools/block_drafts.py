@@ -29,7 +29,7 @@ OURS: dict[str, dict[str, Any]] = {
     "noise-markov": {"noise": True, "layers": 2},
     "noise-swiglu": {"light": "swiglu", "noise": True},
     "noise-path": {"light": "path", "noise": True, "last": True},
-    "layer-qwen": {"light": "layer", "labels": "same", "kind": Qwen3Config, "convs": True},
+    "layer-qwen": {"light": "layer", "mask": "full", "kind": Qwen3Config, "convs": True},
     "noise-layer": {"light": "layer", "noise": True, "last": True},
 }
 # The published ones, and what they are not.
