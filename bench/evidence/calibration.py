@@ -23,6 +23,7 @@ from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.train.run.recipe import gsm8k
 
@@ -86,19 +87,21 @@ def judged(decoder: Decoder, prompts: list[list[int]], params: SamplingParams) -
         kept_BN = torch.zeros_like(chance_BN)
         inside_BL = torch.arange(length) <= accepted_B[:, None]
         kept_BN[rows.expand_as(path_BL)[inside_BL], path_BL[inside_BL]] = 1.0
-        depth_BN = decoder_depths.pop()
+        tree = trees.pop()
+        depth_BN = tree.topology.depth.expand(tree.tokens_BN.shape).float()
+        assert tree.rank_BN is not None, "the path names nodes by their places in order of worth"
+        kept_BN = kept_BN.gather(1, tree.rank_BN)
         live_BN = (chance_BN >= 0) & (depth_BN > 0)
         found.append(torch.stack([depth_BN, chance_BN, kept_BN], -1)[live_BN].numpy())
         return told
 
-    decoder_depths: list[torch.Tensor] = []
+    trees: list[TokenTree] = []
     assert decoder.drafter is not None
     propose = decoder.drafter.propose
 
     def proposed(request: Any) -> Any:
-        tree = propose(request)
-        decoder_depths.append(tree.topology.depth.expand(tree.tokens_BN.shape).float())
-        return tree
+        trees.append(propose(request))
+        return trees[-1]
 
     decoder.policy.keep, decoder.stepper.step = keep, watched  # type: ignore[method-assign]
     decoder.drafter.propose = proposed  # type: ignore[method-assign]
