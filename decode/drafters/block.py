@@ -92,10 +92,8 @@ class BlockDrafter(HeadDrafter):
 
     def feed(self, request: Round) -> Feed:
         light, lens_B1, lit = self.light, request.lens_B[:, None], self.head.lit
-        width, lit_pool = (
-            self.pool.width(request.top + request.plan.slots),
-            self.pool.above(lit.start),
-        )
+        width = self.pool.width(request.top + request.plan.slots)
+        lit_pool = self.pool.above(lit.start)
         output_BnH = state_BnH = logits_BnV = carried_BFS = self.head.fc.weight
 
         def feed(frontier: Frontier) -> Fed:
@@ -110,20 +108,20 @@ class BlockDrafter(HeadDrafter):
             elif frontier.of_BF is not None and light.width:
                 carried_BFS = picked(carried_BFS, frontier.of_BF)
             output_BFH = output_BnH[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
-            placed = frontier.placed(lens_B1, width) if lit else None
-            if self.nodes is not None and placed is not None:
-                output_BFH = self.nodes.step(output_BFH, tokens_BF, *lit_pool.fed(*placed))
-                state_BFH = self.body.normed(output_BFH)
-                return Fed(self.lm_head.logits(state_BFH), state_BFH)
-            reads = light.width or light.deep  # others know the last token by its number
-            embedded_BFH = self.head.embed(tokens_BF) if reads else output_BFH
+            if self.nodes is not None:
+                where = lit_pool.fed(*frontier.placed(lens_B1, width))
+                output_BFH = self.nodes.step(output_BFH, tokens_BF, *where)
+            elif light.deep:
+                given = output_BFH, self.head.embed(tokens_BF), carried_BFS
+                output_BFH, carried_BFS = light.changed(*given)
+                if lit:
+                    where = self.pool.fed(*frontier.placed(lens_B1, width))
+                    output_BFH = self.body.run(*where, tokens_BF.shape[1])(output_BFH, lit)
             if light.deep:
-                output_BFH, carried_BFS = light.changed(output_BFH, embedded_BFH, carried_BFS)
-                if placed is not None:
-                    run = self.body.run(*self.pool.fed(*placed), tokens_BF.shape[1])
-                    output_BFH = run(output_BFH, lit)
                 state_BFH = self.body.normed(output_BFH)
                 return Fed(self.lm_head.logits(state_BFH), state_BFH)
+            # Others know the last token by its number.
+            embedded_BFH = self.head.embed(tokens_BF) if light.width else output_BFH
             state_BFH = state_BnH[:, depth, None].expand_as(output_BFH)
             logits_BFV = logits_BnV[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
             if self.after is not None:

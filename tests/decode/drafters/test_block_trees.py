@@ -159,6 +159,17 @@ def test_every_node_is_what_an_obvious_loop_drafts(
     check_rounds(head, tiny_tokenizer, (tiny_target, TREES[1], SETTINGS[0]), 1)
 
 
+@torch.no_grad()
+def test_a_layer_for_the_nodes_without_its_lean_form(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A head that learns, or whose rotary embeddings depend on more than the position."""
+    head = made("noise-layer").requires_grad_(True)
+    assert drafter(head, tiny_target).nodes is None
+    for tree in TREES:
+        check_rounds(head, tiny_tokenizer, (tiny_target, tree, SETTINGS[1]), 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES, ids=str)
 @pytest.mark.parametrize("name", GRID)
