@@ -4,7 +4,9 @@
 
 Every node of a dynamic tree has a chance: the product of the softmax of what its siblings were
 ranked by, along its path. Held-out prompts are decoded, and each node counts as kept or not. ECE:
-the mean of |chance - share kept| over ten bins of chances, weighed by their nodes. Rows and page:
+the mean of |chance - share kept| over ten bins of chances, weighed by their nodes. For each
+temperature the tree's sharpness (`DynamicTree`) is the one of `sharpness` with the least ECE on
+prompts of the tune part; the rows are of the report part, of sharpness 1 beside it. Rows and page:
 <out>/calibration.*
 """
 
@@ -36,7 +38,8 @@ class Calibrating:
     target: str = field(default_factory=lambda: gsm8k("target"))
     data: str = field(default_factory=lambda: gsm8k("data"))
     tree: str = "dynamic:5,6,33"
-    temperatures: list[float] = field(default_factory=lambda: [0.7, 1.0])
+    sharpness: list[float] = field(default_factory=lambda: [1.0, 1.15, 1.3, 1.5])
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
     prompts: int = 48
     max_new_tokens: int = 64
     batch_size: int = 16
@@ -51,20 +54,35 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(settings.threads)
     target, tokenizer = load_target(TargetSpec(settings.target, dtype="bfloat16"), "cpu")
     drafter = load_drafter(settings.drafter, target, tokenizer)
-    asked = load_prompts(settings.data, tokenizer, limit=settings.prompts)
+    asked = {
+        part: [
+            p.tokens
+            for p in load_prompts(settings.data, tokenizer, limit=settings.prompts, split=part)
+        ]
+        for part in ("tune", "report")
+    }
+
+    def nodes(part: str, sharpness: float, temperature: float) -> np.ndarray:
+        tree = f"{settings.tree},{sharpness:g}"
+        decoder = Decoder(target, tokenizer, drafter, tree=tree, batch_size=settings.batch_size)
+        params = SamplingParams(temperature, max_new_tokens=settings.max_new_tokens)
+        return judged(decoder, asked[part], params)
+
     about = {"what": settings.drafter, "target": settings.target, "data": settings.data}
+    about |= about_run()
     rows: list[dict[str, Any]] = []
     for temperature in settings.temperatures:
-        decoder = Decoder(
-            target, tokenizer, drafter, tree=settings.tree, batch_size=settings.batch_size
-        )
-        params = SamplingParams(temperature, max_new_tokens=settings.max_new_tokens)
-        nodes = judged(decoder, [prompt.tokens for prompt in asked], params)
-        depth = nodes[:, 0]
-        for level in [0, *range(1, int(depth.max()) + 1)]:
-            of = nodes if level == 0 else nodes[depth == level]
-            figures = {"temperature": temperature, "depth": level, "nodes": len(of)}
-            rows.append(about | figures | bins(of[:, 1], of[:, 2]) | about_run())
+        tuned = {
+            sharpness: ece(nodes("tune", sharpness, temperature))
+            for sharpness in settings.sharpness
+        }
+        best = min(tuned, key=lambda sharpness: tuned[sharpness])
+        for sharpness in sorted({1.0, best}):
+            found = nodes("report", sharpness, temperature)
+            how = {"temperature": temperature, "sharpness": sharpness, "tuned": tuned}
+            for level in [0, *range(1, int(found[:, 0].max()) + 1)]:
+                of = found if level == 0 else found[found[:, 0] == level]
+                rows.append(about | how | {"depth": level, "nodes": len(of)} | bins(of))
     write_table(Path(settings.out), "calibration", rows, page(rows))
     print(page(rows))
 
@@ -112,8 +130,9 @@ def judged(decoder: Decoder, prompts: list[list[int]], params: SamplingParams) -
     return np.concatenate(found)
 
 
-def bins(chance: np.ndarray, kept: np.ndarray) -> dict[str, Any]:
-    """ECE, and of each bin of chances: nodes, mean chance, share kept."""
+def bins(nodes: np.ndarray) -> dict[str, Any]:
+    """ECE, and of each bin of chances: nodes, mean chance, share kept. nodes: as `judged` says."""
+    _, chance, kept = nodes.T
     of = np.minimum((chance * BINS).astype(int), BINS - 1)
     parts = [(chance[of == b], kept[of == b]) for b in range(BINS) if (of == b).any()]
     each = [(len(c), float(c.mean()), float(k.mean())) for c, k in parts]
@@ -121,16 +140,23 @@ def bins(chance: np.ndarray, kept: np.ndarray) -> dict[str, Any]:
     return {"ece": error, "bins": each}
 
 
+def ece(nodes: np.ndarray) -> float:
+    """The expected calibration error of nodes as `judged` says."""
+    return bins(nodes)["ece"]
+
+
 def page(rows: Iterable[dict[str, Any]]) -> str:
-    """Markdown: ECE and bins by temperature and depth."""
+    """Markdown: ECE and bins by temperature, sharpness and depth."""
     rows = list(rows)
     cells = []
     for row in rows:
         told = "  ".join(f"{said:.2f}/{seen:.2f}" for _, said, seen in row["bins"])
         depth = "all" if row["depth"] == 0 else str(row["depth"])
-        about = [f"{row['temperature']:g}", depth, f"{row['nodes']:,}", f"{row['ece']:.3f}"]
+        about = [f"{row['temperature']:g}", f"{row['sharpness']:g}", depth]
+        about += [f"{row['nodes']:,}", f"{row['ece']:.3f}"]
         cells.append([*about, told])
-    head = ("temperature", "depth", "nodes", "ECE", "chance/share kept, by tenths of the chance")
+    last = "chance/share kept, by tenths of the chance"
+    head = ("temperature", "sharpness", "depth", "nodes", "ECE", last)
     lines = ["# Calibration of a drafter's scores", "", f"{source(rows)} {rows[0]['what']}.", ""]
     return "\n".join([*lines, *markdown(head, cells)]) + "\n"
 
