@@ -5,13 +5,14 @@
 
     loss = sum_t w_t D(p_t, q_t) / number of tokens,   p_t = target(x_<t), q_t = draft(x_<t)
 
-D is fkl, rkl, jsd, tv, tvpp, nla, lk or ce, or a weighted sum of them (train/losses/pure.py), and
-may be another one in a second stage. Both sides go through the one transform (vocabulary cut,
-temperature, top-k, top-p). w is 1, or chosen by `tokens.select` (AdaSPEC) or `tokens.by_depth`
-(train/losses/token_selection.py). The text x is what `data` names: ground truth, or the
-target's own answers (of train/prepare.py; with loss=ce that is sequence-level distillation); at a
-share `on_policy` (lambda) of the steps the draft writes the answers itself, and no gradient goes
-through its sampling. `head.weight` trains an acceptance head along: train/scoring/joint.py.
+D is fkl, rkl, jsd, tv, tvpp, nla, lk, match or ce, or a weighted sum of them
+(train/losses/pure.py), and may be another one in a second stage. Both sides go through the one
+transform (vocabulary cut, temperature, top-k, top-p). w is 1, or chosen by `tokens.select`
+(AdaSPEC) or `tokens.by_depth` (train/losses/token_selection.py). The text x is what `data` names:
+ground truth, or the target's own answers (of train/prepare.py; with loss=ce that is sequence-level
+distillation); at a share `on_policy` (lambda) of the steps the draft writes the answers itself, and
+no gradient goes through its sampling. `head.weight` trains an acceptance head along:
+train/scoring/joint.py.
 
 Where this differs from DistillSpec:
 1. The mean is over all trained tokens of the step, not within each sequence first.

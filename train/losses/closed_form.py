@@ -156,6 +156,14 @@ def _lk(s: Pair, kl_weight: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     return loss_R, gradient_RV.mul_(1.0 - kl_weight).add_(kl_gradient_RV.mul_(kl_weight))
 
 
+def _match(s: Pair) -> tuple[Tensor, Tensor]:
+    """By autograd, but for the softmax's own backward: few of the tokens have a slope."""
+    with torch.enable_grad():
+        loss_R = 1 - losses.matched(s.p_RV, q_RV := s.q_RV.detach().requires_grad_())
+        (slope_RV,) = torch.autograd.grad(loss_R.sum(), q_RV)
+    return loss_R.detach(), _softmax_backward(s, slope_RV)[1]
+
+
 def _mixture(s: Pair, parts: tuple[tuple[Loss, float], ...]) -> tuple[Tensor, Tensor]:
     kept = s.log_p_RV.clone(), s.log_q_RV.clone()
     loss_R, gradient_RV = torch.zeros_like(s.p_RV[:, 0]), torch.zeros_like(s.p_RV)
@@ -239,5 +247,6 @@ CLOSED_FORMS: dict[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]] 
     losses.tvpp: _tvpp,
     losses.nla: _nla,
     losses.lk: _lk,
+    losses.match: _match,
     losses.mixture: _mixture,
 }

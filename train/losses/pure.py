@@ -29,6 +29,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 LOG_ZERO = -100.0
 # The least variance TV++ divides by: under fp32's rounding of a sum of probabilities.
 LEAST_VARIANCE = 1e-12
+# Tokens of a row that `match` tells apart, and what it divides by at least.
+MATCHED, LEAST_PROBABILITY = 128, 1e-30
 
 
 def full_precision(logits_XV: Tensor) -> Tensor:
@@ -141,6 +143,38 @@ def lk(p_logits_XV: Tensor, q_logits_XV: Tensor, kl_weight: float | Tensor = 1.0
     return kl_weight * forward_kl(p_logits_XV, q_logits_XV) + (1.0 - kl_weight) * distance_X
 
 
+def match(p_logits_XV: Tensor, q_logits_XV: Tensor) -> Tensor:
+    """1 - the chance that one race of exponentials has the same winner under p and under q, which
+    is how often a token drafted with shared noise is kept: [..., V] twice -> [...].
+
+        m = sum_x 1 / sum_y max(p_y / p_x, q_y / q_x) = sum_x p_x q_x / (q_x P_x + p_x Q_x)
+
+    P_x: p's mass of the tokens with p_y / q_y at least x's, x included; Q_x: q's of the others. m
+    lies between alpha / (2 - alpha) and alpha. Of more tokens than MATCHED those with the largest
+    max(p, q) are told apart, and all others count as one that never matches: m is off by less than
+    their mass. As `tv` it says little to a draft that knows nothing yet.
+    """
+    return 1 - matched(_probs(p_logits_XV.detach()), _probs(q_logits_XV))
+
+
+def matched(p_XV: Tensor, q_XV: Tensor) -> Tensor:
+    """m of `match`, of probabilities: [..., V] twice -> [...]."""
+    both, told = (p_XV, q_XV), p_XV.shape[-1]
+    if told > MATCHED:
+        top_XK, told = torch.maximum(p_XV, q_XV.detach()).topk(MATCHED, -1).indices, MATCHED
+        few = [probs_XV.gather(-1, top_XK) for probs_XV in both]
+        rest = [(1 - probs_XK.sum(-1, keepdim=True)).clamp(min=0) for probs_XK in few]
+        both = torch.cat([few[0], rest[0]], -1), torch.cat([few[1], rest[1]], -1)
+    ratio_XK = both[0] / both[1].detach().clamp(min=LEAST_PROBABILITY)
+    order_XK = ratio_XK.sort(dim=-1, descending=True, stable=True).indices
+    p_XK, q_XK = (probs_XK.gather(-1, order_XK) for probs_XK in both)
+    above_XK = p_XK.cumsum(-1)
+    below_XK = (q_XK.sum(-1, keepdim=True) - q_XK.cumsum(-1)).clamp(min=0)
+    taken_XK = q_XK * above_XK + p_XK * below_XK
+    same_XK = p_XK * q_XK / taken_XK.clamp(min=LEAST_PROBABILITY)
+    return (same_XK * (order_XK < told)).sum(-1)
+
+
 def lk_weight(mean_alpha: Tensor) -> Tensor:
     """The KL weight of `lk`: exp(-3 a), a being the mean acceptance over trained tokens, without
     gradient. 3 is NeMo Automodel's; SpecForge has 1.
@@ -239,4 +273,5 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     "tvpp": tvpp,
     "nla": nla,
     "lk": lk,
+    "match": match,
 }

@@ -11,7 +11,8 @@ from draftsmith.train.losses import pure as losses
 from draftsmith.train.losses.pure import DIVERGENCES, LOG_ZERO, divergence
 
 INF = math.inf
-SMOOTH = ["fkl", "rkl", "jsd", "tv", "nla", "lk"]  # tvpp's value isn't what its gradient descends
+# tvpp's value isn't what its gradient descends
+SMOOTH = ["fkl", "rkl", "jsd", "tv", "nla", "lk", "match"]
 
 
 def logits(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
@@ -62,6 +63,12 @@ def loop_tvpp(p: list[float], q: list[float]) -> float:
     return -sum(b * a * log_b for b, a, log_b in terms)
 
 
+def loop_match(p: list[float], q: list[float]) -> float:
+    pairs = list(zip(law(p), law(q), strict=True))
+    both = [(a, b) for a, b in pairs if min(a, b) > 0]
+    return 1 - sum(1 / sum(max(c / a, d / b) for c, d in pairs) for a, b in both)
+
+
 LOOPS: dict[str, Callable[[list[float], list[float]], float]] = {
     "fkl": kl,
     "rkl": lambda p, q: kl(q, p),
@@ -70,6 +77,7 @@ LOOPS: dict[str, Callable[[list[float], list[float]], float]] = {
     "tvpp": loop_tvpp,
     "nla": lambda p, q: -math.log(loop_alpha(p, q)),
     "lk": lambda p, q: 0.7 * kl(p, q) + 0.3 * (1 - loop_alpha(p, q)),
+    "match": loop_match,
 }
 
 
@@ -121,6 +129,22 @@ def test_the_loop_would_catch_swapped_sides_and_lost_options(name: str) -> None:
         twins["no advantage"] = -(q.softmax(-1) * reward * q.log_softmax(-1)).sum(-1)
     for twin, value in twins.items():
         assert (value - expected).abs().max() > 0.03, twin
+
+
+def test_match_is_how_often_one_race_has_one_winner() -> None:
+    p, q = logits(12, seed=3), logits(12, seed=4)
+    race = -torch.empty(200_000, 12).exponential_(generator=torch.Generator().manual_seed(0)).log()
+    same = ((p + race).argmax(-1) == (q + race).argmax(-1)).double().mean()
+    assert abs(1 - losses.match(p, q) - same) < 5e-3  # four standard errors
+    assert abs(losses.acceptance(p, q) - same) > 0.03
+
+
+def test_match_tells_the_likeliest_apart_and_is_off_by_less_than_the_rest() -> None:
+    p, q = logits(6, 400, seed=5, scale=3.0), logits(6, 400, seed=6, scale=3.0)
+    top = torch.maximum(p.softmax(-1), q.softmax(-1)).topk(losses.MATCHED, -1).indices
+    rest = [1 - z.softmax(-1).gather(-1, top).sum(-1) for z in (p, q)]
+    off = (losses.match(p, q) - by_loop("match", p, q)).abs()
+    assert bool((off <= torch.maximum(*rest)).all()) and off.max() > 1e-6
 
 
 @pytest.mark.parametrize("name", SMOOTH)
@@ -290,7 +314,9 @@ def test_beta_at_or_past_the_ends_is_refused(beta: float) -> None:
 
 
 def test_wrong_choices_are_named() -> None:
-    with pytest.raises(ValueError, match="'kl', expected one of fkl, rkl, jsd, tv, tvpp, nla, lk"):
+    with pytest.raises(
+        ValueError, match="'kl', expected one of fkl, rkl, jsd, tv, tvpp, nla, lk, match"
+    ):
         divergence("kl")
     with pytest.raises(ValueError, match=r"kl_weight: got 1\.5"):
         divergence("lk", kl_weight=1.5)
