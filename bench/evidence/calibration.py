@@ -6,8 +6,9 @@ Every node of a dynamic tree has a chance: the product of the softmax of what it
 ranked by, along its path. Held-out prompts are decoded, and each node counts as kept or not. ECE:
 the mean of |chance - share kept| over ten bins of chances, weighed by their nodes. For each
 temperature the tree's sharpness (`DynamicTree`) is the one of `sharpness` with the least ECE on
-prompts of the tune part; the rows are of the report part, of sharpness 1 beside it. Rows and page:
-<out>/calibration.*
+prompts of the tune part; the rows are of the report part, of sharpness 1 beside it. s2 of a depth:
+how often a node's second child is kept where the node was and its first child wasn't, which is what
+breadth is worth. Rows and page: <out>/calibration.*
 """
 
 from collections.abc import Iterable
@@ -82,13 +83,17 @@ def main(argv: list[str]) -> None:
             how = {"temperature": temperature, "sharpness": sharpness, "tuned": tuned}
             for level in [0, *range(1, int(found[:, 0].max()) + 1)]:
                 of = found if level == 0 else found[found[:, 0] == level]
-                rows.append(about | how | {"depth": level, "nodes": len(of)} | bins(of))
+                figures = {"depth": level, "nodes": len(of), "s2": second(of)}
+                rows.append(about | how | figures | bins(of))
     write_table(Path(settings.out), "calibration", rows, page(rows))
     print(page(rows))
 
 
 def judged(decoder: Decoder, prompts: list[list[int]], params: SamplingParams) -> np.ndarray:
-    """Depth, chance and whether it was kept, of every drafted node of rows that decode."""
+    """Of every drafted node of rows that decode: its depth, its chance, whether it was kept, its
+    rank among its siblings from 1 on, and whether one of this rank or a later one may be kept, as
+    its parent was and no sibling before it.
+    """
     chances: list[torch.Tensor] = []
     found: list[np.ndarray] = []
     step, nodes = decoder.stepper.step, decoder.settings.plan.nodes
@@ -109,8 +114,16 @@ def judged(decoder: Decoder, prompts: list[list[int]], params: SamplingParams) -
         depth_BN = tree.topology.depth.expand(tree.tokens_BN.shape).float()
         assert tree.rank_BN is not None, "the path names nodes by their places in order of worth"
         kept_BN = kept_BN.gather(1, tree.rank_BN)
+        parent_BN = tree.topology.parent.expand(depth_BN.shape).clamp(min=0)
+        # Siblings stand in their order.
+        before_BNN = (parent_BN[:, :, None] == parent_BN[:, None]).tril(-1) & (depth_BN > 0)[
+            :, None
+        ]
+        taken_BN = (before_BNN * kept_BN[:, None]).sum(-1)
+        open_BN = kept_BN.gather(1, parent_BN) * (1 - taken_BN)
         live_BN = (chance_BN >= 0) & (depth_BN > 0)
-        found.append(torch.stack([depth_BN, chance_BN, kept_BN], -1)[live_BN].numpy())
+        columns = (depth_BN, chance_BN, kept_BN, 1 + before_BNN.sum(-1), open_BN)
+        found.append(torch.stack(columns, -1)[live_BN].numpy())
         return told
 
     trees: list[TokenTree] = []
@@ -132,12 +145,19 @@ def judged(decoder: Decoder, prompts: list[list[int]], params: SamplingParams) -
 
 def bins(nodes: np.ndarray) -> dict[str, Any]:
     """ECE, and of each bin of chances: nodes, mean chance, share kept. nodes: as `judged` says."""
-    _, chance, kept = nodes.T
+    chance, kept = nodes[:, 1], nodes[:, 2]
     of = np.minimum((chance * BINS).astype(int), BINS - 1)
     parts = [(chance[of == b], kept[of == b]) for b in range(BINS) if (of == b).any()]
     each = [(len(c), float(c.mean()), float(k.mean())) for c, k in parts]
     error = sum(n * abs(told - seen) for n, told, seen in each) / max(1, len(chance))
     return {"ece": error, "bins": each}
+
+
+def second(nodes: np.ndarray) -> float | None:
+    """s2 of nodes as `judged` says; None without a case."""
+    _, _, kept, rank, may = nodes.T
+    of = kept[(rank == 2) & (may == 1)]
+    return float(of.mean()) if len(of) else None
 
 
 def ece(nodes: np.ndarray) -> float:
@@ -153,10 +173,11 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         told = "  ".join(f"{said:.2f}/{seen:.2f}" for _, said, seen in row["bins"])
         depth = "all" if row["depth"] == 0 else str(row["depth"])
         about = [f"{row['temperature']:g}", f"{row['sharpness']:g}", depth]
-        about += [f"{row['nodes']:,}", f"{row['ece']:.3f}"]
+        s2 = "-" if row["s2"] is None else f"{row['s2']:.2f}"
+        about += [f"{row['nodes']:,}", f"{row['ece']:.3f}", s2]
         cells.append([*about, told])
     last = "chance/share kept, by tenths of the chance"
-    head = ("temperature", "sharpness", "depth", "nodes", "ECE", last)
+    head = ("temperature", "sharpness", "depth", "nodes", "ECE", "s2", last)
     lines = ["# Calibration of a drafter's scores", "", f"{source(rows)} {rows[0]['what']}.", ""]
     return "\n".join([*lines, *markdown(head, cells)]) + "\n"
 
