@@ -77,13 +77,14 @@ class Shape:
 
     def padded(self, small: Tensor, large: Tensor) -> Tensor:
         """The small tensor in the place of the large one's first entries, zeros elsewhere; of an
-        axis of several states side by side, each state in its own place.
+        axis of several states side by side, and what is none after them, each in its own place.
         """
         places = []
         for of, to in zip(small.shape, large.shape, strict=True):
-            many = of // self.h if of % self.h == 0 and of // self.h * self.H == to else 1
-            step_P1 = torch.arange(many)[:, None] * (to // many)
-            places.append((step_P1 + torch.arange(of // many)).flatten())
+            place_P, (many, rest) = torch.arange(of), divmod(of, self.h)
+            if many * self.H + rest == to:
+                place_P += (place_P // self.h).clamp(max=many) * (self.H - self.h)
+            places.append(place_P)
         made = torch.zeros_like(large)
         made[torch.meshgrid(*places, indexing="ij")] = small.to(made.dtype)
         return made
