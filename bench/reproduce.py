@@ -43,9 +43,11 @@ TREES |= {"dynamic": "dynamic:4,4,17,2.4"}
 DRAFTS = "runs/gsm8k/draft/drafter,runs/gsm8k/distill/drafter,ngram"
 EAGLE = "runs/one-pass/eagle3-0/drafter"
 LONGER = "'options=batch_size=2 steps=400 warmup=20 eval_every=200 save_every=200'"
-THREE = ("ours", "eagle3", "mixture")  # on the target itself, and on its costly twin
+# On the target itself, and on its costly twin (DFlash-2's convolutions can't be widened).
+EACH = ("ours", "eagle3", "mixture", "peagle", "dflash", "jetspec", "dspark", "domino")
+EACH += ("falcon", "clover2")
 WIDE = ";".join(
-    ",".join(f"{kind}=runs/one-pass/{at.format(f'{kind}-0')}" for kind in THREE)
+    ",".join(f"{kind}=runs/one-pass/{at.format(f'{kind}-0')}" for kind in EACH)
     for at in ("{}/drafter", "twin/{}")
 )
 SCALING = "steps=120 eval_every=15 warmup=10 heldout.limit=24 heldout.max_new_tokens=64"
@@ -78,14 +80,19 @@ STEPS = {
     "heads": Step("bench/evidence/heads.py out={out}", "~130"),
     "load": Step("bench/speed/load.py out={out}", "~40"),
     "one-pass": Step(f"bench/evidence/one_pass.py {LONGER} out={{out}}", "~240"),
-    "one-pass-three": Step(
-        f"bench/evidence/one_pass.py kinds=ours,eagle3,mixture seeds=1 {LONGER} out=runs/one-pass",
-        "~20",
-        "runs/one-pass/mixture-0/drafter",
+    "ours-alone": Step(
+        f"bench/evidence/one_pass.py kinds=ours seeds=1 {LONGER} out=runs/one-pass",
+        "~7",
+        "runs/one-pass/ours-0/drafter",
+    ),
+    "one-pass-each": Step(
+        f"bench/evidence/one_pass.py kinds={','.join(EACH)} seeds=1 {LONGER} out=runs/one-pass",
+        "~90",
+        f"runs/one-pass/{EACH[-1]}-0/drafter",
     ),
     "one-pass-widened": Step(
         "bench/speed/twin.py target={target} out=runs/one-pass/twin "
-        f"drafter={','.join(f'runs/one-pass/{kind}-0/drafter' for kind in THREE)}",
+        f"drafter={','.join(f'runs/one-pass/{kind}-0/drafter' for kind in EACH)}",
         "1",
         "runs/one-pass/twin/target",
     ),
@@ -94,7 +101,7 @@ STEPS = {
         "K=2,3,5 'trees=chain;dynamic:5,6,17' prompts=8 max_new_tokens=48 identity=false "
         "targets=target={target},twin=runs/one-pass/twin/target "
         f"'drafters={WIDE}' out={{out}}",
-        "~15",
+        "~30",
     ),
     "calibration": Step("bench/evidence/calibration.py out={out}", "~2"),
     "kangaroo": Step("draftsmith train heads recipe=kangaroo/gsm8k", "~8", KANGAROO),
@@ -214,7 +221,7 @@ STEPS = {
 GIVEN = ("target", "answers")
 TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "advice": (*GIVEN, "quickstart-runs", "draft", "distill", "medusa", "eagle3-alone", "advice"),
-    "calibration": (*GIVEN, "one-pass-three", "calibration"),
+    "calibration": (*GIVEN, "ours-alone", "calibration"),
     "compare": ("quickstart-runs", "compare-runs", "compare"),
     "cost": ("quickstart-runs", "cost"),
     "decode": ("quickstart-runs", "decode"),
@@ -226,7 +233,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "load": (*GIVEN, "eagle3-alone", "load"),
     "losses": ("losses",),
     "one-pass": (*GIVEN, "one-pass"),
-    "one-pass-twin": (*GIVEN, "one-pass-three", "one-pass-widened", "one-pass-twin"),
+    "one-pass-twin": (*GIVEN, "one-pass-each", "one-pass-widened", "one-pass-twin"),
     "omni": ("target", "omni"),
     "online": (*GIVEN, "draft", "online"),
     "online-choices": (*GIVEN, "draft", "online", "eagle3", "online-choices"),

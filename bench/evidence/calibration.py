@@ -51,7 +51,7 @@ class Calibrating:
 def main(argv: list[str]) -> None:
     settings = parse(Calibrating, argv)
     need("target", settings.target)
-    need("one-pass-three", settings.drafter)
+    need("ours-alone", settings.drafter)
     torch.set_num_threads(settings.threads)
     target, tokenizer = load_target(TargetSpec(settings.target, dtype="bfloat16"), "cpu")
     drafter = load_drafter(settings.drafter, target, tokenizer)
