@@ -230,7 +230,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "gsm8k": (*GIVEN, "draft", "distill", "gsm8k-0", "gsm8k-1", "gsm8k"),
     "heads": (*GIVEN, "heads"),
     "judge": ("judge-target", "judge-draft", "judge"),
-    "load": (*GIVEN, "eagle3-alone", "load"),
+    "load": (*GIVEN, "ours-alone", "load"),
     "losses": ("losses",),
     "one-pass": (*GIVEN, "one-pass"),
     "one-pass-twin": (*GIVEN, "one-pass-each", "one-pass-widened", "one-pass-twin"),

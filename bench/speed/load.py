@@ -1,6 +1,6 @@
 """Tokens a second of decoding by how many rows decode at a time: plain, every fixed K, `auto`.
 
-    python bench/speed/load.py                        # the one-pass table's EAGLE-3 head
+    python bench/speed/load.py                        # the one-pass table's drafter of ours
     python bench/speed/load.py sizes=1,8 temperatures=0 groups=2 out=runs/bench/try
     python bench/speed/load.py on=twin target=runs/twin/target drafter=runs/twin/drafter fixed=4
 
@@ -40,7 +40,7 @@ from draftsmith.train.run.recipe import gsm8k
 class LoadBench:
     on: str = "target-15m"  # what the target is called
     target: str = field(default_factory=lambda: gsm8k("target"))
-    drafter: str = "runs/one-pass/eagle3-0/drafter"
+    drafter: str = "runs/one-pass/ours-0/drafter"
     data: str = field(default_factory=lambda: gsm8k("data"))
     sizes: str = "1,2,4,8,16,32,64"  # rows that decode at a time
     temperatures: str = "0,0.7,1"
@@ -48,7 +48,8 @@ class LoadBench:
     tree: str = "chain"  # of which auto chooses a part
     K: int = 5
     policies: str = "auto"  # budget beside it, or another one
-    groups: int = 4  # of as many prompts as rows; of few rows more, for at least 64 prompts
+    groups: int = 4  # of as many prompts as rows
+    prompts: int = 64  # in all at least: of few rows there are more groups
     max_new_tokens: int = 64
     dtype: str = "bfloat16"
     threads: int = 1
@@ -57,14 +58,14 @@ class LoadBench:
 
 def main(argv: list[str]) -> None:
     settings = parse(LoadBench, argv)
-    need("eagle3-alone", settings.drafter)
+    need("ours-alone", settings.drafter)
     torch.set_num_threads(settings.threads)
     logging.set_verbosity_error()
     target, tokenizer = load_decoded(TargetSpec(settings.target, dtype=settings.dtype), "cpu")
     texts = [prompt.tokens for prompt in load_prompts(settings.data, tokenizer, limit=300)]
     rows: list[dict[str, Any]] = []
     for size in map(int, settings.sizes.split(",")):
-        starts = range(0, max(settings.groups, 64 // size) * size, size)
+        starts = range(0, max(settings.groups, settings.prompts // size) * size, size)
         groups = [[texts[(at + i) % len(texts)] for i in range(size)] for at in starts]
 
         def ours(name: str | None = settings.drafter, size: int = size, **how: Any) -> Decoder:

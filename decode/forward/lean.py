@@ -25,12 +25,10 @@ from torch import Tensor, nn
 
 from draftsmith.decode.forward.attention import mix
 from draftsmith.decode.forward.kv import SlotCache
-from draftsmith.decode.forward.native import NativeBody
+from draftsmith.decode.forward.native import HALVES, Half, NativeBody
 from draftsmith.decode.forward.product import Product, QuickLinear, linear, version
 from draftsmith.models.split import Summed
 
-HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to that
-Half = tuple[int, str]  # (a layer, one of HALVES)
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 # The states of the taps asked for, by their number; None until the pass has been there.
 Taken = dict[int, Tensor | None]

@@ -28,7 +28,7 @@ typedef uint32_t U16 __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t B16 __attribute__((vector_size(32), aligned(2)));
 typedef uint32_t U8 __attribute__((vector_size(32)));
 
-// Weights and biases (null: none), and where a layer's keys and values of row 0, slot 0 lie.
+// Weights and biases (null: none). Without `out` or `gate` that half of the layer is left out.
 struct Layer {
     const bf16 *norm, *qkv[3], *qkv_bias[3], *q_norm, *k_norm, *out, *out_bias, *after;
     const bf16 *gate, *gate_bias, *up, *up_bias, *down, *down_bias;
@@ -588,13 +588,16 @@ extern "C" void body(const Body *model, const Pass *pass) {
         const Layer &layer = b.layer[l];
         bf16 *now = p.states + (l - p.first + 1) * T * H;
         memcpy(now, now - T * H, T * H * sizeof(bf16));
-        bool both = l == 0 && b.pairs && !b.front;
-        for (int64_t t = 0; t < T && !both; t++)
-            normed(now + t * H, layer.norm, &x[t * H], H, b.epsilon);
-        entered(b, p, l, x.data(), both ? 2 * H : H, heads.data());
-        attended(b, p, l, heads.data(), out.data(), weights.data());
-        product(layer.out, layer.out_bias, out.data(), more.data(), T, b.heads * E, H, H);
-        added(now, more.data(), T * H);
+        if (layer.out) {
+            bool both = l == 0 && b.pairs && !b.front;
+            for (int64_t t = 0; t < T && !both; t++)
+                normed(now + t * H, layer.norm, &x[t * H], H, b.epsilon);
+            entered(b, p, l, x.data(), both ? 2 * H : H, heads.data());
+            attended(b, p, l, heads.data(), out.data(), weights.data());
+            product(layer.out, layer.out_bias, out.data(), more.data(), T, b.heads * E, H, H);
+            added(now, more.data(), T * H);
+        }
+        if (!layer.gate) continue;
         for (int64_t t = 0; t < T; t++) normed(now + t * H, layer.after, &x[t * H], H, b.epsilon);
         bf16 *gate = inner.data(), *up = gate + T * I;
         product(layer.gate, layer.gate_bias, x.data(), gate, T, H, I, I);

@@ -23,6 +23,9 @@ from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.kv import KVPool, SlotCache
 from draftsmith.decode.forward.product import STEP, VocabHead
 
+HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to that
+Half = tuple[int, str]  # (a layer, one of HALVES)
+PARTS = 18  # tensors of a layer
 WIDTHS = (32, 64, 96, 128)  # of a head
 SMALL = 64 << 20  # bytes of layers that one thread reads as fast as torch calls several
 
@@ -67,15 +70,16 @@ class Front(NamedTuple):
 
 
 class NativeBody:
-    """The same as a lean body's call, on whole layers from the first on."""
+    """The same as a lean body's call, on its layers or those halves of them that it has."""
 
     def __init__(self, body: Any, made: Any, front: Front | None) -> None:
-        self.made, self.most, self.layers = made, made.most(), len(body.layers)
+        self.made, self.most, self.layers = made, made.most(), 1 + body.layers[-1].index
         first = body.layers[0]
         heads, kv_heads, width = first.sizes
         inner, self.hidden = first.exit[2].tensors[0][0].shape
         self.tensors = [body.embedding_VH, weight_of(body.norm), body.cos_SE, body.sin_SE]
-        parts = [part for layer in body.layers for part in parts_of(layer)]
+        given = {layer.index: parts_of(layer) for layer in body.layers}
+        parts = [part for i in range(self.layers) for part in given.get(i, [None] * PARTS)]
         self.pointers = (_P * len(parts))(*map(pointer, parts))
         self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
         self.front, begin = front, front or Front(None, None)
@@ -218,18 +222,26 @@ def laid(pool: KVPool) -> list[int]:
 
 
 def parts_of(layer: Any) -> Sequence[Tensor | None]:
-    """A lean layer's tensors in the order of `Layer` in native.cpp."""
+    """A lean layer's tensors in the order of `Layer` in native.cpp; None for those of a half that
+    is left out.
+    """
     first, qkv, *own = layer.entry
     out, after, gate_up, down = layer.exit
     (q, k, v), biases = qkv.tensors[0], qkv.tensors[1] or (None,) * 3
-    parts = [weight_of(first), q, k, v, *biases, *map(weight_of, own)]
-    for product in (out, gate_up, down):
-        weights, some = product.tensors
-        for weight, bias in zip(weights, some or (None,) * len(weights), strict=True):
-            parts += [weight, bias]
-        if product is out:
-            parts.append(after.weight)
-    return parts
+    attention = [weight_of(first), q, k, v, *biases, *map(weight_of, own), *sides(out)]
+    halves = attention, [after.weight, *sides(gate_up), *sides(down)]
+    return [
+        part if half in layer.halves else None
+        for half, parts in zip(HALVES, halves, strict=True)
+        for part in parts
+    ]
+
+
+def sides(product: Any) -> list[Tensor | None]:
+    """Weight and bias of each of its maps."""
+    weights, biases = product.tensors
+    pairs = zip(weights, biases or (None,) * len(weights), strict=True)
+    return [side for pair in pairs for side in pair]
 
 
 def weight_of(norm: Any) -> Tensor | None:
@@ -239,7 +251,7 @@ def weight_of(norm: Any) -> Tensor | None:
 
 
 def fits(body: Any, front: Front | None) -> bool:
-    """Whether every layer is whole, packed and of widths that native.cpp knows."""
+    """Whether every layer is packed and of widths that native.cpp knows."""
     for table in (body.cos_SE, body.embedding_VH):
         if table is not None and (table.device.type, table.dtype) != ("cpu", torch.bfloat16):
             return False
@@ -251,8 +263,7 @@ def fits(body: Any, front: Front | None) -> bool:
         norms = [body.norm, layer.entry[0], *layer.entry[2:]]
         same = same and all(n is None or n.epsilon == layer.exit[1].epsilon for n in norms)
         headed = place == 0 and front is not None
-        whole = layer.index == place and len(layer.halves) == 2
-        whole = whole and (layer.entry[0] is not None or headed)
+        whole = layer.entry[0] is not None or headed
         known = isinstance(layer.activation, nn.SiLU | SiLUActivation)
         inputs = [weight.shape[1] for product in products for weight in product.tensors[0]]
         even = layer.sizes[2] in WIDTHS and all(width % STEP == 0 for width in inputs)

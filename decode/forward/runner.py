@@ -21,8 +21,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from draftsmith.decode.forward.attention import ATTENTION, Attend, Seen, resolve
 from draftsmith.decode.forward.kv import KVPool, SlotCache, kv_shape, query_heads
 from draftsmith.decode.forward.lean import (
-    HALVES,
-    Half,
     LeanBody,
     Taken,
     agree,
@@ -30,7 +28,7 @@ from draftsmith.decode.forward.lean import (
     lean_body,
 )
 from draftsmith.decode.forward.mixers import KINDS, mixers_of
-from draftsmith.decode.forward.native import NativeBody
+from draftsmith.decode.forward.native import HALVES, Half, NativeBody
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.states import StatePool, mixing
 from draftsmith.models.rollback import refuse_what_cannot_roll_back

@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 from draftsmith.decode.drafting.base import Drafter, Fed, Feed, Frontier, Round
 from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.lean import HALVES, Half, LeanBody
+from draftsmith.decode.forward.lean import LeanBody
+from draftsmith.decode.forward.native import HALVES, Half
 from draftsmith.decode.forward.runner import Runner, round_up
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
