@@ -188,7 +188,7 @@ def widened_head(head: Head, small: PreTrainedModel, large: PreTrainedModel) -> 
     if "rms_norm_eps" in about:
         about["rms_norm_eps"] = about["rms_norm_eps"] * shape.h / shape.H
     taps = tuple(tap if tap == NORM else tap * times for tap in head.taps)
-    changed = {"taps": list(taps), "target_hidden_size": wide.hidden_size}
+    changed = {"taps": list(taps), "tap": taps[0], "target_hidden_size": wide.hidden_size}
     changed |= {} if NORM in taps else tap_fields(taps)
     about |= {name: value for name, value in changed.items() if name in about}
     made = type(head).from_json(about).eval().requires_grad_(False)

@@ -17,7 +17,7 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.models.target import TargetSpec, load_target
 
 TARGET = SHARED / "models/target-15m"
-KINDS = ("eagle1", "eagle3", "peagle", "medusa", "hydra", "block", "dspark", "domino")
+KINDS = ("eagle1", "eagle3", "peagle", "medusa", "hydra", "block", "dspark", "domino", "clover2")
 
 
 @pytest.fixture(scope="module")
