@@ -179,13 +179,14 @@ def mean(grids: list[Grid]) -> Grid:
 
 @contextmanager
 def served(settings: SimulatedLoad, policy: str) -> Iterator[Endpoint]:
-    """A server of this policy, warm."""
+    """A server of this policy, warm; "": without a drafter."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [f"target={settings.target}", f"drafter={settings.drafter}", f"policy={policy}"]
-    words += [f"port={port}", f"K={settings.K}", "name=t", "batch_size=16", "max_length=512"]
-    words += ["threads=1", "dtype=bfloat16", "max_queue=1000"]
+    words = [f"target={settings.target}", f"port={port}", "name=t", "batch_size=16"]
+    if policy:
+        words += [f"drafter={settings.drafter}", f"policy={policy}", f"K={settings.K}"]
+    words += ["max_length=512", "threads=1", "dtype=bfloat16", "max_queue=1000"]
     command = [sys.executable, "-P", "-m", "draftsmith", "serve", *words]
     url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,6 +1,6 @@
 """What a server's users wait for: with `policy=auto` and without a draft, at loads of its capacity.
 
-    python bench/speed/served.py                         # the one-pass table's EAGLE-3 head
+    python bench/speed/served.py                         # the one-pass table's drafter of ours
     python bench/speed/served.py loads=0.2,0.9 turns=1 requests=40 out=runs/bench/try
 
 The capacity is the requests a second that a server without drafts answers to as many clients as it
@@ -27,7 +27,7 @@ from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.run.recipe import gsm8k
 
-ARMS = {"plain": "table:1-=0", "auto": "auto"}
+ARMS = {"plain": "", "auto": "auto"}
 ROWS = 16  # of the servers
 FIGURES = ("p50", "p99", "goodput", "tokens_per_s")
 
@@ -35,20 +35,20 @@ FIGURES = ("p50", "p99", "goodput", "tokens_per_s")
 @dataclass
 class Served:
     target: str = field(default_factory=lambda: gsm8k("target"))
-    drafter: str = "runs/one-pass/eagle3-0/drafter"
+    drafter: str = "runs/one-pass/ours-0/drafter"
     data: str = field(default_factory=lambda: gsm8k("data"))
     loads: str = "0.2,0.6,0.9,1.2"  # of the capacity
     turns: int = 3
     requests: int = 160  # of each arm at each load and turn
     patience: float = 4.0
-    K: int = 6
+    K: int = 5
     max_new_tokens: int = 64
     out: str = "runs/bench"
 
 
 def main(argv: list[str]) -> None:
     settings = parse(Served, argv)
-    need("eagle3-alone", settings.drafter)
+    need("ours-alone", settings.drafter)
     tokenizer = load_tokenizer(settings.target)
     prompts = load_prompts(settings.data, tokenizer, limit=64, split="report")
     asks = [Ask(i, "", prompts[i % len(prompts)].tokens) for i in range(settings.requests)]
