@@ -7,8 +7,8 @@ ranked by, along its path. Held-out prompts are decoded, and each node counts as
 the mean of |chance - share kept| over ten bins of chances, weighed by their nodes. For each
 temperature the tree's sharpness (`DynamicTree`) is the one of `sharpness` with the least ECE on
 prompts of the tune part; the rows are of the report part, of sharpness 1 beside it. s2 of a depth:
-how often a node's second child is kept where the node was and its first child wasn't, which is what
-breadth is worth. Rows and page: <out>/calibration.*
+how often a node's second child is in the tree and kept, where the node was kept and its first child
+wasn't, which is what breadth is worth. Rows and page: <out>/calibration.*
 """
 
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ class Calibrating:
     target: str = field(default_factory=lambda: gsm8k("target"))
     data: str = field(default_factory=lambda: gsm8k("data"))
     tree: str = "dynamic:5,6,33"
-    sharpness: list[float] = field(default_factory=lambda: [1.0, 1.15, 1.3, 1.5])
+    sharpness: list[float] = field(default_factory=lambda: [1.0, 1.15, 1.3, 1.5, 1.75, 2.0])
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
     prompts: int = 48
     max_new_tokens: int = 64
@@ -156,8 +156,8 @@ def bins(nodes: np.ndarray) -> dict[str, Any]:
 def second(nodes: np.ndarray) -> float | None:
     """s2 of nodes as `judged` says; None without a case."""
     _, _, kept, rank, may = nodes.T
-    of = kept[(rank == 2) & (may == 1)]
-    return float(of.mean()) if len(of) else None
+    failed = ((rank == 1) & (may == 1) & (kept == 0)).sum()
+    return float(kept[(rank == 2) & (may == 1)].sum() / failed) if failed else None
 
 
 def ece(nodes: np.ndarray) -> float:

@@ -68,9 +68,10 @@ def main(argv: list[str]) -> None:
                     found.setdefault((load, arm), []).append(told)
     about = about_run() | {"capacity": capacity, "lone_s": lone, "target": settings.target}
     about["how"] = (
-        f"bfloat16, one thread, {ROWS} rows; {settings.max_new_tokens} new tokens at temperature "
-        f"1; {settings.requests} requests at each load in each of {settings.turns} turns; an "
-        f"answer is good within {settings.patience:g} times what a lone request takes"
+        f"{settings.drafter} drafts, K = {settings.K}; bfloat16, one thread, {ROWS} rows; "
+        f"{settings.max_new_tokens} new tokens at temperature 1; {settings.requests} requests at "
+        f"each load in each of {settings.turns} turns; an answer is good within "
+        f"{settings.patience:g} times what a lone request takes"
     )
     rows = [about | row(load, arm, found) for load in loads for arm in ARMS]
     write_table(Path(settings.out), "served", rows, page(rows))

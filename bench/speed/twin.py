@@ -83,7 +83,7 @@ class Shape:
         for of, to in zip(small.shape, large.shape, strict=True):
             place_P, (many, rest) = torch.arange(of), divmod(of, self.h)
             if many * self.H + rest == to:
-                place_P += (place_P // self.h).clamp(max=many) * (self.H - self.h)
+                place_P += place_P // self.h * (self.H - self.h)
             places.append(place_P)
         made = torch.zeros_like(large)
         made[torch.meshgrid(*places, indexing="ij")] = small.to(made.dtype)

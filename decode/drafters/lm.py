@@ -31,7 +31,6 @@ from draftsmith.decode.drafting.base import (
 from draftsmith.decode.drafting.foreseen import Foreseen, came_true, foresee
 from draftsmith.decode.drafting.grow_tree import at_once, grow, grow_at_once, plain
 from draftsmith.decode.drafting.retrieval import LEAST, retrieved
-from draftsmith.decode.forward.lean import LeanBody
 from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.runner import Runner, Seen, context_of, in_parts, round_up
 from draftsmith.decode.forward.side_by_side import side_by_side
@@ -126,8 +125,7 @@ class LMDrafter(Drafter):
 
     @property
     def native(self) -> NativeBody | None:
-        call = self.runner.call
-        return call.native if isinstance(call, LeanBody) else None
+        return self.runner.native
 
     def propose(self, request: Round) -> TokenTree:
         native, head = at_once(request, self.native, self.runner.head), self.runner.head

@@ -80,6 +80,7 @@ class NativeBody:
         self.tensors = [body.embedding_VH, weight_of(body.norm), body.cos_SE, body.sin_SE]
         given = {layer.index: parts_of(layer) for layer in body.layers}
         parts = [part for i in range(self.layers) for part in given.get(i, [None] * PARTS)]
+        assert len(parts) == PARTS * self.layers
         self.pointers = (_P * len(parts))(*map(pointer, parts))
         self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
         self.front, begin = front, front or Front(None, None)

@@ -269,6 +269,11 @@ class Runner:
             for config, name in zip(self.configs, before, strict=True):
                 config._attn_implementation_internal = name
 
+    @property
+    def native(self) -> NativeBody | None:
+        """Its layers in one call of C++, if there is such a thing."""
+        return self.call.native if isinstance(self.call, LeanBody) else None
+
     def _use(self, lean: LeanBody) -> None:
         """Call it from now on, if it gives the model's own states; in C++ if that does too."""
         own, fast = copy.copy(self), copy.copy(self)

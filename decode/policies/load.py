@@ -53,8 +53,7 @@ def read_table(text: str, most: int) -> Ranges:
 class Pace:
     """Of rounds with so many rows: the latest seconds of each tree, and how many rounds of what was
     chosen were timed; the tree now, the one held best, the round of the next choice (0 before the
-    first), and choices until another tree is tried; plain: plain rounds since the last that
-    drafted.
+    first), and choices until another tree is tried.
     """
 
     seconds: defaultdict[Plan | None, deque[float]]
@@ -64,7 +63,6 @@ class Pace:
     next: int = 0
     due: int = 0
     every: int = 0
-    plain: int = 0
 
 
 class Auto(Policy):
@@ -102,6 +100,7 @@ class Auto(Policy):
         self.plans = parts(plan)
         self.counts = counts_of(plan)
         self.shares = self.SHARES
+        self.plain = self.COLD  # rounds since the last that drafted
         self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
 
     def _pace(self) -> Pace:
@@ -118,7 +117,7 @@ class Auto(Policy):
             pace.choice, lasts = self._choose(pace, load.lag)
             # While little is known, what was learned is used at once.
             pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self.TRY)
-        if pace.choice is None:
+        if pace.choice is None and pace.best is None:
             rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
             self.asleep = rounds > NAP
         return pace.choice
@@ -126,8 +125,8 @@ class Auto(Policy):
     def observe(self, outcome: Outcome) -> None:
         self.counts.take(outcome)
         pace = self.paces[outcome.load.rows]
-        pace.plain = 0 if outcome.plan is not None else pace.plain + 1
-        if outcome.seconds is not None and not 0 < pace.plain <= self.COLD:
+        self.plain = 0 if outcome.plan is not None else self.plain + 1
+        if outcome.seconds is not None and not 0 < self.plain <= self.COLD:
             pace.seconds[outcome.plan].append(outcome.seconds)
             pace.rounds += outcome.plan == pace.choice
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Drafter, Fed, Feed, Frontier, Round
-from draftsmith.decode.drafting.grow_tree import grow
+from draftsmith.decode.drafting.grow_tree import at_once, grow, grow_at_once
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.lean import LeanBody
-from draftsmith.decode.forward.native import HALVES, Half
-from draftsmith.decode.forward.runner import Runner, round_up
+from draftsmith.decode.forward.native import HALVES, Half, NativeBody
+from draftsmith.decode.forward.runner import Runner, Seen, round_up
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import Plan
@@ -86,8 +86,20 @@ class OwnLayersDrafter(Drafter):
     def share(self, pool: KVPool) -> None:
         self.pool = pool
 
+    @property
+    def native(self) -> NativeBody | None:
+        return self.runner.native
+
     def propose(self, request: Round) -> TokenTree:
-        return grow(request, self.feed(request))[0]
+        runner = self.part(request.plan)
+        native = at_once(request, self.native and runner.native, runner.head)
+        if native is None:
+            return grow(request, self.feed(request))[0]
+        lens_B, width = request.lens_B, min(round_up(request.top + 1), self.pool.slots)
+        fed = request.pending_B[:, None], lens_B[:, None], lens_B[:, None]
+        states_B1H, _ = runner.verify(self.pool, *fed, Seen(lens_B, width))
+        where = runner.head, self.pool, runner.context, states_B1H[:, 0]
+        return grow_at_once(request, native, *where, None, lens_B + 1)
 
     def feed(self, request: Round) -> Feed:
         width = min(round_up(request.top + request.plan.slots), self.pool.slots)

@@ -39,7 +39,7 @@ class PartialKVDrafter(OwnLayersDrafter):
     path. ValueError for a target with windows, whose masks take a slot for its position.
     """
 
-    room = ROOM
+    room, native = ROOM, None
     held: tuple[str, ...] = ("pool", "view", "shift_B")
 
     def __init__(self, kind: str, target: PreTrainedModel, vocab_size: int, budget: int) -> None:

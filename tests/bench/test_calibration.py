@@ -31,5 +31,6 @@ def test_the_nodes_of_the_kept_paths_are_the_ones_that_count(
 def test_the_second_child_counts_where_the_first_failed() -> None:
     rows = [(1, 0.6, 1, 1, 1), (1, 0.3, 0, 2, 0), (1, 0.6, 0, 1, 1), (1, 0.3, 1, 2, 1)]
     rows += [(1, 0.6, 0, 1, 1), (1, 0.3, 0, 2, 1), (1, 0.1, 1, 3, 1), (2, 0.1, 0, 2, 0)]
-    assert second(np.array(rows, float)) == 0.5
+    rows += [(1, 0.6, 0, 1, 1), (2, 0.6, 0, 1, 1)]  # whose second child the tree lacks
+    assert second(np.array(rows, float)) == 0.25
     assert second(np.array(rows[:2], float)) is None

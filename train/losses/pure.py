@@ -152,7 +152,7 @@ def match(p_logits_XV: Tensor, q_logits_XV: Tensor) -> Tensor:
     P_x: p's mass of the tokens with p_y / q_y at least x's, x included; Q_x: q's of the others. m
     lies between alpha / (2 - alpha) and alpha. Of more tokens than MATCHED those with the largest
     max(p, q) are told apart, and all others count as one that never matches: m is off by less than
-    their mass. As `tv` it says little to a draft that knows nothing yet.
+    their mass under p or q, the larger one. As `tv` it says little to a draft that knows nothing.
     """
     return 1 - matched(_probs(p_logits_XV.detach()), _probs(q_logits_XV))
 
@@ -167,7 +167,15 @@ def matched(p_XV: Tensor, q_XV: Tensor) -> Tensor:
         both = torch.cat([few[0], rest[0]], -1), torch.cat([few[1], rest[1]], -1)
     ratio_XK = both[0] / both[1].detach().clamp(min=LEAST_PROBABILITY)
     order_XK = ratio_XK.sort(dim=-1, descending=True, stable=True).indices
-    p_XK, q_XK = (probs_XK.gather(-1, order_XK) for probs_XK in both)
+    # Equal ratios in either order: m is the same, its slope the mean of both sides of the kink.
+    last = ratio_XK.shape[-1] - 1
+    other_XK = last - ratio_XK.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    return (_same_winner(*both, order_XK, told) + _same_winner(*both, other_XK, told)) / 2
+
+
+def _same_winner(p_XK: Tensor, q_XK: Tensor, order_XK: Tensor, told: int) -> Tensor:
+    """m, of tokens in the order of falling p / q, of which the first `told` may match."""
+    p_XK, q_XK = p_XK.gather(-1, order_XK), q_XK.gather(-1, order_XK)
     above_XK = p_XK.cumsum(-1)
     below_XK = (q_XK.sum(-1, keepdim=True) - q_XK.cumsum(-1)).clamp(min=0)
     taken_XK = q_XK * above_XK + p_XK * below_XK

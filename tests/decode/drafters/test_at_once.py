@@ -27,6 +27,8 @@ from draftsmith.decode.policies.timing import measured_costs, round_of
 from draftsmith.decode.sampling import RowParams, SamplingParams, log_race, position_keys
 from draftsmith.decode.token_tree import WITHOUT_REPLACEMENT, TokenTree
 from draftsmith.decode.tree_shapes import parse_tree
+from draftsmith.decode.untrained.exits import ExitsDrafter
+from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
 from draftsmith.models.vocab import DraftVocab
 
 pytestmark = [
@@ -38,6 +40,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
 IN_CALLS = [name for name in HEADS if name != "dovetail"]  # which drafts in torch
 BLOCK = "noise-layer"
 LMS = ("lm", "trimmed", "rapid")
+OWN = ("exit:2", "skip:1a", "exits:1+2")  # the target's own layers
 MOST = 32  # tokens a pass, on a machine too where it isn't faster
 
 
@@ -71,20 +74,15 @@ def drafter_of(name: str, target: PreTrainedModel) -> Drafter:
         assert block.nodes is not None and block.nodes.native is not None
         block.nodes.native.most = MOST
         return block
+    if name in OWN:
+        return own_layers(name)
     if name not in LMS:
         drafter = EagleDrafter(head_of(name), target, VOCAB)
         begin(drafter, target, TEXTS)
         if drafter.native is not None:
             drafter.native.most = MOST
         return drafter
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        **{**SIZES, "vocab_size": VOCAB, "num_hidden_layers": 2, "initializer_range": 0.2},
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-    )
-    model = LlamaForCausalLM(config).eval().requires_grad_(False).bfloat16()
+    model = llama(2)
     vocab = DraftVocab(torch.arange(0, VOCAB - 2, 2), VOCAB) if name == "trimmed" else None
     lm = LMDrafter(model, VOCAB, vocab)
     lm.reads = LEAST if name == "rapid" else 0
@@ -99,6 +97,34 @@ def drafter_of(name: str, target: PreTrainedModel) -> Drafter:
     lm.reset(len(texts), 256)
     lm.prefill(Admitted(rows_R, tokens_RN, lens_R, pending_R))
     return lm
+
+
+def llama(layers: int) -> PreTrainedModel:
+    """A random one in bf16."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        **{**SIZES, "vocab_size": VOCAB, "num_hidden_layers": layers, "initializer_range": 0.2},
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False).bfloat16()
+
+
+def own_layers(name: str) -> Drafter:
+    """Of a random target, on a pool of its own after the same texts."""
+    kind, _, says = name.partition(":")
+    of = ExitsDrafter if kind == "exits" else OwnLayersDrafter
+    drafter = of.named(kind, says, llama(3), VOCAB)
+    pool = drafter.whole.pool(len(TEXTS), 64)
+    for row, text in enumerate(TEXTS):
+        lens_1 = torch.tensor([len(text) - 1])
+        drafter.whole.prefill(pool, torch.tensor([row]), torch.tensor([text[:-1]]), lens_1)
+    drafter.share(pool)
+    assert drafter.native is not None
+    for part in (drafter.runner, *getattr(drafter, "parts", {}).values()):
+        part.native.most = MOST
+    return drafter
 
 
 def asked(temperature: float, name: str = "lm") -> Round:
@@ -141,12 +167,14 @@ def told_apart(drafter: Drafter, request: Round) -> tuple[float, Tensor]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", [*LMS, *IN_CALLS, BLOCK])
+@pytest.mark.parametrize("name", [*LMS, *IN_CALLS, BLOCK, *OWN])
 @torch.inference_mode()
 def test_a_chain_drafted_at_once_is_torchs(
     name: str, temperature: float, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter, request, calls = drafter_of(name, target), asked(temperature, name), []
+    if name == "exits:1+2":
+        request = replace(request, plan=replace(request.plan, exit=1))
     chain = NativeBody.chain
 
     def counted(self: NativeBody, *given: Any, **how: Any) -> Any:
@@ -170,7 +198,8 @@ def test_a_chain_drafted_at_once_is_torchs(
         return grow_tree.grow_at_once(*given[:-1], given[-1] + 20)
 
     module = "lm" if name in LMS else "block" if name == BLOCK else "eagle"
-    monkeypatch.setattr(f"draftsmith.decode.drafters.{module}.grow_at_once", late)
+    module = "untrained.own_layers" if name in OWN else f"drafters.{module}"
+    monkeypatch.setattr(f"draftsmith.decode.{module}.grow_at_once", late)
     assert told_apart(drafter, request)[0] > 0.02
 
 

@@ -80,8 +80,12 @@ def test_states_are_the_models_own(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "without",
-    [{(1, "attention")}, {(0, "mlp"), (2, "attention")}, {(1, "attention"), (1, "mlp")}],
-    ids=["attention", "both", "layer"],
+    [
+        {(1, "attention")},
+        {(0, "mlp"), (2, "attention")},
+        *({(layer, half) for half in native.HALVES} for layer in range(3)),
+    ],
+    ids=["attention", "both", "first", "second", "last"],
 )
 def test_a_part_without_some_halves(family: str, without: set[tuple[int, str]]) -> None:
     """As the same part's layers in torch, one after another; which isn't the whole model."""

@@ -130,3 +130,38 @@ def test_a_table_is_read_by_rows() -> None:
 def test_a_table_with_gaps_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"policy table: got .* expected ranges of rows from 1 on"):
         make_policy(f"table:{text}", chain_plan(4))
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_plain_rounds_right_after_a_draft_say_nothing(
+    counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine on which the first two take longer; they would, if they counted."""
+    if not counted:
+        monkeypatch.setattr(Auto, "COLD", 0)
+    since = 9
+
+    def seconds(rows: int, plan: Plan | None) -> float:
+        nonlocal since
+        since = 0 if plan is not None else since + 1
+        return 1.5 if plan is not None else 1.3 if since <= 2 else 1.0
+
+    policy = Auto(chain_plan(2))
+    decoded(policy, 1, seconds, [0.45, 0.45], jitter=0.0)
+    assert (max(policy.paces[1].seconds[None]) == 1.0) == counted
+
+
+def test_the_drafter_hears_of_plain_rounds_that_are_only_tried() -> None:
+    policy, asleep = Auto(chain_plan(1)), []
+    next_plan = policy.next_plan
+
+    def told(load: Load) -> Plan | None:
+        plan = next_plan(load)
+        asleep.append((plan is None, policy.asleep))
+        return plan
+
+    policy.next_plan = told  # type: ignore[method-assign, assignment]
+    decoded(policy, 1, lambda rows, plan: 1.0 if plan is None else 1.1, [0.3])
+    assert (True, False) in asleep[300:] and (True, True) not in asleep
+    decoded(policy, 1, MACHINES["weights"][0], [0.01])
+    assert (True, True) in asleep

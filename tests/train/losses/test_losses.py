@@ -145,6 +145,16 @@ def test_match_tells_the_likeliest_apart_and_is_off_by_less_than_the_rest() -> N
     rest = [1 - z.softmax(-1).gather(-1, top).sum(-1) for z in (p, q)]
     off = (losses.match(p, q) - by_loop("match", p, q)).abs()
     assert bool((off <= torch.maximum(*rest)).all()) and off.max() > 1e-6
+    assert torch.autograd.gradcheck(
+        lambda z: losses.match(p[:2, :129], z), q[:2, :129].requires_grad_()
+    )
+
+
+def test_match_has_no_slope_where_both_are_one() -> None:
+    p = logits(3, 9, seed=7)
+    q = p.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(losses.match(p, q).sum(), q)
+    torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", SMOOTH)
