@@ -82,7 +82,8 @@ class Auto(Policy):
     choices, then half as often each time that this changes nothing.
 
     The seconds of the first `COLD` plain rounds after a draft don't count: its weights stand in the
-    cache, and they take 3 to 8% more than those that follow.
+    cache, and they take 3 to 8% more than those that follow. While a tree is the best, plain rounds
+    are timed anew at some of these trials, however slow they seemed.
 
     Differences from SmartSpec: positions have chances of their own, trees are weighed as chains
     are, the search doesn't stop at the first fall, and no profile is needed.
@@ -142,6 +143,9 @@ class Auto(Policy):
             return best, self.PERIOD
         least = rates[best] * (self.FAR if pace.every == self.SELDOM else self.NEAR)
         others = [plan for plan in rates if plan != best and rates[plan] >= least]
+        if best is not None and pace.every in (4 * self.EVERY, self.SELDOM):
+            # Timed anew, however slow they were: what a spell of the machine's said must not last.
+            pace.seconds[None].clear()
         pace.due = pace.every = min(2 * pace.every, self.SELDOM)
         if not others:
             return best, self.PERIOD
