@@ -37,6 +37,11 @@ class Step(NamedTuple):
     makes: str = ""
 
 
+def first(*kinds: str) -> str:
+    """The one-pass table's first run of these kinds."""
+    return f"bench/evidence/one_pass.py kinds={','.join(kinds)} seeds=1 {LONGER} out=runs/one-pass"
+
+
 PAIR = "target=runs/quickstart/target/model drafter=runs/quickstart/distill/drafter"
 TREES = {"chain": "chain", "eagle-25": "eagle-25", "calibrated": "runs/trees/t{T}.json"}
 TREES |= {"dynamic": "dynamic:4,4,17,2.4"}
@@ -81,12 +86,12 @@ STEPS = {
     "load": Step("bench/speed/load.py out={out}", "~40"),
     "one-pass": Step(f"bench/evidence/one_pass.py {LONGER} out={{out}}", "~240"),
     "ours-alone": Step(
-        f"bench/evidence/one_pass.py kinds=ours seeds=1 {LONGER} out=runs/one-pass",
+        first("ours"),
         "~7",
         "runs/one-pass/ours-0/drafter",
     ),
     "one-pass-each": Step(
-        f"bench/evidence/one_pass.py kinds={','.join(EACH)} seeds=1 {LONGER} out=runs/one-pass",
+        first(*EACH),
         "~90",
         f"runs/one-pass/{EACH[-1]}-0/drafter",
     ),
@@ -135,7 +140,7 @@ STEPS = {
         "bench/evidence/heads.py kinds=eagle3 out=runs/heads", "~35", "runs/heads/eagle3-2/drafter"
     ),
     "eagle3-alone": Step(
-        f"bench/evidence/one_pass.py kinds=eagle3 seeds=1 {LONGER} out=runs/one-pass",
+        first("eagle3"),
         "~20",
         EAGLE,
     ),

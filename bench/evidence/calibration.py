@@ -114,13 +114,11 @@ def judged(decoder: Decoder, prompts: list[list[int]], params: SamplingParams) -
         depth_BN = tree.topology.depth.expand(tree.tokens_BN.shape).float()
         assert tree.rank_BN is not None, "the path names nodes by their places in order of worth"
         kept_BN = kept_BN.gather(1, tree.rank_BN)
-        parent_BN = tree.topology.parent.expand(depth_BN.shape).clamp(min=0)
-        # Siblings stand in their order.
-        before_BNN = (parent_BN[:, :, None] == parent_BN[:, None]).tril(-1) & (depth_BN > 0)[
-            :, None
-        ]
+        parent_BN = tree.topology.parent.expand(depth_BN.shape)
+        # Siblings stand in their order; the root has none.
+        before_BNN = (parent_BN[:, :, None] == parent_BN[:, None]).tril(-1)
         taken_BN = (before_BNN * kept_BN[:, None]).sum(-1)
-        open_BN = kept_BN.gather(1, parent_BN) * (1 - taken_BN)
+        open_BN = kept_BN.gather(1, parent_BN.clamp(min=0)) * (1 - taken_BN)
         live_BN = (chance_BN >= 0) & (depth_BN > 0)
         columns = (depth_BN, chance_BN, kept_BN, 1 + before_BNN.sum(-1), open_BN)
         found.append(torch.stack(columns, -1)[live_BN].numpy())

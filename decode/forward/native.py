@@ -264,11 +264,11 @@ def fits(body: Any, front: Front | None) -> bool:
         norms = [body.norm, layer.entry[0], *layer.entry[2:]]
         same = same and all(n is None or n.epsilon == layer.exit[1].epsilon for n in norms)
         headed = place == 0 and front is not None
-        whole = layer.entry[0] is not None or headed
+        begun = layer.entry[0] is not None or headed
         known = isinstance(layer.activation, nn.SiLU | SiLUActivation)
         inputs = [weight.shape[1] for product in products for weight in product.tensors[0]]
         even = layer.sizes[2] in WIDTHS and all(width % STEP == 0 for width in inputs)
         laid = all(t is None or t.is_contiguous() for t in parts_of(layer))
-        if not (same and whole and known and even and laid):
+        if not (same and begun and known and even and laid):
             return False
     return bool(body.layers)
