@@ -7,11 +7,12 @@ K = 0 is plain decoding. Depths are foretold from the run's counts, and by times
 forwards (policies/timing.py); those that weren't drafted by the conditional acceptance of the last
 that was. Policies and other trees are replayed on the run's answers (`replay`), which only answers
 that don't depend on the drafter allow. What the loop adds to isolated forwards is known of the
-rounds as run, and taken to be the same at every depth. The best is then run, and where nothing pays
-K = 1, if it might. Beside a drafter by `auto` the same was run by a fixed depth, of which all this
+depth that was run, and timed at the first and the last one on a few prompts; between these it
+grows evenly. The best is then run, and where nothing pays K = 1, if it might. Beside a drafter by `auto` the same was run by a fixed depth, of which all this
 is said; `auto` itself is what was measured.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from draftsmith.printed import bracket
 Values = dict[str, Any]
 BEYOND = 4  # depths foretold past those that were drafted
 REPLAYED = 32  # prompts, or batches of them, that are replayed
+PROBED = 8  # on which depths other than the one that was run are timed
 UNTRAINED = ("confidence", "entropy", "depth")  # policies by the draft's law alone
 DYNAMIC = "dynamic:4,4,17"
 CALIBRATED = "tree.json"  # where a drafter folder may keep the tree that `calibrate` found
@@ -85,7 +87,7 @@ def advise(
     gains: list[Callable[[np.ndarray], np.ndarray]] = []
     if depths:
         cost_K = np.array([costs.of(how.plan) for how in depths])
-        cost_K += loop_of(spec, settings.batch_size, costs.of(own.plan))
+        cost_K += loops(settings, pair, name, prompts, timed, depths, costs, tick)
         found = counted(spec, settings.batch_size, own.plan.levels, cost_K)
         taus, gains = [*found.taus(every)], [found.gains]
     if others:
@@ -245,13 +247,41 @@ def costs_of(settings: Evaluation, pair: Loaded, name: str, spec: Arm, largest: 
     return measured_costs(runner, pair.drafters[name], largest, settings.batch_size, twice)
 
 
-def loop_of(spec: Arm, size: int, isolated: float) -> float:
-    """Seconds that a round of an arm took beyond its isolated forwards; its prompts shared batches
-    of `size`, which last as long as their slowest row.
+def loops(
+    settings: Evaluation,
+    pair: Loaded,
+    name: str,
+    prompts: Sequence[Prompt],
+    timed: Arms,
+    depths: Sequence[DecodeSettings],
+    costs: Costs,
+    tick: Callable[[], None],
+) -> np.ndarray:
+    """Seconds that a round of each depth takes beyond its isolated forwards: of the depth that was
+    run, and of the first and the last on PROBED prompts, in turns with plain decoding by which
+    another moment's speed is told; in between a line.
     """
-    rounds = [one.rounds for one in spec.counters]
+    own, size, spec = pair.steady.decoding[name], settings.batch_size, steady_arm(pair, timed, name)
+    ends = {str(how.plan.levels): how for how in (depths[0], depths[-1]) if how.plan != own.plan}
+    assert spec is not None
+    found = {own.plan.levels: seconds_a_round(spec, size) - costs.of(own.plan)}
+    if ends:
+        drafters = {K: copy.copy(pair.drafters[name]) for K in ends}
+        alone = replace(pair, drafters=drafters, decoding=ends, fixed={})
+        asked = replace(settings, baseline="native"), alone, prompts[: PROBED * size]
+        again = time_arms(*asked, tick)
+        slower = seconds_a_round(again[None], size) / seconds_a_round(timed[None], size)
+        for K, how in ends.items():
+            found[int(K)] = seconds_a_round(again[K], size) / slower - costs.of(how.plan)
+    known = sorted(found)
+    return np.interp([how.plan.levels for how in depths], known, [found[K] for K in known])
+
+
+def seconds_a_round(arm: Arm, size: int) -> float:
+    """Of prompts that shared batches of `size`, which last as long as their slowest row."""
+    rounds = [one.rounds for one in arm.counters]
     slowest = sum(max(rounds[i : i + size]) for i in range(0, len(rounds), size))
-    return max(0.0, sum(spec.seconds) / max(1, slowest) - isolated)
+    return sum(arm.seconds) / max(1, slowest)
 
 
 def counted(spec: Arm, size: int, levels: int, cost_K: np.ndarray) -> Depths:

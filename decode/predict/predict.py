@@ -193,7 +193,8 @@ def kinds_of(target: Draft, vocab: int, draft: Pass | None, exits: int) -> dict[
         "medusa": Drafting(once=Pass(1, 0.0), level=square + table),
         "hydra": Drafting(each=Pass(1, 3 * square + table)),
         "eagle3": Drafting(once=fused, each=one._replace(weights=one.weights + few)),
-        "block": Drafting(once=Pass(2, one.weights + fused.weights + table, 2 * one.kv)),
+        # A node's layer reads the trunk's row beside its token, by a map of both.
+        "block": Drafting(once=fused, each=one._replace(weights=one.weights + 2 * square + table)),
         "ngram": Drafting(host=HOST["ngram"], trees=False),
         "suffix": Drafting(host=HOST["suffix"]),
         "exit": Drafting(

@@ -45,25 +45,30 @@ def advised(
     loop: float = 0.0,
     verify: float = 1.0,
     again: float = 1.0,
+    more: float = 0.0,
 ) -> dict[str, Any]:
     """In a world where a plain step takes a second, a draft call c, a round `loop` seconds beside
-    its forwards (all `again` times, when it is run again), and half of what is drafted is kept.
+    its forwards and `more` of each level (all `again` times, when the advised one is run), and half
+    of what is drafted is kept. While other depths are tried all takes three times as long.
     """
     sizes = (1, 2, 4, 8, 16)
     costs = Costs(sizes, (1.0, *[verify] * 4), (c,) * 5)
     monkeypatch.setattr(advice, "measured_costs", lambda *_: costs)
 
     def world(settings: Evaluation, pair: Any, *_: Any) -> dict[str | None, Arm]:
-        K = pair.decoding["d"].K
-        rounds = [2 ** (4 - k) for k in range(1, K + 1)] + [2 ** (4 - K)]
-        return {None: arm([16], 1.0), "d": arm(rounds, again * (loop + verify + K * c))}
+        found: dict[str | None, Arm] = {None: arm([16], 1.0 if "d" in pair.decoding else 3.0)}
+        for name, how in pair.decoding.items():
+            rounds = [2 ** (5 - k) for k in range(1, how.K + 1)] + [2 ** (5 - how.K)]
+            times = again if name == "d" else 3.0
+            found[name] = arm(rounds, times * (loop + verify + how.K * (c + more)))
+        return found
 
     monkeypatch.setattr(advice, "time_arms", world)
     monkeypatch.setattr(Loaded, "decoder", lambda *_: SimpleNamespace(runner=None))
     drafter: Any = SimpleNamespace(levels=5, remembers=False)
     nothing: Any = None
     pair = Loaded(nothing, nothing, {"d": drafter}, {"d": DecodeSettings(K=4)})
-    timed = {None: arm([16], 1.0), "d": arm(HISTOGRAM, loop + verify + 4 * c)}
+    timed = {None: arm([16], 1.0), "d": arm(HISTOGRAM, loop + verify + 4 * (c + more))}
     # By rejection, whose answers no replay knows.
     settings = Evaluation(target="t", drafter="d", rule="leviathan", temperature=1.0)
     found = advice.advise(settings, pair, "d", [], timed, lambda: None)
@@ -71,9 +76,14 @@ def advised(
     return found
 
 
-@pytest.mark.parametrize("loop", [0.0, 0.05])
-def test_every_depth_is_foretold_from_one_run(monkeypatch: pytest.MonkeyPatch, loop: float) -> None:
-    found = advised(monkeypatch, c=0.22, loop=loop)
+@pytest.mark.parametrize(("loop", "more"), [(0.0, 0.0), (0.05, 0.0), (0.1, 0.04), (0.0, 0.1)])
+def test_every_depth_is_foretold_from_one_run(
+    monkeypatch: pytest.MonkeyPatch, loop: float, more: float
+) -> None:
+    """And from a few prompts by the first and the last, which tell what each level takes more than
+    isolated forwards do.
+    """
+    found = advised(monkeypatch, c=0.22 - more, loop=loop, more=more)
     tau = [1 + sum(0.5**i for i in range(1, k + 1)) for k in range(6)]
     assert [one["K"] for one in found["depths"]] == list(range(6))
     # The fifth depth wasn't drafted: by the last conditional acceptance, of one round in two.
