@@ -7,9 +7,9 @@ K = 0 is plain decoding. Depths are foretold from the run's counts, and by times
 forwards (policies/timing.py); those that weren't drafted by the conditional acceptance of the last
 that was. Policies and other trees are replayed on the run's answers (`replay`), which only answers
 that don't depend on the drafter allow. What the loop adds to isolated forwards is known of the
-depth that was run, and timed at the first and the last one on a few prompts; between these it
-grows evenly. The best is then run, and where nothing pays K = 1, if it might. Beside a drafter by `auto` the same was run by a fixed depth, of which all this
-is said; `auto` itself is what was measured.
+depth that was run, and timed at the first and the last one on a few prompts; between these it grows
+evenly. The best is then run, and where nothing pays K = 1, if it might. Beside a drafter by `auto`
+the same was run by a fixed depth, of which all this is said; `auto` itself is what was measured.
 """
 
 import copy

@@ -27,6 +27,8 @@ typedef int32_t I16 __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t U16 __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t B16 __attribute__((vector_size(32), aligned(2)));
 typedef uint32_t U8 __attribute__((vector_size(32)));
+typedef uint32_t U4 __attribute__((vector_size(16)));
+typedef uint16_t B4 __attribute__((vector_size(8)));
 
 // Weights and biases (null: none). Without `out` or `gate` that half of the layer is left out.
 struct Layer {
@@ -112,6 +114,12 @@ static inline void store16(bf16 *to, F16 x) {
     B16 made = narrow16(x);
     memcpy(to, &made, 32);
 }
+static inline B4 narrow4(F4 x) {
+    U4 bits = (U4)x;
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    bits = x == x ? bits : (U4){} + 0x7FC0;
+    return __builtin_convertvector(bits, B4);
+}
 static inline F4 fold(F8 x) {
     return __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
 }
@@ -165,8 +173,10 @@ template <int M, typename V>
 static void put(const V (*sum)[4], const bf16 *bias, bf16 *y, int64_t o, int64_t step) {
     for (int m = 0; m < M; m++) {
         F4 made = sums(sum[m]);
-        for (int r = 0; r < 4; r++)
-            y[m * step + o + r] = narrow(made[r] + (bias ? wide(bias[o + r]) : 0));
+        if (bias)
+            for (int r = 0; r < 4; r++) made[r] += wide(bias[o + r]);
+        B4 narrower = narrow4(made);
+        memcpy(y + m * step + o, &narrower, sizeof narrower);
     }
 }
 // `out` outputs of M tokens. What is read of a token serves four rows of the matrix, side by side; so
@@ -349,6 +359,105 @@ static void by_tiles(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, in
     _tile_release();
 }
 #endif
+#ifdef __AVX512BF16__
+// Of sixteen rows of a matrix 32 inputs, turned: 16 vectors, `apart` from each other, each of one pair
+// of inputs of all rows.
+static inline void turned16(const bf16 *x, int64_t step, __m512i *to, int64_t apart) {
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(x + i * step);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        __m512i even = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
+        __m512i odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xDD);
+        __m512i even2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        __m512i odd2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xDD);
+        to[j * apart] = _mm512_shuffle_i32x4(even, even2, 0x88);
+        to[(4 + j) * apart] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
+        to[(8 + j) * apart] = _mm512_shuffle_i32x4(even, even2, 0xDD);
+        to[(12 + j) * apart] = _mm512_shuffle_i32x4(odd, odd2, 0xDD);
+    }
+}
+static inline __m512bh pair_of(const bf16 *x) {
+    int32_t both;
+    memcpy(&both, x, 4);
+    return (__m512bh)_mm512_set1_epi32(both);
+}
+// As `rows`, of many tokens: 32 outputs at a time, turned, which stay in the nearest caches while the
+// tokens go by, M at a time. Each lane that `rows` sums is made alone, lanes are added as `sums` does.
+template <int M>
+static void turned_rows(const __m512i *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t in,
+                        int64_t step) {
+    const int lanes[8] = {0, 4, 2, 6, 1, 5, 3, 7};
+    F16 held[4][2][M];  // sums of 2, 4, 8 and all lanes; those that wait for the next as many
+    int64_t apart = in / 32 + 1;
+    for (int n = 0; n < 8; n++) {
+        const __m512i *from = w + lanes[n] * apart;
+        const bf16 *pairs = x + 2 * lanes[n];
+        __m512 part[2][2][M] = {};  // of a lane and the eighth after it
+        for (int64_t i = 0; i < in / 32; i++)
+#pragma GCC unroll 2
+            for (int lane = 0; lane < 2; lane++)
+#pragma GCC unroll 6
+                for (int m = 0; m < M; m++) {
+                    __m512bh pair = pair_of(pairs + m * in + 32 * i + 16 * lane);
+#pragma GCC unroll 2
+                    for (int half = 0; half < 2; half++)
+                        part[lane][half][m] = _mm512_dpbf16_ps(
+                            part[lane][half][m],
+                            (__m512bh)from[(16 * half + 8 * lane) * apart + i], pair);
+                }
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++)
+#pragma GCC unroll 6
+            for (int m = 0; m < M; m++) {
+                F16 sum = (F16)part[0][half][m] + (F16)part[1][half][m];
+                int level = 0;
+                for (; n >> level & 1; level++) sum = held[level][half][m] + sum;
+                held[level][half][m] = sum;
+            }
+    }
+    for (int m = 0; m < M; m++)
+        for (int half = 0; half < 2; half++) {
+            F16 made = held[3][half][m];
+            if (bias) made += wide16(bias + 16 * half);
+            store16(y + m * step + 16 * half, made);
+        }
+}
+static void by_turns(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
+                     int64_t in, int64_t out, int64_t step) {
+    void (*const by[])(const __m512i *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t) = {
+        turned_rows<1>, turned_rows<2>, turned_rows<3>, turned_rows<4>,
+        turned_rows<5>, turned_rows<6>};
+    static thread_local std::vector<__m512i> turned;
+    int64_t blocks = (tokens + 5) / 6, apart = in / 32 + 1;  // odd mostly: lines of caches of their own
+    turned.resize(32 * apart);
+    for (int64_t o = 0; o < out; o += 32, w += 32 * in, bias += bias ? 32 : 0) {
+        for (int64_t i = 0; i < in / 32; i++)
+            for (int half = 0; half < 2; half++) {
+                const bf16 *from = w + 16 * half * in + 32 * i;
+                for (int r = 0; r < 16; r++) __builtin_prefetch(from + (32 + r) * in, 0, 2);
+                turned16(from, in, &turned[16 * half * apart + i], apart);
+            }
+        for (int64_t block = 0; block < blocks; block++) {
+            int64_t t = block * tokens / blocks, m = (block + 1) * tokens / blocks - t;
+            by[m - 1](turned.data(), bias, x + t * in, y + t * step + o, in, step);
+        }
+    }
+}
+#endif
 // y[t, o] = w[o] . x[t] + bias[o], with `step` numbers between the rows of y. Outputs in groups
 // that stay in the nearest cache while the tokens go by; those that four doesn't divide one by one.
 static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
@@ -368,6 +477,13 @@ static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int
 #ifdef TILES
     if (int64_t whole = out / 16 * 16; whole && in % 32 == 0 && tiles()) {
         by_tiles(w, bias, x, y, tokens, in, whole, step);
+        w += whole * in, bias += bias ? whole : 0, y += whole, out -= whole;
+    }
+#endif
+#ifdef __AVX512BF16__
+    // To turn costs the less the more tokens there are, and the more the longer rows lie apart.
+    if (int64_t whole = out / 32 * 32; tokens >= 16 + in / 32 && in % 32 == 0) {
+        by_turns(w, bias, x, y, tokens, in, whole, step);
         w += whole * in, bias += bias ? whole : 0, y += whole, out -= whole;
     }
 #endif
@@ -416,6 +532,185 @@ static void turned(bf16 *x, const bf16 *cos, const bf16 *sin, int64_t width) {
     }
 }
 
+#ifdef __AVX512BF16__
+// What attends: one head's query, of which slots it sees those before `slots`, and of these from
+// `open` on those that are `allowed` (null: all); its scores, and the same in bf16 once they are shares.
+struct Asking {
+    const bf16 *query;
+    int64_t slots, open;
+    const uint8_t *allowed;
+    float *scores;
+    bf16 *shares, *out;
+    bool sees(int64_t s) const { return s < slots && (s < open || !allowed || allowed[s - open]); }
+};
+// Scores of M queries for the slots from `first` on, whose keys are turned. A query's sum is made in
+// the same order whatever comes beside it.
+template <int E32, int M>
+static inline void scored(const Asking *of, const __m512i *keys, int64_t first, float scale) {
+    __m512 part[M][4] = {};
+#pragma GCC unroll 4
+    for (int e = 0; e < 16 * E32; e += 4)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++)
+                part[m][i] = _mm512_dpbf16_ps(part[m][i], (__m512bh)keys[e + i],
+                                              pair_of(of[m].query + 2 * (e + i)));
+    for (int m = 0; m < M; m++) {
+        F16 sum = ((F16)part[m][0] + (F16)part[m][1]) + ((F16)part[m][2] + (F16)part[m][3]);
+        sum *= scale;
+        memcpy(of[m].scores + first, &sum, 64);
+    }
+}
+// Of a query's scores its shares, not yet divided by their sum, of which 1 is returned.
+static float shared(const Asking &of, int64_t whole) {
+    F16 most = (F16){} - INFINITY, total = (F16){}, score;
+    for (int64_t s = 0; s < whole; s += 16) {
+        memcpy(&score, of.scores + s, 64);
+        most = score > most ? score : most;
+    }
+    float top = _mm512_reduce_max_ps((__m512)most);
+    for (int64_t s = 0; s < whole; s += 16) {
+        memcpy(&score, of.scores + s, 64);
+        F16 made = exp16(score - top);
+        made = score == (F16){} - INFINITY ? (F16){} : made;
+        total += made;
+        __m256bh narrower = _mm512_cvtneps_pbh((__m512)made);
+        memcpy(of.shares + s, &narrower, 32);
+    }
+    return 1 / sum16(total);
+}
+// What M queries make of values, in runs of 16 slots that lie at `from`: two slots at a time.
+template <int E32, int M>
+static inline void gathered(const Asking *of, const bf16 *const *from, int64_t runs, int64_t step,
+                            const float *factor, int64_t fetch) {
+    __m512 sum[M][2 * E32] = {};
+    for (int64_t run = 0; run < runs; run++) {
+        if (run + 1 < fetch)
+            for (int64_t i = 0; i < 16 * step; i += 32) __builtin_prefetch(from[run + 1] + i, 0, 2);
+        for (int64_t s = 0; s < 16; s += 2) {
+            const bf16 *x = from[run] + s * step;
+            __m512bh share[M];
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++) share[m] = pair_of(of[m].shares + 16 * run + s);
+#pragma GCC unroll 4
+            for (int c = 0; c < E32; c++) {
+                __m512i one = _mm512_loadu_si512(x + 32 * c);
+                __m512i two = _mm512_loadu_si512(x + step + 32 * c);
+                __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, two);
+                __m512bh high = (__m512bh)_mm512_unpackhi_epi16(one, two);
+#pragma GCC unroll 4
+                for (int m = 0; m < M; m++) {
+                    sum[m][2 * c] = _mm512_dpbf16_ps(sum[m][2 * c], low, share[m]);
+                    sum[m][2 * c + 1] = _mm512_dpbf16_ps(sum[m][2 * c + 1], high, share[m]);
+                }
+            }
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int c = 0; c < E32; c++) {
+            F16 low = (F16)sum[m][2 * c] * factor[m], high = (F16)sum[m][2 * c + 1] * factor[m];
+            store16(of[m].out + 32 * c,
+                    __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20,
+                                            21, 22, 23));
+            store16(of[m].out + 32 * c + 16,
+                    __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15,
+                                            28, 29, 30, 31));
+        }
+}
+// Queries of one row and head of keys, whose runs of 16 slots lie at `keys` and `values`; those from
+// `whole` on aren't seen by all.
+template <int E32>
+static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
+                  const bf16 *const *values, int64_t runs, int64_t whole, int64_t step,
+                  float scale, bool fetch) {
+    constexpr int MANY = E32 > 2 ? 2 : 4;
+    __m512i turned[16 * E32];
+    float factor[MANY];
+    for (int64_t run = 0; run < runs; run++) {
+        if (fetch && run + 1 < whole)
+            for (int64_t i = 0; i < 16 * step; i += 32) __builtin_prefetch(keys[run + 1] + i, 0, 2);
+        for (int c = 0; c < E32; c++) turned16(keys[run] + 32 * c, step, turned + 16 * c, 1);
+        int64_t q = 0;
+        for (; q + 2 <= count; q += 2) scored<E32, 2>(of + q, turned, 16 * run, scale);
+        if (q < count) scored<E32, 1>(of + q, turned, 16 * run, scale);
+        if (run < whole) continue;
+        for (q = 0; q < count; q++)
+            for (int64_t s = 16 * run; s < 16 * (run + 1); s++)
+                if (!of[q].sees(s)) of[q].scores[s] = -INFINITY;
+    }
+    for (int64_t q = 0; q < count; q += MANY) {
+        int64_t left = count - q < MANY ? count - q : MANY;
+        for (int64_t m = 0; m < left; m++) factor[m] = shared(of[q + m], 16 * runs);
+        if (left == 1) gathered<E32, 1>(of + q, values, runs, step, factor, fetch && !q ? whole : 0);
+        if (left == 2) gathered<E32, 2>(of + q, values, runs, step, factor, fetch && !q ? whole : 0);
+        if (left == 3) gathered<E32, MANY - 1>(of + q, values, runs, step, factor, fetch && !q ? whole : 0);
+        if (left == 4) gathered<E32, MANY>(of + q, values, runs, step, factor, fetch && !q ? whole : 0);
+    }
+}
+
+const int64_t TOGETHER = 16;  // queries whose scores are held at a time
+
+// Attention of every token's heads. Runs of 16 slots begin at multiples of 16, so that a token comes
+// out the same in a long pass and alone; the last ones, of which a row's tokens see different parts,
+// are copied, zeros where nothing is seen.
+static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, bf16 *out) {
+    int64_t E = b.width, step = b.kv_heads * E, group = b.heads / b.kv_heads;
+    int64_t all = (b.heads + 2 * b.kv_heads) * E, tokens = p.rows * p.n;
+    static thread_local std::vector<bf16> copies, shares;
+    static thread_local std::vector<float> scores;
+    static thread_local std::vector<Asking> asking;
+    static thread_local std::vector<const bf16 *> keys, values;
+    auto place = [&](int64_t t) { return p.places ? p.places[t] : t; };
+    int64_t across = p.places ? p.across : p.n, end;
+    for (int64_t t = 0; t < tokens; t = end) {
+        int64_t row = place(t) / across, lens = p.lens[row], most = 0;
+        asking.clear();
+        for (end = t; end < tokens && place(end) / across == row; end++) {
+            int64_t n = place(end) % across, slots = lens + (p.block ? p.wide : n + 1);
+            slots = p.width < slots ? p.width : slots;
+            most = most < slots ? slots : most;
+            const uint8_t *allowed = p.block ? p.block + row * p.block_row + n * p.wide : nullptr;
+            asking.push_back({heads + end * all, slots, lens, allowed, nullptr, nullptr,
+                              out + end * b.heads * E});
+        }
+        int64_t whole = (p.width < lens ? p.width : lens) / 16, runs = (most + 15) / 16;
+        copies.assign(2 * (runs - whole) * 16 * step, 0);
+        const bf16 *at[2] = {p.keys + layer * p.layer_step + row * p.row_step,
+                             p.values + layer * p.layer_step + row * p.row_step};
+        int64_t apart = (runs - whole) * 16 * step;
+        for (int64_t s = 16 * whole; s < most; s++) {
+            bool seen = false;
+            for (const Asking &one : asking) seen = seen || one.sees(s);
+            for (int side = 0; side < 2 && seen; side++)
+                memcpy(&copies[side * apart + (s - 16 * whole) * step], at[side] + s * step,
+                       step * sizeof(bf16));
+        }
+        int64_t count = asking.size() * group;
+        keys.resize(runs), values.resize(runs);
+        scores.resize(TOGETHER * 16 * runs), shares.resize(TOGETHER * 16 * runs);
+        for (int64_t h = 0; h < b.kv_heads; h++) {
+            for (int64_t run = 0; run < runs; run++) {
+                const bf16 *copy = copies.data() + (run - whole) * 16 * step;
+                keys[run] = (run < whole ? at[0] + run * 16 * step : copy) + h * E;
+                values[run] = (run < whole ? at[1] + run * 16 * step : copy + apart) + h * E;
+            }
+            for (int64_t q = 0; q < count; q += TOGETHER) {
+                Asking of[TOGETHER];
+                int64_t left = count - q < TOGETHER ? count - q : TOGETHER;
+                for (int64_t i = 0; i < left; i++) {
+                    of[i] = asking[(q + i) / group];
+                    int64_t own = (h * group + (q + i) % group) * E;
+                    of[i].query += own, of[i].out += own;
+                    of[i].scores = &scores[i * 16 * runs], of[i].shares = &shares[i * 16 * runs];
+                }
+                auto mix = E == 32 ? mixed<1> : E == 64 ? mixed<2> : E == 96 ? mixed<3> : mixed<4>;
+                mix(of, left, keys.data(), values.data(), runs, whole, step, (float)b.scale, !h && !q);
+            }
+        }
+    }
+}
+#else
 // A query, and what it makes of values: sixteen numbers at a time, or (without AVX-512, as products
 // have them) eight even ones and eight odd ones.
 #ifdef __AVX512F__
@@ -501,8 +796,9 @@ static void mixed(const bf16 *q, const bf16 *keys, const bf16 *values, int64_t s
     query.put(out, 1 / sum16(total));
 }
 
-static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, bf16 *out,
-                     float *weights) {
+static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, bf16 *out) {
+    std::vector<float> room(p.width + 16);
+    float *weights = room.data();
     int64_t E = b.width, step = b.kv_heads * E, group = b.heads / b.kv_heads;
     int64_t all = (b.heads + 2 * b.kv_heads) * E;
     for (int64_t t = 0; t < p.rows * p.n; t++) {
@@ -520,6 +816,7 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
         }
     }
 }
+#endif
 
 // The layer's queries, keys and values, turned, of x [T, in]; new keys and values go to their slots.
 static void entered(const Body &b, const Pass &p, int64_t index, const bf16 *x, int64_t in,
@@ -565,10 +862,11 @@ static void begun(const Body &b, const Pass &p, bf16 *now, bf16 *x) {
     if (b.beside) added(now, p.given, T * H);
 }
 
-// Tokens of a pass up to which this is faster than a product at a time.
-extern "C" int64_t most() {
+// Tokens of a pass up to which this is faster than a product at a time; small: of layers that stay in
+// the caches, where torch has one thread too.
+extern "C" int64_t most(int64_t small) {
 #ifdef __AVX512BF16__
-    return tiles() ? 256 : 80;
+    return tiles() ? 256 : small ? 640 : 80;
 #elif defined(__x86_64__) && !defined(__AVX512F__)
     return 80;
 #else
@@ -582,7 +880,6 @@ extern "C" void body(const Body *model, const Pass *pass) {
     int64_t T = p.rows * p.n, H = b.hidden, I = b.inner, E = b.width;
     std::vector<bf16> x(2 * T * H), more(T * H), heads(T * (b.heads + 2 * b.kv_heads) * E);
     std::vector<bf16> out(T * b.heads * E), inner(2 * T * I);
-    std::vector<float> weights(p.width + 16);
     begun(b, p, p.states, x.data());
     for (int64_t l = p.first; l < p.last; l++) {
         const Layer &layer = b.layer[l];
@@ -593,7 +890,7 @@ extern "C" void body(const Body *model, const Pass *pass) {
             for (int64_t t = 0; t < T && !both; t++)
                 normed(now + t * H, layer.norm, &x[t * H], H, b.epsilon);
             entered(b, p, l, x.data(), both ? 2 * H : H, heads.data());
-            attended(b, p, l, heads.data(), out.data(), weights.data());
+            attended(b, p, l, heads.data(), out.data());
             product(layer.out, layer.out_bias, out.data(), more.data(), T, b.heads * E, H, H);
             added(now, more.data(), T * H);
         }

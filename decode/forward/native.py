@@ -73,7 +73,7 @@ class NativeBody:
     """The same as a lean body's call, on its layers or those halves of them that it has."""
 
     def __init__(self, body: Any, made: Any, front: Front | None) -> None:
-        self.made, self.most, self.layers = made, made.most(), 1 + body.layers[-1].index
+        self.made, self.layers = made, 1 + body.layers[-1].index
         first = body.layers[0]
         heads, kv_heads, width = first.sizes
         inner, self.hidden = first.exit[2].tensors[0][0].shape
@@ -83,6 +83,10 @@ class NativeBody:
         assert len(parts) == PARTS * self.layers
         self.pointers = (_P * len(parts))(*map(pointer, parts))
         self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
+        self.most, self.many = (
+            made.most(0),
+            made.most(self.small),
+        )  # tokens; many: where torch has one thread
         self.front, begin = front, front or Front(None, None)
         self.body = _Body(
             *(self.layers, self.hidden, heads, kv_heads, width, inner),
@@ -103,7 +107,7 @@ class NativeBody:
     def unbound(self) -> "NativeBody":
         """The same for passes of any size, to be tried on."""
         made = copy.copy(self)
-        made.most = sys.maxsize
+        made.most = made.many = sys.maxsize
         return made
 
     @property
@@ -114,7 +118,8 @@ class NativeBody:
     def takes(self, tokens_BN: Tensor, cache: SlotCache) -> bool:
         """Whether a pass is one of those it is for."""
         attend = cache.attend
-        if attend is None or cache.flat_slots is None or tokens_BN.numel() > self.most:
+        most = max(self.most, self.many) if torch.get_num_threads() == 1 else self.most
+        if attend is None or cache.flat_slots is None or tokens_BN.numel() > most:
             return False
         plain = attend.backend == "masked" and attend.seen.at is None
         return plain and self.alone and type(tokens_BN) is Tensor

@@ -62,8 +62,8 @@ class FewTokens:
         # Of any pass's tokens, as far as the layers in C++ go.
         self.whole = not ONEDNN or (self.sizes[0] % 32 == 0 and bool(library().tiles()))
         # Else an output of a token ends in the sum of a vector, which short inputs don't pay for.
-        few = library().most() if self.whole else min(FEW, self.sizes[0] // 32)
-        self.most = min(few, library().most())
+        few = library().most(0) if self.whole else min(FEW, self.sizes[0] // 32)
+        self.most = min(few, library().most(0))
 
     @classmethod
     def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> "FewTokens | None":
