@@ -88,7 +88,7 @@ def test_the_wheel_has_every_file_of_the_package(built: tuple[Path, Path, Path])
     own = {name.removeprefix("draftsmith/") for name in files(source, *ROOMS)} | {"COMMIT"}
     assert own == {name[11:] for name in names if name.startswith("draftsmith/")}
     kinds = {Path(name).suffix for name in own}
-    data = {".yaml", ".jinja", ".css", ".html", ".mplstyle", ".txt", ".cpp"}
+    data = {".yaml", ".jinja", ".css", ".html", ".mplstyle", ".txt", ".cpp", ".h"}
     assert kinds == {"", ".py", ".typed", *data}
     assert {name.split("/")[0].split("-")[0] for name in names} == {"draftsmith"}
 

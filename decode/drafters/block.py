@@ -21,7 +21,8 @@ from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept,
 from draftsmith.decode.drafting.grow_tree import at_once, grow_at_once, grow_known
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV, keep_last
 from draftsmith.decode.forward.attention import Seen
-from draftsmith.decode.forward.lean_heads import lean_block, lean_copy, lean_nodes
+from draftsmith.decode.forward.lean import lean_copy
+from draftsmith.decode.forward.lean_heads import lean_block, lean_nodes
 from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.product import VocabHead, head_logits
 from draftsmith.decode.forward.size import ModelSize

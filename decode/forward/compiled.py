@@ -1,5 +1,5 @@
-"""What is written in C++ (`native.cpp`), compiled once with the machine's own compiler and kept in
-the user's cache; and of that what needs no model: the noise.
+"""What is written in C++ (`native.cpp` and what it includes), compiled once with the machine's own
+compiler and kept in the user's cache; and of that what needs no model: the noise.
 
 Shapes: B rows, D positions, V vocabulary.
 """
@@ -32,7 +32,8 @@ def library(source: Path = SOURCE) -> Any:
         info = Path("/proc/cpuinfo")
         cpu = info.read_text().split("\n\n")[0] if info.exists() else platform.processor()
         kind = [line for line in cpu.splitlines() if line.startswith(("model name", "flags"))]
-        mark = hashlib.sha256("\n".join([source.read_text(), *FLAGS, compiler, *kind]).encode())
+        parts = [part.read_text() for part in (source, *sorted(source.parent.glob("*.h")))]
+        mark = hashlib.sha256("\n".join([*parts, *FLAGS, compiler, *kind]).encode())
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
         made = folder / f"{source.stem}-{mark.hexdigest()[:16]}.so"
         if not made.exists():

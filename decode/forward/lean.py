@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.decode.forward.attention import mix
 from draftsmith.decode.forward.kv import SlotCache
@@ -304,3 +305,30 @@ class TwiceNorm:
             self.version = version(self.weight)
         both, shape = torch.cat([x, -x], -1), self.weight_2H.shape
         return F.layer_norm(both, shape, self.weight_2H, None, self.epsilon)[..., : x.shape[-1]]
+
+
+class LeanCell:
+    """A GRU cell: (x [X, I], carried [X, S]) -> carried."""
+
+    def __init__(self, cell: nn.GRUCell) -> None:
+        pairs = (cell.weight_ih, cell.bias_ih), (cell.weight_hh, cell.bias_hh)
+        self.given, self.kept = (Product([weight], [bias]) for weight, bias in pairs)
+
+    def __call__(self, x_XI: Tensor, carried_XS: Tensor) -> Tensor:
+        reset, keep, new = self.given(x_XI).chunk(3, -1)
+        resets, keeps, news = self.kept(carried_XS).chunk(3, -1)
+        new = (new + (reset + resets).sigmoid() * news).tanh()
+        return new.lerp(carried_XS, (keep + keeps).sigmoid())
+
+
+def lean_copy(module: Any) -> Any:
+    """A copy on the same weights, its own maps and norms in their fastest form."""
+    made = copy.copy(module)
+    for name, part in module.named_children():
+        if isinstance(part, nn.Linear):
+            vars(made)[name] = Product.of([part])
+        elif isinstance(part, nn.GRUCell):
+            vars(made)[name] = LeanCell(part)
+        elif isinstance(part, LlamaRMSNorm):
+            vars(made)[name] = partial(normed, norm_of(part))
+    return made

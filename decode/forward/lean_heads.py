@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from torch import Tensor
 
 from draftsmith.decode.forward.attention import Attend, Seen
 from draftsmith.decode.forward.kv import KVPool, SlotCache
@@ -21,6 +20,7 @@ from draftsmith.decode.forward.lean import (
     LeanLayer,
     agree,
     enter,
+    lean_copy,
     leave,
     norm_of,
     normed,
@@ -168,6 +168,10 @@ class LeanTrunk(LeanStack):
         ]
 
     def keep(self, context_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
+        cache = getattr(keep, "__self__", None)
+        ours = self.native is not None and isinstance(cache, SlotCache)
+        if ours and self.native.keep(context_BTH, positions_BT, cache):
+            return
         cos_BT1E, sin_BT1E = self._rotary(positions_BT)
         for layer, (product, norm) in zip(self.layers, self.kept, strict=True):
             _, heads, width = layer.sizes
@@ -208,33 +212,6 @@ def in_native(
     if native is None or not isinstance(attention, Attending) or attention.window is not None:
         return None
     return (native, attention.cache) if native.takes(tokens_BN, attention.cache) else None
-
-
-class LeanCell:
-    """A GRU cell: (x [X, I], carried [X, S]) -> carried."""
-
-    def __init__(self, cell: nn.GRUCell) -> None:
-        pairs = (cell.weight_ih, cell.bias_ih), (cell.weight_hh, cell.bias_hh)
-        self.given, self.kept = (Product([weight], [bias]) for weight, bias in pairs)
-
-    def __call__(self, x_XI: Tensor, carried_XS: Tensor) -> Tensor:
-        reset, keep, new = self.given(x_XI).chunk(3, -1)
-        resets, keeps, news = self.kept(carried_XS).chunk(3, -1)
-        new = (new + (reset + resets).sigmoid() * news).tanh()
-        return new.lerp(carried_XS, (keep + keeps).sigmoid())
-
-
-def lean_copy(module: Any) -> Any:
-    """A copy on the same weights, its own maps and norms in their fastest form."""
-    made = copy.copy(module)
-    for name, part in module.named_children():
-        if isinstance(part, nn.Linear):
-            vars(made)[name] = Product.of([part])
-        elif isinstance(part, nn.GRUCell):
-            vars(made)[name] = LeanCell(part)
-        elif isinstance(part, LlamaRMSNorm):
-            vars(made)[name] = partial(normed, norm_of(part))
-    return made
 
 
 def lean_eagle(head: Eagle) -> LeanEagle | None:
@@ -285,7 +262,12 @@ def lean_block(head: Block) -> Block:
         return head
     taps_BTU, _, at_BT = _tried(head)
     given = taps_BTU[..., : head.hidden], at_BT
-    _go_native(made.stack, head.stacked, at_BT, lambda over: [made.stack(*given, over)])
+
+    def run(over: Any) -> list[Tensor]:
+        made.stack.keep(*given, over.cache.write)
+        return [over.cache.pool.kv_2LBSHE.clone(), made.stack(*given, over)]
+
+    _go_native(made.stack, head.stacked, at_BT, run)
     return cast("Block", made)
 
 

@@ -169,6 +169,20 @@ class NativeBody:
         self.made.body(ctypes.byref(self.body), ctypes.byref(call))
         return states_LBNH, out_BNH
 
+    def keep(self, states_BNH: Tensor, positions_BN: Tensor, cache: SlotCache) -> bool:
+        """Keep all layers' keys and values of these states in the cache's slots, where it is for as
+        many; whether it did.
+        """
+        flat = cache.flat_slots
+        if flat is None or not self.alone or positions_BN.numel() > self.most:
+            return False
+        states_BNH, positions_BN = states_BNH.contiguous(), positions_BN.contiguous()
+        at = (pointer(x) for x in (None, positions_BN, flat, None, None))
+        where = *positions_BN.shape, 0, 0, self.layers, *at, 0, 0, pointer(states_BNH)
+        call = _Pass(*where, *laid(cache.pool), None, None, None, 0)
+        self.made.keep(ctypes.byref(self.body), ctypes.byref(call))
+        return True
+
     def drafts(self, head: VocabHead, rows: int) -> bool:
         """Whether it drafts chains of so many rows by this LM head."""
         ready = head.packs and self.alone and rows <= self.most

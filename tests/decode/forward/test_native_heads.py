@@ -109,7 +109,7 @@ def test_laws_are_torchs(
     kind: str, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran, calls, init = set(), FewTokens.__call__, FewTokens.__init__
-    states = native.NativeBody.states
+    states, keep = native.NativeBody.states, native.NativeBody.keep
 
     def begun(self: FewTokens, *given: Any) -> None:
         init(self, *given)
@@ -124,14 +124,21 @@ def test_laws_are_torchs(
         ran.add("layers")
         return states(self, *given)
 
+    def kept(self: native.NativeBody, *given: Any) -> bool:
+        made = keep(self, *given)
+        ran.add("kept" if made else "a prompt")
+        return made
+
     with monkeypatch.context() as watched:
         watched.setattr(FewTokens, "__init__", begun)
         watched.setattr(FewTokens, "__call__", called)
         fast = drafter_of(kind, target)
         ran.clear()
         watched.setattr(native.NativeBody, "states", passed)
+        watched.setattr(native.NativeBody, "keep", kept)
         ours = laws(after_a_round(fast))
-    assert ran == {"products", *["layers"] * (kind in ("hydra++", *BLOCKS))}
+    layers = ["layers"] * (kind in ("hydra++", *BLOCKS)) + ["kept"] * (kind in BLOCKS)
+    assert ran == {"products", *layers}
     with monkeypatch.context() as without:
         for place in (native, product):
             without.setattr(place, "library", lambda: None)

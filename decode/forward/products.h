@@ -1,0 +1,445 @@
+// Products with fixed matrices in bf16, sums in fp32, on one thread of a CPU: of few tokens on the
+// weights as they lie, of many by tiles or turned ones. A token's result doesn't depend on which others
+// come with it.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+typedef uint16_t bf16;
+typedef float F16 __attribute__((vector_size(64), aligned(4)));
+typedef float F8 __attribute__((vector_size(32)));
+typedef float F4 __attribute__((vector_size(16)));
+typedef int32_t I16 __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t U16 __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t B16 __attribute__((vector_size(32), aligned(2)));
+typedef uint32_t U8 __attribute__((vector_size(32)));
+typedef uint32_t U4 __attribute__((vector_size(16)));
+typedef uint16_t B4 __attribute__((vector_size(8)));
+
+static inline float wide(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float made;
+    memcpy(&made, &bits, 4);
+    return made;
+}
+static inline bf16 narrow(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) return 0x7FC0;
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+}
+static inline F16 wide16(const bf16 *x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)  // of which compilers make ten instructions
+    __m256i half[2];
+    for (int i = 0; i < 2; i++)
+        half[i] = _mm256_slli_epi32(
+            _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(x + 8 * i))), 16);
+    F16 made;
+    memcpy(&made, half, 64);
+    return made;
+#else
+    return (F16)(__builtin_convertvector(*(const B16 *)x, U16) << 16);
+#endif
+}
+static inline B16 narrow16(F16 x) {
+    U16 bits = (U16)x;
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    bits = x == x ? bits : (U16){} + 0x7FC0;
+    return __builtin_convertvector(bits, B16);
+}
+static inline void store16(bf16 *to, F16 x) {
+    B16 made = narrow16(x);
+    memcpy(to, &made, 32);
+}
+static inline B4 narrow4(F4 x) {
+    U4 bits = (U4)x;
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    bits = x == x ? bits : (U4){} + 0x7FC0;
+    return __builtin_convertvector(bits, B4);
+}
+static inline F4 fold(F8 x) {
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
+}
+static inline F4 fold(F16 x) {
+    F8 half = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+              __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+    return fold(half);
+}
+static inline float sum16(F16 x) {
+    F4 part = fold(x);
+    return (part[0] + part[2]) + (part[1] + part[3]);
+}
+// The sums of four vectors.
+template <typename V>
+static inline F4 sums(const V *x) {
+    F4 a = fold(x[0]), b = fold(x[1]), c = fold(x[2]), d = fold(x[3]);
+    F4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    F4 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) +
+           __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+}
+// e^x to 2e-7; below -87 what -87 gives, and NaN of NaN.
+static inline F16 exp16(F16 x) {
+    const F16 magic = (F16){} + 12582912.0f, least = (F16){} - 87.0f, most = (F16){} + 88.0f;
+    x = x < least ? least : x;
+    x = x > most ? most : x;
+    F16 z = x * 1.44269504f, shifted = z + magic, f = z - (shifted - magic);
+    I16 power = (I16)shifted - (I16)magic;
+    F16 p = (F16){} + 1.5403530e-4f;
+    for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 0.24022651f, 0.69314718f, 1.0f})
+        p = p * f + c;
+    return p * (F16)((power + 127) << 23);
+}
+
+// 32 products of bf16, added to a sum of 16 parts.
+static inline F16 dot32(F16 sum, const bf16 *a, const bf16 *b) {
+#ifdef __AVX512BF16__
+    return (F16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(a),
+                                 (__m512bh)_mm512_loadu_si512(b));
+#else
+    U16 x, y;  // pairs: the low halves are the even numbers
+    memcpy(&x, a, 64);
+    memcpy(&y, b, 64);
+    sum += (F16)(x << 16) * (F16)(y << 16);
+    return sum + (F16)(x & 0xFFFF0000u) * (F16)(y & 0xFFFF0000u);
+#endif
+}
+
+// Four outputs of M tokens, from the parts of their sums.
+template <int M, typename V>
+static void put(const V (*sum)[4], const bf16 *bias, bf16 *y, int64_t o, int64_t step) {
+    for (int m = 0; m < M; m++) {
+        F4 made = sums(sum[m]);
+        if (bias)
+            for (int r = 0; r < 4; r++) made[r] += wide(bias[o + r]);
+        B4 narrower = narrow4(made);
+        memcpy(y + m * step + o, &narrower, sizeof narrower);
+    }
+}
+// `out` outputs of M tokens. What is read of a token serves four rows of the matrix, side by side; so
+// rows are fetched ahead in the order in which they lie, into the second cache: of misses of the first
+// one too few can wait at a time for a far memory's speed.
+template <int M>
+static void rows(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t in, int64_t out,
+                 int64_t step) {
+    for (int64_t o = 0; o < out; o += 4, w += 4 * in) {
+        F16 part[M][4] = {}, sum[M][4];  // parts stay in registers
+        int64_t i = 0;
+        for (; i + 32 <= in; i += 32) {
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) __builtin_prefetch(w + 24 * in + 4 * i + 32 * r, 0, 2);
+#pragma GCC unroll 6
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+                for (int r = 0; r < 4; r++)
+                    part[m][r] = dot32(part[m][r], w + r * in + i, x + m * in + i);
+        }
+        for (; i < in; i += 16)
+#pragma GCC unroll 6
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+                for (int r = 0; r < 4; r++)
+                    part[m][r] += wide16(w + r * in + i) * wide16(x + m * in + i);
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) sum[m][r] = part[m][r];
+        put<M>(sum, bias, y, o, step);
+    }
+}
+#ifndef __AVX512F__
+// As `rows`, where vectors are half as wide, and 16: R rows of the matrix and M tokens at a time, so
+// that their sums, what is multiplied, and nothing else are in them. Tokens are in fp32, of each 16
+// inputs the even ones first, as shifts and masks give a matrix's. fetch: whether to fetch rows ahead.
+template <int M, int R>
+static void rows8(const bf16 *w, const bf16 *bias, const float *x, bf16 *y, int64_t in, int64_t step,
+                  bool fetch) {
+    F8 sum[M][4];
+    for (int first = 0; first < 4; first += R, w += R * in) {
+        F8 part[M][R] = {}, wider[R], given;
+        for (int64_t i = 0; i < in; i += 16) {
+            if (fetch && i % 32 == 0)
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) __builtin_prefetch(w + 24 * in + R * i + 32 * r, 0, 2);
+            U8 pairs[R];
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) memcpy(&pairs[r], w + r * in + i, 32);
+#pragma GCC unroll 2
+            for (int odd = 0; odd < 2; odd++) {
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++)
+                    wider[r] = (F8)(odd ? pairs[r] & 0xFFFF0000u : pairs[r] << 16);
+#pragma GCC unroll 6
+                for (int m = 0; m < M; m++) {
+                    memcpy(&given, x + m * in + i + 8 * odd, 32);
+#ifdef __AVX2__
+                    asm("" : "+x"(given));  // read once, not in each product
+#endif
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; r++) part[m][r] += wider[r] * given;
+                }
+            }
+        }
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) sum[m][first + r] = part[m][r];
+    }
+    put<M>(sum, bias, y, 0, step);
+}
+static void by_eights(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
+                      int64_t in, int64_t out, int64_t step) {
+    void (*const by[])(const bf16 *, const bf16 *, const float *, bf16 *, int64_t, int64_t, bool) = {
+        rows8<1, 4>, rows8<2, 4>, rows8<3, 2>, rows8<4, 2>, rows8<5, 2>, rows8<6, 2>};
+    static thread_local std::vector<float> given;
+    given.resize(tokens * in);
+    for (int64_t i = 0; i < tokens * in; i += 16)
+        for (int j = 0; j < 8; j++)
+            for (int odd = 0; odd < 2; odd++) given[i + 8 * odd + j] = wide(x[i + 2 * j + odd]);
+    int64_t blocks = (tokens + 5) / 6;
+    for (int64_t o = 0; o < out; o += 4, w += 4 * in, bias += bias ? 4 : 0)
+        for (int64_t block = 0; block < blocks; block++) {
+            int64_t t = block * tokens / blocks, m = (block + 1) * tokens / blocks - t;
+            by[m - 1](w, bias, &given[t * in], y + t * step + o, in, step, !block);
+        }
+}
+#endif
+// Whether products are by tiles (AMX), which a system grants a process on demand.
+extern "C" int64_t tiles() {
+#ifdef TILES
+    static const int64_t granted = !syscall(SYS_arch_prctl, 0x1023, 18);
+    return granted;
+#else
+    return 0;
+#endif
+}
+#ifdef TILES
+// The eight tiles, of 16 rows: 0 to 3 sums of 16 outputs and n tokens, 4 and 5 of 16 rows of a matrix
+// and 32 inputs, 6 and 7 of n tokens and 16 pairs of inputs.
+struct Shapes {
+    uint8_t palette = 1, start = 0, kept[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    Shapes(int64_t n) {
+        for (int i = 0; i < 8; i++) bytes[i] = i / 2 == 2 ? 64 : 4 * n;
+    }
+};
+// Pairs of inputs of each n tokens side by side, [blocks, in / 2, n], the last block's rest zeros.
+static const uint32_t *paired(const bf16 *x, int64_t tokens, int64_t in, int64_t n) {
+    static thread_local std::vector<uint32_t> made;
+    const uint32_t *pairs = (const uint32_t *)x;
+    int64_t each = in / 2, blocks = (tokens + n - 1) / n;
+    if (n == 1) return pairs;
+    made.assign(blocks * each * n, 0);
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t left = tokens - n * b, many = left < n ? left : n;
+        uint32_t *to = made.data() + b * each * n;
+        for (int64_t i = 0; i < each; i++)
+            for (int64_t t = 0; t < many; t++) to[i * n + t] = pairs[(n * b + t) * each + i];
+    }
+    return made.data();
+}
+// Sixteen outputs of some tokens, from the sums [16, n].
+static void put16(const float *sums, const bf16 *bias, bf16 *y, int64_t tokens, int64_t n,
+                  int64_t step) {
+    const __m512i each = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i at = _mm512_mullo_epi32(each, _mm512_set1_epi32(n));
+    F16 more = bias ? wide16(bias) : (F16){};
+    for (int64_t t = 0; t < tokens; t++)
+        store16(y + t * step, (F16)_mm512_i32gather_ps(at, sums + t, 4) + more);
+}
+// As `product`, of whole sixteens of outputs and 32s of inputs. A tile is read as the matrix lies and
+// costs as much for one token as for sixteen: of the matrix two at a time, of tokens likewise.
+static void by_tiles(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
+                     int64_t in, int64_t out, int64_t step) {
+    int64_t n = tokens < 16 ? tokens : 16, blocks = (tokens + n - 1) / n, line = 4 * n;
+    alignas(64) float sums[4][256];
+    Shapes shapes(n);
+    const uint32_t *pairs = paired(x, tokens, in, n);
+    _tile_loadconfig(&shapes);
+    for (int64_t o = 0; o < out; o += 32, w += 32 * in)
+        for (int64_t b = 0; b < blocks; b += 2) {
+            bool more = o + 16 < out, both = b + 1 < blocks;
+            const uint32_t *here = pairs + b * in / 2 * n, *next = here + in / 2 * n;
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int64_t i = 0; i < in; i += 32) {
+#pragma GCC unroll 32
+                for (int r = 0; r < 32 && !b; r++)
+                    __builtin_prefetch(w + 32 * in + 32 * (i + r), 0, 2);
+                _tile_loadd(4, w + i, 2 * in);
+                _tile_loadd(6, here + i / 2 * n, line);
+                _tile_dpbf16ps(0, 4, 6);
+                if (more) {
+                    _tile_loadd(5, w + 16 * in + i, 2 * in);
+                    _tile_dpbf16ps(2, 5, 6);
+                }
+                if (both) {
+                    _tile_loadd(7, next + i / 2 * n, line);
+                    _tile_dpbf16ps(1, 4, 7);
+                    if (more) _tile_dpbf16ps(3, 5, 7);
+                }
+            }
+            _tile_stored(0, sums[0], line);
+            _tile_stored(1, sums[1], line);
+            _tile_stored(2, sums[2], line);
+            _tile_stored(3, sums[3], line);
+            for (int part = 0; part < 4; part++) {
+                int64_t t = n * (b + part % 2), at = o + part / 2 * 16, left = tokens - t;
+                if (left > 0 && at < out)
+                    put16(sums[part], bias ? bias + at : bias, y + t * step + at,
+                          left < n ? left : n, n, step);
+            }
+        }
+    _tile_release();
+}
+#endif
+#ifdef __AVX512BF16__
+// Of sixteen rows of a matrix 32 inputs, turned: 16 vectors, `apart` from each other, each of one pair
+// of inputs of all rows.
+static inline void turned16(const bf16 *x, int64_t step, __m512i *to, int64_t apart) {
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(x + i * step);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        __m512i even = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
+        __m512i odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xDD);
+        __m512i even2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        __m512i odd2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xDD);
+        to[j * apart] = _mm512_shuffle_i32x4(even, even2, 0x88);
+        to[(4 + j) * apart] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
+        to[(8 + j) * apart] = _mm512_shuffle_i32x4(even, even2, 0xDD);
+        to[(12 + j) * apart] = _mm512_shuffle_i32x4(odd, odd2, 0xDD);
+    }
+}
+static inline __m512bh pair_of(const bf16 *x) {
+    int32_t both;
+    memcpy(&both, x, 4);
+    return (__m512bh)_mm512_set1_epi32(both);
+}
+// As `rows`, of many tokens: 32 outputs at a time, turned, which stay in the nearest caches while the
+// tokens go by, M at a time. Each lane that `rows` sums is made alone, lanes are added as `sums` does.
+template <int M>
+static void turned_rows(const __m512i *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t in,
+                        int64_t step) {
+    const int lanes[8] = {0, 4, 2, 6, 1, 5, 3, 7};
+    F16 held[4][2][M];  // sums of 2, 4, 8 and all lanes; those that wait for the next as many
+    int64_t apart = in / 32 + 1;
+    for (int n = 0; n < 8; n++) {
+        const __m512i *from = w + lanes[n] * apart;
+        const bf16 *pairs = x + 2 * lanes[n];
+        __m512 part[2][2][M] = {};  // of a lane and the eighth after it
+        for (int64_t i = 0; i < in / 32; i++)
+#pragma GCC unroll 2
+            for (int lane = 0; lane < 2; lane++)
+#pragma GCC unroll 6
+                for (int m = 0; m < M; m++) {
+                    __m512bh pair = pair_of(pairs + m * in + 32 * i + 16 * lane);
+#pragma GCC unroll 2
+                    for (int half = 0; half < 2; half++)
+                        part[lane][half][m] = _mm512_dpbf16_ps(
+                            part[lane][half][m],
+                            (__m512bh)from[(16 * half + 8 * lane) * apart + i], pair);
+                }
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++)
+#pragma GCC unroll 6
+            for (int m = 0; m < M; m++) {
+                F16 sum = (F16)part[0][half][m] + (F16)part[1][half][m];
+                int level = 0;
+                for (; n >> level & 1; level++) sum = held[level][half][m] + sum;
+                held[level][half][m] = sum;
+            }
+    }
+    for (int m = 0; m < M; m++)
+        for (int half = 0; half < 2; half++) {
+            F16 made = held[3][half][m];
+            if (bias) made += wide16(bias + 16 * half);
+            store16(y + m * step + 16 * half, made);
+        }
+}
+static void by_turns(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
+                     int64_t in, int64_t out, int64_t step) {
+    void (*const by[])(const __m512i *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t) = {
+        turned_rows<1>, turned_rows<2>, turned_rows<3>, turned_rows<4>,
+        turned_rows<5>, turned_rows<6>};
+    static thread_local std::vector<__m512i> turned;
+    int64_t blocks = (tokens + 5) / 6, apart = in / 32 + 1;  // odd mostly: lines of caches of their own
+    turned.resize(32 * apart);
+    for (int64_t o = 0; o < out; o += 32, w += 32 * in, bias += bias ? 32 : 0) {
+        for (int64_t i = 0; i < in / 32; i++)
+            for (int half = 0; half < 2; half++) {
+                const bf16 *from = w + 16 * half * in + 32 * i;
+                for (int r = 0; r < 16; r++) __builtin_prefetch(from + (32 + r) * in, 0, 2);
+                turned16(from, in, &turned[16 * half * apart + i], apart);
+            }
+        for (int64_t block = 0; block < blocks; block++) {
+            int64_t t = block * tokens / blocks, m = (block + 1) * tokens / blocks - t;
+            by[m - 1](turned.data(), bias, x + t * in, y + t * step + o, in, step);
+        }
+    }
+}
+#endif
+// y[t, o] = w[o] . x[t] + bias[o], with `step` numbers between the rows of y. Outputs in groups
+// that stay in the nearest cache while the tokens go by; those that four doesn't divide one by one.
+static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
+                    int64_t in, int64_t out, int64_t step) {
+    for (; out % 4; out--)
+        for (int64_t t = 0; t < tokens; t++) {
+            F16 sum = (F16){};
+            for (int64_t i = 0; i < in; i += 16)
+                sum += wide16(w + (out - 1) * in + i) * wide16(x + t * in + i);
+            y[t * step + out - 1] = narrow(sum16(sum) + (bias ? wide(bias[out - 1]) : 0));
+        }
+#ifndef __AVX512F__
+    return by_eights(w, bias, x, y, tokens, in, out, step);
+#else
+    void (*const by[])(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t,
+                       int64_t) = {rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>};
+#ifdef TILES
+    if (int64_t whole = out / 16 * 16; whole && in % 32 == 0 && tiles()) {
+        by_tiles(w, bias, x, y, tokens, in, whole, step);
+        w += whole * in, bias += bias ? whole : 0, y += whole, out -= whole;
+    }
+#endif
+#ifdef __AVX512BF16__
+    // To turn costs the less the more tokens there are, and the more the longer rows lie apart.
+    if (int64_t whole = out / 32 * 32; tokens >= 16 + in / 32 && in % 32 == 0) {
+        by_turns(w, bias, x, y, tokens, in, whole, step);
+        w += whole * in, bias += bias ? whole : 0, y += whole, out -= whole;
+    }
+#endif
+    int64_t blocks = (tokens + 5) / 6, group = blocks > 1 ? 32 : out;
+    for (int64_t o = 0; o < out; o += group)
+        for (int64_t block = 0; block < blocks; block++) {
+            int64_t t = block * tokens / blocks, m = (block + 1) * tokens / blocks - t;
+            by[m - 1](w + o * in, bias ? bias + o : bias, x + t * in, y + t * step + o, in,
+                      group < out - o ? group : out - o, step);
+        }
+#endif
+}
