@@ -41,8 +41,9 @@ class Machine(NamedTuple):
         return 1e-6 * (self.call + work.layers * self.layer) + took
 
     def moving(self, size: float) -> float:
-        """Seconds to read so many bytes, again and again."""
-        return size / (1e9 * (self.near if size <= 1e6 * self.cache else self.bandwidth))
+        """Seconds to read so many bytes, again and again: what the cache doesn't hold from afar."""
+        held = min(size, 1e6 * self.cache)
+        return (held / self.near if held else 0.0) / 1e9 + (size - held) / (1e9 * self.bandwidth)
 
     def computing(self, operations: float, reached: float) -> float:
         """Seconds of so many operations, at a share of the peak."""
