@@ -90,6 +90,7 @@ class Auto(Policy):
     """
 
     WATCH, PLAIN, START, PERIOD, TRY = 12, 2, 32, 8, 2
+    REST = 8  # periods at most from one choice to draft nothing to the next
     EVERY, SELDOM = 4, 64
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
     COLD = 2  # rounds
@@ -140,7 +141,12 @@ class Auto(Policy):
             pace.best, pace.due, pace.every = best, self.EVERY, self.EVERY
         pace.due -= 1
         if pace.due > 0:
-            return best, self.PERIOD
+            if best is not None:
+                return best, self.PERIOD
+            # To choose takes a fifth of a small model's plain round, and resting teaches little.
+            slept = min(pace.due, self.REST)
+            pace.due -= slept - 1
+            return best, slept * self.PERIOD
         least = rates[best] * (self.FAR if pace.every == self.SELDOM else self.NEAR)
         others = [plan for plan in rates if plan != best and rates[plan] >= least]
         if best is not None and pace.every in (4 * self.EVERY, self.SELDOM):
