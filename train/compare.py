@@ -280,10 +280,11 @@ def measured(settings: KindsCompared, kind: str, drafter: str, temperature: floa
     advice = evaluate(tune, {kind: drafter})[kind]["advice"]
     how: Values = {"policy": "auto"}  # of those that remember, whose answers would advise them
     if advice:
-        # Where nothing pays: as it would be best.
-        ways = advice["depths"][1:]
+        # Where nothing pays: as it would be best; `auto` then drafts nothing, of any kind.
+        ways = [way for way in advice["depths"][1:] if way["policy"] != "auto"]
         way = {"K": advice["best"], "tree": advice["tree"], "policy": advice["policy"]}
-        way = way if advice["best"] else max(ways, key=lambda one: one["speedup"])
+        if not advice["best"] or advice["policy"] == "auto":
+            way = max(ways, key=lambda one: one["speedup"])
         how = {key: way[key] for key in ("K", "tree", "policy")}
     told = Evaluation(**asked, **how, prompts=settings.prompts, advice=False)
     report = evaluate(told, {kind: drafter})[kind]

@@ -80,6 +80,9 @@ def test_killed_and_gone_on_with(
     flat = json.loads((out / "results.json").read_text())
     assert [row["what"] for row in flat] == ["medusa", "ngram", "suffix+medusa"]
     assert flat[0]["training"] == took and flat[2]["policy"] == "auto"
+    assert "auto" not in {
+        row["policy"] for row in flat[:2]
+    }  # which drafts nothing where that's best
     assert told.count(found["says"]) == 1 and "at temperature 0" in found["says"]
     page = (out / "compare.html").read_text()
     for says in ("medusa", "suffix+medusa", "tau by depth", "<script>", "Speed-up at temperature"):
