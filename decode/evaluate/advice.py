@@ -86,8 +86,7 @@ def advise(
     every, taus = np.arange(len(spec.tokens)), []
     gains: list[Callable[[np.ndarray], np.ndarray]] = []
     if depths:
-        cost_K = np.array([costs.of(how.plan) for how in depths])
-        cost_K += loops(settings, pair, name, prompts, timed, depths, costs, tick)
+        cost_K = rounds_of(settings, pair, name, prompts, timed, depths, costs, tick)
         found = counted(spec, settings.batch_size, own.plan.levels, cost_K)
         taus, gains = [*found.taus(every)], [found.gains]
     if others:
@@ -247,7 +246,7 @@ def costs_of(settings: Evaluation, pair: Loaded, name: str, spec: Arm, largest: 
     return measured_costs(runner, pair.drafters[name], largest, settings.batch_size, twice)
 
 
-def loops(
+def rounds_of(
     settings: Evaluation,
     pair: Loaded,
     name: str,
@@ -257,24 +256,29 @@ def loops(
     costs: Costs,
     tick: Callable[[], None],
 ) -> np.ndarray:
-    """Seconds that a round of each depth takes beyond its isolated forwards: of the depth that was
-    run, and of the first and the last on PROBED prompts, in turns with plain decoding by which
-    another moment's speed is told; in between a line.
+    """Seconds of a round of each depth: of its isolated forwards, and what rounds take beyond. That
+    is known of the depth that was run, and of the first and the last by PROBED batches of prompts,
+    in turns with plain decoding by which another moment's speed is told; in between a line.
     """
     own, size, spec = pair.steady.decoding[name], settings.batch_size, steady_arm(pair, timed, name)
     ends = {str(how.plan.levels): how for how in (depths[0], depths[-1]) if how.plan != own.plan}
     assert spec is not None
-    found = {own.plan.levels: seconds_a_round(spec, size) - costs.of(own.plan)}
+    measured = {own.plan: seconds_a_round(spec, size)}
     if ends:
         drafters = {K: copy.copy(pair.drafters[name]) for K in ends}
         alone = replace(pair, drafters=drafters, decoding=ends, fixed={})
         asked = replace(settings, baseline="native"), alone, prompts[: PROBED * size]
         again = time_arms(*asked, tick)
         slower = seconds_a_round(again[None], size) / seconds_a_round(timed[None], size)
-        for K, how in ends.items():
-            found[int(K)] = seconds_a_round(again[K], size) / slower - costs.of(how.plan)
-    known = sorted(found)
-    return np.interp([how.plan.levels for how in depths], known, [found[K] for K in known])
+        if slower:  # 0 where every one of these answers ended with its first token
+            measured |= {
+                how.plan: seconds_a_round(again[K], size) / slower for K, how in ends.items()
+            }
+    isolated_K = np.array([costs.of(how.plan) for how in depths])
+    beyond = sorted((plan.levels, took - costs.of(plan)) for plan, took in measured.items())
+    beyond_K = np.interp([how.plan.levels for how in depths], *np.array(beyond).T)
+    # Times that don't fit together must not make a round of no time.
+    return np.maximum(isolated_K + beyond_K, min(*isolated_K, *measured.values()))
 
 
 def seconds_a_round(arm: Arm, size: int) -> float:
@@ -319,7 +323,7 @@ def _why_not(rows: Sequence[Values], best: Values, costs: Costs, first: Plan) ->
     tau, speedup = one["tau"], one["speedup"] if one["measured"] is None else one["measured"]
     plain_s, verify_s = costs.verify[0], costs.verifying(first)
     accepted, c = tau - 1, (costs.of(first) - verify_s) / plain_s
-    # A round takes tau / speed-up plain steps; what the loop adds to isolated forwards is a factor.
+    # A round takes tau / speed-up plain steps; what it takes beyond its forwards is a factor here.
     wanted = tau / speedup - 1
     c_wanted = speedup * costs.of(first) / plain_s - verify_s / plain_s
     ways = []

@@ -122,7 +122,7 @@ const int64_t TOGETHER = 16;  // queries whose scores are held at a time
 
 // Attention of every token's heads. Runs of 16 slots begin at multiples of 16, so that a token comes
 // out the same in a long pass and alone; the last ones, of which a row's tokens see different parts,
-// are copied, zeros where nothing is seen.
+// are copied, zeros where no token sees anything: what isn't a number there breaks all that share it.
 static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, bf16 *out) {
     int64_t E = b.width, step = b.kv_heads * E, group = b.heads / b.kv_heads;
     int64_t all = (b.heads + 2 * b.kv_heads) * E, tokens = p.rows * p.n;
@@ -160,9 +160,9 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
         scores.resize(TOGETHER * 16 * runs), shares.resize(TOGETHER * 16 * runs);
         for (int64_t h = 0; h < b.kv_heads; h++) {
             for (int64_t run = 0; run < runs; run++) {
-                const bf16 *copy = copies.data() + (run - whole) * 16 * step;
-                keys[run] = (run < whole ? at[0] + run * 16 * step : copy) + h * E;
-                values[run] = (run < whole ? at[1] + run * 16 * step : copy + apart) + h * E;
+                int64_t own = (run < whole ? run : run - whole) * 16 * step + h * E;
+                keys[run] = (run < whole ? at[0] : copies.data()) + own;
+                values[run] = (run < whole ? at[1] : copies.data() + apart) + own;
             }
             for (int64_t q = 0; q < count; q += TOGETHER) {
                 Asking of[TOGETHER];

@@ -168,9 +168,8 @@ class LeanTrunk(LeanStack):
         ]
 
     def keep(self, context_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
-        cache = getattr(keep, "__self__", None)
-        ours = self.native is not None and isinstance(cache, SlotCache)
-        if ours and self.native.keep(context_BTH, positions_BT, cache):
+        native, cache = self.native, getattr(keep, "__self__", None)
+        if native is not None and native.keep(context_BTH, positions_BT, cache):
             return
         cos_BT1E, sin_BT1E = self._rotary(positions_BT)
         for layer, (product, norm) in zip(self.layers, self.kept, strict=True):

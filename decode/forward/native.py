@@ -83,10 +83,8 @@ class NativeBody:
         assert len(parts) == PARTS * self.layers
         self.pointers = (_P * len(parts))(*map(pointer, parts))
         self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
-        self.most, self.many = (
-            made.most(0),
-            made.most(self.small),
-        )  # tokens; many: where torch has one thread
+        self.most = made.most(0)  # tokens of a pass
+        self.many = made.most(self.small)  # the same where torch has one thread
         self.front, begin = front, front or Front(None, None)
         self.body = _Body(
             *(self.layers, self.hidden, heads, kv_heads, width, inner),
@@ -169,12 +167,12 @@ class NativeBody:
         self.made.body(ctypes.byref(self.body), ctypes.byref(call))
         return states_LBNH, out_BNH
 
-    def keep(self, states_BNH: Tensor, positions_BN: Tensor, cache: SlotCache) -> bool:
-        """Keep all layers' keys and values of these states in the cache's slots, where it is for as
-        many; whether it did.
+    def keep(self, states_BNH: Tensor, positions_BN: Tensor, cache: SlotCache | None) -> bool:
+        """Keep all layers' keys and values of these states in the slots of such a cache, where it
+        is for as many; whether it did.
         """
-        flat = cache.flat_slots
-        if flat is None or not self.alone or positions_BN.numel() > self.most:
+        flat = cache.flat_slots if isinstance(cache, SlotCache) else None
+        if cache is None or flat is None or not self.alone or positions_BN.numel() > self.most:
             return False
         states_BNH, positions_BN = states_BNH.contiguous(), positions_BN.contiguous()
         at = (pointer(x) for x in (None, positions_BN, flat, None, None))

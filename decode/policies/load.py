@@ -144,7 +144,7 @@ class Auto(Policy):
             if best is not None:
                 return best, self.PERIOD
             # To choose takes a fifth of a small model's plain round, and resting teaches little.
-            slept = min(pace.due, self.REST)
+            slept = min(pace.due, self.REST) if pace.rounds > self.PERIOD else 1
             pace.due -= slept - 1
             return best, slept * self.PERIOD
         least = rates[best] * (self.FAR if pace.every == self.SELDOM else self.NEAR)

@@ -46,17 +46,21 @@ def advised(
     verify: float = 1.0,
     again: float = 1.0,
     more: float = 0.0,
+    probes: int = 16,
 ) -> dict[str, Any]:
     """In a world where a plain step takes a second, a draft call c, a round `loop` seconds beside
     its forwards and `more` of each level (all `again` times, when the advised one is run), and half
-    of what is drafted is kept. While other depths are tried all takes three times as long.
+    of what is drafted is kept. While other depths are tried all takes three times as long, and
+    plain decoding has `probes` rounds.
     """
     sizes = (1, 2, 4, 8, 16)
     costs = Costs(sizes, (1.0, *[verify] * 4), (c,) * 5)
     monkeypatch.setattr(advice, "measured_costs", lambda *_: costs)
 
     def world(settings: Evaluation, pair: Any, *_: Any) -> dict[str | None, Arm]:
-        found: dict[str | None, Arm] = {None: arm([16], 1.0 if "d" in pair.decoding else 3.0)}
+        last = "d" in pair.decoding
+        plain = arm([16], 1.0) if last else arm([probes], 3.0)
+        found: dict[str | None, Arm] = {None: plain}
         for name, how in pair.decoding.items():
             rounds = [2 ** (5 - k) for k in range(1, how.K + 1)] + [2 ** (5 - how.K)]
             times = again if name == "d" else 3.0
@@ -95,6 +99,24 @@ def test_every_depth_is_foretold_from_one_run(
     assert low == pytest.approx(high) == pytest.approx(speedup[1])  # all groups are alike
     assert advice.pays(found)
     assert f"draft with K=1: {found['measured']:.2f}" in found["says"]
+
+
+def test_answers_of_one_token_tell_nothing_of_other_depths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no round: what the loop adds is then that of the depth that was run."""
+    found = advised(monkeypatch, c=0.12, loop=0.1, more=0.1, probes=0)
+    assert found["depths"][1]["speedup"] == pytest.approx(1.5 / (1 + 0.12 + 0.1 + 4 * 0.1))
+
+
+def test_no_depth_is_foretold_to_be_faster_than_any_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where isolated forwards take longer than whole rounds, too."""
+    found = advised(monkeypatch, c=0.5, more=-0.45)
+    tau = [one["tau"] for one in found["depths"]]
+    taken = [t / one["speedup"] for t, one in zip(tau, found["depths"], strict=True)]
+    assert taken[1:] == pytest.approx([1 + 0.05 * k for k in range(1, 6)])
+    found = advised(monkeypatch, c=0.0, loop=-0.9, more=0.0)
+    assert all(one["speedup"] == pytest.approx(one["tau"] / 0.1) for one in found["depths"][1:])
 
 
 @pytest.mark.parametrize(
