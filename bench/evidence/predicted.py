@@ -98,7 +98,10 @@ def judged(results: Path, table: str) -> Iterator[Judged]:
         if kind is None or row.get("on") == "twin":  # of another shape
             continue
         exits = int(row["what"].partition(":")[2] or 1) if kind == "exit" else 1
-        K = row.get("levels") or row.get("K") or int(row["what"].removeprefix("K = "))
+        # Policies and look-ups draft fewer levels than they may: K is their mean.
+        known = ("K", "levels") if row.get("tree", "chain") == "chain" else ("levels", "K")
+        counts = [row[key] for key in known if row.get(key)]
+        K = counts[0] if counts else int(row["what"].removeprefix("K = "))
         # What `compare` trains for a target of few layers has one.
         work = Pass(1, row["bytes"]) if table == "compare" else draft.work
         how = kinds_of(target, VOCAB, work, exits)[kind]
