@@ -49,7 +49,8 @@ static float shared(const Asking &of, int64_t whole) {
     }
     return 1 / sum16(total);
 }
-// What M queries make of values, in runs of 16 slots that lie at `from`: two slots at a time.
+// What M queries make of values, in runs of 16 slots that lie at `from`: two slots at a time. fetch:
+// runs, of those that lie side by side, of which the next is fetched ahead for all heads.
 template <int E32, int M>
 static inline void gathered(const Asking *of, const bf16 *const *from, int64_t runs, int64_t step,
                             const float *factor, int64_t fetch) {
@@ -88,7 +89,7 @@ static inline void gathered(const Asking *of, const bf16 *const *from, int64_t r
         }
 }
 // Queries of one row and head of keys, whose runs of 16 slots lie at `keys` and `values`; those from
-// `whole` on aren't seen by all.
+// `whole` on aren't seen by all. fetch: whether this head is a row's first.
 template <int E32>
 static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
                   const bf16 *const *values, int64_t runs, int64_t whole, int64_t step,
@@ -109,12 +110,12 @@ static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
                 if (!of[q].sees(s)) of[q].scores[s] = -INFINITY;
     }
     for (int64_t q = 0; q < count; q += MANY) {
-        int64_t left = count - q < MANY ? count - q : MANY;
+        int64_t left = count - q < MANY ? count - q : MANY, ahead = fetch && !q ? whole : 0;
         for (int64_t m = 0; m < left; m++) factor[m] = shared(of[q + m], 16 * runs);
-        if (left == 1) gathered<E32, 1>(of + q, values, runs, step, factor, fetch && !q ? whole : 0);
-        if (left == 2) gathered<E32, 2>(of + q, values, runs, step, factor, fetch && !q ? whole : 0);
-        if (left == 3) gathered<E32, MANY - 1>(of + q, values, runs, step, factor, fetch && !q ? whole : 0);
-        if (left == 4) gathered<E32, MANY>(of + q, values, runs, step, factor, fetch && !q ? whole : 0);
+        if (left == 1) gathered<E32, 1>(of + q, values, runs, step, factor, ahead);
+        if (left == 2) gathered<E32, 2>(of + q, values, runs, step, factor, ahead);
+        if (left == 3) gathered<E32, MANY - 1>(of + q, values, runs, step, factor, ahead);
+        if (left == 4) gathered<E32, MANY>(of + q, values, runs, step, factor, ahead);
     }
 }
 
@@ -174,7 +175,8 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
                     of[i].scores = &scores[i * 16 * runs], of[i].shares = &shares[i * 16 * runs];
                 }
                 auto mix = E == 32 ? mixed<1> : E == 64 ? mixed<2> : E == 96 ? mixed<3> : mixed<4>;
-                mix(of, left, keys.data(), values.data(), runs, whole, step, (float)b.scale, !h && !q);
+                mix(of, left, keys.data(), values.data(), runs, whole, step, (float)b.scale,
+                    !h && !q);
             }
         }
     }

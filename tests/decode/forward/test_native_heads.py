@@ -92,14 +92,16 @@ def asked(tree: str, params: Any, **changes: Any) -> Round:
 
 
 def laws(drafter: Drafting) -> list[Tensor]:
-    """Logits at each depth of one path, of all rows; then what is kept of them."""
+    """Logits at all depths of one path, of all rows; then what is kept of them. Depths together: of
+    one alone bf16's roundings say little.
+    """
     feed, found = drafter.feed(asked("chain", SamplingParams())), []
     tokens_BK = torch.tensor([[14, 3, 200, 77], [35, 9, 41, 310]])
     for depth in range(K):
         frontier = Frontier(depth, tokens_BK[:, depth, None], None, torch.tensor([depth]))
         found.append(feed(frontier).logits_BFV)
     kept = [drafter.pool.kv_2LBSHE] if hasattr(drafter, "pool") else []
-    return [part.float() for part in (*found, drafter.state_BH, *kept)]
+    return [part.float() for part in (torch.cat(found, 1), drafter.state_BH, *kept)]
 
 
 @needs_compiler
