@@ -283,8 +283,8 @@ def measured(settings: KindsCompared, kind: str, drafter: str, temperature: floa
         # Where nothing pays: as it would be best; `auto` then drafts nothing, of any kind.
         ways = [way for way in advice["depths"][1:] if way["policy"] != "auto"]
         way = {"K": advice["best"], "tree": advice["tree"], "policy": advice["policy"]}
-        if not advice["best"] or advice["policy"] == "auto":
-            way = max(ways, key=lambda one: one["speedup"])
+        drafts = advice["best"] and advice["policy"] != "auto"
+        way = way if drafts else max(ways, key=lambda one: one["speedup"])
         how = {key: way[key] for key in ("K", "tree", "policy")}
     told = Evaluation(**asked, **how, prompts=settings.prompts, advice=False)
     report = evaluate(told, {kind: drafter})[kind]

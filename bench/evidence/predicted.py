@@ -99,13 +99,14 @@ def judged(results: Path, table: str) -> Iterator[Judged]:
             continue
         exits = int(row["what"].partition(":")[2] or 1) if kind == "exit" else 1
         # Policies and look-ups draft fewer levels than they may: K is their mean.
-        known = ("K", "levels") if row.get("tree", "chain") == "chain" else ("levels", "K")
+        a_chain = row.get("tree", "chain") == "chain"
+        known = ("K", "levels") if a_chain else ("levels", "K")
         counts = [row[key] for key in known if row.get(key)]
         K = counts[0] if counts else int(row["what"].removeprefix("K = "))
         # What `compare` trains for a target of few layers has one.
         work = Pass(1, row["bytes"]) if table == "compare" else draft.work
         how = kinds_of(target, VOCAB, work, exits)[kind]
-        nodes = 0 if row.get("tree", "chain") == "chain" else nodes_of(row) - 1
+        nodes = 0 if a_chain else nodes_of(row) - 1
         way = (K, nodes, row["tau"])
         machine = MACHINES["cpu"] if table in NOW else THEN
         told = speedup((machine, target, how), way, row.get("batch") or 1, CONTEXT)

@@ -141,11 +141,11 @@ class HeadKV(KVPool):
     def taken(self, rows_R: Tensor, length: int) -> tuple[Tensor, Keep]:
         """The same where nothing attends: positions, and what takes keys and values in."""
         at_RN, flat_N = self._begun(rows_R, length)
-        return at_RN, SlotCache(self, flat_N, prefix=0).write
+        return at_RN, SlotCache(self, flat_N, prefix=0)
 
     def added(self, at_BN: Tensor, slots_BN: Tensor | None = None) -> tuple[Tensor, Keep]:
         """Of the next tokens of rows 0..B-1, likewise; slots: where they go, by default `at`."""
-        keep = SlotCache(self, self.flat(at_BN if slots_BN is None else slots_BN), prefix=0).write
+        keep = SlotCache(self, self.flat(at_BN if slots_BN is None else slots_BN), prefix=0)
         return at_BN.clamp(max=self.context - 1), keep
 
     def _begun(self, rows_R: Tensor, length: int) -> tuple[Tensor, Tensor]:

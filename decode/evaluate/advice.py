@@ -110,9 +110,7 @@ def advise(
     def measure(row: Values) -> None:
         if row["measured"] is None:
             how = ways[rows.index(row) - 1]
-            own = {name: pair.drafters[name]}
-            alone = replace(pair, drafters=own, decoding={name: how}, fixed={})
-            again = time_arms(replace(settings, baseline="native"), alone, prompts, tick)
+            again = timed_by(settings, pair, name, {name: how}, prompts, tick)
             row |= as_measured(speed.speedups(again[None], again[name], settings.batch_size))
 
     best = chosen(rows, measure)
@@ -265,10 +263,7 @@ def rounds_of(
     assert spec is not None
     measured = {own.plan: seconds_a_round(spec, size)}
     if ends:
-        drafters = {K: copy.copy(pair.drafters[name]) for K in ends}
-        alone = replace(pair, drafters=drafters, decoding=ends, fixed={})
-        asked = replace(settings, baseline="native"), alone, prompts[: PROBED * size]
-        again = time_arms(*asked, tick)
+        again = timed_by(settings, pair, name, ends, prompts[: PROBED * size], tick)
         slower = seconds_a_round(again[None], size) / seconds_a_round(timed[None], size)
         if slower:  # 0 where every one of these answers ended with its first token
             measured |= {
@@ -279,6 +274,20 @@ def rounds_of(
     beyond_K = np.interp([how.plan.levels for how in depths], *np.array(beyond).T)
     # Times that don't fit together must not make a round of no time.
     return np.maximum(isolated_K + beyond_K, min(*isolated_K, *measured.values()))
+
+
+def timed_by(
+    settings: Evaluation,
+    pair: Loaded,
+    name: str,
+    ways: dict[str, DecodeSettings],
+    prompts: Sequence[Prompt],
+    tick: Callable[[], None],
+) -> Arms:
+    """Plain decoding and a drafter by each of these ways, in turns."""
+    drafters = {way: copy.copy(pair.drafters[name]) for way in ways}  # a state each
+    alone = replace(pair, drafters=drafters, decoding=ways, fixed={})
+    return time_arms(replace(settings, baseline="native"), alone, prompts, tick)
 
 
 def seconds_a_round(arm: Arm, size: int) -> float:

@@ -12,7 +12,7 @@ struct Asking {
     bf16 *shares, *out;
     bool sees(int64_t s) const { return s < slots && (s < open || !allowed || allowed[s - open]); }
 };
-// Scores of M queries for the slots from `first` on, whose keys are turned. A query's sum is made in
+// Scores of M queries for the slots from `first` on, whose keys are transposed. A query's sum is made in
 // the same order whatever comes beside it.
 template <int E32, int M>
 static inline void scored(const Asking *of, const __m512i *keys, int64_t first, float scale) {
@@ -44,8 +44,7 @@ static float shared(const Asking &of, int64_t whole) {
         F16 made = exp16(score - top);
         made = score == (F16){} - INFINITY ? (F16){} : made;
         total += made;
-        __m256bh narrower = _mm512_cvtneps_pbh((__m512)made);
-        memcpy(of.shares + s, &narrower, 32);
+        store16(of.shares + s, made);
     }
     return 1 / sum16(total);
 }
@@ -95,15 +94,15 @@ static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
                   const bf16 *const *values, int64_t runs, int64_t whole, int64_t step,
                   float scale, bool fetch) {
     constexpr int MANY = E32 > 2 ? 2 : 4;
-    __m512i turned[16 * E32];
+    __m512i columns[16 * E32];
     float factor[MANY];
     for (int64_t run = 0; run < runs; run++) {
         if (fetch && run + 1 < whole)
             for (int64_t i = 0; i < 16 * step; i += 32) __builtin_prefetch(keys[run + 1] + i, 0, 2);
-        for (int c = 0; c < E32; c++) turned16(keys[run] + 32 * c, step, turned + 16 * c, 1);
+        for (int c = 0; c < E32; c++) transposed16(keys[run] + 32 * c, step, columns + 16 * c, 1);
         int64_t q = 0;
-        for (; q + 2 <= count; q += 2) scored<E32, 2>(of + q, turned, 16 * run, scale);
-        if (q < count) scored<E32, 1>(of + q, turned, 16 * run, scale);
+        for (; q + 2 <= count; q += 2) scored<E32, 2>(of + q, columns, 16 * run, scale);
+        if (q < count) scored<E32, 1>(of + q, columns, 16 * run, scale);
         if (run < whole) continue;
         for (q = 0; q < count; q++)
             for (int64_t s = 16 * run; s < 16 * (run + 1); s++)
@@ -268,7 +267,8 @@ static void mixed(const bf16 *q, const bf16 *keys, const bf16 *values, int64_t s
 }
 
 static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, bf16 *out) {
-    std::vector<float> room(p.width + 16);
+    static thread_local std::vector<float> room;
+    room.resize(p.width + 16);
     float *weights = room.data();
     int64_t E = b.width, step = b.kv_heads * E, group = b.heads / b.kv_heads;
     int64_t all = (b.heads + 2 * b.kv_heads) * E;

@@ -151,6 +151,8 @@ class SlotCache(Cache):
             return keys_BNHE, values_BNHE
         return keys_BSHE[:, : self.prefix], values_BSHE[:, : self.prefix]
 
+    __call__ = write  # as what takes keys and values in where nothing attends
+
     def update(
         self,
         key_states: Tensor,

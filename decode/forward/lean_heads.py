@@ -168,8 +168,7 @@ class LeanTrunk(LeanStack):
         ]
 
     def keep(self, context_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
-        native, cache = self.native, getattr(keep, "__self__", None)
-        if native is not None and native.keep(context_BTH, positions_BT, cache):
+        if self.native is not None and self.native.keep(context_BTH, positions_BT, keep):
             return
         cos_BT1E, sin_BT1E = self._rotary(positions_BT)
         for layer, (product, norm) in zip(self.layers, self.kept, strict=True):
@@ -263,7 +262,7 @@ def lean_block(head: Block) -> Block:
     given = taps_BTU[..., : head.hidden], at_BT
 
     def run(over: Any) -> list[Tensor]:
-        made.stack.keep(*given, over.cache.write)
+        made.stack.keep(*given, over.cache)
         return [over.cache.pool.kv_2LBSHE.clone(), made.stack(*given, over)]
 
     _go_native(made.stack, head.stacked, at_BT, run)

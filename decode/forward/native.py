@@ -167,17 +167,18 @@ class NativeBody:
         self.made.body(ctypes.byref(self.body), ctypes.byref(call))
         return states_LBNH, out_BNH
 
-    def keep(self, states_BNH: Tensor, positions_BN: Tensor, cache: SlotCache | None) -> bool:
-        """Keep all layers' keys and values of these states in the slots of such a cache, where it
-        is for as many; whether it did.
+    def keep(self, states_BNH: Tensor, positions_BN: Tensor, keep: Any) -> bool:
+        """Keep all layers' keys and values of these states in the slots of a cache, where `keep` is
+        one, and it is for as many; whether it did.
         """
-        flat = cache.flat_slots if isinstance(cache, SlotCache) else None
-        if cache is None or flat is None or not self.alone or positions_BN.numel() > self.most:
+        if not isinstance(keep, SlotCache) or keep.flat_slots is None or not self.alone:
+            return False
+        if positions_BN.numel() > self.most:
             return False
         states_BNH, positions_BN = states_BNH.contiguous(), positions_BN.contiguous()
-        at = (pointer(x) for x in (None, positions_BN, flat, None, None))
+        at = (pointer(x) for x in (None, positions_BN, keep.flat_slots, None, None))
         where = *positions_BN.shape, 0, 0, self.layers, *at, 0, 0, pointer(states_BNH)
-        call = _Pass(*where, *laid(cache.pool), None, None, None, 0)
+        call = _Pass(*where, *laid(keep.pool), None, None, None, 0)
         self.made.keep(ctypes.byref(self.body), ctypes.byref(call))
         return True
 

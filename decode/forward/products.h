@@ -1,5 +1,5 @@
 // Products with fixed matrices in bf16, sums in fp32, on one thread of a CPU: of few tokens on the
-// weights as they lie, of many by tiles or turned ones. A token's result doesn't depend on which others
+// weights as they lie, of many by tiles or transposed. A token's result doesn't depend on which others
 // come with it.
 
 #include <cmath>
@@ -310,9 +310,9 @@ static void by_tiles(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, in
 }
 #endif
 #ifdef __AVX512BF16__
-// Of sixteen rows of a matrix 32 inputs, turned: 16 vectors, `apart` from each other, each of one pair
+// Of sixteen rows of a matrix 32 inputs, transposed: 16 vectors, `apart` from each other, each of one pair
 // of inputs of all rows.
-static inline void turned16(const bf16 *x, int64_t step, __m512i *to, int64_t apart) {
+static inline void transposed16(const bf16 *x, int64_t step, __m512i *to, int64_t apart) {
     __m512i a[16], b[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(x + i * step);
@@ -345,10 +345,10 @@ static inline __m512bh pair_of(const bf16 *x) {
     memcpy(&both, x, 4);
     return (__m512bh)_mm512_set1_epi32(both);
 }
-// As `rows`, of many tokens: 32 outputs at a time, turned, which stay in the nearest caches while the
+// As `rows`, of many tokens: 32 outputs at a time, transposed, which stay in the nearest caches while the
 // tokens go by, M at a time. Each lane that `rows` sums is made alone, lanes are added as `sums` does.
 template <int M>
-static void turned_rows(const __m512i *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t in,
+static void transposed_rows(const __m512i *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t in,
                         int64_t step) {
     const int lanes[8] = {0, 4, 2, 6, 1, 5, 3, 7};
     F16 held[4][2][M];  // sums of 2, 4, 8 and all lanes; those that wait for the next as many
@@ -386,24 +386,24 @@ static void turned_rows(const __m512i *w, const bf16 *bias, const bf16 *x, bf16 
             store16(y + m * step + 16 * half, made);
         }
 }
-static void by_turns(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
+static void by_columns(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
                      int64_t in, int64_t out, int64_t step) {
     void (*const by[])(const __m512i *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t) = {
-        turned_rows<1>, turned_rows<2>, turned_rows<3>, turned_rows<4>,
-        turned_rows<5>, turned_rows<6>};
-    static thread_local std::vector<__m512i> turned;
+        transposed_rows<1>, transposed_rows<2>, transposed_rows<3>, transposed_rows<4>,
+        transposed_rows<5>, transposed_rows<6>};
+    static thread_local std::vector<__m512i> columns;
     int64_t blocks = (tokens + 5) / 6, apart = in / 32 + 1;  // odd mostly: lines of caches of their own
-    turned.resize(32 * apart);
+    columns.resize(32 * apart);
     for (int64_t o = 0; o < out; o += 32, w += 32 * in, bias += bias ? 32 : 0) {
         for (int64_t i = 0; i < in / 32; i++)
             for (int half = 0; half < 2; half++) {
                 const bf16 *from = w + 16 * half * in + 32 * i;
                 for (int r = 0; r < 16; r++) __builtin_prefetch(from + (32 + r) * in, 0, 2);
-                turned16(from, in, &turned[16 * half * apart + i], apart);
+                transposed16(from, in, &columns[16 * half * apart + i], apart);
             }
         for (int64_t block = 0; block < blocks; block++) {
             int64_t t = block * tokens / blocks, m = (block + 1) * tokens / blocks - t;
-            by[m - 1](turned.data(), bias, x + t * in, y + t * step + o, in, step);
+            by[m - 1](columns.data(), bias, x + t * in, y + t * step + o, in, step);
         }
     }
 }
@@ -431,9 +431,9 @@ static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int
     }
 #endif
 #ifdef __AVX512BF16__
-    // To turn costs the less the more tokens there are, and the more the longer rows lie apart.
+    // To transpose costs the less the more tokens there are, and the more the longer rows lie apart.
     if (int64_t whole = out / 32 * 32; tokens >= 16 + in / 32 && in % 32 == 0) {
-        by_turns(w, bias, x, y, tokens, in, whole, step);
+        by_columns(w, bias, x, y, tokens, in, whole, step);
         w += whole * in, bias += bias ? whole : 0, y += whole, out -= whole;
     }
 #endif

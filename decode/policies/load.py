@@ -53,7 +53,7 @@ def read_table(text: str, most: int) -> Ranges:
 class Pace:
     """Of rounds with so many rows: the latest seconds of each tree, and how many rounds of what was
     chosen were timed; the tree now, the one held best, the round of the next choice (0 before the
-    first), and choices until another tree is tried.
+    first), and periods until another tree is tried.
     """
 
     seconds: defaultdict[Plan | None, deque[float]]
@@ -141,12 +141,11 @@ class Auto(Policy):
             pace.best, pace.due, pace.every = best, self.EVERY, self.EVERY
         pace.due -= 1
         if pace.due > 0:
-            if best is not None:
-                return best, self.PERIOD
             # To choose takes a fifth of a small model's plain round, and resting teaches little.
-            slept = min(pace.due, self.REST) if pace.rounds > self.PERIOD else 1
-            pace.due -= slept - 1
-            return best, slept * self.PERIOD
+            rests = best is None and pace.rounds > self.PERIOD
+            periods = min(pace.due, self.REST) if rests else 1
+            pace.due -= periods - 1
+            return best, periods * self.PERIOD
         least = rates[best] * (self.FAR if pace.every == self.SELDOM else self.NEAR)
         others = [plan for plan in rates if plan != best and rates[plan] >= least]
         if best is not None and pace.every in (4 * self.EVERY, self.SELDOM):
