@@ -111,6 +111,27 @@ STEPS = {
     "calibration": Step("bench/evidence/calibration.py out={out}", "~5"),
     "kangaroo": Step("draftsmith train heads recipe=kangaroo/gsm8k", "~8", KANGAROO),
     "longspec": Step("draftsmith train heads recipe=longspec/gsm8k", "~8", LONGSPEC),
+    "longer": Step("bench/evidence/longer.py", "1", "runs/long/train.jsonl"),
+    "long-target": Step(
+        "draftsmith train pretrain recipe=long/target", "~14", "runs/long/target/model"
+    ),
+    **{
+        f"long-{name}": Step(
+            "draftsmith train heads recipe=longspec/gsm8k target=runs/long/target/model "
+            "data=runs/long/train.jsonl text.max_length=128 batch_size=16 steps=150 eval_every=75 "
+            f"save_every=75 offset={offset} out=runs/long/{name}",
+            "~4",
+            f"runs/long/{name}/drafter",
+        )
+        for name, offset in (("moved", 30000), ("unmoved", 0))
+    },
+    "long-context": Step(
+        "bench/evidence/long_context.py target=runs/long/target/model "
+        "prompts=runs/long/prompts.jsonl lengths=[1024,4096,8192,16384,32000] batch_size=8 "
+        "max_new_tokens=48 'drafters=[streaming:256,snapkv:256,"
+        "LongSpec=runs/long/moved/drafter,LongSpec unmoved=runs/long/unmoved/drafter]' out={out}",
+        "~35",
+    ),
     "tokenswift": Step("draftsmith train heads recipe=tokenswift/gsm8k", "~6", TOKENSWIFT),
     "layerskip": Step(
         "draftsmith train tune recipe=layerskip/gsm8k", "~15", "runs/layerskip/gsm8k/target"
@@ -236,6 +257,9 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "heads": (*GIVEN, "heads"),
     "judge": ("judge-target", "judge-draft", "judge"),
     "load": (*GIVEN, "ours-alone", "load"),
+    "long-context": (
+        *("target", "longer", "long-target", "long-moved", "long-unmoved", "long-context"),
+    ),
     "losses": ("losses",),
     "one-pass": (*GIVEN, "one-pass"),
     "one-pass-twin": (*GIVEN, "one-pass-each", "one-pass-widened", "one-pass-twin"),

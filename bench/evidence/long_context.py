@@ -1,14 +1,15 @@
 """Long contexts: what drafts over partial keys and values hold, keep and cost as the context grows.
 
-    python bench/evidence/long_context.py                                     # tiny, on a CPU
-    python bench/evidence/long_context.py target=../shared/models/target-15m lengths=[8192,16384]
+    python bench/evidence/long_context.py                       # a tiny random target, on a CPU
+    python bench/evidence/long_context.py target=runs/long/target/model \\
+        prompts=runs/long/prompts.jsonl lengths=[1024,8192,32768] batch_size=8 max_new_tokens=48 \\
+        'drafters=[streaming:256,snapkv:256,LongSpec=runs/long/moved/drafter]'
 
-Prompts of each length are decoded at temperature 0: plain, and by each drafter. Of each: tau, bytes
-of the drafter's keys and values, and milliseconds a token of the whole batch. Without a target it
-is a random Llama of `layers` layers: tau then tells how alike the law over the view is, no more. A
-target of a shorter context gets a copy with linear rope scaling by the factor that the longest
-prompt needs: the same weights, not trained for it. Each row says which. Prompts are running text of
-the standard library. Rows and page: <out>/long-context.*
+Prompts of each length are decoded at temperature 0: plainly, and by each drafter (name=DRAFTER, or
+its own name). Of each: tau, bytes of keys and values, and milliseconds a token of the whole batch.
+A shorter prompt is the end of the longest one, so that only the context tells them apart. Without a
+target it is a random Llama: tau then tells how alike the law over the view is, no more. Rows, page
+and picture: <out>/long-context.*, where the rows of other drafters and lengths stay.
 """
 
 from collections.abc import Iterable
@@ -17,86 +18,86 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import track
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.bench.rows import about_run, markdown, source, write_table
+from draftsmith.bench.reproduce import need
+from draftsmith.bench.rows import about_run, beside, markdown, source, write_table
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.prompts.prompts import load_prompts
+from draftsmith.decode.report.charts import Trend, drawing, scatter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import stand_in_tokenizer
+
+HEAD = ("tokens before", "drafter", "tau", "its KV, MiB", "target's KV, MiB", "ms a token", "ratio")
+CHARTS = {
+    "tau": "tokens a target pass",
+    "ms": "milliseconds a token, all rows",
+    "drafter_mib": "MiB of keys and values beside the target's",
+}
 
 
 @dataclass(kw_only=True)
 class LongContext:
     target: str = ""  # a folder; empty: a random Llama
-    layers: int = 2  # of the random one
-    hidden: int = 64
+    prompts: str = "stdlib"  # documents
     lengths: list[int] = field(default_factory=lambda: [256, 1024])  # of prompts
-    budget: int = 128
-    drafters: list[str] = field(default_factory=lambda: ["streaming", "snapkv"])  # and folders
+    drafters: list[str] = field(default_factory=lambda: ["streaming:128", "snapkv:128"])
     K: int = 4
     batch_size: int = 2
     max_new_tokens: int = 16
-    device: str = "cpu"
     threads: int = 1
     out: str = "runs/bench"
-
-
-HEAD = ("drafter", "prompt", "tau", "drafter's KV, MiB", "target's KV, MiB", "ms a token", "plain")
 
 
 def main(argv: list[str]) -> None:
     settings = parse(LongContext, argv)
     torch.set_num_threads(settings.threads)
-    target, tokenizer, which = opened(settings)
-    rows: list[dict[str, Any]] = []
-    for length in settings.lengths:
-        asked = load_prompts(
-            "stdlib", tokenizer, limit=settings.batch_size, prompt_tokens=length, split="all"
-        )
-        prompts = [prompt.tokens for prompt in asked]
-        plain = measured(settings, target, tokenizer, None, prompts)
-        for name in settings.drafters:
-            name = name if Path(name).is_dir() else f"{name}:{settings.budget}"
-            found = measured(settings, target, tokenizer, name, prompts)
-            about = {"target": which, "drafter": name, "prompt": length, "batch": len(prompts)}
-            rows.append(about | found | {"plain_ms": plain["ms"], "K": settings.K} | about_run())
-    write_table(Path(settings.out), "long-context", rows, page(rows))
+    target, tokenizer = opened(settings)
+    asked = load_prompts(
+        settings.prompts,
+        tokenizer,
+        limit=settings.batch_size,
+        prompt_tokens=max(settings.lengths),
+        split="all",
+    )
+    arms = [("plain", None)]
+    for one in settings.drafters:
+        name, _, drafter = one.rpartition("=")
+        arms.append((name or drafter, drafter))
+    file = Path(settings.out) / "long-context.json"
+    for length, (name, drafter) in track([(n, arm) for n in settings.lengths for arm in arms]):
+        prompts = [prompt.tokens[-length:] for prompt in asked]
+        about = {"what": name, "prompt": length, "batch": len(prompts), "K": settings.K}
+        found = measured(settings, target, tokenizer, drafter, prompts)
+        rows = beside(file, [about | found | about_run()], "what", "prompt", "batch")
+        rows.sort(key=lambda row: int(row["prompt"]))
+        write_table(file.parent, file.stem, rows, page(rows), picture(rows))
     print(page(rows))
 
 
-def opened(settings: LongContext) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-    """The target, its tokenizer, and in words what it is."""
+def opened(settings: LongContext) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target and its tokenizer. ValueError: the longest prompt doesn't fit in its context."""
     needed = max(settings.lengths) + settings.max_new_tokens + 1
     if settings.target:
-        spec = TargetSpec(settings.target, dtype="bfloat16")
-        target, tokenizer = load_target(spec, settings.device)
-        config = target.config.get_text_config()
-        factor = -(-needed // config.max_position_embeddings)
-        if factor == 1:
-            return target, tokenizer, settings.target
-        if config.rope_parameters.get("rope_type", "default") != "default":
+        need("long-target", settings.target)
+        target, tokenizer = load_target(TargetSpec(settings.target, dtype="bfloat16"), "cpu")
+        if needed > (most := target.config.get_text_config().max_position_embeddings):
             raise ValueError(
-                f"target: got rope_parameters={config.rope_parameters} and prompts of {needed}, "
-                "expected plain rotary embeddings, which this can scale; give shorter prompts"
+                f"lengths: got {settings.lengths} and {settings.max_new_tokens} tokens more, "
+                f"expected at most {most} as the target has; give shorter ones, or a longer target "
+                "(bench/evidence/longer.py)"
             )
-        config.rope_parameters = config.rope_parameters | {
-            "rope_type": "linear",
-            "factor": float(factor),
-        }
-        config.max_position_embeddings *= factor
-        scaled = type(target)(config).to(target.device, target.dtype).eval().requires_grad_(False)
-        scaled.load_state_dict(target.state_dict())
-        return scaled, tokenizer, f"{settings.target}, rope scaled linearly by {factor}"
+        return target, tokenizer
     tokenizer = stand_in_tokenizer(320)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=settings.hidden,
-        intermediate_size=2 * settings.hidden,
-        num_hidden_layers=settings.layers,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=needed,
@@ -106,8 +107,7 @@ def opened(settings: LongContext) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        target = LlamaForCausalLM(config).to(settings.device).eval().requires_grad_(False)
-    return target, tokenizer, f"random Llama, {settings.layers} layers of {settings.hidden}"
+        return LlamaForCausalLM(config).eval().requires_grad_(False), tokenizer
 
 
 def measured(
@@ -127,30 +127,50 @@ def measured(
     emitted, rounds = sum(c.emitted for c in done), sum(c.rounds for c in done)
     planned = decoder.memory
     assert planned is not None
-    seconds = max(c.decode_seconds for c in done)
-    mib = {"drafter": planned.drafter_kv / 2**20, "target": planned.target_kv / 2**20}
-    return {"tau": emitted / max(1, rounds), "ms": 1e3 * seconds / max(1, emitted)} | {
-        f"{whose}_mib": size for whose, size in mib.items()
+    return {
+        "tau": emitted / max(1, rounds),
+        "ms": 1e3 * max(c.decode_seconds for c in done) / max(1, emitted),
+        "drafter_mib": planned.drafter_kv / 2**20,
+        "target_mib": planned.target_kv / 2**20,
     }
 
 
 def page(rows: Iterable[dict[str, Any]]) -> str:
-    """Markdown: a line for each drafter and length."""
+    """Markdown: a line for each length and drafter."""
     rows = list(rows)
+    plain = {(row["prompt"], row["batch"]): row["ms"] for row in rows if row["what"] == "plain"}
     cells = [
         [
-            row["drafter"],
             f"{row['prompt']:,}",
+            row["what"],
             f"{row['tau']:.2f}",
-            f"{row['drafter_mib']:.2f}",
-            f"{row['target_mib']:.2f}",
+            f"{row['drafter_mib']:.1f}",
+            f"{row['target_mib']:.1f}",
             f"{row['ms']:.3g}",
-            f"{row['plain_ms']:.3g}",
+            f"{plain[row['prompt'], row['batch']] / row['ms']:.2f}",
         ]
         for row in rows
     ]
-    lines = ["# Drafts at long contexts", "", f"{source(rows)} Target: {rows[0]['target']}.", ""]
-    return "\n".join([*lines, *markdown(HEAD, cells)]) + "\n"
+    words = (
+        f"{source(rows)} {rows[0]['batch']} prompts at a time, greedy, chains of K = "
+        f"{rows[0]['K']}; ratio: tokens/s over plain decoding's."
+    )
+    lines = ["# Drafts at long contexts", "", words, "", *markdown(HEAD, cells)]
+    return "\n".join([*lines, "", "![by tokens before](long-context.svg)", ""])
+
+
+def picture(rows: list[dict[str, Any]]) -> str:
+    """tau, time and memory by the tokens before, a line a drafter."""
+    charts = []
+    for key, words in CHARTS.items():
+        trends = []
+        for css, what in zip(
+            ("soft", "b", "c", "d", "a"), dict.fromkeys(row["what"] for row in rows), strict=False
+        ):
+            points = [(float(row["prompt"]), row[key]) for row in rows if row["what"] == what]
+            trends.append(Trend(what, css, points, [], points))
+        charts.append(scatter(words, trends, x_label="tokens before", y_label=words))
+    return drawing(charts)
 
 
 if __name__ == "__main__":

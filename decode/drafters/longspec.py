@@ -27,8 +27,8 @@ from draftsmith.decode.drafting.base import (
 from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.drafting.head_drafter import HeadKV
 from draftsmith.decode.forward.attention import Attend, Seen, mix
-from draftsmith.decode.forward.kv import ROOM, KVPool, SlotCache, ring
-from draftsmith.decode.forward.runner import Runner, round_up
+from draftsmith.decode.forward.kv import ROOM, KVPool, SlotCache, ring, round_up
+from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.longspec import Cross, LongSpec

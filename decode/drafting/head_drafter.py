@@ -19,10 +19,9 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from draftsmith.decode.drafting.base import Admitted, Drafter, Fed, Kept, Round, picked
 from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.forward.attention import Attend, Seen
-from draftsmith.decode.forward.kv import KVPool, SlotCache
+from draftsmith.decode.forward.kv import KVPool, SlotCache, round_up
 from draftsmith.decode.forward.lean import Attending
 from draftsmith.decode.forward.product import quick
-from draftsmith.decode.forward.runner import round_up
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.head import Head

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from draftsmith.decode.forward.runner import round_up, windowed
+from draftsmith.decode.forward.kv import round_up, windowed
 from draftsmith.decode.forward.size import ModelSize, at_once
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import LAST_DRAWN, WITH_REPLACEMENT, WITHOUT_REPLACEMENT

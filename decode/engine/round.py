@@ -21,8 +21,8 @@ from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.rows import Rows, Settled
 from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.forward.attention import spread
-from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.runner import Runner, Seen, round_up
+from draftsmith.decode.forward.kv import KVPool, round_up
+from draftsmith.decode.forward.runner import Runner, Seen
 from draftsmith.decode.policies.policy import Policy
 from draftsmith.decode.sampling import (
     BatchParams,

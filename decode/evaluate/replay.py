@@ -28,8 +28,8 @@ from draftsmith.decode.drafting.base import picked
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.evaluate.arms import Arm, answers
-from draftsmith.decode.forward.kv import KVPool, SlotCache
-from draftsmith.decode.forward.runner import Runner, States, round_up
+from draftsmith.decode.forward.kv import KVPool, SlotCache, round_up
+from draftsmith.decode.forward.runner import Runner, States
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import chain_plan

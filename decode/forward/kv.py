@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.forward.attention import Attend
 from draftsmith.decode.forward.states import StatePool
@@ -97,8 +97,8 @@ class KVPool:
         self.kv_2LBSHE[:, :, rows_R, :chosen] = source.kv_2LBSHE[(slice(None), *at)]
 
 
-# Slots beyond a ring of them, for what a round drafts.
-ROOM = 128
+SLOT_BUCKET = 64  # attended slots are rounded up to this, so that shapes repeat
+ROOM = 128  # slots beyond a ring of them, for what a round drafts
 
 
 def ring(number: Tensor, size: int, sinks: int = 0) -> Tensor:
@@ -169,3 +169,22 @@ class SlotCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Never consulted: positions and masks are given."""
         return 0
+
+
+def context_of(model: PreTrainedModel) -> int:
+    """Positions that a model is configured for."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
+
+
+def round_up(slots: int) -> int:
+    """Slots in whole buckets."""
+    return -(-slots // SLOT_BUCKET) * SLOT_BUCKET
+
+
+def windowed(config: PreTrainedConfig) -> bool:
+    """Whether any layer has a sliding window."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return "sliding_attention" in kinds
+    used = getattr(config, "use_sliding_window", True)
+    return bool(used and getattr(config, "sliding_window", None))

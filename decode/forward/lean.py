@@ -37,7 +37,7 @@ Taken = dict[int, Tensor | None]
 # bf16 on a CPU, where nothing is compiled, objects that keep a faster form.
 Parts = tuple[Any, ...]
 # Rotary embeddings that depend on nothing but the position.
-POSITION_ONLY = {"default", "linear", "llama3"}
+POSITION_ONLY = {"default", "linear", "llama3", "yarn"}
 # Largest difference of hidden states, as a share of the largest state.
 AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -67,6 +67,27 @@ def agree(own: list[Tensor], lean: list[Tensor], dtype: torch.dtype) -> bool:
 def kept_layers(last: int, without: Collection[Half]) -> list[int]:
     """Those of the first `last` layers of which a half at least stays."""
     return [i for i in range(last) if any((i, half) not in without for half in HALVES)]
+
+
+def sliced(body: Any, layers: list[int], without: Collection[Half]) -> Any:
+    """A transformers body of some of its layers, which know their own places in a cache. ValueError
+    where half a layer is to go: only the lean body does that.
+    """
+    held = getattr(body, "layers", None)
+    halves = sorted(half for half in without if half[0] in layers)
+    if not isinstance(held, nn.ModuleList) or halves:
+        raise ValueError(
+            f"model {type(body).__name__}: got halves {halves} to leave out of layers that are "
+            "transformers' own, expected whole layers of a body that lists them"
+        )
+    part = copy.copy(body)
+    part._modules = dict(body._modules)
+    part.layers = nn.ModuleList(held[i] for i in layers)
+    part.config = copy.copy(body.config)
+    part.config.num_hidden_layers = len(layers)
+    if kinds := getattr(body.config, "layer_types", None):
+        part.config.layer_types = [kinds[i] for i in layers]
+    return part
 
 
 def projections(layer: Any) -> list[nn.Linear]:

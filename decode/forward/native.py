@@ -113,6 +113,11 @@ class NativeBody:
         """Whether one thread is as fast as torch's."""
         return self.small or torch.get_num_threads() == 1
 
+    @property
+    def reads(self) -> bool:
+        """Whether it is faster than torch with prompts, too."""
+        return self.many > self.most and torch.get_num_threads() == 1
+
     def takes(self, tokens_BN: Tensor, cache: SlotCache) -> bool:
         """Whether a pass is one of those it is for."""
         attend = cache.attend

@@ -9,23 +9,32 @@ Shapes: B rows, N tokens a row, H hidden, U width of the taps' states side by si
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.forward.attention import ATTENTION, Attend, Seen, resolve
-from draftsmith.decode.forward.kv import KVPool, SlotCache, kv_shape, query_heads
+from draftsmith.decode.forward.kv import (
+    KVPool,
+    SlotCache,
+    context_of,
+    kv_shape,
+    query_heads,
+    round_up,
+    windowed,
+)
 from draftsmith.decode.forward.lean import (
     LeanBody,
     Taken,
     agree,
     kept_layers,
     lean_body,
+    sliced,
 )
 from draftsmith.decode.forward.mixers import KINDS, mixers_of
 from draftsmith.decode.forward.native import HALVES, Half, NativeBody
@@ -39,7 +48,7 @@ from draftsmith.models.vocab import DraftVocab
 __all__ = ["Runner", "Seen", "round_up"]
 
 WARM_UP = 2  # rounds of each kind run as they are before one is recorded: they choose kernels
-SLOT_BUCKET = 64  # attended slots are rounded up to this, so that shapes repeat
+PIECE = 256  # tokens of prompts that a pass in C++ takes
 # (tokens [B, N], positions [B, N], cache, taps to take) -> hidden [B, N, H]
 Body = Callable[[Tensor, Tensor, SlotCache, Taken], Tensor]
 # States after the final norm [B, N, H], and of the runner's taps [B, N, U], where it has any.
@@ -132,11 +141,30 @@ class Runner:
         return self.logits(hidden_BNH.gather(1, last_B11)[:, 0]), taps_BNU
 
     def _prompts(self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor) -> States:
+        if self.native is not None and self.native.reads:
+            return self._in_pieces(pool, rows_B, tokens_BN, lens_B)
         positions_BN = torch.arange(tokens_BN.shape[1], device=self.device).expand_as(tokens_BN)
         cache = SlotCache(pool, (rows_B[:, None] * pool.slots + positions_BN).flatten(), prefix=0)
         if pool.states is not None:
             cache.mix = partial(pool.states.prefill, rows_B, lens_B)
         return self._pass(tokens_BN, positions_BN, cache)
+
+    def _in_pieces(self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor) -> States:
+        """Prompts without their padding, one after another, PIECE tokens a pass."""
+        real_BN = torch.arange(tokens_BN.shape[1]) < lens_B[:, None]
+        own_M, at_M = real_BN.nonzero(as_tuple=True)
+        fed_M, pieces = tokens_BN[real_BN], []
+        for row, at, fed in zip(
+            *(x.split(PIECE) for x in (rows_B[own_M], at_M, fed_M)), strict=True
+        ):
+            begins = lens_B.new_zeros(pool.rows)
+            begins = begins.scatter_reduce(0, row, at, "amin", include_self=False)
+            attend = self._attend(Seen(begins, int(at.max()) + 1), at.new_zeros(1, PIECE))
+            attend.packed = row * PIECE + at - begins[row]
+            cache = SlotCache(pool, row * pool.slots + at, attend.seen.width, attend)
+            pieces.append(self._pass(fed[None], at[None], cache))
+        hidden, taps = zip(*pieces, strict=True)
+        return padded(hidden, real_BN), padded(taps, real_BN) if self.taps else None
 
     def verify(
         self,
@@ -155,9 +183,7 @@ class Runner:
         """
         # What lies past the context's end is never kept; it only must not overrun the tables.
         positions_BN = positions_BN.clamp(max=self.context - 1)
-        attend = Attend(
-            seen, positions_BN, groups=self.groups, dtype=self.dtype, backend=self.attention
-        )
+        attend = self._attend(seen, positions_BN)
         attend.packed = packed
         slots, fed = pool.flat(slots_BN), [tokens_BN, positions_BN]
         if packed is not None:
@@ -168,6 +194,10 @@ class Runner:
         if pool.states is not None:
             cache.mix = partial(pool.states.verify, pool.states.tree(seen.block, tokens_BN))
         return self._pass(fed[0], fed[1], cache, taps=taps)
+
+    def _attend(self, seen: Seen, positions_BN: Tensor) -> Attend:
+        how = {"groups": self.groups, "dtype": self.dtype, "backend": self.attention}
+        return Attend(seen, positions_BN, **how)
 
     def again(
         self,
@@ -315,6 +345,8 @@ class Runner:
         positions_BN = lens_B[:, None] + torch.arange(3, device=self.device)
         seen = Seen(lens_B, pool.slots)
         states = self.verify(pool, tokens_BN[:, :3], positions_BN, positions_BN, seen)
+        if prompt_BNU is not None:
+            prompt_BNU = prompt_BNU[torch.arange(7, device=self.device) < lens_B[:, None]]
         found = [logits_BV.masked_fill(logits_BV.isneginf(), 0), *states, prompt_BNU]
         return [state.float() for state in found if state is not None]
 
@@ -339,25 +371,12 @@ class CudaRecorder:
         return replay
 
 
-def sliced(body: Any, layers: list[int], without: Collection[Half]) -> Any:
-    """A transformers body of some of its layers, which know their own places in a cache. ValueError
-    where half a layer is to go: only the lean body does that.
-    """
-    held = getattr(body, "layers", None)
-    halves = sorted(half for half in without if half[0] in layers)
-    if not isinstance(held, nn.ModuleList) or halves:
-        raise ValueError(
-            f"model {type(body).__name__}: got halves {halves} to leave out of layers that are "
-            "transformers' own, expected whole layers of a body that lists them"
-        )
-    part = copy.copy(body)
-    part._modules = dict(body._modules)
-    part.layers = nn.ModuleList(held[i] for i in layers)
-    part.config = copy.copy(body.config)
-    part.config.num_hidden_layers = len(layers)
-    if kinds := getattr(body.config, "layer_types", None):
-        part.config.layer_types = [kinds[i] for i in layers]
-    return part
+def padded(parts_1MX: Sequence[Tensor], real_BN: Tensor) -> Tensor:
+    """[B, N, X]: what was computed of the real tokens, one after another; zeros elsewhere."""
+    whole_MX = torch.cat(parts_1MX, 1)[0]
+    made_BNX = whole_MX.new_zeros(*real_BN.shape, whole_MX.shape[-1])
+    made_BNX[real_BN] = whole_MX
+    return made_BNX
 
 
 def in_parts(what: str) -> ValueError:
@@ -366,22 +385,3 @@ def in_parts(what: str) -> ValueError:
         f"parallel: got a drafter of {what} with a target that is split over processes, expected a "
         "draft LM, a head or what is looked up; use parallel=1"
     )
-
-
-def context_of(model: PreTrainedModel) -> int:
-    """Positions that a model is configured for."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
-
-
-def round_up(slots: int) -> int:
-    """Slots in whole buckets."""
-    return -(-slots // SLOT_BUCKET) * SLOT_BUCKET
-
-
-def windowed(config: PreTrainedConfig) -> bool:
-    """Whether any layer has a sliding window."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return "sliding_attention" in kinds
-    used = getattr(config, "use_sliding_window", True)
-    return bool(used and getattr(config, "sliding_window", None))

@@ -7,8 +7,8 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
-from draftsmith.decode.forward.kv import kv_shape, query_heads
-from draftsmith.decode.forward.runner import Runner, round_up, windowed
+from draftsmith.decode.forward.kv import kv_shape, query_heads, round_up, windowed
+from draftsmith.decode.forward.runner import Runner
 from draftsmith.models.taps import NORM
 
 

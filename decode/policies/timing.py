@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from draftsmith.decode.drafting.base import Admitted, Drafter, Frontier, Kept, Round
-from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.runner import WARM_UP, CudaRecorder, Runner, Seen, round_up
+from draftsmith.decode.forward.kv import KVPool, round_up
+from draftsmith.decode.forward.runner import WARM_UP, CudaRecorder, Runner, Seen
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import COUPLED

@@ -27,8 +27,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.drafting import base
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round
 from draftsmith.decode.drafting.grow_tree import grow
+from draftsmith.decode.forward.kv import round_up
 from draftsmith.decode.forward.product import VocabHead
-from draftsmith.decode.forward.runner import Runner, Seen, round_up
+from draftsmith.decode.forward.runner import Runner, Seen
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, chain
 from draftsmith.decode.untrained.own_layers import part_bytes

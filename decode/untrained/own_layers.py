@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Drafter, Fed, Feed, Frontier, Round
 from draftsmith.decode.drafting.grow_tree import at_once, grow, grow_at_once
-from draftsmith.decode.forward.kv import KVPool
+from draftsmith.decode.forward.kv import KVPool, round_up
 from draftsmith.decode.forward.lean import LeanBody
 from draftsmith.decode.forward.native import HALVES, Half, NativeBody
-from draftsmith.decode.forward.runner import Runner, Seen, round_up
+from draftsmith.decode.forward.runner import Runner, Seen
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.tree_shapes import Plan

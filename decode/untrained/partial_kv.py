@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round
-from draftsmith.decode.forward.kv import ROOM, KVPool, ring
-from draftsmith.decode.forward.runner import Seen, context_of, round_up, windowed
+from draftsmith.decode.forward.kv import ROOM, KVPool, context_of, ring, round_up, windowed
+from draftsmith.decode.forward.runner import Seen
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
 

@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Kept, Race, Round
 from draftsmith.decode.forward.attention import Seen
-from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.runner import Runner, round_up
+from draftsmith.decode.forward.kv import KVPool, round_up
+from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.sampling import choose
 from draftsmith.decode.untrained.own_layers import (
     OwnLayersDrafter,

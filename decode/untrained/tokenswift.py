@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
-from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.runner import round_up
+from draftsmith.decode.forward.kv import KVPool, round_up
 from draftsmith.decode.untrained.partial_kv import PartialKVDrafter
 
 SHARE = 0.5  # of the text's own counts

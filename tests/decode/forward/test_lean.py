@@ -54,6 +54,17 @@ FAMILIES = {
             },
         )
     ),
+    "yarn": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **SIZES,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 24,
+            },
+        )
+    ),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),

@@ -60,6 +60,7 @@ def states(runner: Runner) -> list[torch.Tensor]:
     depth_N = torch.tensor([0, 1, 1, 2])
     seen = Seen(lens_B, 64, ancestors, depth_N)
     found += runner.verify(pool, tokens_BN[:, 2:6], lens_B[:, None] + depth_N, at_BN, seen)
+    pool.kv_2LBSHE[:, :, 1, 7:] = 0  # what a padded prompt leaves
     return [s.float() for s in [*found, pool.kv_2LBSHE] if s is not None]
 
 
@@ -118,6 +119,30 @@ def test_a_token_comes_out_the_same_whoever_is_with_it(many: int, hidden: int, i
         alone_11H = runner.verify(pools[1], *one, Seen(lens_1 + n, 80))[0]
         assert torch.equal(alone_11H, together_1NH[:, n : n + 1])
     assert torch.equal(pools[0].kv_2LBSHE, pools[1].kv_2LBSHE)
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_prompts_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged prompts a few tokens at a time: what a whole pass makes of them, to the bit what any
+    other pieces do; no other row is written.
+    """
+    runner, lens_B = Runner(made("qwen2"), 120, taps=(0, 2, 3)), torch.tensor([37, 9])
+    runner.call.native = runner.call.native.unbound()
+    tokens_BN, rows_B = torch.arange(74).view(2, 37) * 7 % 120, torch.tensor([2, 0])
+    real_BN, found = torch.arange(37) < lens_B[:, None], []
+    for reads, piece in ((False, 1), (True, 8), (True, 64)):
+        monkeypatch.setattr(native.NativeBody, "reads", reads)
+        monkeypatch.setattr("draftsmith.decode.forward.runner.PIECE", piece)
+        pool = runner.pool(3, 48)
+        pool.kv_2LBSHE.fill_(7)
+        logits_BV, taps_BNU = runner.prefill(pool, rows_B, tokens_BN, lens_B)
+        assert (pool.kv_2LBSHE[:, :, 1] == 7).all()
+        kept = [pool.kv_2LBSHE[:, :, row, :many] for row, many in zip(rows_B, lens_B, strict=True)]
+        found.append([logits_BV, taps_BNU[real_BN], *kept])
+    for whole, some, others in zip(*found, strict=True):
+        assert_near(some, whole)
+        assert torch.equal(some, others)
 
 
 @pytest.mark.parametrize("form", ["native", "lean", "whole"])
