@@ -32,7 +32,16 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import stand_in_tokenizer
 
-HEAD = ("tokens before", "drafter", "tau", "its KV, MiB", "target's KV, MiB", "ms a token", "ratio")
+HEAD = (
+    "tokens before",
+    "drafter",
+    "K",
+    "tau",
+    "its KV, MiB",
+    "target's KV, MiB",
+    "ms a token",
+    "ratio",
+)
 CHARTS = {
     "tau": "tokens a target pass",
     "ms": "milliseconds a token, all rows",
@@ -71,7 +80,8 @@ def main(argv: list[str]) -> None:
     file = Path(settings.out) / "long-context.json"
     for length, (name, drafter) in track([(n, arm) for n in settings.lengths for arm in arms]):
         prompts = [prompt.tokens[-length:] for prompt in asked]
-        about = {"what": name, "prompt": length, "batch": len(prompts), "K": settings.K}
+        K = settings.K if drafter else 0
+        about = {"what": name, "prompt": length, "batch": len(prompts), "K": K}
         found = measured(settings, target, tokenizer, drafter, prompts)
         rows = beside(file, [about | found | about_run()], "what", "prompt", "batch")
         rows.sort(key=lambda row: int(row["prompt"]))
@@ -143,6 +153,7 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         [
             f"{row['prompt']:,}",
             row["what"],
+            str(row["K"]),
             f"{row['tau']:.2f}",
             f"{row['drafter_mib']:.1f}",
             f"{row['target_mib']:.1f}",
@@ -152,8 +163,8 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         for row in rows
     ]
     words = (
-        f"{source(rows)} {rows[0]['batch']} prompts at a time, greedy, chains of K = "
-        f"{rows[0]['K']}; ratio: tokens/s over plain decoding's."
+        f"{source(rows)} {rows[0]['batch']} prompts at a time, greedy, chains; ratio: tokens/s over "
+        "plain decoding's."
     )
     lines = ["# Drafts at long contexts", "", words, "", *markdown(HEAD, cells)]
     return "\n".join([*lines, "", "![by tokens before](long-context.svg)", ""])

@@ -28,6 +28,7 @@ from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.drafting.head_drafter import HeadKV
 from draftsmith.decode.forward.attention import Attend, Seen, mix
 from draftsmith.decode.forward.kv import ROOM, KVPool, SlotCache, ring, round_up
+from draftsmith.decode.forward.native import attends, committed
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
@@ -126,7 +127,14 @@ class LongSpecDrafter(Drafter):
         how = {"groups": self.own.groups, "dtype": self.weight.dtype}
         attend = Attend(seen, at_BF, backend="masked", **how)
         keys, values = (kv[-1, :, :width].transpose(1, 2) for kv in self.pool.kv_2LBSHE)
-        return lambda query: mix(attend, query.transpose(1, 2), keys, values, scale=None).flatten(2)
+
+        def cross(query: Tensor) -> Tensor:
+            if attends(query):
+                last = self.pool.kv_2LBSHE.shape[1] - 1
+                return committed(query, self.pool, last, request.lens_B, width).flatten(2)
+            return mix(attend, query.transpose(1, 2), keys, values, scale=None).flatten(2)
+
+        return cross
 
     @torch.inference_mode()
     def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor) -> Tensor:

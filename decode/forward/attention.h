@@ -120,12 +120,13 @@ static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
 
 const int64_t TOGETHER = 16;  // queries whose scores are held at a time
 
-// Attention of every token's heads. Runs of 16 slots begin at multiples of 16, so that a token comes
+// Attention of every token's heads, of which those of a token are `all` numbers on. Runs of 16 slots begin at multiples of 16, so that a token comes
 // out the same in a long pass and alone; the last ones, of which a row's tokens see different parts,
 // are copied, zeros where no token sees anything: what isn't a number there breaks all that share it.
-static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, bf16 *out) {
+static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, int64_t all,
+                     bf16 *out) {
     int64_t E = b.width, step = b.kv_heads * E, group = b.heads / b.kv_heads;
-    int64_t all = (b.heads + 2 * b.kv_heads) * E, tokens = p.rows * p.n;
+    int64_t tokens = p.rows * p.n;
     static thread_local std::vector<bf16> copies, shares;
     static thread_local std::vector<float> scores;
     static thread_local std::vector<Asking> asking;
@@ -266,12 +267,12 @@ static void mixed(const bf16 *q, const bf16 *keys, const bf16 *values, int64_t s
     query.put(out, 1 / sum16(total));
 }
 
-static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, bf16 *out) {
+static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, int64_t all,
+                     bf16 *out) {
     static thread_local std::vector<float> room;
     room.resize(p.width + 16);
     float *weights = room.data();
     int64_t E = b.width, step = b.kv_heads * E, group = b.heads / b.kv_heads;
-    int64_t all = (b.heads + 2 * b.kv_heads) * E;
     for (int64_t t = 0; t < p.rows * p.n; t++) {
         int64_t at = p.places ? p.places[t] : t, across = p.places ? p.across : p.n;
         int64_t row = at / across, n = at % across, slots = p.lens[row] + (p.block ? p.wide : n + 1);

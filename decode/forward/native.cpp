@@ -184,7 +184,7 @@ extern "C" void body(const Body *model, const Pass *pass) {
             for (int64_t t = 0; t < T && !both; t++)
                 normed(now + t * H, layer.norm, &x[t * H], H, b.epsilon);
             entered(b, p, l, x.data(), both ? 2 * H : H, heads.data());
-            attended(b, p, l, heads.data(), out.data());
+            attended(b, p, l, heads.data(), (b.heads + 2 * b.kv_heads) * E, out.data());
             product(layer.out, layer.out_bias, out.data(), more.data(), T, b.heads * E, H, H);
             added(now, more.data(), T * H);
         }
@@ -202,6 +202,11 @@ extern "C" void body(const Body *model, const Pass *pass) {
     }
     for (int64_t t = 0; t < T; t++)
         normed(p.states + ((p.last - p.first) * T + t) * H, b.norm, p.out + t * H, H, b.epsilon);
+}
+
+// Attention of given queries [T, heads * width] to a layer's slots; the pass says which they see.
+extern "C" void attend(const Body *b, const Pass *p, int64_t layer, const bf16 *queries, bf16 *out) {
+    attended(*b, *p, layer, queries, b->heads * b->width, out);
 }
 
 // Each row's next tokens [rows, steps], from what the LM head reads of the last one, `first` [rows,

@@ -234,6 +234,29 @@ class ChainStart(NamedTuple):
     pending_B: Tensor | None = None
 
 
+def attends(query: Tensor) -> bool:
+    """Whether `committed` is for such queries [..., E]."""
+    fits = query.dtype == torch.bfloat16 and query.device.type == "cpu"
+    fits = fits and query.shape[-1] in WIDTHS and torch.get_num_threads() == 1
+    return fits and library() is not None
+
+
+def committed(query_BNAE: Tensor, pool: KVPool, layer: int, lens_B: Tensor, width: int) -> Tensor:
+    """What queries see in a layer's first `lens` slots of their rows, of which at most `width`:
+    [B, N, A, E].
+    """
+    query_BNAE, lens_B = query_BNAE.contiguous(), lens_B.contiguous()
+    rows, many, heads, E = query_BNAE.shape
+    sizes = 0, 0, heads, pool.kv_2LBSHE.shape[4], E, 0
+    body = _Body(*sizes, *(None,) * 4, 0.0, E**-0.5)
+    seen = pointer(lens_B), pointer(lens_B), 0, 0  # a block of no slots
+    call = _Pass(rows, many, width, 0, 0, *(None,) * 3, *seen, None, *laid(pool))
+    out_BNAE = torch.empty_like(query_BNAE)
+    at = _N(layer), *(_P(pointer(x)) for x in (query_BNAE, out_BNAE))
+    library().attend(ctypes.byref(body), ctypes.byref(call), *at)
+    return out_BNAE
+
+
 def pointer(tensor: Tensor | None) -> int | None:
     """Where it lies."""
     return None if tensor is None else tensor.data_ptr()

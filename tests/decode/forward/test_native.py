@@ -145,6 +145,24 @@ def test_prompts_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(some, others)
 
 
+@needs_compiler
+@pytest.mark.parametrize("width", [32, 64])
+@torch.inference_mode()
+def test_attention_to_committed_slots(width: int) -> None:
+    """Of queries of another model to a layer's slots: the softmax of all of them in fp32."""
+    config = LlamaConfig(**{**SIZES, "head_dim": width})
+    pool, lens_B = Runner(LlamaForCausalLM(config).bfloat16(), 120).pool(3, 200), [190, 17, 1]
+    pool.kv_2LBSHE.normal_()
+    query_BNAE = torch.randn(3, 2, 4, width, dtype=torch.bfloat16)
+    assert native.attends(query_BNAE)
+    assert not native.attends(query_BNAE.float()) and not native.attends(query_BNAE[..., :16])
+    found = native.committed(query_BNAE, pool, 1, torch.tensor(lens_B), 192)
+    for row, many in enumerate(lens_B):
+        keys, values = pool.kv_2LBSHE[:, 1, row, :many].float().repeat_interleave(2, 2)
+        scores = torch.einsum("nae,sae->ans", query_BNAE[row].float(), keys) * width**-0.5
+        assert_near(found[row], torch.einsum("ans,sae->nae", scores.softmax(-1), values))
+
+
 @pytest.mark.parametrize("form", ["native", "lean", "whole"])
 @torch.inference_mode()
 def test_a_packed_pass_is_the_rectangular_one(form: str) -> None:
