@@ -163,8 +163,8 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         for row in rows
     ]
     words = (
-        f"{source(rows)} {rows[0]['batch']} prompts at a time, greedy, chains; ratio: tokens/s over "
-        "plain decoding's."
+        f"{source(rows)} {rows[0]['batch']} prompts at a time, greedy, chains; ratio: tokens/s "
+        "over plain decoding's."
     )
     lines = ["# Drafts at long contexts", "", words, "", *markdown(HEAD, cells)]
     return "\n".join([*lines, "", "![by tokens before](long-context.svg)", ""])
