@@ -150,6 +150,7 @@ STEPS = {
         "out={out}",
         "~30",
     ),
+    "swift": Step("bench/evidence/swift.py out={out}", "~10"),
     "training-free": Step(
         "bench/evidence/evaluated.py name=training-free 'title=Drafts that are looked up' K=6 "
         "'trees=chain;dynamic:6,4,17' again=3 prompts=12 max_new_tokens=40 "
@@ -275,6 +276,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "ranks": ("ranks",),
     "scaling": (*GIVEN, "scaling"),
     "specdecpp": ("target", "specdecpp"),
+    "swift": ("target", "swift"),
     "training-free": (*GIVEN, "eagle3-alone", "training-free"),
     "trees": ("quickstart-runs", *(name for name in STEPS if name.startswith("tree"))),
 }

@@ -9,7 +9,8 @@ Prompts of each length are decoded at temperature 0: plainly, and by each drafte
 its own name). Of each: tau, bytes of keys and values, and milliseconds a token of the whole batch.
 A shorter prompt is the end of the longest one, so that only the context tells them apart. Without a
 target it is a random Llama: tau then tells how alike the law over the view is, no more. Rows, page
-and picture: <out>/long-context.*, where the rows of other drafters and lengths stay.
+and picture: <out>/long-context.*, where the rows of other drafters and lengths stay, and what is
+known of plain decoding isn't measured again.
 """
 
 from collections.abc import Iterable
@@ -78,7 +79,12 @@ def main(argv: list[str]) -> None:
         name, _, drafter = one.rpartition("=")
         arms.append((name or drafter, drafter))
     file = Path(settings.out) / "long-context.json"
-    for length, (name, drafter) in track([(n, arm) for n in settings.lengths for arm in arms]):
+    before = json.loads(file.read_text()) if file.exists() else []
+    known = {
+        row["prompt"] for row in before if (row["what"], row["batch"]) == ("plain", len(asked))
+    }
+    runs = [(n, arm) for n in settings.lengths for arm in arms if arm[1] or n not in known]
+    for length, (name, drafter) in track(runs):
         prompts = [prompt.tokens[-length:] for prompt in asked]
         K = settings.K if drafter else 0
         about = {"what": name, "prompt": length, "batch": len(prompts), "K": K}

@@ -6,8 +6,8 @@ Offline: the set of the same size that is worth most on answers to prompts of th
 (`decode/predict/best_layers.py`). Online: a fresh drafter=swift decodes other prompts of that part
 for so many rounds, with each batch size and seed. Both sets then decode prompts of the report part:
 MBSU = tau / (1 + K c'). agreement: of the part alone, whose keys and values are its own; kept: the
-share of first drafts that were kept, made with the target's own of the committed text. Rows:
-<out>/swift.json
+share of first drafts that were kept, made with the target's own of the committed text. Rows and
+page: <out>/swift.*
 """
 
 import random
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run
+from draftsmith.bench.rows import about_run, markdown, source, write_table
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.lm import weights_read
 from draftsmith.decode.drafters.load import load_decoded
@@ -35,10 +35,10 @@ from draftsmith.decode.untrained.own_layers import (
     worth,
 )
 from draftsmith.decode.untrained.swift import SwiftDrafter
-from draftsmith.models.disk.read_lm import write_json
 from draftsmith.models.target import TargetSpec
-from draftsmith.printed import print_table
 from draftsmith.train.run.recipe import gsm8k
+
+HEAD = ("arm", "batch", "seed", "trials", "skip", "agreement", "kept", "tau", "mbsu", "of_best")
 
 
 @dataclass(kw_only=True)
@@ -137,13 +137,22 @@ def main(argv: list[str]) -> None:
             rows.append(bench.row(own.chosen, **about, rounds=own.rounds))
             print(rows[-1], flush=True)
     rows = [row | {"of_best": row["mbsu"] / rows[0]["mbsu"]} for row in rows]
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "swift.json", {"rows": rows, **about_run()})
-    head = ["arm", "batch", "seed", "trials", "skip", "agreement", "kept", "tau", "mbsu", "of_best"]
-    shown = [[row.get(name, "") for name in head] for row in rows]
-    words = [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row] for row in shown]
-    print_table(head, words, head[:1])
+    rows = [row | about_run() for row in rows]
+    write_table(Path(settings.out), "swift", rows, page(settings, rows))
+    print(page(settings, rows))
+
+
+def page(settings: Searching, rows: list[dict[str, Any]]) -> str:
+    """Markdown: a line for each set."""
+    words = (
+        f"{source(rows)} Sets of the same number of halves; online ones after {settings.rounds} "
+        f"rounds of other prompts. {settings.reported} held-out prompts, K = {settings.K}, "
+        f"temperature {settings.temperature:g}, fp32. MBSU: tau / (1 + K bytes read by a draft call "
+        "/ bytes of a plain step)."
+    )
+    shown = [[row.get(name, "") for name in HEAD] for row in rows]
+    cells = [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row] for row in shown]
+    return "\n".join(["# How near SWIFT comes", "", words, "", *markdown(HEAD, cells), ""])
 
 
 if __name__ == "__main__":
