@@ -147,8 +147,8 @@ def page(settings: Searching, rows: list[dict[str, Any]]) -> str:
     words = (
         f"{source(rows)} Sets of the same number of halves; online ones after {settings.rounds} "
         f"rounds of other prompts. {settings.reported} held-out prompts, K = {settings.K}, "
-        f"temperature {settings.temperature:g}, fp32. MBSU: tau / (1 + K bytes read by a draft call "
-        "/ bytes of a plain step)."
+        f"temperature {settings.temperature:g}, fp32. MBSU: tau / (1 + K bytes read by a draft "
+        "call / bytes of a plain step)."
     )
     shown = [[row.get(name, "") for name in HEAD] for row in rows]
     cells = [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row] for row in shown]
