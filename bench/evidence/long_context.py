@@ -13,6 +13,7 @@ and picture: <out>/long-context.*, where the rows of other drafters and lengths 
 known of plain decoding isn't measured again.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
