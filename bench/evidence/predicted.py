@@ -106,7 +106,9 @@ def judged(results: Path, table: str) -> Iterator[Judged]:
         # What `compare` trains for a target of few layers has one.
         work = Pass(1, row["bytes"]) if table == "compare" else draft.work
         how = kinds_of(target, VOCAB, work, exits)[kind]
-        nodes = 0 if a_chain else nodes_of(row) - 1
+        looked_up = kind in ("ngram", "suffix")  # which find what there is: K is how many nodes
+        nodes = 0 if a_chain or looked_up else nodes_of(row) - 1
+        K = row["K"] if looked_up else K
         way = (K, nodes, row["tau"])
         machine = MACHINES["cpu"] if table in NOW else THEN
         told = speedup((machine, target, how), way, row.get("batch") or 1, CONTEXT)
