@@ -178,11 +178,11 @@ def halves(report: dict[str, Any]) -> dict[str, Any]:
 
 def page(title: str, rows: list[dict[str, Any]]) -> str:
     """Markdown: a table for each target and temperature, of each drafter and tree its fastest K."""
-    first = rows[0]
+    many = " or ".join(dict.fromkeys(str(row["n_prompts"]) for row in rows))
     lines = [
         f"# {title}",
         "",
-        f"{source(rows)} {first['n_prompts']} held-out prompts of a set, one at a time; "
+        f"{source(rows)} {many} held-out prompts of a set, one at a time; "
         "of each tree the K with the largest measured speed-up over plain decoding. MBSU: tau / "
         "(1 + K bytes read by a draft call / bytes of a plain step). Intervals: 95%, over prompts.",
     ]
