@@ -60,6 +60,10 @@ TRAIN = "draftsmith train pretrain recipe="
 KANGAROO, LONGSPEC, TOKENSWIFT = (
     f"runs/{name}/gsm8k/drafter" for name in ("kangaroo", "longspec", "tokenswift")
 )
+LONG = (
+    "bench/evidence/long_context.py target=runs/long/target/model prompts=runs/long/prompts.jsonl "
+    "batch_size=8 max_new_tokens=48"
+)
 OWN = "exit:2,exit:6,skip:3a+4m,swift:0.3,jacobi:4,streaming:64,snapkv:64"
 OWN += f",kangaroo={KANGAROO},kangaroo exits={KANGAROO}@confidence:0.6"
 OWN += f",tokenswift=tokenswift:128+{TOKENSWIFT},longspec={LONGSPEC}"
@@ -125,12 +129,16 @@ STEPS = {
         )
         for name, offset in (("moved", 30000), ("unmoved", 0))
     },
+    "long-context-heads": Step(
+        f"{LONG} K=2 lengths=[1024,4096,8192,16384,32000] 'drafters=[LongSpec=runs/long/moved/"
+        "drafter,LongSpec unmoved=runs/long/unmoved/drafter]' out={out}",
+        "~25",
+        "{out}/long-context.json",
+    ),
     "long-context": Step(
-        "bench/evidence/long_context.py target=runs/long/target/model "
-        "prompts=runs/long/prompts.jsonl lengths=[1024,4096,8192,16384,32000] batch_size=8 "
-        "max_new_tokens=48 'drafters=[streaming:256,snapkv:256,"
-        "LongSpec=runs/long/moved/drafter,LongSpec unmoved=runs/long/unmoved/drafter]' out={out}",
-        "~35",
+        f"{LONG} lengths=[1024,4096,8192,16384,32000] "
+        "'drafters=[streaming:256,snapkv:256,rapid:512]' out={out}",
+        "~25",
     ),
     "tokenswift": Step("draftsmith train heads recipe=tokenswift/gsm8k", "~6", TOKENSWIFT),
     "layerskip": Step(
@@ -259,7 +267,8 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "judge": ("judge-target", "judge-draft", "judge"),
     "load": (*GIVEN, "ours-alone", "load"),
     "long-context": (
-        *("target", "longer", "long-target", "long-moved", "long-unmoved", "long-context"),
+        *("target", "longer", "long-target", "long-moved", "long-unmoved"),
+        *("long-context-heads", "long-context"),
     ),
     "losses": ("losses",),
     "one-pass": (*GIVEN, "one-pass"),
