@@ -141,7 +141,7 @@ class Runner:
         return self.logits(hidden_BNH.gather(1, last_B11)[:, 0]), taps_BNU
 
     def _prompts(self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor) -> States:
-        if self.native is not None and self.native.reads:
+        if self.attention == "masked" and self.native is not None and self.native.reads:
             return self._in_pieces(pool, rows_B, tokens_BN, lens_B)
         positions_BN = torch.arange(tokens_BN.shape[1], device=self.device).expand_as(tokens_BN)
         cache = SlotCache(pool, (rows_B[:, None] * pool.slots + positions_BN).flatten(), prefix=0)
@@ -159,7 +159,7 @@ class Runner:
         ):
             begins = lens_B.new_zeros(pool.rows)
             begins = begins.scatter_reduce(0, row, at, "amin", include_self=False)
-            attend = self._attend(Seen(begins, int(at.max()) + 1), at.new_zeros(1, PIECE))
+            attend = self._attend(Seen(begins, int(at.max()) + 1), at.new_zeros(pool.rows, PIECE))
             attend.packed = row * PIECE + at - begins[row]
             cache = SlotCache(pool, row * pool.slots + at, attend.seen.width, attend)
             pieces.append(self._pass(fed[None], at[None], cache))
