@@ -60,6 +60,8 @@ TRAIN = "draftsmith train pretrain recipe="
 KANGAROO, LONGSPEC, TOKENSWIFT = (
     f"runs/{name}/gsm8k/drafter" for name in ("kangaroo", "longspec", "tokenswift")
 )
+TWIN = "targets=twin=runs/one-pass/twin/target "
+TWIN_EAGLE = "runs/one-pass/twin/eagle3-0"
 LONG = (
     "bench/evidence/long_context.py target=runs/long/target/model prompts=runs/long/prompts.jsonl "
     "batch_size=8 max_new_tokens=48"
@@ -159,13 +161,21 @@ STEPS = {
         "~30",
     ),
     "swift": Step("bench/evidence/swift.py out={out}", "~10"),
-    "training-free": Step(
-        "bench/evidence/evaluated.py name=training-free 'title=Drafts that are looked up' K=6 "
-        "'trees=chain;dynamic:6,4,17' again=3 prompts=12 max_new_tokens=40 "
-        "identity=false data=gsm8k={data},spec-bench=../shared/data/spec_bench/question.jsonl "
-        f"drafters=ngram,suffix,stand,recycling,{EAGLE},suffix+{EAGLE} out={{out}}",
-        "~30",
-    ),
+    **{
+        f"training-free{where}": Step(
+            "bench/evidence/evaluated.py name=training-free 'title=Drafts that are looked up' K=6 "
+            f"'trees=chain;dynamic:6,4,17' again=3 {size} identity=false data=gsm8k={{data}},"
+            f"spec-bench=../shared/data/spec_bench/question.jsonl {target}"
+            f"drafters=ngram,suffix,stand,recycling,drafter={head},suffix+drafter=suffix+{head} "
+            "out={out}",
+            f"~{minutes}",
+            "{out}/training-free.json",
+        )
+        for where, size, target, head, minutes in (
+            *(("-twin", "prompts=6 max_new_tokens=32", TWIN, TWIN_EAGLE, 45),),
+            ("", "prompts=12 max_new_tokens=40", "", EAGLE, 30),
+        )
+    },
     "eagle3": Step(
         "bench/evidence/heads.py kinds=eagle3 out=runs/heads", "~35", "runs/heads/eagle3-2/drafter"
     ),
@@ -286,7 +296,10 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "scaling": (*GIVEN, "scaling"),
     "specdecpp": ("target", "specdecpp"),
     "swift": ("target", "swift"),
-    "training-free": (*GIVEN, "eagle3-alone", "training-free"),
+    "training-free": (
+        *(*GIVEN, "eagle3-alone", "one-pass-each", "one-pass-widened"),
+        *("training-free-twin", "training-free"),
+    ),
     "trees": ("quickstart-runs", *(name for name in STEPS if name.startswith("tree"))),
 }
 
