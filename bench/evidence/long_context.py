@@ -2,7 +2,7 @@
 
     python bench/evidence/long_context.py                       # a tiny random target, on a CPU
     python bench/evidence/long_context.py target=runs/long/target/model \\
-        prompts=runs/long/prompts.jsonl lengths=[1024,8192,32768] batch_size=8 max_new_tokens=48 \\
+        prompts=runs/long/prompts.jsonl lengths=[1024,8192,32000] batch_size=8 max_new_tokens=48 \\
         'drafters=[streaming:256,snapkv:256,LongSpec=runs/long/moved/drafter]'
 
 Prompts of each length are decoded at temperature 0: plainly, and by each drafter (name=DRAFTER, or
@@ -10,7 +10,7 @@ its own name). Of each: tau, bytes of keys and values, and milliseconds a token 
 A shorter prompt is the end of the longest one, so that only the context tells them apart. Without a
 target it is a random Llama: tau then tells how alike the law over the view is, no more. Rows, page
 and picture: <out>/long-context.*, where the rows of other drafters and lengths stay, and what is
-known of plain decoding isn't measured again.
+known of plain decoding at this commit isn't measured again.
 """
 
 import json
@@ -31,6 +31,7 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.report.charts import Trend, drawing, scatter
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.disk.provenance import git_commit
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import stand_in_tokenizer
 
@@ -81,16 +82,17 @@ def main(argv: list[str]) -> None:
         arms.append((name or drafter, drafter))
     file = Path(settings.out) / "long-context.json"
     before = json.loads(file.read_text()) if file.exists() else []
-    known = {
-        row["prompt"] for row in before if (row["what"], row["batch"]) == ("plain", len(asked))
-    }
+    about = {"target": settings.target or "random", "batch": len(asked)}
+    about |= {"max_new_tokens": settings.max_new_tokens}
+    plain = [row for row in before if row["what"] == "plain" and row["commit"] == git_commit()]
+    known = {row["prompt"] for row in plain if about.items() <= row.items()}
     runs = [(n, arm) for n in settings.lengths for arm in arms if arm[1] or n not in known]
     for length, (name, drafter) in track(runs):
         prompts = [prompt.tokens[-length:] for prompt in asked]
         K = settings.K if drafter else 0
-        about = {"what": name, "prompt": length, "batch": len(prompts), "K": K}
+        row = about | {"what": name, "prompt": length, "K": K}
         found = measured(settings, target, tokenizer, drafter, prompts)
-        rows = beside(file, [about | found | about_run()], "what", "prompt", "batch")
+        rows = beside(file, [row | found | about_run()], *row)
         rows.sort(key=lambda row: int(row["prompt"]))
         write_table(file.parent, file.stem, rows, page(rows), picture(rows))
     print(page(rows))
@@ -180,13 +182,13 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
 def picture(rows: list[dict[str, Any]]) -> str:
     """tau, time and memory by the tokens before, a line a drafter."""
     charts = []
+    names = dict.fromkeys(row["what"] for row in rows)
+    colours = dict(zip(names, ("soft", "b", "c", "d", "a", "ink"), strict=False))
     for key, words in CHARTS.items():
         trends = []
-        for css, what in zip(
-            ("soft", "b", "c", "d", "a"), dict.fromkeys(row["what"] for row in rows), strict=False
-        ):
+        for what in names:
             points = [(float(row["prompt"]), row[key]) for row in rows if row["what"] == what]
-            trends.append(Trend(what, css, points, [], points))
+            trends.append(Trend(what, colours[what], points, [], points))
         charts.append(scatter(words, trends, x_label="tokens before", y_label=words))
     return drawing(charts)
 

@@ -100,19 +100,18 @@ def judged(results: Path, table: str) -> Iterator[Judged]:
         exits = int(row["what"].partition(":")[2] or 1) if kind == "exit" else 1
         # Policies and look-ups draft fewer levels than they may: K is their mean.
         a_chain = row.get("tree", "chain") == "chain"
-        known = ("K", "levels") if a_chain else ("levels", "K")
+        looked_up = kind in ("ngram", "suffix")  # trees of what there is: K is how many nodes
+        known = ("K", "levels") if a_chain or looked_up else ("levels", "K")
         counts = [row[key] for key in known if row.get(key)]
         K = counts[0] if counts else int(row["what"].removeprefix("K = "))
         # What `compare` trains for a target of few layers has one.
         work = Pass(1, row["bytes"]) if table == "compare" else draft.work
         how = kinds_of(target, VOCAB, work, exits)[kind]
-        looked_up = kind in ("ngram", "suffix")  # which find what there is: K is how many nodes
         nodes = 0 if a_chain or looked_up else nodes_of(row) - 1
-        K = row["K"] if looked_up else K
         way = (K, nodes, row["tau"])
         machine = MACHINES["cpu"] if table in NOW else THEN
         told = speedup((machine, target, how), way, row.get("batch") or 1, CONTEXT)
-        alpha = row.get("alpha") if not nodes and kind != "ngram" else None
+        alpha = row.get("alpha") if not nodes and not looked_up else None
         tau = float(taus(extended([alpha], round(K)))[-1]) if alpha else None
         yield Judged(table, row, told, tau)
 

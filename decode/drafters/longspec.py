@@ -122,16 +122,16 @@ class LongSpecDrafter(Drafter):
     def _cross(self, request: Round, at_BF: Tensor) -> Cross:
         """Attention to the target's committed slots, and to no other."""
         width = min(round_up(request.top), self.pool.slots)
-        none_F1 = torch.zeros(at_BF.shape[1], 1, dtype=torch.bool, device=at_BF.device)
-        seen = Seen(request.lens_B, width, none_F1)
-        how = {"groups": self.own.groups, "dtype": self.weight.dtype}
-        attend = Attend(seen, at_BF, backend="masked", **how)
-        keys, values = (kv[-1, :, :width].transpose(1, 2) for kv in self.pool.kv_2LBSHE)
 
         def cross(query: Tensor) -> Tensor:
-            if attends(query):
-                last = self.pool.kv_2LBSHE.shape[1] - 1
+            if attends(query, self.pool):
+                last = len(self.pool.keys_LBSHE) - 1
                 return committed(query, self.pool, last, request.lens_B, width).flatten(2)
+            none_F1 = torch.zeros(at_BF.shape[1], 1, dtype=torch.bool, device=at_BF.device)
+            how = {"groups": self.own.groups, "dtype": self.weight.dtype}
+            seen = Seen(request.lens_B, width, none_F1)
+            attend = Attend(seen, at_BF, backend="masked", **how)
+            keys, values = (kv[-1, :, :width].transpose(1, 2) for kv in self.pool.kv_2LBSHE)
             return mix(attend, query.transpose(1, 2), keys, values, scale=None).flatten(2)
 
         return cross

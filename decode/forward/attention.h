@@ -120,9 +120,10 @@ static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
 
 const int64_t TOGETHER = 16;  // queries whose scores are held at a time
 
-// Attention of every token's heads, of which those of a token are `all` numbers on. Runs of 16 slots begin at multiples of 16, so that a token comes
-// out the same in a long pass and alone; the last ones, of which a row's tokens see different parts,
-// are copied, zeros where no token sees anything: what isn't a number there breaks all that share it.
+// Attention of every token's heads; all: numbers from one token's heads to the next one's. Runs of 16
+// slots begin at multiples of 16, so that a token comes out the same in a long pass and alone; the last
+// ones, of which a row's tokens see different parts, are copied, zeros where no token sees anything:
+// what isn't a number there breaks all that share it.
 static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, int64_t all,
                      bf16 *out) {
     int64_t E = b.width, step = b.kv_heads * E, group = b.heads / b.kv_heads;

@@ -2,7 +2,7 @@
 
 Each row owns a run of slots and its own committed length. What lies beyond is garbage that no query
 attends to: rolling back a rejected draft is free, rows of different lengths need no padding, and a
-finished row's slots can be given to the next prompt.
+finished row's slots can be given to the next prompt. And what a config says of contexts.
 
 Shapes: L layers, B rows, S slots a row, H key-value heads, E head width, N new tokens a row.
 """

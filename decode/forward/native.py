@@ -1,12 +1,12 @@
-"""A lean body on a few new tokens, or on all of a drafted chain, in one call of C++ (`native.cpp`),
-on the model's own weights.
+"""A lean body on a few new tokens, a part of a prompt or all of a drafted chain, in one call of C++
+(`native.cpp`), on the model's own weights.
 
 A step of a small model on a CPU is mostly torch's dispatch, not arithmetic. This is for bf16, on
 one thread (larger models: only where torch has one too). Where no compiler is, or for more tokens
 or other widths, `lean.py` and `lean_heads.py` go on as they are. It is compared with them before it
 is used.
 
-Shapes: B rows, N tokens, K of a chain, H hidden, V vocabulary.
+Shapes: B rows, N tokens, K of a chain, H hidden, V vocabulary, A query heads of E numbers.
 """
 
 import copy
@@ -27,6 +27,7 @@ HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to
 Half = tuple[int, str]  # (a layer, one of HALVES)
 PARTS = 18  # tensors of a layer
 WIDTHS = (32, 64, 96, 128)  # of a head
+PIECE = 256  # tokens of prompts that a pass takes
 SMALL = 64 << 20  # bytes of layers that one thread reads as fast as torch calls several
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
@@ -85,6 +86,7 @@ class NativeBody:
         self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
         self.most = made.most(0)  # tokens of a pass
         self.many = made.most(self.small)  # the same where torch has one thread
+        self.prompts = self.many > 2 * PIECE  # whether it is faster than torch with these, too
         self.front, begin = front, front or Front(None, None)
         self.body = _Body(
             *(self.layers, self.hidden, heads, kv_heads, width, inner),
@@ -106,6 +108,7 @@ class NativeBody:
         """The same for passes of any size, to be tried on."""
         made = copy.copy(self)
         made.most = made.many = sys.maxsize
+        made.prompts = True
         return made
 
     @property
@@ -115,8 +118,8 @@ class NativeBody:
 
     @property
     def reads(self) -> bool:
-        """Whether it is faster than torch with prompts, too."""
-        return self.many > self.most and torch.get_num_threads() == 1
+        """Whether prompts go through it, PIECE tokens at a time."""
+        return self.prompts and torch.get_num_threads() == 1
 
     def takes(self, tokens_BN: Tensor, cache: SlotCache) -> bool:
         """Whether a pass is one of those it is for."""
@@ -234,11 +237,13 @@ class ChainStart(NamedTuple):
     pending_B: Tensor | None = None
 
 
-def attends(query: Tensor) -> bool:
-    """Whether `committed` is for such queries [..., E]."""
-    fits = query.dtype == torch.bfloat16 and query.device.type == "cpu"
-    fits = fits and query.shape[-1] in WIDTHS and torch.get_num_threads() == 1
-    return fits and library() is not None
+def attends(query_BNAE: Tensor, pool: KVPool) -> bool:
+    """Whether `committed` is for such queries: where passes of as many tokens are in C++."""
+    fits = query_BNAE.dtype == pool.kv_2LBSHE.dtype == torch.bfloat16
+    fits = fits and query_BNAE.device.type == "cpu" and query_BNAE.shape[-1] in WIDTHS
+    if not fits or torch.get_num_threads() > 1 or (made := library()) is None:
+        return False
+    return query_BNAE.shape[:2].numel() <= int(made.most(1))
 
 
 def committed(query_BNAE: Tensor, pool: KVPool, layer: int, lens_B: Tensor, width: int) -> Tensor:

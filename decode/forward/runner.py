@@ -9,7 +9,7 @@ Shapes: B rows, N tokens a row, H hidden, U width of the taps' states side by si
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from draftsmith.decode.forward.lean import (
     sliced,
 )
 from draftsmith.decode.forward.mixers import KINDS, mixers_of
-from draftsmith.decode.forward.native import HALVES, Half, NativeBody
+from draftsmith.decode.forward.native import HALVES, PIECE, Half, NativeBody
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.states import StatePool, mixing
 from draftsmith.models.rollback import refuse_what_cannot_roll_back
@@ -48,7 +48,6 @@ from draftsmith.models.vocab import DraftVocab
 __all__ = ["Runner", "Seen", "round_up"]
 
 WARM_UP = 2  # rounds of each kind run as they are before one is recorded: they choose kernels
-PIECE = 256  # tokens of prompts that a pass in C++ takes
 # (tokens [B, N], positions [B, N], cache, taps to take) -> hidden [B, N, H]
 Body = Callable[[Tensor, Tensor, SlotCache, Taken], Tensor]
 # States after the final norm [B, N, H], and of the runner's taps [B, N, U], where it has any.
@@ -134,7 +133,8 @@ class Runner:
         self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Write prompts (right-padded to N) into the slots of `rows_B`, garbage beyond their
-        lengths; the logits [B, V] after each, and the taps' states [B, N, U], where there are taps.
+        lengths; the logits [B, V] after each, and the taps' states [B, N, U], where there are taps,
+        anything beyond lengths.
         """
         hidden_BNH, taps_BNU = self._prompts(pool, rows_B, tokens_BN, lens_B)
         last_B11 = (lens_B - 1)[:, None, None].expand(-1, 1, hidden_BNH.shape[-1])
@@ -153,18 +153,19 @@ class Runner:
         """Prompts without their padding, one after another, PIECE tokens a pass."""
         real_BN = torch.arange(tokens_BN.shape[1]) < lens_B[:, None]
         own_M, at_M = real_BN.nonzero(as_tuple=True)
-        fed_M, pieces = tokens_BN[real_BN], []
-        for row, at, fed in zip(
-            *(x.split(PIECE) for x in (rows_B[own_M], at_M, fed_M)), strict=True
-        ):
-            begins = lens_B.new_zeros(pool.rows)
+        whole_BNX: list[Tensor] = []  # states, and taps where there are any; zeros beyond lengths
+        for own, at in zip(own_M.split(PIECE), at_M.split(PIECE), strict=True):
+            row, begins = rows_B[own], lens_B.new_zeros(pool.rows)
             begins = begins.scatter_reduce(0, row, at, "amin", include_self=False)
             attend = self._attend(Seen(begins, int(at.max()) + 1), at.new_zeros(pool.rows, PIECE))
             attend.packed = row * PIECE + at - begins[row]
             cache = SlotCache(pool, row * pool.slots + at, attend.seen.width, attend)
-            pieces.append(self._pass(fed[None], at[None], cache))
-        hidden, taps = zip(*pieces, strict=True)
-        return padded(hidden, real_BN), padded(taps, real_BN) if self.taps else None
+            fed = tokens_BN[own, at][None], at.clamp(max=self.context - 1)[None]
+            made = [x for x in self._pass(*fed, cache) if x is not None]
+            whole_BNX = whole_BNX or [x.new_zeros(*real_BN.shape, x.shape[-1]) for x in made]
+            for whole, x in zip(whole_BNX, made, strict=True):
+                whole[own, at] = x[0]
+        return whole_BNX[0], whole_BNX[1] if self.taps else None
 
     def verify(
         self,
@@ -196,8 +197,9 @@ class Runner:
         return self._pass(fed[0], fed[1], cache, taps=taps)
 
     def _attend(self, seen: Seen, positions_BN: Tensor) -> Attend:
-        how = {"groups": self.groups, "dtype": self.dtype, "backend": self.attention}
-        return Attend(seen, positions_BN, **how)
+        return Attend(
+            seen, positions_BN, groups=self.groups, dtype=self.dtype, backend=self.attention
+        )
 
     def again(
         self,
@@ -369,14 +371,6 @@ class CudaRecorder:
             return told
 
         return replay
-
-
-def padded(parts_1MX: Sequence[Tensor], real_BN: Tensor) -> Tensor:
-    """[B, N, X]: what was computed of the real tokens, one after another; zeros elsewhere."""
-    whole_MX = torch.cat(parts_1MX, 1)[0]
-    made_BNX = whole_MX.new_zeros(*real_BN.shape, whole_MX.shape[-1])
-    made_BNX[real_BN] = whole_MX
-    return made_BNX
 
 
 def in_parts(what: str) -> ValueError:

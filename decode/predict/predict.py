@@ -56,7 +56,7 @@ LIST = 32_000  # tokens that EAGLE-3's own output head knows at most
 ASSUMED = {"medusa": 0.56, "hydra": 0.66, "eagle3": 0.78, "block": 0.82, "ngram": 0.4}
 ASSUMED |= {"suffix": 0.4, "exit": 0.3}
 KINDS = ("draft", *ASSUMED)
-# Seconds of a CPU core a row and round: docs/results/training-free.json, docs/methods/lookups.md.
+# Seconds of a CPU core a row and round, by the rows of docs/results/training-free.json.
 HOST = {"ngram": 1e-4, "suffix": 8e-4}
 
 

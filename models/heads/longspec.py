@@ -66,6 +66,8 @@ class LongSpec(LayerHead):
         turned = getattr(output_head(target)[0], "rotary_emb", None)
         there, here = getattr(turned, "inv_freq", torch.empty(0)).cpu(), self.rotary.inv_freq.cpu()
         same = getattr(last, "head_dim", 0) == own.head_dim and there.shape == here.shape
+        scaled = {getattr(rotary, "attention_scaling", 1) for rotary in (turned, self.rotary)}
+        same = same and len(scaled) == 1
         for name in ("k_proj", "v_proj"):
             theirs = getattr(last, name, None)
             same = same and getattr(theirs, "out_features", 0) == getattr(own, name).out_features

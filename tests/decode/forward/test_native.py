@@ -131,8 +131,8 @@ def test_prompts_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     runner.call.native = runner.call.native.unbound()
     tokens_BN, rows_B = torch.arange(74).view(2, 37) * 7 % 120, torch.tensor([2, 0])
     real_BN, found = torch.arange(37) < lens_B[:, None], []
-    for reads, piece in ((False, 1), (True, 8), (True, 64)):
-        monkeypatch.setattr(native.NativeBody, "reads", reads)
+    for piece in (0, 8, 64):
+        runner.call.native.prompts = piece > 0
         monkeypatch.setattr("draftsmith.decode.forward.runner.PIECE", piece)
         pool = runner.pool(3, 48)
         pool.kv_2LBSHE.fill_(7)
@@ -143,6 +143,8 @@ def test_prompts_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for whole, some, others in zip(*found, strict=True):
         assert_near(some, whole)
         assert torch.equal(some, others)
+    monkeypatch.setattr(native.NativeBody, "takes", lambda *_: False)  # pieces in torch
+    assert_near(runner.prefill(runner.pool(3, 48), rows_B, tokens_BN, lens_B)[0], found[0][0])
 
 
 @needs_compiler
@@ -154,8 +156,8 @@ def test_attention_to_committed_slots(width: int) -> None:
     pool, lens_B = Runner(LlamaForCausalLM(config).bfloat16(), 120).pool(3, 200), [190, 17, 1]
     pool.kv_2LBSHE.normal_()
     query_BNAE = torch.randn(3, 2, 4, width, dtype=torch.bfloat16)
-    assert native.attends(query_BNAE)
-    assert not native.attends(query_BNAE.float()) and not native.attends(query_BNAE[..., :16])
+    assert not native.attends(query_BNAE.float(), pool)
+    assert not native.attends(query_BNAE[..., :16], pool)
     found = native.committed(query_BNAE, pool, 1, torch.tensor(lens_B), 192)
     for row, many in enumerate(lens_B):
         keys, values = pool.kv_2LBSHE[:, 1, row, :many].float().repeat_interleave(2, 2)
