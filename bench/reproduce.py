@@ -64,7 +64,7 @@ TWIN = "targets=twin=runs/one-pass/twin/target "
 TWIN_EAGLE = "runs/one-pass/twin/eagle3-0"
 LONG = (
     "bench/evidence/long_context.py target=runs/long/target/model prompts=runs/long/prompts.jsonl "
-    "batch_size=8 max_new_tokens=48"
+    "batch_size=8 max_new_tokens=48 window=32000"
 )
 OWN = "exit:2,exit:6,skip:3a+4m,swift:0.3,jacobi:4,streaming:64,snapkv:64"
 OWN += f",kangaroo={KANGAROO},kangaroo exits={KANGAROO}@confidence:0.6"
@@ -132,13 +132,13 @@ STEPS = {
         for name, offset in (("moved", 30000), ("unmoved", 0))
     },
     "long-context-heads": Step(
-        f"{LONG} K=2 lengths=[1024,4096,8192,16384,32000] 'drafters=[LongSpec=runs/long/moved/"
+        f"{LONG} K=2 lengths=[1024,4096,8192,16384] 'drafters=[LongSpec=runs/long/moved/"
         "drafter,LongSpec unmoved=runs/long/unmoved/drafter]' out={out}",
         "~25",
         "{out}/long-context.json",
     ),
     "long-context": Step(
-        f"{LONG} lengths=[1024,4096,8192,16384,32000] "
+        f"{LONG} lengths=[1024,4096,8192,16384] "
         "'drafters=[streaming:256,snapkv:256,rapid:512]' out={out}",
         "~25",
     ),

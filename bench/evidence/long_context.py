@@ -7,7 +7,7 @@
 
 Prompts of each length are decoded at temperature 0: plainly, and by each drafter (name=DRAFTER, or
 its own name). Of each: tau, bytes of keys and values, and milliseconds a token of the whole batch.
-A shorter prompt is the end of the longest one, so that only the context tells them apart. Without a
+A shorter prompt is the end of a longer one, so that only the context tells them apart. Without a
 target it is a random Llama: tau then tells how alike the law over the view is, no more. Rows, page
 and picture: <out>/long-context.*, where the rows of other drafters and lengths stay, and what is
 known of plain decoding at this commit isn't measured again.
@@ -57,6 +57,7 @@ class LongContext:
     target: str = ""  # a folder; empty: a random Llama
     prompts: str = "stdlib"  # documents
     lengths: list[int] = field(default_factory=lambda: [256, 1024])  # of prompts
+    window: int = 0  # of the texts whose ends prompts are; 0: the longest of `lengths`
     drafters: list[str] = field(default_factory=lambda: ["streaming:128", "snapkv:128"])
     K: int = 4
     batch_size: int = 2
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> None:
         settings.prompts,
         tokenizer,
         limit=settings.batch_size,
-        prompt_tokens=max(settings.lengths),
+        prompt_tokens=max(settings.window, *settings.lengths),
         split="all",
     )
     arms = [("plain", None)]
@@ -83,7 +84,7 @@ def main(argv: list[str]) -> None:
     file = Path(settings.out) / "long-context.json"
     before = json.loads(file.read_text()) if file.exists() else []
     about = {"target": settings.target or "random", "batch": len(asked)}
-    about |= {"max_new_tokens": settings.max_new_tokens}
+    about |= {"max_new_tokens": settings.max_new_tokens, "window": len(asked[0].tokens)}
     plain = [row for row in before if row["what"] == "plain" and row["commit"] == git_commit()]
     known = {row["prompt"] for row in plain if about.items() <= row.items()}
     runs = [(n, arm) for n in settings.lengths for arm in arms if arm[1] or n not in known]
