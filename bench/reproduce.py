@@ -134,13 +134,18 @@ STEPS = {
     "long-context-heads": Step(
         f"{LONG} K=2 lengths=[1024,4096,8192,16384] 'drafters=[LongSpec=runs/long/moved/"
         "drafter,LongSpec unmoved=runs/long/unmoved/drafter]' out={out}",
-        "~25",
+        "~5",
+        "{out}/long-context.json",
+    ),
+    "long-context-far": Step(
+        f"{LONG} lengths=[32000] 'drafters=[streaming:256,snapkv:256]' out={{out}}",
+        "~12",
         "{out}/long-context.json",
     ),
     "long-context": Step(
         f"{LONG} lengths=[1024,4096,8192,16384] "
         "'drafters=[streaming:256,snapkv:256,rapid:512]' out={out}",
-        "~25",
+        "~7",
     ),
     "tokenswift": Step("draftsmith train heads recipe=tokenswift/gsm8k", "~6", TOKENSWIFT),
     "layerskip": Step(
@@ -278,7 +283,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "load": (*GIVEN, "ours-alone", "load"),
     "long-context": (
         *("target", "longer", "long-target", "long-moved", "long-unmoved"),
-        *("long-context-heads", "long-context"),
+        *("long-context-heads", "long-context-far", "long-context"),
     ),
     "losses": ("losses",),
     "one-pass": (*GIVEN, "one-pass"),
