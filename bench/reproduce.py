@@ -132,7 +132,7 @@ STEPS = {
         for name, offset in (("moved", 30000), ("unmoved", 0))
     },
     "long-context-heads": Step(
-        f"{LONG} K=2 lengths=[1024,4096,8192,16384] 'drafters=[LongSpec=runs/long/moved/"
+        f"{LONG} repeats=3 K=2 lengths=[1024,4096,8192,16384] 'drafters=[LongSpec=runs/long/moved/"
         "drafter,LongSpec unmoved=runs/long/unmoved/drafter]' out={out}",
         "~5",
         "{out}/long-context.json",
@@ -143,7 +143,7 @@ STEPS = {
         "{out}/long-context.json",
     ),
     "long-context": Step(
-        f"{LONG} lengths=[1024,4096,8192,16384] "
+        f"{LONG} repeats=3 lengths=[1024,4096,8192,16384] "
         "'drafters=[streaming:256,snapkv:256,rapid:512]' out={out}",
         "~7",
     ),
