@@ -177,7 +177,7 @@ STEPS = {
             "{out}/training-free.json",
         )
         for where, size, target, head, minutes in (
-            *(("-twin", "prompts=6 max_new_tokens=32", TWIN, TWIN_EAGLE, 45),),
+            ("-twin", "prompts=6 max_new_tokens=32", TWIN, TWIN_EAGLE, 45),
             ("", "prompts=12 max_new_tokens=40", "", EAGLE, 30),
         )
     },

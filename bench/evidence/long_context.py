@@ -83,10 +83,10 @@ def main(argv: list[str]) -> None:
         name, _, drafter = one.rpartition("=")
         arms.append((name or drafter, drafter))
     file = Path(settings.out) / "long-context.json"
-    before = json.loads(file.read_text()) if file.exists() else []
+    rows = json.loads(file.read_text()) if file.exists() else []
     about = {"target": settings.target or "random", "batch": len(asked)}
     about |= {"max_new_tokens": settings.max_new_tokens, "window": len(asked[0].tokens)}
-    plain = [row for row in before if row["what"] == "plain" and row["commit"] == git_commit()]
+    plain = [row for row in rows if row["what"] == "plain" and row["commit"] == git_commit()]
     known = {row["prompt"] for row in plain if about.items() <= row.items()}
     runs = [(n, arm) for n in settings.lengths for arm in arms if arm[1] or n not in known]
     for length, (name, drafter) in track(runs):
@@ -160,10 +160,15 @@ def measured(
     }
 
 
+def of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is compared within."""
+    return tuple(row[key] for key in ("target", "prompt", "batch", "max_new_tokens", "window"))
+
+
 def page(rows: Iterable[dict[str, Any]]) -> str:
     """Markdown: a line for each length and drafter."""
     rows = list(rows)
-    plain = {(row["prompt"], row["batch"]): row["ms"] for row in rows if row["what"] == "plain"}
+    plain = {of(row): row["ms"] for row in rows if row["what"] == "plain"}
     cells = [
         [
             f"{row['prompt']:,}",
@@ -173,7 +178,7 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
             f"{row['drafter_mib']:.1f}",
             f"{row['target_mib']:.1f}",
             f"{row['ms']:.3g}",
-            f"{plain[row['prompt'], row['batch']] / row['ms']:.2f}",
+            f"{plain[of(row)] / row['ms']:.2f}",
         ]
         for row in rows
     ]

@@ -23,7 +23,7 @@ from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import lower, publish
 from draftsmith.bench.speed import device
 from draftsmith.command import parse, run_command
-from draftsmith.decode.drafters.lm import context_of
+from draftsmith.decode.forward.kv import context_of
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.policies.timing import forward_call, median_times
 from draftsmith.decode.report.charts import Series, columns, drawing

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import context_of, weights_read
+from draftsmith.decode.drafters.lm import weights_read
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.drafting.base import ANY_DEPTH, Drafter, shape_of
 from draftsmith.decode.engine import memory
@@ -31,6 +31,7 @@ from draftsmith.decode.engine.round import DecodeBatch, Stepper
 from draftsmith.decode.engine.rows import Rows
 from draftsmith.decode.engine.session import Finished, News, Session
 from draftsmith.decode.engine.settings import DecodeSettings
+from draftsmith.decode.forward.kv import context_of
 from draftsmith.decode.forward.runner import Runner, in_parts
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.choice import make_policy

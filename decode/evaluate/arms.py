@@ -16,7 +16,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import check_least
-from draftsmith.decode.drafters.lm import context_of
 from draftsmith.decode.drafters.load import (
     LOOKED,
     composed,
@@ -33,6 +32,7 @@ from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.evaluate.answers import TASKS
 from draftsmith.decode.evaluate.asking import Asking
+from draftsmith.decode.forward.kv import context_of
 from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import Prompt, next_turn
 from draftsmith.decode.sampling import SamplingParams

@@ -349,7 +349,7 @@ static inline __m512bh pair_of(const bf16 *x) {
 // tokens go by, M at a time. Each lane that `rows` sums is made alone, lanes are added as `sums` does.
 template <int M>
 static void transposed_rows(const __m512i *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t in,
-                        int64_t step) {
+                            int64_t step) {
     const int lanes[8] = {0, 4, 2, 6, 1, 5, 3, 7};
     F16 held[4][2][M];  // sums of 2, 4, 8 and all lanes; those that wait for the next as many
     int64_t apart = in / 32 + 1;
@@ -387,7 +387,7 @@ static void transposed_rows(const __m512i *w, const bf16 *bias, const bf16 *x, b
         }
 }
 static void by_columns(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
-                     int64_t in, int64_t out, int64_t step) {
+                       int64_t in, int64_t out, int64_t step) {
     void (*const by[])(const __m512i *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t) = {
         transposed_rows<1>, transposed_rows<2>, transposed_rows<3>, transposed_rows<4>,
         transposed_rows<5>, transposed_rows<6>};

@@ -45,7 +45,7 @@ from draftsmith.models.taps import NORM, Tap, check_taps, joined, watching
 from draftsmith.models.target import output_head, unwrapped
 from draftsmith.models.vocab import DraftVocab
 
-__all__ = ["Runner", "Seen", "round_up"]
+__all__ = ["Runner", "Seen"]
 
 WARM_UP = 2  # rounds of each kind run as they are before one is recorded: they choose kernels
 # (tokens [B, N], positions [B, N], cache, taps to take) -> hidden [B, N, H]
@@ -157,11 +157,11 @@ class Runner:
         for own, at in zip(own_M.split(PIECE), at_M.split(PIECE), strict=True):
             row, begins = rows_B[own], lens_B.new_zeros(pool.rows)
             begins = begins.scatter_reduce(0, row, at, "amin", include_self=False)
-            attend = self._attend(Seen(begins, int(at.max()) + 1), at.new_zeros(pool.rows, PIECE))
-            attend.packed = row * PIECE + at - begins[row]
-            cache = SlotCache(pool, row * pool.slots + at, attend.seen.width, attend)
-            fed = tokens_BN[own, at][None], at.clamp(max=self.context - 1)[None]
-            made = [x for x in self._pass(*fed, cache) if x is not None]
+            packed, slots_RP = row * PIECE + at - begins[row], begins[:, None] + torch.arange(PIECE)
+            fed_RP = torch.zeros_like(slots_RP).put_(packed, tokens_BN[own, at])
+            seen = Seen(begins, int(at.max()) + 1)
+            found = self.verify(pool, fed_RP, slots_RP, slots_RP, seen, packed=packed)
+            made = [x for x in found if x is not None]
             whole_BNX = whole_BNX or [x.new_zeros(*real_BN.shape, x.shape[-1]) for x in made]
             for whole, x in zip(whole_BNX, made, strict=True):
                 whole[own, at] = x[0]
@@ -184,7 +184,9 @@ class Runner:
         """
         # What lies past the context's end is never kept; it only must not overrun the tables.
         positions_BN = positions_BN.clamp(max=self.context - 1)
-        attend = self._attend(seen, positions_BN)
+        attend = Attend(
+            seen, positions_BN, groups=self.groups, dtype=self.dtype, backend=self.attention
+        )
         attend.packed = packed
         slots, fed = pool.flat(slots_BN), [tokens_BN, positions_BN]
         if packed is not None:
@@ -195,11 +197,6 @@ class Runner:
         if pool.states is not None:
             cache.mix = partial(pool.states.verify, pool.states.tree(seen.block, tokens_BN))
         return self._pass(fed[0], fed[1], cache, taps=taps)
-
-    def _attend(self, seen: Seen, positions_BN: Tensor) -> Attend:
-        return Attend(
-            seen, positions_BN, groups=self.groups, dtype=self.dtype, backend=self.attention
-        )
 
     def again(
         self,
