@@ -7,7 +7,9 @@
 value is alpha or tau, as in "Scaling laws for speculative decoding" (arXiv 2505.07858). Each line
 is fitted by least squares to all seeds, without its largest place: what the line says of that one
 is compared with what was measured there. Four points always look like a line; one that was held out
-needn't lie on it.
+needn't lie on it. Where rows have `costs` (a round's time in plain steps by batch size), the
+speed-up after most tokens is drawn over the batch in the same way; and one law of text and size
+together (joint_law.py) says what to spend next.
 """
 
 import json
@@ -21,6 +23,14 @@ import numpy as np
 
 from draftsmith.command import parse
 from draftsmith.decode.evaluate.metrics import bootstrap
+from draftsmith.decode.predict.joint_law import (
+    LAW_HEAD,
+    SPENT_HEAD,
+    joint_laws,
+    law_cells,
+    spending,
+    spent_cells,
+)
 from draftsmith.decode.report.charts import Trend, drawing, scatter
 from draftsmith.decode.report.figures import TEMPLATES
 from draftsmith.printed import bracket, print_table, short_count
@@ -38,7 +48,8 @@ class Scaling:
     """The measurements, and where the fits go."""
 
     results: str  # JSON: a list with what, parameters, tokens, seed, alpha, tau of each measurement
-    out: str = "docs/results"  # the folder of scaling.json, .md and .svg
+    out: str = "docs/results"
+    name: str = "scaling"  # what is written there: <name>.json, .md and .svg
 
 
 class Fit(NamedTuple):
@@ -73,9 +84,10 @@ def main(argv: list[str]) -> None:
     settings = parse(Scaling, argv)
     rows = read_rows(settings.results)
     fits = all_fits(rows)
-    print_table(HEAD, map(cells, fits), HEAD)
-    publish(rows, fits, Path(settings.out))
-    print(f"written: {settings.out}/scaling.json, .md, .svg")
+    for head, table in tables(rows, fits):
+        print_table(head, table, head)
+    publish(rows, fits, Path(settings.out), settings.name)
+    print(f"written: {settings.out}/{settings.name}.json, .md, .svg")
 
 
 def read_rows(file: str) -> list[Row]:
@@ -104,7 +116,9 @@ def read_rows(file: str) -> list[Row]:
 
 
 def all_fits(rows: Sequence[Row]) -> list[Fit]:
-    """Every line with enough places, alpha's first; ValueError where there is none."""
+    """Every line with enough places, alpha's first, the batch's last; ValueError where there is
+    none.
+    """
     lines: dict[tuple[str, str, float], list[Row]] = {}
     for axis, other in (AXES, AXES[::-1]):
         for row in sorted(rows, key=lambda row: row[other]):
@@ -118,7 +132,23 @@ def all_fits(rows: Sequence[Row]) -> list[Fit]:
             f"token count, expected {FEWEST} points to draw a line through and one more to hold "
             "out; measure more"
         )
-    return [fit_line(line, value, *key) for value in VALUES for key, line in whole.items()]
+    fits = [fit_line(line, value, *key) for value in VALUES for key, line in whole.items()]
+    return fits + batch_fits(rows)
+
+
+def batch_fits(rows: Sequence[Row]) -> list[Fit]:
+    """The speed-up of each size over the batch, after most tokens, where `costs` say it."""
+    last = [row for row in rows if row["tokens"] == max(other["tokens"] for other in rows)]
+    lines: dict[tuple[str, float], list[Row]] = {}
+    for row in last:
+        for batch, cost in row.get("costs", {}).items():
+            at = row | {"batch": int(batch), "speedup": row["tau"] / cost}
+            lines.setdefault((row["what"], row["parameters"]), []).append(at)
+    return [
+        fit_line(line, "speedup", "batch", *key)
+        for key, line in sorted(lines.items())
+        if len({row["batch"] for row in line}) > FEWEST
+    ]
 
 
 def fit_line(rows: Sequence[Row], value: str, axis: str, what: str, other: float) -> Fit:
@@ -160,15 +190,27 @@ def cells(fit: Fit) -> list[str]:
     """A fit in words, in the order of HEAD."""
     place, measured = fit.held_out
     interval = bracket(fit.interval, 3) or "one seed"
-    of = f"{short_count(fit.other)} {AXES[AXES[0] == fit.axis]}"
+    of = f"{short_count(fit.other)} {'tokens' if fit.axis == 'parameters' else 'parameters'}"
     line = [f"{fit.slope:.3f}", interval, f"{fit.intercept:.3f}", f"{fit.r2:.3f}"]
     points = [str(len(fit.points)), short_count(place)]
     found = [f"{measured:.3f}", f"{fit.at(place):.3f}", f"{fit.error:+.3f}"]
     return [fit.value, fit.what, of, fit.axis, *line, *points, *found]
 
 
-def publish(rows: Sequence[Row], fits: Sequence[Fit], folder: Path) -> None:
-    """Write scaling.json (the rows, then a row for each fit), scaling.md and scaling.svg."""
+def tables(rows: Sequence[Row], fits: Sequence[Fit]) -> list[tuple[Sequence[str], list[list[str]]]]:
+    """The lines; the laws of text and size together; what budgets give most with, by tau's."""
+    laws = joint_laws(rows)
+    spent = [found for law in laws if law.value == "tau" for found in spending(rows, law)]
+    every = [
+        (HEAD, [cells(fit) for fit in fits]),
+        (LAW_HEAD, [law_cells(law) for law in laws]),
+        (SPENT_HEAD, [spent_cells(found) for found in spent]),
+    ]
+    return [(head, table) for head, table in every if table]
+
+
+def publish(rows: Sequence[Row], fits: Sequence[Fit], folder: Path, name: str) -> None:
+    """Write <name>.json (the rows, then a row for each fit), .md and .svg."""
     folder.mkdir(parents=True, exist_ok=True)
     made = {name: rows[0][name] for name in ("commit", "command", "machine") if name in rows[0]}
     found: list[Row] = []
@@ -176,18 +218,18 @@ def publish(rows: Sequence[Row], fits: Sequence[Fit], folder: Path) -> None:
         row = {name: value for name, value in fit._asdict().items() if name != "points"}
         row |= {"held_out": fit.held_out[0], "measured": fit.held_out[1], "error": fit.error}
         found.append(row | made)
-    (folder / "scaling.json").write_text(json.dumps([*rows, *found], indent=1) + "\n")
-    (folder / "scaling.md").write_text(page(rows, fits))
-    (folder / "scaling.svg").write_text(picture(fits))
+    (folder / f"{name}.json").write_text(json.dumps([*rows, *found], indent=1) + "\n")
+    (folder / f"{name}.md").write_text(page(rows, fits, name))
+    (folder / f"{name}.svg").write_text(picture(fits))
 
 
-def page(rows: Sequence[Row], fits: Sequence[Fit]) -> str:
+def page(rows: Sequence[Row], fits: Sequence[Fit], name: str) -> str:
     """Markdown, from the rows and their fits alone."""
     about: dict[str, Any] = {"first": rows[0], "seeds": len({row["seed"] for row in rows})}
-    for name, axis in (("sizes", "parameters"), ("counts", "tokens")):
-        about[name] = list(map(short_count, sorted({row[axis] for row in rows})))
+    for axes, axis in (("sizes", "parameters"), ("counts", "tokens")):
+        about[axes] = list(map(short_count, sorted({row[axis] for row in rows})))
     template = TEMPLATES.get_template("scaling.md.jinja")
-    return template.render(head=HEAD, table=map(cells, fits), **about)
+    return template.render(name=name, tables=tables(rows, fits), **about)
 
 
 def picture(fits: Sequence[Fit]) -> str:

@@ -107,7 +107,7 @@ def judged(rows: Rows) -> str:
 
 def scaled(rows: Rows) -> str:
     measured = [row for row in rows if "slope" not in row]
-    return scaling.page(measured, scaling.all_fits(measured))
+    return scaling.page(measured, scaling.all_fits(measured), "scaling")
 
 
 PAGES: dict[str, Callable[[Rows], str]] = {

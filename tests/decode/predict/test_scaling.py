@@ -11,6 +11,7 @@ import pytest
 
 from draftsmith.command import guarded
 from draftsmith.decode.predict import scaling_laws as scaling
+from draftsmith.decode.predict.joint_law import joint_law, joint_laws, spending
 from draftsmith.decode.predict.scaling_laws import all_fits, fit_line, read_rows
 
 SIZES, COUNTS = (1e5, 2e5, 5e5, 1e6, 4e6), (1e5, 2e5, 4e5, 1.6e6)
@@ -75,13 +76,62 @@ def test_the_command_publishes_what_it_can_read_again(
     assert len(published) == 60 + 18 and read_rows(str(out / "scaling.json")) == published[:60]
     page = (out / "scaling.md").read_text()
     assert "5 sizes of 100k to 4M parameters" in page and "3 seed(s)" in page
-    assert page.count("\n| alpha |") == page.count("\n| tau |") == 9
+    assert page.count("\n| alpha |") == page.count("\n| tau |") == 9 + 1  # and the law of both
     drawn = ET.fromstring((out / "scaling.svg").read_text())
     dots = drawn.findall(".//{http://www.w3.org/2000/svg}use")
     assert len(dots) == 4 * 20 and sum("fill: var(--card)" in d.attrib["style"] for d in dots) == 18
     _, _, width, height = map(float, drawn.attrib["viewBox"].split())
     for dot in dots:
         assert 40 <= float(dot.attrib["x"]) <= width and 20 <= float(dot.attrib["y"]) <= height - 40
+
+
+def test_one_law_of_text_and_size_and_a_run_that_is_off_it() -> None:
+    alpha, tau = joint_laws(rows())
+    assert (alpha.u, alpha.v, alpha.w) == pytest.approx((-0.3, 0.08, 0.05))
+    assert (tau.v, tau.w) == pytest.approx((0.16, 0.1)) and tau.r2 == pytest.approx(1)
+    assert alpha.error < 1e-9 and not alpha.off
+    noisy = rows(noise=0.002)
+    assert not joint_law(noisy, "alpha").off
+    place = COUNTS[1], SIZES[3]
+    for row in noisy:
+        if (row["tokens"], row["parameters"]) == place:
+            row["alpha"] -= 0.05
+    found = joint_law(noisy, "alpha")
+    assert found.off == [place] and found.errors[place] == pytest.approx(0.05, abs=0.005)
+    # Two sizes are a comparison, no law.
+    assert joint_laws([row for row in rows() if row["parameters"] in SIZES[:2]]) == []
+
+
+def test_what_a_budget_gives_most_with() -> None:
+    """The optimum on a fine grid of sizes, of the same law and the same straight costs."""
+    measured = rows()
+    for row in measured:
+        size, tokens = row["parameters"], row["tokens"]
+        row |= {"K": 4, "seconds": tokens * (1e-4 + 1e-10 * size)}
+        row["costs"] = {"1": 1 + 1e-7 * size, "16": 2 + 1e-6 * size}
+    law = joint_law(measured, "tau")
+    spent = spending(measured, law)
+    assert [found.batch for found in spent] == [1, 1, 1, 16, 16, 16]
+    most = max(row["seconds"] for row in measured)
+    sizes = np.geomspace(SIZES[0], 2 * SIZES[-1], 4001)
+    for found in spent:
+        tokens = found.seconds / (1e-4 + 1e-10 * sizes)
+        cost = 1 + 1e-7 * sizes if found.batch == 1 else 2 + 1e-6 * sizes
+        speedup = law.at(tokens, sizes) / cost
+        assert found.speedup == pytest.approx(speedup.max(), rel=1e-3)
+        assert found.speedup <= speedup.max() + 1e-9
+        assert found.parameters == pytest.approx(sizes[speedup.argmax()], rel=0.1)
+        assert found.tokens == pytest.approx(found.seconds / (1e-4 + 1e-10 * found.parameters))
+    assert [found.seconds / most for found in spent[:3]] == pytest.approx([1, 2, 4])
+    # The last size's time gives the best one, a small one, more text than was tried.
+    assert all(found.beyond and found.tokens > 2 * COUNTS[-1] for found in spent)
+    # Nothing is said of what wasn't timed; speed-ups by batch are lines of their own.
+    assert spending(rows(), law) == []
+    assert {fit.axis for fit in all_fits(measured)} == {"tokens", "parameters"}
+    for row in measured:
+        row["costs"] = {str(2**n): row["tau"] / (2 - 0.1 * n) for n in range(4)}
+    batches = [fit for fit in all_fits(measured) if fit.axis == "batch"]
+    assert len(batches) == len(SIZES) and batches[0].slope == pytest.approx(-0.1 / math.log10(2))
 
 
 def test_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
