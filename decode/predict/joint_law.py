@@ -25,7 +25,7 @@ OFF = 4.0  # times the usual error
 BUDGETS = 1, 2, 4  # times the most that was spent
 
 
-class Law(NamedTuple):
+class JointLaw(NamedTuple):
     """value = u + v log10(tokens) + w log10(parameters) of one arm; r2 of all rows; errors: of each
     place when it is left out, predicted minus measured.
     """
@@ -38,7 +38,7 @@ class Law(NamedTuple):
     r2: float
     errors: dict[Place, float]
 
-    def at(self, tokens: float, parameters: float) -> float:
+    def at(self, tokens: np.ndarray, parameters: np.ndarray) -> np.ndarray:
         return self.u + self.v * np.log10(tokens) + self.w * np.log10(parameters)
 
     @property
@@ -67,7 +67,7 @@ class Spent(NamedTuple):
     beyond: bool  # more tokens or parameters than twice what was measured
 
 
-def joint_laws(rows: Sequence[Row], values: Sequence[str] = ("alpha", "tau")) -> list[Law]:
+def joint_laws(rows: Sequence[Row], values: Sequence[str] = ("alpha", "tau")) -> list[JointLaw]:
     """Of every arm with at least FEWEST sizes and FEWEST token counts."""
     arms = dict.fromkeys(row["what"] for row in rows)
     of = {what: [row for row in rows if row["what"] == what] for what in arms}
@@ -79,7 +79,7 @@ def joint_laws(rows: Sequence[Row], values: Sequence[str] = ("alpha", "tau")) ->
     return [joint_law(of[what], value) for value in values for what in wide]
 
 
-def joint_law(rows: Sequence[Row], value: str) -> Law:
+def joint_law(rows: Sequence[Row], value: str) -> JointLaw:
     """The law of one arm's rows."""
     places = [(float(row["tokens"]), float(row["parameters"])) for row in rows]
     x = np.column_stack([np.ones(len(rows)), np.log10(places)])
@@ -91,10 +91,11 @@ def joint_law(rows: Sequence[Row], value: str) -> Law:
         errors[place] = float(x[here][0] @ found - y[here].mean())
     found = np.linalg.lstsq(x, y, rcond=None)[0]
     r2 = float(1 - np.var(y - x @ found) / np.var(y)) if np.ptp(y) else 1.0
-    return Law(value, rows[0]["what"], *map(float, found), r2, errors)
+    u, v, w = map(float, found)
+    return JointLaw(value, rows[0]["what"], u, v, w, r2, errors)
 
 
-def spending(rows: Sequence[Row], law: Law) -> list[Spent]:
+def spending(rows: Sequence[Row], law: JointLaw) -> list[Spent]:
     """For each batch size and budget the size with the largest speed-up; none for rows that don't
     say what they cost. A size is at most twice the largest measured.
     """
@@ -105,7 +106,9 @@ def spending(rows: Sequence[Row], law: Law) -> list[Spent]:
     tokens = np.array([float(row["tokens"]) for row in rows])
     seconds = np.array([float(row["seconds"]) for row in rows])
     tried = np.geomspace(size.min(), 2 * size.max(), 61)
-    each = _straight(size, seconds / tokens, tried)
+    # Of all seeds the least: a busy machine adds to some, never takes away.
+    paces = {n: (seconds / tokens)[size == n].min() for n in dict.fromkeys(size)}
+    each = _straight(np.array(list(paces)), np.array(list(paces.values())), tried)
     most = max(float(row["K"]) for row in rows) + 1
     found = []
     for batch in rows[0]["costs"]:
@@ -115,9 +118,12 @@ def spending(rows: Sequence[Row], law: Law) -> list[Spent]:
             seen = budget / each
             tau = np.clip(law.at(seen, tried), 1, most)
             best = int(np.argmax(tau / cost))
-            beyond = seen[best] > 2 * tokens.max() or tried[best] > size.max()
-            chosen = map(float, (tried[best], seen[best], tau[best], tau[best] / cost[best]))
-            found.append(Spent(law.what, int(batch), budget, *chosen, bool(beyond)))
+            beyond = bool(seen[best] > 2 * tokens.max() or tried[best] > size.max())
+            spent = Spent(
+                *(law.what, int(batch), budget, float(tried[best]), float(seen[best])),
+                *(float(tau[best]), float(tau[best] / cost[best]), beyond),
+            )
+            found.append(spent)
     return found
 
 
@@ -130,7 +136,7 @@ LAW_HEAD = "value", "arm", "u", "v, a decade of tokens", "w, of parameters", "RÂ
 SPENT_HEAD = "arm", "rows", "training", "parameters", "tokens", "tau", "speed-up", "measured"
 
 
-def law_cells(law: Law) -> list[str]:
+def law_cells(law: JointLaw) -> list[str]:
     """A law in words, in the order of LAW_HEAD."""
     off = [f"{short_count(size)} after {short_count(seen)}" for seen, size in law.off]
     fitted = [f"{figure:.3f}" for figure in (law.u, law.v, law.w, law.r2, law.error)]

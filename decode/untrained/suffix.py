@@ -20,11 +20,21 @@ orders, H buckets, W places of one, C = O W places looked at, P tokens compared,
 vocabulary.
 """
 
+import ctypes
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, picked
-from draftsmith.decode.untrained.texts import LookupDrafter, hashed, law_of
+from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
+from draftsmith.decode.drafting.grow_tree import UNFILTERED, plain
+from draftsmith.decode.forward.compiled import library
+from draftsmith.decode.forward.native import pointer
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.token_tree import COUPLED, TokenTree, chain
+from draftsmith.decode.untrained.texts import HOPELESS, LookupDrafter, hashed, law_of
 
 ORDERS = (1, 2, 4, 8)
 WIDE = 16
@@ -33,6 +43,17 @@ COMPARED = 16
 SLACK = 16.0
 REMEMBERED = 1 << 20  # tokens of earlier answers; the oldest give way
 LED = 8  # tokens before an answer that are remembered with it
+
+
+SOURCE = Path(__file__).with_name("suffix.cpp")
+_P = ctypes.c_void_p
+
+
+class _Store(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("ring", "known", "orders", "buckets", "wide")),
+        *((name, _P) for name in ("order", "own", "rows", "latest", "counts")),
+    ]
 
 
 class Places:
@@ -49,6 +70,17 @@ class Places:
         self.latest_OHW = torch.full((*shape, WIDE), -1, dtype=torch.int32, device=device)
         self.counts_OH = torch.zeros(shape, dtype=torch.int32, device=device)
         self.end = 0
+        self.order_O = torch.tensor(ORDERS)
+
+    @cached_property
+    def made(self) -> Any:
+        """What does the same in C++; None where there is nothing."""
+        return library(SOURCE) if self.ring_R.device.type == "cpu" else None
+
+    def _laid(self, rows_Y: Tensor) -> Any:
+        sizes = len(self.ring_R), len(rows_Y), len(ORDERS), BUCKETS, WIDE
+        lie = self.order_O, self.ring_R, rows_Y, self.latest_OHW, self.counts_OH
+        return ctypes.byref(_Store(*sizes, *map(pointer, lie)))
 
     def forget(self) -> None:
         self.ring_R.fill_(-1)
@@ -91,6 +123,10 @@ class Places:
 
     def note(self, at_X: Tensor, real_X: Tensor, rows_Y: Tensor) -> None:
         """That these places follow what stands before them; of a bucket the latest are kept."""
+        if self.made:
+            given = at_X.contiguous(), real_X.contiguous()
+            self.made.note(self._laid(rows_Y), *map(_P, map(pointer, given)), len(at_X))
+            return
         back_P = torch.arange(1, max(ORDERS) + 1, device=at_X.device)
         bucket_OX = hashed(self.read(at_X[:, None] - back_P, rows_Y), ORDERS) % BUCKETS
         bucket_OX = torch.where(real_X, bucket_OX, BUCKETS)
@@ -111,6 +147,13 @@ class Places:
         """Places [B, C], and how many tokens before each equal the ending (the last one first); 0
         of places that another order has too.
         """
+        if self.made:
+            ending_BP = ending_BP.contiguous()
+            found = torch.empty(2, len(ending_BP), len(ORDERS) * WIDE, dtype=torch.int64)
+            lie = (_P(pointer(x)) for x in (ending_BP, *found))
+            sizes = map(ctypes.c_int64, ending_BP.shape)
+            self.made.matching(self._laid(rows_Y), next(lie), *sizes, *lie)
+            return found[0], found[1]
         bucket_OB = hashed(ending_BP, ORDERS) % BUCKETS
         order_O1 = torch.arange(len(ORDERS), device=bucket_OB.device)[:, None]
         at_BOW = self.latest_OHW[order_O1, bucket_OB].transpose(0, 1).long()
@@ -126,6 +169,24 @@ class Places:
             of_BW = matched_BOW[:, number]
             of_BW *= (of_BW >= least) & (of_BW < more)
         return at_BOW.flatten(1), matched_BOW.flatten(1)
+
+    def follow(
+        self, request: Round, at_BC: Tensor, weight_BC: Tensor, rows_Y: Tensor, vocab_size: int
+    ) -> Tensor:
+        """The chains [B, K] that `grow` would come to from these places and weights, K the level
+        at which no row has hope any more, or the plan's; only where there is `made`.
+        """
+        race_BKV = request.race_BDV if request.law == COUPLED else None
+        tokens_BK = at_BC.new_empty(len(at_BC), request.plan.levels)
+        strides = (0, 0) if race_BKV is None else race_BKV.stride()[:2]
+        lie = at_BC, weight_BC, request.active_B, race_BKV, tokens_BK
+        sizes = *at_BC.shape, vocab_size, *strides, request.plan.levels
+        numbers = SLACK / vocab_size, request.params.law[0] or 1.0, HOPELESS
+        drafted = self.made.follow(
+            *(self._laid(rows_Y), *(_P(pointer(x)) for x in lie)),
+            *(*map(ctypes.c_int64, sizes), *map(ctypes.c_float, numbers)),
+        )
+        return tokens_BK[:, :drafted]
 
 
 class SuffixDrafter(LookupDrafter):
@@ -197,11 +258,29 @@ class SuffixDrafter(LookupDrafter):
         place_RN = first + rows_R[:, None] * self.text_BS.shape[1] + at_RN
         self.store.note(place_RN.flatten(), real_RN.flatten(), self.text_BS.flatten())
 
+    def _matching(self) -> tuple[Tensor, Tensor]:
+        """Places that the rows' endings lead to, and their weights: [B, C]."""
+        at_BC, matched_BC = self.store.matching(self.tail(COMPARED), self.text_BS.flatten())
+        return at_BC, torch.where(matched_BC > 0, torch.exp2(matched_BC.float()), 0)
+
+    def propose(self, request: Round) -> TokenTree:
+        """Chains of best tokens are drafted in one call, where there is one."""
+        asked = request.plan.is_chain and plain(request) and not request.sure
+        if not (asked and self.store.made and isinstance(request.params, SamplingParams)):
+            return super().propose(request)
+        if request.params.law[1:] != UNFILTERED:
+            return super().propose(request)
+        (at_BC, weight_BC), tokens_BN = self._matching(), request.pending_B[:, None]
+        if bool(((weight_BC > 0).any(1) & request.active_B).any()):
+            found = at_BC, weight_BC, self.text_BS.flatten(), self.vocab_size
+            tokens_BN = torch.cat([tokens_BN, self.store.follow(request, *found)], 1)
+        return TokenTree(tokens_BN, chain(tokens_BN.shape[1] - 1, self.device), request.law)
+
     def looked_up(self) -> tuple[Feed, Tensor]:
         rows_Y = self.text_BS.flatten()
-        at_BC, matched_BC = self.store.matching(self.tail(COMPARED), rows_Y)
-        weight_BC = torch.where(matched_BC > 0, torch.exp2(matched_BC.float()), 0)
-        agree_BFC = (weight_BC > 0)[:, None]
+        at_BC, weight_BC = self._matching()
+        found_BC = weight_BC > 0
+        agree_BFC = found_BC[:, None]
 
         def feed(frontier: Frontier) -> Fed:
             nonlocal agree_BFC
@@ -214,4 +293,4 @@ class SuffixDrafter(LookupDrafter):
             given_BFC = weight_BC[:, None] * (agree_BFC & (next_B1C >= 0))
             return law_of(next_B1C.expand_as(given_BFC), given_BFC, SLACK, self.vocab_size)
 
-        return feed, (matched_BC > 0).any(1)
+        return feed, found_BC.any(1)

@@ -79,7 +79,7 @@ def test_a_round_that_reads_nothing_can_be_recorded(
     target, head = counting(wrong=0.35)
     looked = load_drafter(name.strip("+"), target, tiny_tokenizer)
     assert isinstance(looked, LookupDrafter)
-    looked.reads = False  # as on a GPU
+    looked.reads, looked.store.made = False, None  # as on a GPU
     drafter: Drafter = looked
     if name.endswith("+"):
         drafter = CompositeDrafter(looked, EagleDrafter(head, target, VOCAB), 3)

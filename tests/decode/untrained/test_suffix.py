@@ -11,12 +11,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS
 
 from draftsmith.decode.drafters.load import load_drafter
-from draftsmith.decode.drafting.base import Frontier
+from draftsmith.decode.drafting.base import Frontier, Round
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.forward.compiled import library
+from draftsmith.decode.sampling import SamplingParams, log_race, position_keys
+from draftsmith.decode.token_tree import COUPLED
+from draftsmith.decode.tree_shapes import parse_tree
 from draftsmith.decode.untrained import suffix
-from draftsmith.decode.untrained.suffix import SLACK, SuffixDrafter
+from draftsmith.decode.untrained.suffix import SLACK, Places, SuffixDrafter
 
 CPU = torch.device("cpu")
+NONE = property(lambda store: None)  # nothing in C++
+
+
+@pytest.fixture(params=["torch", "C++"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of the store."""
+    if request.param == "torch":
+        monkeypatch.setattr(Places, "made", NONE)
+    elif library(suffix.SOURCE) is None:
+        pytest.skip("no C++ compiler")
 
 
 def scanned(known: list[list[int]], ending: list[int], path: list[int]) -> dict[int, float]:
@@ -45,6 +59,7 @@ def law_at(drafter: SuffixDrafter, row: int, path: list[int]) -> Tensor:
     return logits_BFV[row, 0].exp()
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("seed", range(3))
 def test_the_law_is_what_a_scan_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random texts of three tokens, and tables wide enough to hold every place: texts of both rows
@@ -76,6 +91,7 @@ def test_the_law_is_what_a_scan_finds(seed: int, monkeypatch: pytest.MonkeyPatch
     assert past, "one answer is over"
 
 
+@pytest.mark.usefixtures("form")
 def test_of_many_places_the_latest_count() -> None:
     """The same token is followed by 1 a hundred times, then by 2 for as often as a table is wide:
     what counts is the end, also where all came in one prompt.
@@ -94,6 +110,7 @@ def test_of_many_places_the_latest_count() -> None:
         assert two > 1000 * one
 
 
+@pytest.mark.usefixtures("form")
 def test_places_are_overwritten_in_a_full_store() -> None:
     """Twenty answers in a store for three: the latest are found, the first isn't."""
     drafter = SuffixDrafter("suffix", CPU, 100, remembered=64)
@@ -106,6 +123,7 @@ def test_places_are_overwritten_in_a_full_store() -> None:
     assert law_V[60 + 18] > 100 and law_V[60] < 1
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("answers", [2, 20])
 def test_a_store_goes_on_where_it_was_saved(answers: int) -> None:
     """Half empty, or full and begun again: the same law afterwards, and after more answers."""
@@ -143,3 +161,49 @@ def test_the_same_question_again_is_copied(
     drafter.forget()
     third = tau(decoder.generate(PROMPTS, SETTINGS[1]))
     assert second > 2 * first and third == first
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.skipif(library(suffix.SOURCE) is None, reason="no C++ compiler")
+def test_a_chain_in_one_call_is_the_one_that_torch_grows(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a life of two rows: the tables to the last number, the chains to the last token and
+    level, also where a row rests.
+    """
+    draw, vocab, K = random.Random(1), 7, 6
+    pair = [SuffixDrafter("suffix", CPU, vocab, remembered=200) for _ in range(2)]
+    monkeypatch.setattr(pair[1].store, "made", None)
+    for drafter in pair:
+        drafter.reset(2, 80)
+    levels = []
+    for step in range(60):
+        row, rest = step % 2, draw.random() < 0.2
+        if step < 2 or draw.random() < 0.1:
+            text = [draw.randrange(vocab) for _ in range(8)]
+            for drafter in pair:
+                begun(drafter, row, text)
+        else:
+            # What follows is mostly what followed before.
+            new = [draw.choice([1, 2, 3]) for _ in range(draw.randint(1, 3))]
+            for drafter in pair:
+                told(drafter, row, new, 2)
+        for name in ("latest_OHW", "counts_OH"):
+            own, other = (getattr(drafter.store, name)[:, :-1] for drafter in pair)
+            assert own.equal(other), name
+        keys_BD = position_keys(torch.tensor([step, 5]), torch.arange(2 * K).view(2, K))
+        race_BDV = log_race(keys_BD, vocab) if temperature else None
+        asked = Round(
+            parse_tree("chain", K),
+            pair[0].lens_B - 1,
+            torch.zeros(2, dtype=torch.int64),
+            torch.tensor([True, not rest]),
+            top=80,
+            params=SamplingParams(temperature),
+            law=COUPLED,
+            race_BDV=race_BDV,
+        )
+        own, other = (drafter.propose(asked).tokens_BN for drafter in pair)
+        assert own.equal(other)
+        levels.append(own.shape[1] - 1)
+    assert {2, K} <= set(levels), "some have hope for two levels, some to the end"
