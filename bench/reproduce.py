@@ -152,6 +152,20 @@ STEPS = {
         "draftsmith train tune recipe=layerskip/gsm8k", "~15", "runs/layerskip/gsm8k/target"
     ),
     "twin": Step("bench/speed/twin.py target={target} out=runs/twin", "1", "runs/twin/target"),
+    "consistency-answers": Step(
+        "draftsmith prepare recipe=consistency/prepare", "1", "runs/consistency/answers"
+    ),
+    "consistency": Step(
+        "draftsmith train tune recipe=consistency/gsm8k", "42", "runs/consistency/gsm8k/target"
+    ),
+    "units": Step("draftsmith train tune recipe=units/gsm8k", "~20", "runs/units/gsm8k/target"),
+    "own-layers-tuned": Step(
+        "bench/evidence/evaluated.py K=3,8 prompts=12 max_new_tokens=48 identity=false "
+        "targets=target={target},consistency=runs/consistency/gsm8k/target,"
+        "units=runs/units/gsm8k/target 'drafters=jacobi:8;jacobi:8;pads:8' out={out}",
+        "~5",
+        "{out}/own-layers.json",
+    ),
     "own-layers-twin": Step(
         "bench/evidence/evaluated.py K=1,3 prompts=8 max_new_tokens=32 identity=false "
         "targets=twin=runs/twin/target "
@@ -207,6 +221,11 @@ STEPS = {
         "bench/evidence/scaling.py sizes=1x64,1x128,2x128,2x256,4x256 "
         f"'options={SCALING} cache.path=runs/scaling/states' out={{out}}",
         "~45",
+    ),
+    "scaling-block": Step(
+        "bench/evidence/scaling.py family=block trained=runs/scaling-block name=scaling-block "
+        "out={out}",
+        "~60",
     ),
     "specdecpp": Step("bench/evidence/specdecpp.py timed_each=8 out={out}", "~240"),
     "judge": Step("bench/evidence/judge.py out={out}", "~15"),
@@ -293,12 +312,14 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "online-choices": (*GIVEN, "draft", "online", "eagle3", "online-choices"),
     "own-layers": (
         *(*GIVEN, "kangaroo", "longspec", "tokenswift", "layerskip", "twin"),
-        *("own-layers-twin", "own-layers"),
+        *("consistency-answers", "consistency", "units"),
+        *("own-layers-tuned", "own-layers-twin", "own-layers"),
     ),
     "peers": ("quickstart-runs", "peers"),
     "quickstart": ("quickstart-runs", "quickstart"),
     "ranks": ("ranks",),
     "scaling": (*GIVEN, "scaling"),
+    "scaling-block": (*GIVEN, "scaling-block"),
     "specdecpp": ("target", "specdecpp"),
     "swift": ("target", "swift"),
     "training-free": (
