@@ -68,6 +68,9 @@ class Session:
         self._parts: dict[int, DecodeBatch] = {}  # of the batch, by their rows
         self.launched, self.lag = 0, 0.0
         self.heard: float | None = None  # when; None where prompts came in since
+        # A core that others want too takes turns, and policies weigh some rounds against others.
+        here = decoder.runner.device.type == "cpu" and decoder.runner.leader is None
+        self.clock = time.thread_time if here else time.perf_counter  # of rounds
 
     @property
     def running(self) -> int:
@@ -161,7 +164,7 @@ class Session:
             if plan is not None and decoder.stepper.between(part, plan, top):
                 self._parts = {}
                 part = self._part()
-            started = time.perf_counter()
+            started = self.clock()
             steady = True
             if decoder.graphs is not None:
                 told = decoder.graphs.step(self.batch, plan, top)
@@ -197,7 +200,7 @@ class Session:
             flight.ready.synchronize()
         host = flight.table.cpu()  # the round's only reading of the device
         listed_BLW, table = told.listed_BLW(host), host[:, : 2 * told.levels + 6].tolist()
-        now = time.perf_counter()
+        now, ended = time.perf_counter(), self.clock()
         news, paths, heard = [], [], []
         parts = None if told.tree is None else told.tree.parts
         for row, request in enumerate(flight.requests):
@@ -218,10 +221,10 @@ class Session:
                 request.take_listed(listed_BLW[row, : len(news[-1][1])])
         said_BX = told.news_BX(host)
         said_BX = None if said_BX is None else said_BX[heard]
-        before, self.heard, seconds = self.heard, now, None
+        before, self.heard, seconds = self.heard, ended, None
         if flight.started is not None and (flight.ready is None or before is not None):
             # A device that runs ahead begins a round when the one before has ended.
-            seconds = now - max(before or 0.0, flight.started)
+            seconds = ended - max(before or 0.0, flight.started)
         drafter = self.decoder.drafter
         if drafter is not None and drafter.remembers and any(ended for *_, ended in news):
             # Its store is to hold whole answers, of which a new one takes the row.
