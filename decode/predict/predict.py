@@ -46,6 +46,7 @@ from draftsmith.models.disk.read_lm import read_json, write_json
 from draftsmith.printed import duration, print_table, times_as
 
 LONGEST, TREES = 12, (8, 16, 32, 64)  # drafted tokens of a chain, and of trees, that are tried
+FEW = 8  # rounds of which a share is believed
 DEEPEST, MOST_ROWS = 8, 4096  # levels of a tree; rows beyond which nobody asks
 LIST = 32_000  # tokens that EAGLE-3's own output head knows at most
 
@@ -141,7 +142,7 @@ def main(argv: list[str]) -> None:
     target, law = shape_of(config), law_of(settings.results)
     exits, context = max(1, target.layers // 3), settings.context
     try:
-        draft = propose(config, least, law, machine)[1][0]
+        draft = own_draft(settings.report) or propose(config, least, law, machine)[1][0]
     except ValueError:  # too small a target for one, or of a family that has none
         draft = None
     kinds = kinds_of(target, config.vocab_size, draft.work if draft else None, exits)
@@ -160,9 +161,10 @@ def main(argv: list[str]) -> None:
 
         row = {"kind": names.get(kind, kind), "kept": known[kind].tolist()}
         row |= {"best": {n: best_of(n) for n in settings.rows}}
-        rows.append(row | {"pays_until": pays_until(best_of, most)})
+        first, last = pays(best_of, most)
+        rows.append(row | {"pays_from": first, "pays_until": last})
     rows.sort(key=lambda row: -row["best"][settings.rows[0]].speedup)
-    head = ["kind", "kept", *(f"{n} rows" for n in settings.rows), "pays up to, rows"]
+    head = ["kind", "kept", *(f"{n} row{'s' * (n > 1)}" for n in settings.rows), "pays, rows"]
     print_table(head, [cells(row, most) for row in rows], ["kind", "kept"])
     print("\n".join(notes(settings, machine, target)))
     if settings.out:
@@ -174,8 +176,10 @@ def main(argv: list[str]) -> None:
 
 def cells(row: dict[str, Any], most: int) -> list[str]:
     """A row in words; most: the rows that fit."""
-    until = row["pays_until"]
-    told = f"{until:,}" if until < most else f"all that fit: {most:,}"
+    first, last = row["pays_from"], row["pays_until"]
+    told = f"up to {last:,}" if last < most else f"all that fit: {most:,}"
+    if not last or first > 1:
+        told = f"from {first:,}" if last else "none"
     kept = " ".join(f"{chance:.2f}" for chance in row["kept"][:3])
     return [row["kind"], kept, *map(str, row["best"].values()), told]
 
@@ -203,15 +207,31 @@ def kinds_of(target: Draft, vocab: int, draft: Pass | None, exits: int) -> dict[
     }
 
 
+def own_draft(report: str) -> Draft | None:
+    """The shape of the draft LM that a report is of, where its folder is still there."""
+    said = read_json(Path(report)).get("drafter", {}) if report else {}
+    folder = Path(said.get("path", ""))
+    known = said.get("kind") == "lm" and (folder / "config.json").exists()
+    return shape_of(config_of(str(folder))) if known else None
+
+
 def read_chances(settings: Prediction) -> dict[str, np.ndarray]:
-    """What a report and a trace say, by kind. ValueError for a report of a tree."""
+    """What a report and a trace say, by kind. ValueError for a report of a tree, or of no draft."""
     found = {}
     if settings.report:
         said = read_json(Path(settings.report))
-        if said.get("tree") != "chain" or len(said.get("accepted_histogram", ())) < 2:
+        if said.get("tree") != "chain":
             got = f"report: got {settings.report} with tree={said.get('tree')}"
             raise ValueError(f"{got}, expected a report.json of drafts by tree=chain")
-        found[said["drafter"]["kind"]] = kept_shares(said["accepted_histogram"])
+        # Rounds in which nothing was drafted, as `auto` has them, rejected nothing.
+        if not any(kept := said.get("acceptance_conditional", ())):
+            raise ValueError(
+                f"report: got {settings.report}, in which nothing drafted was kept "
+                f"(policy={said.get('policy')}); evaluate again with policy=fixed K=4"
+            )
+        rounds = np.cumsum(said["accepted_histogram"][::-1])[::-1]  # that kept so many or more
+        known = [share for share, n in zip(kept, rounds, strict=False) if n >= FEW]
+        found[said["drafter"]["kind"]] = np.cumprod(known or kept[:1])
     if settings.trace:
         kept = np.concatenate([one.run_T for one in traced(settings.trace)])
         kind = read_traces(settings.trace, []).about["drafter"]["kind"]
@@ -246,15 +266,18 @@ def speedup(pair: Pair, way: tuple[float, float, float], rows: int, context: int
     return tau * plain / (verify + own)
 
 
-def pays_until(best_of: Callable[[int], Way], most: int) -> int:
-    """The rows with which it still pays, 0 for none, by halving: pays below, doesn't above."""
-    low, high = 0, most
-    if best_of(high).speedup > 1:
-        return high
+def pays(best_of: Callable[[int], Way], most: int) -> tuple[int, int]:
+    """The first and the last rows with which it pays, by halving; (0, 0): it pays neither with one
+    nor with most.
+    """
+    few, many = (best_of(n).speedup > 1 for n in (1, most))
+    if few == many:
+        return (1, most) if few else (0, 0)
+    low, high = 1, most
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if best_of(middle).speedup > 1 else (low, middle)
-    return low
+        low, high = (middle, high) if (best_of(middle).speedup > 1) == few else (low, middle)
+    return (1, low) if few else (high, most)
 
 
 def measured() -> Machine:

@@ -14,7 +14,7 @@ from draftsmith.decode.policies.foretold import SIBLING, extended, taus, tree_ta
 from draftsmith.decode.predict import predict
 from draftsmith.decode.predict.draft_sizes import Draft
 from draftsmith.decode.predict.machines import MACHINES, Machine, Pass
-from draftsmith.decode.predict.predict import Drafting, best, pays_until, speedup
+from draftsmith.decode.predict.predict import Drafting, Way, best, pays, speedup
 
 FLAT = Machine(0, 1e9, bandwidth=1e3, layer=0.0, call=0.0)  # only reading takes time
 TARGET = Draft(4, 64, 4, 4, 128, 10**6, 10**6, weights=2 * 10**6, kv=0)
@@ -76,9 +76,13 @@ def test_the_best_way_and_where_it_stops_paying() -> None:
     chances = extended([0.6], 12)
     rows = [best((gpu, large, Drafting()), chances, n, 1).speedup for n in (1, 16, 256, 4096)]
     assert rows == sorted(rows, reverse=True) and rows[-1] < 1
-    until = pays_until(lambda n: best((gpu, large, Drafting()), chances, n, 1), 4096)
-    pays = [best((gpu, large, Drafting()), chances, n, 1).speedup > 1 for n in (until, until + 1)]
-    assert pays == [True, False]
+    first, until = pays(lambda n: best((gpu, large, Drafting()), chances, n, 1), 4096)
+    gains = [best((gpu, large, Drafting()), chances, n, 1).speedup > 1 for n in (until, until + 1)]
+    assert first == 1 and gains == [True, False]
+    # A draft that costs the first rows too much pays from some number on.
+    ways = {True: Way(1, 0, 2.0, 1.5), False: Way(1, 0, 2.0, 0.5)}
+    assert pays(lambda n: ways[n >= 23], 4096) == (23, 4096)
+    assert pays(lambda n: ways[True], 64) == (1, 64) and pays(lambda n: ways[False], 64) == (0, 0)
 
 
 def test_what_is_known_of_acceptance_counts(
@@ -87,14 +91,16 @@ def test_what_is_known_of_acceptance_counts(
     """Given, or read from a report, of its kind alone; all else as assumed."""
     sizes = {"vocab_size": 320, "hidden_size": 128, "num_attention_heads": 2}
     LlamaConfig(**sizes, num_hidden_layers=4, intermediate_size=256).save_pretrained(tmp_path)
-    said = {"tree": "chain", "drafter": {"kind": "lm"}, "accepted_histogram": [1, 2, 7]}
+    # 20 rounds of `auto` in which nothing was drafted, and 4 that say nothing of a third token.
+    said = {"tree": "chain", "drafter": {"kind": "lm"}, "accepted_histogram": [22, 4, 10, 4]}
+    said |= {"acceptance_conditional": [0.9, 14 / 18, 1.0], "policy": "auto"}
     (tmp_path / "report.json").write_text(json.dumps(said))
     out = tmp_path / "out.json"
     argv = [f"target={tmp_path}", "gpu=cpu", "batch_size=1,8", f"out={out}", "context=64"]
     predict.main([*argv, "acceptance=eagle3:0.31", f"report={tmp_path / 'report.json'}"])
     told = capsys.readouterr().out
     rows = {row["kind"].split()[0]: row for row in json.loads(out.read_text())["rows"]}
-    assert rows["draft"]["kept"] == [0.9, 0.7]
+    assert rows["draft"]["kept"] == pytest.approx([0.9, 0.7, 0.7])
     assert rows["eagle3"]["kept"][:2] == pytest.approx([0.31, 0.31**2])
     assert rows["medusa"]["kept"][0] == predict.ASSUMED["medusa"]
     assert rows["exit:1"]["best"].keys() == {"1", "8"} and "0.90 0.70" in told
