@@ -41,21 +41,21 @@ def main(argv: list[str]) -> None:
     for name, folder in written(reports).items():
         result, advice = reports[name], reports[name].get("advice")
         if advice and not pays(advice):
-            print(advice["says"])
+            print(f"{name}: {advice['says']}")
         console.print(table(result))
         console.print(f"written: {folder / 'report.json'}, {folder / 'report.html'}", markup=False)
         if advice:
-            tell(advice, result["drafter"], settings)
+            tell(name, advice, result["drafter"], settings)
         if settings.save:
             pretend(result, settings.target)
-    rows = [results.row(name, result) for name, result in reports.items()]
-    if len(rows) > 1:
+    rows = [row for name, result in reports.items() for row in results.rows_of(name, result)]
+    if len(reports) > 1:
         console.print(comparison(rows))
         print_table(results.PAIRED, results.differences(rows), results.PAIRED[1:2])
     results.publish(f"Drafters for {settings.target}", rows, Path(settings.out))
 
 
-def tell(advice: dict[str, Any], drafter: dict[str, Any], settings: Evaluation) -> None:
+def tell(name: str, advice: dict[str, Any], drafter: dict[str, Any], settings: Evaluation) -> None:
     """What every way would give, the advice, and with `save` the lines that then serve it."""
     rows = []
     for one in advice["depths"]:
@@ -64,7 +64,7 @@ def tell(advice: dict[str, Any], drafter: dict[str, Any], settings: Evaluation) 
         rows.append([*words, times_as(one["measured"]), bracket(one["measured_interval"])])
     head = ["K", "tree", "policy", "tau", "speed-up, foretold", "95%", "measured", "its 95%"]
     print_table(head, rows, head[1:3])
-    print(advice["says"])
+    print(f"{name}: {advice['says']}")
     if settings.save and not pays(advice):
         print(f"nothing saved: {drafter['path']} keeps its K")
     elif settings.save:
@@ -74,6 +74,8 @@ def tell(advice: dict[str, Any], drafter: dict[str, Any], settings: Evaluation) 
             tree = str(Path(tree).resolve()).removeprefix(f"{folder.resolve()}/")
         save_defaults(folder, **kept, tree=None if tree == "chain" else tree)
         print(f"saved: {in_words(advice | {'K': advice['best']})} in {folder}; to serve it:")
+        # Not `policy=auto`, the server's own: this pays with as many rows as were measured.
+        print(f"draftsmith serve target={settings.target} drafter={folder} policy=")
         print(serve_line(folder, settings.target))
 
 

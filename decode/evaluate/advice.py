@@ -320,10 +320,8 @@ def pays(advice: Values) -> bool:
 
 def _speed_of(row: Values) -> str:
     between = f" {bracket(row['measured_interval'])}".rstrip()
-    return (
-        f"{row['measured']:.2f}{between} times as fast as plain decoding "
-        f"(foretold {row['speedup']:.2f})"
-    )
+    found = f"{row['measured']:.2f}{between} times as fast as plain decoding"
+    return found + ("" if row["policy"] == "auto" else f" (foretold {row['speedup']:.2f})")
 
 
 def _why_not(rows: Sequence[Values], best: Values, costs: Costs, first: Plan) -> str:
@@ -341,8 +339,12 @@ def _why_not(rows: Sequence[Values], best: Values, costs: Costs, first: Plan) ->
         says = f"it is accepted too seldom: it would have to {more}"
         ways.append((wanted / max(accepted, 1e-9), says))
     if c > 0 and c_wanted > 0:
-        less = f"c = {c_wanted:.2f} of a plain step, not {c:.2f}"
-        ways.append((c / c_wanted, f"a draft call costs too much: it would have to be {less}"))
+        less = f"{c_wanted:.2f} of a plain step, not {c:.2f}"
+        says = f"drafting one token costs too much: it would have to take {less}"
+        ways.append((c / c_wanted, says))
     why = ", or ".join(way for _, way in sorted(ways)) or "a pass over two tokens costs too much"
     tried = f" ({in_words(best)}: {_speed_of(best)})" if best["K"] else ""
+    if best["policy"] == "auto":  # which drafts little then
+        deep = max((row for row in rows[1:] if row is not best), key=lambda row: row["speedup"])
+        tried = f"{tried[:-1]}; {in_words(deep)}: {deep['speedup']:.2f} foretold)"
     return f"drafting doesn't pay here{tried}: {why}"

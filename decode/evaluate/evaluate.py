@@ -134,9 +134,15 @@ def speed_report(
     report["agreement"] = agreement(plain.questions, spec.questions) if settings.lossy else None
     fixed = steady_arm(pair, timed, name)
     report["rules"] = fixed and tau_by_rule(settings, pair.steady, name, plain, fixed)
+    report["drafting"] = None
+    if fixed is not None and fixed is not spec:
+        levels = pair.steady.decoding[name].plan.levels
+        report["drafting"] = speed.drafting(plain, fixed, levels, settings.batch_size)
     report["example"] = example(pair.tokenizer, spec.completions[0])
-    others = [other for other in pair.drafters if other != name]
-    report["over"] = {other: speed.paired(plain, spec, timed[other]) for other in others}
+    # Of drafters that rest there is nothing to compare.
+    alike = {one: steady_arm(pair, timed, one) or timed[one] for one in pair.drafters}
+    own = alike.pop(name)
+    report["over"] = {other: speed.paired(plain, own, arm) for other, arm in alike.items()}
     return report
 
 
@@ -230,7 +236,8 @@ def acceptance_part(settings: Evaluation, pair: Loaded, name: str, plain: Arm) -
     overlap, positions = zip(*by_prompt, strict=True)
     return {
         "alpha": sum(overlap) / sum(positions),
-        "alpha_interval": metrics.ratio_interval(overlap, positions),
+        # Sums of shares may round to more than all.
+        "alpha_interval": [min(1.0, end) for end in metrics.ratio_interval(overlap, positions)],
         "coupled_acceptance": sum(row.coupled for row in rows) / sum(positions),
         "alpha_by_prompt": by_prompt,
     }

@@ -42,7 +42,9 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> di
         prompt=asked // len(answers),
         nodes=1 + round(nodes),
     )
-    drafting = K * times["draft"] + (times["extend"] or 0.0)
+    # A round that drafts nothing takes nothing in.
+    drafted = one.reached[0] / max(1, one.rounds) if one.reached else 0.0
+    drafting = K * times["draft"] + drafted * (times["extend"] or 0.0)
     ideal = tau * times["plain"] / (times["verify"] + drafting)
     c_bytes = drafter.parameter_bytes / weights_read(pair.target)
     by_position, conditional = metrics.acceptance_by_position(counters)
@@ -72,6 +74,16 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> di
         "loop_rate": metrics.loop_rate(plain.completions),
         "per_prompt": per_prompt(plain, spec),
     }
+
+
+def drafting(plain: Arm, fixed: Arm, K: int, batch: int) -> dict[str, Any]:
+    """What a drafter gives that drafts so deep in every round, beside one whose policy rests."""
+    counters, rounds = fixed.counters, [c.rounds for c in fixed.counters]
+    found = {"K": K, "tau": metrics.block_efficiency(counters)}
+    found["tau_interval"] = metrics.ratio_interval([c.emitted for c in counters], rounds)
+    both = speedups(plain, fixed, batch)
+    rate = sum(fixed.tokens) / sum(fixed.seconds)
+    return found | {"tokens_per_s": rate} | {k: both[k] for k in ("speedup", "speedup_interval")}
 
 
 def per_prompt(plain: Arm, spec: Arm) -> list[dict[str, Any]]:

@@ -73,6 +73,10 @@ def figure(report: Report, key: str) -> Figure:
 def figures(report: Report) -> list[Figure]:
     """Every figure of a report, in reading order; absent ones as an em dash."""
     tau, *others = (figure(report, key) for key in SHOWN)
+    if one := report.drafting:
+        words = f"tau {number(one['tau'])}, {times_as(one['speedup'])}"
+        between = bracket(one["speedup_interval"])
+        others.append(named("drafting", words, between, f"K={one['K']}"))
     if report.rules:
         taus = " · ".join(f"{rule} {number(tau)}" for rule, tau in report.rules.items())
         others.append(named("rules", taus))

@@ -17,6 +17,7 @@ COPIED = (
     *("batch", "n_prompts", "max_new_tokens", "seconds", "commit", "command", "versions"),
     "machine",
 )
+OF_POLICY = ("over", "ideal_speedup", "efficiency", "mbsu", "N", "rules")
 PAIRED = ("T", "drafter", "tau, more by", "95%", "speed-up, more by", "its 95%")
 HEAD = ("T", "drafter", "alpha", "tau", "speed-up", "tokens/s (plain)", "loop rate", "identical")
 
@@ -27,6 +28,16 @@ def row(what: str, report: dict[str, Any]) -> dict[str, Any]:
     copied = {name: report[name] for name in COPIED}
     copied |= {"over": report["over"]} if report.get("over") else {}
     return head | copied
+
+
+def rows_of(what: str, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The row of a report, and beside a policy that rests one of drafting in every round."""
+    found = [row(what, report)]
+    if one := report.get("drafting"):
+        own = {**found[0], **one, "what": f"{what}, K={one['K']}", "policy": "fixed"}
+        own["tokens_per_s"] = report["tokens_per_s"] | {"speculative": one["tokens_per_s"]}
+        found.append({key: value for key, value in own.items() if key not in OF_POLICY})
+    return found
 
 
 def publish(title: str, rows: list[dict[str, Any]], folder: Path, name: str = "results") -> None:

@@ -161,6 +161,7 @@ class Report(ReportPart):
     repeats: int | None = None  # of which the fastest counts
     example: dict[str, Any] | None = None  # prompt, pieces of [text, from the draft?]
     rules: dict[str, float] | None = None
+    drafting: dict[str, Any] | None = None  # beside a policy that rests: K in every round
     advice: dict[str, Any] | None = None  # depths, best, foretold, measured, says
     seconds: float | None = None  # of the whole evaluation
 

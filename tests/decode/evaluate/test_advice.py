@@ -15,6 +15,7 @@ from draftsmith.decode.engine.settings import DecodeSettings
 from draftsmith.decode.evaluate import advice
 from draftsmith.decode.evaluate.arms import Arm, Evaluation, Loaded, load, unsaid
 from draftsmith.decode.policies.policy import Costs
+from draftsmith.decode.report.results import rows_of
 from draftsmith.decode.report.schema import schema_problems
 from draftsmith.decode.tree_shapes import PUBLISHED, parse_tree
 from draftsmith.models.folder.drafter_folder import META, read_meta
@@ -123,9 +124,9 @@ def test_no_depth_is_foretold_to_be_faster_than_any_that_was_measured(
     ("c", "verify", "words"),
     [
         # K = 1 breaks even where 60% are kept, 1.2 times as many, or at c = .4, 1.25 times less.
-        (0.5, 1.1, "keep 60% of its first tokens, not 50%, or a draft call costs too much"),
-        (1.5, 1.0, "pay here: a draft call costs too much: it would have to be c = 0.50"),
-        (0.3, 1.45, "keep 75% of its first tokens, not 50%, or a draft call"),
+        (0.5, 1.1, "keep 60% of its first tokens, not 50%, or drafting one token costs too much"),
+        (1.5, 1.0, "pay here: drafting one token costs too much: it would have to take 0.50"),
+        (0.3, 1.45, "keep 75% of its first tokens, not 50%, or drafting one token"),
         (0.1, 1.7, "pay here: it is accepted too seldom: it would have to keep 80%"),
         (0.6, 1.6, "pay here: a pass over two tokens costs too much"),
     ],
@@ -226,8 +227,9 @@ def test_a_tree_is_saved_for_us_and_a_chain_for_servers(
     row = advice.row_of(5, "eagle-25", "fixed", 3.0, 1.6, None)
     row |= {"measured": 1.5, "measured_interval": [1.4, 1.6]}
     says = {"depths": [row], "best": 5, "served_K": 2, "says": "draft"}
-    tell(row | says, {"path": str(folder)}, settings)
+    tell("d", row | says, {"path": str(folder)}, settings)
     told = capsys.readouterr().out
+    assert f"draftsmith serve target={folders / 'target'} drafter={folder} policy=\n" in told
     assert "saved: K=5 tree=eagle-25" in told and '"num_speculative_tokens": 2' in told
     assert "--speculative-num-steps 2" in told
     again = load(settings, {"d": str(folder)}, "float32")
@@ -247,8 +249,8 @@ def test_nothing_is_saved_where_drafting_does_not_pay(
     draft = folders / "draft"
     main(arguments(folders, tmp_path, f"drafter={draft}", "advice=true", "save=true"))
     told = capsys.readouterr().out
-    assert told.lstrip().startswith("drafting doesn't pay here (K=8 policy=auto: 0.10")
-    assert "a draft call costs too much" in told
+    assert told.lstrip().startswith("draft: drafting doesn't pay here (K=8 policy=auto: 0.10")
+    assert "drafting one token costs too much" in told
     assert "nothing saved" in told and read_meta(draft)["defaults"]["K"] == 3
 
 
@@ -268,6 +270,12 @@ def test_auto_is_advised_from_a_fixed_chain_beside_it(folders: Path, tmp_path: P
     (counted,) = (row for row in found["depths"] if (row["K"], row["policy"]) == (3, "fixed"))
     assert counted["measured"] is not None and counted["tau"] == 4.0  # the folder's K
     assert found["acceptance_by_position"] == [1.0, 1.0, 1.0]
+    always = report["drafting"]
+    # Each answer's last round is cut.
+    assert (always["K"], always["tau"], always["tau_interval"]) == (3, 3.75, [3.75, 3.75])
+    assert always["speedup"] == counted["measured"]
+    own, beside = rows_of("itself", report)
+    assert (own["tau"], beside["tau"], beside["what"]) == (report["tau"], 3.75, "itself, K=3")
 
 
 def test_who_says_k_or_a_tree_gets_it_in_every_round(folders: Path) -> None:
