@@ -16,6 +16,7 @@ import re
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import NoneType
@@ -79,6 +80,7 @@ def guarded(main: Main, argv: list[str], keys: Callable[[], Collection[str]] = t
     """The exit code of `main`, whose settings have these keys. Only what is neither the user's
     error nor a lack of memory has a traceback.
     """
+    warnings.formatwarning = plain_warning
     try:
         return main(spelled(argv)) or 0
     except (RuntimeError, MemoryError) as error:
@@ -93,6 +95,12 @@ def guarded(main: Main, argv: list[str], keys: Callable[[], Collection[str]] = t
     except KeyboardInterrupt as stop:
         print(f"interrupted: {stop}".rstrip(": "), file=sys.stderr)
         return INTERRUPTED
+
+
+def plain_warning(message: Warning | str, category: type[Warning], *place: Any, **_: Any) -> str:
+    """One line, without the place in the source where it is the user who is told."""
+    where = "" if category is UserWarning else f" ({category.__name__}, {place[0]}:{place[1]})"
+    return f"warning: {message}{where}\n"
 
 
 def out_of_memory(error: BaseException) -> str:

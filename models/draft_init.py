@@ -103,7 +103,7 @@ def kept_indices(
 
 def _heads(part: Weights, draft: PretrainedConfig, target: PretrainedConfig) -> dict[str, Tensor]:
     """Of a layer the rows of the kept heads: whole groups first, then the best in each of them."""
-    size, groups = _head_size(target), target.num_key_value_heads
+    size, groups = head_size(target), target.num_key_value_heads
     energy_MG = _energy(part, "heads").view(groups, -1, size).sum(-1)
     energy_M = _energy(part, "kv").view(groups, size).sum(-1) + energy_MG.sum(-1)
     group_M = _largest(energy_M, draft.num_key_value_heads)
@@ -145,7 +145,7 @@ def _place(name: str) -> tuple[int | None, tuple[str, ...]]:
     return (int(found[1]) if found else None), AXES[module][: 1 if part == "bias" else None]
 
 
-def _head_size(config: PretrainedConfig) -> int:
+def head_size(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -160,13 +160,13 @@ def _check(draft: PretrainedConfig, target: PretrainedConfig) -> None:
         if got > most:
             wanted = f"at most the target's {most}, which it is cut from"
             raise _refusal(f"with {name}={got}", wanted, f"lower {name}, or say init=random")
-    ours, theirs = _head_size(draft), _head_size(target)
+    ours, theirs = head_size(draft), head_size(target)
     if ours != theirs:
         wanted = f"the target's size {theirs}, since heads are kept whole"
-        raise _refusal(f"with heads of {ours}", wanted, f"say head_dim={theirs}")
+        raise _refusal(f"with heads of {ours}", wanted, f"say draft.head_dim={theirs}")
     ours, theirs = (c.num_attention_heads // c.num_key_value_heads for c in (draft, target))
     if ours > theirs:
-        remedy = f"say kv_heads={-(-draft.num_attention_heads // theirs)} or more"
+        remedy = f"say draft.kv_heads={-(-draft.num_attention_heads // theirs)} or more"
         got = f"with {ours} heads for each key-value head"
         raise _refusal(got, f"at most the target's {theirs}", remedy)
     if draft.vocab_size != target.vocab_size:

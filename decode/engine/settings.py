@@ -46,7 +46,7 @@ class DecodeSettings:
 
     def __post_init__(self) -> None:
         if self.K is not None and not 1 <= self.K <= 64:
-            raise ValueError(f"K: got {self.K}, expected 1 to 64; drafter=None is plain decoding")
+            raise ValueError(f"K: got {self.K}, expected 1 to 64 drafted tokens a round")
         if self.batch_size < 1:
             raise ValueError(f"batch_size: got {self.batch_size}, expected at least 1")
         if self.rule not in RULES:

@@ -79,7 +79,7 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> di
 def drafting(plain: Arm, fixed: Arm, K: int, batch: int) -> dict[str, Any]:
     """What a drafter gives that drafts so deep in every round, beside one whose policy rests."""
     counters, rounds = fixed.counters, [c.rounds for c in fixed.counters]
-    found = {"K": K, "tau": metrics.block_efficiency(counters)}
+    found: dict[str, Any] = {"K": K, "tau": metrics.block_efficiency(counters)}
     found["tau_interval"] = metrics.ratio_interval([c.emitted for c in counters], rounds)
     both = speedups(plain, fixed, batch)
     rate = sum(fixed.tokens) / sum(fixed.seconds)

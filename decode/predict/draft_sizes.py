@@ -113,7 +113,10 @@ def main(argv: list[str]) -> None:
     print_table(rows[0], [list(row.values()) for row in rows])
     # What a command line of train/distill.py says; of train/pretrain.py, with `model.`.
     recipe = " ".join(f"draft.{name}={getattr(drafts[0], name)}" for name in RECIPE)
-    print("\n".join([*notes(settings, law, machine, target), "", f"recipe: {recipe}"]))
+    told = notes(settings, law, machine, target)
+    if drafts[0].speedup <= 1:
+        told.append("None of them would pay: a head, or what needs no training, might.")
+    print("\n".join([*told, "", f"recipe: {recipe}"]))
 
 
 def config_of(target: str) -> PretrainedConfig:
@@ -319,9 +322,9 @@ def notes(settings: Sizing, law: Law, machine: Machine, target: Draft) -> list[s
         timed = "times: measured here, on random bf16 models of these shapes"
     else:
         timed = (
-            f"times: modelled as {machine.call:g} us + {machine.layer:g} us a layer + weights in "
-            f"bf16 at {machine.bandwidth:g} GB/s, at batch 1; keys and values aren't counted, and "
-            "verifying K + 1 tokens is taken to cost one token's time"
+            f"times: of gpu={settings.gpu}, modelled as {machine.call:g} us + {machine.layer:g} us "
+            f"a layer + weights in bf16 at {machine.bandwidth:g} GB/s, at batch 1; keys and values "
+            "aren't counted, and verifying K + 1 tokens is taken to cost one token's time"
         )
     counted = "all parameters" if law.with_tables else "parameters without the tables"
     return [

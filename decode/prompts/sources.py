@@ -8,6 +8,7 @@ import os
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,10 @@ def read_source(data: str) -> list[list[Row]]:
     elif path.is_file():
         files = [_rows(_file(path))]
     elif path.suffix or data.startswith((".", "/", "~")) or data.count("/") > 1:
-        raise ValueError(f"data: got {data!r}, which does not exist; expected a file or a folder")
+        there = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = get_close_matches(path.name, there, n=1, cutoff=0.75)
+        remedy = f"did you mean {path.parent / near[0]}?" if near else "expected a file or a folder"
+        raise ValueError(f"got {data!r}, which does not exist; {remedy}")
     else:
         files = [_hub_rows(data)]
     if not any(files):

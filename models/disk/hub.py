@@ -35,9 +35,10 @@ def _fetched(name: str) -> Path:
             local_files_only=constants.HF_HUB_OFFLINE,
         )
     except OSError as error:
+        why = "" if constants.HF_HUB_OFFLINE else f" ({first_line(error)})"
         raise ValueError(
-            f"got {name}, which is no folder here and no drafter that the hub gave "
-            f"({first_line(error)}); expected a drafter folder or a hub name; correct it, or, "
-            "where this machine is offline (HF_HUB_OFFLINE), fetch it first"
+            f"got {name}, which is no folder here and no drafter that the hub gave{why}; expected "
+            "a drafter folder or a hub name; correct it, or, where this machine is offline "
+            "(HF_HUB_OFFLINE), fetch it first"
         ) from error
     return Path(folder)

@@ -183,8 +183,9 @@ def open_drafter(
     if differ:
         raise ValueError(
             f"got a target that {folder} was not made for ({'; '.join(differ)}); expected the "
-            "target it was trained on; give that, or set allow_target_mismatch=true to insist "
-            "(decoding stays lossless, acceptance may be low)"
+            "target it was trained on; give that; `evaluate` and the "
+            "decoder take allow_target_mismatch=true to insist (decoding stays lossless, "
+            "acceptance may be low)"
         )
     bodies = {mark["body"] for mark in (meta["target"], target_fingerprint) if "body" in mark}
     if len(bodies) > 1:

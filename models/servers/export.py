@@ -155,7 +155,7 @@ def serve_line(
     if rates:
         return "\n".join(line for line in lines if not line.startswith("#"))
     without = [STACKS[stack].name for stack in ("vllm", "sglang") if stack not in stacks]
-    lines += [f"# {' and '.join(without)} load no {title}"] if without else []
+    lines += [f"# not for {' and '.join(without)}: they load no such head"] if without else []
     return "\n".join([*lines, *(_notes(here, meta) if kind == "lm" else [])])
 
 

@@ -70,11 +70,11 @@ def fitting(asks: list[Ask], *, longest: int, leave_out: bool) -> list[Ask]:
     kept = [ask for ask in asks if len(ask.ids) <= longest]
     long = [ask for ask in asks if len(ask.ids) > longest]
     if long and not (leave_out and kept):
+        remedy = f"max_prompt_tokens={longest} leaves them out" if kept else "give shorter ones"
         raise ValueError(
             f"got {len(long)} of {len(asks)} prompts longer than {longest} tokens, request "
             f"{long[0].index} for one has {len(long[0].ids)} ({long[0].text[:40]!r} ...); expected "
-            f"room for an answer within the target's context; max_prompt_tokens={longest} leaves "
-            "them out"
+            f"room for an answer within the target's context; {remedy}"
         )
     return kept
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import check_least, check_one_of
-from draftsmith.models.draft_init import start_from_target
+from draftsmith.models.draft_init import head_size, start_from_target
 from draftsmith.models.draft_lm import draft_from_config, load_draft, recast
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
@@ -79,8 +79,9 @@ def fresh_draft(
     elif sizes.init == "target":
         raise ValueError("got model.init=target without a target, expected target.path=...")
     names = ["layers", "hidden", "heads", "kv_heads", "intermediate"]
-    names += ["head_dim"] if sizes.head_dim else []
     fields: dict[str, Any] = {name: getattr(sizes, name) for name in names}
+    if width := sizes.head_dim or (sizes.init == "target" and head_size(family)):
+        fields["head_dim"] = width
     fields |= {name: getattr(tokenizer, name) for name in SPECIAL}
     fields |= {"tie_word_embeddings": tied, "max_position_embeddings": sizes.context}
     draft = draft_from_config(family, seed=seed, vocab_size=rows, **fields)

@@ -220,9 +220,8 @@ def show(outline: Outline, console: Console) -> None:
             console.print(f"nothing fits: {remedy}")
         return
     speed, hours = outline.tokens / best.seconds, best.seconds * config.steps / 3600
-    console.print(
-        f"{speed:,.0f} tokens/s at {asked.mfu:.0%} of the peak: {hours * asked.gpus:.3g} GPU hours"
-    )
+    told = f"{hours * asked.gpus:.3g} {'' if asked.gpu == 'cpu' else 'GPU '}hours"
+    console.print(f"{speed:,.0f} tokens/s at {asked.mfu:.0%} of the peak: {told}")
     console.print(launch_line(outline, best), soft_wrap=True, highlight=False)
 
 
@@ -238,8 +237,8 @@ def launch_line(outline: Outline, best: Choice) -> str:
     many, config, recipe = outline.asked.gpus, outline.staged.config, outline.recipe
     name = "gpu_ddp" if best.way == "ddp" else best.way
     file = f"--config_file recipes/accelerate/{name}.yaml --num_processes {many} "
-    if many == 1:
-        file = "--config_file recipes/accelerate/cpu.yaml " if outline.asked.gpu == "cpu" else ""
     if best.checkpointing and not config.gradient_checkpointing:
         recipe = [*recipe, "gradient_checkpointing=true"]
+    if many == 1:
+        return f"draftsmith train {config.entry} {shlex.join(recipe)}"
     return f"accelerate launch {file}train/{config.entry}.py {shlex.join(recipe)}"

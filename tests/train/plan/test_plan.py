@@ -205,7 +205,7 @@ def test_flags_that_would_fit_are_printed(
     shown = capsys.readouterr().out
     assert "this does: batch_size=1 accumulation=4" in shown and shown.count("1 x l40s") == 2
     last = shown.splitlines()[-1]
-    assert "train/eagle.py recipe=eagle3/qwen3-8b" in last and "accumulation=4" in last
+    assert "draftsmith train eagle recipe=eagle3/qwen3-8b" in last and "accumulation=4" in last
 
 
 def test_int8_is_offered_then_int4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
