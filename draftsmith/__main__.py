@@ -27,7 +27,7 @@ COMMANDS = {
     "doctor": ("doctor", "Doctor", "what is wrong with a drafter folder, for each server"),
     "trim": ("train.trim", "Trim", "draft only the tokens that the target writes"),
     "compare": ("train.compare", "KindsCompared", "which drafter to train: all, side by side"),
-    "calibrate": ("decode.predict.best_tree", "Calibration", "the best static tree for a pair"),
+    "calibrate": ("decode.predict.best_tree", "Calibration", "the best static tree for a draft LM"),
     "remember": ("decode.traces.fill_store", "Remembering", "texts to look drafts up in"),
     "skip-layers": ("decode.predict.best_layers", "LayerSearch", "layers that a draft leaves out"),
     "trace": ("decode.traces.record", "Tracing", "record drafts and what is kept, for scorers"),

@@ -1,4 +1,4 @@
-"""The best static tree for a pair, from a trace: which of its guesses come true.
+"""The best static tree for a draft LM, from a trace: which of its guesses come true.
 
     draftsmith calibrate target=TARGET drafter=DRAFTER prompts=prompts.jsonl \\
         nodes=16 levels=4 temperature=1 out=tree.json

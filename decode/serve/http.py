@@ -275,5 +275,7 @@ def first_fault(error: RequestValidationError) -> ApiError:
         return ApiError(400, "expected a JSON object, sent as application/json")
     words = EXPECTED.get(name)
     if words is None:
-        words, where = fault["msg"][:1].lower() + fault["msg"][1:], ".".join(place)
-    return ApiError(400, f"{where}: {words}", param=name)
+        said, where = fault["msg"], ".".join(place)
+        words = said[:1].lower() + said[1:]
+        words = words.replace("input should be", "expected", 1)
+    return ApiError(400, f"{where}: got {fault['input']!r:.60}, {words}", param=name)

@@ -88,7 +88,12 @@ def export(drafter: str, target: str, to: str, out: str, converter: str = "") ->
             "takes it by the line that is printed after training"
         )
     if to not in stacks:
-        able = [name for name in LAYOUTS[:-1] if name in stacks]
+        config = read_json(Path(drafter) / "config.json")
+        able = [
+            name
+            for name in LAYOUTS[:-1]
+            if name in stacks and not (stacks[name].misread and stacks[name].misread(config))
+        ]
         others = f"these do: {', '.join(able)}" if able else "no server does: decode with it here"
         raise ValueError(
             f"to={to}: got a drafter of kind {kind}, which {to} doesn't load; {others}"
