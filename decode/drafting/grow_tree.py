@@ -54,13 +54,18 @@ def grow(request: Round, feed: Feed) -> tuple[TokenTree, Tensor | None]:
 
 def at_once(request: Round, native: NativeBody | None, head: VocabHead) -> NativeBody | None:
     """What drafts all of a round in one call, if there is such a thing, and the round asks for a
-    chain of best tokens and for no word of the calls.
+    `best_chain`.
     """
-    if native is None or not request.plan.is_chain or not plain(request):
-        return None
-    params = request.params
-    filtered = not isinstance(params, SamplingParams) or params.law[1:] != UNFILTERED
-    return None if filtered or not native.drafts(head, len(request.lens_B)) else native
+    drafts = native and best_chain(request) and native.drafts(head, len(request.lens_B))
+    return native if drafts else None
+
+
+def best_chain(request: Round) -> bool:
+    """Whether a round asks for a chain of best tokens, by one temperature and no filters, and for
+    no word of the calls.
+    """
+    alike = isinstance(request.params, SamplingParams) and request.params.law[1:] == UNFILTERED
+    return request.plan.is_chain and plain(request) and alike
 
 
 def plain(request: Round) -> bool:

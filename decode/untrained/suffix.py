@@ -29,10 +29,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
-from draftsmith.decode.drafting.grow_tree import UNFILTERED, plain
+from draftsmith.decode.drafting.grow_tree import best_chain
 from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.native import pointer
-from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import COUPLED, TokenTree, chain
 from draftsmith.decode.untrained.texts import HOPELESS, LookupDrafter, hashed, law_of
 
@@ -43,7 +42,6 @@ COMPARED = 16
 SLACK = 16.0
 REMEMBERED = 1 << 20  # tokens of earlier answers; the oldest give way
 LED = 8  # tokens before an answer that are remembered with it
-
 
 SOURCE = Path(__file__).with_name("suffix.cpp")
 _P = ctypes.c_void_p
@@ -57,7 +55,8 @@ class _Store(ctypes.Structure):
 
 
 class Places:
-    """The text remembered, and where each ending was seen last. One for all who share it.
+    """The text remembered, and where each ending was seen last. One for all who share it. On a CPU
+    in C++ (suffix.cpp), place by place: as operations on tensors a look-up is a hundred small ones.
 
     ring_R: answers one behind the other, -1 between them; latest_OHW: places, the ring's below R,
     those of rows above; counts_OH: places noted in each bucket, the last of which takes what isn't
@@ -74,7 +73,7 @@ class Places:
 
     @cached_property
     def made(self) -> Any:
-        """What does the same in C++; None where there is nothing."""
+        """The functions of suffix.cpp; None on a GPU, and where nothing compiles them."""
         return library(SOURCE) if self.ring_R.device.type == "cpu" else None
 
     def _laid(self, rows_Y: Tensor) -> Any:
@@ -265,10 +264,7 @@ class SuffixDrafter(LookupDrafter):
 
     def propose(self, request: Round) -> TokenTree:
         """Chains of best tokens are drafted in one call, where there is one."""
-        asked = request.plan.is_chain and plain(request) and not request.sure
-        if not (asked and self.store.made and isinstance(request.params, SamplingParams)):
-            return super().propose(request)
-        if request.params.law[1:] != UNFILTERED:
+        if not (self.store.made and best_chain(request)) or request.sure:
             return super().propose(request)
         (at_BC, weight_BC), tokens_BN = self._matching(), request.pending_B[:, None]
         if bool(((weight_BC > 0).any(1) & request.active_B).any()):
