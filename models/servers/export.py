@@ -92,7 +92,7 @@ def export(drafter: str, target: str, to: str, out: str, converter: str = "") ->
         able = [
             name
             for name in LAYOUTS[:-1]
-            if name in stacks and not (stacks[name].misread and stacks[name].misread(config))
+            if name in stacks and not ((why := stacks[name].misread) and why(config))
         ]
         others = f"these do: {', '.join(able)}" if able else "no server does: decode with it here"
         raise ValueError(
