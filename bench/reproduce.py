@@ -90,6 +90,7 @@ STEPS = {
     "peers": Step("bench/speed/peers.py out={out}", "~40"),  # after make peers
     "heads": Step("bench/evidence/heads.py out={out}", "~130"),
     "load": Step("bench/speed/load.py out={out}", "~40"),
+    "served": Step("bench/speed/served.py out={out}", "~6"),
     "one-pass": Step(f"bench/evidence/one_pass.py {LONGER} out={{out}}", "~240"),
     "ours-alone": Step(
         first("ours"),
@@ -300,6 +301,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "heads": (*GIVEN, "heads"),
     "judge": ("judge-target", "judge-draft", "judge"),
     "load": (*GIVEN, "ours-alone", "load"),
+    "served": (*GIVEN, "ours-alone", "served"),
     "long-context": (
         *("target", "longer", "long-target", "long-moved", "long-unmoved"),
         *("long-context-heads", "long-context-far", "long-context"),

@@ -1,7 +1,8 @@
 """Parts of pages that are read from the source, so that they can't drift from it.
 
-A page says `<!-- from: NAME -->` on a line of its own; mkdocs (`hooks` of mkdocs.yml) puts what
-PARTS makes of that name in its place. Nothing of draftsmith is imported but its manual.
+A page says `<!-- from: NAME -->` on a line of its own, and perhaps in italics below what a reader
+of the bare file is to do instead; mkdocs (`hooks` of mkdocs.yml) puts what PARTS makes of that name
+in their place. Nothing of draftsmith is imported but its manual.
 """
 
 import re
@@ -15,7 +16,7 @@ from draftsmith.__main__ import COMMANDS
 from draftsmith.manual import COMMON, Key, file_of, of_module
 
 ROOT = Path(__file__).resolve().parents[1]
-MARK = re.compile(r"^<!-- from: (\w+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- from: (\w+) -->$(?:\n\*.+\*$)?", re.MULTILINE)
 LONG = 60  # of a default that is shown
 
 
