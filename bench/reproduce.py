@@ -56,7 +56,7 @@ WIDE = ";".join(
     for at in ("{}/drafter", "twin/{}")
 )
 SCALING = "steps=120 eval_every=15 warmup=10 heldout.limit=24 heldout.max_new_tokens=64"
-TRAIN = "draftsmith train pretrain recipe="
+TRAIN, TUNE = (f"draftsmith train {entry} recipe=" for entry in ("pretrain", "tune"))
 KANGAROO, LONGSPEC, TOKENSWIFT = (
     f"runs/{name}/gsm8k/drafter" for name in ("kangaroo", "longspec", "tokenswift")
 )
@@ -92,16 +92,8 @@ STEPS = {
     "load": Step("bench/speed/load.py out={out}", "~40"),
     "served": Step("bench/speed/served.py out={out}", "~6"),
     "one-pass": Step(f"bench/evidence/one_pass.py {LONGER} out={{out}}", "~240"),
-    "ours-alone": Step(
-        first("ours"),
-        "~7",
-        "runs/one-pass/ours-0/drafter",
-    ),
-    "one-pass-each": Step(
-        first(*EACH),
-        "~90",
-        f"runs/one-pass/{EACH[-1]}-0/drafter",
-    ),
+    "ours-alone": Step(first("ours"), "~7", "runs/one-pass/ours-0/drafter"),
+    "one-pass-each": Step(first(*EACH), "~90", f"runs/one-pass/{EACH[-1]}-0/drafter"),
     "one-pass-widened": Step(
         "bench/speed/twin.py target={target} out=runs/one-pass/twin "
         f"drafter={','.join(f'runs/one-pass/{kind}-0/drafter' for kind in EACH)}",
@@ -149,17 +141,13 @@ STEPS = {
         "~7",
     ),
     "tokenswift": Step("draftsmith train heads recipe=tokenswift/gsm8k", "~6", TOKENSWIFT),
-    "layerskip": Step(
-        "draftsmith train tune recipe=layerskip/gsm8k", "~15", "runs/layerskip/gsm8k/target"
-    ),
+    "layerskip": Step(f"{TUNE}layerskip/gsm8k", "~15", "runs/layerskip/gsm8k/target"),
     "twin": Step("bench/speed/twin.py target={target} out=runs/twin", "1", "runs/twin/target"),
-    "consistency-answers": Step(
+    "greedy": Step(
         "draftsmith prepare recipe=consistency/prepare", "1", "runs/consistency/answers"
     ),
-    "consistency": Step(
-        "draftsmith train tune recipe=consistency/gsm8k", "42", "runs/consistency/gsm8k/target"
-    ),
-    "units": Step("draftsmith train tune recipe=units/gsm8k", "~20", "runs/units/gsm8k/target"),
+    "consistency": Step(f"{TUNE}consistency/gsm8k", "42", "runs/consistency/gsm8k/target"),
+    "units": Step(f"{TUNE}units/gsm8k", "21", "runs/units/gsm8k/target"),
     "own-layers-tuned": Step(
         "bench/evidence/evaluated.py K=3,8 prompts=12 max_new_tokens=48 identity=false "
         "targets=target={target},consistency=runs/consistency/gsm8k/target,"
@@ -199,11 +187,7 @@ STEPS = {
     "eagle3": Step(
         "bench/evidence/heads.py kinds=eagle3 out=runs/heads", "~35", "runs/heads/eagle3-2/drafter"
     ),
-    "eagle3-alone": Step(
-        first("eagle3"),
-        "~20",
-        EAGLE,
-    ),
+    "eagle3-alone": Step(first("eagle3"), "~20", EAGLE),
     "medusa": Step(
         "bench/evidence/heads.py kinds=medusa seeds=1 out=runs/heads",
         "~5",
@@ -314,8 +298,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "online-choices": (*GIVEN, "draft", "online", "eagle3", "online-choices"),
     "own-layers": (
         *(*GIVEN, "kangaroo", "longspec", "tokenswift", "layerskip", "twin"),
-        *("consistency-answers", "consistency", "units"),
-        *("own-layers-tuned", "own-layers-twin", "own-layers"),
+        *("greedy", "consistency", "units", "own-layers-tuned", "own-layers-twin", "own-layers"),
     ),
     "peers": ("quickstart-runs", "peers"),
     "quickstart": ("quickstart-runs", "quickstart"),
