@@ -110,7 +110,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         for name, unit in zip(FIGURES, (1e3, 1e3, 1, 1), strict=True):
             mean, least, most = one[f"{name}_ratio"]
             beside = f" ({mean:.2f}, {least:.2f} to {most:.2f})" if one["what"] != "plain" else ""
-            cells.append(f"{unit * one[name]:.3g}{beside}")
+            figure = unit * one[name]
+            cells.append(f"{figure:,.{0 if figure > 100 else 1}f}{beside}")
         body.append([f"{one['load']:.0%}", one["what"], *cells])
     head = ("load", "arm", "p50 ms", "p99 ms", "good answers a second", "tokens/s")
     return "\n".join([*lines, "", *markdown(head, body), ""])

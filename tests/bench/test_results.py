@@ -22,7 +22,7 @@ from draftsmith.bench.evidence import (
     online_page,
     specdecpp_page,
 )
-from draftsmith.bench.speed import load
+from draftsmith.bench.speed import load, served
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.predict import scaling_laws as scaling
 from draftsmith.decode.report import results
@@ -116,6 +116,7 @@ PAGES: dict[str, Callable[[Rows], str]] = {
     "gsm8k": lambda rows: results.page("GSM8K, a 15M target", rows),
     "judge": judged,
     "load": load.page,
+    "served": served.page,
     "omni": omni.page,
     "quickstart": lambda rows: results.page("Quickstart", rows),
     "scaling": scaled,
