@@ -178,13 +178,17 @@ def measured(
 
 def costs(decoder: Decoder, drafter: Drafter) -> dict[str, Any]:
     """What a round's drafting costs alone, at batch 1: the median of isolated calls."""
-    plan = decoder.settings.plan
-    times = isolated_times(
-        decoder.runner, drafter, plan, batch=1, context=160, prompt=96, nodes=plan.nodes
-    )
+    plan, times = decoder.settings.plan, times_of(decoder, drafter)
     draft = plan.levels * times["draft"] + (times["extend"] or 0.0)
     sizes = {"K": plan.levels, "N": plan.nodes}
     return sizes | {"draft_ms": 1e3 * draft, "c": times["draft"] / times["plain"]}
+
+
+def times_of(decoder: Decoder, drafter: Drafter, batch: int = 1) -> dict[str, Any]:
+    """Of its plan, in the middle of a GSM8K answer: see `isolated_times`."""
+    plan = decoder.settings.plan
+    at = {"batch": batch, "context": 160, "prompt": 96, "nodes": plan.nodes}
+    return isolated_times(decoder.runner, drafter, plan, **at)
 
 
 def decoded(done: list[Completion]) -> dict[str, Any]:

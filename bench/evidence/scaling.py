@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from draftsmith.bench.evidence.heads import times_of
 from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run
 from draftsmith.command import check_one_of, parse, run_command
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.policies.timing import isolated_times
 from draftsmith.decode.predict import scaling_laws as scaling
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.train import blocks, distill
@@ -56,6 +56,10 @@ def draft_words(size: str) -> list[str]:
     return [f"draft.{name}={value}" for name, value in sizes.items()]
 
 
+def block_words(layers: str) -> list[str]:
+    return [f"head.layers={layers}"]
+
+
 CONSTANT = ("schedule=constant", "warmup=20", "processes=1", "save_every=0")
 DRAFT = ("recipe=gsm8k/distill", "draft=", "loss=0.5*ce+0.5*fkl", *CONSTANT)
 DRAFT += ("steps=800", "eval_every=100", "heldout.limit=64")
@@ -64,7 +68,7 @@ BLOCK += ("steps=200", "eval_every=25", "heldout.limit=64", "heldout.max_new_tok
 SIZES = "1x64,1x128,2x128,2x256,4x256,4x384"
 FAMILIES = {
     "draft": Family(distill.main, DRAFT, "0.5*ce+0.5*fkl", SIZES, draft_words),
-    "block": Family(*(blocks.main, BLOCK, "block", "1,2,4", lambda size: [f"head.layers={size}"])),
+    "block": Family(blocks.main, BLOCK, "block", "1,2,4", block_words),
 }
 BATCHES = 1, 4, 16, 64
 
@@ -167,10 +171,7 @@ def measured(drafter: Path) -> dict[str, Any]:
     costs = {}
     for batch in BATCHES:
         decoder = Decoder(target, tokenizer, draft, K=min(5, draft.levels), batch_size=batch)
-        plan = decoder.settings.plan
-        times = isolated_times(
-            decoder.runner, draft, plan, batch=batch, context=160, prompt=96, nodes=plan.nodes
-        )
+        plan, times = decoder.settings.plan, times_of(decoder, draft, batch)
         round_ = times["verify"] + plan.levels * times["draft"] + (times["extend"] or 0.0)
         costs[str(batch)] = round_ / times["plain"]
     return found | {"K": plan.levels, "costs": costs}

@@ -200,7 +200,7 @@ class Session:
             flight.ready.synchronize()
         host = flight.table.cpu()  # the round's only reading of the device
         listed_BLW, table = told.listed_BLW(host), host[:, : 2 * told.levels + 6].tolist()
-        now, ended = time.perf_counter(), self.clock()
+        now, ticks = time.perf_counter(), self.clock()
         news, paths, heard = [], [], []
         parts = None if told.tree is None else told.tree.parts
         for row, request in enumerate(flight.requests):
@@ -221,10 +221,10 @@ class Session:
                 request.take_listed(listed_BLW[row, : len(news[-1][1])])
         said_BX = told.news_BX(host)
         said_BX = None if said_BX is None else said_BX[heard]
-        before, self.heard, seconds = self.heard, ended, None
+        before, self.heard, seconds = self.heard, ticks, None
         if flight.started is not None and (flight.ready is None or before is not None):
             # A device that runs ahead begins a round when the one before has ended.
-            seconds = ended - max(before or 0.0, flight.started)
+            seconds = ticks - max(before or 0.0, flight.started)
         drafter = self.decoder.drafter
         if drafter is not None and drafter.remembers and any(ended for *_, ended in news):
             # Its store is to hold whole answers, of which a new one takes the row.

@@ -343,8 +343,9 @@ def _why_not(rows: Sequence[Values], best: Values, costs: Costs, first: Plan) ->
         says = f"drafting one token costs too much: it would have to take {less}"
         ways.append((c / c_wanted, says))
     why = ", or ".join(way for _, way in sorted(ways)) or "a pass over two tokens costs too much"
-    tried = f" ({in_words(best)}: {_speed_of(best)})" if best["K"] else ""
+    tried = [f"{in_words(best)}: {_speed_of(best)}"] if best["K"] else []
     if best["policy"] == "auto":  # which drafts little then
         deep = max((row for row in rows[1:] if row is not best), key=lambda row: row["speedup"])
-        tried = f"{tried[:-1]}; {in_words(deep)}: {deep['speedup']:.2f} foretold)"
-    return f"drafting doesn't pay here{tried}: {why}"
+        tried.append(f"{in_words(deep)}: {deep['speedup']:.2f} foretold")
+    said = f" ({'; '.join(tried)})" if tried else ""
+    return f"drafting doesn't pay here{said}: {why}"

@@ -137,7 +137,7 @@ def speed_report(
     report["drafting"] = None
     if fixed is not None and fixed is not spec:
         levels = pair.steady.decoding[name].plan.levels
-        report["drafting"] = speed.drafting(plain, fixed, levels, settings.batch_size)
+        report["drafting"] = speed.in_every_round(plain, fixed, levels, settings.batch_size)
     report["example"] = example(pair.tokenizer, spec.completions[0])
     # Of drafters that rest there is nothing to compare.
     alike = {one: steady_arm(pair, timed, one) or timed[one] for one in pair.drafters}

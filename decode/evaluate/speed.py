@@ -27,7 +27,8 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> di
     counters = spec.counters
     one = metrics.total(counters)
     K, nodes = (count / max(1, one.rounds) for count in (one.drafted, one.nodes))
-    tau = metrics.block_efficiency(counters)
+    found = taus(spec)
+    tau = found["tau"]
     speeds = speedups(plain, spec, settings.batch_size)
     answers = spec.completions
     asked = sum(len(c.prompt_tokens) for c in answers)
@@ -49,13 +50,11 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> di
     c_bytes = drafter.parameter_bytes / weights_read(pair.target)
     by_position, conditional = metrics.acceptance_by_position(counters)
     acceptance_rate, efficiency = metrics.kept_shares(counters)
-    rounds = [c.rounds for c in counters]
     return {
         "K": K,
         "N": 1 + nodes,
         "context": context,
-        "tau": tau,
-        "tau_interval": metrics.ratio_interval([c.emitted for c in counters], rounds),
+        **found,
         "draft_acceptance_rate": acceptance_rate,
         "token_efficiency": efficiency,
         "acceptance_by_position": by_position,
@@ -76,14 +75,18 @@ def speed_part(settings: Evaluation, pair: Loaded, name: str, timed: Arms) -> di
     }
 
 
-def drafting(plain: Arm, fixed: Arm, K: int, batch: int) -> dict[str, Any]:
+def in_every_round(plain: Arm, fixed: Arm, K: int, batch: int) -> dict[str, Any]:
     """What a drafter gives that drafts so deep in every round, beside one whose policy rests."""
-    counters, rounds = fixed.counters, [c.rounds for c in fixed.counters]
-    found: dict[str, Any] = {"K": K, "tau": metrics.block_efficiency(counters)}
-    found["tau_interval"] = metrics.ratio_interval([c.emitted for c in counters], rounds)
-    both = speedups(plain, fixed, batch)
-    rate = sum(fixed.tokens) / sum(fixed.seconds)
-    return found | {"tokens_per_s": rate} | {k: both[k] for k in ("speedup", "speedup_interval")}
+    both, rate = speedups(plain, fixed, batch), sum(fixed.tokens) / sum(fixed.seconds)
+    found = {"K": K, **taus(fixed), "tokens_per_s": rate}
+    return found | {name: both[name] for name in ("speedup", "speedup_interval")}
+
+
+def taus(arm: Arm) -> dict[str, Any]:
+    """tau of an arm, and its interval over prompts."""
+    emitted, rounds = ([getattr(c, name) for c in arm.counters] for name in ("emitted", "rounds"))
+    interval = metrics.ratio_interval(emitted, rounds)
+    return {"tau": metrics.block_efficiency(arm.counters), "tau_interval": interval}
 
 
 def per_prompt(plain: Arm, spec: Arm) -> list[dict[str, Any]]:

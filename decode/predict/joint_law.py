@@ -64,7 +64,7 @@ class Spent(NamedTuple):
     tokens: float
     tau: float
     speedup: float
-    beyond: bool  # more tokens or parameters than twice what was measured
+    beyond: bool  # more than twice the tokens, or more parameters, than were measured
 
 
 def joint_laws(rows: Sequence[Row], values: Sequence[str] = ("alpha", "tau")) -> list[JointLaw]:

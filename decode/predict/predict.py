@@ -141,14 +141,15 @@ def main(argv: list[str]) -> None:
     least = Sizing("", min_layers=min(2, config.num_hidden_layers - 1))
     target, law = shape_of(config), law_of(settings.results)
     exits, context = max(1, target.layers // 3), settings.context
+    said = read_json(Path(settings.report)) if settings.report else {}
     try:
-        draft = own_draft(settings.report) or propose(config, least, law, machine)[1][0]
+        draft = own_draft(said) or propose(config, least, law, machine)[1][0]
     except ValueError:  # too small a target for one, or of a family that has none
         draft = None
     kinds = kinds_of(target, config.vocab_size, draft.work if draft else None, exits)
     chances = ASSUMED | ({"draft": draft.alpha} if draft else {}) | settings.chances
     known = {kind: extended([chance], LONGEST) for kind, chance in chances.items()}
-    known |= read_chances(settings)
+    known |= read_chances(settings, said)
     room = machine.gib * GIB - target.weights  # for keys and values
     most = max(1, min(MOST_ROWS, int(room / (target.kv * context)))) if room > 0 else MOST_ROWS
     names = {"exit": f"exit:{exits}"}
@@ -207,19 +208,20 @@ def kinds_of(target: Draft, vocab: int, draft: Pass | None, exits: int) -> dict[
     }
 
 
-def own_draft(report: str) -> Draft | None:
+def own_draft(said: dict[str, Any]) -> Draft | None:
     """The shape of the draft LM that a report is of, where its folder is still there."""
-    said = read_json(Path(report)).get("drafter", {}) if report else {}
-    folder = Path(said.get("path", ""))
-    known = said.get("kind") == "lm" and (folder / "config.json").exists()
+    drafter = said.get("drafter", {})
+    folder = Path(drafter.get("path", ""))
+    known = drafter.get("kind") == "lm" and (folder / "config.json").exists()
     return shape_of(config_of(str(folder))) if known else None
 
 
-def read_chances(settings: Prediction) -> dict[str, np.ndarray]:
-    """What a report and a trace say, by kind. ValueError for a report of a tree, or of no draft."""
+def read_chances(settings: Prediction, said: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What a report (`said`) and a trace say, by kind. ValueError for a report of a tree, or of no
+    draft.
+    """
     found = {}
     if settings.report:
-        said = read_json(Path(settings.report))
         if said.get("tree") != "chain":
             got = f"report: got {settings.report} with tree={said.get('tree')}"
             raise ValueError(f"{got}, expected a report.json of drafts by tree=chain")

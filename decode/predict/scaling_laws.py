@@ -138,7 +138,8 @@ def all_fits(rows: Sequence[Row]) -> list[Fit]:
 
 def batch_fits(rows: Sequence[Row]) -> list[Fit]:
     """The speed-up of each size over the batch, after most tokens, where `costs` say it."""
-    last = [row for row in rows if row["tokens"] == max(other["tokens"] for other in rows)]
+    most = max(row["tokens"] for row in rows)
+    last = [row for row in rows if row["tokens"] == most]
     lines: dict[tuple[str, float], list[Row]] = {}
     for row in last:
         for batch, cost in row.get("costs", {}).items():

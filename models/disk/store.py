@@ -166,8 +166,6 @@ def what_differs(found: Any, given: Any, free: Collection[str] = (), name: str =
     """What differs between two JSON objects, by full names, in words; an absent entry is None."""
     if isinstance(found, dict) and isinstance(given, dict):
         keys = [k for k in sorted({**found, **given}) if found.get(k) != given.get(k)]
-        # Of two kinds of runs every key differs.
-        keys = ["entry"] if not name and "entry" in keys else keys
         parts = [
             (found.get(k, "absent"), given.get(k, "absent"), free, f"{name}.{k}".removeprefix("."))
             for k in keys

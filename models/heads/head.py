@@ -44,6 +44,10 @@ class Reads(NamedTuple):
     says: str = "reads it"
     misread: Callable[[dict[str, Any]], str | None] | None = None
 
+    def why_not(self, config: dict[str, Any]) -> str | None:
+        """Why it would draft wrongly with a config.json; None where it wouldn't."""
+        return self.misread(config) if self.misread else None
+
 
 @dataclass(frozen=True)
 class Kind:

@@ -235,10 +235,10 @@ def made_of(held: memory.Held) -> str:
 def launch_line(outline: Outline, best: Choice) -> str:
     """The command that runs a choice."""
     many, config, recipe = outline.asked.gpus, outline.staged.config, outline.recipe
-    name = "gpu_ddp" if best.way == "ddp" else best.way
-    file = f"--config_file recipes/accelerate/{name}.yaml --num_processes {many} "
     if best.checkpointing and not config.gradient_checkpointing:
         recipe = [*recipe, "gradient_checkpointing=true"]
     if many == 1:
         return f"draftsmith train {config.entry} {shlex.join(recipe)}"
+    name = "gpu_ddp" if best.way == "ddp" else best.way
+    file = f"--config_file recipes/accelerate/{name}.yaml --num_processes {many} "
     return f"accelerate launch {file}train/{config.entry}.py {shlex.join(recipe)}"

@@ -58,7 +58,10 @@ class Run:
         changed = ["it is new"]
         if stored.exists():
             old, new, default = map(flat, (stored.read_text(), recipe, defaults))
-            changed = what_differs(default | old, default | new, free)
+            before, after = default | old, default | new
+            if before.get("entry") != after.get("entry"):  # then every key differs
+                before, after = ({"entry": one.get("entry")} for one in (before, after))
+            changed = what_differs(before, after, free)
         if changed and (self.latest() or self.finished()):
             raise ValueError(
                 f"{folder} holds a run with another recipe ({'; '.join(changed)}). Repeat its "
