@@ -220,6 +220,13 @@ class Admitted(NamedTuple):
     pending_R: Tensor
     taps_RNU: Tensor | None = None
 
+    def alone(self, i: int) -> "Admitted":
+        """The i-th of them, without its padding."""
+        kept = [None if x is None else x[i : i + 1] for x in self]
+        many = int(self.lens_R[i])
+        cut = [x if x is None or x.ndim < 2 else x[:, :many].clone() for x in kept]
+        return Admitted(*cut)  # type: ignore[arg-type]
+
     def write(self, text_BS: Tensor) -> None:
         """Begin the text of these rows."""
         text_BS[self.rows_R, : self.tokens_RN.shape[1]] = self.tokens_RN

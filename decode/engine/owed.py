@@ -1,7 +1,8 @@
 """What rounds that drafted nothing owe the drafter: a pass of its model a round would be wasted on
-them, so that their tokens wait and are taken in together before the next draft.
+them, so that their tokens wait and are taken in together before the next draft. So do prompts that
+came while it slept, of which most have their answers before it drafts again.
 
-Shapes: B rows, M rounds that wait, U width of the taps' states.
+Shapes: B rows, R of them just admitted, M rounds that wait, U width of the taps' states.
 """
 
 from collections import deque
@@ -10,26 +11,45 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafting.base import Kept
+from draftsmith.decode.drafting.base import Admitted, Kept
 from draftsmith.decode.policies.policy import NAP
 
 TOKENS, STATES = 512, NAP  # that wait: of drafters that read tokens alone, and of those with taps
+PROMPTS = 64 << 20  # bytes of the taps' states of prompts that wait
 
 
 class Owed:
     """lens_B: tokens of each row when the first of the rounds that wait set off, or when it was
     admitted meanwhile. Of more rounds than may wait the oldest are lost: the drafter then lacks
-    them, which costs acceptance and no more. taps: whether the drafter reads states too.
+    them, which costs acceptance and no more. prompts: that wait, by their rows. taps: whether the
+    drafter reads states too.
     """
 
     def __init__(self, rows: int, device: torch.device, *, taps: bool) -> None:
         self.lens_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.rounds: deque[Kept] = deque(maxlen=STATES if taps else TOKENS)
+        self.prompts: dict[int, Admitted] = {}
 
     @torch.inference_mode()
     def begin(self, rows: slice | Tensor, lens: Tensor) -> None:
         """Of these rows nothing is owed yet."""
         self.lens_B[rows] = lens
+
+    def admit(self, admitted: Admitted, *, asleep: bool) -> bool:
+        """Of these rows nothing is owed yet, but their prompts where the drafter sleeps and there
+        is room for them; whether it is so.
+        """
+        self.begin(admitted.rows_R, admitted.lens_R)
+        rows = admitted.rows_R.tolist()
+        for row in rows:
+            self.prompts.pop(row, None)
+        if not asleep:
+            return False
+        new = {row: admitted.alone(i) for i, row in enumerate(rows)}
+        taps = [one.taps_RNU for one in (*self.prompts.values(), *new.values())]
+        fits = sum(0 if x is None else x.nbytes for x in taps) <= PROMPTS
+        self.prompts.update(new if fits else {})
+        return fits
 
     def take(self, kept: Kept | None, *, replayed: bool) -> None:
         """A round of one token a row, None where it isn't to be told: all before it is lost then.

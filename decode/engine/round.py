@@ -255,11 +255,17 @@ class Stepper:
         return Settled.by(rows, tree, verdict, bad_B)
 
     def catch_up(self, batch: DecodeBatch, top: int) -> None:
-        """Let the drafter take in what rounds without a draft owe it."""
-        drafter = batch.drafter or self.drafter
-        if drafter is not None and batch.owed is not None and batch.owed.rounds:
-            with torch.inference_mode():  # which costs more than to see that there is nothing
-                drafter.catch_up(batch.owed.settled(batch.rows.lens_B, top))
+        """Let the drafter take in the prompts and the rounds without a draft that it is owed."""
+        drafter, owed = batch.drafter or self.drafter, batch.owed
+        if drafter is None or owed is None or not (owed.prompts or owed.rounds):
+            return
+        with torch.inference_mode():  # which costs more than to see that there is nothing
+            for row, admitted in owed.prompts.items():
+                if batch.rows.requests[row] is not None:
+                    drafter.prefill(admitted)
+            owed.prompts.clear()
+            if owed.rounds:
+                drafter.catch_up(owed.settled(batch.rows.lens_B, top))
 
     @torch.inference_mode()
     def between(self, batch: DecodeBatch, plan: Plan, top: int) -> bool:

@@ -259,11 +259,11 @@ class Session:
         pending_R = choose(p_logits_RV, None if race_RLV is None else race_RLV[:, 0])
         rows.admit(rows_R, lens_R, pending_R, requests)
         self.heard = None
-        if batch.owed is not None:
-            batch.owed.begin(rows_R, lens_R)
         admitted = Admitted(rows_R, tokens_RN, lens_R, pending_R, taps_RNU)
-        if decoder.drafter is not None:
-            decoder.drafter.prefill(admitted)
+        if (drafter := decoder.drafter) is not None:
+            asleep = decoder.policy.asleep and not drafter.remembers
+            if batch.owed is None or not batch.owed.admit(admitted, asleep=asleep):
+                drafter.prefill(admitted)
         if batch.harvest is not None:
             batch.harvest.admit(admitted)
         top, listed_RW = most_listed(requests), None

@@ -168,16 +168,17 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
             }
             for (int64_t q = 0; q < count; q += TOGETHER) {
                 Asking of[TOGETHER];
-                int64_t left = count - q < TOGETHER ? count - q : TOGETHER;
+                int64_t left = count - q < TOGETHER ? count - q : TOGETHER, last = 0;
                 for (int64_t i = 0; i < left; i++) {
                     of[i] = asking[(q + i) / group];
                     int64_t own = (h * group + (q + i) % group) * E;
                     of[i].query += own, of[i].out += own;
                     of[i].scores = &scores[i * 16 * runs], of[i].shares = &shares[i * 16 * runs];
+                    last = last < of[i].slots ? of[i].slots : last;
                 }
                 auto mix = E == 32 ? mixed<1> : E == 64 ? mixed<2> : E == 96 ? mixed<3> : mixed<4>;
-                mix(of, left, keys.data(), values.data(), runs, whole, step, (float)b.scale,
-                    !h && !q);
+                mix(of, left, keys.data(), values.data(), (last + 15) / 16, whole, step,
+                    (float)b.scale, !h && !q);
             }
         }
     }

@@ -86,7 +86,8 @@ class NativeBody:
         self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
         self.most = made.most(0)  # tokens of a pass
         self.many = made.most(self.small)  # the same where torch has one thread
-        self.prompts = self.many > 2 * PIECE  # whether it is faster than torch with these, too
+        # Tokens of prompts with which it is faster than torch, whose attention is by tiles too.
+        self.longest = sys.maxsize if self.many > 2 * PIECE else PIECE * bool(made.tiles())
         self.front, begin = front, front or Front(None, None)
         self.body = _Body(
             *(self.layers, self.hidden, heads, kv_heads, width, inner),
@@ -108,7 +109,7 @@ class NativeBody:
         """The same for passes of any size, to be tried on."""
         made = copy.copy(self)
         made.most = made.many = sys.maxsize
-        made.prompts = True
+        made.longest = sys.maxsize
         return made
 
     @property
@@ -116,10 +117,9 @@ class NativeBody:
         """Whether one thread is as fast as torch's."""
         return self.small or torch.get_num_threads() == 1
 
-    @property
-    def reads(self) -> bool:
-        """Whether prompts go through it, PIECE tokens at a time."""
-        return self.prompts and torch.get_num_threads() == 1
+    def reads(self, longest: int) -> bool:
+        """Whether prompts of so many tokens at most go through it, PIECE tokens at a time."""
+        return longest <= self.longest and torch.get_num_threads() == 1
 
     def takes(self, tokens_BN: Tensor, cache: SlotCache) -> bool:
         """Whether a pass is one of those it is for."""

@@ -29,12 +29,25 @@ RESTS = (0, 3, 1, 14)  # rounds without a draft between two with one; EasyDrafte
 Drafted = dict[tuple[int, ...], list[int]]
 
 
-def resting(pair: Any, drafter: Drafter, *, batch: int = 3, **how: Any) -> tuple[Decoder, Drafted]:
-    """A decoder that rests, and what it drafts after each text that its rows come to."""
+def resting(
+    pair: Any, drafter: Drafter, *, batch: int = 3, sleeps: bool = False, **how: Any
+) -> tuple[Decoder, Drafted]:
+    """A decoder that rests, and what it drafts after each text that its rows come to. It sleeps
+    when prompts come in; sleeps: in its rounds too.
+    """
     decoder = Decoder(*pair, drafter, batch_size=batch, policy="table:1-=3", K=3, **how)
     whole = decoder.policy.plans[-1]
     turns = itertools.cycle(t for n in RESTS for t in [whole, *[None] * n])
-    decoder.policy.next_plan = lambda *_: next(turns)  # type: ignore[method-assign]
+
+    def next_plan(*_: Any) -> Any:
+        decoder.policy.asleep = sleeps
+        return next(turns)
+
+    def observe(*_: Any) -> None:
+        decoder.policy.asleep = True
+
+    decoder.policy.next_plan, decoder.policy.observe = next_plan, observe  # type: ignore[method-assign]
+    decoder.policy.asleep = True
     drafted: Drafted = {}
     propose = drafter.propose
 
@@ -193,22 +206,34 @@ def test_what_is_owed_is_in_order_of_position() -> None:
     assert kept.taps_BLU is not None and kept.taps_BLU[1, :, 1].tolist() == [31.5, 32.5, 33.5, 34.5]
 
 
+@pytest.mark.parametrize("room", [0, 64 << 20])
 def test_a_drafter_that_sleeps_hears_nothing_and_goes_on_from_what_it_knew(
-    tmp_path: Path, tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+    room: int,
+    tmp_path: Path,
+    tiny_target: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No states are taken for it, nothing waits; answers are the same."""
+    """No states are taken for it, nothing waits but prompts, for which there is room or none;
+    answers are the same.
+    """
+    monkeypatch.setattr(owed, "PROMPTS", room)
     pair = tiny_target, tiny_tokenizer
-    decoder, drafted = resting(pair, eagle3(tmp_path, pair))
-    decoder.policy.asleep = True
+    decoder, drafted = resting(pair, eagle3(tmp_path, pair), sleeps=True)
     taken, verify = [], decoder.runner.verify
+    waiting: dict[int, int] = {}
 
     def noted(*args: Any, **how: Any) -> Any:
         hidden_BNH, taps_BNU = verify(*args, **how)
-        taken.append((hidden_BNH.shape[1], taps_BNU is not None))
+        nodes = hidden_BNH.shape[1]
+        taken.append((nodes, taps_BNU is not None))
+        assert decoder._batch is not None and decoder._batch.owed is not None
+        waiting[nodes] = max(waiting.get(nodes, 0), len(decoder._batch.owed.prompts))
         return hidden_BNH, taps_BNU
 
     decoder.runner.verify = noted  # type: ignore[method-assign]
     decode(decoder, pair)
     assert drafted and set(taken) == {(1, False), (4, True)}
+    assert waiting == {1: 3 if room else 0, 4: 0}
     assert decoder._batch is not None and decoder._batch.owed is not None
     assert not decoder._batch.owed.rounds

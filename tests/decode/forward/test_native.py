@@ -132,7 +132,7 @@ def test_prompts_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens_BN, rows_B = torch.arange(74).view(2, 37) * 7 % 120, torch.tensor([2, 0])
     real_BN, found = torch.arange(37) < lens_B[:, None], []
     for piece in (0, 8, 64):
-        runner.call.native.prompts = piece > 0
+        runner.call.native.longest = 64 * (piece > 0)
         monkeypatch.setattr("draftsmith.decode.forward.runner.PIECE", piece)
         pool = runner.pool(3, 48)
         pool.kv_2LBSHE.fill_(7)
