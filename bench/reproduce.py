@@ -72,7 +72,7 @@ OWN += f",tokenswift=tokenswift:128+{TOKENSWIFT},longspec={LONGSPEC}"
 OWN += ";exit:2,exit:4,exit:6,DEL=exits:2+4+6@exits"
 STEPS = {
     # What several tables begin from.
-    "target": Step(f"{TRAIN}gsm8k/target", "~55", "{target}"),
+    "target": Step(f"{TRAIN}gsm8k/target", "50", "{target}"),
     "answers": Step("draftsmith prepare recipe=gsm8k/prepare", "11", "runs/gsm8k/answers"),
     "draft": Step(f"{TRAIN}gsm8k/draft", "~4", "runs/gsm8k/draft/drafter"),
     "distill": Step(

@@ -222,10 +222,10 @@ class Admitted(NamedTuple):
 
     def alone(self, i: int) -> "Admitted":
         """The i-th of them, without its padding."""
-        kept = [None if x is None else x[i : i + 1] for x in self]
-        many = int(self.lens_R[i])
-        cut = [x if x is None or x.ndim < 2 else x[:, :many].clone() for x in kept]
-        return Admitted(*cut)  # type: ignore[arg-type]
+        one, many = slice(i, i + 1), int(self.lens_R[i])
+        taps_1NU = None if self.taps_RNU is None else self.taps_RNU[one, :many].clone()
+        own = self.rows_R[one], self.tokens_RN[one, :many], self.lens_R[one], self.pending_R[one]
+        return Admitted(*own, taps_1NU)
 
     def write(self, text_BS: Tensor) -> None:
         """Begin the text of these rows."""

@@ -15,7 +15,7 @@ from draftsmith.decode.drafting.base import Admitted, Kept
 from draftsmith.decode.policies.policy import NAP
 
 TOKENS, STATES = 512, NAP  # that wait: of drafters that read tokens alone, and of those with taps
-PROMPTS = 64 << 20  # bytes of the taps' states of prompts that wait
+PROMPTS = 64 << 20  # bytes of prompts that wait, and of the taps' states there
 
 
 class Owed:
@@ -40,15 +40,13 @@ class Owed:
         is room for them; whether it is so.
         """
         self.begin(admitted.rows_R, admitted.lens_R)
-        rows = admitted.rows_R.tolist()
-        for row in rows:
+        for row in (rows := admitted.rows_R.tolist()):
             self.prompts.pop(row, None)
         if not asleep:
             return False
-        new = {row: admitted.alone(i) for i, row in enumerate(rows)}
-        taps = [one.taps_RNU for one in (*self.prompts.values(), *new.values())]
-        fits = sum(0 if x is None else x.nbytes for x in taps) <= PROMPTS
-        self.prompts.update(new if fits else {})
+        held = self.prompts | {row: admitted.alone(i) for i, row in enumerate(rows)}
+        if fits := sum(x.nbytes for a in held.values() for x in a if x is not None) <= PROMPTS:
+            self.prompts.update(held)
         return fits
 
     def take(self, kept: Kept | None, *, replayed: bool) -> None:

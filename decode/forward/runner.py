@@ -141,8 +141,8 @@ class Runner:
         return self.logits(hidden_BNH.gather(1, last_B11)[:, 0]), taps_BNU
 
     def _prompts(self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor) -> States:
-        native, longest = self.native, tokens_BN.shape[1]
-        if self.attention == "masked" and native is not None and native.reads(longest):
+        native = self.native if self.attention == "masked" else None
+        if native is not None and native.reads(tokens_BN.shape[1]):
             return self._in_pieces(pool, rows_B, tokens_BN, lens_B)
         positions_BN = torch.arange(tokens_BN.shape[1], device=self.device).expand_as(tokens_BN)
         cache = SlotCache(pool, (rows_B[:, None] * pool.slots + positions_BN).flatten(), prefix=0)
