@@ -31,9 +31,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.command import run_command
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.disk.provenance import provenance
-from draftsmith.models.target import vocab_size
+from draftsmith.models.target import TargetSpec, vocab_size
 from draftsmith.train.drafts.start import TINY, ModelStart, open_draft, open_reference
-from draftsmith.train.heldout.heldout import HeldOutRun, draft_figures, open_heldout
+from draftsmith.train.heldout.heldout import HeldOutPrompts, draft_figures, open_heldout
 from draftsmith.train.heldout.heldout import shrunk as shrunk_run
 from draftsmith.train.losses.token_selection import Weighting
 from draftsmith.train.objectives.distillation import Distillation, Losses, stages
@@ -43,23 +43,27 @@ from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import StepBatches, fit
 from draftsmith.train.run.lora import Lora, to_save
 from draftsmith.train.run.result import save_draft
+from draftsmith.train.run.settings import Settings
 from draftsmith.train.scoring.joint import JointHead, open_head
 from draftsmith.train.scoring.result import finish_head
 from draftsmith.train.teachers.states import Cache
 from draftsmith.train.teachers.teachers import Teacher, open_teacher
 from draftsmith.train.text import on_policy
-from draftsmith.train.text.on_policy import OnPolicyText, Snapshot
+from draftsmith.train.text.on_policy import OnPolicyText, Snapshot, Text
 
 
 @dataclass(kw_only=True)
-class DistillConfig(HeldOutRun):
+class DistillConfig(Settings):
     """What a recipe of this entry can say."""
 
     entry: str = "distill"
+    target: TargetSpec
     shard_target: bool = False  # each process keeps a share of the target's decoder layers
     draft: ModelStart = field(default_factory=ModelStart)
     allow_target_mismatch: bool = False  # go on from a draft that was made for another target
     lora: Lora = field(default_factory=Lora)
+    data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
+    text: Text = field(default_factory=Text)
     on_policy: OnPolicyText = field(default_factory=OnPolicyText)
     loss: Losses = field(default_factory=Losses)
     tokens: Weighting = field(default_factory=Weighting)
@@ -69,7 +73,10 @@ class DistillConfig(HeldOutRun):
     min_p: float = 0.0
     cache: Cache = field(default_factory=Cache)
     head: JointHead = field(default_factory=JointHead)
+    heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)
+    K: int = 4  # drafted tokens a round: for tau, and the result's default
     best_metric: str = "alpha"
+    best_mode: str = "max"
 
     @property
     def warp(self) -> SamplingParams:

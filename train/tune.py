@@ -30,7 +30,7 @@ from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.disk.store import read_lines
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import vocab_size
-from draftsmith.train.heldout.heldout import HeldOut, HeldOutRun, open_heldout
+from draftsmith.train.heldout.heldout import HeldOut, HeldOutPrompts, open_heldout
 from draftsmith.train.heldout.heldout import shrunk as shrunk_run
 from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.folder import Run
@@ -38,7 +38,8 @@ from draftsmith.train.run.launch import begin
 from draftsmith.train.run.loop import Evaluate, fit
 from draftsmith.train.run.lora import Lora, to_save, with_lora
 from draftsmith.train.run.result import evaluate_line, save_model
-from draftsmith.train.text.on_policy import Snapshot, make_batches, training_examples
+from draftsmith.train.run.settings import Settings
+from draftsmith.train.text.on_policy import Snapshot, Text, make_batches, training_examples
 from draftsmith.train.tuning.consistency import Consistency, ConsistencyObjective
 from draftsmith.train.tuning.exits import ExitObjective, Exits
 from draftsmith.train.tuning.units import Units, UnitsObjective
@@ -48,7 +49,7 @@ Tuned = ExitObjective | ConsistencyObjective | UnitsObjective
 
 
 @dataclass(kw_only=True)
-class TuneConfig(HeldOutRun):
+class TuneConfig(Settings):
     """What a recipe of this entry can say."""
 
     entry: str = "tune"
@@ -58,6 +59,13 @@ class TuneConfig(HeldOutRun):
     consistency: Consistency = field(default_factory=Consistency)
     units: Units = field(default_factory=Units)
     lora: Lora = field(default_factory=Lora)
+    data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
+    text: Text = field(default_factory=Text)
+    heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)
+    temperature: float = 1.0  # of the answers that figures are taken on, and of tau
+    K: int = 4  # drafted tokens a round: for tau
+    best_metric: str = "tau"
+    best_mode: str = "max"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,7 @@ same at each: tau = 1 + a + ... + a^K.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count, takewhile
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.disk.store import read_lines
 from draftsmith.models.heads.head import Head
 from draftsmith.models.target import TargetSpec, vocab_size
-from draftsmith.train.heldout.heldout import HeldOut, HeldOutRun, open_heldout
+from draftsmith.train.heldout.heldout import HeldOut, open_heldout
 from draftsmith.train.objectives.block import BlockObjective
 from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.objectives.heads import HeadObjective
@@ -32,20 +32,10 @@ from draftsmith.train.run.frozen_target import offloaded
 from draftsmith.train.run.loop import Evaluate, Result, fit
 from draftsmith.train.run.result import save_draft, save_model
 from draftsmith.train.run.settings import Settings
-from draftsmith.train.teachers.states import Cache
 from draftsmith.train.text.batches import Batches
 from draftsmith.train.text.on_policy import Snapshot, Text
 
 Trained = EagleObjective | HeadObjective | BlockObjective
-
-
-@dataclass(kw_only=True)
-class HeadRun(HeldOutRun):
-    """What recipes of all heads can say."""
-
-    shard_target: bool = False  # each process keeps a share of the target's decoder layers
-    cache: Cache = field(default_factory=Cache)
-    tree: str = "chain"  # for tau
 
 
 def check_context(text: Text, head: Head) -> None:

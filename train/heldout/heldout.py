@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,16 @@ from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.metrics import FEW, ratio_interval
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.models.target import TargetSpec, vocab_size
+from draftsmith.models.target import vocab_size
 from draftsmith.train.answers.asks import prompts_for_development
 from draftsmith.train.objectives.distillation import Distillation
 from draftsmith.train.run.folder import Run
 from draftsmith.train.run.frozen_target import in_company
 from draftsmith.train.run.loop import Evaluate, StepOutput
-from draftsmith.train.run.settings import Settings
 from draftsmith.train.teachers.states import Cache
 from draftsmith.train.teachers.teachers import StateTeacher
 from draftsmith.train.text.batches import Batch, Batches, Examples
-from draftsmith.train.text.on_policy import Snapshot, Text, text_at_hand
+from draftsmith.train.text.on_policy import Snapshot, text_at_hand
 
 Score = Callable[[Batch], StepOutput]
 
@@ -72,20 +71,6 @@ class HeldOutPrompts:
     def params(self, temperature: float) -> SamplingParams:
         """How the target writes the answers, and how tau is decoded."""
         return SamplingParams(temperature, max_new_tokens=self.max_new_tokens)
-
-
-@dataclass(kw_only=True)
-class HeldOutRun(Settings):
-    """What recipes of all entries that are measured beside a target can say."""
-
-    target: TargetSpec
-    data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
-    text: Text = field(default_factory=Text)
-    heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)
-    temperature: float = 1.0  # of tau, and of the answers that figures are taken on
-    K: int = 4  # drafted tokens a round: for tau, and the result's default
-    best_metric: str = "tau"
-    best_mode: str = "max"
 
 
 def shrunk(config: Any) -> Any:
