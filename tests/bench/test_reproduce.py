@@ -111,7 +111,7 @@ def test_steps_run_in_order_and_are_not_repeated(
         reproduce.main(["table=heads", "more={answer: limit=5}"])
     with pytest.raises(ValueError, match="unknown table 'head': did you mean heads"):
         reproduce.main(["table=head"])
-    assert "heads           about 3.3 h" in capsys.readouterr().out
+    assert "heads           about 3.2 h" in capsys.readouterr().out
 
 
 def test_a_target_that_lies_here_is_not_trained(
