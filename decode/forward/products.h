@@ -269,27 +269,37 @@ struct Shapes {
         for (int i = 0; i < 8; i++) bytes[i] = i / 2 == 2 ? 64 : 4 * n;
     }
 };
-// Pairs of inputs of sixteen tokens each side by side, [blocks, in / 2, 16], the last block's rest zeros;
-// of one token as they lie.
-static const __m512i *paired(const bf16 *x, int64_t tokens, int64_t in) {
+const int64_t SPARSE = 8;  // tokens that are turned one by one
+// Pairs of inputs of each n tokens side by side, [blocks, in / 2, n], the last block's rest zeros; n: 16, or
+// as many as there are.
+static const char *paired(const bf16 *x, int64_t tokens, int64_t in, int64_t n) {
     static thread_local std::vector<__m512i> made;
-    if (tokens == 1) return (const __m512i *)x;
+    const uint32_t *pairs = (const uint32_t *)x;
+    if (n == 1) return (const char *)x;
     made.resize((tokens + 15) / 16 * in / 2);
+    uint32_t *few = (uint32_t *)made.data();
+    for (int64_t i = 0; i < in / 2 && n < 16; i++)
+        for (int64_t t = 0; t < n; t++) few[i * n + t] = pairs[t * in / 2 + i];
     __m512i *to = made.data();
-    for (int64_t t = 0; t < tokens; t += 16)
+    for (int64_t t = 0; t < tokens && n == 16; t += 16)
         for (int64_t i = 0; i < in; i += 32, to += 16) {
+            if (tokens - t >= 16) {
+                transposed16(x + t * in + i, in, to, 1);
+                continue;
+            }
             bf16 rest[16 * 32] = {};
-            if (tokens - t < 16)
-                for (int64_t r = 0; r < tokens - t; r++) memcpy(rest + 32 * r, x + (t + r) * in + i, 64);
-            bool whole = tokens - t >= 16;
-            transposed16(whole ? x + t * in + i : rest, whole ? in : 32, to, 1);
+            for (int64_t r = 0; r < tokens - t; r++) memcpy(rest + 32 * r, x + (t + r) * in + i, 64);
+            transposed16(rest, 32, to, 1);
         }
-    return made.data();
+    return (const char *)made.data();
 }
 // Sixteen outputs of some tokens, from the sums of theirs and others, [16, 16].
 static void put16(const float *sums, const bf16 *bias, bf16 *y, int64_t tokens, int64_t step) {
+    const __m512i each = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     __m512i of_tokens[16];
-    transposed16((const bf16 *)sums, 32, of_tokens, 1);
+    for (int64_t t = 0; t < tokens && tokens <= SPARSE; t++)
+        of_tokens[t] = _mm512_i32gather_epi32(_mm512_slli_epi32(each, 4), sums + t, 4);
+    if (tokens > SPARSE) transposed16((const bf16 *)sums, 32, of_tokens, 1);
     F16 more = bias ? wide16(bias) : (F16){};
     for (int64_t t = 0; t < tokens; t++) store16(y + t * step, (F16)of_tokens[t] + more);
 }
@@ -297,10 +307,10 @@ static void put16(const float *sums, const bf16 *bias, bf16 *y, int64_t tokens, 
 // costs as much for one token as for sixteen: of the matrix two at a time, of tokens likewise.
 static void by_tiles(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
                      int64_t in, int64_t out, int64_t step) {
-    int64_t n = tokens == 1 ? 1 : 16, line = 4 * n;
+    int64_t n = tokens > SPARSE ? 16 : tokens, line = 4 * n;
     alignas(64) float sums[4][256];
     Shapes shapes(n);
-    const char *pairs = (const char *)paired(x, tokens, in);
+    const char *pairs = paired(x, tokens, in, n);
     _tile_loadconfig(&shapes);
     for (int64_t o = 0; o < out; o += 32, w += 32 * in)
         for (int64_t t = 0; t < tokens; t += 32) {
