@@ -5,12 +5,13 @@
 
 The capacity is the requests a second that a server without drafts answers to as many clients as it
 has rows. At each load requests arrive as a Poisson process, the same for both arms, whose servers
-take turns (a new one each, in an order that rotates) and decode on one thread, their clients on
-another. goodput: answers a second that came within `patience` times what a lone request takes
-without drafts (median). Each figure is the mean over turns; a ratio is over the arm without drafts,
-turn by turn, with the least and the largest. Rows and page: <out>/served.*
+take turns (in an order that rotates) and decode on one thread, their clients on another. goodput:
+answers a second that came within `patience` times what a lone request takes without drafts
+(median). Each figure is the mean over turns; a ratio is over the arm without drafts, with its
+interval (95%, bootstrap over turns). Rows and page: <out>/served.*
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from draftsmith.bench.evidence.traffic import Ask, Reply, at_rate, by_clients, l
 from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run, markdown, source, write_table
 from draftsmith.command import parse, run_command
+from draftsmith.decode.evaluate.metrics import ratio_interval
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.models.tokenizer import load_tokenizer
+from draftsmith.printed import bracket
 from draftsmith.train.run.recipe import gsm8k
 
 ARMS = {"plain": "", "auto": "auto"}
@@ -38,8 +41,8 @@ class Served:
     drafter: str = "runs/one-pass/ours-0/drafter"
     data: str = field(default_factory=lambda: gsm8k("data"))
     loads: str = "0.2,0.6,0.9,1.2"  # of the capacity
-    turns: int = 3
-    requests: int = 160  # of each arm at each load and turn
+    turns: int = 12
+    requests: int = 60  # of each arm at each load and turn
     patience: float = 4.0
     K: int = 5
     max_new_tokens: int = 64
@@ -52,20 +55,19 @@ def main(argv: list[str]) -> None:
     tokenizer = load_tokenizer(settings.target)
     prompts = load_prompts(settings.data, tokenizer, limit=64, split="report")
     asks = [Ask(i, "", prompts[i % len(prompts)].tokens) for i in range(settings.requests)]
-    with served(settings, ARMS["plain"]) as endpoint:
-        lone = latencies(by_clients(endpoint, asks[:16], 1))["p50"]
-        by_clients(endpoint, asks[:ROWS], ROWS)
-        capacity = latencies(by_clients(endpoint, asks, ROWS))["requests_per_s"]
     loads = [float(load) for load in settings.loads.split(",")]
     found: dict[tuple[float, str], list[dict[str, float]]] = {}
-    for turn in track(range(settings.turns), "serving"):
-        for arm in list(ARMS)[:: -1 if turn % 2 else 1]:
-            with served(settings, ARMS[arm]) as endpoint:
-                for load in loads:
-                    replies = at_rate(endpoint, asks, load * capacity, turn)
-                    told = latencies(replies)
-                    told["goodput"] = goodput(replies, settings.patience * lone)
-                    found.setdefault((load, arm), []).append(told)
+    with ExitStack() as servers:
+        ends = {arm: servers.enter_context(served(settings, ARMS[arm])) for arm in ARMS}
+        for end in ends.values():  # who drafts learns what rounds cost
+            by_clients(end, asks, ROWS)
+        lone = latencies(by_clients(ends["plain"], asks[:16], 1))["p50"]
+        capacity = latencies(by_clients(ends["plain"], asks, ROWS))["requests_per_s"]
+        for turn, load in track([(t, x) for t in range(settings.turns) for x in loads], "serving"):
+            for arm in list(ARMS)[:: -1 if turn % 2 else 1]:
+                replies = at_rate(ends[arm], asks, load * capacity, turn)
+                told = latencies(replies) | {"goodput": goodput(replies, settings.patience * lone)}
+                found.setdefault((load, arm), []).append(told)
     about = about_run() | {"capacity": capacity, "lone_s": lone, "target": settings.target}
     about["how"] = (
         f"{settings.drafter} drafts, K = {settings.K}; bfloat16, one thread, {ROWS} rows; "
@@ -85,13 +87,13 @@ def goodput(replies: list[Reply], limit: float) -> float:
 
 
 def row(load: float, arm: str, found: dict[Any, list[dict[str, float]]]) -> dict[str, Any]:
-    """An arm's figures at one load, and their ratios to those without drafts, turn by turn."""
+    """An arm's figures at one load, and their ratios to those without drafts."""
     told: dict[str, Any] = {"what": arm, "load": load}
     for name in FIGURES:
         mine, plain = ([turn[name] for turn in found[load, one]] for one in (arm, "plain"))
-        ratios = [a / b if b else float("nan") for a, b in zip(mine, plain, strict=True)]
         told[name] = float(np.mean(mine))
-        told[f"{name}_ratio"] = [float(f(ratios)) for f in (np.mean, np.min, np.max)]
+        ratio = float(np.sum(mine) / np.sum(plain))
+        told[f"{name}_ratio"] = [ratio, *ratio_interval(mine, plain)]
     return told
 
 
@@ -101,15 +103,15 @@ def page(rows: list[dict[str, Any]]) -> str:
     lines = ["# A server under load", "", f"{source(rows)} {first['how']}. "]
     lines[-1] += (
         f"Capacity: {first['capacity']:.1f} requests a second; a lone request takes "
-        f"{1e3 * first['lone_s']:.0f} ms. In brackets the ratio to the arm without drafts: mean, "
-        "least and largest over turns."
+        f"{1e3 * first['lone_s']:.0f} ms. Beside figures their ratio to those of the arm without "
+        "drafts, with its 95% interval over turns."
     )
     body = []
     for one in rows:
         cells = []
         for name, unit in zip(FIGURES, (1e3, 1e3, 1, 1), strict=True):
-            mean, least, most = one[f"{name}_ratio"]
-            beside = f" ({mean:.2f}, {least:.2f} to {most:.2f})" if one["what"] != "plain" else ""
+            ratio, *between = one[f"{name}_ratio"]
+            beside = f" ({ratio:.2f} {bracket(between)})" if one["what"] != "plain" else ""
             figure = unit * one[name]
             cells.append(f"{figure:,.{0 if figure > 100 else 1}f}{beside}")
         body.append([f"{one['load']:.0%}", one["what"], *cells])
