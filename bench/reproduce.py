@@ -90,7 +90,7 @@ STEPS = {
     "peers": Step("bench/speed/peers.py out={out}", "~40"),  # after make peers
     "heads": Step("bench/evidence/heads.py out={out}", "~130"),
     "load": Step("bench/speed/load.py out={out}", "~40"),
-    "served": Step("bench/speed/served.py out={out}", "~6"),
+    "served": Step("bench/speed/served.py out={out}", "7"),
     "one-pass": Step(f"bench/evidence/one_pass.py {LONGER} out={{out}}", "~240"),
     "ours-alone": Step(first("ours"), "~7", "runs/one-pass/ours-0/drafter"),
     "one-pass-each": Step(first(*EACH), "~90", f"runs/one-pass/{EACH[-1]}-0/drafter"),
