@@ -81,9 +81,10 @@ class Auto(Policy):
     most `START` tokens in all. Of trees nearly as good as the best one is tried after `EVERY`
     choices, then half as often each time that this changes nothing.
 
-    The seconds of the first `COLD` plain rounds after a draft don't count: its weights stand in the
-    cache, and they take 3 to 8% more than those that follow. While a tree is the best, plain rounds
-    are timed anew at some of these trials, however slow they seemed.
+    The seconds of the first `COLD` plain rounds of all, which take up to twice as long as those
+    that follow, and after a draft, whose weights stand in the cache (3 to 8% more), don't count.
+    While a tree is the best, plain rounds are timed anew at some of these trials, however slow they
+    seemed.
 
     Differences from SmartSpec: positions have chances of their own, trees are weighed as chains
     are, the search doesn't stop at the first fall, and no profile is needed.
@@ -102,7 +103,7 @@ class Auto(Policy):
         self.plans = parts(plan)
         self.counts = counts_of(plan)
         self.shares = self.SHARES
-        self.plain = self.COLD  # rounds since the last that drafted
+        self.plain = 0  # rounds since the last that drafted, or the first of all
         self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
 
     def _pace(self) -> Pace:
