@@ -36,9 +36,7 @@ class Owed:
         self.lens_B[rows] = lens
 
     def admit(self, admitted: Admitted, *, asleep: bool) -> bool:
-        """Of these rows nothing is owed yet, but their prompts where the drafter sleeps and there
-        is room for them; whether it is so.
-        """
+        """These rows owe nothing yet; whether their prompts wait: it sleeps, and there is room."""
         self.begin(admitted.rows_R, admitted.lens_R)
         for row in (rows := admitted.rows_R.tolist()):
             self.prompts.pop(row, None)

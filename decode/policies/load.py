@@ -83,8 +83,8 @@ class Auto(Policy):
 
     The seconds of the first `COLD` plain rounds of all, which take up to twice as long as those
     that follow, and after a draft, whose weights stand in the cache (3 to 8% more), don't count.
-    While a tree is the best, plain rounds are timed anew at some of these trials, however slow they
-    seemed.
+    While a tree is the best, plain rounds are timed anew at some of these trials, the first among
+    them, however slow they seemed.
 
     Differences from SmartSpec: positions have chances of their own, trees are weighed as chains
     are, the search doesn't stop at the first fall, and no profile is needed.
@@ -153,6 +153,8 @@ class Auto(Policy):
             # Timed anew, however slow they were: what a spell of the machine's said must not last.
             pace.seconds[None].clear()
         pace.due = pace.every = min(2 * pace.every, self.SELDOM)
+        if best is not None and 0 < len(pace.seconds[None]) <= self.PLAIN:
+            return None, self.TRY  # so few may all have been slow ones
         if not others:
             return best, self.PERIOD
         other = min(others, key=lambda p: (len(pace.seconds[p]), -rates[p]))

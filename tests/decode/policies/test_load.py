@@ -153,25 +153,22 @@ def test_plain_rounds_right_after_a_draft_say_nothing(
     assert told == ({1.0} if counted else {1.0, 1.3})
 
 
-@pytest.mark.parametrize("counted", [True, False])
-def test_the_first_rounds_of_all_say_nothing(
-    counted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They take longer; would they count, drafting at a loss would look well for long."""
-    if counted:
-        monkeypatch.setattr(Auto, "COLD", 0)
-    done = 0
-
-    def seconds(rows: int, plan: Plan | None) -> float:
-        nonlocal done
-        done += 1
-        return 1.5 if plan is not None else 1.7 if done <= 2 else 1.0
-
+@pytest.mark.parametrize("slow", [2, 4])
+def test_the_first_plain_rounds_may_be_slow_ones(slow: int) -> None:
+    """Drafting loses 8%, and doesn't look well for long: the first two don't count, and the first
+    that do are looked at again.
+    """
     rates = []
     for seed in range(5):
         done = 0
+
+        def seconds(rows: int, plan: Plan | None) -> float:
+            nonlocal done
+            done += 1
+            return 1.5 if plan is not None else 1.7 if done <= slow else 1.0
+
         rates.append(decoded(Auto(chain_plan(1)), 1, seconds, [0.38], seed=seed, count=200))
-    assert (np.mean(rates) > 0.97) != counted
+    assert np.mean(rates) > 0.96
 
 
 def test_the_drafter_hears_of_plain_rounds_that_are_only_tried() -> None:
