@@ -223,9 +223,10 @@ class Admitted(NamedTuple):
     def alone(self, i: int) -> "Admitted":
         """The i-th of them, without its padding."""
         one, many = slice(i, i + 1), int(self.lens_R[i])
+        tokens_1N = self.tokens_RN[one, :many].clone()  # of a batch that would stay else
         taps_1NU = None if self.taps_RNU is None else self.taps_RNU[one, :many].clone()
-        own = self.rows_R[one], self.tokens_RN[one, :many], self.lens_R[one], self.pending_R[one]
-        return Admitted(*own, taps_1NU)
+        lens_1, pending_1 = self.lens_R[one], self.pending_R[one]
+        return Admitted(self.rows_R[one], tokens_1N, lens_1, pending_1, taps_1NU)
 
     def write(self, text_BS: Tensor) -> None:
         """Begin the text of these rows."""

@@ -6,7 +6,7 @@ Shapes: B rows, R of them just admitted, M rounds that wait, U width of the taps
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,17 +35,19 @@ class Owed:
         """Of these rows nothing is owed yet."""
         self.lens_B[rows] = lens
 
-    def admit(self, admitted: Admitted, *, asleep: bool) -> bool:
-        """These rows owe nothing yet; whether their prompts wait: it sleeps, and there is room."""
+    def admit(self, admitted: Admitted, busy: Iterable[int], *, asleep: bool) -> bool:
+        """These rows owe nothing yet; whether their prompts wait: it sleeps, and there is room
+        beside those of rows that are busy still.
+        """
         self.begin(admitted.rows_R, admitted.lens_R)
-        for row in (rows := admitted.rows_R.tolist()):
-            self.prompts.pop(row, None)
-        if not asleep:
-            return False
-        held = self.prompts | {row: admitted.alone(i) for i, row in enumerate(rows)}
-        if fits := sum(x.nbytes for a in held.values() for x in a if x is not None) <= PROMPTS:
-            self.prompts.update(held)
-        return fits
+        for row in self.prompts.keys() - set(busy):
+            self.prompts.pop(row)
+        held = *self.prompts.values(), admitted
+        fits = sum(x.nbytes for one in held for x in one if x is not None) <= PROMPTS
+        if asleep and fits:
+            rows = enumerate(admitted.rows_R.tolist())
+            self.prompts.update({row: admitted.alone(i) for i, row in rows})
+        return asleep and fits
 
     def take(self, kept: Kept | None, *, replayed: bool) -> None:
         """A round of one token a row, None where it isn't to be told: all before it is lost then.

@@ -159,16 +159,18 @@ class Session:
         on_cuda = device.type == "cuda"
         # Captures and events belong to the current device.
         with torch.cuda.device(device) if on_cuda else nullcontext():
+            # Late, what is read now is still being read as the round begins.
+            waited = plan is not None and part.owed is not None and bool(part.owed.prompts)
+            steady = not (waited and decoder.late)
             if plan is not None:
                 decoder.stepper.catch_up(part, top)
             if plan is not None and decoder.stepper.between(part, plan, top):
                 self._parts = {}
                 part = self._part()
             started = self.clock()
-            steady = True
             if decoder.graphs is not None:
                 told = decoder.graphs.step(self.batch, plan, top)
-                steady = decoder.graphs.steady
+                steady &= decoder.graphs.steady
             else:
                 told = decoder.stepper.step(part, plan, top, decoder.policy)
             if plan is None and (owed := self.batch.owed) is not None:
@@ -262,7 +264,8 @@ class Session:
         admitted = Admitted(rows_R, tokens_RN, lens_R, pending_R, taps_RNU)
         if (drafter := decoder.drafter) is not None:
             asleep = decoder.policy.asleep and not drafter.remembers
-            if batch.owed is None or not batch.owed.admit(admitted, asleep=asleep):
+            busy = (row for row in rows.busy if row not in free)
+            if batch.owed is None or not batch.owed.admit(admitted, busy, asleep=asleep):
                 drafter.prefill(admitted)
         if batch.harvest is not None:
             batch.harvest.admit(admitted)

@@ -17,7 +17,7 @@ from truths import LONGER, PROMPTS, truths
 
 from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
-from draftsmith.decode.drafting.base import Drafter, Kept, Round
+from draftsmith.decode.drafting.base import Admitted, Drafter, Kept, Round
 from draftsmith.decode.engine import owed
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.runner import WARM_UP
@@ -184,6 +184,25 @@ def test_of_more_than_can_wait_the_oldest_are_lost(
     decoder, drafted = resting(pair, LMDrafter(tiny_draft, len(tiny_tokenizer)))
     decode(decoder, pair)
     assert drafted
+
+
+def test_prompts_wait_beside_those_of_busy_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of rows that have ended make room; of a padded batch only its own tokens stay."""
+    debt = owed.Owed(4, torch.device("cpu"), taps=True)
+
+    def asked(row: int, many: int = 8) -> Admitted:
+        own = torch.tensor([row]), torch.ones(1, 8, dtype=torch.int64), torch.tensor([many])
+        return Admitted(*own, torch.tensor([3]), torch.zeros(1, 8, 4))
+
+    one = sum(x.nbytes for x in asked(0) if x is not None)
+    monkeypatch.setattr(owed, "PROMPTS", 2 * one)
+    assert debt.admit(asked(0), [], asleep=True) and debt.admit(asked(1), [0], asleep=True)
+    assert not debt.admit(asked(2), [0, 1], asleep=True) and set(debt.prompts) == {0, 1}
+    assert debt.admit(asked(2, many=5), [1], asleep=True) and set(debt.prompts) == {1, 2}
+    assert not debt.admit(asked(1), [2], asleep=False) and set(debt.prompts) == {2}
+    kept = debt.prompts[2]
+    assert kept.taps_RNU is not None and kept.taps_RNU.shape == (1, 5, 4)
+    assert kept.tokens_RN.untyped_storage().nbytes() == 40
 
 
 def test_what_is_owed_is_in_order_of_position() -> None:
