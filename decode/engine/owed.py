@@ -37,7 +37,7 @@ class Owed:
 
     def admit(self, admitted: Admitted, busy: Iterable[int], *, asleep: bool) -> bool:
         """These rows owe nothing yet; whether their prompts wait: it sleeps, and there is room
-        beside those of rows that are busy still.
+        beside those of rows that are busy by now, of which these aren't.
         """
         self.begin(admitted.rows_R, admitted.lens_R)
         for row in self.prompts.keys() - set(busy):

@@ -264,8 +264,7 @@ class Session:
         admitted = Admitted(rows_R, tokens_RN, lens_R, pending_R, taps_RNU)
         if (drafter := decoder.drafter) is not None:
             asleep = decoder.policy.asleep and not drafter.remembers
-            busy = (row for row in rows.busy if row not in free)
-            if batch.owed is None or not batch.owed.admit(admitted, busy, asleep=asleep):
+            if batch.owed is None or not batch.owed.admit(admitted, rows.busy, asleep=asleep):
                 drafter.prefill(admitted)
         if batch.harvest is not None:
             batch.harvest.admit(admitted)
