@@ -152,9 +152,10 @@ class Auto(Policy):
         if best is not None and pace.every in (4 * self.EVERY, self.SELDOM):
             # Timed anew, however slow they were: what a spell of the machine's said must not last.
             pace.seconds[None].clear()
-        pace.due = pace.every = min(2 * pace.every, self.SELDOM)
         if best is not None and 0 < len(pace.seconds[None]) <= self.PLAIN:
+            pace.due = 1  # the trial comes after them
             return None, self.TRY  # so few may all have been slow ones
+        pace.due = pace.every = min(2 * pace.every, self.SELDOM)
         if not others:
             return best, self.PERIOD
         other = min(others, key=lambda p: (len(pace.seconds[p]), -rates[p]))
