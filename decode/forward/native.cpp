@@ -41,6 +41,10 @@ struct Pass {
     // is 1, and n all of them); null: side by side.
     const int64_t *places;
     int64_t across;
+    // Which of `states` each token's row of `side` [T, taps * H] holds side by side; -1: of `out`.
+    const int64_t *tapped;
+    int64_t taps;
+    bf16 *side;
 };
 // How the next tokens of rows are drafted, one after another: the LM head's `size` rows of tokens
 // `ids` (null: of the first), the temperature (0: greedy), and the noise of row b and level k at
@@ -202,6 +206,10 @@ extern "C" void body(const Body *model, const Pass *pass) {
     }
     for (int64_t t = 0; t < T; t++)
         normed(p.states + ((p.last - p.first) * T + t) * H, b.norm, p.out + t * H, H, b.epsilon);
+    bf16 *side = p.side;
+    for (int64_t t = 0; t < T; t++)
+        for (const int64_t *tap = p.tapped; tap < p.tapped + p.taps; tap++, side += H)
+            memcpy(side, (*tap < 0 ? p.out : p.states + *tap * T * H) + t * H, H * sizeof(bf16));
 }
 
 // Attention of given queries [T, heads * width] to a layer's slots; the pass says which they see.

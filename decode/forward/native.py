@@ -22,6 +22,7 @@ from transformers.activations import SiLUActivation
 from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.kv import KVPool, SlotCache
 from draftsmith.decode.forward.product import STEP, VocabHead
+from draftsmith.models.taps import NORM, Tap
 
 HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to that
 Half = tuple[int, str]  # (a layer, one of HALVES)
@@ -47,6 +48,7 @@ class _Pass(ctypes.Structure):
     _fields_ += [("wide", _N), ("block_row", _N), ("given", _P)]
     _fields_ += [("keys", _P), ("values", _P), ("layer_step", _N), ("row_step", _N)]
     _fields_ += [("states", _P), ("out", _P), ("places", _P), ("across", _N)]
+    _fields_ += [("tapped", _P), ("taps", _N), ("side", _P)]
 
 
 class _Chain(ctypes.Structure):
@@ -142,6 +144,15 @@ class NativeBody:
             taken[layer] = states_LBNH[layer]
         return out_BNH
 
+    def tapped(
+        self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, taps: Sequence[Tap]
+    ) -> tuple[Tensor, Tensor]:
+        """What it gives and the taps' states side by side, [B, N, U]."""
+        side_BNU = cache.pool.kv_2LBSHE.new_empty((*tokens_BN.shape, len(taps) * self.hidden))
+        places = (_N * len(taps))(*(-1 if tap == NORM else int(tap) for tap in taps))
+        at = ctypes.addressof(places), len(taps), pointer(side_BNU)
+        return self.states(tokens_BN, positions_BN, cache, side=at)[1], side_BNU
+
     def states(
         self,
         tokens_BN: Tensor,
@@ -149,10 +160,11 @@ class NativeBody:
         cache: SlotCache,
         given_BNH: Tensor | None = None,
         layers: range | None = None,
+        side: tuple[Any, ...] = (),
     ) -> tuple[Tensor, Tensor]:
         """What goes into the layers that are run (by default all) and what the last gives, side by
         side, and that normed. given_BNH: the states that a head reads beside the tokens or, without
-        an embedding, in their place.
+        an embedding, in their place; side: where `tapped` wants some of them.
         """
         assert cache.attend is not None and cache.flat_slots is not None
         seen, pool, block, sizes = cache.attend.seen, cache.pool, None, (0, 0)
@@ -171,6 +183,7 @@ class NativeBody:
             *laid(pool),
             *map(pointer, (states_LBNH, out_BNH, packed)),
             cache.attend.positions_BN.shape[1],
+            *side,
         )
         self.made.body(ctypes.byref(self.body), ctypes.byref(call))
         return states_LBNH, out_BNH

@@ -264,7 +264,9 @@ class Runner:
     def _pass(
         self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, *, taps: bool = True
     ) -> States:
-        wanted = self.taps if taps else ()
+        wanted, native = self.taps if taps else (), self.native
+        if wanted and native is not None and native.takes(tokens_BN, cache):
+            return native.tapped(tokens_BN, positions_BN, cache, wanted)
         taken: Taken = {int(tap): None for tap in wanted if tap != NORM}
         hidden_BNH = self.call(tokens_BN, positions_BN, cache, taken)
         return hidden_BNH, joined(wanted, hidden_BNH, taken) if wanted else None

@@ -16,6 +16,7 @@ from transformers import (
 
 from draftsmith.decode.forward import compiled, native
 from draftsmith.decode.forward.runner import Runner, Seen
+from draftsmith.models.taps import NORM
 
 SIZES = {
     "vocab_size": 120,
@@ -67,10 +68,10 @@ def states(runner: Runner) -> list[torch.Tensor]:
 @needs_compiler
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_are_the_models_own(family: str) -> None:
-    runner, whole = (Runner(made(family), 120, taps=(0, 2, 3)) for _ in range(2))
+    runner, whole = (Runner(made(family), 120, taps=(0, 2, NORM, 3)) for _ in range(2))
     assert runner.call.native is not None
     whole.call = whole._whole
-    wide = Runner(made(family).float(), 120, taps=(0, 2, 3))
+    wide = Runner(made(family).float(), 120, taps=(0, 2, NORM, 3))
     for ours, own, exact in zip(states(runner), states(whole), states(wide), strict=True):
         assert ours.shape == own.shape
         # As near to the exact states as the model's own rounding comes.
