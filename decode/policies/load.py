@@ -53,7 +53,7 @@ def read_table(text: str, most: int) -> Ranges:
 class Pace:
     """Of rounds with so many rows: the latest seconds of each tree, and how many rounds of what was
     chosen were timed; the tree now, the one held best, the round of the next choice (0 before the
-    first), and periods until another tree is tried.
+    first), and periods until another tree is tried. took: by rounds of the best at the last choice.
     """
 
     seconds: defaultdict[Plan | None, deque[float]]
@@ -63,6 +63,12 @@ class Pace:
     next: int = 0
     due: int = 0
     every: int = 0
+    took: float | None = None
+
+    def latest(self, plan: Plan | None, rounds: int) -> float:
+        """Seconds of that tree's last so many rounds, the lower quartile."""
+        found = sorted(list(self.seconds[plan])[-rounds:])
+        return found[len(found) // 4]
 
 
 class Auto(Policy):
@@ -84,7 +90,8 @@ class Auto(Policy):
     The seconds of the first `COLD` plain rounds of all, which take up to twice as long as those
     that follow, and after a draft, whose weights stand in the cache (3 to 8% more), don't count.
     While a tree is the best, plain rounds are timed anew at some of these trials, the first among
-    them, however slow they seemed.
+    them, however slow they seemed. Where rounds of the best take `SPELL` more or less now than at
+    the choice before, that is the machine's doing, and the others' seconds are moved likewise.
 
     Differences from SmartSpec: positions have chances of their own, trees are weighed as chains
     are, the search doesn't stop at the first fall, and no profile is needed.
@@ -95,6 +102,7 @@ class Auto(Policy):
     EVERY, SELDOM = 4, 64
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
     COLD = 2  # rounds
+    SPELL = 0.1
     SHARES = np.array([0.0, 0.15, 0.05])  # of a plain round's seconds, before anything is known
     PRIOR = 0.05  # how much these weigh beside one measured tree
     rests = True
@@ -117,7 +125,11 @@ class Auto(Policy):
             small = [plan for plan in self.plans if load.rows * plan.nodes <= self.START]
             pace.choice, pace.next = (small or self.plans[:1])[-1], pace.rounds + self.TRY
         elif pace.rounds >= pace.next:
+            self._keep_up(pace)
             pace.choice, lasts = self._choose(pace, load.lag)
+            if pace.choice == pace.best:
+                known = pace.seconds.get(pace.best)
+                pace.took = pace.latest(pace.best, self.PERIOD) if known else None
             # While little is known, what was learned is used at once.
             pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self.TRY)
         if pace.choice is None and pace.best is None:
@@ -133,13 +145,23 @@ class Auto(Policy):
             pace.seconds[outcome.plan].append(outcome.seconds)
             pace.rounds += outcome.plan == pace.choice
 
+    def _keep_up(self, pace: Pace) -> None:
+        """Take what is new in the best one's rounds for the machine's doing."""
+        if pace.took is None or pace.choice != pace.best:
+            return
+        change = pace.latest(pace.best, self.PERIOD) / pace.took
+        if abs(change - 1) > self.SPELL:
+            for plan, seconds in pace.seconds.items():
+                if plan != pace.best:
+                    pace.seconds[plan] = deque((change * took for took in seconds), self.WATCH)
+
     def _choose(self, pace: Pace, lag: float) -> tuple[Plan | None, int]:
         """The tree to go on with, and for how many rounds."""
         tokens, seconds = self.counts.expected(self.plans), self._seconds(pace)
         rates = {p: (1 + (1 - lag) * (tokens[p] - 1)) / took for p, took in seconds.items()}
         best = max(rates, key=lambda plan: rates[plan])
         if best != pace.best:
-            pace.best, pace.due, pace.every = best, self.EVERY, self.EVERY
+            pace.best, pace.due, pace.every, pace.took = best, self.EVERY, self.EVERY, None
         pace.due -= 1
         if pace.due > 0:
             # To choose takes a fifth of a small model's plain round, and resting teaches little.
@@ -158,13 +180,12 @@ class Auto(Policy):
         pace.due = pace.every = min(2 * pace.every, self.SELDOM)
         if not others:
             return best, self.PERIOD
-        other = min(others, key=lambda p: (len(pace.seconds[p]), -rates[p]))
+        other = min(others, key=lambda p: (len(pace.seconds.get(p, ())), -rates[p]))
         return other, self.PERIOD if other is None else self.TRY
 
     def _seconds(self, pace: Pace) -> dict[Plan | None, float]:
         """Of a round of every plan, and of none."""
-        found = {plan: sorted(each) for plan, each in pace.seconds.items() if each}
-        known = {plan: each[len(each) // 4] for plan, each in found.items()}
+        known = {p: pace.latest(p, self.WATCH) for p, each in pace.seconds.items() if each}
         plain = known[None]
         tried = {plan: took for plan, took in known.items() if plan is not None}
         # Least squares of relative seconds, drawn to the shares known before.
