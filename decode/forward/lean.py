@@ -135,8 +135,8 @@ class LeanBody:
     ) -> Tensor:
         if self.leader is not None:
             self.leader.passing(tokens_BN, positions_BN, cache, lean=True)
-        if self.native is not None and self.native.takes(tokens_BN, cache):
-            return self.native(tokens_BN, positions_BN, cache, taken)
+        if self.native is not None and not taken and self.native.takes(tokens_BN, cache):
+            return self.native.states(tokens_BN, positions_BN, cache)[1]
         compiled = cache.attend is not None and self.enter is not enter
         first, last = (self.enter, self.leave) if compiled else (enter, leave)
         hidden_BNH = F.embedding(tokens_BN, self.embedding_VH)

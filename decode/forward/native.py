@@ -132,22 +132,10 @@ class NativeBody:
         plain = attend.backend == "masked" and attend.seen.at is None
         return plain and self.alone and type(tokens_BN) is Tensor
 
-    def __call__(
-        self,
-        tokens_BN: Tensor,
-        positions_BN: Tensor,
-        cache: SlotCache,
-        taken: dict[int, Tensor | None],
-    ) -> Tensor:
-        states_LBNH, out_BNH = self.states(tokens_BN, positions_BN, cache)
-        for layer in taken:
-            taken[layer] = states_LBNH[layer]
-        return out_BNH
-
     def tapped(
         self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, taps: Sequence[Tap]
     ) -> tuple[Tensor, Tensor]:
-        """What it gives and the taps' states side by side, [B, N, U]."""
+        """The last layer's states, normed, and the taps' side by side, [B, N, U]."""
         side_BNU = cache.pool.kv_2LBSHE.new_empty((*tokens_BN.shape, len(taps) * self.hidden))
         places = (_N * len(taps))(*(-1 if tap == NORM else int(tap) for tap in taps))
         at = ctypes.addressof(places), len(taps), pointer(side_BNU)
