@@ -2,10 +2,11 @@
 
     draftsmith evaluate target=TARGET drafter=DRAFTER prompts=prompts.jsonl temperature=1
 
-Writes report.json and report.html; see decode/evaluate/evaluate.py. `python -m draftsmith.decode`
-is the same.
+Writes report.json and report.html; see decode/evaluate/evaluate.py. What an earlier run wrote there
+is kept in a folder beside them. `python -m draftsmith.decode` is the same.
 """
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,14 @@ def main(argv: list[str]) -> None:
     console = Console()
     settings = parse(Evaluation, argv)
     Path(settings.out).mkdir(parents=True, exist_ok=True)  # or an error, before all the decoding
+    seen: set[Path] = set()
 
     def written(reports: dict[str, dict[str, Any]]) -> dict[str, Path]:
         several = len(reports) > 1
         folders = {name: Path(settings.out) / (name if several else "") for name in reports}
+        for folder in {Path(settings.out), *folders.values()} - seen:
+            set_aside(folder)
+            seen.add(folder)
         for name, folder in folders.items():
             write(reports[name], folder)
         return folders
@@ -53,6 +58,18 @@ def main(argv: list[str]) -> None:
         console.print(comparison(rows))
         print_table(results.PAIRED, results.differences(rows), results.PAIRED[1:2])
     results.publish(f"Drafters for {settings.target}", rows, Path(settings.out))
+
+
+def set_aside(folder: Path) -> None:
+    """Keep what an earlier run wrote there in earlier-1, earlier-2, ..."""
+    names = (f"{name}.{kind}" for name in ("report", "results") for kind in ("json", "html", "md"))
+    old = [folder / name for name in names if (folder / name).is_file()]
+    if old:
+        place = next(p for n in count(1) if not (p := folder / f"earlier-{n}").exists())
+        place.mkdir()
+        for path in old:
+            path.rename(place / path.name)
+        print(f"kept: {place}, what an earlier run wrote in {folder}")
 
 
 def tell(name: str, advice: dict[str, Any], drafter: dict[str, Any], settings: Evaluation) -> None:

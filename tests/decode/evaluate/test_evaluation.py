@@ -91,6 +91,22 @@ def report_of(root: Path, out: Path, *more: str) -> dict[str, Any]:
     return report
 
 
+def test_what_an_earlier_run_wrote_is_kept(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One report beside the newest for every run before, whatever else lies there."""
+    (tmp_path / "notes.md").write_text("mine")
+    found = []
+    for limit in (1, 2):
+        asked = [f"drafter={folders / 'draft'}", f"limit={limit}", "dtype=float32"]
+        main(arguments(folders, tmp_path, *asked, "identity=false", "policy=fixed"))
+        found.append((tmp_path / "report.json").read_text())
+    assert (tmp_path / "earlier-1" / "report.json").read_text() == found[0] != found[1]
+    assert (tmp_path / "earlier-1" / "results.json").exists()
+    assert not (tmp_path / "earlier-2").exists() and (tmp_path / "notes.md").exists()
+    assert capsys.readouterr().out.count("an earlier run wrote") == 1
+
+
 def test_k_is_the_folders_own_unless_given(folders: Path, tmp_path: Path) -> None:
     names = f"drafter={folders / 'itself'},ngram"
     main(arguments(folders, tmp_path, names, "dtype=float32", "identity=false", "policy=fixed"))
