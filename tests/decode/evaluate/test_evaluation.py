@@ -96,10 +96,9 @@ def test_what_an_earlier_run_wrote_is_kept(
 ) -> None:
     """One report beside the newest for every run before, whatever else lies there."""
     (tmp_path / "notes.md").write_text("mine")
-    found = []
+    found, asked = [], [f"drafter={folders / 'draft'}", "dtype=float32", "identity=false"]
     for limit in (1, 2):
-        asked = [f"drafter={folders / 'draft'}", f"limit={limit}", "dtype=float32"]
-        main(arguments(folders, tmp_path, *asked, "identity=false", "policy=fixed"))
+        main(arguments(folders, tmp_path, *asked, f"limit={limit}", "policy=fixed"))
         found.append((tmp_path / "report.json").read_text())
     assert (tmp_path / "earlier-1" / "report.json").read_text() == found[0] != found[1]
     assert (tmp_path / "earlier-1" / "results.json").exists()
