@@ -49,13 +49,16 @@ class Owed:
             self.prompts.update({row: admitted.alone(i) for i, row in rows})
         return asleep and fits
 
-    def take(self, kept: Kept | None, *, replayed: bool) -> None:
-        """A round of one token a row, None where it isn't to be told: all before it is lost then.
+    def take(self, owes: Sequence[Kept], *, replayed: bool) -> None:
+        """Rounds of one token a row, none where they aren't to be told: all before is lost then.
         replayed: into the same tensors each time.
         """
-        if kept is None:
+        if not owes:
             self.rounds.clear()
-            return
+        for kept in owes:
+            self._take(kept, replayed=replayed)
+
+    def _take(self, kept: Kept, *, replayed: bool) -> None:
         if not self.rounds:
             self.begin(slice(len(kept.lens_B)), kept.lens_B)
         if replayed:

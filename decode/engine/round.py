@@ -17,6 +17,7 @@ from draftsmith.decode import sampling
 from draftsmith.decode.drafting.base import Call, Drafter, Kept, Round, picked
 from draftsmith.decode.engine.grammar import Grammar, ruled
 from draftsmith.decode.engine.owed import Owed
+from draftsmith.decode.engine.plain import rounds_at_once, several
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.rows import Rows, Settled
 from draftsmith.decode.engine.settings import DecodeSettings
@@ -27,6 +28,7 @@ from draftsmith.decode.policies.policy import Policy
 from draftsmith.decode.sampling import (
     BatchParams,
     RowParams,
+    SamplingParams,
     choose,
     position_keys,
     told_log_probs,
@@ -95,19 +97,19 @@ class DecodeBatch:
 
 class Told(NamedTuple):
     """A round's news. table: int64 [B, 2 L + 4 + W]: tokens emitted, nodes of the kept path (of a
-    tree ordered by worth: their places in that order), how
-    many drafted ones the rule kept, how many were emitted, whether the row still decodes, whether
-    its logits were broken; then, where the batch asks for them, the bits of `told_log_probs` of the
-    tokens, and those of what the drafter says. levels, nodes: of the tree that was verified (nodes
-    without the root); said: the drafter's columns; owes: what it is still to take in; tree: the
-    tree, where rows verify a part of it.
+    tree ordered by worth: their places in that order), how many drafted ones the rule kept, how
+    many were emitted, whether the row still decodes, whether its logits were broken; then, where
+    the batch asks for them, the bits of `told_log_probs` of the tokens, and those of what the
+    drafter says. Of several rounds without a draft: [M, B, 6]. levels, nodes: of the tree that was
+    verified (nodes without the root); said: the drafter's columns; owes: what it is still to take
+    in; tree: the tree, where rows verify a part of it.
     """
 
     table: Tensor
     levels: int
     nodes: int
     said: int = 0
-    owes: Kept | None = None
+    owes: Sequence[Kept] = ()
     tree: TokenTree | None = None
 
     def listed_BLW(self, table: Tensor) -> Tensor | None:
@@ -173,11 +175,11 @@ class Stepper:
         taps_BLU = taps_BNU if taps_BNU is None or plan is None else picked(taps_BNU, path_BL)
         if batch.harvest is not None:
             batch.harvest.keep(before_B, picked(hidden_BNH, path_BL), taps_BLU)
-        said_BX, owes = None, None
+        said_BX, owes = None, list[Kept]()
         if drafter is not None and not deaf:
             path = None if topology.is_chain else path_BL
             kept = Kept(emitted_BL, n_new_B, path, before_B, taps_BLU, top, params=params, **told)
-            owes = kept if waits else None
+            owes = [kept] if waits else []
             said_BX = None if waits else drafter.extend(kept)
         news = [table]
         if raw_BNV is not None and batch.listed is not None:
@@ -188,6 +190,36 @@ class Stepper:
         size = topology.levels, topology.nodes - 1, 0 if said_BX is None else said_BX.shape[1]
         cut = None if tree.verified_B is None else tree
         return Told(table if len(news) == 1 else torch.cat(news, 1), *size, owes, cut)
+
+    @torch.inference_mode()
+    def several(self, batch: DecodeBatch, top: int, policy: Policy) -> Told | None:
+        """Some rounds without a draft at once, their tables one after another, up to one in which a
+        row ends; None where that isn't for such rows, or rounds must be looked at one by one.
+        policy: which has just been asked.
+        """
+        rows, params = batch.rows, batch.params
+        watched = self.acceptance is not None or self.recorder is not None
+        watched = watched or batch.harvest is not None or batch.listed is not None
+        watched = watched or batch.grammars is not None or self.settings.same_shape
+        most = rounds_at_once(self.runner, len(rows.lens_B), params)
+        most = most if self.drafter is None else min(most, policy.rest)
+        if watched or most < 2 or self.rule(params) is not RULES["coupled"]:
+            return None
+        at_BM = rows.lens_B[:, None] + torch.arange(1, most + 1)
+        race_BMV = self.race(rows.seeds_B, at_BM, params)
+        width = min(round_up(top + most), batch.pool.slots)
+        assert isinstance(params, SamplingParams)
+        told = batch.owed is not None and not self._deaf(batch, None, policy)
+        taps = self.runner.taps if told else ()
+        at = self.runner, batch.pool, rows, params.temperature
+        tables_MBX, before_MB, side_MBU = several(*at, race_BMV, most, width, taps)
+        owes: list[Kept] = []
+        if told:
+            for table_BX, before_B, side_BU in zip(tables_MBX, before_MB, side_MBU, strict=True):
+                taps_B1U = side_BU[:, None] if taps else None
+                kept = table_BX[:, :1], table_BX[:, 3], None, before_B, taps_B1U, top
+                owes.append(Kept(*kept, params=params))
+        return Told(tables_MBX, 0, 0, owes=owes)
 
     def _verify(
         self, batch: DecodeBatch, tree: TokenTree, top: int, *, taps: bool

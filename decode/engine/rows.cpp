@@ -1,6 +1,6 @@
 // How a round of a coupled rule ends, in one call: which drafted tokens the target itself chose, and
 // where that leaves every row (rows.py calls it; verify/rules.py and `Rows.advance` have the same in
-// torch). Names: B rows, N nodes, L tokens that a round can emit, V vocabulary.
+// torch); and several rounds without a draft (plain.py). Names: B rows, N nodes, L tokens that a round can emit, V vocabulary.
 
 #include <cmath>
 #include <cstdint>
@@ -91,5 +91,29 @@ extern "C" void settle(const Round *round) {
         r.room[b] -= count;
         r.active[b] = r.active[b] && !(ended && ended <= count) && r.room[b] > 0 && !broken;
         news[0] = accepted, news[1] = count, news[2] = r.active[b], news[3] = broken;
+    }
+}
+
+// Of every row's next token, from what a model's own library holds of it (native.cpp).
+typedef void (*Logits)(const void *body, void *pass, const void *how, float *logits);
+
+// At most so many rounds of one token a row, until a row ends; how many. at: [2, B], the positions
+// and slots of a pass, which are filled in here, round by round.
+extern "C" int64_t several(const Round *first, int64_t most, int64_t context, int64_t slots,
+                           int64_t *at, Logits logits, const void *body, void *pass,
+                           const void *how) {
+    Round r = *first;
+    std::vector<uint8_t> before(r.rows);
+    for (int64_t made = 1;; made++) {
+        memcpy(before.data(), r.active, r.rows);
+        for (int64_t b = 0; b < r.rows; b++) {
+            at[b] = r.lens[b] < context ? r.lens[b] : context - 1;
+            at[r.rows + b] = b * slots + r.lens[b];
+        }
+        logits(body, pass, how, (float *)r.logits);
+        settle(&r);
+        if (made == most || memcmp(before.data(), r.active, r.rows)) return made;
+        r.before += r.rows, r.table += r.rows * (2 * r.length + 4);
+        if (r.race) r.race += r.race_step;
     }
 }

@@ -7,6 +7,7 @@ that may end one request, V vocabulary.
 
 import ctypes
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,21 +164,21 @@ def _settle(
     *state, verified_B, length = rows
     table, before_B = _settled_like(tokens_BN, length)
     given = [x.contiguous() for x in (tokens_BN, parent, depth, p_logits_BNV)]
-    strides: tuple[int, ...] = (0, 0)
-    if race_BLV is not None:
-        race_BLV = race_BLV if race_BLV.stride(2) == 1 else race_BLV.contiguous()
-        strides = race_BLV.stride()[:2]
-    B, N, V = p_logits_BNV.shape
-    wide = given[1].shape[-1] if parent.ndim == 2 else 0
-    round_ = _Round(
-        *(B, N, length, V, state[-1].shape[1], *strides, wide),
-        *(
-            None if x is None else x.data_ptr()
-            for x in (*given, race_BLV, *state, before_B, table, verified_B)
-        ),
-    )
-    library(SOURCE).settle(ctypes.byref(round_))
+    if race_BLV is not None and race_BLV.stride(2) != 1:
+        race_BLV = race_BLV.contiguous()
+    places = *given, race_BLV, *state, before_B, table, verified_B
+    library(SOURCE).settle(ctypes.byref(round_of(places, length)))
     return table, before_B
+
+
+def round_of(places: Sequence[Tensor | None], length: int) -> _Round:
+    """Of tensors in the order of `_PLACES`, which must live as long."""
+    _, parent, _, p_logits_BNV, race_BLV, *_, stop_ids_BM, _, _, _ = places
+    assert parent is not None and p_logits_BNV is not None and stop_ids_BM is not None
+    strides = (0, 0) if race_BLV is None else race_BLV.stride()[:2]
+    wide, (B, N, V) = parent.shape[-1] if parent.ndim == 2 else 0, p_logits_BNV.shape
+    sizes = B, N, length, V, stop_ids_BM.shape[1], *strides, wide
+    return _Round(*sizes, *(None if x is None else x.data_ptr() for x in places))
 
 
 def _settled_like(tokens_BN: Tensor, length: int) -> tuple[Tensor, Tensor]:

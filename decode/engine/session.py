@@ -172,7 +172,8 @@ class Session:
                 told = decoder.graphs.step(self.batch, plan, top)
                 steady &= decoder.graphs.steady
             else:
-                told = decoder.stepper.step(part, plan, top, decoder.policy)
+                several = plan is None and decoder.stepper.several(part, top, decoder.policy)
+                told = several or decoder.stepper.step(part, plan, top, decoder.policy)
             if plan is None and (owed := self.batch.owed) is not None:
                 owed.take(told.owes, replayed=decoder.graphs is not None)
             table, ready = told.table, None
@@ -196,13 +197,31 @@ class Session:
         return min(1.0, spread * NormalDist().inv_cdf(max(0.5, 1 - 1 / (len(counts) + 1))))
 
     def hear(self, flight: Flight) -> list[News]:
-        """Take in what a round tells."""
+        """Take in what a round tells, or several."""
         told = flight.told
         if flight.ready is not None:
             flight.ready.synchronize()
         host = flight.table.cpu()  # the round's only reading of the device
-        listed_BLW, table = told.listed_BLW(host), host[:, : 2 * told.levels + 6].tolist()
-        now, ticks = time.perf_counter(), self.clock()
+        ticks = self.clock()
+        before, self.heard, seconds = self.heard, ticks, None
+        if flight.started is not None and (flight.ready is None or before is not None):
+            # A device that runs ahead begins a round when the one before has ended.
+            seconds = ticks - max(before or 0.0, flight.started)
+        if host.ndim == 2:
+            return self._hear(flight, host[:, : 2 * told.levels + 6].tolist(), seconds, host)
+        each = None if seconds is None else seconds / len(host)
+        return [news for table in host.tolist() for news in self._hear(flight, table, each)]
+
+    def _hear(
+        self,
+        flight: Flight,
+        table: list[list[int]],
+        seconds: float | None,
+        host: Tensor | None = None,
+    ) -> list[News]:
+        """A round; host: the table and what stands beside it."""
+        told, now = flight.told, time.perf_counter()
+        listed_BLW = None if host is None else told.listed_BLW(host)
         news, paths, heard = [], [], []
         parts = None if told.tree is None else told.tree.parts
         for row, request in enumerate(flight.requests):
@@ -221,12 +240,8 @@ class Session:
             news.append(self._news(row, found[:n_new], accepted, own, active=active, bad=bad))
             if listed_BLW is not None:
                 request.take_listed(listed_BLW[row, : len(news[-1][1])])
-        said_BX = told.news_BX(host)
+        said_BX = None if host is None else told.news_BX(host)
         said_BX = None if said_BX is None else said_BX[heard]
-        before, self.heard, seconds = self.heard, ticks, None
-        if flight.started is not None and (flight.ready is None or before is not None):
-            # A device that runs ahead begins a round when the one before has ended.
-            seconds = ticks - max(before or 0.0, flight.started)
         drafter = self.decoder.drafter
         if drafter is not None and drafter.remembers and any(ended for *_, ended in news):
             # Its store is to hold whole answers, of which a new one takes the row.
@@ -314,8 +329,8 @@ class Session:
         accepted: int,
         told: Told | None = None,
         *,
-        active: bool,
-        bad: bool,
+        active: int,
+        bad: int,
     ) -> News:
         """Hand the row's request its next tokens, the first `accepted` ones drafted; told: of their
         round, None of a prompt's. At its end, also by logits that aren't numbers, free the row.

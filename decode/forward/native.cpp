@@ -277,6 +277,20 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
     }
 }
 
+// Logits of each row's next token [rows, size], over the temperature; the next call's states side by
+// side lie behind this one's.
+extern "C" void logits(const Body *model, Pass *pass, const Chain *how, float *out) {
+    int64_t B = pass->rows, size = how->size;
+    std::vector<bf16> made(B * size);
+    body(model, pass);
+    pass->side += B * pass->taps * model->hidden;
+    product(how->head, how->bias, pass->out, made.data(), B, model->hidden, size, size);
+    for (int64_t i = 0; i < B * size; i++) out[i] = wide(made[i]);
+    float temperature = how->temperature;
+    if (temperature != 0 && temperature != 1)
+        for (int64_t i = 0; i < B * size; i++) out[i] /= temperature;
+}
+
 static inline uint64_t finished(uint64_t x) {  // splitmix64's
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;

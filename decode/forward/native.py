@@ -137,7 +137,7 @@ class NativeBody:
     ) -> tuple[Tensor, Tensor]:
         """The last layer's states, normed, and the taps' side by side, [B, N, U]."""
         side_BNU = cache.pool.kv_2LBSHE.new_empty((*tokens_BN.shape, len(taps) * self.hidden))
-        places = (_N * len(taps))(*(-1 if tap == NORM else int(tap) for tap in taps))
+        places = numbers_of(taps)
         at = ctypes.addressof(places), len(taps), pointer(side_BNU)
         return self.states(tokens_BN, positions_BN, cache, side=at)[1], side_BNU
 
@@ -196,6 +196,38 @@ class NativeBody:
         ready = head.packs and self.alone and rows <= self.most
         return ready and head.weight.is_contiguous()
 
+    def steps(self, head: VocabHead, rows: int) -> bool:
+        """Whether it gives the logits of so many rows' next tokens as torch calls it would."""
+        few = None if head.ids_D is not None else head.few
+        return few is not None and rows <= few.most and torch.get_num_threads() == 1
+
+    def step(
+        self,
+        head: VocabHead,
+        pool: KVPool,
+        at: tuple[Tensor, Tensor, Tensor],
+        width: int,
+        temperature: float,
+        side_MBU: Tensor,
+        taps: Sequence[Tap],
+    ) -> "Step":
+        """The pass over each row's next token. at: the tokens [B], how many slots they see [B], and
+        their positions and slots [2, B], which are read when it is called; side_MBU: where the
+        taps' states go, one call's after another's.
+        """
+        tokens_B, lens_B, at_2B = at
+        weight, biases, rows = head.weight, head.tensors[1] or (None,), len(tokens_B)
+        states = pool.kv_2LBSHE.new_empty((self.layers + 2) * rows, self.hidden)
+        read = map(pointer, (tokens_B, *at_2B, lens_B))
+        where = rows, 1, width, 0, self.layers, *read, None, 0, 0, None, *laid(pool)
+        places, side = numbers_of(taps), (len(taps), pointer(side_MBU))
+        out = pointer(states), pointer(states[-rows:]), None, 0, ctypes.addressof(places)
+        pass_ = _Pass(*where, *out, *side)
+        how = _Chain(1, len(weight), *(0,) * 5, pointer(weight), pointer(biases[0]))
+        how.temperature = temperature
+        function = ctypes.cast(self.made.logits, _P)
+        return Step((states, places), (function, *map(ctypes.byref, (self.body, pass_, how))))
+
     def chain(
         self, head: VocabHead, pool: KVPool, start: "ChainStart", steps: int, *, sure: bool = False
     ) -> tuple[Tensor, Tensor | None]:
@@ -220,6 +252,15 @@ class NativeBody:
         beside = (_P(pointer(x)) for x in (*states, at_B, tokens_BK))
         self.made.chain(*map(ctypes.byref, (self.body, at, how)), *beside)
         return tokens_BK, sure_BK
+
+
+class Step(NamedTuple):
+    """A function of C++ and what it is called with, all but where the logits go; what that reads
+    must live as long.
+    """
+
+    held: tuple[Any, ...]
+    call: tuple[Any, ...]
 
 
 class ChainStart(NamedTuple):
@@ -261,6 +302,11 @@ def committed(query_BNAE: Tensor, pool: KVPool, layer: int, lens_B: Tensor, widt
     at = _N(layer), *(_P(pointer(x)) for x in (query_BNAE, out_BNAE))
     library().attend(ctypes.byref(body), ctypes.byref(call), *at)
     return out_BNAE
+
+
+def numbers_of(taps: Sequence[Tap]) -> Any:
+    """As the C++ counts them."""
+    return (_N * len(taps))(*(-1 if tap == NORM else int(tap) for tap in taps))
 
 
 def pointer(tensor: Tensor | None) -> int | None:

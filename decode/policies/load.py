@@ -30,6 +30,7 @@ class Table(Policy):
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
         levels = next(K for last, K in self.ranges if load.running <= last)
+        self.rest = MANY  # rows that end may change it, and they end such a rest
         return self.plans[-1].cut(levels) if levels else None
 
 
@@ -119,7 +120,9 @@ class Auto(Policy):
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
         pace, self.asleep = self.paces[load.rows], False
+        self.rest = max(0, self.COLD - self.plain)
         if len(pace.seconds[None]) < self.PLAIN:
+            self.rest += self.PLAIN - len(pace.seconds[None])
             return None
         if not pace.next:
             small = [plan for plan in self.plans if load.rows * plan.nodes <= self.START]
@@ -132,6 +135,7 @@ class Auto(Policy):
                 pace.took = pace.latest(pace.best, self.PERIOD) if known else None
             # While little is known, what was learned is used at once.
             pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self.TRY)
+        self.rest += pace.next - pace.rounds
         if pace.choice is None and pace.best is None:
             rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
             self.asleep = rounds > NAP

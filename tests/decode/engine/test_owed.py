@@ -216,7 +216,7 @@ def test_what_is_owed_is_in_order_of_position() -> None:
 
     for _ in range(4):
         kept = Kept(10 * lens_B[:, None], torch.ones(3), None, lens_B, states(lens_B))
-        debt.take(kept, replayed=False)
+        debt.take([kept], replayed=False)
         lens_B = lens_B + torch.tensor([1, 1, 0])
     debt.begin(torch.tensor([0]), torch.tensor([8]))
     kept = debt.settled(lens_B, 99)

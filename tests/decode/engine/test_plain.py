@@ -1,0 +1,166 @@
+"""Several rounds without a draft in one call: what they come to is what one at a time does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_folders import made as heads
+from head_folders import ours
+from tiny_llama import build_llama
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from truths import PROMPTS
+
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafting.base import Round
+from draftsmith.decode.engine import round as rounds
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.plain import MOST, rounds_at_once
+from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.forward import compiled
+from draftsmith.decode.sampling import SamplingParams, together
+from draftsmith.decode.token_tree import TokenTree
+
+Pair = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+ROWS, KINDS = 3, ("eagle3", "block")  # kinds that read the target's states
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        compiled.library() is None or compiled.library().most(0) < ROWS,
+        reason="no C++ compiler, or products of so few tokens only",
+    ),
+]
+TEXTS = [*PROMPTS, "while", "return self", "try:\n    pass\n"]
+WAYS = {
+    "greedy": SamplingParams(max_new_tokens=37, ignore_eos=True),
+    "drawn": SamplingParams(1.0, max_new_tokens=37, seed=7),
+    "warm": SamplingParams(0.7, max_new_tokens=21, seed=8, stop=("e", "or")),
+    "ends": SamplingParams(1.3, max_new_tokens=37, stop_token_ids=tuple(range(40, 60))),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_tokenizer: PreTrainedTokenizerBase) -> Pair:
+    target = build_llama(len(tiny_tokenizer), layers=3, hidden=128, seed=0)
+    return target.requires_grad_(False).bfloat16(), tiny_tokenizer
+
+
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "rounds_at_once", lambda *_: 0)
+
+
+def what(done: list[Completion]) -> list[Any]:
+    """All that an answer says but its seconds."""
+    for one in done:
+        one.counters.prefill_seconds = one.counters.decode_seconds = 0.0
+    return done
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rounds each call made."""
+    counts, several = list[int](), rounds.several
+
+    def counted(*args: Any) -> Any:
+        found = several(*args)
+        counts.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(rounds, "several", counted)
+    return counts
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("batch", [1, ROWS])
+def test_answers_and_counts_are_those_of_one_at_a_time(
+    pair: Pair, way: str, batch: int, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows end by length, by tokens and by strings, and others take their places."""
+    decoder = Decoder(*pair, batch_size=batch)
+    found = what(decoder.generate(TEXTS, WAYS[way]))
+    calls = len(made)
+    assert max(made) == MOST
+    one_at_a_time(monkeypatch)
+    assert found == what(decoder.generate(TEXTS, WAYS[way])) and len(made) == calls
+
+
+def test_a_row_without_numbers_ends(
+    pair: Pair, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the round that feeds what gives none; the others go on."""
+    answer = Decoder(*pair).generate(TEXTS[:1], WAYS["greedy"])[0].tokens
+    token = next(t for i, t in enumerate(answer) if i > 5 and t > 20 and t not in answer[:i])
+    made.clear()
+    broken = build_llama(len(pair[1]), layers=3, hidden=128, seed=0)
+    broken = broken.requires_grad_(False).bfloat16()
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[token] = torch.nan
+    texts = [text for text in TEXTS if token not in pair[1](text).input_ids]
+    decoder = Decoder(broken, pair[1], batch_size=ROWS)
+    found = what(decoder.generate(texts, WAYS["greedy"]))
+    assert (
+        made
+        and found[0].finish_reason == "error"
+        and found[0].tokens == answer[: answer.index(token) + 1]
+    )
+    assert any(one.finish_reason == "length" for one in found)
+    one_at_a_time(monkeypatch)
+    again = what(decoder.generate(texts, WAYS["greedy"]))
+    assert [one.tokens for one in found] == [one.tokens for one in again]
+    assert [one.error for one in found] == [one.error for one in again]
+
+
+@pytest.mark.parametrize("kind", ["draft", "suffix", "eagle3", "block"])
+@pytest.mark.parametrize("way", ["greedy", "drawn"])
+def test_a_drafter_that_rests_is_owed_each_round(
+    pair: Pair,
+    kind: str,
+    way: str,
+    made: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """What it drafts after them is what it drafts after as many rounds one at a time."""
+    folder = str(ours(tmp_path, heads(kind, pair[0]), *pair)) if kind in KINDS else kind
+
+    def answered() -> tuple[list[Completion], list[list[int]]]:
+        drafter = LMDrafter(pair[0], len(pair[1])) if kind == "draft" else None
+        drafter = drafter or load_drafter(folder, *pair)
+        decoder = Decoder(*pair, drafter, policy="table:1-=3", K=3, batch_size=1)
+        policy, drafted, propose = decoder.policy, list[list[int]](), drafter.propose
+
+        def next_plan(*_: Any) -> Any:
+            assert decoder._batch is not None
+            held = decoder._batch.rows.requests[0]
+            assert held is not None
+            policy.rest = 2 * MOST + 1 - len(held.completion.tokens) % 20
+            return None if policy.rest > 0 else policy.plans[-1]
+
+        def noted(request: Round) -> TokenTree:
+            tree = propose(request)
+            drafted.append(tree.tokens_BN[0].tolist())
+            return tree
+
+        policy.next_plan, drafter.propose = next_plan, noted
+        done = decoder.generate([TEXTS[0], TEXTS[0]], WAYS[way], indices=[0, 0])
+        return what(done), drafted
+
+    found = answered()
+    assert max(made) == MOST and len(found[1]) >= 2
+    assert kind in KINDS or sum(map(sum, (one.accepted for one in found[0]))) > 0
+    one_at_a_time(monkeypatch)
+    assert found == answered()
+
+
+def test_where_there_is_no_such_call(pair: Pair) -> None:
+    runner, cpu = Decoder(*pair).runner, torch.device("cpu")
+    assert rounds_at_once(runner, 1, WAYS["drawn"]) == MOST
+    assert rounds_at_once(runner, 32, WAYS["drawn"]) == 1  # one in 32 ends soon
+    for other in (SamplingParams(1.0, top_k=5), SamplingParams(1.0, top_p=0.9)):
+        assert rounds_at_once(runner, 1, other) == 0
+    mixed = together([WAYS["greedy"], WAYS["drawn"]], cpu)
+    assert rounds_at_once(runner, 2, mixed) == 0
+    assert runner.native is not None
+    runner.native.small = False  # a pass then takes far longer than all around it
+    assert rounds_at_once(runner, 1, WAYS["drawn"]) == 0
