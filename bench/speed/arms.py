@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -85,15 +86,15 @@ def generate(model: PreTrainedModel, length: int, **options: Any) -> Arm:
 
 
 def take_turns(what: str, arms: dict[str, Arm], groups: Sequence[Sequence[list[int]]]) -> Turns:
-    """Every arm on every group of prompts, after one warm-up each. Answers come as plain lists, so
-    a GPU has finished when a call returns.
+    """Every arm on every group of prompts, after one warm-up each, in an order of its own by lot:
+    what runs before an arm tells on it. Answers come as plain lists, so a GPU has finished when a
+    call returns.
     """
     names, length = list(arms), 0
     turns: Turns = {name: [] for name in names}
     progress = track([groups[0], *groups], what, transient=True, console=Console(stderr=True))
     for number, group in enumerate(progress):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in Random(number).sample(names, len(names)):
             started = time.perf_counter()
             done = arms[name](group)
             seconds = time.perf_counter() - started

@@ -4,7 +4,7 @@
     python bench/speed/load.py sizes=1,8 temperatures=0 groups=2 out=runs/bench/try
     python bench/speed/load.py on=twin target=runs/twin/target drafter=runs/twin/drafter fixed=4
 
-Every arm decodes each group of prompts in an order that rotates; what counts is the decoding alone,
+Every arm decodes each group of prompts, in an order by lot; what counts is the decoding alone,
 prefills excluded, and answers are as long as they may be. ratio: an arm's rate over plain
 decoding's, the mean over groups, with a 95% interval over groups (bootstrap). `auto` learns as it
 goes; one group before the first one counted is its warm-up, as everybody's. Plain decoding takes
