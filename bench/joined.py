@@ -18,6 +18,7 @@ class Joined:
     title: str
     reports: list[str]  # folders that `draftsmith evaluate` or `quickstart` wrote
     names: list[str] = field(default_factory=list)  # of the rows, over and over; none: their own
+    seeds: bool = False  # whether rows are told apart by them
     out: str = "docs/results"
 
 
@@ -31,6 +32,10 @@ def main(argv: list[str]) -> None:
         rows += json.loads(file.read_text())
     if settings.names:
         rows = [r | {"what": what} for r, what in zip(rows, cycle(settings.names), strict=False)]
+    if settings.seeds:
+        order = list(dict.fromkeys(row["what"] for row in rows))
+        rows.sort(key=lambda row: (row["temperature"], order.index(row["what"]), row["seed"]))
+        rows = [row | {"what": f"{row['what']}, seed {row['seed']}"} for row in rows]
     results.publish(settings.title, rows, Path(settings.out), settings.name)
 
 

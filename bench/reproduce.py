@@ -229,6 +229,21 @@ STEPS = {
         "reports=[runs/compare] out={out}",
         "0",
     ),
+    **{
+        f"compare-gsm8k-{seed}": Step(
+            "draftsmith compare target={target} prompts={data} data=runs/gsm8k/answers budget=60 "
+            f"limit=24 threads=1 seed={seed} out=runs/compare/gsm8k-{seed}",
+            "40",
+            f"runs/compare/gsm8k-{seed}/results.json",
+        )
+        for seed in range(3)
+    },
+    "compare-gsm8k": Step(
+        "bench/joined.py name=compare-gsm8k 'title=Every kind, the GSM8K target, three seeds' "
+        "seeds=true reports=[runs/compare/gsm8k-0,runs/compare/gsm8k-1,runs/compare/gsm8k-2] "
+        "out={out}",
+        "0",
+    ),
     "quickstart": Step(
         "bench/joined.py name=quickstart title=Quickstart reports=runs/quickstart out={out}", "0"
     ),
@@ -277,6 +292,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "advice": (*GIVEN, "quickstart-runs", "draft", "distill", "medusa", "eagle3-alone", "advice"),
     "calibration": (*GIVEN, "ours-alone", "calibration"),
     "compare": ("quickstart-runs", "compare-runs", "compare"),
+    "compare-gsm8k": (*GIVEN, *(f"compare-gsm8k-{n}" for n in range(3)), "compare-gsm8k"),
     "cost": ("quickstart-runs", "cost"),
     "decode": ("quickstart-runs", "decode"),
     "distillation": (*GIVEN, "quickstart-runs", "distillation-gsm8k", "distillation"),

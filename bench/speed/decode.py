@@ -6,7 +6,7 @@
 Plain decoding against `generate`; chain, tree and cost-aware policy against assisted generation at
 the same K and at the best of its settings; prompt lookup against prompt lookup; batches against
 `generate` on a padded batch (assisted generation takes none). Each prompt or batch is one pair:
-every arm decodes it, in an order that rotates. Whole calls are timed, prefill included, and neither
+every arm decodes it, in an order by lot. Whole calls are timed, prefill included, and neither
 side stops at EOS, so all write the same number of tokens. tau and efficiency (measured / ideal
 speed-up, of decoding alone) are over all prompts. Rows, page and picture: runs/bench/decode.*
 """

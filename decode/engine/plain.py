@@ -21,27 +21,23 @@ from draftsmith.models.taps import Tap
 MOST = 8  # rounds, of one row
 SHARED = 32  # of all rows together: as soon as one has ended, others may take its place
 NOISE = 16 << 20  # bytes at most
+UNFILTERED = (0, 1.0, 0.0)  # of a law but its temperature
 
 
 def rounds_at_once(runner: Runner, rows: int, params: BatchParams) -> int:
-    """How many rounds one call may make; under 2 where there is no such call: for a model of this
-    size, or for such sampling.
-    """
-    native, head = runner.native, runner.head
-    if native is None or not native.small or not isinstance(params, SamplingParams):
+    """How many rounds one call may make; under 2 where there is no such call."""
+    native = runner.native
+    if native is None or not native.steps(rows) or library(SOURCE) is None:
         return 0
-    known = native.steps(head, rows) and runner.attention == "masked"
-    if not known or params.law[1:] != (0, 1.0, 0.0) or library(SOURCE) is None:
-        return 0
-    most = min(MOST, SHARED // rows)
-    return most if params.greedy else min(most, NOISE // (4 * rows * head.size))
+    most = min(MOST, SHARED // rows) if runner.attention == "masked" else 0
+    return most if params.greedy else min(most, NOISE // (4 * rows * runner.head.size))
 
 
 def several(
     runner: Runner,
     pool: KVPool,
     rows: Rows,
-    temperature: float,
+    params: BatchParams,
     race_BMV: Tensor | None,
     most: int,
     width: int,
@@ -61,10 +57,21 @@ def several(
     given = rows.pending_B[:, None], root.parent, root.depth, logits_BV[:, None], race_BMV
     made_here = rows.active_B, rows.stop_ids_BM, before_MB, tables_MBX, None
     round_, at_2B = round_of((*given, *state, *made_here), 1), rows.lens_B.new_empty(2, B)
-    at = rows.pending_B, rows.lens_B, at_2B
-    step = native.step(runner.head, pool, at, width, temperature, side_MBU, taps)
+
+    def law(states_BH: Tensor) -> None:
+        logits_BV.copy_(params.transform(runner.logits(states_BH)))
+
+    at, head = (rows.pending_B, rows.lens_B, at_2B), runner.head
+    where = pool, at, width, side_MBU, taps
+    known = isinstance(params, SamplingParams) and params.law[1:] == UNFILTERED
+    if known and native.reads_out(head, B):
+        step = native.step(*where, head=head, temperature=params.law[0])
+    else:
+        step = native.step(*where, law=law)
     made = library(SOURCE).several(
         *(ctypes.byref(round_), ctypes.c_int64(most), ctypes.c_int64(runner.context)),
         *(ctypes.c_int64(pool.slots), ctypes.c_void_p(at_2B.data_ptr()), *step.call),
     )
+    if step.failed:
+        raise step.failed[0]
     return tables_MBX[:made], before_MB[:made], side_MBU[:made]

@@ -28,7 +28,6 @@ from draftsmith.decode.policies.policy import Policy
 from draftsmith.decode.sampling import (
     BatchParams,
     RowParams,
-    SamplingParams,
     choose,
     position_keys,
     told_log_probs,
@@ -208,10 +207,9 @@ class Stepper:
         at_BM = rows.lens_B[:, None] + torch.arange(1, most + 1)
         race_BMV = self.race(rows.seeds_B, at_BM, params)
         width = min(round_up(top + most), batch.pool.slots)
-        assert isinstance(params, SamplingParams)
         told = batch.owed is not None and not self._deaf(batch, None, policy)
         taps = self.runner.taps if told else ()
-        at = self.runner, batch.pool, rows, params.temperature
+        at = self.runner, batch.pool, rows, params
         tables_MBX, before_MB, side_MBU = several(*at, race_BMV, most, width, taps)
         owes: list[Kept] = []
         if told:

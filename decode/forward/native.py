@@ -12,7 +12,7 @@ Shapes: B rows, N tokens, K of a chain, H hidden, V vocabulary, A query heads of
 import copy
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ PIECE = 256  # tokens of prompts that a pass takes
 SMALL = 64 << 20  # bytes of layers that one thread reads as fast as torch calls several
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
+LOGITS = ctypes.CFUNCTYPE(None, _P, _P, _P, _P)
 
 
 class _Body(ctypes.Structure):
@@ -196,37 +197,58 @@ class NativeBody:
         ready = head.packs and self.alone and rows <= self.most
         return ready and head.weight.is_contiguous()
 
-    def steps(self, head: VocabHead, rows: int) -> bool:
-        """Whether it gives the logits of so many rows' next tokens as torch calls it would."""
+    def steps(self, rows: int) -> bool:
+        """Whether it is a small model that takes one token of each row at a time."""
+        return self.small and rows <= self.many and torch.get_num_threads() == 1
+
+    def reads_out(self, head: VocabHead, rows: int) -> bool:
+        """Whether an LM head's logits of so many tokens are a product of C++ too."""
         few = None if head.ids_D is not None else head.few
-        return few is not None and rows <= few.most and torch.get_num_threads() == 1
+        return few is not None and rows <= few.most
 
     def step(
         self,
-        head: VocabHead,
         pool: KVPool,
         at: tuple[Tensor, Tensor, Tensor],
         width: int,
-        temperature: float,
         side_MBU: Tensor,
         taps: Sequence[Tap],
+        *,
+        head: VocabHead | None = None,
+        temperature: float = 0.0,
+        law: Callable[[Tensor], None] | None = None,
     ) -> "Step":
-        """The pass over each row's next token. at: the tokens [B], how many slots they see [B], and
-        their positions and slots [2, B], which are read when it is called; side_MBU: where the
-        taps' states go, one call's after another's.
+        """The pass over each row's next token, and the head's logits over the temperature, or
+        `law`, which makes them of the states [B, H]. at: the tokens [B], how many slots they see
+        [B], and their positions and slots [2, B], which are read when it is called; side_MBU: where
+        the taps' states go, one call's after another's.
         """
         tokens_B, lens_B, at_2B = at
-        weight, biases, rows = head.weight, head.tensors[1] or (None,), len(tokens_B)
+        rows = len(tokens_B)
         states = pool.kv_2LBSHE.new_empty((self.layers + 2) * rows, self.hidden)
         read = map(pointer, (tokens_B, *at_2B, lens_B))
         where = rows, 1, width, 0, self.layers, *read, None, 0, 0, None, *laid(pool)
         places, side = numbers_of(taps), (len(taps), pointer(side_MBU))
         out = pointer(states), pointer(states[-rows:]), None, 0, ctypes.addressof(places)
         pass_ = _Pass(*where, *out, *side)
-        how = _Chain(1, len(weight), *(0,) * 5, pointer(weight), pointer(biases[0]))
-        how.temperature = temperature
-        function = ctypes.cast(self.made.logits, _P)
-        return Step((states, places), (function, *map(ctypes.byref, (self.body, pass_, how))))
+        how, failed = _Chain(), list[BaseException]()
+        function: Any = self.made.logits
+        if head is not None:
+            bias, how.size = (head.tensors[1] or (None,))[0], len(head.weight)
+            how.head, how.bias, how.temperature = pointer(head.weight), pointer(bias), temperature
+        elif law is not None:
+
+            def called(*_: Any) -> None:
+                self.made.body(ctypes.byref(self.body), ctypes.byref(pass_))
+                pass_.side = (pass_.side or 0) + rows * len(taps) * self.hidden * states.itemsize
+                try:
+                    law(states[-rows:])
+                except BaseException as error:  # nothing is raised through C++
+                    failed.append(error)
+
+            function = LOGITS(called)
+        given = map(ctypes.byref, (self.body, pass_, how))
+        return Step((states, places, function), failed, (ctypes.cast(function, _P), *given))
 
     def chain(
         self, head: VocabHead, pool: KVPool, start: "ChainStart", steps: int, *, sure: bool = False
@@ -255,11 +277,12 @@ class NativeBody:
 
 
 class Step(NamedTuple):
-    """A function of C++ and what it is called with, all but where the logits go; what that reads
-    must live as long.
+    """A function and what it is called with in C++, all but where the logits go; what that reads,
+    which must live as long; and what it failed with.
     """
 
     held: tuple[Any, ...]
+    failed: list[BaseException]
     call: tuple[Any, ...]
 
 

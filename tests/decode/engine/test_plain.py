@@ -19,7 +19,9 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.plain import MOST, rounds_at_once
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.forward import compiled
-from draftsmith.decode.sampling import SamplingParams, together
+from draftsmith.decode.forward.native import NativeBody
+from draftsmith.decode.forward.runner import Runner
+from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import TokenTree
 
 Pair = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -36,6 +38,7 @@ WAYS = {
     "greedy": SamplingParams(max_new_tokens=37, ignore_eos=True),
     "drawn": SamplingParams(1.0, max_new_tokens=37, seed=7),
     "warm": SamplingParams(0.7, max_new_tokens=21, seed=8, stop=("e", "or")),
+    "filtered": SamplingParams(0.9, max_new_tokens=37, top_k=20, top_p=0.8),
     "ends": SamplingParams(1.3, max_new_tokens=37, stop_token_ids=tuple(range(40, 60))),
 }
 
@@ -72,11 +75,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("batch", [1, ROWS])
+@pytest.mark.parametrize(("batch", "head"), [(1, "torch"), (ROWS, "torch"), (ROWS, "own")])
 def test_answers_and_counts_are_those_of_one_at_a_time(
-    pair: Pair, way: str, batch: int, made: list[int], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, way: str, batch: int, head: str, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows end by length, by tokens and by strings, and others take their places."""
+    """Rows end by length, by tokens and by strings, and others take their places; logits are made
+    in C++, where the machine has these, or by a call of torch.
+    """
+    if head == "torch":
+        monkeypatch.setattr(NativeBody, "reads_out", lambda *_: False)
     decoder = Decoder(*pair, batch_size=batch)
     found = what(decoder.generate(TEXTS, WAYS[way]))
     calls = len(made)
@@ -153,14 +160,26 @@ def test_a_drafter_that_rests_is_owed_each_round(
     assert found == answered()
 
 
+def test_what_fails_in_the_middle_is_raised(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, logits, calls = Decoder(*pair), Runner.logits, 0
+
+    def fails(runner: Runner, states: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # the prompt's is the first
+            raise RuntimeError("no room")
+        return logits(runner, states)
+
+    monkeypatch.setattr(Runner, "logits", fails)
+    with pytest.raises(RuntimeError, match="no room"):
+        decoder.generate(TEXTS[:1], WAYS["filtered"])
+
+
 def test_where_there_is_no_such_call(pair: Pair) -> None:
-    runner, cpu = Decoder(*pair).runner, torch.device("cpu")
+    runner = Decoder(*pair).runner
     assert rounds_at_once(runner, 1, WAYS["drawn"]) == MOST
     assert rounds_at_once(runner, 32, WAYS["drawn"]) == 1  # one in 32 ends soon
-    for other in (SamplingParams(1.0, top_k=5), SamplingParams(1.0, top_p=0.9)):
-        assert rounds_at_once(runner, 1, other) == 0
-    mixed = together([WAYS["greedy"], WAYS["drawn"]], cpu)
-    assert rounds_at_once(runner, 2, mixed) == 0
+    assert rounds_at_once(runner, 16, WAYS["drawn"]) == 2
     assert runner.native is not None
     runner.native.small = False  # a pass then takes far longer than all around it
     assert rounds_at_once(runner, 1, WAYS["drawn"]) == 0
