@@ -13,6 +13,7 @@ import copy
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -217,7 +218,7 @@ class NativeBody:
         head: VocabHead | None = None,
         temperature: float = 0.0,
         law: Callable[[Tensor], None] | None = None,
-    ) -> "Step":
+    ) -> "NextTokens":
         """The pass over each row's next token, and the head's logits over the temperature, or
         `law`, which makes them of the states [B, H]. at: the tokens [B], how many slots they see
         [B], and their positions and slots [2, B], which are read when it is called; side_MBU: where
@@ -241,14 +242,13 @@ class NativeBody:
             def called(*_: Any) -> None:
                 self.made.body(ctypes.byref(self.body), ctypes.byref(pass_))
                 pass_.side = (pass_.side or 0) + rows * len(taps) * self.hidden * states.itemsize
-                try:
+                with ExitStack() as stack:  # nothing is raised through C++, but by who called that
+                    stack.push(lambda _, error, __: error is not None and not failed.append(error))
                     law(states[-rows:])
-                except BaseException as error:  # nothing is raised through C++
-                    failed.append(error)
 
             function = LOGITS(called)
         given = map(ctypes.byref, (self.body, pass_, how))
-        return Step((states, places, function), failed, (ctypes.cast(function, _P), *given))
+        return NextTokens((states, places, function), failed, (ctypes.cast(function, _P), *given))
 
     def chain(
         self, head: VocabHead, pool: KVPool, start: "ChainStart", steps: int, *, sure: bool = False
@@ -276,7 +276,7 @@ class NativeBody:
         return tokens_BK, sure_BK
 
 
-class Step(NamedTuple):
+class NextTokens(NamedTuple):
     """A function and what it is called with in C++, all but where the logits go; what that reads,
     which must live as long; and what it failed with.
     """
