@@ -200,8 +200,12 @@ class Stepper:
         watched = self.acceptance is not None or self.recorder is not None
         watched = watched or batch.harvest is not None or batch.listed is not None
         watched = watched or batch.grammars is not None or self.settings.same_shape
+        # A drafter that isn't owed rounds is told of each as it ends.
+        watched = watched or (self.drafter is not None and batch.owed is None)
         most = rounds_at_once(self.runner, len(rows.lens_B), params)
         most = most if self.drafter is None else min(most, policy.rest)
+        held = (request for request in rows.requests if request is not None)
+        most = min(most, *(request.limit - len(request.completion.tokens) for request in held))
         if watched or most < 2 or self.rule(params) is not RULES["coupled"]:
             return None
         at_BM = rows.lens_B[:, None] + torch.arange(1, most + 1)

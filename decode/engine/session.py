@@ -210,7 +210,12 @@ class Session:
         if host.ndim == 2:
             return self._hear(flight, host[:, : 2 * told.levels + 6].tolist(), seconds, host)
         each = None if seconds is None else seconds / len(host)
-        return [news for table in host.tolist() for news in self._hear(flight, table, each)]
+        whole: dict[int, News] = {}
+        for table in host.tolist():
+            for request, tokens, ended in self._hear(flight, table, each):
+                known = whole[id(request)][1] if id(request) in whole else []
+                whole[id(request)] = request, known + tokens, ended
+        return list(whole.values())
 
     def _hear(
         self,

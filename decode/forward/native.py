@@ -239,12 +239,17 @@ class NativeBody:
             how.head, how.bias, how.temperature = pointer(head.weight), pointer(bias), temperature
         elif law is not None:
 
+            def held_back(_: Any, error: BaseException | None, __: Any) -> bool:
+                failed.extend([] if error is None else [error])
+                return True
+
             def called(*_: Any) -> None:
-                self.made.body(ctypes.byref(self.body), ctypes.byref(pass_))
-                pass_.side = (pass_.side or 0) + rows * len(taps) * self.hidden * states.itemsize
                 with ExitStack() as stack:  # nothing is raised through C++, but by who called that
-                    stack.push(lambda _, error, __: error is not None and not failed.append(error))
-                    law(states[-rows:])
+                    stack.push(held_back)
+                    if not failed:
+                        self.made.body(ctypes.byref(self.body), ctypes.byref(pass_))
+                        pass_.side = (pass_.side or 0) + rows * len(taps) * states[0].nbytes
+                        law(states[-rows:])
 
             function = LOGITS(called)
         given = map(ctypes.byref, (self.body, pass_, how))

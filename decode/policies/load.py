@@ -5,7 +5,7 @@ where plain decoding is faster.
 import re
 import sys
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -54,7 +54,8 @@ def read_table(text: str, most: int) -> Ranges:
 class Pace:
     """Of rounds with so many rows: the latest seconds of each tree, and how many rounds of what was
     chosen were timed; the tree now, the one held best, the round of the next choice (0 before the
-    first), and periods until another tree is tried. took: by rounds of the best at the last choice.
+    first), and periods until another tree is tried. took: by the best's latest rounds at a choice;
+    since: what was timed after these.
     """
 
     seconds: defaultdict[Plan | None, deque[float]]
@@ -65,6 +66,7 @@ class Pace:
     due: int = 0
     every: int = 0
     took: float | None = None
+    since: set[Plan | None] = field(default_factory=set)
 
     def latest(self, plan: Plan | None, rounds: int) -> float:
         """Seconds of that tree's last so many rounds, the lower quartile."""
@@ -120,9 +122,9 @@ class Auto(Policy):
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
         pace, self.asleep = self.paces[load.rows], False
-        self.rest = max(0, self.COLD - self.plain)
+        cold = max(0, self.COLD - self.plain)
         if len(pace.seconds[None]) < self.PLAIN:
-            self.rest += self.PLAIN - len(pace.seconds[None])
+            self.rest = cold or self.PLAIN - len(pace.seconds[None])
             return None
         if not pace.next:
             small = [plan for plan in self.plans if load.rows * plan.nodes <= self.START]
@@ -130,12 +132,13 @@ class Auto(Policy):
         elif pace.rounds >= pace.next:
             self._keep_up(pace)
             pace.choice, lasts = self._choose(pace, load.lag)
-            if pace.choice == pace.best:
-                known = pace.seconds.get(pace.best)
-                pace.took = pace.latest(pace.best, self.PERIOD) if known else None
+            known = pace.took is None and pace.seconds.get(pace.best)
+            if pace.choice == pace.best and (known or pace.best in pace.since):
+                pace.took = pace.latest(pace.best, self.PERIOD)
+                pace.since.clear()
             # While little is known, what was learned is used at once.
             pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self.TRY)
-        self.rest += pace.next - pace.rounds
+        self.rest = cold or pace.next - pace.rounds
         if pace.choice is None and pace.best is None:
             rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
             self.asleep = rounds > NAP
@@ -147,6 +150,7 @@ class Auto(Policy):
         self.plain = 0 if outcome.plan is not None else self.plain + 1
         if outcome.seconds is not None and not 0 < self.plain <= self.COLD:
             pace.seconds[outcome.plan].append(outcome.seconds)
+            pace.since.add(outcome.plan)
             pace.rounds += outcome.plan == pace.choice
 
     def _keep_up(self, pace: Pace) -> None:
@@ -156,7 +160,7 @@ class Auto(Policy):
         change = pace.latest(pace.best, self.PERIOD) / pace.took
         if abs(change - 1) > self.SPELL:
             for plan, seconds in pace.seconds.items():
-                if plan != pace.best:
+                if plan not in pace.since:
                     pace.seconds[plan] = deque((change * took for took in seconds), self.WATCH)
 
     def _choose(self, pace: Pace, lag: float) -> tuple[Plan | None, int]:

@@ -160,6 +160,31 @@ def test_a_drafter_that_rests_is_owed_each_round(
     assert found == answered()
 
 
+@pytest.mark.parametrize("kind", ["jacobi:3", "exit:2"])
+def test_a_drafter_that_owes_nothing_is_told_of_each_round(
+    pair: Pair, kind: str, made: list[int]
+) -> None:
+    decoder = Decoder(*pair, load_drafter(kind, *pair), policy="table:1-=3", K=3)
+    assert decoder.drafter is not None
+    decoder.policy.next_plan, decoder.policy.rest = lambda *_: None, MOST
+    told, extend = list[int](), decoder.drafter.extend
+    decoder.drafter.extend = lambda kept: told.append(1) or extend(kept)
+    decoder.generate(TEXTS[:1], WAYS["greedy"])
+    assert len(told) == WAYS["greedy"].max_new_tokens - 1 and not made
+
+
+@pytest.mark.parametrize("way", ["ends", "warm"])
+def test_streamed_text_is_the_answers(pair: Pair, way: str, made: list[int]) -> None:
+    """Without what ends it, which the same call gives."""
+    texts, done = dict[int, str](), dict[int, Completion]()
+    for event in Decoder(*pair, batch_size=ROWS).stream(TEXTS, WAYS[way]):
+        texts[event.index] = texts.get(event.index, "") + event.text
+        if event.completion is not None:
+            done[event.index] = event.completion
+    assert max(made) == MOST and any(one.finish_reason == "stop" for one in done.values())
+    assert texts == {index: one.text for index, one in done.items()}
+
+
 def test_what_fails_in_the_middle_is_raised(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, logits, calls = Decoder(*pair), Runner.logits, 0
 
