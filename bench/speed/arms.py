@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -30,6 +30,7 @@ class PairBench:
     out: str = "runs/bench"
 
 
+Kind = TypeVar("Kind")
 Arm = Callable[[Sequence[list[int]]], list[Completion]]
 
 
@@ -85,16 +86,22 @@ def generate(model: PreTrainedModel, length: int, **options: Any) -> Arm:
     return call
 
 
+def by_lot(names: Sequence[Kind], turn: int) -> list[Kind]:
+    """In this turn's own order: what runs before an arm tells on it, and in an order that rotates
+    that is always the same one.
+    """
+    return Random(turn).sample(names, len(names))
+
+
 def take_turns(what: str, arms: dict[str, Arm], groups: Sequence[Sequence[list[int]]]) -> Turns:
-    """Every arm on every group of prompts, after one warm-up each, in an order of its own by lot:
-    what runs before an arm tells on it. Answers come as plain lists, so a GPU has finished when a
-    call returns.
+    """Every arm on every group of prompts, after one warm-up each, in an order by lot. Answers come
+    as plain lists, so a GPU has finished when a call returns.
     """
     names, length = list(arms), 0
     turns: Turns = {name: [] for name in names}
     progress = track([groups[0], *groups], what, transient=True, console=Console(stderr=True))
     for number, group in enumerate(progress):
-        for name in Random(number).sample(names, len(names)):
+        for name in by_lot(names, number):
             started = time.perf_counter()
             done = arms[name](group)
             seconds = time.perf_counter() - started

@@ -8,7 +8,7 @@ The same weights in every engine: a draft LM and its target, and that target's t
 parameters (`twin.py`), where a step costs what such a model's does; what is said of the twin is
 acceptance of the small pair at the cost of the large one. Greedy, one prompt at a time, decoding
 alone: prefills and their token are outside. Every way of drafting is tried at each K on prompts of
-its own, and goes on at its best. Then all arms take turns on each prompt, in an order that rotates,
+its own, and goes on at its best. Then all arms take turns on each prompt, in an order by lot,
 `repeats` times; a prompt's rate is the best of its turns. ratio: ours over the peer's, mean over
 prompts, with a 95% interval over them (bootstrap). Files that peers read are made once, in `work`.
 Rows, page and picture: <out>/peers.*
@@ -33,7 +33,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run, interval, write_table
 from draftsmith.bench.speed import twin
-from draftsmith.bench.speed.arms import PairBench
+from draftsmith.bench.speed.arms import PairBench, by_lot
 from draftsmith.bench.speed.peers_arms import (
     DRAFTED,
     PLAIN,
@@ -187,14 +187,13 @@ def measured(
 def take_turns(
     what: str, arms: dict[Who, Call], prompts: list[list[int]], new_tokens: int, repeats: int
 ) -> Answers:
-    """Every arm on every prompt, after one warm-up each, in an order that rotates."""
+    """Every arm on every prompt, after one warm-up each, in an order by lot."""
     names = list(arms)
     answers: Answers = {who: [[] for _ in prompts] for who in names}
     turns = [(0, 0), *((turn, at) for turn in range(repeats) for at in range(len(prompts)))]
     shown = track(turns, what, transient=True, console=Console(stderr=True))
     for number, (_, at) in enumerate(shown):
-        shift = number % len(names)
-        for who in names[shift:] + names[:shift]:
+        for who in by_lot(names, number):
             told = arms[who](prompts[at], new_tokens)
             if number:
                 answers[who][at].append(told)

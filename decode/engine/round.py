@@ -197,15 +197,16 @@ class Stepper:
         policy: which has just been asked.
         """
         rows, params = batch.rows, batch.params
-        watched = self.acceptance is not None or self.recorder is not None
-        watched = watched or batch.harvest is not None or batch.listed is not None
-        watched = watched or batch.grammars is not None or self.settings.same_shape
-        # A drafter that isn't owed rounds is told of each as it ends.
-        watched = watched or (self.drafter is not None and batch.owed is None)
         most = rounds_at_once(self.runner, len(rows.lens_B), params)
         most = most if self.drafter is None else min(most, policy.rest)
-        held = (request for request in rows.requests if request is not None)
-        most = min(most, *(request.limit - len(request.completion.tokens) for request in held))
+        if most < 2:
+            return None
+        watchers = self.acceptance, self.recorder, batch.harvest, batch.listed, batch.grammars
+        watched = self.settings.same_shape or any(one is not None for one in watchers)
+        # A drafter that isn't owed rounds is told of each as it ends.
+        watched = watched or (self.drafter is not None and batch.owed is None)
+        left = (r.limit - len(r.completion.tokens) for r in rows.requests if r is not None)
+        most = min([most, *left])
         if watched or most < 2 or self.rule(params) is not RULES["coupled"]:
             return None
         at_BM = rows.lens_B[:, None] + torch.arange(1, most + 1)

@@ -1,6 +1,7 @@
 // How a round of a coupled rule ends, in one call: which drafted tokens the target itself chose, and
 // where that leaves every row (rows.py calls it; verify/rules.py and `Rows.advance` have the same in
-// torch); and several rounds without a draft (plain.py). Names: B rows, N nodes, L tokens that a round can emit, V vocabulary.
+// torch); and several rounds without a draft (plain.py). Names: B rows, N nodes, L tokens that a
+// round can emit, V vocabulary.
 
 #include <cmath>
 #include <cstdint>

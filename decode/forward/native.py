@@ -75,7 +75,7 @@ class Front(NamedTuple):
 
 
 class NativeBody:
-    """The same as a lean body's call, on its layers or those halves of them that it has."""
+    """What a lean body's call gives, of its layers or those halves of them that it has."""
 
     def __init__(self, body: Any, made: Any, front: Front | None) -> None:
         self.made, self.layers = made, 1 + body.layers[-1].index

@@ -17,7 +17,7 @@ from draftsmith.decode.drafting.base import Round
 from draftsmith.decode.engine import round as rounds
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.plain import MOST, rounds_at_once
-from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.engine.request import Completion, open_request
 from draftsmith.decode.forward import compiled
 from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.runner import Runner
@@ -90,6 +90,29 @@ def test_answers_and_counts_are_those_of_one_at_a_time(
     assert max(made) == MOST
     one_at_a_time(monkeypatch)
     assert found == what(decoder.generate(TEXTS, WAYS[way])) and len(made) == calls
+
+
+def test_rows_of_other_laws_share_a_call(
+    pair: Pair, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a session of which each row samples its own way."""
+    decoder = Decoder(*pair)
+
+    def answered() -> list[Completion]:
+        session, requests = decoder.open_session(ROWS, 200), []
+        for i, params in enumerate([*WAYS.values()][:4]):
+            how = {"params": params, "context": 200, "end_ids": decoder.eos_ids}
+            requests.append(open_request(TEXTS[i], i, i, tokenizer=pair[1], **how))
+            session.submit(requests[-1])
+        while session.busy:
+            session.step()
+        session.close()
+        return what([request.completion for request in requests])
+
+    found = answered()
+    assert max(made) == MOST
+    one_at_a_time(monkeypatch)
+    assert found == answered()
 
 
 def test_a_row_without_numbers_ends(
