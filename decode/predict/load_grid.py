@@ -121,11 +121,13 @@ class Sweep(Policy):
         self.rounds = 0
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
-        nodes = self.nodes[self.rounds // TURN % len(self.nodes)]
-        self.rounds += 1
+        turn, known = divmod(self.rounds, TURN)
+        nodes = self.nodes[turn % len(self.nodes)]
+        self.rest = TURN - known  # as those of a policy that rests are computed
         return self.plans[-1].cut(nodes - 1) if nodes > 1 else None
 
     def observe(self, outcome: Outcome) -> None:
+        self.rounds += 1
         if outcome.seconds is not None:
             self.seconds[outcome.load.rows, outcome.levels + 1].append(outcome.seconds)
 
