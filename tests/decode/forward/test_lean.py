@@ -249,3 +249,5 @@ def test_models_in_training_and_other_families_use_their_own_forward() -> None:
     ).requires_grad_(False)
     for model in (training, neox):
         assert lean_body(model.base_model) is None
+    with pytest.warns(UserWarning, match=r"require gradients.* expected model\.requires_grad_"):
+        Runner(training, 120)
