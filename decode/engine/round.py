@@ -385,8 +385,8 @@ def _told(
     p_logits_BNV: Tensor,
     shared_BLV: Tensor | None,
 ) -> dict[str, Any]:
-    """What a drafter is told of the tree's nodes, as `Kept` has it."""
-    told: dict[str, Any] = {"nodes_BN": tree.tokens_BN, "topology": tree.topology}
+    """What `Kept` has of the tree's nodes, whose root may lie on `pending_B`."""
+    told: dict[str, Any] = {"nodes_BN": tree.tokens_BN.clone(), "topology": tree.topology}
     told["race_BLV"] = shared_BLV
     if drafter is not None and drafter.chooses:
         race_BNV = None

@@ -86,9 +86,9 @@ class Runner:
         self.body, head_VH, bias_D = output_head(model)
         if any(weight.requires_grad for weight in self.body.parameters()):
             warnings.warn(
-                "decoding: got a model whose weights require gradients, which runs by transformers' "
-                "own layers, several times slower; expected model.requires_grad_(False), unless "
-                "it is being trained",
+                "decoding: got a model whose weights require gradients, which runs by "
+                "transformers' own layers, several times slower; expected "
+                "model.requires_grad_(False), unless it is being trained",
                 stacklevel=3,
             )
         if head_VH.shape[0] < vocab_size:

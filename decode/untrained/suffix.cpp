@@ -1,31 +1,7 @@
 // The store of suffix.py on a CPU: what follows there as operations on whole tensors, here place by
-// place. The numbers are those of `hashed` and of `law_of`, to the bit.
+// place.
 
-#include <cmath>
-#include <cstdint>
-#include <vector>
-
-namespace {
-
-constexpr int64_t MIX = 0x1E3779B97F4A7C15;
-
-int64_t times(int64_t a, int64_t b) { return int64_t(uint64_t(a) * uint64_t(b)); }
-
-// Where the least of some numbers stands first.
-int64_t least_of(const float *x, int64_t count) {
-    float least[16];
-    for (float &lane : least) lane = INFINITY;
-    int64_t v = 0;
-    for (; v + 16 <= count; v += 16)
-        for (int i = 0; i < 16; i++) least[i] = x[v + i] < least[i] ? x[v + i] : least[i];
-    for (; v < count; v++) least[0] = x[v] < least[0] ? x[v] : least[0];
-    float most = least[0];
-    for (float lane : least) most = lane < most ? lane : most;
-    for (v = 0; v + 1 < count && x[v] != most;) v++;
-    return v;
-}
-
-}  // namespace
+#include "lookups.h"
 
 // The ring's tokens and behind them the rows' ("places"); of `orders` endings `buckets` and one
 // more of each, the latest `wide` places and how many there were.
@@ -42,16 +18,9 @@ struct Store {
     }
     // Each order's bucket of an ending, the last token first.
     void find(const int64_t *ending, int64_t *bucket) const {
-        int64_t sum = 0, factor = 1, m = 0;
-        for (int64_t o = 0; o < orders; o++) {
-            for (; m < order[o]; m++) {
-                factor = times(factor, MIX);
-                sum = int64_t(uint64_t(sum) + uint64_t(times(ending[m] + 2, factor)));
-            }
-            int64_t hash = int64_t(uint64_t(sum) + uint64_t(order[o]));
-            hash = times(hash ^ (hash >> 29), MIX);
-            bucket[o] = o * (buckets + 1) + ((hash ^ (hash >> 32)) & ((int64_t(1) << 62) - 1)) % buckets;
-        }
+        lookups::hashes(ending, order, orders, [&](int64_t o, int64_t hash) {
+            bucket[o] = o * (buckets + 1) + hash % buckets;
+        });
     }
 };
 
@@ -97,47 +66,21 @@ void matching(const Store *store, const int64_t *endings, int64_t texts, int64_t
     }
 }
 
-// Each row's next tokens, the best by log(weight + slack) / temperature - race, up to the level at
-// which no row that decodes has one likelier than `hopeless`; how many levels that is.
-int64_t follow(const Store *store, const int64_t *at, const float *weight, const uint8_t *active,
-               const float *race, int64_t *tokens, int64_t rows, int64_t places, int64_t vocab,
-               int64_t race_row, int64_t race_step, int64_t steps, float slack, float temperature,
-               float hopeless) {
-    std::vector<uint8_t> agree(rows * places);
-    for (int64_t i = 0; i < rows * places; i++) agree[i] = weight[i] > 0;
-    std::vector<int64_t> ids(places);
-    std::vector<float> total(places);
-    const float unseen = std::log(slack) / temperature;
-    for (int64_t k = 0; k < steps; k++) {
-        bool hope = false;
-        for (int64_t b = 0; b < rows; b++) {
-            int64_t found = 0;
-            for (int64_t c = b * places; c < (b + 1) * places; c++) {
-                const int64_t token = agree[c] ? store->read(at[c] + k) : -1;
-                if (token < 0) continue;
-                int64_t i = 0;
-                while (i < found && ids[i] != token) i++;
-                if (i == found) ids[found] = token, total[found++] = slack;
-                total[i] += weight[c];
-            }
-            // What was never seen is led by the noise alone, or where there is none by number.
-            const float *noise = race ? race + b * race_row + k * race_step : nullptr;
-            int64_t best = noise ? least_of(noise, vocab) : 0;
-            float score = noise ? unseen - noise[best] : unseen, own = slack;
-            double all = double(vocab - found);
-            for (int64_t i = 0; i < found; i++) {
-                all += std::pow(double(total[i]) / slack, 1.0 / temperature);
-                const float rated = std::log(total[i]) / temperature - (noise ? noise[ids[i]] : 0.0f);
-                if (rated > score || (rated == score && ids[i] <= best))
-                    score = rated, best = ids[i], own = total[i];
-            }
-            tokens[b * steps + k] = best;
-            hope |= active[b] && std::pow(double(own) / slack, 1.0 / temperature) >= hopeless * all;
-            for (int64_t c = b * places; c < (b + 1) * places; c++)
-                agree[c] = agree[c] && store->read(at[c] + k) == best;
+// Chains along the places that lead on.
+int64_t follow(const Store *store, const int64_t *at, const float *weight, int64_t places,
+               const lookups::Chains *how) {
+    std::vector<uint8_t> agree(how->rows * places);
+    for (int64_t i = 0; i < how->rows * places; i++) agree[i] = weight[i] > 0;
+    const auto fill = [&](int64_t b, int64_t k, lookups::Law &law) {
+        for (int64_t c = b * places; c < (b + 1) * places; c++) {
+            const int64_t token = agree[c] ? store->read(at[c] + k) : -1;
+            if (token >= 0) law.add(token, weight[c], how->slack);
         }
-        if (!hope) return k + 1;
-    }
-    return steps;
+    };
+    const auto go = [&](int64_t b, int64_t k, int64_t best) {
+        for (int64_t c = b * places; c < (b + 1) * places; c++)
+            agree[c] = agree[c] && store->read(at[c] + k) == best;
+    };
+    return lookups::follow(*how, fill, go);
 }
 }

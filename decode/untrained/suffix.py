@@ -21,7 +21,7 @@ vocabulary.
 """
 
 import ctypes
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
-from draftsmith.decode.drafting.grow_tree import best_chain
 from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.native import pointer
-from draftsmith.decode.token_tree import COUPLED, TokenTree, chain
-from draftsmith.decode.untrained.texts import HOPELESS, LookupDrafter, hashed, law_of
+from draftsmith.decode.untrained.texts import LookupDrafter, chained, hashed, law_of
 
 ORDERS = (1, 2, 4, 8)
 WIDE = 16
@@ -76,7 +74,8 @@ class Places:
         """The functions of suffix.cpp; None on a GPU, and where nothing compiles them."""
         return library(SOURCE) if self.ring_R.device.type == "cpu" else None
 
-    def _laid(self, rows_Y: Tensor) -> Any:
+    def laid(self, rows_Y: Tensor) -> Any:
+        """As suffix.cpp has it."""
         sizes = len(self.ring_R), len(rows_Y), len(ORDERS), BUCKETS, WIDE
         lie = self.order_O, self.ring_R, rows_Y, self.latest_OHW, self.counts_OH
         return ctypes.byref(_Store(*sizes, *map(pointer, lie)))
@@ -124,7 +123,7 @@ class Places:
         """That these places follow what stands before them; of a bucket the latest are kept."""
         if self.made:
             given = at_X.contiguous(), real_X.contiguous()
-            self.made.note(self._laid(rows_Y), *map(_P, map(pointer, given)), len(at_X))
+            self.made.note(self.laid(rows_Y), *map(_P, map(pointer, given)), len(at_X))
             return
         back_P = torch.arange(1, max(ORDERS) + 1, device=at_X.device)
         bucket_OX = hashed(self.read(at_X[:, None] - back_P, rows_Y), ORDERS) % BUCKETS
@@ -151,7 +150,7 @@ class Places:
             found = torch.empty(2, len(ending_BP), len(ORDERS) * WIDE, dtype=torch.int64)
             lie = (_P(pointer(x)) for x in (ending_BP, *found))
             sizes = map(ctypes.c_int64, ending_BP.shape)
-            self.made.matching(self._laid(rows_Y), next(lie), *sizes, *lie)
+            self.made.matching(self.laid(rows_Y), next(lie), *sizes, *lie)
             return found[0], found[1]
         bucket_OB = hashed(ending_BP, ORDERS) % BUCKETS
         order_O1 = torch.arange(len(ORDERS), device=bucket_OB.device)[:, None]
@@ -168,24 +167,6 @@ class Places:
             of_BW = matched_BOW[:, number]
             of_BW *= (of_BW >= least) & (of_BW < more)
         return at_BOW.flatten(1), matched_BOW.flatten(1)
-
-    def follow(
-        self, request: Round, at_BC: Tensor, weight_BC: Tensor, rows_Y: Tensor, vocab_size: int
-    ) -> Tensor:
-        """The chains [B, K] that `grow` would come to from these places and weights, K the level
-        at which no row has hope any more, or the plan's; only where there is `made`.
-        """
-        race_BKV = request.race_BDV if request.law == COUPLED else None
-        tokens_BK = at_BC.new_empty(len(at_BC), request.plan.levels)
-        strides = (0, 0) if race_BKV is None else race_BKV.stride()[:2]
-        lie = at_BC, weight_BC, request.active_B, race_BKV, tokens_BK
-        sizes = *at_BC.shape, vocab_size, *strides, request.plan.levels
-        numbers = SLACK / vocab_size, request.params.law[0] or 1.0, HOPELESS
-        drafted = self.made.follow(
-            *(self._laid(rows_Y), *(_P(pointer(x)) for x in lie)),
-            *(*map(ctypes.c_int64, sizes), *map(ctypes.c_float, numbers)),
-        )
-        return tokens_BK[:, :drafted]
 
 
 class SuffixDrafter(LookupDrafter):
@@ -262,15 +243,14 @@ class SuffixDrafter(LookupDrafter):
         at_BC, matched_BC = self.store.matching(self.tail(COMPARED), self.text_BS.flatten())
         return at_BC, torch.where(matched_BC > 0, torch.exp2(matched_BC.float()), 0)
 
-    def propose(self, request: Round) -> TokenTree:
-        """Chains of best tokens are drafted in one call, where there is one."""
-        if not (self.store.made and best_chain(request)) or request.sure:
-            return super().propose(request)
-        (at_BC, weight_BC), tokens_BN = self._matching(), request.pending_B[:, None]
-        if bool(((weight_BC > 0).any(1) & request.active_B).any()):
-            found = at_BC, weight_BC, self.text_BS.flatten(), self.vocab_size
-            tokens_BN = torch.cat([tokens_BN, self.store.follow(request, *found)], 1)
-        return TokenTree(tokens_BN, chain(tokens_BN.shape[1] - 1, self.device), request.law)
+    def followed(self, request: Round) -> Tensor:
+        at_BC, weight_BC = self._matching()
+        if not bool(((weight_BC > 0).any(1) & request.active_B).any()):
+            return at_BC[:, :0]
+        where = *map(_P, map(pointer, (at_BC, weight_BC))), ctypes.c_int64(at_BC.shape[1])
+        store = self.store.laid(self.text_BS.flatten())
+        follow = partial(self.store.made.follow, store, *where)
+        return chained(request, SLACK, self.vocab_size, follow)
 
     def looked_up(self) -> tuple[Feed, Tensor]:
         rows_Y = self.text_BS.flatten()

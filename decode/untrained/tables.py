@@ -14,12 +14,19 @@ Shapes: B rows, N nodes, M tokens of a context, O orders, H places, X contexts a
 kept of a law, F nodes fed, V vocabulary.
 """
 
+import ctypes
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, picked
-from draftsmith.decode.untrained.texts import LookupDrafter, hashed, law_of
+from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
+from draftsmith.decode.forward.compiled import library
+from draftsmith.decode.forward.native import pointer
+from draftsmith.decode.untrained.texts import LookupDrafter, chained, hashed, law_of
 
 ORDERS = {"recycling": (1,), "stand": (1, 2, 3, 4)}
 KEPT = 10
@@ -27,18 +34,43 @@ PLACES = 1 << 18
 CHUNK = 64  # tokens of a text that are learnt at once
 SLACK = 0.05  # chance of all tokens that aren't in a law
 
+SOURCE = Path(__file__).with_name("tables.cpp")
+_P, _N = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Table(ctypes.Structure):
+    _fields_ = [
+        *((name, _N) for name in ("orders", "places", "kept", "mean")),
+        *((name, _P) for name in ("order", "keys", "counts", "ids", "p")),
+    ]
+
 
 class LawTable:
-    """keys_H: contexts' hashes, -1 where there is none; of the last place, which takes what isn't
+    """On a CPU in C++ (tables.cpp), context by context.
+
+    keys_H: contexts' hashes, -1 where there is none; of the last place, which takes what isn't
     to be kept, always. ids_HK, p_HK: a law, its tokens' probabilities; counts_H: its visits.
     """
 
     def __init__(self, orders: tuple[int, ...], mean: bool, device: torch.device) -> None:
-        self.orders, self.mean = orders, mean
+        self.orders, self.mean, self.device = orders, mean, device
+        self.laid_orders = (_N * len(orders))(*orders)
         self.keys_H = torch.full((PLACES + 1,), -1, dtype=torch.int64, device=device)
         self.counts_H = torch.zeros(PLACES + 1, dtype=torch.int32, device=device)
         self.ids_HK = torch.zeros(PLACES + 1, KEPT, dtype=torch.int32, device=device)
         self.p_HK = torch.zeros(PLACES + 1, KEPT, dtype=torch.float16, device=device)
+
+    @cached_property
+    def made(self) -> Any:
+        """The functions of tables.cpp; None on a GPU, and where nothing compiles them."""
+        return library(SOURCE) if self.device.type == "cpu" else None
+
+    def laid(self) -> Any:
+        """As tables.cpp has it."""
+        sizes = len(self.orders), PLACES, KEPT, self.mean
+        lie = self.keys_H, self.counts_H, self.ids_HK, self.p_HK
+        order = ctypes.addressof(self.laid_orders)
+        return ctypes.byref(_Table(*sizes, order, *map(pointer, lie)))
 
     def forget(self) -> None:
         for part in self.stored().values():
@@ -56,6 +88,13 @@ class LawTable:
         """Tokens [X, K] and probabilities after the longest context known, last token first; 0
         where none is.
         """
+        if self.made:
+            ids_XK = context_XM.new_empty(len(context_XM), KEPT)
+            p_XK = ids_XK.new_empty(ids_XK.shape, dtype=torch.float32)
+            context_XM = context_XM[:, : self.orders[-1]].contiguous()
+            lie = map(_P, map(pointer, (ids_XK, p_XK)))
+            self.made.laws(self.laid(), _P(pointer(context_XM)), _N(len(ids_XK)), *lie)
+            return ids_XK, p_XK
         keys_OX = hashed(context_XM, self.orders)
         at_OX = keys_OX % PLACES
         found_OX = self.keys_H[at_OX] == keys_OX
@@ -66,6 +105,11 @@ class LawTable:
 
     def learn(self, context_XM: Tensor, ids_XK: Tensor, p_XK: Tensor, real_X: Tensor) -> None:
         """Of contexts that come twice the one that stands last is taken."""
+        if self.made:
+            parts = context_XM[:, : self.orders[-1]], ids_XK.long(), p_XK.float(), real_X
+            given = [part.contiguous() for part in parts]
+            self.made.learn(self.laid(), *map(_P, map(pointer, given)), _N(len(real_X)))
+            return
         keys_OX = hashed(context_XM, self.orders)
         keys_X, orders = keys_OX.flatten(), len(self.orders)
         ids_XK, p_XK = ids_XK.repeat(orders, 1), p_XK.repeat(orders, 1)
@@ -128,27 +172,46 @@ class TableDrafter(LookupDrafter):
         assert kept.nodes_BN is not None and kept.topology is not None, "the engine tells"
         assert kept.ids_BNX is not None and kept.log_p_BNX is not None, "who asks by `likeliest`"
         rows, nodes = kept.nodes_BN.shape
-        tail_BM = self.tail(len(self.context_M))
-        # The row's text hangs above the root: one more node for each token before the pending one.
-        above_M = nodes + self.context_M
-        parent_BN = kept.topology.parent.expand(rows, nodes).clone()
-        parent_BN[:, 0] = nodes
-        parent_BX = torch.cat([parent_BN, (above_M + 1).expand(rows, -1)], 1)
-        tokens_BX = torch.cat([kept.nodes_BN, tail_BM[:, 1:], tail_BM[:, :1] * 0 - 1], 1)
-        at_BN = torch.arange(nodes, device=self.device).expand(rows, -1)
-        context = []
-        for _ in self.context_M:
-            context.append(tokens_BX.gather(1, at_BN))
-            at_BN = parent_BX.gather(1, at_BN)
-        context_XM = torch.stack(context, -1).flatten(0, 1)
+        context_XM = self._contexts(kept.nodes_BN, kept.topology.parent).flatten(0, 1)
         real_X = (kept.n_new_B > 0)[:, None].expand(rows, nodes).flatten()
         p_XK = kept.log_p_BNX.flatten(0, 1).exp()
         self.store.learn(context_XM, kept.ids_BNX.flatten(0, 1), p_XK, real_X)
         super().extend(kept)
 
+    def _contexts(self, nodes_BN: Tensor, parent: Tensor) -> Tensor:
+        """What each node follows, [B, N, M]."""
+        rows, nodes = nodes_BN.shape
+        if self.store.made:
+            found_BNM = nodes_BN.new_empty(rows, nodes, len(self.context_M))
+            nodes_BN, parent = nodes_BN.contiguous(), parent.contiguous()
+            step = 0 if parent.ndim == 1 else nodes
+            trees = _P(pointer(nodes_BN)), _P(pointer(parent)), _N(step)
+            texts = _P(pointer(self.text_BS)), _N(self.text_BS.shape[1]), _P(pointer(self.lens_B))
+            sizes = map(_N, found_BNM.shape)
+            self.store.made.contexts(*trees, *texts, *sizes, _P(pointer(found_BNM)))
+            return found_BNM
+        tail_BM = self.tail(len(self.context_M))
+        # The row's text hangs above the root: one more node for each token before the pending one.
+        above_M = nodes + self.context_M
+        parent_BN = parent.expand(rows, nodes).clone()
+        parent_BN[:, 0] = nodes
+        parent_BX = torch.cat([parent_BN, (above_M + 1).expand(rows, -1)], 1)
+        tokens_BX = torch.cat([nodes_BN, tail_BM[:, 1:], tail_BM[:, :1] * 0 - 1], 1)
+        at_BN = torch.arange(nodes, device=self.device).expand(rows, -1)
+        context = []
+        for _ in self.context_M:
+            context.append(tokens_BX.gather(1, at_BN))
+            at_BN = parent_BX.gather(1, at_BN)
+        return torch.stack(context, -1)
+
     def catch_up(self, kept: Kept) -> None:
         """The text alone: laws of rounds that drafted nothing aren't told."""
         super().extend(kept)
+
+    def followed(self, request: Round) -> Tensor:
+        context_BM = self.tail(len(self.context_M))
+        follow = partial(self.store.made.follow, self.store.laid(), _P(pointer(context_BM)))
+        return chained(request, SLACK, self.vocab_size, follow)
 
     def looked_up(self) -> tuple[Feed, Tensor]:
         context_BFM = self.tail(len(self.context_M))[:, None]

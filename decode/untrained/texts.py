@@ -5,6 +5,8 @@ nodes fed, C of a node's tokens with a weight, M tokens of a context, X contexts
 vocabulary.
 """
 
+import ctypes
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -15,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Call, Drafter, Fed, Feed, Kept, Round
-from draftsmith.decode.drafting.grow_tree import grow
-from draftsmith.decode.token_tree import TokenTree, chain
+from draftsmith.decode.drafting.grow_tree import best_chain, grow
+from draftsmith.decode.forward.native import pointer
+from draftsmith.decode.token_tree import COUPLED, TokenTree, chain
 from draftsmith.models.disk.store import LOCK, hold, open_shard, save_shard
 
 HOPELESS = 0.2  # a draft ends where its next token is less likely than that
@@ -142,7 +145,15 @@ class LookupDrafter(StoredDrafter, TextDrafter):
     def feed(self, request: Round) -> Feed:
         return self.looked_up()[0]
 
+    def followed(self, request: Round) -> Tensor:
+        """The chains [B, up to K] that `grow` would come to, in C++: `chained`."""
+        raise NotImplementedError
+
     def propose(self, request: Round) -> TokenTree:
+        """Chains of best tokens are drafted in one call, where there is one."""
+        if self.store.made and best_chain(request) and not request.sure:
+            tokens_BN = torch.cat([request.pending_B[:, None], self.followed(request)], 1)
+            return TokenTree(tokens_BN, chain(tokens_BN.shape[1] - 1, self.device), request.law)
         feed, found_B = self.looked_up()
         none = self.reads and not bool((found_B & request.active_B).any())
         if none and not request.want_q:
@@ -154,6 +165,26 @@ class LookupDrafter(StoredDrafter, TextDrafter):
         if self.reads:
             request = replace(request, enough=request.enough or hopeless)
         return grow(request, feed)[0]
+
+
+class _Chains(ctypes.Structure):
+    _fields_ = [
+        *((n, ctypes.c_int64) for n in ("rows", "vocab", "race_row", "race_step", "steps")),
+        *((n, ctypes.c_float) for n in ("slack", "temperature", "hopeless")),
+        *((n, ctypes.c_void_p) for n in ("active", "race", "tokens")),
+    ]
+
+
+def chained(request: Round, slack: float, vocab_size: int, follow: Callable[[Any], int]) -> Tensor:
+    """Chains [B, up to K], by a function of lookups.h that says how many levels it drafted."""
+    race_BKV = request.race_BDV if request.law == COUPLED else None
+    tokens_BK = request.lens_B.new_empty(len(request.lens_B), request.plan.levels)
+    rows, steps = tokens_BK.shape
+    strides = (0, 0) if race_BKV is None else race_BKV.stride()[:2]
+    numbers = slack / vocab_size, request.params.law[0] or 1.0, HOPELESS
+    lie = map(pointer, (request.active_B, race_BKV, tokens_BK))
+    how = _Chains(rows, vocab_size, *strides, steps, *numbers, *lie)
+    return tokens_BK[:, : follow(ctypes.byref(how))]
 
 
 def claimed(path: Path) -> BaseFileLock:

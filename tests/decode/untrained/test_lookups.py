@@ -2,7 +2,6 @@
 finds; a table holds what the target said.
 """
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,15 @@ from draftsmith.decode import __main__ as evaluation
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import has_folder, load_drafter
-from draftsmith.decode.drafting.base import Drafter, Frontier, Kept, Round
+from draftsmith.decode.drafting.base import Drafter, Frontier, Round
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
 from draftsmith.decode.traces import fill_store
 from draftsmith.decode.tree_shapes import chain_plan
-from draftsmith.decode.untrained import composite, suffix, tables
+from draftsmith.decode.untrained import composite, suffix
 from draftsmith.decode.untrained.composite import CompositeDrafter, either
 from draftsmith.decode.untrained.suffix import SuffixDrafter
-from draftsmith.decode.untrained.tables import KEPT, LawTable, TableDrafter
 from draftsmith.decode.untrained.texts import LookupDrafter
 from draftsmith.models.fingerprint import fingerprint
 
@@ -87,86 +85,6 @@ def test_a_round_that_reads_nothing_can_be_recorded(
     decoder = Decoder(target, tiny_tokenizer, drafter, tree=tree)
     reads_nothing(decoder, started(decoder, params))
     records((target, tiny_tokenizer), drafter, params, tree=tree)
-
-
-# --- tables
-
-
-def test_a_table_holds_what_the_target_said() -> None:
-    """Beside a dict that does the same one visit after the other."""
-    generator = torch.Generator().manual_seed(0)
-    for kind, orders in tables.ORDERS.items():
-        table = LawTable(orders, kind == "stand", CPU)
-        known: dict[tuple[int, ...], tuple[dict[int, float], int]] = {}
-        for _ in range(30):
-            context_XM = torch.randint(3, (4, 4), generator=generator)
-            logits_XV = 3 * torch.rand(4, 12, generator=generator)
-            logits_XV[:, KEPT:] -= 20  # what is pruned weighs nothing
-            p_XV = logits_XV.softmax(-1)
-            p_XK, ids_XK = p_XV.topk(KEPT)
-            real_X = torch.rand(4, generator=generator) < 0.8
-            table.learn(context_XM, ids_XK, p_XK, real_X)
-            before = copy.deepcopy(known)  # what one call brings twice counts once, the last one
-            for x in range(4):
-                if not real_X[x]:
-                    continue
-                for order in orders:
-                    key = tuple(context_XM[x, :order].tolist())
-                    law, visits = before.get(key, ({}, 0))
-                    new = dict(zip(ids_XK[x].tolist(), p_XK[x].tolist(), strict=True))
-                    if kind == "stand" and visits:
-                        mean = {
-                            v: (law.get(v, 0) * visits + new.get(v, 0)) / (visits + 1)
-                            for v in law.keys() | new.keys()
-                        }
-                        new = dict(sorted(mean.items(), key=lambda item: -item[1])[:KEPT])
-                    known[key] = new, visits + 1
-        for x in range(4):
-            ids_1K, p_1K = table.laws(context_XM[x : x + 1])
-            contexts = [tuple(context_XM[x, :order].tolist()) for order in reversed(orders)]
-            law = next(known[key][0] for key in contexts if key in known)
-            found = dict(zip(ids_1K[0].tolist(), p_1K[0].tolist(), strict=True))
-            for token, p in law.items():
-                assert abs(found.get(token, 0.0) - p) < 2e-3  # of fp16, over up to 30 visits
-
-
-def test_a_tree_s_nodes_teach_by_their_own_paths() -> None:
-    """The context of a node is its path and the text before the root; of rows that ended nothing
-    is learnt.
-    """
-    drafter = TableDrafter("stand", CPU, 50)
-    drafter.reset(2, 32)
-    for row in range(2):
-        begun(drafter, row, [11, 12, 13])
-    topology = Topology.from_parents([-1, 0, 0, 1], CPU)
-    nodes_BN = torch.tensor([[13, 20, 21, 22], [13, 30, 31, 32]])
-    ids_BNX = torch.arange(40, 44)[None, :, None].expand(2, 4, KEPT).clone()
-    ids_BNX[..., 1:] = -1
-    log_p_BNX = torch.where(ids_BNX >= 0, 0.0, -torch.inf)
-    kept = Kept(
-        nodes_BN[:, 1:2], torch.tensor([1, 0]), None, torch.tensor([2, 2]), nodes_BN=nodes_BN,
-        topology=topology, ids_BNX=ids_BNX, log_p_BNX=log_p_BNX,
-    )  # fmt: skip
-    drafter.extend(kept)
-
-    def said(*context: int) -> int:
-        ids_1K, p_1K = drafter.store.laws(torch.tensor([list(context)]))
-        return int(ids_1K[0, 0]) if p_1K[0, 0] > 0 else -1
-
-    assert said(22, 20, 13, 12) == 43 and said(21, 13, 12, 11) == 42 and said(20, 9, 9, 9) == 41
-    assert said(13, 12, 11, -1) == 40 and said(12, 11, -1, -1) == 13  # the prompt's own
-    assert said(32, 30, 13, 12) == -1
-    assert drafter.text_BS[0, :4].tolist() == [11, 12, 13, 20]
-
-
-def test_a_table_learns_while_it_decodes(
-    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    for name in ("recycling", "stand"):
-        drafter = load_drafter(name, tiny_target, tiny_tokenizer)
-        decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=1, tree="dynamic:6,3,17")
-        first, second = (tau(decoder.generate(PROMPTS, SETTINGS[0])) for _ in range(2))
-        assert second > first > 1
 
 
 # --- composites

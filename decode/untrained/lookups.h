@@ -1,0 +1,100 @@
+// What the stores on a CPU have in common, in the numbers of `hashed` and `law_of` of texts.py.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+namespace lookups {
+
+constexpr int64_t MIX = 0x1E3779B97F4A7C15;
+
+inline int64_t times(int64_t a, int64_t b) { return int64_t(uint64_t(a) * uint64_t(b)); }
+
+// The hash of as many tokens as each order says, the last one first; the longest order is the last.
+template <class Each>
+inline void hashes(const int64_t *last, const int64_t *order, int64_t orders, Each each) {
+    int64_t sum = 0, factor = 1, m = 0;
+    for (int64_t o = 0; o < orders; o++) {
+        for (; m < order[o]; m++) {
+            factor = times(factor, MIX);
+            sum = int64_t(uint64_t(sum) + uint64_t(times(last[m] + 2, factor)));
+        }
+        int64_t hash = int64_t(uint64_t(sum) + uint64_t(order[o]));
+        hash = times(hash ^ (hash >> 29), MIX);
+        each(o, (hash ^ (hash >> 32)) & ((int64_t(1) << 62) - 1));
+    }
+}
+
+// Where the least of some numbers stands first.
+inline int64_t least_of(const float *x, int64_t count) {
+    float least[16];
+    for (float &lane : least) lane = INFINITY;
+    int64_t v = 0;
+    for (; v + 16 <= count; v += 16)
+        for (int i = 0; i < 16; i++) least[i] = x[v + i] < least[i] ? x[v + i] : least[i];
+    for (; v < count; v++) least[0] = x[v] < least[0] ? x[v] : least[0];
+    float most = least[0];
+    for (float lane : least) most = lane < most ? lane : most;
+    for (v = 0; v + 1 < count && x[v] != most;) v++;
+    return v;
+}
+
+// How chains are drafted. slack: the weight of each token that was never seen; race: of the rows'
+// levels, or none.
+struct Chains {
+    int64_t rows, vocab, race_row, race_step, steps;
+    float slack, temperature, hopeless;
+    const uint8_t *active;
+    const float *race;
+    int64_t *tokens;
+};
+
+// Tokens by their weights, of which some may come twice.
+struct Law {
+    std::vector<int64_t> ids;
+    std::vector<float> total;
+    void clear() { ids.clear(), total.clear(); }
+    void add(int64_t token, float weight, float slack) {
+        size_t i = 0;
+        while (i < ids.size() && ids[i] != token) i++;
+        if (i == ids.size()) ids.push_back(token), total.push_back(slack);
+        total[i] += weight;
+    }
+};
+
+// Each row's next tokens, the best by log(weight + slack) / temperature - race, up to the level at
+// which no row that decodes has one likelier than `hopeless`; how many levels that is. fill: the law
+// of a row at a level; go: goes on with its best token.
+template <class Fill, class Go> inline int64_t follow(const Chains &how, Fill fill, Go go) {
+    Law law;
+    const float unseen = std::log(how.slack) / how.temperature;
+    for (int64_t k = 0; k < how.steps; k++) {
+        bool hope = false;
+        for (int64_t b = 0; b < how.rows; b++) {
+            law.clear();
+            fill(b, k, law);
+            // What was never seen is led by the noise alone, or where there is none by number.
+            const float *noise = how.race ? how.race + b * how.race_row + k * how.race_step : nullptr;
+            int64_t best = noise ? least_of(noise, how.vocab) : 0;
+            float score = noise ? unseen - noise[best] : unseen, own = how.slack;
+            double all = double(how.vocab - int64_t(law.ids.size()));
+            for (size_t i = 0; i < law.ids.size(); i++) {
+                const int64_t id = law.ids[i];
+                const float weight = law.total[i];
+                all += std::pow(double(weight) / how.slack, 1.0 / how.temperature);
+                const float rated = std::log(weight) / how.temperature - (noise ? noise[id] : 0.0f);
+                if (rated > score || (rated == score && id <= best)) score = rated, best = id, own = weight;
+            }
+            how.tokens[b * how.steps + k] = best;
+            const double likely = std::pow(double(own) / how.slack, 1.0 / how.temperature);
+            hope |= how.active[b] && likely >= how.hopeless * all;
+            go(b, k, best);
+        }
+        if (!hope) return k + 1;
+    }
+    return how.steps;
+}
+
+}  // namespace lookups
