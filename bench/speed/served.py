@@ -5,8 +5,8 @@
 
 The capacity is the requests a second that a server without drafts answers to as many clients as it
 has rows. At each load requests arrive as a Poisson process, the same for both arms, whose servers
-take turns (in an order that rotates) and decode on one thread, their clients on another. goodput:
-answers a second that came within `patience` times what a lone request takes without drafts
+take turns, the other one first each time, and decode on one thread, their clients on another.
+goodput: answers a second that came within `patience` times what a lone request takes without drafts
 (median). Each figure is the mean over turns; a ratio is over the arm without drafts, with its
 interval (95%, bootstrap over turns). Rows and page: <out>/served.*
 """
@@ -87,13 +87,17 @@ def goodput(replies: list[Reply], limit: float) -> float:
 
 
 def row(load: float, arm: str, found: dict[Any, list[dict[str, float]]]) -> dict[str, Any]:
-    """An arm's figures at one load, and their ratios to those without drafts."""
+    """An arm's figures at one load, and their ratios to those without drafts; none where no answer
+    of a turn was good.
+    """
     told: dict[str, Any] = {"what": arm, "load": load}
     for name in FIGURES:
         mine, plain = ([turn[name] for turn in found[load, one]] for one in (arm, "plain"))
         told[name] = float(np.mean(mine))
-        ratio = float(np.sum(mine) / np.sum(plain))
-        told[f"{name}_ratio"] = [ratio, *ratio_interval(mine, plain)]
+        told[f"{name}_ratio"] = None
+        if all(plain):
+            ratio = float(np.sum(mine) / np.sum(plain))
+            told[f"{name}_ratio"] = [ratio, *ratio_interval(mine, plain)]
     return told
 
 
@@ -110,8 +114,9 @@ def page(rows: list[dict[str, Any]]) -> str:
     for one in rows:
         cells = []
         for name, unit in zip(FIGURES, (1e3, 1e3, 1, 1), strict=True):
-            ratio, *between = one[f"{name}_ratio"]
-            beside = f" ({ratio:.2f} {bracket(between)})" if one["what"] != "plain" else ""
+            beside = ""
+            if one["what"] != "plain" and (found := one[f"{name}_ratio"]) is not None:
+                beside = f" ({found[0]:.2f} {bracket(found[1:])})"
             figure = unit * one[name]
             cells.append(f"{figure:,.{0 if figure > 100 else 1}f}{beside}")
         body.append([f"{one['load']:.0%}", one["what"], *cells])
