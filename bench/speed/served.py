@@ -87,17 +87,15 @@ def goodput(replies: list[Reply], limit: float) -> float:
 
 
 def row(load: float, arm: str, found: dict[Any, list[dict[str, float]]]) -> dict[str, Any]:
-    """An arm's figures at one load, and their ratios to those without drafts; none where no answer
-    of a turn was good.
+    """An arm's figures at one load, and their ratios to those without drafts: without an interval
+    where no answer of a turn was good, none where none was of all turns.
     """
     told: dict[str, Any] = {"what": arm, "load": load}
     for name in FIGURES:
         mine, plain = ([turn[name] for turn in found[load, one]] for one in (arm, "plain"))
         told[name] = float(np.mean(mine))
-        told[f"{name}_ratio"] = None
-        if all(plain):
-            ratio = float(np.sum(mine) / np.sum(plain))
-            told[f"{name}_ratio"] = [ratio, *ratio_interval(mine, plain)]
+        ratio = [float(np.sum(mine) / np.sum(plain))] if any(plain) else None
+        told[f"{name}_ratio"] = [*ratio, *ratio_interval(mine, plain)] if all(plain) else ratio
     return told
 
 
@@ -116,7 +114,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         for name, unit in zip(FIGURES, (1e3, 1e3, 1, 1), strict=True):
             beside = ""
             if one["what"] != "plain" and (found := one[f"{name}_ratio"]) is not None:
-                beside = f" ({found[0]:.2f} {bracket(found[1:])})"
+                beside = f" ({found[0]:.2f} {bracket(found[1:] or None)})".replace(" )", ")")
             figure = unit * one[name]
             cells.append(f"{figure:,.{0 if figure > 100 else 1}f}{beside}")
         body.append([f"{one['load']:.0%}", one["what"], *cells])

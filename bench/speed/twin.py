@@ -8,7 +8,7 @@ norm is the same), heads and neurons are added that give nothing, and after each
 that add nothing. Weights that only zeros meet are noise: of zeros OpenVINO stores equal layers once
 and reads a third of the memory. So acceptance is real, and a step costs what the large shape costs:
 a processor shows the speed-ups of a real pair, a GPU an 8B's without a download. A trained head is
-widened likewise, its taps counted in the twin's layers; a draft LM of its own is small as it is.
+widened likewise, its taps counted in the twin's layers; a draft LM stays as small as it is.
 Each result is compared with what it was made from before it is kept. What is measured on a twin has
 to say so. Writes out/target and out/<drafter>, with the twin's fingerprint.
 
@@ -47,7 +47,7 @@ class Twin:
     hidden: int = 1536
     layers: int = 16
     intermediate: int = 5120
-    drafter: str = ""  # heads of the target that are widened too, comma between
+    drafter: str = ""  # of the target: heads, widened too, and draft LMs, comma between
 
     def times(self, config: Any) -> int:
         """The twin's layers for each of the small one's."""
@@ -107,15 +107,19 @@ def main(argv: list[str]) -> None:
     out = Path(settings.out)
     for name in filter(None, settings.drafter.split(",")):
         folder = open_drafter(name, fingerprint(saved, tokenizer), target_config=sizes)
-        head = folder.head().requires_grad_(False)
-        kept = next(head.parameters()).dtype
-        wide = widened_head(head.float(), small, large)
-        vocab = vocab_size(tokenizer)
-        compare(name, drafted(head, small, ids_BT, vocab), drafted(wide, large, ids_BT, vocab))
+        if folder.kind == "lm":
+            wide = folder.model()
+        else:
+            head = folder.head().requires_grad_(False)
+            kept = next(head.parameters()).dtype
+            wide = widened_head(head.float(), small, large)
+            vocab = vocab_size(tokenizer)
+            compare(name, drafted(head, small, ids_BT, vocab), drafted(wide, large, ids_BT, vocab))
+            wide.to(kept)
         save_drafter(
             out / Path(name).parent.name,
-            kind=head.kind,
-            model=wide.to(kept),
+            kind=folder.kind,
+            model=wide,
             tokenizer=tokenizer,
             target_fingerprint=fingerprint(large, tokenizer),
             provenance=(folder.meta["provenance"] or {}) | {"twin_of": name},

@@ -14,6 +14,7 @@ key-value head.
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -46,14 +47,23 @@ def lean_body(body: Any) -> "LeanBody | None":
     """The lean form of a transformers body, or None where it isn't known to be the same."""
     layers = list(getattr(body, "layers", nn.ModuleList()).children())
     known = all(type(layer).__name__ in LAYERS for layer in layers)
-    if not layers or not known or any(p.requires_grad for p in body.parameters()):
+    if not layers or not known:
         return None
     rope = getattr(body.config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in POSITION_ONLY or rope.get("partial_rotary_factor", 1) != 1:
         return None
     maps = (part for layer in layers for part in projections(layer))
-    plain = all(type(part) in (nn.Linear, QuickLinear, Summed) for part in maps)
-    return LeanBody(body, layers) if plain else None
+    if not all(type(part) in (nn.Linear, QuickLinear, Summed) for part in maps):
+        return None
+    if any(p.requires_grad for p in body.parameters()):
+        warnings.warn(
+            "decoding: got a model whose weights require gradients, which runs by transformers' "
+            "own layers, several times slower; expected model.requires_grad_(False), unless it is "
+            "being trained",
+            stacklevel=4,
+        )
+        return None
+    return LeanBody(body, layers)
 
 
 def agree(own: list[Tensor], lean: list[Tensor], dtype: torch.dtype) -> bool:

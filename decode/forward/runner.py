@@ -9,7 +9,6 @@ Shapes: B rows, N tokens a row, H hidden, U width of the taps' states side by si
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -84,13 +83,6 @@ class Runner:
         refuse_what_cannot_roll_back(model, known=bool(self.mixers))
         self.model = model
         self.body, head_VH, bias_D = output_head(model)
-        if any(weight.requires_grad for weight in self.body.parameters()):
-            warnings.warn(
-                "decoding: got a model whose weights require gradients, which runs by "
-                "transformers' own layers, several times slower; expected "
-                "model.requires_grad_(False), unless it is being trained",
-                stacklevel=3,
-            )
         if head_VH.shape[0] < vocab_size:
             raise ValueError(
                 f"model: got {head_VH.shape[0]} logits, expected at least the tokenizer's "

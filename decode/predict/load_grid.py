@@ -29,6 +29,7 @@ from draftsmith.models.disk.read_lm import read_json
 
 NODES = (1, 2, 3, 5, 9, 17, 33, 65)
 TURN, SWEEPS, REPEATS = 4, 2, 5  # rounds of a draft in a row, how often, and passes timed alone
+REST, COLD = 8, 2  # rounds without a draft in a row, and those before that don't count
 
 
 class Grid(NamedTuple):
@@ -118,17 +119,19 @@ class Sweep(Policy):
         super().__init__(plan)
         self.nodes = [n for n in NODES if n <= plan.levels] + [plan.levels + 1]
         self.seconds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        drafting = [n for n in self.nodes[1:] for _ in range(TURN)]
+        self.turns = [1] * (COLD + REST) + drafting
         self.rounds = 0
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
-        turn, known = divmod(self.rounds, TURN)
-        nodes = self.nodes[turn % len(self.nodes)]
-        self.rest = TURN - known  # as those of a policy that rests are computed
-        return self.plans[-1].cut(nodes - 1) if nodes > 1 else None
+        at = self.rounds % len(self.turns)
+        self.rest = max(0, (COLD if at < COLD else COLD + REST) - at)  # several a call, as in rests
+        return self.plans[-1].cut(self.turns[at] - 1) if self.turns[at] > 1 else None
 
     def observe(self, outcome: Outcome) -> None:
+        cold = self.rounds % len(self.turns) < COLD
         self.rounds += 1
-        if outcome.seconds is not None:
+        if outcome.seconds is not None and not cold:
             self.seconds[outcome.load.rows, outcome.levels + 1].append(outcome.seconds)
 
 
@@ -138,7 +141,7 @@ def measured_grid(decoder: Decoder, prompts: Sequence[Sequence[int]], rows: Sequ
     """
     before, sweep = decoder.policy, Sweep(decoder.settings.plan)
     decoder.policy = sweep
-    limit = SWEEPS * TURN * sum(sweep.nodes) + 1  # no row may end
+    limit = SWEEPS * sum(sweep.turns) + 2  # no row may end
     params = SamplingParams(max_new_tokens=limit, ignore_eos=True)
     longest = max(map(len, prompts))
     prefill: defaultdict[int, list[float]] = defaultdict(list)
@@ -153,7 +156,7 @@ def measured_grid(decoder: Decoder, prompts: Sequence[Sequence[int]], rows: Sequ
         most = max(len(prompts[i % len(prompts)]) for i in range(count))
         prefill[count * most].append(time.perf_counter() - started)
         sweep.rounds = 0
-        while sweep.rounds < SWEEPS * TURN * len(sweep.nodes):
+        while sweep.rounds < SWEEPS * len(sweep.turns):
             session.step()
         session.close()
     decoder.policy = before

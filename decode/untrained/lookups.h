@@ -51,12 +51,14 @@ struct Chains {
     int64_t *tokens;
 };
 
-// Tokens by their weights, of which some may come twice.
+// Tokens by their weights, of which some may come twice; those that there aren't are left out.
 struct Law {
+    int64_t vocab;
+    float slack;
     std::vector<int64_t> ids;
     std::vector<float> total;
-    void clear() { ids.clear(), total.clear(); }
-    void add(int64_t token, float weight, float slack) {
+    void add(int64_t token, float weight) {
+        if (token < 0 || token >= vocab) return;
         size_t i = 0;
         while (i < ids.size() && ids[i] != token) i++;
         if (i == ids.size()) ids.push_back(token), total.push_back(slack);
@@ -68,28 +70,31 @@ struct Law {
 // which no row that decodes has one likelier than `hopeless`; how many levels that is. fill: the law
 // of a row at a level; go: goes on with its best token.
 template <class Fill, class Go> inline int64_t follow(const Chains &how, Fill fill, Go go) {
-    Law law;
+    Law law{how.vocab, how.slack, {}, {}};
     const float unseen = std::log(how.slack) / how.temperature;
     for (int64_t k = 0; k < how.steps; k++) {
         bool hope = false;
         for (int64_t b = 0; b < how.rows; b++) {
-            law.clear();
+            law.ids.clear(), law.total.clear();
             fill(b, k, law);
             // What was never seen is led by the noise alone, or where there is none by number.
             const float *noise = how.race ? how.race + b * how.race_row + k * how.race_step : nullptr;
             int64_t best = noise ? least_of(noise, how.vocab) : 0;
             float score = noise ? unseen - noise[best] : unseen, own = how.slack;
-            double all = double(how.vocab - int64_t(law.ids.size()));
             for (size_t i = 0; i < law.ids.size(); i++) {
                 const int64_t id = law.ids[i];
                 const float weight = law.total[i];
-                all += std::pow(double(weight) / how.slack, 1.0 / how.temperature);
                 const float rated = std::log(weight) / how.temperature - (noise ? noise[id] : 0.0f);
                 if (rated > score || (rated == score && id <= best)) score = rated, best = id, own = weight;
             }
             how.tokens[b * how.steps + k] = best;
-            const double likely = std::pow(double(own) / how.slack, 1.0 / how.temperature);
-            hope |= how.active[b] && likely >= how.hopeless * all;
+            // How much less likely than all tokens together.
+            const auto beside = [&](float weight) {
+                return std::pow(double(weight) / own, 1.0 / how.temperature);
+            };
+            double all = double(how.vocab - int64_t(law.ids.size())) * beside(how.slack);
+            for (float weight : law.total) all += beside(weight);
+            hope |= how.active[b] && how.hopeless * all <= 1;
             go(b, k, best);
         }
         if (!hope) return k + 1;

@@ -74,7 +74,7 @@ int64_t follow(const Store *store, const int64_t *at, const float *weight, int64
     const auto fill = [&](int64_t b, int64_t k, lookups::Law &law) {
         for (int64_t c = b * places; c < (b + 1) * places; c++) {
             const int64_t token = agree[c] ? store->read(at[c] + k) : -1;
-            if (token >= 0) law.add(token, weight[c], how->slack);
+            if (token >= 0) law.add(token, weight[c]);
         }
     };
     const auto go = [&](int64_t b, int64_t k, int64_t best) {

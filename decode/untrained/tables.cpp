@@ -13,7 +13,7 @@ struct Table {
     const int64_t *order;
     int64_t *keys;
     int32_t *counts, *ids;
-    _Float16 *p;
+    float *p;
 
     // The place of the longest context that is known; -1 where none is.
     int64_t known(const int64_t *context) const {
@@ -32,7 +32,7 @@ struct Table {
             const float before = float(visits) / float(visits + 1);
             for (auto &one : law) one.second /= float(visits + 1);
             for (int64_t k = 0; k < kept; k++) {
-                const float old = float(p[at * kept + k]) * before;
+                const float old = p[at * kept + k] * before;
                 bool again = false;
                 for (int64_t i = 0; i < kept; i++)
                     if (law[i].first == ids[at * kept + k]) law[i].second += old, again = true;
@@ -42,7 +42,7 @@ struct Table {
             std::stable_sort(law.begin(), law.end(), likelier);
         }
         for (int64_t k = 0; k < kept; k++)
-            ids[at * kept + k] = int32_t(law[k].first), p[at * kept + k] = _Float16(law[k].second);
+            ids[at * kept + k] = int32_t(law[k].first), p[at * kept + k] = law[k].second;
         counts[at] = visits + 1, keys[at] = key;
     }
 };
@@ -56,7 +56,7 @@ void laws(const Table *table, const int64_t *contexts, int64_t count, int64_t *i
         const int64_t at = table->known(contexts + x * longest);
         for (int64_t k = 0; k < kept; k++) {
             ids[x * kept + k] = at < 0 ? -1 : table->ids[at * kept + k];
-            p[x * kept + k] = at < 0 ? 0.0f : float(table->p[at * kept + k]);
+            p[x * kept + k] = at < 0 ? 0.0f : table->p[at * kept + k];
         }
     }
 }
@@ -107,7 +107,7 @@ int64_t follow(const Table *table, int64_t *contexts, const lookups::Chains *how
         const int64_t at = table->known(contexts + b * longest);
         for (int64_t k = 0; at >= 0 && k < table->kept; k++)
             if (const float p = table->p[at * table->kept + k]; p > 0)
-                law.add(table->ids[at * table->kept + k], p, how->slack);
+                law.add(table->ids[at * table->kept + k], p);
     };
     const auto go = [&](int64_t b, int64_t, int64_t best) {
         int64_t *context = contexts + b * longest;

@@ -58,7 +58,7 @@ class LawTable:
         self.keys_H = torch.full((PLACES + 1,), -1, dtype=torch.int64, device=device)
         self.counts_H = torch.zeros(PLACES + 1, dtype=torch.int32, device=device)
         self.ids_HK = torch.zeros(PLACES + 1, KEPT, dtype=torch.int32, device=device)
-        self.p_HK = torch.zeros(PLACES + 1, KEPT, dtype=torch.float16, device=device)
+        self.p_HK = torch.zeros(PLACES + 1, KEPT, device=device)
 
     @cached_property
     def made(self) -> Any:
@@ -101,7 +101,7 @@ class LawTable:
         number_O1 = torch.arange(1, len(self.orders) + 1, device=at_OX.device)[:, None]
         longest_X = (found_OX * number_O1).amax(0)
         at_X = at_OX.gather(0, (longest_X - 1).clamp(min=0)[None])[0]
-        return self.ids_HK[at_X].long(), self.p_HK[at_X].float() * (longest_X > 0)[:, None]
+        return self.ids_HK[at_X].long(), self.p_HK[at_X] * (longest_X > 0)[:, None]
 
     def learn(self, context_XM: Tensor, ids_XK: Tensor, p_XK: Tensor, real_X: Tensor) -> None:
         """Of contexts that come twice the one that stands last is taken."""
@@ -120,9 +120,9 @@ class LawTable:
         at_X = torch.where(last_H[at_X] == number_X, at_X, PLACES)
         visits_X = self.counts_H[at_X] * (self.keys_H[at_X] == keys_X) * self.mean
         if self.mean:
-            before = self.ids_HK[at_X], self.p_HK[at_X].float()
+            before = self.ids_HK[at_X], self.p_HK[at_X]
             ids_XK, p_XK = mixed(*before, ids_XK, p_XK, visits_X)
-        self.ids_HK[at_X], self.p_HK[at_X] = ids_XK.to(torch.int32), p_XK.to(torch.float16)
+        self.ids_HK[at_X], self.p_HK[at_X] = ids_XK.to(torch.int32), p_XK.float()
         self.counts_H[at_X], self.keys_H[at_X] = visits_X + 1, keys_X
         self.keys_H[PLACES] = -1
 
@@ -130,13 +130,17 @@ class LawTable:
 def mixed(
     old_XK: Tensor, old_p_XK: Tensor, new_XK: Tensor, new_p_XK: Tensor, visits_X: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The mean of a law of so many visits and one more, its K likeliest tokens. -1 is no token."""
+    """The mean of a law of so many visits and one more, its K likeliest tokens, of equal ones those
+    that were said last. -1 is no token.
+    """
     old_p_XK = old_p_XK * (visits_X / (visits_X + 1))[:, None]
     new_p_XK = new_p_XK / (visits_X + 1)[:, None]
     same_XKK = new_XK[:, :, None] == old_XK[:, None]
     new_p_XK = new_p_XK + (same_XKK * old_p_XK[:, None]).sum(-1)
     alone_XK = old_p_XK * ~same_XKK.any(1)
-    p_XK, at_XK = torch.cat([new_p_XK, alone_XK], 1).topk(old_XK.shape[1], 1)
+    p_XC = torch.cat([new_p_XK, alone_XK], 1)
+    p_XC, at_XC = p_XC.sort(dim=1, descending=True, stable=True)
+    p_XK, at_XK = (both[:, : old_XK.shape[1]] for both in (p_XC, at_XC))
     return torch.cat([new_XK, old_XK], 1).gather(1, at_XK), p_XK
 
 

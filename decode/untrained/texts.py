@@ -118,9 +118,10 @@ class StoredDrafter(Drafter):
 
 
 class LookupDrafter(StoredDrafter, TextDrafter):
-    """Trees and chains from laws that are looked up. reads: whether it looks at what it found, as
-    costs nothing on a CPU: a round where nothing is found is then plain decoding, and a draft ends
-    where no row goes on; slack: the weight of what it never saw, shared out among all tokens.
+    """Trees and chains from laws that are looked up. reads: whether a tree looks at what it found,
+    as costs nothing on a CPU (a chain in C++ always does): a round where nothing is found is then
+    plain decoding, and a draft ends where no row goes on; slack: the weight of what it never saw,
+    shared out among all tokens.
     """
 
     slack: float

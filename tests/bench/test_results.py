@@ -164,12 +164,14 @@ def test_of_two_intervals_the_wider_is_shown() -> None:
     assert specdecpp_page.wider(apart, "gain") == [1.0, 2.0]
 
 
-def test_a_turn_without_a_good_answer_has_no_ratio() -> None:
+def test_a_turn_without_a_good_answer_has_no_interval() -> None:
     turns = [{"p50": 1.0, "p99": 2.0, "goodput": good, "tokens_per_s": 5.0} for good in (0.0, 3.0)]
     found = {(1.2, arm): turns for arm in served.ARMS}
     rows = [served.row(1.2, arm, found) for arm in served.ARMS]
-    assert rows[0]["goodput_ratio"] is None and rows[0]["p50_ratio"][0] == 1
+    assert rows[0]["goodput_ratio"] == [1.0] and rows[0]["p50_ratio"][0] == 1
     about = {"how": "how", "capacity": 1.0, "lone_s": 0.1, "commit": "1", "machine": "m"}
     about["command"] = "python bench/speed/served.py"
     text = served.page([row | about for row in rows])
-    assert "| 1.5 |" in text and "1.00 [1.00, 1.00]" in text and "nan" not in text
+    assert "| 1.5 (1.00) |" in text and "1.00 [1.00, 1.00]" in text and "nan" not in text
+    none = [turn | {"goodput": 0.0} for turn in turns]
+    assert served.row(1.2, "auto", {key: none for key in found})["goodput_ratio"] is None
