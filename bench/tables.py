@@ -19,12 +19,6 @@ def first(*kinds: str) -> str:
     return f"bench/evidence/one_pass.py kinds={','.join(kinds)} seeds=1 {LONGER} out=runs/one-pass"
 
 
-def compared(seed: int) -> str:
-    """What is compared on a costly twin."""
-    trained = (f"{kind}=runs/compare/twin-{seed}/{kind}" for kind in WIDENED)
-    return ",".join(["ngram", "suffix", "recycling", *trained])
-
-
 PAIR = "target=runs/quickstart/target/model drafter=runs/quickstart/distill/drafter"
 TREES = {"chain": "chain", "eagle-25": "eagle-25", "calibrated": "runs/trees/t{T}.json"}
 TREES |= {"dynamic": "dynamic:4,4,17,2.4"}
@@ -221,34 +215,28 @@ STEPS = {
             "40",
             f"runs/compare/gsm8k-{seed}/results.json",
         )
-        for seed in range(3)
+        for seed in range(2)
     },
     "compare-gsm8k": Step(
-        "bench/joined.py name=compare-gsm8k 'title=Every kind, the GSM8K target, three seeds' "
-        "seeds=true reports=[runs/compare/gsm8k-0,runs/compare/gsm8k-1,runs/compare/gsm8k-2] "
+        "bench/joined.py name=compare-gsm8k 'title=Every kind, the GSM8K target, two seeds' "
+        "seeds=true reports=[runs/compare/gsm8k-0,runs/compare/gsm8k-1] "
         "out={out}",
         "0",
     ),
-    **{
-        f"compare-widened-{seed}": Step(
-            f"bench/speed/twin.py target={{target}} out=runs/compare/twin-{seed} drafter="
-            + ",".join(f"runs/compare/gsm8k-{seed}/runs/{kind}/drafter" for kind in WIDENED),
-            "2",
-            f"runs/compare/twin-{seed}/target",
-        )
-        for seed in range(3)
-    },
-    **{
-        f"compare-twin{'' if seed == 2 else f'-{seed}'}": Step(
-            "bench/evidence/evaluated.py name=compare-twin 'title=Every kind, on a costly twin' "
-            "K=2,4 trees=chain prompts=8 max_new_tokens=32 identity=false threads=1 "
-            f"'targets=seed {seed}=runs/compare/twin-{seed}/target' drafters={compared(seed)} "
-            "out={out}",
-            "~25",
-            "{out}/compare-twin.json",
-        )
-        for seed in range(3)
-    },
+    "compare-widened": Step(
+        "bench/speed/twin.py target={target} out=runs/compare/twin-0 drafter="
+        + ",".join(f"runs/compare/gsm8k-0/runs/{kind}/drafter" for kind in WIDENED),
+        "2",
+        "runs/compare/twin-0/target",
+    ),
+    "compare-twin": Step(
+        "bench/evidence/evaluated.py name=compare-twin 'title=Every kind, on a costly twin' "
+        "K=2,4 trees=chain prompts=8 max_new_tokens=32 identity=false threads=1 "
+        "'targets=seed 0=runs/compare/twin-0/target' drafters=ngram,suffix,recycling,"
+        + ",".join(f"{kind}=runs/compare/twin-0/{kind}" for kind in WIDENED)
+        + " out={out}",
+        "~25",
+    ),
     "quickstart": Step(
         "bench/joined.py name=quickstart title=Quickstart reports=runs/quickstart out={out}", "0"
     ),
@@ -297,12 +285,8 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "advice": (*GIVEN, "quickstart-runs", "draft", "distill", "medusa", "eagle3-alone", "advice"),
     "calibration": (*GIVEN, "ours-alone", "calibration"),
     "compare": ("quickstart-runs", "compare-runs", "compare"),
-    "compare-gsm8k": (*GIVEN, *(f"compare-gsm8k-{n}" for n in range(3)), "compare-gsm8k"),
-    "compare-twin": (
-        *(*GIVEN, *(f"compare-gsm8k-{n}" for n in range(3))),
-        *(f"compare-widened-{n}" for n in range(3)),
-        *("compare-twin-0", "compare-twin-1", "compare-twin"),
-    ),
+    "compare-gsm8k": (*GIVEN, *(f"compare-gsm8k-{n}" for n in range(2)), "compare-gsm8k"),
+    "compare-twin": (*GIVEN, "compare-gsm8k-0", "compare-widened", "compare-twin"),
     "cost": ("quickstart-runs", "cost"),
     "decode": ("quickstart-runs", "decode"),
     "distillation": (*GIVEN, "quickstart-runs", "distillation-gsm8k", "distillation"),
