@@ -231,11 +231,11 @@ STEPS = {
     ),
     "compare-twin": Step(
         "bench/evidence/evaluated.py name=compare-twin 'title=Every kind, on a costly twin' "
-        "K=2,4 trees=chain prompts=8 max_new_tokens=32 identity=false threads=1 "
+        "K=3 trees=chain prompts=8 max_new_tokens=32 identity=false threads=1 "
         "'targets=seed 0=runs/compare/twin-0/target' drafters=ngram,suffix,recycling,"
         + ",".join(f"{kind}=runs/compare/twin-0/{kind}" for kind in WIDENED)
         + " out={out}",
-        "~25",
+        "~10",
     ),
     "quickstart": Step(
         "bench/joined.py name=quickstart title=Quickstart reports=runs/quickstart out={out}", "0"
