@@ -114,7 +114,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         for name, unit in zip(FIGURES, (1e3, 1e3, 1, 1), strict=True):
             beside = ""
             if one["what"] != "plain" and (found := one[f"{name}_ratio"]) is not None:
-                beside = f" ({found[0]:.2f} {bracket(found[1:] or None)})".replace(" )", ")")
+                between = f" {bracket(found[1:])}" if found[1:] else ""
+                beside = f" ({found[0]:.2f}{between})"
             figure = unit * one[name]
             cells.append(f"{figure:,.{0 if figure > 100 else 1}f}{beside}")
         body.append([f"{one['load']:.0%}", one["what"], *cells])

@@ -2,8 +2,12 @@
 
 import torch
 
-from draftsmith.decode.drafting.base import Admitted, Drafter, Kept
+from draftsmith.decode.drafting.base import Admitted, Drafter, Kept, Round
 from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.sampling import SamplingParams, log_race, position_keys
+from draftsmith.decode.token_tree import COUPLED
+from draftsmith.decode.tree_shapes import parse_tree
+from draftsmith.decode.untrained.texts import LookupDrafter
 
 
 def texts(completions: list[Completion]) -> list[list[int]]:
@@ -29,3 +33,20 @@ def begun(drafter: Drafter, row: int, tokens: list[int]) -> None:
     prompt_RN = torch.tensor([tokens[:-1]])
     lens_R = torch.tensor([len(tokens) - 1])
     drafter.prefill(Admitted(torch.tensor([row]), prompt_RN, lens_R, torch.tensor(tokens[-1:])))
+
+
+def chain_round(
+    drafter: LookupDrafter, K: int, temperature: float, *, step: int, rest: bool
+) -> Round:
+    """A round of two rows that asks for chains, by noise of the step's own; rest: of the second."""
+    keys_BD = position_keys(torch.tensor([step, 5]), torch.arange(2 * K).view(2, K))
+    return Round(
+        parse_tree("chain", K),
+        drafter.lens_B - 1,
+        drafter.tail(1)[:, 0],
+        torch.tensor([True, not rest]),
+        top=drafter.text_BS.shape[1],
+        params=SamplingParams(temperature),
+        law=COUPLED,
+        race_BDV=log_race(keys_BD, drafter.vocab_size) if temperature else None,
+    )

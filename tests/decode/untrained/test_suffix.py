@@ -5,18 +5,15 @@ from collections import defaultdict
 
 import pytest
 import torch
-from looked_up import begun, tau, told
+from looked_up import begun, chain_round, tau, told
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS
 
 from draftsmith.decode.drafters.load import load_drafter
-from draftsmith.decode.drafting.base import Frontier, Round
+from draftsmith.decode.drafting.base import Frontier
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.compiled import library
-from draftsmith.decode.sampling import SamplingParams, log_race, position_keys
-from draftsmith.decode.token_tree import COUPLED
-from draftsmith.decode.tree_shapes import parse_tree
 from draftsmith.decode.untrained import suffix
 from draftsmith.decode.untrained.suffix import SLACK, Places, SuffixDrafter
 
@@ -191,18 +188,7 @@ def test_a_chain_in_one_call_is_the_one_that_torch_grows(
         for name in ("latest_OHW", "counts_OH"):
             own, other = (getattr(drafter.store, name)[:, :-1] for drafter in pair)
             assert own.equal(other), name
-        keys_BD = position_keys(torch.tensor([step, 5]), torch.arange(2 * K).view(2, K))
-        race_BDV = log_race(keys_BD, vocab) if temperature else None
-        asked = Round(
-            parse_tree("chain", K),
-            pair[0].lens_B - 1,
-            torch.zeros(2, dtype=torch.int64),
-            torch.tensor([True, not rest]),
-            top=80,
-            params=SamplingParams(temperature),
-            law=COUPLED,
-            race_BDV=race_BDV,
-        )
+        asked = chain_round(pair[0], K, temperature, step=step, rest=rest)
         own, other = (drafter.propose(asked).tokens_BN for drafter in pair)
         assert own.equal(other)
         levels.append(own.shape[1] - 1)

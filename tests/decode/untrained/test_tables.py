@@ -5,17 +5,15 @@ import random
 
 import pytest
 import torch
-from looked_up import begun, tau
+from looked_up import begun, chain_round, tau
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS
 
 from draftsmith.decode.drafters.load import load_drafter
-from draftsmith.decode.drafting.base import Kept, Round
+from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.compiled import library
-from draftsmith.decode.sampling import SamplingParams, log_race, position_keys
-from draftsmith.decode.token_tree import COUPLED, Topology
-from draftsmith.decode.tree_shapes import parse_tree
+from draftsmith.decode.token_tree import Topology
 from draftsmith.decode.untrained import tables
 from draftsmith.decode.untrained.tables import KEPT, LawTable, TableDrafter
 
@@ -171,17 +169,7 @@ def test_a_chain_in_one_call_is_the_one_that_torch_grows(
         context_XM = torch.randint(4, (50, max(tables.ORDERS[kind])), generator=generator)
         (ids_XK, p_XK), (other_XK, q_XK) = (drafter.store.laws(context_XM) for drafter in pair)
         assert p_XK.equal(q_XK) and ids_XK[p_XK > 0].equal(other_XK[q_XK > 0])
-        keys_BD = position_keys(torch.tensor([step, 5]), torch.arange(2 * K).view(2, K))
-        asked = Round(
-            parse_tree("chain", K),
-            pair[0].lens_B - 1,
-            pair[0].tail(1)[:, 0],
-            torch.tensor([True, not rest]),
-            top=200,
-            params=SamplingParams(temperature),
-            law=COUPLED,
-            race_BDV=log_race(keys_BD, vocab) if temperature else None,
-        )
+        asked = chain_round(pair[0], K, temperature, step=step, rest=rest)
         own, other = (drafter.propose(asked).tokens_BN for drafter in pair)
         assert own.equal(other)
         levels.append(own.shape[1] - 1)
