@@ -40,7 +40,8 @@ PAIRS = {
     "training-free": ("gsm8k", {"ngram": "ngram", "suffix": "suffix", "drafter": "eagle3"}),
     "load": ("gsm8k", {f"K = {K}": "block" for K in (1, 2, 4)}),
 }
-NOW = ("compare", "load")  # measured since its layers and heads run in C++
+# Measured since its layers and heads run in C++.
+NOW = ("compare", "quickstart", "training-free", "load")
 
 
 @dataclass
