@@ -304,3 +304,8 @@ def together(of_B: Sequence[SamplingParams], device: torch.device) -> BatchParam
     """The parameters of rows 0..B-1: one for all of them where they sample alike."""
     alike = len({params.law for params in of_B}) == 1
     return of_B[0] if alike else RowParams(of_B, device)
+
+
+def unfiltered(params: BatchParams) -> bool:
+    """Whether rows sample alike, by a temperature and nothing else."""
+    return isinstance(params, SamplingParams) and params.law[1:] == (0, 1.0, 0.0)

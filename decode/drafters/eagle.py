@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.drafting.grow_tree import at_once, grow_at_once
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
+from draftsmith.decode.drafting.in_rounds import Draws, InRounds, head_rounds
 from draftsmith.decode.forward.lean_heads import LeanEagle, lean_eagle
 from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.product import VocabHead
@@ -56,6 +57,14 @@ class EagleDrafter(HeadDrafter):
         states = self.body.before_head(self.state_BH), self.body.fed_back(self.state_BH)
         where = self.lm_head, self.pool, self.pool.context
         return grow_at_once(request, native, *where, *states, request.lens_B)
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        native, body, rows = self.native, self.body, len(self.state_BH)
+        drafts = native and native.drafts(self.lm_head, rows) and native.steps(rows * nodes)
+        if native is None or not drafts or not isinstance(body, LeanEagle):
+            return None
+        drawn = Draws(self.lm_head, temperature, self.pool, self.pool.context)
+        return head_rounds(native, drawn, self.state_BH, body.fusing)
 
     def feed(self, request: Round) -> Feed:
         width = self.pool.width(request.top + request.plan.slots)

@@ -30,6 +30,7 @@ from draftsmith.decode.drafting.base import (
 )
 from draftsmith.decode.drafting.foreseen import Foreseen, came_true, foresee
 from draftsmith.decode.drafting.grow_tree import at_once, grow, grow_at_once, plain
+from draftsmith.decode.drafting.in_rounds import Draws, InRounds, lm_rounds
 from draftsmith.decode.drafting.retrieval import LEAST, retrieved
 from draftsmith.decode.forward.kv import context_of, round_up
 from draftsmith.decode.forward.native import NativeBody
@@ -137,6 +138,14 @@ class LMDrafter(Drafter):
         first_BH = self._read_tail(lens_B1, self._width(request))[:, -1]
         where = head, self.pool, self.runner.context
         return grow_at_once(request, native, *where, first_BH, None, lens_B1[:, 0] + 1)
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        native, head, rows = self.native, self.runner.head, len(self.tail_B2)
+        drafts = native and native.drafts(head, rows) and native.steps(2 * rows)
+        if native is None or not drafts or self.reads:
+            return None
+        drawn = Draws(head, temperature, self.pool, self.runner.context)
+        return lm_rounds(native, drawn, self.tail_B2)
 
     def feed(self, request: Round) -> Feed:
         width = self._width(request)
@@ -306,6 +315,9 @@ class AheadDrafter(LMDrafter):
     def prefill(self, admitted: Admitted) -> None:
         self._drop()
         super().prefill(admitted)
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        return None
 
     def propose(self, request: Round) -> TokenTree:
         ready = self._drop()

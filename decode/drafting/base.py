@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.decode.drafting.in_rounds import InRounds
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.kv import KVPool, kv_shape
 from draftsmith.decode.forward.native import NativeBody
@@ -269,6 +270,12 @@ class Drafter(Protocol):
     @property
     def native(self) -> NativeBody | None:
         """What drafts a chain in one call, if there is such a thing."""
+        return None
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        """How it drafts chains of best tokens at one temperature in several rounds of so many nodes
+        that are one call, its state kept up, if there is such a thing for its rows.
+        """
         return None
 
     @property

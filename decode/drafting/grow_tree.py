@@ -19,7 +19,7 @@ from draftsmith.decode.drafting.base import Call, Fed, Feed, Frontier, Round, pi
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.native import ChainStart, NativeBody
 from draftsmith.decode.forward.product import VocabHead
-from draftsmith.decode.sampling import SamplingParams, likeliest, log_race, position_keys
+from draftsmith.decode.sampling import likeliest, log_race, position_keys, unfiltered
 from draftsmith.decode.token_tree import (
     COUPLED,
     DETERMINISTIC,
@@ -39,8 +39,6 @@ from draftsmith.decode.tree_shapes import (
     static_levels,
     static_topology,
 )
-
-UNFILTERED = SamplingParams().law[1:]
 
 
 def grow(request: Round, feed: Feed) -> tuple[TokenTree, Tensor | None]:
@@ -64,8 +62,7 @@ def best_chain(request: Round) -> bool:
     """Whether a round asks for a chain of best tokens, by one temperature and no filters, and for
     no word of the calls.
     """
-    alike = isinstance(request.params, SamplingParams) and request.params.law[1:] == UNFILTERED
-    return request.plan.is_chain and plain(request) and alike
+    return request.plan.is_chain and plain(request) and unfiltered(request.params)
 
 
 def plain(request: Round) -> bool:

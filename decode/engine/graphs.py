@@ -3,7 +3,8 @@
 import warnings
 from collections import Counter
 
-from draftsmith.decode.engine.round import DecodeBatch, Record, Run, Stepper, Told
+from draftsmith.decode.engine.round import DecodeBatch, Record, Run, Stepper
+from draftsmith.decode.engine.rows import Told
 from draftsmith.decode.forward.runner import WARM_UP, CudaRecorder
 from draftsmith.decode.sampling import RowParams
 from draftsmith.decode.tree_shapes import Plan

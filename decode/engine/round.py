@@ -8,19 +8,20 @@ that may end one request, U width of the taps' states, V vocabulary.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from draftsmith.decode import sampling
 from draftsmith.decode.drafting.base import Call, Drafter, Kept, Round, picked
+from draftsmith.decode.drafting.in_rounds import InRounds
 from draftsmith.decode.engine.grammar import Grammar, ruled
 from draftsmith.decode.engine.owed import Owed
-from draftsmith.decode.engine.plain import rounds_at_once, several
 from draftsmith.decode.engine.recorder import Harvest, Recorder
-from draftsmith.decode.engine.rows import Rows, Settled
+from draftsmith.decode.engine.rows import Rows, Settled, Told
 from draftsmith.decode.engine.settings import DecodeSettings
+from draftsmith.decode.engine.several import Reach, rounds_at_once, several
 from draftsmith.decode.forward.attention import spread
 from draftsmith.decode.forward.kv import KVPool, round_up
 from draftsmith.decode.forward.runner import Runner, Seen
@@ -31,6 +32,7 @@ from draftsmith.decode.sampling import (
     choose,
     position_keys,
     told_log_probs,
+    unfiltered,
 )
 from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
 from draftsmith.decode.tree_shapes import Plan
@@ -92,36 +94,6 @@ class DecodeBatch:
         part.params, part.drafter = params, found
         part.owed = first_rows(self.owed, rows)
         return part
-
-
-class Told(NamedTuple):
-    """A round's news. table: int64 [B, 2 L + 4 + W]: tokens emitted, nodes of the kept path (of a
-    tree ordered by worth: their places in that order), how many drafted ones the rule kept, how
-    many were emitted, whether the row still decodes, whether its logits were broken; then, where
-    the batch asks for them, the bits of `told_log_probs` of the tokens, and those of what the
-    drafter says. Of several rounds without a draft: [M, B, 6]. levels, nodes: of the tree that was
-    verified (nodes without the root); said: the drafter's columns; owes: what it is still to take
-    in; tree: the tree, where rows verify a part of it.
-    """
-
-    table: Tensor
-    levels: int
-    nodes: int
-    said: int = 0
-    owes: Sequence[Kept] = ()
-    tree: TokenTree | None = None
-
-    def listed_BLW(self, table: Tensor) -> Tensor | None:
-        """That part of the table, read from its copy on the host; None where nobody asked."""
-        columns, length = 2 * self.levels + 6, self.levels + 1
-        if table.shape[1] == columns + self.said:
-            return None
-        listed_BX = table[:, columns : table.shape[1] - self.said]
-        return listed_BX.view(torch.float64).unflatten(1, (length, -1))
-
-    def news_BX(self, table: Tensor) -> Tensor | None:
-        """The drafter's, likewise."""
-        return table[:, -self.said :].view(torch.float64) if self.said else None
 
 
 Run = Callable[[], Told]  # a round, or its recording
@@ -191,38 +163,45 @@ class Stepper:
         return Told(table if len(news) == 1 else torch.cat(news, 1), *size, owes, cut)
 
     @torch.inference_mode()
-    def several(self, batch: DecodeBatch, top: int, policy: Policy) -> Told | None:
-        """Some rounds without a draft at once, their tables one after another, up to one in which a
-        row ends; None where that isn't for such rows, or rounds must be looked at one by one.
+    def several(
+        self, batch: DecodeBatch, plan: Plan | None, top: int, policy: Policy
+    ) -> Told | None:
+        """Some rounds at once, their tables one after another, up to one in which a row ends; None
+        where that isn't for such rows, or such a draft, or rounds must be looked at one by one.
         policy: which has just been asked.
         """
-        rows, params = batch.rows, batch.params
-        most = rounds_at_once(self.runner, len(rows.lens_B), params)
-        most = most if self.drafter is None else min(most, policy.rest)
+        rows, params, drafter = batch.rows, batch.params, batch.drafter or self.drafter
+        nodes = 1 if plan is None else plan.nodes
+        most, span = rounds_at_once(self.runner, len(rows.lens_B), params, nodes)
+        most = most if drafter is None else min(most, policy.stays)
         if most < 2:
             return None
         watchers = self.acceptance, self.recorder, batch.harvest, batch.listed, batch.grammars
         watched = self.settings.same_shape or any(one is not None for one in watchers)
-        # A drafter that isn't owed rounds is told of each as it ends.
-        watched = watched or (self.drafter is not None and batch.owed is None)
+        drafts: InRounds | None = InRounds()
+        if plan is not None and drafter is not None:
+            watched = watched or policy.asked or not (plan.is_chain and unfiltered(params))
+            drafts = None if watched else drafter.in_rounds(nodes, params.law[0])
+        elif drafter is not None:  # one that isn't owed rounds is told of each as it ends
+            watched = watched or batch.owed is None
         left = (r.limit - len(r.completion.tokens) for r in rows.requests if r is not None)
         most = min([most, *left])
-        if watched or most < 2 or self.rule(params) is not RULES["coupled"]:
+        if watched or drafts is None or most < 2 or self.rule(params) is not RULES["coupled"]:
             return None
-        at_BM = rows.lens_B[:, None] + torch.arange(1, most + 1)
+        at_BM = rows.lens_B[:, None] + torch.arange(1, min(span, most * nodes) + 1)
         race_BMV = self.race(rows.seeds_B, at_BM, params)
-        width = min(round_up(top + most), batch.pool.slots)
-        told = batch.owed is not None and not self._deaf(batch, None, policy)
-        taps = self.runner.taps if told else ()
+        reach = Reach(most, nodes, min(round_up(top + most * nodes), batch.pool.slots))
+        told = plan is None and batch.owed is not None and not self._deaf(batch, None, policy)
+        taps = self.runner.taps if told or plan is not None else ()
         at = self.runner, batch.pool, rows, params
-        tables_MBX, before_MB, side_MBU = several(*at, race_BMV, most, width, taps)
+        tables, before_MB, side_MBNU = several(*at, race_BMV, reach, drafts, taps)
         owes: list[Kept] = []
         if told:
-            for table_BX, before_B, side_BU in zip(tables_MBX, before_MB, side_MBU, strict=True):
-                taps_B1U = side_BU[:, None] if taps else None
+            for table_BX, before_B, side_B1U in zip(tables, before_MB, side_MBNU, strict=True):
+                taps_B1U = side_B1U if taps else None
                 kept = table_BX[:, :1], table_BX[:, 3], None, before_B, taps_B1U, top
                 owes.append(Kept(*kept, params=params))
-        return Told(tables_MBX, 0, 0, owes=owes)
+        return Told(tables[0], nodes - 1, nodes - 1, owes=owes, several=tables)
 
     def _verify(
         self, batch: DecodeBatch, tree: TokenTree, top: int, *, taps: bool

@@ -1,28 +1,15 @@
 // How a round of a coupled rule ends, in one call: which drafted tokens the target itself chose, and
 // where that leaves every row (rows.py calls it; verify/rules.py and `Rows.advance` have the same in
-// torch); and several rounds without a draft (plain.py). Names: B rows, N nodes, L tokens that a
-// round can emit, V vocabulary.
+// torch); and several rounds, with chains of a drafter in C++ or without a draft (several.py).
 
 #include <cmath>
-#include <cstdint>
 #include <cstring>
 #include <vector>
 
+#include "round.h"
+
 typedef float F16 __attribute__((vector_size(64), aligned(4)));
 typedef int32_t I16 __attribute__((vector_size(64), aligned(4)));
-
-struct Round {
-    int64_t rows, nodes, length, vocab, stops;
-    int64_t race_row, race_step;  // from one row's noise to the next one's, and one depth's
-    int64_t tree_row;             // from one row's tree to the next one's; 0 where all share one
-    const int64_t *tokens, *parent, *depth;
-    const float *logits, *race;
-    int64_t *lens, *pending, *rounds, *room;
-    uint8_t *active;
-    const int64_t *stop_ids;
-    int64_t *before, *table;  // [B], and [B, 2 L + 4]: a round's news
-    const int64_t *verified;  // [B]: nodes that are judged; null: all
-};
 
 // The token of the best score, of several the first; broken: whether a logit is no number.
 static int64_t best(const float *logits, const float *race, int64_t V, bool &broken) {
@@ -65,9 +52,10 @@ extern "C" void settle(const Round *round) {
         const int64_t *depth = r.depth + b * r.tree_row, *stops = r.stop_ids + b * r.stops;
         int64_t *emitted = r.table + b * (2 * L + 4), *path = emitted + L, *news = path + L;
         bool broken = false;
-        int64_t leaf = 0;
+        int64_t leaf = 0, along = r.along(b);
         for (int64_t n = 0; n < (r.verified ? r.verified[b] : N); n++) {
-            const float *race = r.race ? r.race + b * r.race_row + depth[n] * r.race_step : nullptr;
+            int64_t at = b * r.race_row + (along + depth[n]) * r.race_step;
+            const float *race = r.race ? r.race + at : nullptr;
             chosen[n] = best(r.logits + (b * N + n) * r.vocab, race, r.vocab, broken);
             int64_t above = parent[n];
             kept[n] = depth[n] == 0 || (kept[above] && tokens[n] == chosen[above]);
@@ -95,26 +83,36 @@ extern "C" void settle(const Round *round) {
     }
 }
 
-// Of every row's next token, from what a model's own library holds of it (native.cpp).
-typedef void (*Logits)(const void *body, void *pass, const void *how, float *logits);
+// Of `nodes` tokens of every row, from what a model's own library holds of it (native.cpp).
+typedef void (*Logits)(const void *body, void *pass, const void *how, int64_t nodes, float *logits);
 
-// At most so many rounds of one token a row, until a row ends; how many. at: [2, B], the positions
-// and slots of a pass, which are filled in here, round by round.
-extern "C" int64_t several(const Round *first, int64_t most, int64_t context, int64_t slots,
-                           int64_t *at, Logits logits, const void *body, void *pass,
-                           const void *how) {
+// At most so many rounds, until a row ends or the noise, of so many positions, does; how many. at:
+// [2, B, N], the positions and slots of a pass, which are filled in here, round by round; nodes: how
+// many each round had, whose news begin 2 N + 4 a row apart all the same. drafted, told: null where
+// nothing is drafted.
+extern "C" int64_t several(const Round *first, int64_t most, int64_t noise, int64_t context,
+                           int64_t slots, int64_t *at, int64_t *nodes, Logits logits, const void *body,
+                           void *pass, const void *how, Drafting drafted, Drafting told,
+                           void *drafter) {
     Round r = *first;
-    std::vector<uint8_t> before(r.rows);
+    int64_t B = r.rows, N = r.nodes;
+    std::vector<uint8_t> before(B);
     for (int64_t made = 1;; made++) {
-        memcpy(before.data(), r.active, r.rows);
-        for (int64_t b = 0; b < r.rows; b++) {
-            at[b] = r.lens[b] < context ? r.lens[b] : context - 1;
-            at[r.rows + b] = b * slots + r.lens[b];
+        memcpy(before.data(), r.active, B);
+        r.nodes = N;
+        if (drafted) drafted(drafter, &r);
+        *nodes++ = r.length = r.nodes;
+        for (int64_t i = 0; i < B * r.nodes; i++) {
+            int64_t place = r.lens[i / r.nodes] + i % r.nodes;
+            at[i] = place < context ? place : context - 1;
+            at[B * N + i] = i / r.nodes * slots + place;
         }
-        logits(body, pass, how, (float *)r.logits);
+        logits(body, pass, how, r.nodes, (float *)r.logits);
         settle(&r);
-        if (made == most || memcmp(before.data(), r.active, r.rows)) return made;
-        r.before += r.rows, r.table += r.rows * (2 * r.length + 4);
-        if (r.race) r.race += r.race_step;
+        if (told) told(drafter, &r);
+        bool on = made < most && !memcmp(before.data(), r.active, B);
+        for (int64_t b = 0; b < B; b++) on = on && (!r.race || r.along(b) + N <= noise);
+        if (!on) return made;
+        r.before += B, r.table += B * (2 * N + 4), r.side += r.beside;
     }
 }

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.forward.compiled import OPERATORS, library
 from draftsmith.decode.token_tree import TokenTree
@@ -140,10 +141,52 @@ class Settled(NamedTuple):
         return cls(emitted_BL, path_BL, ended[:, 1], before_B, table)
 
 
-_NUMBERS = ("rows", "nodes", "length", "vocab", "stops", "race_row", "race_step", "tree_row")
+class Told(NamedTuple):
+    """A round's news. table: int64 [B, 2 L + 4 + W]: tokens emitted, nodes of the kept path (of a
+    tree ordered by worth: their places in that order), how many drafted ones the rule kept, how
+    many were emitted, whether the row still decodes, whether its logits were broken; then, where
+    the batch asks for them, the bits of `told_log_probs` of the tokens, and those of what the
+    drafter says. levels, nodes: of the tree that was verified (nodes without the root); said: the
+    drafter's columns; owes: what it is still to take in; tree: the tree, where rows verify a part
+    of it; several: the tables of rounds made at once, of chains of at most so many levels.
+    """
+
+    table: Tensor
+    levels: int
+    nodes: int
+    said: int = 0
+    owes: Sequence[Kept] = ()
+    tree: TokenTree | None = None
+    several: Sequence[Tensor] = ()
+
+    def listed_BLW(self, table: Tensor) -> Tensor | None:
+        """That part of the table, read from its copy on the host; None where nobody asked."""
+        columns, length = 2 * self.levels + 6, self.levels + 1
+        if table.shape[1] == columns + self.said:
+            return None
+        listed_BX = table[:, columns : table.shape[1] - self.said]
+        return listed_BX.view(torch.float64).unflatten(1, (length, -1))
+
+    def news_BX(self, table: Tensor) -> Tensor | None:
+        """The drafter's, likewise."""
+        return table[:, -self.said :].view(torch.float64) if self.said else None
+
+
+_NUMBERS = (
+    "rows",
+    "nodes",
+    "length",
+    "vocab",
+    "stops",
+    "race_row",
+    "race_step",
+    "tree_row",
+    "beside",
+)
 _PLACES = (
     *("tokens", "parent", "depth", "logits", "race"),
-    *("lens", "pending", "rounds", "room", "active", "stop_ids", "before", "table", "verified"),
+    *("lens", "pending", "rounds", "room", "active", "stop_ids", "before", "table"),
+    *("verified", "begun", "side"),
 )
 
 
@@ -166,18 +209,19 @@ def _settle(
     given = [x.contiguous() for x in (tokens_BN, parent, depth, p_logits_BNV)]
     if race_BLV is not None and race_BLV.stride(2) != 1:
         race_BLV = race_BLV.contiguous()
-    places = *given, race_BLV, *state, before_B, table, verified_B
+    places = *given, race_BLV, *state, before_B, table, verified_B, None, None
     library(SOURCE).settle(ctypes.byref(round_of(places, length)))
     return table, before_B
 
 
 def round_of(places: Sequence[Tensor | None], length: int) -> _Round:
     """Of tensors in the order of `_PLACES`, which must live as long."""
-    _, parent, _, p_logits_BNV, race_BLV, *_, stop_ids_BM, _, _, _ = places
+    _, parent, _, p_logits_BNV, race_BLV, *_, stop_ids_BM, _, _, _, _, side_MBNU = places
     assert parent is not None and p_logits_BNV is not None and stop_ids_BM is not None
     strides = (0, 0) if race_BLV is None else race_BLV.stride()[:2]
     wide, (B, N, V) = parent.shape[-1] if parent.ndim == 2 else 0, p_logits_BNV.shape
-    sizes = B, N, length, V, stop_ids_BM.shape[1], *strides, wide
+    beside = 0 if side_MBNU is None else side_MBNU.stride(0)
+    sizes = B, N, length, V, stop_ids_BM.shape[1], *strides, wide, beside
     return _Round(*sizes, *(None if x is None else x.data_ptr() for x in places))
 
 

@@ -21,7 +21,8 @@ from draftsmith.decode.drafting.base import Admitted, Drafter
 from draftsmith.decode.engine.grammar import ruled
 from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request
-from draftsmith.decode.engine.round import DecodeBatch, Told
+from draftsmith.decode.engine.round import DecodeBatch
+from draftsmith.decode.engine.rows import Told
 from draftsmith.decode.policies.policy import Load, Outcome
 from draftsmith.decode.sampling import BatchParams, choose, together, told_log_probs
 from draftsmith.decode.tree_shapes import Plan, rank_path
@@ -172,8 +173,8 @@ class Session:
                 told = decoder.graphs.step(self.batch, plan, top)
                 steady &= decoder.graphs.steady
             else:
-                several = plan is None and decoder.stepper.several(part, top, decoder.policy)
-                told = several or decoder.stepper.step(part, plan, top, decoder.policy)
+                at = part, plan, top, decoder.policy
+                told = decoder.stepper.several(*at) or decoder.stepper.step(*at)
             if plan is None and (owed := self.batch.owed) is not None:
                 owed.take(told.owes, replayed=decoder.graphs is not None)
             table, ready = told.table, None
@@ -207,12 +208,14 @@ class Session:
         if flight.started is not None and (flight.ready is None or before is not None):
             # A device that runs ahead begins a round when the one before has ended.
             seconds = ticks - max(before or 0.0, flight.started)
-        if host.ndim == 2:
+        if not told.several:
             return self._hear(flight, host[:, : 2 * told.levels + 6].tolist(), seconds, host)
-        each = None if seconds is None else seconds / len(host)
+        each = None if seconds is None else seconds / len(told.several)
         whole: dict[int, News] = {}
-        for table in host.tolist():
-            for request, tokens, ended in self._hear(flight, table, each):
+        for table_BX in told.several:
+            levels = table_BX.shape[1] // 2 - 3
+            own = flight._replace(told=told._replace(levels=levels, nodes=levels))
+            for request, tokens, ended in self._hear(own, table_BX.tolist(), each):
                 known = whole[id(request)][1] if id(request) in whole else []
                 whole[id(request)] = request, known + tokens, ended
         return list(whole.values())

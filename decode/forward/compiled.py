@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("native.cpp")
+DECODE = SOURCE.parent.parent  # whose rooms' headers may be included
 FLAGS = ["-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-shared", "-fPIC"]
 
@@ -33,7 +34,7 @@ def library(source: Path = SOURCE) -> Any:
         info = Path("/proc/cpuinfo")
         cpu = info.read_text().split("\n\n")[0] if info.exists() else platform.processor()
         kind = [line for line in cpu.splitlines() if line.startswith(("model name", "flags"))]
-        parts = [part.read_text() for part in (source, *sorted(source.parent.glob("*.h")))]
+        parts = [part.read_text() for part in (source, *sorted(DECODE.glob("*/*.h")))]
         mark = hashlib.sha256("\n".join([*parts, *FLAGS, compiler, *kind]).encode())
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
         made = folder / f"{source.stem}-{mark.hexdigest()[:16]}.so"

@@ -26,7 +26,7 @@ from draftsmith.decode.forward.lean import (
     normed,
     rotary_tables,
 )
-from draftsmith.decode.forward.native import Front, NativeBody, weight_of
+from draftsmith.decode.forward.native import Front, NativeBody, sides, weight_of
 from draftsmith.decode.forward.product import HALF, Product
 from draftsmith.models.heads.block import Block, Stack
 from draftsmith.models.heads.eagle import Eagle
@@ -71,6 +71,14 @@ class LeanEagle:
         maps = (None, None) if self.wide else (self.head.fc.weight, self.head.fc.bias)
         fed_normed = self.config.norm_output or self.config.mtp
         return Front(*norms, maps, self.config.norm_before_residual, fed_normed)
+
+    @property
+    def fusing(self) -> tuple[Tensor | None, Sequence[Tensor | None], Tensor | None, Tensor | None]:
+        """What `fuse` does, for `native.cpp`: the norm of all taps, those of each, and the map."""
+        if not self.wide:
+            return None, (), None, None
+        weight, bias = sides(self.fc)
+        return weight_of(self.of_all), [*map(weight_of, self.of_taps)], weight, bias
 
     def fuse(self, taps_XU: Tensor) -> Tensor:
         if not self.wide:

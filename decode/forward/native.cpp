@@ -6,6 +6,7 @@
 // result doesn't depend on which others come with it. Names: T tokens (rows times new ones), H
 // hidden, I the feed-forward's width, E a head's width, S slots.
 
+#include "../engine/round.h"
 #include "products.h"
 
 // Weights and biases (null: none). Without `out` or `gate` that half of the layer is left out.
@@ -51,7 +52,8 @@ struct Pass {
 // race + b * race_row + k * race_step (null: none). context: positions that there are. sure: [rows,
 // steps], log of the share of the best score in all (null: unasked). pending: the token before the
 // first, of a head whose states beside all tokens, `given` a row, are known beforehand (null: each
-// is what was made of the token before).
+// is what was made of the token before). from: of each row, levels of its noise to leave out (null:
+// none).
 struct Chain {
     int64_t steps, size, context, slots, race_row, race_step, given;
     const bf16 *head, *bias;
@@ -59,6 +61,8 @@ struct Chain {
     const float *race;
     double temperature;
     float *sure;
+    const int64_t *from;
+    int64_t beside;  // from one call's states side by side to the next one's
 };
 
 // Linear maps of one input x [tokens, in], their outputs side by side in y [tokens, all].
@@ -253,7 +257,8 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
         if (c.pending) feed(k);
         product(c.head, c.bias, out.data(), logits.data(), B, H, c.size, c.size);
         for (int64_t row = 0; row < B; row++) {
-            const float *race = c.race ? c.race + row * c.race_row + k * c.race_step : nullptr;
+            int64_t noise = row * c.race_row + ((c.from ? c.from[row] : 0) + k) * c.race_step;
+            const float *race = c.race ? c.race + noise : nullptr;
             float most = -INFINITY;
             int64_t best = 0;
             for (int64_t d = 0; d < c.size; d++) {
@@ -277,18 +282,115 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
     }
 }
 
-// Logits of each row's next token [rows, size], over the temperature; the next call's states side by
-// side lie behind this one's.
-extern "C" void logits(const Body *model, Pass *pass, const Chain *how, float *out) {
-    int64_t B = pass->rows, size = how->size;
-    std::vector<bf16> made(B * size);
+// Logits of each row's next n tokens [T, size], over the temperature; the next call's states side by
+// side lie `beside` behind this one's.
+extern "C" void logits(const Body *model, Pass *pass, const Chain *how, int64_t n, float *out) {
+    int64_t T = pass->rows * n, size = how->size;
+    std::vector<bf16> made(T * size);
+    pass->n = n;
     body(model, pass);
-    pass->side += B * pass->taps * model->hidden;
-    product(how->head, how->bias, pass->out, made.data(), B, model->hidden, size, size);
-    for (int64_t i = 0; i < B * size; i++) out[i] = wide(made[i]);
+    pass->side += how->beside;
+    product(how->head, how->bias, pass->out, made.data(), T, model->hidden, size, size);
+    for (int64_t i = 0; i < T * size; i++) out[i] = wide(made[i]);
     float temperature = how->temperature;
     if (temperature != 0 && temperature != 1)
-        for (int64_t i = 0; i < B * size; i++) out[i] /= temperature;
+        for (int64_t i = 0; i < T * size; i++) out[i] /= temperature;
+}
+
+// A draft LM in several rounds that are one call: where its keys and values lie, how it drafts, and
+// the last two tokens of each row, of which the second is pending.
+struct Draft {
+    const Body *body;
+    const Pass *pass;
+    const Chain *chain;
+    int64_t *tail;
+};
+static void drafted_by(const Draft &d, Round *r, Pass *p, const bf16 *first, const bf16 *carried,
+                       const int64_t *at) {
+    int64_t B = r->rows, N = r->nodes;
+    std::vector<int64_t> from(B), made(B * (N - 1));
+    for (int64_t b = 0; b < B; b++) from[b] = r->along(b);
+    Chain c = *d.chain;
+    c.steps = N - 1, c.race = r->race, c.race_row = r->race_row, c.race_step = r->race_step;
+    c.from = from.data();
+    chain(d.body, p, &c, first, carried, at, made.data());
+    r->draft(made.data(), N - 1, N - 1);
+}
+// Fed are the last two tokens, since of what was kept the last may have no keys and values yet.
+extern "C" void draft_lm(const Draft *d, Round *r) {
+    int64_t B = r->rows, H = d->body->hidden;
+    std::vector<bf16> states((d->body->layers + 1) * 2 * B * H), out(2 * B * H), last(B * H);
+    std::vector<int64_t> at(2 * B), slots(2 * B), seen(B), next(B);
+    for (int64_t i = 0; i < 2 * B; i++) {
+        int64_t b = i / 2, place = r->lens[b] - 1 + i % 2, most = d->chain->context - 1;
+        at[i] = place < most ? place : most;
+        slots[i] = b * d->chain->slots + place;
+        seen[b] = r->lens[b] - 1, next[b] = r->lens[b] + 1;
+    }
+    Pass p = *d->pass;
+    p.rows = B, p.n = 2, p.tokens = d->tail, p.positions = at.data(), p.slots = slots.data();
+    p.lens = seen.data(), p.states = states.data(), p.out = out.data();
+    body(d->body, &p);
+    for (int64_t b = 0; b < B; b++) memcpy(&last[b * H], &out[(2 * b + 1) * H], H * sizeof(bf16));
+    p.n = 1;
+    drafted_by(*d, r, &p, last.data(), nullptr, next.data());
+}
+extern "C" void told_lm(const Draft *d, Round *r) {
+    for (int64_t b = 0; b < r->rows; b++) {
+        int64_t count = r->emitted(b), *tail = d->tail + 2 * b;
+        if (!count) continue;
+        tail[0] = count > 1 ? r->told(b)[count - 2] : tail[1];
+        tail[1] = r->told(b)[count - 1];
+    }
+}
+
+// A head in such rounds: of each row what its layers made of the last pair (`state`), and what the
+// target's taps [T, wide] become the states beside tokens by: norms of all, or of each of them, and a
+// map (null: there is none).
+struct Head {
+    Draft draft;
+    const bf16 *of_all, *const *of_taps, *fuse, *bias;
+    int64_t wide;
+    bf16 *state;
+};
+extern "C" void draft_head(const Head *h, Round *r) {
+    const Body &b = *h->draft.body;
+    int64_t H = b.hidden;
+    std::vector<bf16> first(r->rows * H);
+    for (int64_t i = 0; i < r->rows; i++)
+        normed(h->state + i * H, b.norm, &first[i * H], H, b.epsilon);
+    Pass p = *h->draft.pass;
+    p.rows = r->rows;
+    drafted_by(h->draft, r, &p, first.data(), b.fed_normed ? first.data() : h->state, r->lens);
+}
+// All pairs of a round are fed again, with the target's own states.
+extern "C" void told_head(const Head *h, Round *r) {
+    const Body &b = *h->draft.body;
+    const Chain &c = *h->draft.chain;
+    int64_t L = r->length, T = r->rows * L, H = b.hidden, U = h->wide;
+    std::vector<bf16> taps(r->side, r->side + T * U), given(T * H), out(T * H);
+    std::vector<bf16> states((b.layers + 1) * T * H);
+    std::vector<int64_t> tokens(T), at(T), slots(T);
+    for (int64_t t = 0; t < T; t++) {
+        bf16 *own = &taps[t * U];
+        if (h->of_all) normed(own, h->of_all, own, U, b.epsilon);
+        for (int64_t u = 0; h->of_taps && u < U / H; u++)
+            normed(own + u * H, h->of_taps[u], own + u * H, H, b.epsilon);
+        int64_t row = t / L, place = r->before[row] + t % L;
+        tokens[t] = r->told(row)[t % L];
+        at[t] = place < c.context ? place : c.context - 1;
+        slots[t] = row * c.slots + place;
+    }
+    if (h->fuse) product(h->fuse, h->bias, taps.data(), given.data(), T, U, H, H);
+    Pass p = *h->draft.pass;
+    p.rows = r->rows, p.n = L, p.tokens = tokens.data(), p.positions = at.data();
+    p.slots = slots.data(), p.lens = r->before, p.given = h->fuse ? given.data() : taps.data();
+    p.states = states.data(), p.out = out.data();
+    body(&b, &p);
+    for (int64_t i = 0; i < r->rows; i++) {
+        const bf16 *made = &states[(b.layers * T + i * L + r->emitted(i) - 1) * H];
+        if (r->emitted(i)) memcpy(h->state + i * H, made, H * sizeof(bf16));
+    }
 }
 
 static inline uint64_t finished(uint64_t x) {  // splitmix64's

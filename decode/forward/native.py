@@ -33,7 +33,7 @@ PIECE = 256  # tokens of prompts that a pass takes
 SMALL = 64 << 20  # bytes of layers that one thread reads as fast as torch calls several
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
-LOGITS = ctypes.CFUNCTYPE(None, _P, _P, _P, _P)
+LOGITS = ctypes.CFUNCTYPE(None, _P, _P, _P, _N, _P)
 
 
 class _Body(ctypes.Structure):
@@ -44,7 +44,7 @@ class _Body(ctypes.Structure):
     _fields_ += [(n, _P) for n in ("of_token", "of_state", "front", "front_bias")]
 
 
-class _Pass(ctypes.Structure):
+class PassCall(ctypes.Structure):
     _fields_ = [(n, _N) for n in ("rows", "n", "width", "first", "last")]
     _fields_ += [(n, _P) for n in ("tokens", "positions", "slots", "lens", "block")]
     _fields_ += [("wide", _N), ("block_row", _N), ("given", _P)]
@@ -53,10 +53,10 @@ class _Pass(ctypes.Structure):
     _fields_ += [("tapped", _P), ("taps", _N), ("side", _P)]
 
 
-class _Chain(ctypes.Structure):
+class ChainCall(ctypes.Structure):
     _fields_ = [(n, _N) for n in ("steps", "size", "context", "slots", "race_row", "race_step")]
     _fields_ += [("given", _N), *((n, _P) for n in ("head", "bias", "ids", "pending", "race"))]
-    _fields_ += [("temperature", ctypes.c_double), ("sure", _P)]
+    _fields_ += [("temperature", ctypes.c_double), ("sure", _P), ("from", _P), ("beside", _N)]
 
 
 class Front(NamedTuple):
@@ -112,8 +112,7 @@ class NativeBody:
     def unbound(self) -> "NativeBody":
         """The same for passes of any size, to be tried on."""
         made = copy.copy(self)
-        made.most = made.many = sys.maxsize
-        made.longest = sys.maxsize
+        made.most = made.many = made.longest = sys.maxsize
         return made
 
     @property
@@ -167,7 +166,7 @@ class NativeBody:
         layers = range(self.layers) if layers is None else layers
         states_LBNH = pool.kv_2LBSHE.new_empty((len(layers) + 1, *shape))
         out_BNH = pool.kv_2LBSHE.new_empty(shape)
-        call = _Pass(
+        call = PassCall(
             *(*tokens_BN.shape, seen.width, layers.start, layers.stop),
             *(*map(pointer, (*whole, block)), *sizes, pointer(given_BNH)),
             *laid(pool),
@@ -189,7 +188,7 @@ class NativeBody:
         states_BNH, positions_BN = states_BNH.contiguous(), positions_BN.contiguous()
         at = (pointer(x) for x in (None, positions_BN, keep.flat_slots, None, None))
         where = *positions_BN.shape, 0, 0, self.layers, *at, 0, 0, pointer(states_BNH)
-        call = _Pass(*where, *laid(keep.pool), None, None, None, 0)
+        call = PassCall(*where, *laid(keep.pool), None, None, None, 0)
         self.made.keep(ctypes.byref(self.body), ctypes.byref(call))
         return True
 
@@ -198,9 +197,9 @@ class NativeBody:
         ready = head.packs and self.alone and rows <= self.most
         return ready and head.weight.is_contiguous()
 
-    def steps(self, rows: int) -> bool:
-        """Whether it is a small model that takes one token of each row at a time."""
-        return self.small and rows <= self.many and torch.get_num_threads() == 1
+    def steps(self, tokens: int) -> bool:
+        """Whether it is a small model that takes so many tokens at a time."""
+        return self.small and tokens <= self.many and torch.get_num_threads() == 1
 
     def reads_out(self, head: VocabHead, rows: int) -> bool:
         """Whether an LM head's logits of so many tokens are a product of C++ too."""
@@ -212,27 +211,27 @@ class NativeBody:
         pool: KVPool,
         at: tuple[Tensor, Tensor, Tensor],
         width: int,
-        side_MBU: Tensor,
+        side_MBNU: Tensor,
         taps: Sequence[Tap],
         *,
         head: VocabHead | None = None,
         temperature: float = 0.0,
         law: Callable[[Tensor], None] | None = None,
     ) -> "NextTokens":
-        """The pass over each row's next token, and the head's logits over the temperature, or
-        `law`, which makes them of the states [B, H]. at: the tokens [B], how many slots they see
-        [B], and their positions and slots [2, B], which are read when it is called; side_MBU: where
-        the taps' states go, one call's after another's.
+        """The pass over each row's next tokens, and the head's logits over the temperature, or
+        `law`, which makes them of the states [B, n, H]. at: the tokens [B, N], how many slots they
+        see before their own [B], and their positions and slots [2, B, N], which are read when it is
+        called, of n <= N; side_MBNU: where the taps' states go, one call's after another's.
         """
-        tokens_B, lens_B, at_2B = at
-        rows = len(tokens_B)
-        states = pool.kv_2LBSHE.new_empty((self.layers + 2) * rows, self.hidden)
-        read = map(pointer, (tokens_B, *at_2B, lens_B))
-        where = rows, 1, width, 0, self.layers, *read, None, 0, 0, None, *laid(pool)
-        places, side = numbers_of(taps), (len(taps), pointer(side_MBU))
-        out = pointer(states), pointer(states[-rows:]), None, 0, ctypes.addressof(places)
-        pass_ = _Pass(*where, *out, *side)
-        how, failed = _Chain(), list[BaseException]()
+        tokens_BN, lens_B, at_2BN = at
+        rows, nodes = tokens_BN.shape
+        states = pool.kv_2LBSHE.new_empty(self.layers + 2, rows * nodes, self.hidden)
+        read = map(pointer, (tokens_BN, *at_2BN, lens_B))
+        where = rows, nodes, width, 0, self.layers, *read, None, 0, 0, None, *laid(pool)
+        places, side = numbers_of(taps), (len(taps), pointer(side_MBNU))
+        out = pointer(states), pointer(states[-1]), None, 0, ctypes.addressof(places), *side
+        pass_ = PassCall(*where, *out)
+        how, failed = ChainCall(beside=side_MBNU.stride(0)), list[BaseException]()
         function: Any = self.made.logits
         if head is not None:
             bias, how.size = (head.tensors[1] or (None,))[0], len(head.weight)
@@ -243,13 +242,14 @@ class NativeBody:
                 failed.extend([] if error is None else [error])
                 return True
 
-            def called(*_: Any) -> None:
+            def called(_: Any, __: Any, ___: Any, n: int, ____: Any) -> None:
                 with ExitStack() as stack:  # nothing is raised through C++, but by who called that
                     stack.push(held_back)
                     if not failed:
+                        pass_.n = n
                         self.made.body(ctypes.byref(self.body), ctypes.byref(pass_))
-                        pass_.side = (pass_.side or 0) + rows * len(taps) * states[0].nbytes
-                        law(states[-rows:])
+                        pass_.side = (pass_.side or 0) + side_MBNU[0].nbytes
+                        law(states[-1, : rows * n].unflatten(0, (rows, n)))
 
             function = LOGITS(called)
         given = map(ctypes.byref, (self.body, pass_, how))
@@ -268,14 +268,14 @@ class NativeBody:
         tokens_BK = at_B.new_empty(rows, steps)
         sure_BK = at_B.new_empty(rows, steps, dtype=torch.float32) if sure else None
         strides = (0, 0) if race_BKV is None else race_BKV.stride()[:2]
-        how = _Chain(
+        how = ChainCall(
             *(steps, len(weight), context, pool.slots, *strides),
             0 if pending_B is None or states[1] is None else states[1].shape[1],
             *map(pointer, (weight, biases[0], head.ids_D, pending_B, race_BKV)),
             *(temperature, pointer(sure_BK)),
         )
         where = 0, self.layers, *(None,) * 5, 0, 0, None, *laid(pool)
-        at = _Pass(rows, 1, pool.slots, *where, None, None)
+        at = PassCall(rows, 1, pool.slots, *where, None, None)
         beside = (_P(pointer(x)) for x in (*states, at_B, tokens_BK))
         self.made.chain(*map(ctypes.byref, (self.body, at, how)), *beside)
         return tokens_BK, sure_BK
@@ -325,7 +325,7 @@ def committed(query_BNAE: Tensor, pool: KVPool, layer: int, lens_B: Tensor, widt
     sizes = 0, 0, heads, pool.kv_2LBSHE.shape[4], E, 0
     body = _Body(*sizes, *(None,) * 4, 0.0, E**-0.5)
     seen = pointer(lens_B), pointer(lens_B), 0, 0  # a block of no slots
-    call = _Pass(rows, many, width, 0, 0, *(None,) * 3, *seen, None, *laid(pool))
+    call = PassCall(rows, many, width, 0, 0, *(None,) * 3, *seen, None, *laid(pool))
     out_BNAE = torch.empty_like(query_BNAE)
     at = _N(layer), *(_P(pointer(x)) for x in (query_BNAE, out_BNAE))
     library().attend(ctypes.byref(body), ctypes.byref(call), *at)

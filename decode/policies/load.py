@@ -3,18 +3,16 @@ where plain decoding is faster.
 """
 
 import re
-import sys
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftsmith.decode.policies.policy import ALONE, NAP, Load, Outcome, Policy
+from draftsmith.decode.policies.policy import ALONE, MANY, NAP, Load, Outcome, Policy
 from draftsmith.decode.policies.priced import counts_of, parts
 from draftsmith.decode.tree_shapes import Plan
 
 Ranges = tuple[tuple[int, int], ...]  # up to so many rows: draft calls
-MANY = sys.maxsize  # rows that no batch has
 
 
 class Table(Policy):
@@ -30,7 +28,6 @@ class Table(Policy):
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
         levels = next(K for last, K in self.ranges if load.running <= last)
-        self.rest = MANY  # rows that end may change it, and they end such a rest
         return self.plans[-1].cut(levels) if levels else None
 
 
@@ -124,7 +121,7 @@ class Auto(Policy):
         pace, self.asleep = self.paces[load.rows], False
         cold = max(0, self.COLD - self.plain)
         if len(pace.seconds[None]) < self.PLAIN:
-            self.rest = cold or self.PLAIN - len(pace.seconds[None])
+            self.stays = cold or self.PLAIN - len(pace.seconds[None])
             return None
         if not pace.next:
             small = [plan for plan in self.plans if load.rows * plan.nodes <= self.START]
@@ -138,7 +135,7 @@ class Auto(Policy):
                 pace.since.clear()
             # While little is known, what was learned is used at once.
             pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self.TRY)
-        self.rest = cold or pace.next - pace.rounds
+        self.stays = cold or pace.next - pace.rounds
         if pace.choice is None and pace.best is None:
             rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
             self.asleep = rounds > NAP

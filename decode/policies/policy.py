@@ -8,6 +8,7 @@ Shapes: B rows, F nodes fed, C children drawn from them, N nodes, I what an acce
 """
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -65,6 +66,7 @@ class Load(NamedTuple):
 
 
 ALONE = Load()
+MANY = sys.maxsize
 NAP = 32  # rounds before a draft from which on a drafter that reads states hears of each
 
 
@@ -89,9 +91,9 @@ class Policy:
     """Always the same tree, and what other policies begin with. plans: every tree it may ask for,
     the largest last; enough, chance, orders, keep: as in `Round`; share: says which part of each
     row's drafted tree is verified, given the rows that decode [B]; priced: whether it is given
-    `costs`, seconds of the models' passes; rests: whether rounds may draft nothing; rest: how many
-    will not, with as many rows, from the one that was asked for on; asleep: whether nothing will be
-    drafted for so long that a drafter need not hear of this round.
+    `costs`, seconds of the models' passes; rests: whether rounds may draft nothing; stays: how many
+    rounds of what was asked for there will be from this one on, with as many rows; asleep: whether
+    nothing will be drafted for so long that a drafter need not hear of this round.
     """
 
     enough: Enough | None = None
@@ -101,7 +103,7 @@ class Policy:
     reads_drawn = False  # whether its choices depend on the very tokens that were drawn
     orders = priced = rests = asleep = False
     costs: Costs | None = None
-    rest = 0
+    stays = MANY
 
     def __init__(self, plan: Plan) -> None:
         self.plans: tuple[Plan, ...] = (plan,)

@@ -116,10 +116,11 @@ class Cost(Policy):
         if (costs := self.costs) is not None and self.rounds and self.rounds % self.PERIOD == 0:
             tokens = self.counts.expected(self.plans)
             self.choice = max(self.plans, key=lambda plan: tokens[plan] / costs.of(plan))
-        self.rounds += 1
+        self.stays = self.PERIOD - self.rounds % self.PERIOD
         return self.choice
 
     def observe(self, outcome: Outcome) -> None:
+        self.rounds += 1
         self.counts.take(outcome)
 
 
@@ -156,6 +157,7 @@ class CutGrown(Policy):
     RETRY, MEMORY, LEAN, HEAR = 32, 0.95, 8.0, 4
     SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257)  # nodes, the root included
     priced = rests = True
+    stays = 1
 
     def __init__(self, plan: Plan) -> None:
         if not isinstance(plan, DynamicTree):

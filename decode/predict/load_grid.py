@@ -121,11 +121,12 @@ class Sweep(Policy):
         self.seconds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         drafting = [n for n in self.nodes[1:] for _ in range(TURN)]
         self.turns = [1] * (COLD + REST) + drafting
+        self.ends = [COLD, *range(COLD + REST, len(self.turns) + 1, TURN)]  # of what is alike
         self.rounds = 0
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
         at = self.rounds % len(self.turns)
-        self.rest = max(0, (COLD if at < COLD else COLD + REST) - at)  # several a call, as in rests
+        self.stays = next(end for end in self.ends if end > at) - at
         return self.plans[-1].cut(self.turns[at] - 1) if self.turns[at] > 1 else None
 
     def observe(self, outcome: Outcome) -> None:

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "../engine/round.h"
+
 namespace lookups {
 
 constexpr int64_t MIX = 0x1E3779B97F4A7C15;
@@ -41,14 +43,36 @@ inline int64_t least_of(const float *x, int64_t count) {
     return v;
 }
 
+// Rows' own texts, prompt and answer, the pending token last; beyond `lens` stands -1.
+struct Texts {
+    int64_t slots, *text, *lens;
+
+    // A row's last tokens, the last one first; -1 before its beginning.
+    void tail(int64_t b, int64_t count, int64_t *last) const {
+        for (int64_t i = 0, at = lens[b] - 1; i < count; i++, at--)
+            last[i] = at >= 0 ? text[b * slots + at] : -1;
+    }
+    // Let each go on with what a round emitted.
+    void extend(const Round &r) const {
+        for (int64_t b = 0; b < r.rows; b++) {
+            for (int64_t i = 0; i < r.emitted(b); i++) {
+                const int64_t at = lens[b] + i < slots ? lens[b] + i : slots - 1;
+                text[b * slots + at] = r.told(b)[i];
+            }
+            lens[b] += r.emitted(b);
+        }
+    }
+};
+
 // How chains are drafted. slack: the weight of each token that was never seen; race: of the rows'
-// levels, or none.
+// levels, or none; from: levels of each row's to leave out (null: none).
 struct Chains {
     int64_t rows, vocab, race_row, race_step, steps;
     float slack, temperature, hopeless;
     const uint8_t *active;
     const float *race;
     int64_t *tokens;
+    const int64_t *from;
 };
 
 // Tokens by their weights, of which some may come twice; those that there aren't are left out.
@@ -78,7 +102,8 @@ template <class Fill, class Go> inline int64_t follow(const Chains &how, Fill fi
             law.ids.clear(), law.total.clear();
             fill(b, k, law);
             // What was never seen is led by the noise alone, or where there is none by number.
-            const float *noise = how.race ? how.race + b * how.race_row + k * how.race_step : nullptr;
+            const int64_t at = b * how.race_row + ((how.from ? how.from[b] : 0) + k) * how.race_step;
+            const float *noise = how.race ? how.race + at : nullptr;
             int64_t best = noise ? least_of(noise, how.vocab) : 0;
             float score = noise ? unseen - noise[best] : unseen, own = how.slack;
             for (size_t i = 0; i < law.ids.size(); i++) {
@@ -100,6 +125,18 @@ template <class Fill, class Go> inline int64_t follow(const Chains &how, Fill fi
         if (!hope) return k + 1;
     }
     return how.steps;
+}
+
+// The chains of a round of several that are one call. follow: drafts by what it is given; how many
+// levels. known: whether anything is, of a row that decodes.
+template <class Follow> inline void draft(Round &r, Chains how, bool known, Follow follow) {
+    const int64_t K = r.nodes - 1;
+    std::vector<int64_t> made(r.rows * K), from(r.rows);
+    for (int64_t b = 0; b < r.rows; b++) from[b] = r.along(b);
+    how.rows = r.rows, how.steps = K, how.active = r.active, how.tokens = made.data();
+    how.race = r.race, how.race_row = r.race_row, how.race_step = r.race_step;
+    how.from = from.data();
+    r.draft(made.data(), K, known ? follow(how) : 0);
 }
 
 }  // namespace lookups

@@ -9,7 +9,9 @@
 Shapes: B rows, S known tokens.
 """
 
+import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -17,10 +19,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Kept, Round
+from draftsmith.decode.drafting.in_rounds import InRounds, called
+from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, chain
-from draftsmith.decode.untrained.texts import TextDrafter
+from draftsmith.decode.untrained.texts import TextDrafter, TextsCall
 
 LONGEST = 3
+SOURCE = Path(__file__).with_name("ngram.cpp")
+
+
+class _NgramDrafts(ctypes.Structure):
+    _fields_ = [("texts", TextsCall), ("longest", ctypes.c_int64)]
 
 
 class NgramDrafter(TextDrafter):
@@ -84,6 +93,11 @@ class NgramDrafter(TextDrafter):
         drafted_BD = text_BS.gather(1, at_BD.clamp(0, text_BS.shape[1] - 1)).clamp(min=0)
         tokens_BN = torch.cat([request.pending_B[:, None], drafted_BD], 1)
         return TokenTree(tokens_BN, chain(levels, self.device), DETERMINISTIC)
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        if self.device.type != "cpu" or self.unique or (made := library(SOURCE)) is None:
+            return None
+        return called(_NgramDrafts(TextsCall.of(self), LONGEST), (), made.draft, made.told)
 
     def _last_match(self, text_BS: Tensor) -> Tensor:
         """Where the continuation of the best match begins, or -1; [B]."""

@@ -83,4 +83,38 @@ int64_t follow(const Store *store, const int64_t *at, const float *weight, int64
     };
     return lookups::follow(*how, fill, go);
 }
+
+// What drafts in several rounds that are one call, and how much of an ending is compared.
+struct Drafts {
+    const Store *store;
+    lookups::Texts texts;
+    const lookups::Chains *how;
+    int64_t compared;
+};
+
+void draft(const Drafts *d, Round *r) {
+    const int64_t B = r->rows, places = d->store->orders * d->store->wide;
+    std::vector<int64_t> ending(B * d->compared), at(B * places), matched(B * places);
+    for (int64_t b = 0; b < B; b++) d->texts.tail(b, d->compared, &ending[b * d->compared]);
+    matching(d->store, ending.data(), B, d->compared, at.data(), matched.data());
+    std::vector<float> weight(B * places);
+    bool known = false;
+    for (int64_t i = 0; i < B * places; i++) {
+        weight[i] = matched[i] > 0 ? std::exp2(float(matched[i])) : 0;
+        known |= matched[i] > 0 && r->active[i / places];
+    }
+    lookups::draft(*r, *d->how, known, [&](const lookups::Chains &how) {
+        return follow(d->store, at.data(), weight.data(), places, &how);
+    });
+}
+
+void told(const Drafts *d, Round *r) {
+    std::vector<int64_t> at;
+    for (int64_t b = 0; b < r->rows; b++)
+        for (int64_t i = 0; i < r->emitted(b); i++)
+            at.push_back(d->store->ring + b * d->texts.slots + d->texts.lens[b] + i);
+    d->texts.extend(*r);
+    std::vector<uint8_t> real(at.size(), 1);
+    note(d->store, at.data(), real.data(), int64_t(at.size()));
+}
 }

@@ -29,9 +29,17 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
+from draftsmith.decode.drafting.in_rounds import InRounds, called
 from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.native import pointer
-from draftsmith.decode.untrained.texts import LookupDrafter, chained, hashed, law_of
+from draftsmith.decode.untrained.texts import (
+    ChainsCall,
+    LookupDrafter,
+    TextsCall,
+    chained,
+    hashed,
+    law_of,
+)
 
 ORDERS = (1, 2, 4, 8)
 WIDE = 16
@@ -50,6 +58,10 @@ class _Store(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("ring", "known", "orders", "buckets", "wide")),
         *((name, _P) for name in ("order", "own", "rows", "latest", "counts")),
     ]
+
+
+class _SuffixDrafts(ctypes.Structure):
+    _fields_ = [("store", _P), ("texts", TextsCall), ("how", _P), ("compared", ctypes.c_int64)]
 
 
 class Places:
@@ -76,9 +88,12 @@ class Places:
 
     def laid(self, rows_Y: Tensor) -> Any:
         """As suffix.cpp has it."""
+        return ctypes.byref(self.in_memory(rows_Y))
+
+    def in_memory(self, rows_Y: Tensor) -> _Store:
         sizes = len(self.ring_R), len(rows_Y), len(ORDERS), BUCKETS, WIDE
         lie = self.order_O, self.ring_R, rows_Y, self.latest_OHW, self.counts_OH
-        return ctypes.byref(_Store(*sizes, *map(pointer, lie)))
+        return _Store(*sizes, *map(pointer, lie))
 
     def forget(self) -> None:
         self.ring_R.fill_(-1)
@@ -251,6 +266,15 @@ class SuffixDrafter(LookupDrafter):
         store = self.store.laid(self.text_BS.flatten())
         follow = partial(self.store.made.follow, store, *where)
         return chained(request, SLACK, self.vocab_size, follow)
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        if not self.store.made:
+            return None
+        store = self.store.in_memory(self.text_BS.view(-1))
+        how = ChainsCall.by(SLACK, self.vocab_size, temperature)
+        lie = ctypes.addressof(store), TextsCall.of(self), ctypes.addressof(how)
+        made = self.store.made
+        return called(_SuffixDrafts(*lie, COMPARED), (store, how), made.draft, made.told)
 
     def looked_up(self) -> tuple[Feed, Tensor]:
         rows_Y = self.text_BS.flatten()

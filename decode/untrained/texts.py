@@ -168,23 +168,39 @@ class LookupDrafter(StoredDrafter, TextDrafter):
         return grow(request, feed)[0]
 
 
-class _Chains(ctypes.Structure):
+class ChainsCall(ctypes.Structure):
+    """`Chains` in lookups.h, of which a round fills in the rest."""
+
     _fields_ = [
         *((n, ctypes.c_int64) for n in ("rows", "vocab", "race_row", "race_step", "steps")),
         *((n, ctypes.c_float) for n in ("slack", "temperature", "hopeless")),
-        *((n, ctypes.c_void_p) for n in ("active", "race", "tokens")),
+        *((n, ctypes.c_void_p) for n in ("active", "race", "tokens", "from")),
     ]
+
+    @classmethod
+    def by(cls, slack: float, vocab_size: int, temperature: float) -> Self:
+        numbers = slack / vocab_size, temperature or 1.0, HOPELESS
+        return cls(0, vocab_size, 0, 0, 0, *numbers)
+
+
+class TextsCall(ctypes.Structure):
+    """`Texts` in lookups.h."""
+
+    _fields_ = [("slots", ctypes.c_int64), *((n, ctypes.c_void_p) for n in ("text", "lens"))]
+
+    @classmethod
+    def of(cls, drafter: TextDrafter) -> Self:
+        return cls(drafter.text_BS.shape[1], *map(pointer, (drafter.text_BS, drafter.lens_B)))
 
 
 def chained(request: Round, slack: float, vocab_size: int, follow: Callable[[Any], int]) -> Tensor:
     """Chains [B, up to K], by a function of lookups.h that says how many levels it drafted."""
     race_BKV = request.race_BDV if request.law == COUPLED else None
     tokens_BK = request.lens_B.new_empty(len(request.lens_B), request.plan.levels)
-    rows, steps = tokens_BK.shape
-    strides = (0, 0) if race_BKV is None else race_BKV.stride()[:2]
-    numbers = slack / vocab_size, request.params.law[0] or 1.0, HOPELESS
-    lie = map(pointer, (request.active_B, race_BKV, tokens_BK))
-    how = _Chains(rows, vocab_size, *strides, steps, *numbers, *lie)
+    how = ChainsCall.by(slack, vocab_size, request.params.law[0])
+    how.rows, how.steps = tokens_BK.shape
+    how.race_row, how.race_step = (0, 0) if race_BKV is None else race_BKV.stride()[:2]
+    how.active, how.race, how.tokens = map(pointer, (request.active_B, race_BKV, tokens_BK))
     return tokens_BK[:, : follow(ctypes.byref(how))]
 
 

@@ -22,7 +22,9 @@ from draftsmith.models.vocab import DraftVocab
 DRAFTED = 160
 
 
-def layer(target: PreTrainedModel, kind: type = LlamaConfig, layers: int = 1) -> Any:
+def layer(
+    target: PreTrainedModel, kind: type = LlamaConfig, layers: int = 1, width: int = 8
+) -> Any:
     config = target.config
     return kind(
         vocab_size=config.vocab_size,
@@ -31,7 +33,7 @@ def layer(target: PreTrainedModel, kind: type = LlamaConfig, layers: int = 1) ->
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=width,
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
     )
@@ -39,11 +41,11 @@ def layer(target: PreTrainedModel, kind: type = LlamaConfig, layers: int = 1) ->
 
 def made(kind: str, target: PreTrainedModel, **about: Any) -> Head:
     """A random head in which no tensor is what it was born as. about: layers, qwen (its layers are
-    Qwen3's), shared, and fields of the kind's config.
+    Qwen3's), width (of their heads), shared, and fields of the kind's config.
     """
     sizes = {"hidden": target.config.hidden_size, "rows": target.config.vocab_size}
     qwen, layers = about.pop("qwen", False), about.pop("layers", 1)
-    config = layer(target, Qwen3Config if qwen else LlamaConfig, layers)
+    config = layer(target, Qwen3Config if qwen else LlamaConfig, layers, about.pop("width", 8))
     head: Head
     if kind == "eagle1":
         head = Eagle(EagleConfig(config, 1, **about))

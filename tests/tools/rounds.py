@@ -14,7 +14,8 @@ from truths import PROMPTS, truths
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.graphs import Graphs
-from draftsmith.decode.engine.round import Run, Told
+from draftsmith.decode.engine.round import Run
+from draftsmith.decode.engine.rows import Told
 from draftsmith.decode.engine.session import Session
 from draftsmith.decode.sampling import SamplingParams
 

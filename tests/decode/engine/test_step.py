@@ -17,7 +17,8 @@ from truths import LONGER, PROMPTS
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.graphs import SMALLEST, Graphs
-from draftsmith.decode.engine.round import DecodeBatch, Told
+from draftsmith.decode.engine.round import DecodeBatch
+from draftsmith.decode.engine.rows import Told
 from draftsmith.decode.policies.policy import Policy
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.tree_shapes import Plan

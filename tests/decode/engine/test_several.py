@@ -1,4 +1,4 @@
-"""Several rounds without a draft in one call: what they come to is what one at a time does."""
+"""Several rounds in one call: what they come to is what one at a time does."""
 
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,20 @@ from tiny_llama import build_llama
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.eagle import EagleDrafter
+from draftsmith.decode.drafters.lm import AheadDrafter, EasyDrafter, LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Round
 from draftsmith.decode.engine import round as rounds
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.plain import MOST, rounds_at_once
 from draftsmith.decode.engine.request import Completion, open_request
+from draftsmith.decode.engine.several import MOST, rounds_at_once
 from draftsmith.decode.forward import compiled
 from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import TokenTree
+from draftsmith.models.vocab import DraftVocab
 
 Pair = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ROWS, KINDS = 3, ("eagle3", "block")  # kinds that read the target's states
@@ -50,7 +52,7 @@ def pair(tiny_tokenizer: PreTrainedTokenizerBase) -> Pair:
 
 
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "rounds_at_once", lambda *_: 0)
+    monkeypatch.setattr(rounds, "rounds_at_once", lambda *_: (0, 0))
 
 
 def what(done: list[Completion]) -> list[Any]:
@@ -164,8 +166,8 @@ def test_a_drafter_that_rests_is_owed_each_round(
             assert decoder._batch is not None
             held = decoder._batch.rows.requests[0]
             assert held is not None
-            policy.rest = 2 * MOST + 1 - len(held.completion.tokens) % 20
-            return None if policy.rest > 0 else policy.plans[-1]
+            policy.stays = 2 * MOST + 1 - len(held.completion.tokens) % 20
+            return None if policy.stays > 0 else policy.plans[-1]
 
         def noted(request: Round) -> TokenTree:
             tree = propose(request)
@@ -189,7 +191,7 @@ def test_a_drafter_that_owes_nothing_is_told_of_each_round(
 ) -> None:
     decoder = Decoder(*pair, load_drafter(kind, *pair), policy="table:1-=3", K=3)
     assert decoder.drafter is not None
-    decoder.policy.next_plan, decoder.policy.rest = lambda *_: None, MOST
+    decoder.policy.next_plan, decoder.policy.stays = lambda *_: None, MOST
     told, extend = list[int](), decoder.drafter.extend
     decoder.drafter.extend = lambda kept: told.append(1) or extend(kept)
     decoder.generate(TEXTS[:1], WAYS["greedy"])
@@ -223,11 +225,133 @@ def test_what_fails_in_the_middle_is_raised(pair: Pair, monkeypatch: pytest.Monk
         decoder.generate(TEXTS[:1], WAYS["filtered"])
 
 
+@pytest.fixture(scope="module")
+def near(pair: Pair) -> PreTrainedModel:
+    """A draft of which some tokens are kept."""
+    model = build_llama(len(pair[1]), layers=3, hidden=128, seed=0).requires_grad_(False)
+    noise = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise)
+    return model.bfloat16()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["draft", "ngram", "suffix"])
+@pytest.mark.parametrize(
+    "how", [(1, 4, "fixed"), (ROWS, 2, "fixed"), (2, 3, "table:1-=3")], ids=str
+)
+def test_drafted_chains_and_what_is_kept_are_those_of_one_at_a_time(
+    pair: Pair,
+    near: PreTrainedModel,
+    kind: str,
+    way: str,
+    how: tuple[int, int, str],
+    made: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows end in the middle of a chain and others take their places; some drafts know a part of
+    the tokens; what is looked up goes as deep as there is hope.
+    """
+    batch, K, policy = how
+    vocab = None if batch == 1 else DraftVocab(torch.arange(0, len(pair[1]), 2), len(pair[1]))
+
+    def answered() -> list[Completion]:
+        drafter = LMDrafter(near, len(pair[1]), vocab) if kind == "draft" else None
+        drafter = drafter or load_drafter(kind, *pair)
+        decoder = Decoder(*pair, drafter, K=K, policy=policy, batch_size=batch)
+        texts = [TEXTS[0], *TEXTS, TEXTS[0]]
+        return what(decoder.generate(texts, WAYS[way], indices=[0, *range(len(TEXTS)), 0]))
+
+    found = answered()
+    drafted, kept = (sum(n) for n in zip(*map(counted, found), strict=True))
+    assert WAYS[way].top_k > 0 or max(made) > 2
+    assert drafted > kept and (kept > len(found) or kind == "ngram")
+    calls = len(made)
+    one_at_a_time(monkeypatch)
+    again = answered()
+    assert len(made) == calls
+    if WAYS[way].stop and kind != "draft":  # texts hold what was made past an answer's end
+        assert [one.tokens for one in found] == [one.tokens for one in again]
+    else:
+        assert found == again
+
+
+def counted(one: Completion) -> tuple[int, int]:
+    """Tokens drafted, and kept."""
+    return one.counters.nodes, sum(one.accepted)
+
+
+EAGLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle1": ("eagle1", {}),
+    "eagle3": ("eagle3", {"norm_output": True}),
+    "eagle3.1": ("eagle3", {"fc_norm": True, "layers": 2}),
+    "normed": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
+    "mtp": ("mtp", {}),
+}
+
+
+@pytest.mark.parametrize("kind", EAGLES)
+@pytest.mark.parametrize(("way", "batch"), [("greedy", 1), ("drawn", 1), ("drawn", 2)])
+def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
+    pair: Pair,
+    kind: str,
+    way: str,
+    batch: int,
+    made: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Chains, what is kept of them, its states, and its keys and values up to the text's end."""
+    name, about = EAGLES[kind]
+    head = heads(name, pair[0], width=32, **about)
+    for weight in head.parameters():  # so small that the noise decides what is kept
+        weight.mul_(0.1 if weight.ndim > 1 else 1.0)
+    folder = str(ours(tmp_path, head.bfloat16(), *pair))
+
+    def answered() -> tuple[list[Completion], list[Any]]:
+        drafter = load_drafter(folder, *pair)
+        decoder = Decoder(*pair, drafter, K=4 - batch, batch_size=batch)
+        done = decoder.generate(TEXTS[2 : 2 + batch], WAYS[way])
+        assert isinstance(drafter, EagleDrafter)
+        return what(done), [drafter.state_BH, *drafter.pool.kv_2LBSHE]
+
+    found, held = answered()
+    assert max(made) > 2
+    one_at_a_time(monkeypatch)
+    again, like = answered()
+    assert found == again
+    ends = [len(one.prompt_tokens) + len(one.tokens) - 1 for one in found]
+    kept = sum(sum(one.accepted) for one in found)
+    assert kept > 0 or way == "greedy"
+    torch.testing.assert_close(held[0], like[0], rtol=0, atol=0)
+    for side, other in zip(held[1:], like[1:], strict=True):
+        for row, end in enumerate(ends):
+            assert torch.equal(side[:, row, :end], other[:, row, :end])
+
+
+def test_rounds_that_are_looked_at_are_made_one_at_a_time(
+    pair: Pair, near: PreTrainedModel, made: list[int]
+) -> None:
+    """Trees, policies that ask in the middle of one, laws with filters, drafters in other forms."""
+    for settings in ({"tree": "kary:2,2"}, {"policy": "confidence"}, {"rule": "leviathan"}):
+        drafter = LMDrafter(near, len(pair[1]))
+        decoder = Decoder(*pair, drafter, K=2, **settings)
+        decoder.generate(TEXTS[:1], WAYS["drawn"])
+    own = LMDrafter(near, len(pair[1]))
+    for kind in (AheadDrafter(own, 2), EasyDrafter(own, 1)):
+        Decoder(*pair, kind, K=2).generate(TEXTS[:1], WAYS["drawn"])
+    Decoder(*pair, own, K=2).generate(TEXTS[:1], WAYS["filtered"])
+    assert not made
+    Decoder(*pair, own, K=2).generate(TEXTS[:1], WAYS["drawn"])
+    assert made
+
+
 def test_where_there_is_no_such_call(pair: Pair) -> None:
     runner = Decoder(*pair).runner
-    assert rounds_at_once(runner, 1, WAYS["drawn"]) == MOST
-    assert rounds_at_once(runner, 32, WAYS["drawn"]) == 1  # one in 32 ends soon
-    assert rounds_at_once(runner, 16, WAYS["drawn"]) == 2
+    assert rounds_at_once(runner, 1, WAYS["drawn"]) == (MOST, MOST)
+    assert rounds_at_once(runner, 32, WAYS["drawn"]) == (1, 1)  # one in 32 ends soon
+    assert rounds_at_once(runner, 16, WAYS["drawn"]) == (2, 2)
+    assert rounds_at_once(runner, 1, WAYS["drawn"], 5) == (MOST, MOST + 8)
     assert runner.native is not None
     runner.native.small = False  # a pass then takes far longer than all around it
-    assert rounds_at_once(runner, 1, WAYS["drawn"]) == 0
+    assert rounds_at_once(runner, 1, WAYS["drawn"])[0] == 0

@@ -1,0 +1,41 @@
+// A round of rows by a coupled rule, as C++ has it (rows.cpp), and what drafters in C++ see of it.
+// Names: B rows, N nodes, L tokens that a round can emit, V vocabulary.
+
+#pragma once
+#include <cstdint>
+
+struct Round {
+    int64_t rows, nodes, length, vocab, stops;
+    int64_t race_row, race_step;  // from one row's noise to the next one's, and one depth's
+    int64_t tree_row;             // from one row's tree to the next one's; 0 where all share one
+    int64_t beside;               // from one round's states of the taps to the next one's
+    int64_t *tokens;              // [B, N], or [N] a row
+    const int64_t *parent, *depth;
+    const float *logits, *race;
+    int64_t *lens, *pending, *rounds, *room;
+    uint8_t *active;
+    const int64_t *stop_ids;
+    int64_t *before, *table;  // [B], and [B, 2 L + 4]: a round's news
+    const int64_t *verified;  // [B]: nodes that are judged; null: all
+    const int64_t *begun;     // [B]: the lengths at which the noise begins; null: the rows' own
+    const uint16_t *side;     // [B, N, U]: the taps' states, side by side
+
+    // The pending tokens, and after them each row's chain, the first of `wide`.
+    void draft(const int64_t *chains, int64_t wide, int64_t levels) {
+        nodes = 1 + levels;
+        for (int64_t b = 0; b < rows; b++) {
+            tokens[b * nodes] = pending[b];
+            for (int64_t k = 0; k < levels; k++) tokens[b * nodes + 1 + k] = chains[b * wide + k];
+        }
+    }
+    // How far into its noise a row is.
+    int64_t along(int64_t b) const { return begun ? lens[b] - begun[b] : 0; }
+    // A row's tokens emitted, the nodes of its path, and its four numbers, one after another.
+    const int64_t *told(int64_t b) const { return table + b * (2 * length + 4); }
+    // How many tokens it emitted.
+    int64_t emitted(int64_t b) const { return told(b)[2 * length + 1]; }
+};
+
+// Of a drafter: fill in a round's tokens, the pending ones first, and lower `nodes` where there are
+// fewer; or hear what the round came to.
+typedef void (*Drafting)(void *drafter, Round *round);

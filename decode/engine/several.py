@@ -1,0 +1,103 @@
+"""Several rounds in one call of C++ (`rows.cpp`), without a draft or with chains of a drafter that
+is in C++ too: a small model's rounds take half as long again in torch's dispatch and here.
+
+Shapes: B rows, M rounds, N nodes of a round, V vocabulary.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.drafting.in_rounds import InRounds
+from draftsmith.decode.engine.rows import SOURCE, Rows, round_of
+from draftsmith.decode.forward.compiled import library
+from draftsmith.decode.forward.kv import KVPool
+from draftsmith.decode.forward.native import pointer
+from draftsmith.decode.forward.runner import Runner
+from draftsmith.decode.sampling import BatchParams, unfiltered
+from draftsmith.decode.token_tree import chain
+from draftsmith.models.taps import Tap
+
+MOST = 8  # rounds, of one row
+SHARED = 32  # of all rows together: as soon as one has ended, others may take its place
+NOISE = 16 << 20  # bytes at most
+
+
+def rounds_at_once(
+    runner: Runner, rows: int, params: BatchParams, nodes: int = 1
+) -> tuple[int, int]:
+    """How many rounds of so many nodes one call may make, under 2 where there is no such call; and
+    for how many positions it has noise at most, whose end may end it: what no round reaches would
+    be made for nothing.
+    """
+    native = runner.native
+    if native is None or not native.steps(rows * nodes) or library(SOURCE) is None:
+        return 0, 0
+    most = min(MOST, SHARED // rows) if runner.attention == "masked" else 0
+    span = most + 2 * (nodes - 1)
+    if not params.greedy:
+        span = min(span, NOISE // (4 * rows * runner.head.size))
+    return min(most, span - nodes + 1), span
+
+
+class Reach(NamedTuple):
+    """How many rounds there are at most, of how many nodes; width: slots that cover all that these
+    look at.
+    """
+
+    most: int
+    nodes: int
+    width: int
+
+
+def several(
+    runner: Runner,
+    pool: KVPool,
+    rows: Rows,
+    params: BatchParams,
+    race_BMV: Tensor | None,
+    reach: Reach,
+    drafts: InRounds,
+    taps: Sequence[Tap] = (),
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Rounds at once, until a row ends: their tables, each [B, 2 n + 4] of n <= N nodes,
+    lengths before [M, B], and the taps' states [M, B, N, U]. race_BMV: log E at each row's next
+    positions.
+    """
+    native, B, (most, nodes, width) = runner.native, len(rows.lens_B), reach
+    assert native is not None
+    tables_MBX = rows.lens_B.new_empty(most, B, 2 * nodes + 4)
+    before_MB = rows.lens_B.new_empty(most, B)
+    side_MBNU = pool.kv_2LBSHE.new_empty(most, B, nodes, len(taps) * native.hidden)
+    logits_BNV = torch.empty(B, nodes, runner.head.size)
+    tokens_BN = rows.pending_B[:, None] if nodes == 1 else rows.lens_B.new_empty(B, nodes)
+    tree, begun_B = chain(nodes - 1, runner.device), rows.lens_B.clone()
+    given = tokens_BN, tree.parent, tree.depth, logits_BNV, race_BMV
+    state = rows.lens_B, rows.pending_B, rows.rounds_B, rows.room_B, rows.active_B
+    made_here = rows.stop_ids_BM, before_MB, tables_MBX, None, begun_B, side_MBNU
+    round_ = round_of((*given, *state, *made_here), nodes)
+    at_2BN, nodes_M = rows.lens_B.new_empty(2, B, nodes), rows.lens_B.new_empty(most)
+
+    def law(states_BnH: Tensor) -> None:
+        made_BnV = params.transform(runner.logits(states_BnH))
+        logits_BNV.view(-1)[: made_BnV.numel()].copy_(made_BnV.view(-1))
+
+    at, head = (tokens_BN, rows.lens_B, at_2BN), runner.head
+    where = pool, at, width, side_MBNU, taps
+    if unfiltered(params) and native.reads_out(head, B * nodes):
+        step = native.step(*where, head=head, temperature=params.law[0])
+    else:
+        step = native.step(*where, law=law)
+    limits = most, 0 if race_BMV is None else race_BMV.shape[1], runner.context, pool.slots
+    made = library(SOURCE).several(
+        *(ctypes.byref(round_), *map(ctypes.c_int64, limits)),
+        *(*map(ctypes.c_void_p, map(pointer, (at_2BN, nodes_M))), *step.call, *drafts.call),
+    )
+    if step.failed:
+        raise step.failed[0]
+    whole = zip(tables_MBX.flatten(1), nodes_M[:made].tolist(), strict=False)
+    tables = [table_X[: B * (2 * n + 4)].view(B, 2 * n + 4) for table_X, n in whole]
+    return tables, before_MB[:made], side_MBNU[:made]
