@@ -81,13 +81,18 @@ def several(
     round_ = round_of((*given, *state, *made_here), nodes)
     at_2BN, nodes_M = rows.lens_B.new_empty(2, B, nodes), rows.lens_B.new_empty(most)
 
-    def law(states_BnH: Tensor) -> None:
-        made_BnV = params.transform(runner.logits(states_BnH))
-        logits_BNV.view(-1)[: made_BnV.numel()].copy_(made_BnV.view(-1))
+    head, bare = runner.head, unfiltered(params) and runner.head.ids_D is None
 
-    at, head = (tokens_BN, rows.lens_B, at_2BN), runner.head
-    where = pool, at, width, side_MBNU, taps
-    if unfiltered(params) and native.reads_out(head, B * nodes):
+    def law(states_TH: Tensor) -> None:
+        made_TV = head(states_TH) if bare else runner.logits(states_TH)
+        if not bare:
+            made_TV = params.transform(made_TV.unflatten(0, (B, -1))).flatten(0, 1)
+        law_TV = logits_BNV.view(-1, head.size)[: len(made_TV)].copy_(made_TV)
+        if bare and params.law[0] not in (0, 1):
+            law_TV.div_(params.law[0])
+
+    where = pool, (tokens_BN, rows.lens_B, at_2BN), width, side_MBNU, taps
+    if bare and native.reads_out(head, B * nodes):
         step = native.step(*where, head=head, temperature=params.law[0])
     else:
         step = native.step(*where, law=law)

@@ -219,7 +219,7 @@ class NativeBody:
         law: Callable[[Tensor], None] | None = None,
     ) -> "NextTokens":
         """The pass over each row's next tokens, and the head's logits over the temperature, or
-        `law`, which makes them of the states [B, n, H]. at: the tokens [B, N], how many slots they
+        `law`, which makes them of the states [B n, H]. at: the tokens [B, N], how many slots they
         see before their own [B], and their positions and slots [2, B, N], which are read when it is
         called, of n <= N; side_MBNU: where the taps' states go, one call's after another's.
         """
@@ -249,7 +249,7 @@ class NativeBody:
                         pass_.n = n
                         self.made.body(ctypes.byref(self.body), ctypes.byref(pass_))
                         pass_.side = (pass_.side or 0) + side_MBNU[0].nbytes
-                        law(states[-1, : rows * n].unflatten(0, (rows, n)))
+                        law(states[-1, : rows * n])
 
             function = LOGITS(called)
         given = map(ctypes.byref, (self.body, pass_, how))
