@@ -1,6 +1,7 @@
 // The table of tables.py on a CPU: what follows there as operations on whole tensors, here context by
 // context.
 
+#include "../forward/products.h"
 #include "lookups.h"
 
 #include <algorithm>
@@ -115,5 +116,60 @@ int64_t follow(const Table *table, int64_t *contexts, const lookups::Chains *how
         *context = best;
     };
     return lookups::follow(*how, fill, go);
+}
+
+// What drafts in several rounds that are one call.
+struct Drafts {
+    const Table *table;
+    lookups::Texts texts;
+    const lookups::Chains *how;
+};
+
+void draft(const Drafts *d, Round *r) {
+    const int64_t longest = d->table->order[d->table->orders - 1];
+    std::vector<int64_t> context(r->rows * longest);
+    for (int64_t b = 0; b < r->rows; b++) d->texts.tail(b, longest, &context[b * longest]);
+    lookups::draft(*r, *d->how, true, [&](const lookups::Chains &how) {
+        return follow(d->table, context.data(), &how);
+    });
+}
+
+// The likeliest tokens by these logits, times a factor, and their chances.
+static void likeliest(const float *logits, int64_t vocab, float factor, int64_t kept, int64_t *ids,
+                      float *p) {
+    int64_t found = 0;
+    for (int64_t v = 0; v < vocab; v++) {
+        if (found == kept && !(logits[v] > p[kept - 1])) continue;
+        int64_t at = found < kept ? found++ : kept - 1;
+        for (; at > 0 && logits[v] > p[at - 1]; at--) p[at] = p[at - 1], ids[at] = ids[at - 1];
+        p[at] = logits[v], ids[at] = v;
+    }
+    F16 total = (F16){}, part;
+    const float most = p[0];
+    for (int64_t v = 0; v < vocab; v += 16) {
+        part = (F16){} - INFINITY;
+        memcpy(&part, logits + v, 4 * (vocab - v < 16 ? vocab - v : 16));
+        total += exp16((part - most) * factor);
+    }
+    const float all = sum16(total);
+    for (int64_t k = 0; k < found; k++) p[k] = std::exp((p[k] - most) * factor) / all;
+    for (int64_t k = found; k < kept; k++) p[k] = 0, ids[k] = -1;
+}
+
+// Every node of a row that went on teaches.
+void told(const Drafts *d, Round *r) {
+    const int64_t kept = d->table->kept, longest = d->table->order[d->table->orders - 1];
+    const int64_t B = r->rows, N = r->nodes, T = B * N;
+    std::vector<int64_t> context(T * longest), ids(T * kept);
+    std::vector<float> p(T * kept);
+    std::vector<uint8_t> real(T);
+    contexts(r->tokens, r->parent, 0, d->texts.text, d->texts.slots, d->texts.lens, B, N, longest,
+             context.data());
+    for (int64_t t = 0; t < T; t++)
+        if ((real[t] = r->emitted(t / N) > 0))
+            likeliest(r->logits + t * r->vocab, r->vocab, d->how->temperature, kept, &ids[t * kept],
+                      &p[t * kept]);
+    learn(d->table, context.data(), ids.data(), p.data(), real.data(), T);
+    d->texts.extend(*r);
 }
 }

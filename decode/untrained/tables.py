@@ -24,9 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
+from draftsmith.decode.drafting.in_rounds import InRounds, called
 from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.native import pointer
-from draftsmith.decode.untrained.texts import LookupDrafter, chained, hashed, law_of
+from draftsmith.decode.untrained.texts import (
+    ChainsCall,
+    LookupDrafter,
+    TextsCall,
+    chained,
+    hashed,
+    law_of,
+)
 
 ORDERS = {"recycling": (1,), "stand": (1, 2, 3, 4)}
 KEPT = 10
@@ -43,6 +51,10 @@ class _Table(ctypes.Structure):
         *((name, _N) for name in ("orders", "places", "kept", "mean")),
         *((name, _P) for name in ("order", "keys", "counts", "ids", "p")),
     ]
+
+
+class _TableDrafts(ctypes.Structure):
+    _fields_ = [("table", _P), ("texts", TextsCall), ("how", _P)]
 
 
 class LawTable:
@@ -67,10 +79,13 @@ class LawTable:
 
     def laid(self) -> Any:
         """As tables.cpp has it."""
+        return ctypes.byref(self.in_memory())
+
+    def in_memory(self) -> _Table:
         sizes = len(self.orders), PLACES, KEPT, self.mean
         lie = self.keys_H, self.counts_H, self.ids_HK, self.p_HK
         order = ctypes.addressof(self.laid_orders)
-        return ctypes.byref(_Table(*sizes, order, *map(pointer, lie)))
+        return _Table(*sizes, order, *map(pointer, lie))
 
     def forget(self) -> None:
         for part in self.stored().values():
@@ -216,6 +231,13 @@ class TableDrafter(LookupDrafter):
         context_BM = self.tail(len(self.context_M))
         follow = partial(self.store.made.follow, self.store.laid(), _P(pointer(context_BM)))
         return chained(request, SLACK, self.vocab_size, follow)
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        if not (made := self.store.made):
+            return None
+        table, how = self.store.in_memory(), ChainsCall.by(SLACK, self.vocab_size, temperature)
+        drafts = _TableDrafts(ctypes.addressof(table), TextsCall.of(self), ctypes.addressof(how))
+        return called(drafts, (table, how), made.draft, made.told)
 
     def looked_up(self) -> tuple[Feed, Tensor]:
         context_BFM = self.tail(len(self.context_M))[:, None]
