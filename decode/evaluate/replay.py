@@ -43,6 +43,8 @@ class KnownTarget(Runner):
     are next tokens. shared: whether a drafter reads its keys and values. rounds: notes every pass.
     """
 
+    native = None  # whose passes would be the target's own
+
     def __init__(self, runner: Runner, asked: Sequence[Completion], *, shared: bool) -> None:
         vars(self).update(vars(runner))
         self.shared = shared

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from eagle_drafts import VOCAB, counting
 from tiny_hydra import layer
+from tiny_llama import build_llama
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.lm import LMDrafter
@@ -37,6 +38,9 @@ def pair_of(
     """A target and a drafter, of heads one that is often right."""
     if kind == "lm":
         return target, LMDrafter(draft, VOCAB)
+    if kind == "native":  # several rounds are one call
+        target = build_llama(VOCAB, layers=2, hidden=128, seed=0).requires_grad_(False).bfloat16()
+        return target, LMDrafter(target, VOCAB)
     if kind == "eagle1":
         target, head = counting(wrong=0.35)
         return target, drafter_of(head, target, VOCAB)
@@ -51,11 +55,12 @@ def pair_of(
     return target, NgramDrafter()
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("kind", "batch"),
     [
-        *(("lm", 1), ("lm", 3), ("eagle1", 3), ("medusa", 1), ("ngram", 1)),
+        *(("lm", 1), ("lm", 3), ("native", 1), ("eagle1", 3), ("medusa", 1), ("ngram", 1)),
         *(("kangaroo", 3), pytest.param("exits", 1, marks=pytest.mark.slow), ("exits", 3)),
     ],
 )
