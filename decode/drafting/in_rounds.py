@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from draftsmith.decode.forward.compiled import pointer
 from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.native import ChainCall, NativeBody, PassCall, laid, pointer
+from draftsmith.decode.forward.native import ChainCall, NativeBody, PassCall, laid
 from draftsmith.decode.forward.product import VocabHead
 
 _P = ctypes.c_void_p

@@ -15,7 +15,7 @@ from draftsmith.decode.drafting.in_rounds import InRounds
 from draftsmith.decode.engine.rows import SOURCE, Rows, round_of
 from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.native import pointer
+from draftsmith.decode.forward.native import place
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.sampling import BatchParams, unfiltered
 from draftsmith.decode.token_tree import chain
@@ -99,7 +99,7 @@ def several(
     limits = most, 0 if race_BMV is None else race_BMV.shape[1], runner.context, pool.slots
     made = library(SOURCE).several(
         *(ctypes.byref(round_), *map(ctypes.c_int64, limits)),
-        *(*map(ctypes.c_void_p, map(pointer, (at_2BN, nodes_M))), *step.call, *drafts.call),
+        *(*map(place, (at_2BN, nodes_M)), *step.call, *drafts.call),
     )
     if step.failed:
         raise step.failed[0]

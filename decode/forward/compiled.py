@@ -50,6 +50,16 @@ def library(source: Path = SOURCE) -> Any:
         return None
 
 
+def pointer(tensor: Tensor | None) -> int | None:
+    """Where it lies."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def place(tensor: Tensor | None) -> ctypes.c_void_p:
+    """The same as an argument of C++."""
+    return ctypes.c_void_p(pointer(tensor))
+
+
 def uniforms(keys_BD: Tensor, vocab_size: int) -> Tensor:
     """Numbers in (0, 1) [B, D, V] fp32, to the last bit those of `sampling.log_race`; only where
     there is a `library`.
@@ -61,7 +71,7 @@ def uniforms(keys_BD: Tensor, vocab_size: int) -> Tensor:
 def _uniforms(keys_BD: Tensor, vocab_size: int) -> Tensor:
     found_BDV = _numbers_like(keys_BD, vocab_size)
     whole = keys_BD.contiguous()
-    at = (ctypes.c_void_p(x.data_ptr()) for x in (whole, found_BDV))
+    at = map(place, (whole, found_BDV))
     library().uniforms(*at, *map(ctypes.c_int64, (keys_BD.numel(), vocab_size)))
     return found_BDV
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from draftsmith.decode.forward.compiled import library
+from draftsmith.decode.forward.compiled import library, place, pointer
 from draftsmith.decode.forward.kv import KVPool, SlotCache
 from draftsmith.decode.forward.product import STEP, VocabHead
 from draftsmith.models.taps import NORM, Tap
@@ -276,7 +276,7 @@ class NativeBody:
         )
         where = 0, self.layers, *(None,) * 5, 0, 0, None, *laid(pool)
         at = PassCall(rows, 1, pool.slots, *where, None, None)
-        beside = (_P(pointer(x)) for x in (*states, at_B, tokens_BK))
+        beside = map(place, (*states, at_B, tokens_BK))
         self.made.chain(*map(ctypes.byref, (self.body, at, how)), *beside)
         return tokens_BK, sure_BK
 
@@ -327,7 +327,7 @@ def committed(query_BNAE: Tensor, pool: KVPool, layer: int, lens_B: Tensor, widt
     seen = pointer(lens_B), pointer(lens_B), 0, 0  # a block of no slots
     call = PassCall(rows, many, width, 0, 0, *(None,) * 3, *seen, None, *laid(pool))
     out_BNAE = torch.empty_like(query_BNAE)
-    at = _N(layer), *(_P(pointer(x)) for x in (query_BNAE, out_BNAE))
+    at = _N(layer), *map(place, (query_BNAE, out_BNAE))
     library().attend(ctypes.byref(body), ctypes.byref(call), *at)
     return out_BNAE
 
@@ -335,11 +335,6 @@ def committed(query_BNAE: Tensor, pool: KVPool, layer: int, lens_B: Tensor, widt
 def numbers_of(taps: Sequence[Tap]) -> Any:
     """As the C++ counts them."""
     return (_N * len(taps))(*(-1 if tap == NORM else int(tap) for tap in taps))
-
-
-def pointer(tensor: Tensor | None) -> int | None:
-    """Where it lies."""
-    return None if tensor is None else tensor.data_ptr()
 
 
 def laid(pool: KVPool) -> list[int]:
@@ -382,14 +377,14 @@ def fits(body: Any, front: Front | None) -> bool:
     for table in (body.cos_SE, body.embedding_VH):
         if table is not None and (table.device.type, table.dtype) != ("cpu", torch.bfloat16):
             return False
-    for place, layer in enumerate(body.layers):
+    for i, layer in enumerate(body.layers):
         products = (layer.entry[1], layer.exit[0], *layer.exit[2:])
         if not all(getattr(product, "packs", False) for product in products):
             return False
         same = (layer.sizes, layer.scale) == (body.layers[0].sizes, body.layers[0].scale)
         norms = [body.norm, layer.entry[0], *layer.entry[2:]]
         same = same and all(n is None or n.epsilon == layer.exit[1].epsilon for n in norms)
-        headed = place == 0 and front is not None
+        headed = i == 0 and front is not None
         begun = layer.entry[0] is not None or headed
         known = isinstance(layer.activation, nn.SiLU | SiLUActivation)
         inputs = [weight.shape[1] for product in products for weight in product.tensors[0]]

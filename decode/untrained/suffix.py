@@ -30,8 +30,7 @@ from torch import Tensor
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
 from draftsmith.decode.drafting.in_rounds import InRounds, called
-from draftsmith.decode.forward.compiled import library
-from draftsmith.decode.forward.native import pointer
+from draftsmith.decode.forward.compiled import library, place, pointer
 from draftsmith.decode.untrained.texts import (
     ChainsCall,
     LookupDrafter,
@@ -138,7 +137,7 @@ class Places:
         """That these places follow what stands before them; of a bucket the latest are kept."""
         if self.made:
             given = at_X.contiguous(), real_X.contiguous()
-            self.made.note(self.laid(rows_Y), *map(_P, map(pointer, given)), len(at_X))
+            self.made.note(self.laid(rows_Y), *map(place, given), len(at_X))
             return
         back_P = torch.arange(1, max(ORDERS) + 1, device=at_X.device)
         bucket_OX = hashed(self.read(at_X[:, None] - back_P, rows_Y), ORDERS) % BUCKETS
@@ -163,7 +162,7 @@ class Places:
         if self.made:
             ending_BP = ending_BP.contiguous()
             found = torch.empty(2, len(ending_BP), len(ORDERS) * WIDE, dtype=torch.int64)
-            lie = (_P(pointer(x)) for x in (ending_BP, *found))
+            lie = map(place, (ending_BP, *found))
             sizes = map(ctypes.c_int64, ending_BP.shape)
             self.made.matching(self.laid(rows_Y), next(lie), *sizes, *lie)
             return found[0], found[1]
@@ -262,7 +261,7 @@ class SuffixDrafter(LookupDrafter):
         at_BC, weight_BC = self._matching()
         if not bool(((weight_BC > 0).any(1) & request.active_B).any()):
             return at_BC[:, :0]
-        where = *map(_P, map(pointer, (at_BC, weight_BC))), ctypes.c_int64(at_BC.shape[1])
+        where = *map(place, (at_BC, weight_BC)), ctypes.c_int64(at_BC.shape[1])
         store = self.store.laid(self.text_BS.flatten())
         follow = partial(self.store.made.follow, store, *where)
         return chained(request, SLACK, self.vocab_size, follow)

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
 from draftsmith.decode.drafting.in_rounds import InRounds, called
-from draftsmith.decode.forward.compiled import library
-from draftsmith.decode.forward.native import pointer
+from draftsmith.decode.forward.compiled import library, place, pointer
 from draftsmith.decode.untrained.texts import (
     ChainsCall,
     LookupDrafter,
@@ -107,8 +106,8 @@ class LawTable:
             ids_XK = context_XM.new_empty(len(context_XM), KEPT)
             p_XK = ids_XK.new_empty(ids_XK.shape, dtype=torch.float32)
             context_XM = context_XM[:, : self.orders[-1]].contiguous()
-            lie = map(_P, map(pointer, (ids_XK, p_XK)))
-            self.made.laws(self.laid(), _P(pointer(context_XM)), _N(len(ids_XK)), *lie)
+            lie = map(place, (ids_XK, p_XK))
+            self.made.laws(self.laid(), place(context_XM), _N(len(ids_XK)), *lie)
             return ids_XK, p_XK
         keys_OX = hashed(context_XM, self.orders)
         at_OX = keys_OX % PLACES
@@ -123,7 +122,7 @@ class LawTable:
         if self.made:
             parts = context_XM[:, : self.orders[-1]], ids_XK.long(), p_XK.float(), real_X
             given = [part.contiguous() for part in parts]
-            self.made.learn(self.laid(), *map(_P, map(pointer, given)), _N(len(real_X)))
+            self.made.learn(self.laid(), *map(place, given), _N(len(real_X)))
             return
         keys_OX = hashed(context_XM, self.orders)
         keys_X, orders = keys_OX.flatten(), len(self.orders)
@@ -204,10 +203,10 @@ class TableDrafter(LookupDrafter):
             found_BNM = nodes_BN.new_empty(rows, nodes, len(self.context_M))
             nodes_BN, parent = nodes_BN.contiguous(), parent.contiguous()
             step = 0 if parent.ndim == 1 else nodes
-            trees = _P(pointer(nodes_BN)), _P(pointer(parent)), _N(step)
-            texts = _P(pointer(self.text_BS)), _N(self.text_BS.shape[1]), _P(pointer(self.lens_B))
+            trees = place(nodes_BN), place(parent), _N(step)
+            texts = place(self.text_BS), _N(self.text_BS.shape[1]), place(self.lens_B)
             sizes = map(_N, found_BNM.shape)
-            self.store.made.contexts(*trees, *texts, *sizes, _P(pointer(found_BNM)))
+            self.store.made.contexts(*trees, *texts, *sizes, place(found_BNM))
             return found_BNM
         tail_BM = self.tail(len(self.context_M))
         # The row's text hangs above the root: one more node for each token before the pending one.
@@ -229,7 +228,7 @@ class TableDrafter(LookupDrafter):
 
     def followed(self, request: Round) -> Tensor:
         context_BM = self.tail(len(self.context_M))
-        follow = partial(self.store.made.follow, self.store.laid(), _P(pointer(context_BM)))
+        follow = partial(self.store.made.follow, self.store.laid(), place(context_BM))
         return chained(request, SLACK, self.vocab_size, follow)
 
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:

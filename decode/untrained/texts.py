@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Call, Drafter, Fed, Feed, Kept, Round
 from draftsmith.decode.drafting.grow_tree import best_chain, grow
-from draftsmith.decode.forward.native import pointer
+from draftsmith.decode.forward.compiled import pointer
 from draftsmith.decode.token_tree import COUPLED, TokenTree, chain
 from draftsmith.models.disk.store import LOCK, hold, open_shard, save_shard
 
