@@ -184,6 +184,8 @@ class Stepper:
             drafts = None if watched else drafter.in_rounds(nodes, params.law[0])
         elif drafter is not None:  # one that isn't owed rounds is told of each as it ends
             watched = watched or batch.owed is None
+        if drafter is not None and drafter.remembers:  # nothing past a string that ends an answer
+            watched = watched or any(r.params.stop for r in rows.requests if r is not None)
         left = (r.limit - len(r.completion.tokens) for r in rows.requests if r is not None)
         most = min([most, *left])
         if watched or drafts is None or most < 2 or self.rule(params) is not RULES["coupled"]:

@@ -67,7 +67,7 @@ class Session:
         self.flight: Flight | None = None
         self.narrow = narrow and decoder.runner.device.type == "cpu"
         self._parts: dict[int, DecodeBatch] = {}  # of the batch, by their rows
-        self.launched, self.lag = 0, 0.0
+        self.launched, self.due, self.lag = 0, 0, 0.0  # due: the round before which to ask for it
         self.heard: float | None = None  # when; None where prompts came in since
         # A core that others want too takes turns, and policies weigh some rounds against others.
         here = decoder.runner.device.type == "cpu" and decoder.runner.leader is None
@@ -147,9 +147,8 @@ class Session:
     def launch(self) -> Flight:
         """Set off one round."""
         decoder, requests = self.decoder, list(self.batch.rows.requests)
-        if self.launched % HEARD == 0:
-            self.lag = self._lag()
-        self.launched += 1
+        if self.launched >= self.due:
+            self.lag, self.due = self._lag(), self.launched + HEARD
         self.batch.listed = most_listed(requests)
         part = self._part()
         load = Load(len(part.rows.lens_B), self.running, self.lag)
@@ -177,6 +176,7 @@ class Session:
                 told = decoder.stepper.several(*at) or decoder.stepper.step(*at)
             if plan is None and (owed := self.batch.owed) is not None:
                 owed.take(told.owes, replayed=decoder.graphs is not None)
+            self.launched += max(1, len(told.several))
             table, ready = told.table, None
             if decoder.late and on_cuda:
                 table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)

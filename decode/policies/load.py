@@ -28,6 +28,7 @@ class Table(Policy):
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
         levels = next(K for last, K in self.ranges if load.running <= last)
+        self.stays = MANY  # rows that end may change it, and they end a call
         return self.plans[-1].cut(levels) if levels else None
 
 
@@ -135,7 +136,9 @@ class Auto(Policy):
                 pace.since.clear()
             # While little is known, what was learned is used at once.
             pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self.TRY)
-        self.stays = cold or pace.next - pace.rounds
+        self.stays = (cold if pace.choice is None else 0) or pace.next - pace.rounds
+        if len(pace.seconds[None]) < self.PLAIN:  # which are timed anew
+            self.stays = 1
         if pace.choice is None and pace.best is None:
             rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
             self.asleep = rounds > NAP

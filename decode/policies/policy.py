@@ -103,7 +103,7 @@ class Policy:
     reads_drawn = False  # whether its choices depend on the very tokens that were drawn
     orders = priced = rests = asleep = False
     costs: Costs | None = None
-    stays = MANY
+    stays = 1
 
     def __init__(self, plan: Plan) -> None:
         self.plans: tuple[Plan, ...] = (plan,)
@@ -115,6 +115,7 @@ class Policy:
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
         """The tree of the next round; None for a round that drafts nothing."""
+        self.stays = MANY
         return self.plans[-1]
 
     def observe(self, outcome: Outcome) -> None:

@@ -157,7 +157,6 @@ class CutGrown(Policy):
     RETRY, MEMORY, LEAN, HEAR = 32, 0.95, 8.0, 4
     SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257)  # nodes, the root included
     priced = rests = True
-    stays = 1
 
     def __init__(self, plan: Plan) -> None:
         if not isinstance(plan, DynamicTree):

@@ -30,7 +30,8 @@ extern "C" void draft(const Drafts *d, Round *r) {
         const int64_t period = length > begin ? length - begin : 1;
         for (int64_t k = 0; k < K; k++) {
             int64_t at = begin + k < length ? begin + k : begin + k % period;
-            made[b * K + k] = at >= 0 && text[at] >= 0 ? text[at] : 0;
+            int64_t token = text[at > 0 ? at : 0];
+            made[b * K + k] = token > 0 ? token : 0;
         }
     }
     r->draft(made.data(), K, known ? K : 0);

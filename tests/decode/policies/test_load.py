@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.policies.load import Auto
-from draftsmith.decode.policies.policy import Load, Outcome, Policy
+from draftsmith.decode.policies.policy import Costs, Load, Outcome, Policy
 from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_plan
 
 Seconds = Callable[[int, Plan | None], float]
@@ -117,6 +117,23 @@ def test_a_chain_and_a_tree_count_what_was_kept() -> None:
     assert by_shape[3, 8] > 3.9 and by_shape[1, 2] > 1.9
     assert by_shape[3, 4] == pytest.approx(3, abs=0.1)  # nodes 1 and 3, not 6
     assert by_shape[3, 2] == pytest.approx(2, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["fixed", "auto", "cost", "cut", "table:1-2=4,3-=0"])
+def test_what_a_policy_says_will_stay_stays(name: str) -> None:
+    """Through as many rounds; and drafts that pay stay for several at a time."""
+    tree: Plan = DynamicTree(4, 2, 8) if name == "cut" else chain_plan(4)
+    policy, seconds = make_policy(name, tree), MACHINES["weights"][0]
+    policy.costs = Costs((1, 64), (1.0, 1.6), (0.05, 0.05))
+    noise, left, before, longest = np.random.default_rng(0), 0, None, 0
+    for _ in range(600):
+        plan = policy.next_plan(Load(2, 2))
+        assert plan == before or not left
+        before, left = plan, max(left, policy.stays) - 1
+        longest = max(longest, policy.stays if plan is not None else 0)
+        paths, levels = list(rounds(plan, [0.8] * 4, 2, noise)), plan.levels if plan else 0
+        policy.observe(Outcome(plan, levels, paths, None, Load(2, 2), seconds(2, plan)))
+    assert longest == 1 if name == "cut" else longest >= 8
 
 
 def test_a_table_is_read_by_rows() -> None:
