@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 from draftsmith.decode.drafters.medusa import output_product, through
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
+from draftsmith.decode.drafting.in_rounds import InRounds, heads_rounds
 from draftsmith.decode.forward.lean_heads import LeanStack, lean_prefix
+from draftsmith.decode.forward.native import sides
 from draftsmith.decode.forward.product import Product, head_logits
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.hydra import Hydra
@@ -59,6 +61,13 @@ class HydraDrafter(HeadDrafter):
             return self._fed(frontier.depth, fed_BFI)
 
         return feed
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        if self.layer is not None:
+            return None
+        blocks = [[sides(self.entries[k]), *map(sides, self.more[k])] for k in range(nodes - 1)]
+        how = temperature, self.state_BH, self.head.target_embedding_VH
+        return heads_rounds(blocks, self.outputs[: nodes - 1], *how)
 
     def first(self, states_BTH: Tensor, next_BT: Tensor) -> Fed:
         return self._fed(0, torch.cat([states_BTH, self.head.embed(next_BT)], -1))

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round
 from draftsmith.decode.drafting.grow_tree import grow_known
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
+from draftsmith.decode.drafting.in_rounds import InRounds, heads_rounds
+from draftsmith.decode.forward.native import sides
 from draftsmith.decode.forward.product import Product, head_logits
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.medusa import Medusa
@@ -55,6 +57,12 @@ class MedusaDrafter(HeadDrafter):
             return self._logits(self._states(self.state_BH, request.plan.levels))
 
         return grow_known(request, logits)
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        outputs = self.outputs if self.head.config.own_heads else self.outputs * self.levels
+        first = sides(self.blocks)
+        blocks = [[first[2 * k : 2 * k + 2], *map(sides, self.more[k])] for k in range(nodes - 1)]
+        return heads_rounds(blocks, outputs[: nodes - 1], temperature, self.state_BH)
 
     def first(self, states_BTH: Tensor, next_BT: Tensor) -> Fed:
         state_BTH = self._states(states_BTH.flatten(0, 1), 1).view_as(states_BTH)

@@ -8,14 +8,15 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from draftsmith.decode.forward.compiled import pointer
+from draftsmith.decode.forward.compiled import library, pointer
 from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.native import ChainCall, NativeBody, PassCall, laid
-from draftsmith.decode.forward.product import VocabHead
+from draftsmith.decode.forward.native import ChainCall, NativeBody, PassCall, laid, sides
+from draftsmith.decode.forward.product import Product, VocabHead
 
-_P = ctypes.c_void_p
+_P, _N = ctypes.c_void_p, ctypes.c_int64
 
 
 class InRounds(NamedTuple):
@@ -33,7 +34,19 @@ class _Draft(ctypes.Structure):
 
 class _Head(ctypes.Structure):
     _fields_ = [("draft", _Draft), *((n, _P) for n in ("of_all", "of_taps", "fuse", "bias"))]
-    _fields_ += [("wide", ctypes.c_int64), ("state", _P)]
+    _fields_ += [("wide", _N), ("state", _P)]
+
+
+class _Block(ctypes.Structure):
+    _fields_ = [(n, _P) for n in ("weight", "bias", "skip", "skip_bias")]
+
+
+class _Level(ctypes.Structure):
+    _fields_ = [("block", _P), ("blocks", _N), ("head", _P), ("bias", _P)]
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = [("hidden", _N), *((n, _P) for n in ("chain", "level", "embedding", "state"))]
 
 
 class Draws(NamedTuple):
@@ -68,6 +81,33 @@ def head_rounds(
     fusing = pointer(of_all), each, pointer(weight), pointer(bias), wide
     head = _Head(_Draft(*parts, None), *fusing, pointer(state_BH))
     return called(head, (held, norms), native.made.draft_head, native.made.told_head)
+
+
+def heads_rounds(
+    blocks: Sequence[Sequence[Sequence[Tensor | None]]],
+    outputs: Sequence[Product],
+    temperature: float,
+    state_BH: Tensor,
+    embedding_VH: Tensor | None = None,
+) -> InRounds | None:
+    """Of heads without attention: of every level residual blocks, each weight and bias of a map and
+    where there is one of what that is added to, and an LM head. embedding_VH: of those that read
+    their path's tokens. None where products of a few tokens aren't C++'s.
+    """
+    few = all(one.few is not None for one in outputs) and torch.get_num_threads() == 1
+    if not few or state_BH.dtype != torch.bfloat16:
+        return None
+    held = [(_Block * len(own))(*(_Block(*map(pointer, maps)) for maps in own)) for own in blocks]
+    levels = (
+        _Level(ctypes.addressof(own), len(own), *map(pointer, sides(output)))
+        for own, output in zip(held, outputs, strict=True)
+    )
+    laid = (_Level * len(outputs))(*levels)
+    how = ChainCall(size=len(outputs[0].weight), temperature=temperature)
+    parts = ctypes.addressof(how), ctypes.addressof(laid), pointer(embedding_VH), pointer(state_BH)
+    made = library()
+    heads = _Heads(state_BH.shape[1], *parts)
+    return called(heads, (how, laid, held), made.draft_heads, made.told_heads)
 
 
 def _parts(native: NativeBody, drawn: Draws) -> tuple[tuple[Any, ...], list[int]]:

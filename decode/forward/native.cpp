@@ -221,6 +221,22 @@ extern "C" void attend(const Body *b, const Pass *p, int64_t layer, const bf16 *
     attended(*b, *p, layer, queries, b->heads * b->width, out);
 }
 
+// The best token at a row's level by its logits; scores: of all, where they are wanted.
+static int64_t chosen(const Chain &c, const bf16 *logits, int64_t row, int64_t k, float &most,
+                      float *scores = nullptr) {
+    int64_t noise = row * c.race_row + ((c.from ? c.from[row] : 0) + k) * c.race_step, best = 0;
+    const float *race = c.race ? c.race + noise : nullptr;
+    most = -INFINITY;
+    for (int64_t d = 0; d < c.size; d++) {
+        float score = wide(logits[d]);
+        if (c.temperature != 0) score /= (float)c.temperature;
+        if (race) score -= race[c.ids ? c.ids[d] : d];
+        if (scores) scores[d] = score;
+        if (score > most) most = score, best = d;
+    }
+    return best;
+}
+
 // Each row's next tokens [rows, steps], from what the LM head reads of the last one, `first` [rows,
 // H], and the state beside it, `carried` (of a head); or from the pending ones and the states beside
 // all that are fed, [rows, given, H]. at: the position of the first that is fed, which is its slot of
@@ -257,17 +273,8 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
         if (c.pending) feed(k);
         product(c.head, c.bias, out.data(), logits.data(), B, H, c.size, c.size);
         for (int64_t row = 0; row < B; row++) {
-            int64_t noise = row * c.race_row + ((c.from ? c.from[row] : 0) + k) * c.race_step;
-            const float *race = c.race ? c.race + noise : nullptr;
-            float most = -INFINITY;
-            int64_t best = 0;
-            for (int64_t d = 0; d < c.size; d++) {
-                float score = wide(logits[row * c.size + d]);
-                if (c.temperature != 0) score /= (float)c.temperature;
-                if (race) score -= race[c.ids ? c.ids[d] : d];
-                if (c.sure) scores[d] = score;
-                if (score > most) most = score, best = d;
-            }
+            float most, *all = c.sure ? scores.data() : nullptr;
+            int64_t best = chosen(c, &logits[row * c.size], row, k, most, all);
             if (c.sure) {
                 F16 total = (F16){}, score;
                 for (int64_t d = 0; d < c.size; d += 16) {
@@ -305,14 +312,19 @@ struct Draft {
     const Chain *chain;
     int64_t *tail;
 };
+// A chain by what a round knows of its noise.
+static Chain now(const Chain &how, const Round &r, std::vector<int64_t> &from) {
+    for (int64_t b = 0; b < r.rows; b++) from[b] = r.along(b);
+    Chain c = how;
+    c.steps = r.nodes - 1, c.race = r.race, c.race_row = r.race_row, c.race_step = r.race_step;
+    c.from = from.data();
+    return c;
+}
 static void drafted_by(const Draft &d, Round *r, Pass *p, const bf16 *first, const bf16 *carried,
                        const int64_t *at) {
     int64_t B = r->rows, N = r->nodes;
     std::vector<int64_t> from(B), made(B * (N - 1));
-    for (int64_t b = 0; b < B; b++) from[b] = r->along(b);
-    Chain c = *d.chain;
-    c.steps = N - 1, c.race = r->race, c.race_row = r->race_row, c.race_step = r->race_step;
-    c.from = from.data();
+    Chain c = now(*d.chain, *r, from);
     chain(d.body, p, &c, first, carried, at, made.data());
     r->draft(made.data(), N - 1, N - 1);
 }
@@ -390,6 +402,66 @@ extern "C" void told_head(const Head *h, Round *r) {
     for (int64_t i = 0; i < r->rows; i++) {
         const bf16 *made = &states[(b.layers * T + i * L + r->emitted(i) - 1) * H];
         if (r->emitted(i)) memcpy(h->state + i * H, made, H * sizeof(bf16));
+    }
+}
+
+// Heads without attention in such rounds, as Medusa's and Hydra's: of every level residual blocks (with
+// maps `skip` of the first one's input, or without), whose inputs are the row's state and, with an
+// `embedding`, its path's tokens side by side; then an LM head.
+struct Block {
+    const bf16 *weight, *bias, *skip, *skip_bias;
+};
+struct Level {
+    const Block *block;
+    int64_t blocks;
+    const bf16 *head, *bias;
+};
+struct Heads {
+    int64_t hidden;
+    const Chain *chain;
+    const Level *level;
+    const bf16 *embedding;
+    bf16 *state;
+};
+extern "C" void draft_heads(const Heads *h, Round *r) {
+    int64_t B = r->rows, K = r->nodes - 1, H = h->hidden, most = (1 + K) * H;
+    std::vector<bf16> read(B * most), x(B * H), inner(B * H), in(B * most);
+    std::vector<int64_t> from(B), made(B * K);
+    Chain c = now(*h->chain, *r, from);
+    std::vector<bf16> logits(B * c.size);
+    for (int64_t b = 0; b < B; b++) memcpy(&read[b * most], h->state + b * H, H * sizeof(bf16));
+    for (int64_t k = 0; k < K; k++) {
+        const Level &level = h->level[k];
+        int64_t wide_in = h->embedding ? (2 + k) * H : H;
+        for (int64_t b = 0; b < B; b++) {
+            int64_t token = k ? made[b * K + k - 1] : r->pending[b];
+            if (h->embedding)
+                memcpy(&read[b * most + (1 + k) * H], h->embedding + token * H, H * sizeof(bf16));
+            memcpy(&in[b * wide_in], &read[b * most], wide_in * sizeof(bf16));
+        }
+        for (int64_t i = 0; i < level.blocks; i++) {
+            const Block &block = level.block[i];
+            const bf16 *given = i ? x.data() : in.data();
+            int64_t width = i ? H : wide_in;
+            product(block.weight, block.bias, given, inner.data(), B, width, H, H);
+            if (block.skip) product(block.skip, block.skip_bias, given, x.data(), B, width, H, H);
+            if (!block.skip && !i) memcpy(x.data(), given, B * H * sizeof(bf16));
+            for (int64_t j = 0; j < B * H; j += 16) {
+                F16 g = wide16(&inner[j]);
+                store16(&inner[j], g / (exp16(-g) + 1.0f));
+            }
+            added(x.data(), inner.data(), B * H);
+        }
+        product(level.head, level.bias, x.data(), logits.data(), B, H, c.size, c.size);
+        float best;
+        for (int64_t b = 0; b < B; b++) made[b * K + k] = chosen(c, &logits[b * c.size], b, k, best);
+    }
+    r->draft(made.data(), K, K);
+}
+extern "C" void told_heads(const Heads *h, Round *r) {
+    for (int64_t b = 0; b < r->rows; b++) {
+        const bf16 *own = r->side + (b * r->length + r->emitted(b) - 1) * h->hidden;
+        if (r->emitted(b)) memcpy(h->state + b * h->hidden, own, h->hidden * sizeof(bf16));
     }
 }
 

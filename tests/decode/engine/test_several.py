@@ -14,10 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS
 
 from draftsmith.decode import sampling
-from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import AheadDrafter, EasyDrafter, LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Round
+from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.engine import round as rounds
 from draftsmith.decode.engine import rows
 from draftsmith.decode.engine.decoder import Decoder
@@ -320,16 +320,19 @@ def counted(one: Completion) -> tuple[int, int]:
     return one.counters.nodes, sum(one.accepted)
 
 
-EAGLES: dict[str, tuple[str, dict[str, Any]]] = {
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1": ("eagle1", {}),
     "eagle3": ("eagle3", {"norm_output": True}),
     "eagle3.1": ("eagle3", {"fc_norm": True, "layers": 2}),
     "normed": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
     "mtp": ("mtp", {}),
+    "medusa": ("medusa", {"layers": 2}),
+    "shared": ("medusa", {"own_heads": False}),
+    "hydra": ("hydra", {"layers": 2, "head_bias": True}),
 }
 
 
-@pytest.mark.parametrize("kind", EAGLES)
+@pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize(("way", "batch"), [("greedy", 1), ("drawn", 1), ("drawn", 2)])
 def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
     pair: Pair,
@@ -341,7 +344,7 @@ def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
     tmp_path: Path,
 ) -> None:
     """Chains, what is kept of them, its states, and its keys and values up to the text's end."""
-    name, about = EAGLES[kind]
+    name, about = HEADS[kind]
     head = heads(name, pair[0], width=32, **about)
     for weight in head.parameters():  # so small that the noise decides what is kept
         weight.mul_(0.1 if weight.ndim > 1 else 1.0)
@@ -351,8 +354,9 @@ def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
         drafter = load_drafter(folder, *pair)
         decoder = Decoder(*pair, drafter, K=4 - batch, batch_size=batch)
         done = decoder.generate(TEXTS[2 : 2 + batch], WAYS[way])
-        assert isinstance(drafter, EagleDrafter)
-        return what(done), [drafter.state_BH, *drafter.pool.kv_2LBSHE]
+        assert isinstance(drafter, HeadDrafter)
+        kept = drafter.pool.kv_2LBSHE if drafter.layer is not None else []
+        return what(done), [drafter.state_BH, *kept]
 
     found, held = answered()
     assert max(made) > 2
