@@ -17,7 +17,9 @@ class Machine(NamedTuple):
     """gib: of memory; tflops: dense bf16 peak; bandwidth: GB/s; layer, call: microseconds that each
     layer and each call adds to a forward of a token; reached: the share of the peak of a forward of
     many tokens, assumed; overlaps: whether it reads while it computes; cache: megabytes that are
-    read again at `near` GB/s; loop: microseconds that a round which drafts takes beside its passes.
+    read again at `near` GB/s; round: microseconds that every round takes beside its passes; loop:
+    that those of trees, and of kinds whose rounds are made one at a time, take beside that; host:
+    what looking up takes, as a share of `predict.HOST`.
     """
 
     gib: float
@@ -29,7 +31,9 @@ class Machine(NamedTuple):
     overlaps: bool = True
     cache: float = 0.0
     near: float = 0.0
+    round: float = 0.0
     loop: float = 0.0
+    host: float = 1.0
 
     def seconds(self, work: Pass, tokens: float = 1, context: float = 0) -> float:
         """A forward of so many tokens after so many, of all rows together. A bf16 weight is two
@@ -51,9 +55,9 @@ class Machine(NamedTuple):
 
 
 # GPUs: the makers' data sheets (SXM), and an assumed dozen kernels a layer in a CUDA graph. cpu:
-# one thread of an AMD EPYC, bandwidth by a twin of 516M (docs/results/peers.json), loop by profile,
-# the rest by docs/results/cost.json (6 layers of 256 and one of 96, bf16: 0.235 and 0.049 ms, and
-# 48 us for each of a few further tokens).
+# one thread of an AMD EPYC, bandwidth by a twin of 516M (docs/results/peers.json), round, loop and
+# host by profile, the rest by docs/results/cost.json (6 layers of 256 and one of 96, bf16: 0.235
+# and 0.049 ms, and 48 us for each of a few further tokens).
 MACHINES = {
     "h100": Machine(79, 989, 3350),
     "h200": Machine(139, 989, 4800),
@@ -62,5 +66,5 @@ MACHINES = {
     "a100-40": Machine(39, 312, 1555),
     "l40s": Machine(44, 362, 864),
     "rtx4090": Machine(23.5, 165, 1008),
-    "cpu": Machine(16, 0.5, 22, 3, 26, 0.48, overlaps=False, cache=32, near=80, loop=90),
+    "cpu": Machine(16, 0.5, 22, 3, 26, 0.48, False, 32, 80, round=90, loop=300, host=0.1),
 }

@@ -100,8 +100,8 @@ class Prediction:
 
 class Drafting(NamedTuple):
     """What drafting costs: `once` a round, and at each of its calls; level: bytes that one more
-    level of a single call reads; host: seconds of a CPU, one row after another. trees: whether it
-    can draft any.
+    level of a single call reads; host: seconds of a CPU, one row after another; trees: whether it
+    can draft any; alone: whether its rounds are made one at a time.
     """
 
     once: Pass | None = None
@@ -109,10 +109,11 @@ class Drafting(NamedTuple):
     level: float = 0.0
     host: float = 0.0
     trees: bool = True
+    alone: bool = False
 
     def seconds(self, machine: Machine, rows: int, K: float, nodes: float, context: int) -> float:
         """Of a round of K levels and so many drafted nodes."""
-        seen, took = rows * context, self.host * rows
+        seen, took = rows * context, machine.host * self.host * rows
         if self.once is not None:
             weights = self.once.weights + K * self.level
             took += machine.seconds(self.once._replace(weights=weights), rows * K, seen)
@@ -199,11 +200,13 @@ def kinds_of(target: Draft, vocab: int, draft: Pass | None, exits: int) -> dict[
         "hydra": Drafting(each=Pass(1, 3 * square + table)),
         "eagle3": Drafting(once=fused, each=one._replace(weights=one.weights + few)),
         # A node's layer reads the trunk's row beside its token, by a map of both.
-        "block": Drafting(once=fused, each=one._replace(weights=one.weights + 2 * square + table)),
+        "block": Drafting(
+            once=fused, each=one._replace(weights=one.weights + 2 * square + table), alone=True
+        ),
         "ngram": Drafting(host=HOST["ngram"], trees=False),
         "suffix": Drafting(host=HOST["suffix"]),
         "exit": Drafting(
-            each=Pass(exits, exits * one.weights + table, exits * one.kv), trees=False
+            each=Pass(exits, exits * one.weights + table, exits * one.kv), trees=False, alone=True
         ),
     }
 
@@ -264,8 +267,10 @@ def speedup(pair: Pair, way: tuple[float, float, float], rows: int, context: int
     plain, verify = (
         machine.seconds(target.work, rows * n, rows * context) for n in (1, 1 + (nodes or K))
     )
-    own = drafting.seconds(machine, rows, K, nodes or K, context) + 1e-6 * machine.loop
-    return tau * plain / (verify + own)
+    own = drafting.seconds(machine, rows, K, nodes or K, context)
+    own += 1e-6 * machine.loop * (nodes > 0 or drafting.alone)
+    beside = 1e-6 * machine.round
+    return tau * (plain + beside) / (verify + own + beside)
 
 
 def pays(best_of: Callable[[int], Way], most: int) -> tuple[int, int]:
@@ -316,7 +321,7 @@ def notes(settings: Prediction, machine: Machine, target: Draft) -> list[str]:
         f"of one row {duration(step)} at {settings.context} tokens of context",
         f"machine: {'measured here' if settings.measure else settings.gpu}: {machine.tflops:.4g} "
         f"TFLOP/s, {machine.bandwidth:.4g} GB/s, {machine.call:.3g} us a call, {machine.layer:.3g} "
-        "us a layer" + (f", {machine.loop:.3g} us a round that drafts" if machine.loop else ""),
+        "us a layer" + (f", {machine.round:.3g} us a round" if machine.round else ""),
         "kept: the chance that 1, 2, 3 drafted tokens are; assumed where you gave none: see "
         "docs/start/compare.md, which also says how far predictions were off",
     ]

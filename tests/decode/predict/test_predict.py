@@ -124,7 +124,7 @@ def test_the_committed_tables_are_foretold(capsys: pytest.CaptureFixture[str]) -
     tables = ("quickstart", "gsm8k", "trees", "own-layers")
     found = [one for table in tables for one in predicted.judged(Path("docs/results"), table)]
     close = [abs(one.error) <= predicted.MISS for one in found]
-    assert len(found) == 36 and sum(close) == 32
+    assert len(found) == 36 and sum(close) == 33
     assert {one.row["what"] for one in found} > {"before", "after", "ngram", "exit:2", "chain"}
     predicted.main([])
     told = capsys.readouterr().out
