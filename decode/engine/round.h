@@ -9,7 +9,7 @@ struct Round {
     int64_t race_row, race_step;  // from one row's noise to the next one's, and one depth's
     int64_t tree_row;             // from one row's tree to the next one's; 0 where all share one
     int64_t beside;               // from one round's states of the taps to the next one's
-    int64_t *tokens;              // [B, N], or [N] a row
+    int64_t *tokens;              // [B, N], the pending ones first
     const int64_t *parent, *depth;
     const float *logits, *race;
     int64_t *lens, *pending, *rounds, *room;

@@ -1,5 +1,5 @@
 """Several rounds in one call of C++ (`rows.cpp`), without a draft or with chains of a drafter that
-is in C++ too: a small model's rounds take half as long again in torch's dispatch and here.
+is in C++ too: torch's dispatch around them makes a small model's take a quarter to a half longer.
 
 Shapes: B rows, M rounds, N nodes of a round, V vocabulary.
 """
