@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.decode.engine.settings import DecodeSettings
+from draftsmith.decode.engine.several import rounds_at_once
 from draftsmith.decode.evaluate import metrics, speed
 from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded, steady_arm, time_arms
 from draftsmith.decode.evaluate.replay import replay
@@ -182,11 +183,14 @@ def replayed(
         if made.policy.priced:
             made.policy.costs = costs
         decoders.append(made)
+    own, many = decoders[0], (settings.batch_size, settings.params, ways[0].plan.nodes)
+    at_once = ways[0].plan.is_chain and rounds_at_once(own.runner, *many)[0] > 1
     questions = spec.questions[: REPLAYED * settings.batch_size]
     base, *arms = replay(decoders, questions, settings.params, settings.batch_size, costs, tick)
     # What ran faster than it can one round at a time made several a call, as trees don't.
-    faster = min(1.0, sum(spec.seconds[: len(base.seconds)]) / sum(base.seconds))
-    base.seconds = [faster * seconds for seconds in base.seconds]
+    ran, again = sum(spec.seconds[: len(base.seconds)]), sum(base.seconds)
+    if at_once and ran < again:
+        base.seconds = [seconds * ran / again for seconds in base.seconds]
 
     def gain(groups: np.ndarray) -> np.ndarray:
         first = groups[groups < REPLAYED]
