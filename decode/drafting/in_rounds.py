@@ -116,8 +116,8 @@ def _parts(native: NativeBody, drawn: Draws) -> tuple[tuple[Any, ...], list[int]
     """
     head, pool = drawn.head, drawn.pool
     how = ChainCall(0, len(head.weight), drawn.context, pool.slots)
-    how.temperature, bias = drawn.temperature, (head.tensors[1] or (None,))[0]
-    how.head, how.bias, how.ids = map(pointer, (head.weight, bias, head.ids_D))
+    how.temperature = drawn.temperature
+    how.head, how.bias, how.ids = map(pointer, (*sides(head), head.ids_D))
     at = PassCall(0, 1, pool.slots, 0, native.layers, *(None,) * 5, 0, 0, None, *laid(pool))
     held = native.body, at, how
     return held, [*map(ctypes.addressof, held)]

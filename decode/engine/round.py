@@ -176,19 +176,22 @@ class Stepper:
         most = most if drafter is None else min(most, policy.stays)
         if most < 2:
             return None
+        requests = [r for r in rows.requests if r is not None]
+        most = min([most, *(r.limit - len(r.completion.tokens) for r in requests)])
         watchers = self.acceptance, self.recorder, batch.harvest, batch.listed, batch.grammars
         watched = self.settings.same_shape or any(one is not None for one in watchers)
-        drafts: InRounds | None = InRounds()
-        if plan is not None and drafter is not None:
+        if plan is not None:
             watched = watched or policy.asked or not (plan.is_chain and unfiltered(params))
-            drafts = None if watched else drafter.in_rounds(nodes, params.law[0])
         elif drafter is not None:  # one that isn't owed rounds is told of each as it ends
             watched = watched or batch.owed is None
         if drafter is not None and drafter.remembers:  # nothing past a string that ends an answer
-            watched = watched or any(r.params.stop for r in rows.requests if r is not None)
-        left = (r.limit - len(r.completion.tokens) for r in rows.requests if r is not None)
-        most = min([most, *left])
-        if watched or drafts is None or most < 2 or self.rule(params) is not RULES["coupled"]:
+            watched = watched or any(r.params.stop for r in requests)
+        if watched or most < 2 or self.rule(params) is not RULES["coupled"]:
+            return None
+        drafts: InRounds | None = InRounds()
+        if plan is not None and drafter is not None:
+            drafts = drafter.in_rounds(nodes, params.law[0])
+        if drafts is None:
             return None
         at_BM = rows.lens_B[:, None] + torch.arange(1, min(span, most * nodes) + 1)
         race_BMV = self.race(rows.seeds_B, at_BM, params)

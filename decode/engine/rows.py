@@ -173,15 +173,8 @@ class Told(NamedTuple):
 
 
 _NUMBERS = (
-    "rows",
-    "nodes",
-    "length",
-    "vocab",
-    "stops",
-    "race_row",
-    "race_step",
-    "tree_row",
-    "beside",
+    *("rows", "nodes", "length", "vocab", "stops"),
+    *("race_row", "race_step", "tree_row", "beside"),
 )
 _PLACES = (
     *("tokens", "parent", "depth", "logits", "race"),

@@ -234,8 +234,8 @@ class NativeBody:
         how, failed = ChainCall(beside=side_MBNU.stride(0)), list[BaseException]()
         function: Any = self.made.logits
         if head is not None:
-            bias, how.size = (head.tensors[1] or (None,))[0], len(head.weight)
-            how.head, how.bias, how.temperature = pointer(head.weight), pointer(bias), temperature
+            how.size, how.temperature = len(head.weight), temperature
+            how.head, how.bias = map(pointer, sides(head))
         elif law is not None:
 
             def held_back(_: Any, error: BaseException | None, __: Any) -> bool:
@@ -264,14 +264,14 @@ class NativeBody:
         states = [None if x is None else x.contiguous() for x in start[:2]]
         at_B, race_BKV, temperature, context, pending_B = start[2:]
         at_B = at_B.contiguous()  # held: the call is given its address
-        rows, weight, biases = len(at_B), head.weight, head.tensors[1] or (None,)
+        rows, size = len(at_B), len(head.weight)
         tokens_BK = at_B.new_empty(rows, steps)
         sure_BK = at_B.new_empty(rows, steps, dtype=torch.float32) if sure else None
         strides = (0, 0) if race_BKV is None else race_BKV.stride()[:2]
         how = ChainCall(
-            *(steps, len(weight), context, pool.slots, *strides),
+            *(steps, size, context, pool.slots, *strides),
             0 if pending_B is None or states[1] is None else states[1].shape[1],
-            *map(pointer, (weight, biases[0], head.ids_D, pending_B, race_BKV)),
+            *map(pointer, (*sides(head), head.ids_D, pending_B, race_BKV)),
             *(temperature, pointer(sure_BK)),
         )
         where = 0, self.layers, *(None,) * 5, 0, 0, None, *laid(pool)

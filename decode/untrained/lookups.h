@@ -127,6 +127,20 @@ template <class Fill, class Go> inline int64_t follow(const Chains &how, Fill fi
     return how.steps;
 }
 
+// What drafts in several rounds that are one call; ending: how many of a text's last tokens it looks at.
+template <class Store> struct Drafts {
+    const Store *store;
+    Texts texts;
+    const Chains *how;
+    int64_t ending;
+
+    std::vector<int64_t> endings(int64_t rows) const {
+        std::vector<int64_t> found(rows * ending);
+        for (int64_t b = 0; b < rows; b++) texts.tail(b, ending, &found[b * ending]);
+        return found;
+    }
+};
+
 // The chains of a round of several that are one call. follow: drafts by what it is given; how many
 // levels. known: whether anything is, of a row that decodes.
 template <class Follow> inline void draft(Round &r, Chains how, bool known, Follow follow) {

@@ -2,10 +2,7 @@
 
 #include "lookups.h"
 
-struct Drafts {
-    lookups::Texts texts;
-    int64_t longest;
-};
+typedef lookups::Drafts<void> Drafts;
 
 // Where the continuation of the best match begins: of the longest, the latest; -1 if there is none.
 static int64_t match(const int64_t *text, int64_t length, int64_t longest) {
@@ -24,7 +21,7 @@ extern "C" void draft(const Drafts *d, Round *r) {
     bool known = false;
     for (int64_t b = 0; b < r->rows; b++) {
         const int64_t *text = d->texts.text + b * d->texts.slots, length = d->texts.lens[b];
-        const int64_t begin = match(text, length, d->longest);
+        const int64_t begin = match(text, length, d->ending);
         known |= begin >= 0 && r->active[b];
         // Past the end of the text the match is continued periodically from its own start.
         const int64_t period = length > begin ? length - begin : 1;

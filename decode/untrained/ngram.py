@@ -9,7 +9,6 @@
 Shapes: B rows, S known tokens.
 """
 
-import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -19,17 +18,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Kept, Round
-from draftsmith.decode.drafting.in_rounds import InRounds, called
+from draftsmith.decode.drafting.in_rounds import InRounds
 from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, chain
-from draftsmith.decode.untrained.texts import TextDrafter, TextsCall
+from draftsmith.decode.untrained.texts import TextDrafter
 
 LONGEST = 3
 SOURCE = Path(__file__).with_name("ngram.cpp")
-
-
-class _NgramDrafts(ctypes.Structure):
-    _fields_ = [("texts", TextsCall), ("longest", ctypes.c_int64)]
 
 
 class NgramDrafter(TextDrafter):
@@ -97,7 +92,7 @@ class NgramDrafter(TextDrafter):
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
         if self.device.type != "cpu" or self.unique or (made := library(SOURCE)) is None:
             return None
-        return called(_NgramDrafts(TextsCall.of(self), LONGEST), (), made.draft, made.told)
+        return self.drafts_in(made, LONGEST)
 
     def _last_match(self, text_BS: Tensor) -> Tensor:
         """Where the continuation of the best match begins, or -1; [B]."""

@@ -84,19 +84,12 @@ int64_t follow(const Store *store, const int64_t *at, const float *weight, int64
     return lookups::follow(*how, fill, go);
 }
 
-// What drafts in several rounds that are one call, and how much of an ending is compared.
-struct Drafts {
-    const Store *store;
-    lookups::Texts texts;
-    const lookups::Chains *how;
-    int64_t compared;
-};
+typedef lookups::Drafts<Store> Drafts;
 
 void draft(const Drafts *d, Round *r) {
     const int64_t B = r->rows, places = d->store->orders * d->store->wide;
-    std::vector<int64_t> ending(B * d->compared), at(B * places), matched(B * places);
-    for (int64_t b = 0; b < B; b++) d->texts.tail(b, d->compared, &ending[b * d->compared]);
-    matching(d->store, ending.data(), B, d->compared, at.data(), matched.data());
+    std::vector<int64_t> at(B * places), matched(B * places);
+    matching(d->store, d->endings(B).data(), B, d->ending, at.data(), matched.data());
     std::vector<float> weight(B * places);
     bool known = false;
     for (int64_t i = 0; i < B * places; i++) {

@@ -29,16 +29,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
-from draftsmith.decode.drafting.in_rounds import InRounds, called
 from draftsmith.decode.forward.compiled import library, place, pointer
-from draftsmith.decode.untrained.texts import (
-    ChainsCall,
-    LookupDrafter,
-    TextsCall,
-    chained,
-    hashed,
-    law_of,
-)
+from draftsmith.decode.untrained.texts import LookupDrafter, chained, hashed, law_of
 
 ORDERS = (1, 2, 4, 8)
 WIDE = 16
@@ -57,10 +49,6 @@ class _Store(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("ring", "known", "orders", "buckets", "wide")),
         *((name, _P) for name in ("order", "own", "rows", "latest", "counts")),
     ]
-
-
-class _SuffixDrafts(ctypes.Structure):
-    _fields_ = [("store", _P), ("texts", TextsCall), ("how", _P), ("compared", ctypes.c_int64)]
 
 
 class Places:
@@ -185,7 +173,7 @@ class Places:
 
 class SuffixDrafter(LookupDrafter):
     held = ("text_BS", "lens_B", "answer_B")
-    slack = SLACK
+    slack, ending = SLACK, COMPARED
 
     def __init__(
         self, kind: str, device: torch.device, vocab_size: int, remembered: int = REMEMBERED
@@ -254,7 +242,7 @@ class SuffixDrafter(LookupDrafter):
 
     def _matching(self) -> tuple[Tensor, Tensor]:
         """Places that the rows' endings lead to, and their weights: [B, C]."""
-        at_BC, matched_BC = self.store.matching(self.tail(COMPARED), self.text_BS.flatten())
+        at_BC, matched_BC = self.store.matching(self.tail(self.ending), self.text_BS.flatten())
         return at_BC, torch.where(matched_BC > 0, torch.exp2(matched_BC.float()), 0)
 
     def followed(self, request: Round) -> Tensor:
@@ -266,14 +254,8 @@ class SuffixDrafter(LookupDrafter):
         follow = partial(self.store.made.follow, store, *where)
         return chained(request, SLACK, self.vocab_size, follow)
 
-    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
-        if not self.store.made:
-            return None
-        store = self.store.in_memory(self.text_BS.view(-1))
-        how = ChainsCall.by(SLACK, self.vocab_size, temperature)
-        lie = ctypes.addressof(store), TextsCall.of(self), ctypes.addressof(how)
-        made = self.store.made
-        return called(_SuffixDrafts(*lie, COMPARED), (store, how), made.draft, made.told)
+    def in_memory(self) -> _Store:
+        return self.store.in_memory(self.text_BS.view(-1))
 
     def looked_up(self) -> tuple[Feed, Tensor]:
         rows_Y = self.text_BS.flatten()

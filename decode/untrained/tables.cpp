@@ -118,19 +118,12 @@ int64_t follow(const Table *table, int64_t *contexts, const lookups::Chains *how
     return lookups::follow(*how, fill, go);
 }
 
-// What drafts in several rounds that are one call.
-struct Drafts {
-    const Table *table;
-    lookups::Texts texts;
-    const lookups::Chains *how;
-};
+typedef lookups::Drafts<Table> Drafts;
 
 void draft(const Drafts *d, Round *r) {
-    const int64_t longest = d->table->order[d->table->orders - 1];
-    std::vector<int64_t> context(r->rows * longest);
-    for (int64_t b = 0; b < r->rows; b++) d->texts.tail(b, longest, &context[b * longest]);
+    std::vector<int64_t> context = d->endings(r->rows);
     lookups::draft(*r, *d->how, true, [&](const lookups::Chains &how) {
-        return follow(d->table, context.data(), &how);
+        return follow(d->store, context.data(), &how);
     });
 }
 
@@ -158,18 +151,17 @@ static void likeliest(const float *logits, int64_t vocab, float factor, int64_t 
 
 // Every node of a row that went on teaches.
 void told(const Drafts *d, Round *r) {
-    const int64_t kept = d->table->kept, longest = d->table->order[d->table->orders - 1];
-    const int64_t B = r->rows, N = r->nodes, T = B * N;
-    std::vector<int64_t> context(T * longest), ids(T * kept);
+    const int64_t kept = d->store->kept, B = r->rows, N = r->nodes, T = B * N;
+    std::vector<int64_t> context(T * d->ending), ids(T * kept);
     std::vector<float> p(T * kept);
     std::vector<uint8_t> real(T);
-    contexts(r->tokens, r->parent, 0, d->texts.text, d->texts.slots, d->texts.lens, B, N, longest,
-             context.data());
+    contexts(r->tokens, r->parent, 0, d->texts.text, d->texts.slots, d->texts.lens, B, N,
+             d->ending, context.data());
     for (int64_t t = 0; t < T; t++)
         if ((real[t] = r->emitted(t / N) > 0))
             likeliest(r->logits + t * r->vocab, r->vocab, d->how->temperature, kept, &ids[t * kept],
                       &p[t * kept]);
-    learn(d->table, context.data(), ids.data(), p.data(), real.data(), T);
+    learn(d->store, context.data(), ids.data(), p.data(), real.data(), T);
     d->texts.extend(*r);
 }
 }

@@ -24,16 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
-from draftsmith.decode.drafting.in_rounds import InRounds, called
 from draftsmith.decode.forward.compiled import library, place, pointer
-from draftsmith.decode.untrained.texts import (
-    ChainsCall,
-    LookupDrafter,
-    TextsCall,
-    chained,
-    hashed,
-    law_of,
-)
+from draftsmith.decode.untrained.texts import LookupDrafter, chained, hashed, law_of
 
 ORDERS = {"recycling": (1,), "stand": (1, 2, 3, 4)}
 KEPT = 10
@@ -50,10 +42,6 @@ class _Table(ctypes.Structure):
         *((name, _N) for name in ("orders", "places", "kept", "mean")),
         *((name, _P) for name in ("order", "keys", "counts", "ids", "p")),
     ]
-
-
-class _TableDrafts(ctypes.Structure):
-    _fields_ = [("table", _P), ("texts", TextsCall), ("how", _P)]
 
 
 class LawTable:
@@ -166,7 +154,8 @@ class TableDrafter(LookupDrafter):
     def __init__(self, kind: str, device: torch.device, vocab_size: int) -> None:
         super().__init__(kind, device, vocab_size)
         self.store = LawTable(ORDERS[kind], kind == "stand", self.device)
-        self.context_M = torch.arange(max(ORDERS[kind]), device=self.device)
+        self.ending = max(ORDERS[kind])
+        self.context_M = torch.arange(self.ending, device=self.device)
 
     def remember(self, tokens_N: Tensor) -> None:
         """A context counts once in CHUNK tokens."""
@@ -208,7 +197,7 @@ class TableDrafter(LookupDrafter):
             sizes = map(_N, found_BNM.shape)
             self.store.made.contexts(*trees, *texts, *sizes, place(found_BNM))
             return found_BNM
-        tail_BM = self.tail(len(self.context_M))
+        tail_BM = self.tail(self.ending)
         # The row's text hangs above the root: one more node for each token before the pending one.
         above_M = nodes + self.context_M
         parent_BN = parent.expand(rows, nodes).clone()
@@ -227,19 +216,15 @@ class TableDrafter(LookupDrafter):
         super().extend(kept)
 
     def followed(self, request: Round) -> Tensor:
-        context_BM = self.tail(len(self.context_M))
+        context_BM = self.tail(self.ending)
         follow = partial(self.store.made.follow, self.store.laid(), place(context_BM))
         return chained(request, SLACK, self.vocab_size, follow)
 
-    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
-        if not (made := self.store.made):
-            return None
-        table, how = self.store.in_memory(), ChainsCall.by(SLACK, self.vocab_size, temperature)
-        drafts = _TableDrafts(ctypes.addressof(table), TextsCall.of(self), ctypes.addressof(how))
-        return called(drafts, (table, how), made.draft, made.told)
+    def in_memory(self) -> _Table:
+        return self.store.in_memory()
 
     def looked_up(self) -> tuple[Feed, Tensor]:
-        context_BFM = self.tail(len(self.context_M))[:, None]
+        context_BFM = self.tail(self.ending)[:, None]
         first = self.store.laws(context_BFM.flatten(0, 1))
 
         def feed(frontier: Frontier) -> Fed:

@@ -18,12 +18,38 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Call, Drafter, Fed, Feed, Kept, Round
 from draftsmith.decode.drafting.grow_tree import best_chain, grow
+from draftsmith.decode.drafting.in_rounds import InRounds, called
 from draftsmith.decode.forward.compiled import pointer
 from draftsmith.decode.token_tree import COUPLED, TokenTree, chain
 from draftsmith.models.disk.store import LOCK, hold, open_shard, save_shard
 
 HOPELESS = 0.2  # a draft ends where its next token is less likely than that
 MIX = 0x1E3779B97F4A7C15  # odd
+
+
+class ChainsCall(ctypes.Structure):
+    """`Chains` in lookups.h, of which a round fills in the rest."""
+
+    _fields_ = [
+        *((n, ctypes.c_int64) for n in ("rows", "vocab", "race_row", "race_step", "steps")),
+        *((n, ctypes.c_float) for n in ("slack", "temperature", "hopeless")),
+        *((n, ctypes.c_void_p) for n in ("active", "race", "tokens", "from")),
+    ]
+
+    @classmethod
+    def by(cls, slack: float, vocab_size: int, temperature: float) -> Self:
+        numbers = slack / vocab_size, temperature or 1.0, HOPELESS
+        return cls(0, vocab_size, 0, 0, 0, *numbers)
+
+
+class DraftsCall(ctypes.Structure):
+    """`Drafts` in lookups.h, with the `Texts` there."""
+
+    _fields_ = [
+        *(("store", ctypes.c_void_p), ("slots", ctypes.c_int64)),
+        *((n, ctypes.c_void_p) for n in ("text", "lens", "how")),
+        ("ending", ctypes.c_int64),
+    ]
 
 
 class TextDrafter(Drafter):
@@ -57,6 +83,16 @@ class TextDrafter(Drafter):
         old_BL = self.text_BS.gather(1, at_BL)
         self.text_BS.scatter_(1, at_BL, torch.where(new_BL, tokens_BL, old_BL))
         self.lens_B += n_new_B
+
+    def drafts_in(
+        self, made: Any, ending: int, store: Any = None, how: ChainsCall | None = None
+    ) -> InRounds:
+        """What drafts in several rounds that are one call, by the functions of a source."""
+        lie = map(pointer, (self.text_BS, self.lens_B))
+        parts = (None if part is None else ctypes.addressof(part) for part in (store, how))
+        first, last = parts
+        drafts = DraftsCall(first, self.text_BS.shape[1], *lie, last, ending)
+        return called(drafts, (store, how), made.draft, made.told)
 
     def tail(self, tokens: int) -> Tensor:
         """The last tokens [B, M] of the text, the last one first; -1 before its beginning."""
@@ -121,10 +157,11 @@ class LookupDrafter(StoredDrafter, TextDrafter):
     """Trees and chains from laws that are looked up. reads: whether a tree looks at what it found,
     as costs nothing on a CPU (a chain in C++ always does): a round where nothing is found is then
     plain decoding, and a draft ends where no row goes on; slack: the weight of what it never saw,
-    shared out among all tokens.
+    shared out among all tokens; ending: how many of the text's last tokens it looks at.
     """
 
     slack: float
+    ending: int
 
     def __init__(self, kind: str, device: torch.device, vocab_size: int) -> None:
         super().__init__(device)
@@ -150,6 +187,16 @@ class LookupDrafter(StoredDrafter, TextDrafter):
         """The chains [B, up to K] that `grow` would come to, in C++: `chained`."""
         raise NotImplementedError
 
+    def in_memory(self) -> Any:
+        """Its store as C++ has it."""
+        raise NotImplementedError
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        if not self.store.made:
+            return None
+        how = ChainsCall.by(self.slack, self.vocab_size, temperature)
+        return self.drafts_in(self.store.made, self.ending, self.in_memory(), how)
+
     def propose(self, request: Round) -> TokenTree:
         """Chains of best tokens are drafted in one call, where there is one."""
         if self.store.made and best_chain(request) and not request.sure:
@@ -166,31 +213,6 @@ class LookupDrafter(StoredDrafter, TextDrafter):
         if self.reads:
             request = replace(request, enough=request.enough or hopeless)
         return grow(request, feed)[0]
-
-
-class ChainsCall(ctypes.Structure):
-    """`Chains` in lookups.h, of which a round fills in the rest."""
-
-    _fields_ = [
-        *((n, ctypes.c_int64) for n in ("rows", "vocab", "race_row", "race_step", "steps")),
-        *((n, ctypes.c_float) for n in ("slack", "temperature", "hopeless")),
-        *((n, ctypes.c_void_p) for n in ("active", "race", "tokens", "from")),
-    ]
-
-    @classmethod
-    def by(cls, slack: float, vocab_size: int, temperature: float) -> Self:
-        numbers = slack / vocab_size, temperature or 1.0, HOPELESS
-        return cls(0, vocab_size, 0, 0, 0, *numbers)
-
-
-class TextsCall(ctypes.Structure):
-    """`Texts` in lookups.h."""
-
-    _fields_ = [("slots", ctypes.c_int64), *((n, ctypes.c_void_p) for n in ("text", "lens"))]
-
-    @classmethod
-    def of(cls, drafter: TextDrafter) -> Self:
-        return cls(drafter.text_BS.shape[1], *map(pointer, (drafter.text_BS, drafter.lens_B)))
 
 
 def chained(request: Round, slack: float, vocab_size: int, follow: Callable[[Any], int]) -> Tensor:
