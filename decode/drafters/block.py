@@ -20,6 +20,7 @@ from draftsmith.decode.drafters.medusa import output_product
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
 from draftsmith.decode.drafting.grow_tree import at_once, grow_at_once, grow_known
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV, keep_last
+from draftsmith.decode.drafting.in_rounds import Draws, InRounds, Trunk, one_pass_rounds
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.lean import lean_copy
 from draftsmith.decode.forward.lean_heads import lean_block, lean_nodes
@@ -90,6 +91,26 @@ class BlockDrafter(HeadDrafter):
             return self.lm_head.logits(self.body.normed(self._trunk(request)))
 
         return grow_known(request, logits)
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        """Not of those that read the noise, or whose light head is neither none nor layers."""
+        head, rows, plan = self.head, len(self.state_BH), self.head.config
+        stack, lit = getattr(self.body, "stack", None), self.native
+        native: NativeBody | None = None if stack is None else stack.native
+        if native is None or plan.noise or not native.steps(rows * max(nodes, head.block)):
+            return None
+        alone = self.nodes is None and type(head.light) is Light
+        if alone and not native.reads_out(self.lm_head, rows * (nodes - 1)):
+            return None
+        if not alone and (lit is None or not lit.drafts(self.lm_head, rows)):
+            return None
+        size = 0 if plan.mask == "causal" else head.block
+        last_HH = head.last.weight if plan.last else None
+        tensors = head.hidden_norm.weight, head.mask_H, head.target_embedding_VH, last_HH
+        trunk = Trunk(len(head.layers), head.first, size, tensors)
+        drawn = Draws(self.lm_head, temperature, self.pool, self.context)
+        above = None if lit is None else (lit, self.pool.above(head.lit.start))
+        return one_pass_rounds(native, drawn, self.state_BH, head.fc.weight, trunk, above)
 
     def feed(self, request: Round) -> Feed:
         light, lens_B1, lit = self.light, request.lens_B[:, None], self.head.lit

@@ -63,10 +63,14 @@ class HydraDrafter(HeadDrafter):
         return feed
 
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        prefix = None
         if self.layer is not None:
-            return None
+            native = getattr(self.prefix, "native", None)
+            if native is None or not native.steps(len(self.state_BH) * nodes):
+                return None
+            prefix = native, self.pool, self.context
         blocks = [[sides(self.entries[k]), *map(sides, self.more[k])] for k in range(nodes - 1)]
-        how = temperature, self.state_BH, self.head.target_embedding_VH
+        how = temperature, self.state_BH, self.head.target_embedding_VH, prefix
         return heads_rounds(blocks, self.outputs[: nodes - 1], *how)
 
     def first(self, states_BTH: Tensor, next_BT: Tensor) -> Fed:

@@ -1,5 +1,5 @@
-"""Chains that are drafted in several rounds of one call (`several` in rows.cpp), by what lies in
-native.cpp too.
+"""Chains that are drafted in several rounds of one call (`several` in rows.cpp), by what is in C++
+too (in_rounds.h).
 
 Shapes: B rows, H hidden, U width of the taps side by side.
 """
@@ -47,6 +47,13 @@ class _Level(ctypes.Structure):
 
 class _Heads(ctypes.Structure):
     _fields_ = [("hidden", _N), *((n, _P) for n in ("chain", "level", "embedding", "state"))]
+    _fields_ += [("prefix", _P), ("pass_", _P)]
+
+
+class _OnePass(ctypes.Structure):
+    _fields_ = [("head", _Head), ("trunk", _P), ("pass_", _P)]
+    _fields_ += [(n, _N) for n in ("layers", "first", "rows")]
+    _fields_ += [(n, _P) for n in ("norm", "mask", "embedding", "last")]
 
 
 class Draws(NamedTuple):
@@ -60,11 +67,25 @@ class Draws(NamedTuple):
     context: int
 
 
-def lm_rounds(native: NativeBody, drawn: Draws, tail_B2: Tensor) -> InRounds:
-    """Of a draft LM. tail_B2: each row's last two tokens, which the call keeps up."""
+class Trunk(NamedTuple):
+    """How a block drafter makes a block's rows: by how many layers, from which row on they draft,
+    how many there are (0: as few as the chain needs); tensors: the norm of what the taps are mapped
+    to, MASK, the embeddings, and a map of the last state that is added to all rows, if it is.
+    """
+
+    layers: int
+    first: int
+    rows: int
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def lm_rounds(native: NativeBody, drawn: Draws, tail_B2: Tensor | None) -> InRounds:
+    """Of a draft LM. tail_B2: each row's last two tokens, which the call keeps up; None where all
+    but the last have keys and values that somebody else keeps up.
+    """
     held, parts = _parts(native, drawn)
-    draft = _Draft(*parts, pointer(tail_B2))
-    return called(draft, held, native.made.draft_lm, native.made.told_lm)
+    draft, made = _Draft(*parts, pointer(tail_B2)), native.made
+    return called(draft, held, made.draft_lm, None if tail_B2 is None else made.told_lm)
 
 
 def head_rounds(
@@ -74,13 +95,27 @@ def head_rounds(
     by: the norm of all, or those of each, then weight and bias; None for what there isn't.
     """
     held, parts = _parts(native, drawn)
-    of_all, of_taps, weight, bias = fuse
-    norms = (_P * len(of_taps))(*map(pointer, of_taps))
-    wide = native.hidden if weight is None else weight.shape[1]
-    each = ctypes.addressof(norms) if len(norms) else None
-    fusing = pointer(of_all), each, pointer(weight), pointer(bias), wide
-    head = _Head(_Draft(*parts, None), *fusing, pointer(state_BH))
+    head, norms = _fusing(_Draft(*parts, None), fuse, state_BH)
     return called(head, (held, norms), native.made.draft_head, native.made.told_head)
+
+
+def one_pass_rounds(
+    native: NativeBody,
+    drawn: Draws,
+    state_BH: Tensor,
+    fc_HU: Tensor,
+    trunk: Trunk,
+    lit: tuple[NativeBody, KVPool] | None,
+) -> InRounds:
+    """Of a block drafter. native: its layers, the light head's among them; lit: these, and their
+    keys and values, of a light head that has any.
+    """
+    held, (body, pass_, chain) = _parts(native, drawn)
+    each, parts = (None, (None, None, chain)) if lit is None else _parts(lit[0], drawn, lit[1])
+    head, norms = _fusing(_Draft(*parts, None), (None, (), fc_HU, None), state_BH)
+    rows, tensors = trunk[:3], map(pointer, trunk.tensors)
+    block, made = _OnePass(head, body, pass_, *rows, *tensors), native.made
+    return called(block, (held, each, norms, trunk), made.draft_one_pass, made.told_one_pass)
 
 
 def heads_rounds(
@@ -89,10 +124,12 @@ def heads_rounds(
     temperature: float,
     state_BH: Tensor,
     embedding_VH: Tensor | None = None,
+    prefix: tuple[NativeBody, KVPool, int] | None = None,
 ) -> InRounds | None:
     """Of heads without attention: of every level residual blocks, each weight and bias of a map and
     where there is one of what that is added to, and an LM head. embedding_VH: of those that read
-    their path's tokens. None where products of a few tokens aren't C++'s.
+    their path's tokens; prefix: layers that the target's states go through first, where their keys
+    and values lie, and of how many positions. None where products of a few tokens aren't C++'s.
     """
     few = all(one.few is not None for one in outputs) and torch.get_num_threads() == 1
     if not few or state_BH.dtype != torch.bfloat16:
@@ -105,25 +142,48 @@ def heads_rounds(
     laid = (_Level * len(outputs))(*levels)
     how = ChainCall(size=len(outputs[0].weight), temperature=temperature)
     parts = ctypes.addressof(how), ctypes.addressof(laid), pointer(embedding_VH), pointer(state_BH)
-    made = library()
-    heads = _Heads(state_BH.shape[1], *parts)
-    return called(heads, (how, laid, held), made.draft_heads, made.told_heads)
+    made, before, at = library(), None, None
+    if prefix is not None:
+        native, pool, how.context = prefix
+        before, at, how.slots = native.body, _pass(native, pool), pool.slots
+    first = (None if one is None else ctypes.addressof(one) for one in (before, at))
+    heads = _Heads(state_BH.shape[1], *parts, *first)
+    return called(heads, (how, laid, held, before, at), made.draft_heads, made.told_heads)
 
 
-def _parts(native: NativeBody, drawn: Draws) -> tuple[tuple[Any, ...], list[int]]:
-    """A body, where a pass's keys and values lie, and how chains are drawn: themselves, and where
-    they lie.
+def _parts(
+    native: NativeBody, drawn: Draws, pool: KVPool | None = None
+) -> tuple[list[Any], list[int]]:
+    """A body, where a pass's keys and values lie (by default where the draws say), and how chains
+    are drawn: themselves, and where they lie.
     """
-    head, pool = drawn.head, drawn.pool
+    head, pool = drawn.head, pool or drawn.pool
     how = ChainCall(0, len(head.weight), drawn.context, pool.slots)
     how.temperature = drawn.temperature
     how.head, how.bias, how.ids = map(pointer, (*sides(head), head.ids_D))
-    at = PassCall(0, 1, pool.slots, 0, native.layers, *(None,) * 5, 0, 0, None, *laid(pool))
-    held = native.body, at, how
+    held = [native.body, _pass(native, pool), how]
     return held, [*map(ctypes.addressof, held)]
 
 
-def called(drafter: ctypes.Structure, held: tuple[Any, ...], *how: Any) -> InRounds:
-    """By these functions, how it drafts and how it hears, of what it is in C++."""
-    functions = (ctypes.cast(one, _P) for one in how)
+def _pass(native: NativeBody, pool: KVPool) -> PassCall:
+    """Of all layers over a token a row."""
+    where = (None,) * 5, (0, 0, None)
+    return PassCall(0, 1, pool.slots, 0, native.layers, *where[0], *where[1], *laid(pool))
+
+
+def _fusing(draft: _Draft, fuse: Sequence[Any], state_BH: Tensor) -> tuple[_Head, Any]:
+    """With what the taps become the states beside tokens by (see `head_rounds`); and what lives as
+    long.
+    """
+    of_all, of_taps, weight, bias = fuse
+    norms = (_P * len(of_taps))(*map(pointer, of_taps))
+    wide = state_BH.shape[1] if weight is None else weight.shape[1]
+    each = ctypes.addressof(norms) if len(norms) else None
+    fusing = pointer(of_all), each, pointer(weight), pointer(bias), wide
+    return _Head(draft, *fusing, pointer(state_BH)), norms
+
+
+def called(drafter: ctypes.Structure, held: Any, *how: Any) -> InRounds:
+    """By these functions, how it drafts and how it hears (None: not at all), of what is in C++."""
+    functions = (None if one is None else ctypes.cast(one, _P) for one in how)
     return InRounds((*functions, ctypes.byref(drafter)), held)

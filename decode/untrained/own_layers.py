@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Drafter, Fed, Feed, Frontier, Round
 from draftsmith.decode.drafting.grow_tree import at_once, grow, grow_at_once
+from draftsmith.decode.drafting.in_rounds import Draws, InRounds, lm_rounds
 from draftsmith.decode.forward.kv import KVPool, round_up
 from draftsmith.decode.forward.lean import LeanBody
 from draftsmith.decode.forward.native import HALVES, Half, NativeBody
@@ -100,6 +101,16 @@ class OwnLayersDrafter(Drafter):
         states_B1H, _ = runner.verify(self.pool, *fed, Seen(lens_B, width))
         where = runner.head, self.pool, runner.context, states_B1H[:, 0]
         return grow_at_once(request, native, *where, None, lens_B + 1)
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        """Of a part that stays the same, and is told nothing."""
+        native, rows, head = self.native, self.pool.rows, self.runner.head
+        if native is None or type(self) is not OwnLayersDrafter:
+            return None
+        if not (native.drafts(head, rows) and native.steps(rows)):
+            return None
+        drawn = Draws(head, temperature, self.pool, self.runner.context)
+        return lm_rounds(native, drawn, None)
 
     def feed(self, request: Round) -> Feed:
         width = min(round_up(request.top + request.plan.slots), self.pool.slots)

@@ -1,0 +1,253 @@
+// What drafts in several rounds that are one call of C++ (in_rounds.py gives it what it needs), by the
+// bodies and chains of native.cpp, which includes this: a round's tokens are drafted, and what it came
+// to is heard.
+
+#pragma once
+
+// A body that drafts, of what keys and values, and how; tail: of a draft LM, the last two tokens of each
+// row, of which the second is pending (null: all but the pending one have keys and values already).
+struct Draft {
+    const Body *body;
+    const Pass *pass;
+    const Chain *chain;
+    int64_t *tail;
+};
+// A chain by what a round knows of its noise.
+static Chain now(const Chain &how, const Round &r, std::vector<int64_t> &from) {
+    for (int64_t b = 0; b < r.rows; b++) from[b] = r.along(b);
+    Chain c = how;
+    c.steps = r.nodes - 1, c.race = r.race, c.race_row = r.race_row, c.race_step = r.race_step;
+    c.from = from.data();
+    return c;
+}
+static void drafted_by(const Draft &d, Round *r, Pass *p, const bf16 *first, const bf16 *carried,
+                       const int64_t *at) {
+    int64_t B = r->rows, N = r->nodes;
+    std::vector<int64_t> from(B), made(B * (N - 1));
+    Chain c = now(*d.chain, *r, from);
+    chain(d.body, p, &c, first, carried, at, made.data());
+    r->draft(made.data(), N - 1, N - 1);
+}
+// Where n tokens of every row go, from these places on.
+struct Places {
+    std::vector<int64_t> at, slots;
+    Places(const Chain &c, int64_t rows, int64_t n, const int64_t *from) : at(rows * n), slots(rows * n) {
+        for (int64_t i = 0; i < rows * n; i++) {
+            int64_t place = from[i / n] + i % n;
+            at[i] = place < c.context ? place : c.context - 1;
+            slots[i] = i / n * c.slots + place;
+        }
+    }
+    // A pass over them, into these states.
+    Pass of(const Pass &like, int64_t rows, const int64_t *lens, std::vector<bf16> &states,
+            std::vector<bf16> &out) const {
+        Pass p = like;
+        p.rows = rows, p.n = at.size() / rows, p.positions = at.data(), p.slots = slots.data();
+        p.lens = lens, p.states = states.data(), p.out = out.data();
+        return p;
+    }
+};
+// Of what was kept the last token may have no keys and values yet: with a tail it is fed again.
+extern "C" void draft_lm(const Draft *d, Round *r) {
+    int64_t B = r->rows, H = d->body->hidden, n = d->tail ? 2 : 1;
+    std::vector<bf16> states((d->body->layers + 1) * n * B * H), out(n * B * H), last(B * H);
+    std::vector<int64_t> seen(B), next(B);
+    for (int64_t b = 0; b < B; b++) seen[b] = r->lens[b] + 1 - n, next[b] = r->lens[b] + 1;
+    Places places(*d->chain, B, n, seen.data());
+    Pass p = places.of(*d->pass, B, seen.data(), states, out);
+    p.tokens = d->tail ? d->tail : r->pending;
+    body(d->body, &p);
+    for (int64_t b = 0; b < B; b++) memcpy(&last[b * H], &out[(n * b + n - 1) * H], H * sizeof(bf16));
+    p.n = 1;
+    drafted_by(*d, r, &p, last.data(), nullptr, next.data());
+}
+extern "C" void told_lm(const Draft *d, Round *r) {
+    for (int64_t b = 0; b < r->rows; b++) {
+        int64_t count = r->emitted(b), *tail = d->tail + 2 * b;
+        if (!count) continue;
+        tail[0] = count > 1 ? r->told(b)[count - 2] : tail[1];
+        tail[1] = r->told(b)[count - 1];
+    }
+}
+
+// A head in such rounds: of each row what its layers made of the last pair (`state`), and what the
+// target's taps [T, wide] become the states beside tokens by: norms of all, or of each of them, and a
+// map (null: there is none).
+struct Head {
+    Draft draft;
+    const bf16 *of_all, *const *of_taps, *fuse, *bias;
+    int64_t wide;
+    bf16 *state;
+};
+extern "C" void draft_head(const Head *h, Round *r) {
+    const Body &b = *h->draft.body;
+    int64_t H = b.hidden;
+    std::vector<bf16> first(r->rows * H);
+    for (int64_t i = 0; i < r->rows; i++)
+        normed(h->state + i * H, b.norm, &first[i * H], H, b.epsilon);
+    Pass p = *h->draft.pass;
+    p.rows = r->rows;
+    drafted_by(h->draft, r, &p, first.data(), b.fed_normed ? first.data() : h->state, r->lens);
+}
+// The states beside a round's tokens [T, H], of the taps' there.
+static std::vector<bf16> fused(const Head &h, const Round &r, int64_t H, double epsilon) {
+    int64_t T = r.rows * r.length, U = h.wide;
+    std::vector<bf16> taps(r.side, r.side + T * U), made(h.fuse ? T * H : 0);
+    for (int64_t t = 0; t < T; t++) {
+        bf16 *own = &taps[t * U];
+        if (h.of_all) normed(own, h.of_all, own, U, epsilon);
+        for (int64_t u = 0; h.of_taps && u < U / H; u++)
+            normed(own + u * H, h.of_taps[u], own + u * H, H, epsilon);
+    }
+    if (h.fuse) product(h.fuse, h.bias, taps.data(), made.data(), T, U, H, H);
+    return h.fuse ? made : taps;
+}
+// A round's tokens are fed to layers that go by pairs of them and states, or by these alone.
+static void fed(const Body &b, const Pass &like, const Chain &c, const Round &r, const bf16 *given,
+                std::vector<bf16> &states, std::vector<bf16> &out) {
+    int64_t L = r.length, T = r.rows * L;
+    std::vector<int64_t> tokens(T);
+    for (int64_t t = 0; t < T; t++) tokens[t] = r.told(t / L)[t % L];
+    states.resize((b.layers + 1) * T * b.hidden), out.resize(T * b.hidden);
+    Places places(c, r.rows, L, r.before);
+    Pass p = places.of(like, r.rows, r.before, states, out);
+    p.tokens = tokens.data(), p.given = given;
+    body(&b, &p);
+}
+// Of what was made at a round's tokens [T, H], what lies before each row's new pending one.
+static void keep_last(const Round &r, const bf16 *made, bf16 *state, int64_t H) {
+    for (int64_t b = 0; b < r.rows; b++)
+        if (int64_t count = r.emitted(b))
+            memcpy(state + b * H, made + (b * r.length + count - 1) * H, H * sizeof(bf16));
+}
+// All pairs of a round are fed again, with the target's own states.
+extern "C" void told_head(const Head *h, Round *r) {
+    const Body &b = *h->draft.body;
+    std::vector<bf16> given = fused(*h, *r, b.hidden, b.epsilon), states, out;
+    fed(b, *h->draft.pass, *h->draft.chain, *r, given.data(), states, out);
+    keep_last(*r, &states[b.layers * out.size()], h->state, b.hidden);
+}
+
+// A block drafter in such rounds. head: the light head's layers, if it has any, and what the taps
+// become the context by; trunk: its layers and the light head's, of which the first `layers` are run
+// over a block. Of its `rows`, which all see each other (0: as few as do,
+// which see those before), the first that drafts is `first`; each is `mask`, but
+// the pending token's embedding, and added to it is a map `last` of the last state (null: isn't).
+struct OnePass {
+    Head head;
+    const Body *trunk;
+    const Pass *pass;
+    int64_t layers, first, rows;
+    const bf16 *norm, *mask, *embedding, *last;
+};
+extern "C" void draft_one_pass(const OnePass *h, Round *r) {
+    const Draft &d = h->head.draft;
+    const Body &b = *h->trunk;
+    int64_t B = r->rows, K = r->nodes - 1, n = h->rows ? h->rows : h->first + K, T = B * n, H = b.hidden;
+    std::vector<bf16> given(T * H), more(B * H), states((h->layers + 1) * T * H), out(T * H);
+    if (h->last) product(h->last, nullptr, h->head.state, more.data(), B, H, H, H);
+    for (int64_t t = 0; t < T; t++) {
+        const bf16 *row = t % n ? h->mask : h->embedding + r->pending[t / n] * H;
+        memcpy(&given[t * H], row, H * sizeof(bf16));
+        if (h->last) added(&given[t * H], &more[t / n * H], H);
+    }
+    std::vector<uint8_t> all(n * n, 1);
+    Places places(*d.chain, B, n, r->lens);
+    Pass p = places.of(*h->pass, B, r->lens, states, out);
+    p.last = h->layers, p.given = given.data();
+    if (h->rows) p.block = all.data(), p.wide = n;
+    body(&b, &p);
+    const bf16 *drafting = &states[(h->layers * T + h->first) * H];
+    if (d.body) {
+        Chain c = *d.chain;
+        c.given = n, c.pending = r->pending;
+        Draft lit = d;
+        lit.chain = &c;
+        Pass each = *d.pass;
+        each.rows = B;
+        drafted_by(lit, r, &each, nullptr, drafting, r->lens);
+        return;
+    }
+    std::vector<int64_t> from(B), made(B * K);
+    Chain c = now(*d.chain, *r, from);
+    std::vector<bf16> read(B * K * H), logits(B * K * c.size);
+    for (int64_t i = 0; i < B * K; i++)
+        normed(drafting + (i / K * n + i % K) * H, b.norm, &read[i * H], H, b.epsilon);
+    product(c.head, c.bias, read.data(), logits.data(), B * K, H, c.size, c.size);
+    float best;
+    for (int64_t i = 0; i < B * K; i++) made[i] = chosen(c, &logits[i * c.size], i / K, i % K, best);
+    r->draft(made.data(), K, K);
+}
+extern "C" void told_one_pass(const OnePass *h, Round *r) {
+    const Body &b = *h->trunk;
+    std::vector<bf16> context = fused(h->head, *r, b.hidden, b.epsilon), none;
+    for (int64_t t = 0; t < r->rows * r->length; t++)
+        normed(&context[t * b.hidden], h->norm, &context[t * b.hidden], b.hidden, b.epsilon);
+    Places places(*h->head.draft.chain, r->rows, r->length, r->before);
+    Pass p = places.of(*h->pass, r->rows, nullptr, none, none);
+    p.given = context.data();
+    keep(&b, &p);
+    keep_last(*r, context.data(), h->head.state, b.hidden);
+}
+
+// Heads without attention in such rounds, as Medusa's and Hydra's: of every level residual blocks (with
+// maps `skip` of the first one's input, or without), whose inputs are the row's state and, with an
+// `embedding`, its path's tokens side by side; then an LM head. prefix: what the target's states go
+// through before they are a row's (null: nothing).
+struct Block {
+    const bf16 *weight, *bias, *skip, *skip_bias;
+};
+struct Level {
+    const Block *block;
+    int64_t blocks;
+    const bf16 *head, *bias;
+};
+struct Heads {
+    int64_t hidden;
+    const Chain *chain;
+    const Level *level;
+    const bf16 *embedding;
+    bf16 *state;
+    const Body *prefix;
+    const Pass *pass;
+};
+extern "C" void draft_heads(const Heads *h, Round *r) {
+    int64_t B = r->rows, K = r->nodes - 1, H = h->hidden, most = (1 + K) * H;
+    std::vector<bf16> read(B * most), x(B * H), inner(B * H), in(B * most);
+    std::vector<int64_t> from(B), made(B * K);
+    Chain c = now(*h->chain, *r, from);
+    std::vector<bf16> logits(B * c.size);
+    for (int64_t b = 0; b < B; b++) memcpy(&read[b * most], h->state + b * H, H * sizeof(bf16));
+    for (int64_t k = 0; k < K; k++) {
+        const Level &level = h->level[k];
+        int64_t wide_in = h->embedding ? (2 + k) * H : H;
+        for (int64_t b = 0; b < B; b++) {
+            int64_t token = k ? made[b * K + k - 1] : r->pending[b];
+            if (h->embedding)
+                memcpy(&read[b * most + (1 + k) * H], h->embedding + token * H, H * sizeof(bf16));
+            memcpy(&in[b * wide_in], &read[b * most], wide_in * sizeof(bf16));
+        }
+        for (int64_t i = 0; i < level.blocks; i++) {
+            const Block &block = level.block[i];
+            const bf16 *given = i ? x.data() : in.data();
+            int64_t width = i ? H : wide_in;
+            product(block.weight, block.bias, given, inner.data(), B, width, H, H);
+            if (block.skip) product(block.skip, block.skip_bias, given, x.data(), B, width, H, H);
+            if (!block.skip && !i) memcpy(x.data(), given, B * H * sizeof(bf16));
+            for (int64_t j = 0; j < B * H; j += 16) {
+                F16 g = wide16(&inner[j]);
+                store16(&inner[j], g / (exp16(-g) + 1.0f));
+            }
+            added(x.data(), inner.data(), B * H);
+        }
+        product(level.head, level.bias, x.data(), logits.data(), B, H, c.size, c.size);
+        float best;
+        for (int64_t b = 0; b < B; b++) made[b * K + k] = chosen(c, &logits[b * c.size], b, k, best);
+    }
+    r->draft(made.data(), K, K);
+}
+extern "C" void told_heads(const Heads *h, Round *r) {
+    std::vector<bf16> states, out;
+    if (h->prefix) fed(*h->prefix, *h->pass, *h->chain, *r, r->side, states, out);
+    keep_last(*r, h->prefix ? out.data() : r->side, h->state, h->hidden);
+}
