@@ -199,14 +199,14 @@ class Stepper:
         told = plan is None and batch.owed is not None and not self._deaf(batch, None, policy)
         taps = self.runner.taps if told or plan is not None else ()
         at = self.runner, batch.pool, rows, params
-        tables, before_MB, side_MBNU = several(*at, race_BMV, reach, drafts, taps)
+        tables, before_MB, side_MBNU, took = several(*at, race_BMV, reach, drafts, taps)
         owes: list[Kept] = []
         if told:
             for table_BX, before_B, side_B1U in zip(tables, before_MB, side_MBNU, strict=True):
                 taps_B1U = side_B1U if taps else None
                 kept = table_BX[:, :1], table_BX[:, 3], None, before_B, taps_B1U, top
                 owes.append(Kept(*kept, params=params))
-        return Told(tables[0], nodes - 1, nodes - 1, owes=owes, several=tables)
+        return Told(tables[0], nodes - 1, nodes - 1, owes=owes, several=tables, took=took)
 
     def _verify(
         self, batch: DecodeBatch, tree: TokenTree, top: int, *, taps: bool

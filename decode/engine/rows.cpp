@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <ctime>
 #include <vector>
 
 #include "round.h"
@@ -86,15 +87,23 @@ extern "C" void settle(const Round *round) {
 // Of `nodes` tokens of every row, from what a model's own library holds of it (native.cpp).
 typedef void (*Logits)(const void *body, void *pass, const void *how, int64_t nodes, float *logits);
 
+// Seconds that this thread has run.
+static double of_thread() {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return now.tv_sec + 1e-9 * now.tv_nsec;
+}
+
 // At most so many rounds, until a row ends or the noise, of so many positions, does; how many. at:
 // [2, B, N], the positions and slots of a pass, which are filled in here, round by round; nodes: how
-// many each round had, whose news begin 2 N + 4 a row apart all the same. drafted, told: null where
-// nothing is drafted.
+// many each round had, whose news begin 2 N + 4 a row apart all the same; took: this thread's seconds
+// for each. drafted, told: null where nothing is drafted.
 extern "C" int64_t several(const Round *first, int64_t most, int64_t noise, int64_t context,
-                           int64_t slots, int64_t *at, int64_t *nodes, Logits logits, const void *body,
-                           void *pass, const void *how, Drafting drafted, Drafting told,
+                           int64_t slots, int64_t *at, int64_t *nodes, double *took, Logits logits,
+                           const void *body, void *pass, const void *how, Drafting drafted, Drafting told,
                            void *drafter) {
     Round r = *first;
+    double before_it = of_thread();
     int64_t B = r.rows, N = r.nodes;
     std::vector<uint8_t> before(B);
     for (int64_t made = 1;; made++) {
@@ -110,6 +119,8 @@ extern "C" int64_t several(const Round *first, int64_t most, int64_t noise, int6
         logits(body, pass, how, r.nodes, (float *)r.logits);
         settle(&r);
         if (told) told(drafter, &r);
+        double now = of_thread();
+        *took++ = now - before_it, before_it = now;
         bool on = made < most && !memcmp(before.data(), r.active, B);
         for (int64_t b = 0; b < B; b++) on = on && (!r.race || r.along(b) + N <= noise);
         if (!on) return made;

@@ -148,7 +148,8 @@ class Told(NamedTuple):
     the batch asks for them, the bits of `told_log_probs` of the tokens, and those of what the
     drafter says. levels, nodes: of the tree that was verified (nodes without the root); said: the
     drafter's columns; owes: what it is still to take in; tree: the tree, where rows verify a part
-    of it; several: the tables of rounds made at once, of chains of at most so many levels.
+    of it; several: the tables of rounds made at once, of chains of at most so many levels; took: a
+    thread's seconds for each of them.
     """
 
     table: Tensor
@@ -158,6 +159,7 @@ class Told(NamedTuple):
     owes: Sequence[Kept] = ()
     tree: TokenTree | None = None
     several: Sequence[Tensor] = ()
+    took: Sequence[float] = ()
 
     def listed_BLW(self, table: Tensor) -> Tensor | None:
         """That part of the table, read from its copy on the host; None where nobody asked."""

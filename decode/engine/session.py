@@ -210,11 +210,13 @@ class Session:
             seconds = ticks - max(before or 0.0, flight.started)
         if not told.several:
             return self._hear(flight, host[:, : 2 * told.levels + 6].tolist(), seconds, host)
-        each = None if seconds is None else seconds / len(told.several)
+        # What lies around them is shared out.
+        beside = None if seconds is None else (seconds - sum(told.took)) / len(told.took)
         whole: dict[int, News] = {}
-        for table_BX in told.several:
+        for table_BX, took in zip(told.several, told.took, strict=True):
             levels = table_BX.shape[1] // 2 - 3
             own = flight._replace(told=told._replace(levels=levels, nodes=levels))
+            each = None if beside is None else took + beside
             for request, tokens, ended in self._hear(own, table_BX.tolist(), each):
                 known = whole[id(request)][1] if id(request) in whole else []
                 whole[id(request)] = request, known + tokens, ended

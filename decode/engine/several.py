@@ -62,10 +62,10 @@ def several(
     reach: Reach,
     drafts: InRounds,
     taps: Sequence[Tap] = (),
-) -> tuple[list[Tensor], Tensor, Tensor]:
+) -> tuple[list[Tensor], Tensor, Tensor, list[float]]:
     """Rounds at once, until a row ends: their tables, each [B, 2 n + 4] of n <= N nodes,
-    lengths before [M, B], and the taps' states [M, B, N, U]. race_BMV: log E at each row's next
-    positions.
+    lengths before [M, B], the taps' states [M, B, N, U], and this thread's seconds for each.
+    race_BMV: log E at each row's next positions.
     """
     native, B, (most, nodes, width) = runner.native, len(rows.lens_B), reach
     assert native is not None
@@ -80,6 +80,7 @@ def several(
     made_here = rows.stop_ids_BM, before_MB, tables_MBX, None, begun_B, side_MBNU
     round_ = round_of((*given, *state, *made_here), nodes)
     at_2BN, nodes_M = rows.lens_B.new_empty(2, B, nodes), rows.lens_B.new_empty(most)
+    took_M = torch.empty(most, dtype=torch.float64)
 
     head, bare = runner.head, unfiltered(params) and runner.head.ids_D is None
 
@@ -99,10 +100,10 @@ def several(
     limits = most, 0 if race_BMV is None else race_BMV.shape[1], runner.context, pool.slots
     made = library(SOURCE).several(
         *(ctypes.byref(round_), *map(ctypes.c_int64, limits)),
-        *(*map(place, (at_2BN, nodes_M)), *step.call, *drafts.call),
+        *(*map(place, (at_2BN, nodes_M, took_M)), *step.call, *drafts.call),
     )
     if step.failed:
         raise step.failed[0]
     whole = zip(tables_MBX.flatten(1), nodes_M[:made].tolist(), strict=False)
     tables = [table_X[: B * (2 * n + 4)].view(B, 2 * n + 4) for table_X, n in whole]
-    return tables, before_MB[:made], side_MBNU[:made]
+    return tables, before_MB[:made], side_MBNU[:made], took_M[:made].tolist()

@@ -205,6 +205,22 @@ def test_a_drafter_that_owes_nothing_is_told_of_each_round(
     assert len(told) == WAYS["greedy"].max_new_tokens - 1 and not made
 
 
+def test_policies_hear_each_rounds_own_seconds(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rounds of unlike size in one call; what lies around them is shared out."""
+    decoder, several, heard = Decoder(*pair), rounds.several, list[Any]()
+
+    def said(*args: Any) -> Any:
+        *found, took = several(*args)
+        assert len(took) == len(found[0]) and min(took) > 0
+        return (*found, [float(m) for m in range(len(took))])
+
+    monkeypatch.setattr(rounds, "several", said)
+    monkeypatch.setattr(decoder.policy, "observe", heard.append)
+    decoder.generate(TEXTS[:1], WAYS["greedy"])
+    first = heard[0].seconds
+    assert [one.seconds - first for one in heard[:MOST]] == pytest.approx(range(MOST))
+
+
 @pytest.mark.parametrize("way", ["ends", "warm"])
 def test_streamed_text_is_the_answers(pair: Pair, way: str, made: list[int]) -> None:
     """Without what ends it, which the same call gives."""
