@@ -190,6 +190,28 @@ extern "C" void told_one_pass(const OnePass *h, Round *r) {
     keep_last(*r, context.data(), h->head.state, b.hidden);
 }
 
+// Two drafters as one in such rounds: where the first drafts nothing the other does, at most `levels`
+// deep; both hear of all.
+struct Drafter {
+    Drafting draft, hear;
+    void *own;
+};
+struct Either {
+    Drafter first, other;
+    int64_t levels;
+};
+extern "C" void draft_either(const Either *e, Round *r) {
+    int64_t most = r->nodes, shallow = 1 + e->levels;
+    e->first.draft(e->first.own, r);
+    if (r->nodes > 1) return;
+    r->nodes = most < shallow ? most : shallow;
+    e->other.draft(e->other.own, r);
+}
+extern "C" void told_either(const Either *e, Round *r) {
+    for (const Drafter *one : {&e->first, &e->other})
+        if (one->hear) one->hear(one->own, r);
+}
+
 // Heads without attention in such rounds, as Medusa's and Hydra's: of every level residual blocks (with
 // maps `skip` of the first one's input, or without), whose inputs are the row's state and, with an
 // `embedding`, its path's tokens side by side; then an LM head. prefix: what the target's states go

@@ -56,6 +56,11 @@ class _OnePass(ctypes.Structure):
     _fields_ += [(n, _P) for n in ("norm", "mask", "embedding", "last")]
 
 
+class _Either(ctypes.Structure):
+    _fields_ = [(f"{n}_{of}", _P) for of in (1, 2) for n in ("draft", "hear", "own")]
+    _fields_ += [("levels", _N)]
+
+
 class Draws(NamedTuple):
     """How tokens are drafted: by which LM head, at which temperature, and where keys and values go,
     of so many positions.
@@ -149,6 +154,15 @@ def heads_rounds(
     first = (None if one is None else ctypes.addressof(one) for one in (before, at))
     heads = _Heads(state_BH.shape[1], *parts, *first)
     return called(heads, (how, laid, held, before, at), made.draft_heads, made.told_heads)
+
+
+def either_rounds(first: InRounds, other: InRounds, levels: int) -> InRounds:
+    """Where the first drafts nothing the other does, at most so many levels."""
+    parts, made = list[Any](), library()
+    for draft, hear, own in (first.call, other.call):
+        parts += [draft, hear, ctypes.cast(own, _P)]
+    either = _Either(*parts, levels)
+    return called(either, (first, other), made.draft_either, made.told_either)
 
 
 def _parts(

@@ -44,6 +44,7 @@ from draftsmith.decode.drafting.base import (
 )
 from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
+from draftsmith.decode.drafting.in_rounds import InRounds, either_rounds
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree, Topology
 from draftsmith.decode.tree_shapes import chain_plan
@@ -160,6 +161,16 @@ class CompositeDrafter(Drafter):
                 return self.trained.propose(self._shallow(request))
         copied = self.looked.grown(far, feed)
         return either(sure_B, copied, self.trained.propose(self._shallow(request)))
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        """Of one row, which is either sure or not."""
+        if self.fused or len(self.looked.lens_B) > 1:
+            return None
+        first = self.looked.where_sure(temperature, SURE)
+        other = self.trained.in_rounds(min(nodes, 1 + self.deepest), temperature)
+        if first is None or other is None:
+            return None
+        return either_rounds(first, other, self.deepest)
 
     def _hopeless(self, call: Call) -> Tensor:
         """Where the head goes no deeper, and what is looked up isn't likely."""

@@ -64,11 +64,12 @@ struct Texts {
     }
 };
 
-// How chains are drafted. slack: the weight of each token that was never seen; race: of the rows'
+// How chains are drafted. slack: the weight of each token that was never seen; sure: the chance that
+// the likeliest first token has in every row that decodes, or nothing is drafted; race: of the rows'
 // levels, or none; from: levels of each row's to leave out (null: none).
 struct Chains {
     int64_t rows, vocab, race_row, race_step, steps;
-    float slack, temperature, hopeless;
+    float slack, temperature, hopeless, sure;
     const uint8_t *active;
     const float *race;
     int64_t *tokens;
@@ -97,7 +98,7 @@ template <class Fill, class Go> inline int64_t follow(const Chains &how, Fill fi
     Law law{how.vocab, how.slack, {}, {}};
     const float unseen = std::log(how.slack) / how.temperature;
     for (int64_t k = 0; k < how.steps; k++) {
-        bool hope = false;
+        bool hope = false, sure = true;
         for (int64_t b = 0; b < how.rows; b++) {
             law.ids.clear(), law.total.clear();
             fill(b, k, law);
@@ -117,11 +118,18 @@ template <class Fill, class Go> inline int64_t follow(const Chains &how, Fill fi
             const auto beside = [&](float weight) {
                 return std::pow(double(weight) / own, 1.0 / how.temperature);
             };
-            double all = double(how.vocab - int64_t(law.ids.size())) * beside(how.slack);
-            for (float weight : law.total) all += beside(weight);
+            const double unknown = double(how.vocab - int64_t(law.ids.size()));
+            double all = unknown * beside(how.slack), weights = unknown * how.slack;
+            float most = how.slack;
+            for (float weight : law.total) {
+                all += beside(weight), weights += weight;
+                most = weight > most ? weight : most;
+            }
             hope |= how.active[b] && how.hopeless * all <= 1;
+            sure &= k || !how.active[b] || most >= how.sure * weights;
             go(b, k, best);
         }
+        if (!sure) return 0;
         if (!hope) return k + 1;
     }
     return how.steps;

@@ -1,7 +1,5 @@
 """Several rounds in one call: what they come to is what one at a time does."""
 
-import ctypes
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,78 +7,49 @@ import pytest
 import torch
 from head_folders import made as heads
 from head_folders import ours
+from several_rounds import (
+    NEEDS,
+    ROWS,
+    TEXTS,
+    WAYS,
+    Pair,
+    near_to,
+    one_at_a_time,
+    rounds_a_call,
+    small_pair,
+    what,
+)
 from tiny_llama import build_llama
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from truths import PROMPTS
 
-from draftsmith.decode import sampling
 from draftsmith.decode.drafters.lm import AheadDrafter, EasyDrafter, LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Round
-from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.engine import round as rounds
-from draftsmith.decode.engine import rows
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion, open_request
 from draftsmith.decode.engine.several import MOST, rounds_at_once
-from draftsmith.decode.forward import compiled
 from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.runner import Runner
-from draftsmith.decode.policies.timing import round_of
-from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import TokenTree
-from draftsmith.decode.tree_shapes import parse_tree
-from draftsmith.decode.untrained.ngram import NgramDrafter
-from draftsmith.models.vocab import DraftVocab
 
-Pair = tuple[PreTrainedModel, PreTrainedTokenizerBase]
-ROWS, KINDS = 3, ("eagle3", "block")  # kinds that read the target's states
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(
-        compiled.library() is None or compiled.library().most(0) < ROWS,
-        reason="no C++ compiler, or products of so few tokens only",
-    ),
-]
-TEXTS = [*PROMPTS, "while", "return self", "try:\n    pass\n"]
-WAYS = {
-    "greedy": SamplingParams(max_new_tokens=37, ignore_eos=True),
-    "drawn": SamplingParams(1.0, max_new_tokens=37, seed=7),
-    "warm": SamplingParams(0.7, max_new_tokens=21, seed=8, stop=("e", "or")),
-    "filtered": SamplingParams(0.9, max_new_tokens=37, top_k=20, top_p=0.8),
-    "ends": SamplingParams(1.3, max_new_tokens=37, stop_token_ids=tuple(range(40, 60))),
-}
+KINDS = ("eagle3", "block")  # that read the target's states
+pytestmark = NEEDS
 
 
 @pytest.fixture(scope="module")
 def pair(tiny_tokenizer: PreTrainedTokenizerBase) -> Pair:
-    target = build_llama(len(tiny_tokenizer), layers=3, hidden=128, seed=0)
-    return target.requires_grad_(False).bfloat16(), tiny_tokenizer
+    return small_pair(tiny_tokenizer)
 
 
-def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "rounds_at_once", lambda *_: (0, 0))
-
-
-def what(done: list[Completion]) -> list[Any]:
-    """All that an answer says but its seconds."""
-    for one in done:
-        one.counters.prefill_seconds = one.counters.decode_seconds = 0.0
-    return done
+@pytest.fixture(scope="module")
+def near(pair: Pair) -> PreTrainedModel:
+    return near_to(pair)
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rounds each call made."""
-    counts, several = list[int](), rounds.several
-
-    def counted(*args: Any) -> Any:
-        found = several(*args)
-        counts.append(len(found[0]))
-        return found
-
-    monkeypatch.setattr(rounds, "several", counted)
-    return counts
+    return rounds_a_call(monkeypatch)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -246,151 +215,6 @@ def test_what_fails_in_the_middle_is_raised(pair: Pair, monkeypatch: pytest.Monk
     monkeypatch.setattr(Runner, "logits", fails)
     with pytest.raises(RuntimeError, match="no room"):
         decoder.generate(TEXTS[:1], WAYS["filtered"])
-
-
-@pytest.fixture(scope="module")
-def near(pair: Pair) -> PreTrainedModel:
-    """A draft of which some tokens are kept."""
-    model = build_llama(len(pair[1]), layers=3, hidden=128, seed=0).requires_grad_(False)
-    noise = torch.Generator().manual_seed(1)
-    for weight in model.parameters():
-        weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise)
-    return model.bfloat16()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["draft", "ngram", "suffix", "recycling", "stand", "exit:2"])
-@pytest.mark.parametrize(
-    "how", [(1, 4, "fixed"), (ROWS, 2, "fixed"), (2, 3, "table:1-=3")], ids=str
-)
-def test_drafted_chains_and_what_is_kept_are_those_of_one_at_a_time(
-    pair: Pair,
-    near: PreTrainedModel,
-    kind: str,
-    way: str,
-    how: tuple[int, int, str],
-    made: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rows end in the middle of a chain and others take their places; some drafts know a part of
-    the tokens; what is looked up goes as deep as there is hope.
-    """
-    monkeypatch.setattr(sampling, "likeliest", first_of_equals)
-    batch, K, policy = how
-    vocab = None if batch == 1 else DraftVocab(torch.arange(0, len(pair[1]), 2), len(pair[1]))
-
-    def answered() -> list[Completion]:
-        drafter = LMDrafter(near, len(pair[1]), vocab) if kind == "draft" else None
-        drafter = drafter or load_drafter(kind, *pair)
-        decoder = Decoder(*pair, drafter, K=K, policy=policy, batch_size=batch)
-        texts = [TEXTS[0], *TEXTS, TEXTS[0]]
-        return what(decoder.generate(texts, WAYS[way], indices=[0, *range(len(TEXTS)), 0]))
-
-    found = answered()
-    drafted, kept = (sum(n) for n in zip(*map(counted, found), strict=True))
-    # What remembers answers is to hold nothing past the string that ends one.
-    alone = WAYS[way].top_k > 0 or (WAYS[way].stop and kind not in ("draft", "ngram", "exit:2"))
-    assert not made if alone else max(made) > 2
-    assert drafted > kept and kept > (len(found) if kind == "draft" else -(kind == "ngram"))
-    calls = len(made)
-    one_at_a_time(monkeypatch)
-    again = answered()
-    assert len(made) == calls
-    if WAYS[way].stop and kind == "ngram":  # rows whose text has ended go on with the others
-        assert [one.tokens for one in found] == [one.tokens for one in again]
-    else:
-        assert found == again
-
-
-def test_ngram_drafts_alike_for_rows_without_a_match() -> None:
-    """Which draft the text's beginning, beside one with a match."""
-    drafter, texts = NgramDrafter(), [[7, 2, 3], [4, 5, 4], [9, 9, 9, 9]]
-    drafter.reset(len(texts), 16)
-    for row, text in enumerate(texts):
-        drafter.text_BS[row, : len(text)] = torch.tensor(text)
-        drafter.lens_B[row] = len(text)
-    plan, lens_B = parse_tree("chain", 3), drafter.lens_B - 1
-    request = round_of(plan, len(texts), 8, torch.device("cpu"))
-    pending_B = torch.tensor([text[-1] for text in texts])
-    tree = drafter.propose(replace(request, lens_B=lens_B, pending_B=pending_B))
-    tokens_BN, topology = torch.empty(len(texts), 4, dtype=torch.int64), tree.topology
-    state = lens_B, pending_B, lens_B, lens_B, request.active_B
-    given = tokens_BN, topology.parent, topology.depth, torch.zeros(len(texts), 4, 10), None
-    stops_BM, table_BX = torch.zeros(len(texts), 0), torch.zeros(len(texts), 12)
-    made_here = stops_BM, lens_B, table_BX, None, None, None
-    draft, _, own = drafter.in_rounds(4, 0.0).call
-    called = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(draft.value)
-    whole = rows.round_of((*given, *state, *made_here), 4)
-    called(ctypes.cast(own, ctypes.c_void_p), ctypes.addressof(whole))
-    assert torch.equal(tokens_BN, tree.tokens_BN)
-
-
-def first_of_equals(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As C++ takes them, where bf16 makes many alike and topk takes any."""
-    values, ids = scores.sort(dim=-1, descending=True, stable=True)
-    return values[..., :count], ids[..., :count]
-
-
-def counted(one: Completion) -> tuple[int, int]:
-    """Tokens drafted, and kept."""
-    return one.counters.nodes, sum(one.accepted)
-
-
-HEADS: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle1": ("eagle1", {}),
-    "eagle3": ("eagle3", {"norm_output": True}),
-    "eagle3.1": ("eagle3", {"fc_norm": True, "layers": 2}),
-    "normed": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
-    "mtp": ("mtp", {}),
-    "medusa": ("medusa", {"layers": 2}),
-    "shared": ("medusa", {"own_heads": False}),
-    "hydra": ("hydra", {"layers": 2, "head_bias": True}),
-    "hydra++": ("hydra", {"prefixed": True}),
-    "block": ("block", {"light": "layer", "last": True, "mask_token": -1}),
-    "whole block": ("block", {"light": "layer", "labels": "same", "mask": "full", "layers": 2}),
-    "dflash": ("dflash", {}),
-    "jetspec": ("jetspec", {"layers": 2}),
-}
-
-
-@pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize(("way", "batch"), [("greedy", 1), ("drawn", 1), ("drawn", 2)])
-def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
-    pair: Pair,
-    kind: str,
-    way: str,
-    batch: int,
-    made: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """Chains, what is kept of them, its states, and its keys and values up to the text's end."""
-    name, about = HEADS[kind]
-    head = heads(name, pair[0], width=32, **about)
-    for weight in head.parameters():  # so small that the noise decides what is kept
-        weight.mul_(0.1 if weight.ndim > 1 else 1.0)
-    folder = str(ours(tmp_path, head.bfloat16(), *pair))
-
-    def answered() -> tuple[list[Completion], list[Any]]:
-        drafter = load_drafter(folder, *pair)
-        decoder = Decoder(*pair, drafter, K=4 - batch, batch_size=batch)
-        done = decoder.generate(TEXTS[2 : 2 + batch], WAYS[way])
-        assert isinstance(drafter, HeadDrafter)
-        kept = drafter.pool.kv_2LBSHE if drafter.layer is not None else []
-        return what(done), [drafter.state_BH, *kept]
-
-    found, held = answered()
-    assert max(made) > 2
-    one_at_a_time(monkeypatch)
-    again, like = answered()
-    assert found == again
-    ends = [len(one.prompt_tokens) + len(one.tokens) - 1 for one in found]
-    kept = sum(sum(one.accepted) for one in found)
-    assert kept > 0 or way == "greedy"
-    torch.testing.assert_close(held[0], like[0], rtol=0, atol=0)
-    for side, other in zip(held[1:], like[1:], strict=True):
-        for row, end in enumerate(ends):
-            assert torch.equal(side[:, row, :end], other[:, row, :end])
 
 
 def test_rounds_that_are_looked_at_are_made_one_at_a_time(
