@@ -10,6 +10,8 @@ Shapes: B rows, N tokens, F nodes fed, M anchors, b rows of a block, n depths, R
 hidden, S numbers carried along a path, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -93,21 +95,29 @@ class BlockDrafter(HeadDrafter):
         return grow_known(request, logits)
 
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
-        """Not of those that read the noise, or whose light head is neither none nor layers."""
+        """Not of those that read the noise, or whose light head is neither none, layers, nor a
+        matrix of tokens by tokens.
+        """
         head, rows, plan = self.head, len(self.state_BH), self.head.config
         stack, lit = getattr(self.body, "stack", None), self.native
         native: NativeBody | None = None if stack is None else stack.native
+        light: Any = head.light
         if native is None or plan.noise or not native.steps(rows * max(nodes, head.block)):
             return None
-        alone = self.nodes is None and type(head.light) is Light
-        if alone and not native.reads_out(self.lm_head, rows * (nodes - 1)):
-            return None
-        if not alone and (lit is None or not lit.drafts(self.lm_head, rows)):
+        if self.nodes is not None:
+            ready = lit is not None and lit.drafts(self.lm_head, rows)
+        else:
+            ready = native.reads_out(self.lm_head, rows * (nodes - 1))
+            few = None if self.after is None else self.after.few
+            by_token = plan.light == "markov" and few is not None and rows <= few.most
+            ready = ready and (type(light) is Light or by_token)
+        if not ready:
             return None
         size = 0 if plan.mask == "causal" else head.block
         last_HH = head.last.weight if plan.last else None
-        tensors = head.hidden_norm.weight, head.mask_H, head.target_embedding_VH, last_HH
-        trunk = Trunk(len(head.layers), head.first, size, tensors)
+        more = (light.before.weight, light.after.weight) if light.rank else (None, None)
+        made = head.hidden_norm.weight, head.mask_H, head.target_embedding_VH, last_HH, *more
+        trunk = Trunk(len(head.layers), head.first, size, made, light.rank)
         drawn = Draws(self.lm_head, temperature, self.pool, self.context)
         above = None if lit is None else (lit, self.pool.above(head.lit.start))
         return one_pass_rounds(native, drawn, self.state_BH, head.fc.weight, trunk, above)

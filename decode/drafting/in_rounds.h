@@ -132,13 +132,15 @@ extern "C" void told_head(const Head *h, Round *r) {
 // become the context by; trunk: its layers and the light head's, of which the first `layers` are run
 // over a block. Of its `rows`, which all see each other (0: as few as do,
 // which see those before), the first that drafts is `first`; each is `mask`, but
-// the pending token's embedding, and added to it is a map `last` of the last state (null: isn't).
+// the pending token's embedding, and added to it is a map `last` of the last state (null: isn't). after:
+// what is added to the logits is this map of `rank` numbers of the token before, `before` (null: not).
 struct OnePass {
     Head head;
     const Body *trunk;
     const Pass *pass;
     int64_t layers, first, rows;
-    const bf16 *norm, *mask, *embedding, *last;
+    const bf16 *norm, *mask, *embedding, *last, *before, *after;
+    int64_t rank;
 };
 extern "C" void draft_one_pass(const OnePass *h, Round *r) {
     const Draft &d = h->head.draft;
@@ -174,8 +176,19 @@ extern "C" void draft_one_pass(const OnePass *h, Round *r) {
     for (int64_t i = 0; i < B * K; i++)
         normed(drafting + (i / K * n + i % K) * H, b.norm, &read[i * H], H, b.epsilon);
     product(c.head, c.bias, read.data(), logits.data(), B * K, H, c.size, c.size);
-    float best;
-    for (int64_t i = 0; i < B * K; i++) made[i] = chosen(c, &logits[i * c.size], i / K, i % K, best);
+    std::vector<bf16> low(B * h->rank), beside(h->after ? B * c.size : 0);
+    for (int64_t k = 0; k < K; k++) {
+        for (int64_t i = 0; h->after && i < B; i++) {
+            int64_t token = k ? made[i * K + k - 1] : r->pending[i];
+            memcpy(&low[i * h->rank], h->before + token * h->rank, h->rank * sizeof(bf16));
+        }
+        if (h->after) product(h->after, nullptr, low.data(), beside.data(), B, h->rank, c.size, c.size);
+        float best;
+        for (int64_t i = 0; i < B; i++) {
+            const bf16 *more = h->after ? &beside[i * c.size] : nullptr;
+            made[i * K + k] = chosen(c, &logits[(i * K + k) * c.size], i, k, best, nullptr, more);
+        }
+    }
     r->draft(made.data(), K, K);
 }
 extern "C" void told_one_pass(const OnePass *h, Round *r) {

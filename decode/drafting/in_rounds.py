@@ -53,7 +53,8 @@ class _Heads(ctypes.Structure):
 class _OnePass(ctypes.Structure):
     _fields_ = [("head", _Head), ("trunk", _P), ("pass_", _P)]
     _fields_ += [(n, _N) for n in ("layers", "first", "rows")]
-    _fields_ += [(n, _P) for n in ("norm", "mask", "embedding", "last")]
+    _fields_ += [(n, _P) for n in ("norm", "mask", "embedding", "last", "before", "after")]
+    _fields_ += [("rank", _N)]
 
 
 class _Either(ctypes.Structure):
@@ -75,13 +76,15 @@ class Draws(NamedTuple):
 class Trunk(NamedTuple):
     """How a block drafter makes a block's rows: by how many layers, from which row on they draft,
     how many there are (0: as few as the chain needs); tensors: the norm of what the taps are mapped
-    to, MASK, the embeddings, and a map of the last state that is added to all rows, if it is.
+    to, MASK, the embeddings, a map of the last state that is added to all rows, if it is, and what
+    is added to the logits after each token, by R numbers of it and a map of these, if it is.
     """
 
     layers: int
     first: int
     rows: int
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    tensors: tuple[Tensor | None, ...]
+    rank: int
 
 
 def lm_rounds(native: NativeBody, drawn: Draws, tail_B2: Tensor | None) -> InRounds:
@@ -119,7 +122,7 @@ def one_pass_rounds(
     each, parts = (None, (None, None, chain)) if lit is None else _parts(lit[0], drawn, lit[1])
     head, norms = _fusing(_Draft(*parts, None), (None, (), fc_HU, None), state_BH)
     rows, tensors = trunk[:3], map(pointer, trunk.tensors)
-    block, made = _OnePass(head, body, pass_, *rows, *tensors), native.made
+    block, made = _OnePass(head, body, pass_, *rows, *tensors, trunk.rank), native.made
     return called(block, (held, each, norms, trunk), made.draft_one_pass, made.told_one_pass)
 
 

@@ -221,14 +221,16 @@ extern "C" void attend(const Body *b, const Pass *p, int64_t layer, const bf16 *
     attended(*b, *p, layer, queries, b->heads * b->width, out);
 }
 
-// The best token at a row's level by its logits; scores: of all, where they are wanted.
+// The best token at a row's level by its logits; scores: of all, where they are wanted; more: what is
+// added to the logits.
 static int64_t chosen(const Chain &c, const bf16 *logits, int64_t row, int64_t k, float &most,
-                      float *scores = nullptr) {
+                      float *scores = nullptr, const bf16 *more = nullptr) {
     int64_t noise = row * c.race_row + ((c.from ? c.from[row] : 0) + k) * c.race_step, best = 0;
     const float *race = c.race ? c.race + noise : nullptr;
     most = -INFINITY;
     for (int64_t d = 0; d < c.size; d++) {
         float score = wide(logits[d]);
+        if (more) score += wide(more[d]);
         if (c.temperature != 0) score /= (float)c.temperature;
         if (race) score -= race[c.ids ? c.ids[d] : d];
         if (scores) scores[d] = score;

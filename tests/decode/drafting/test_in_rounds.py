@@ -183,6 +183,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole block": ("block", {"light": "layer", "labels": "same", "mask": "full", "layers": 2}),
     "dflash": ("dflash", {}),
     "jetspec": ("jetspec", {"layers": 2}),
+    "dspark": ("dspark", {"rank": 64}),
 }
 
 
