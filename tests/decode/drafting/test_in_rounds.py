@@ -34,6 +34,7 @@ from draftsmith.decode.policies.timing import round_of
 from draftsmith.decode.tree_shapes import parse_tree
 from draftsmith.decode.untrained import composite
 from draftsmith.decode.untrained.ngram import NgramDrafter
+from draftsmith.models.heads.block import Block
 from draftsmith.models.vocab import DraftVocab
 
 pytestmark = NEEDS
@@ -125,7 +126,7 @@ def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
 
     def answered() -> list[Completion]:
         drafter = load_drafter(f"{looked}+{folder}", *pair)
-        decoder = Decoder(*pair, drafter, K=6, batch_size=1)
+        decoder = Decoder(*pair, drafter, K=5, batch_size=1)
         return what(decoder.generate([TEXTS[0]] * 3, WAYS[way], indices=[0, 0, 0]))
 
     found = answered()
@@ -198,11 +199,15 @@ def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Chains, what is kept of them, its states, and its keys and values up to the text's end."""
+    """Chains, what is kept of them, its states, and its keys and values up to the text's end; of
+    block drafters, whose context is normed outside of a pass, up to a rounding of that.
+    """
     name, about = HEADS[kind]
     head = heads(name, pair[0], width=32, **about)
     for weight in head.parameters():  # so small that the noise decides what is kept
         weight.mul_(0.1 if weight.ndim > 1 else 1.0)
+    if isinstance(head, Block):  # of the target's LM head
+        head.norm.weight.mul_(0.1)
     folder = str(ours(tmp_path, head.bfloat16(), *pair))
 
     def answered() -> tuple[list[Completion], list[Any]]:
@@ -217,11 +222,15 @@ def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
     assert max(made) > 2
     one_at_a_time(monkeypatch)
     again, like = answered()
-    assert found == again
+    once = isinstance(head, Block)
+    assert [one.tokens for one in found] == [one.tokens for one in again]
+    assert found == again or once
     ends = [len(one.prompt_tokens) + len(one.tokens) - 1 for one in found]
     kept = sum(sum(one.accepted) for one in found)
     assert kept > 0 or way == "greedy"
-    torch.testing.assert_close(held[0], like[0], rtol=0, atol=0)
+    assert abs(kept - sum(sum(one.accepted) for one in again)) <= once
+    near = {"rtol": 2**-6, "atol": 2**-7} if once else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close(held[0], like[0], **near)
     for side, other in zip(held[1:], like[1:], strict=True):
         for row, end in enumerate(ends):
-            assert torch.equal(side[:, row, :end], other[:, row, :end])
+            torch.testing.assert_close(side[:, row, :end], other[:, row, :end], **near)
