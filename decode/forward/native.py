@@ -127,8 +127,7 @@ class NativeBody:
     def takes(self, tokens_BN: Tensor, cache: SlotCache) -> bool:
         """Whether a pass is one of those it is for."""
         attend = cache.attend
-        most = max(self.most, self.many) if torch.get_num_threads() == 1 else self.most
-        if attend is None or cache.flat_slots is None or tokens_BN.numel() > most:
+        if attend is None or cache.flat_slots is None or not self._covers(tokens_BN.numel()):
             return False
         plain = attend.backend == "masked" and attend.seen.at is None
         return plain and self.alone and type(tokens_BN) is Tensor
@@ -183,7 +182,7 @@ class NativeBody:
         """
         if not isinstance(keep, SlotCache) or keep.flat_slots is None or not self.alone:
             return False
-        if positions_BN.numel() > self.most:
+        if not self._covers(positions_BN.numel()):
             return False
         states_BNH, positions_BN = states_BNH.contiguous(), positions_BN.contiguous()
         at = (pointer(x) for x in (None, positions_BN, keep.flat_slots, None, None))
@@ -191,6 +190,9 @@ class NativeBody:
         call = PassCall(*where, *laid(keep.pool), None, None, None, 0)
         self.made.keep(ctypes.byref(self.body), ctypes.byref(call))
         return True
+
+    def _covers(self, tokens: int) -> bool:
+        return tokens <= max(self.most, self.many if torch.get_num_threads() == 1 else 0)
 
     def drafts(self, head: VocabHead, rows: int) -> bool:
         """Whether it drafts chains of so many rows by this LM head."""
