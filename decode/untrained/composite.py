@@ -156,7 +156,7 @@ class CompositeDrafter(Drafter):
         far = replace(request, plan=chain_plan(levels))
         if self.looked.reads:
             if bool((sure_B | ~request.active_B).all()):
-                return self.looked.grown(far, feed)
+                return self.looked.propose(far)
             if not bool((sure_B & request.active_B).any()):
                 return self.trained.propose(self._shallow(request))
         copied = self.looked.grown(far, feed)

@@ -120,7 +120,6 @@ def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
     """What is looked up goes deeper than the head; in a second answer to one prompt it is sure, if
     it needn't be surer than such a target.
     """
-    monkeypatch.setattr(sampling, "likeliest", first_of_equals)
     monkeypatch.setattr(composite, "SURE", 0.6 if looked == "suffix" else 0.03)
     folder = str(ours(tmp_path, heads(kind, pair[0], width=32).bfloat16(), *pair))
 
