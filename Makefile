@@ -113,7 +113,7 @@ $(PEERS)/openvino/.ready:
 # The sdist of its Python binding holds llama.cpp whole, with its converter.
 $(PEERS)/llama.cpp/.ready:
 	mkdir -p $(@D)
-	$(PYTHON) -m pip download -q --no-deps --no-binary :all: -d $(@D) $(LLAMA_CPP)
+	$(PYTHON) -m pip download -q --no-deps --no-binary llama-cpp-python -d $(@D) $(LLAMA_CPP)
 	tar xzf $(@D)/*.tar.gz --strip-components=1 -C $(@D)
 	cmake -S $(@D)/vendor/llama.cpp -B $(@D)/build -G Ninja -DCMAKE_BUILD_TYPE=Release \
 	  -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_CURL=OFF
