@@ -27,7 +27,8 @@ class Owed:
 
     def __init__(self, rows: int, device: torch.device, *, taps: bool) -> None:
         self.lens_B = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.rounds: deque[Kept] = deque(maxlen=STATES if taps else TOKENS)
+        self.rounds: deque[Kept] = deque()  # of one each, or of several
+        self.most = STATES if taps else TOKENS
         self.prompts: dict[int, Admitted] = {}
 
     @torch.inference_mode()
@@ -50,8 +51,8 @@ class Owed:
         return asleep and fits
 
     def take(self, owes: Sequence[Kept], *, replayed: bool) -> None:
-        """Rounds of one token a row, none where they aren't to be told: all before is lost then.
-        replayed: into the same tensors each time.
+        """Rounds of one token a row, of one call or several; none where they aren't to be told:
+        all before is lost then. replayed: into the same tensors each time.
         """
         if not owes:
             self.rounds.clear()
@@ -65,6 +66,8 @@ class Owed:
             taps_BLU = None if kept.taps_BLU is None else kept.taps_BLU.clone()
             kept = kept._replace(tokens_BL=kept.tokens_BL.clone(), taps_BLU=taps_BLU)
         self.rounds.append(kept)
+        while sum(map(length, self.rounds)) - length(self.rounds[0]) >= self.most:
+            self.rounds.popleft()
 
     def settled(self, lens_B: Tensor, top: int) -> Kept:
         """All that is owed to rows of now `lens_B` tokens, as if a round had kept it. Nobody owes
@@ -72,21 +75,29 @@ class Owed:
         """
         waited = list(self.rounds)
         self.rounds.clear()
-        n_new_B = (lens_B - self.lens_B).clamp(max=len(waited))
-        step_M = torch.arange(len(waited), device=lens_B.device)
+        total = sum(map(length, waited))
+        n_new_B = (lens_B - self.lens_B).clamp(max=min(total, self.most))
+        step_M = torch.arange(min(total, self.most), device=lens_B.device)
         # A row's own are the last ones.
-        of_BM = (step_M + len(waited) - n_new_B[:, None]).clamp(max=len(waited) - 1)
+        of_BM = (step_M + total - n_new_B[:, None]).clamp(max=total - 1)
         tokens_BM = side_by_side([kept.tokens_BL for kept in waited], of_BM)
         taps = [kept.taps_BLU for kept in waited if kept.taps_BLU is not None]
         taps_BMU = side_by_side(taps, of_BM) if taps else None
         return Kept(tokens_BM, n_new_B, None, lens_B - n_new_B, taps_BMU, top)
 
 
+def length(kept: Kept) -> int:
+    """How many rounds."""
+    return kept.tokens_BL.shape[1]
+
+
 def side_by_side(rounds: Sequence[Tensor], of_BM: Tensor) -> Tensor:
-    """Of rounds' [R, 1, ...] each row's in this order, [B, M, ...]; R, the rows that were computed,
+    """Of rounds' [R, L, ...] each row's in this order, [B, M, ...]; R, the rows that were computed,
     may be fewer or more than now.
     """
-    found = rounds[0].new_zeros(len(of_BM), len(rounds), *rounds[0].shape[2:])
-    for place, one in enumerate(rounds):
-        found[: len(one), place] = one[: len(of_BM), 0]
+    total, place = sum(one.shape[1] for one in rounds), 0
+    found = rounds[0].new_zeros(len(of_BM), total, *rounds[0].shape[2:])
+    for one in rounds:
+        found[: len(one), place : place + one.shape[1]] = one[: len(of_BM)]
+        place += one.shape[1]
     return found[torch.arange(len(of_BM), device=of_BM.device)[:, None], of_BM]

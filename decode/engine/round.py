@@ -202,10 +202,9 @@ class Stepper:
         tables, before_MB, side_MBNU, took = several(*at, race_BMV, reach, drafts, taps)
         owes: list[Kept] = []
         if told:
-            for table_BX, before_B, side_B1U in zip(tables, before_MB, side_MBNU, strict=True):
-                taps_B1U = side_B1U if taps else None
-                kept = table_BX[:, :1], table_BX[:, 3], None, before_B, taps_B1U, top
-                owes.append(Kept(*kept, params=params))
+            table_MBX, taps_BMU = torch.stack(tables), side_MBNU[:, :, 0].transpose(0, 1)
+            kept = table_MBX[..., 0].T, table_MBX[..., 3].sum(0), None, before_MB[0]
+            owes = [Kept(*kept, taps_BMU if taps else None, top, params=params)]
         return Told(tables[0], nodes - 1, nodes - 1, owes=owes, several=tables, took=took)
 
     def _verify(
