@@ -120,9 +120,9 @@ template <int M, typename V>
 static void put(const V (*sum)[4], const bf16 *bias, bf16 *y, int64_t o, int64_t step) {
     for (int m = 0; m < M; m++) {
         F4 made = sums(sum[m]);
-        for (int r = 0; r < 4 && M < 4; r++)  // faster one by one, in a body's layers
+        for (int r = 0; r < 4 && M < 3; r++)  // faster one by one, in a body's layers
             y[m * step + o + r] = narrow(made[r] + (bias ? wide(bias[o + r]) : 0));
-        if (M < 4) continue;
+        if (M < 3) continue;
         if (bias)
             for (int r = 0; r < 4; r++) made[r] += wide(bias[o + r]);
         B4 narrower = narrow4(made);
