@@ -200,13 +200,11 @@ def kinds_of(target: Draft, vocab: int, draft: Pass | None, exits: int) -> dict[
         "hydra": Drafting(each=Pass(1, 3 * square + table)),
         "eagle3": Drafting(once=fused, each=one._replace(weights=one.weights + few)),
         # A node's layer reads the trunk's row beside its token, by a map of both.
-        "block": Drafting(
-            once=fused, each=one._replace(weights=one.weights + 2 * square + table), alone=True
-        ),
+        "block": Drafting(once=fused, each=one._replace(weights=one.weights + 2 * square + table)),
         "ngram": Drafting(host=HOST["ngram"], trees=False),
         "suffix": Drafting(host=HOST["suffix"]),
         "exit": Drafting(
-            each=Pass(exits, exits * one.weights + table, exits * one.kv), trees=False, alone=True
+            each=Pass(exits, exits * one.weights + table, exits * one.kv), trees=False
         ),
     }
 
