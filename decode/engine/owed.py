@@ -27,8 +27,8 @@ class Owed:
 
     def __init__(self, rows: int, device: torch.device, *, taps: bool) -> None:
         self.lens_B = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.rounds: deque[Kept] = deque()  # of one each, or of several
         self.most = STATES if taps else TOKENS
+        self.rounds: deque[Kept] = deque(maxlen=self.most)  # one each, or several of one call
         self.prompts: dict[int, Admitted] = {}
 
     @torch.inference_mode()
@@ -66,8 +66,6 @@ class Owed:
             taps_BLU = None if kept.taps_BLU is None else kept.taps_BLU.clone()
             kept = kept._replace(tokens_BL=kept.tokens_BL.clone(), taps_BLU=taps_BLU)
         self.rounds.append(kept)
-        while sum(map(length, self.rounds)) - length(self.rounds[0]) >= self.most:
-            self.rounds.popleft()
 
     def settled(self, lens_B: Tensor, top: int) -> Kept:
         """All that is owed to rows of now `lens_B` tokens, as if a round had kept it. Nobody owes
@@ -75,7 +73,7 @@ class Owed:
         """
         waited = list(self.rounds)
         self.rounds.clear()
-        total = sum(map(length, waited))
+        total = sum(kept.tokens_BL.shape[1] for kept in waited)
         n_new_B = (lens_B - self.lens_B).clamp(max=min(total, self.most))
         step_M = torch.arange(min(total, self.most), device=lens_B.device)
         # A row's own are the last ones.
@@ -84,11 +82,6 @@ class Owed:
         taps = [kept.taps_BLU for kept in waited if kept.taps_BLU is not None]
         taps_BMU = side_by_side(taps, of_BM) if taps else None
         return Kept(tokens_BM, n_new_B, None, lens_B - n_new_B, taps_BMU, top)
-
-
-def length(kept: Kept) -> int:
-    """How many rounds."""
-    return kept.tokens_BL.shape[1]
 
 
 def side_by_side(rounds: Sequence[Tensor], of_BM: Tensor) -> Tensor:
