@@ -1,10 +1,8 @@
-"""Rounds that are several a call: a small pair, texts, ways to sample, how many each call made."""
+"""Rounds that are several a call: texts, ways to sample, and what answers say beside their time."""
 
 from typing import Any
 
 import pytest
-import torch
-from tiny_llama import build_llama
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS
 
@@ -32,20 +30,6 @@ WAYS = {
 }
 
 
-def small_pair(tokenizer: PreTrainedTokenizerBase) -> Pair:
-    target = build_llama(len(tokenizer), layers=3, hidden=128, seed=0)
-    return target.requires_grad_(False).bfloat16(), tokenizer
-
-
-def near_to(pair: Pair) -> PreTrainedModel:
-    """A draft of which some tokens are kept."""
-    model = build_llama(len(pair[1]), layers=3, hidden=128, seed=0).requires_grad_(False)
-    noise = torch.Generator().manual_seed(1)
-    for weight in model.parameters():
-        weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise)
-    return model.bfloat16()
-
-
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "rounds_at_once", lambda *_: (0, 0))
 
@@ -55,16 +39,3 @@ def what(done: list[Completion]) -> list[Any]:
     for one in done:
         one.counters.prefill_seconds = one.counters.decode_seconds = 0.0
     return done
-
-
-def rounds_a_call(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rounds each call makes, from now on."""
-    counts, several = list[int](), rounds.several
-
-    def counted(*args: Any) -> Any:
-        found = several(*args)
-        counts.append(len(found[0]))
-        return found
-
-    monkeypatch.setattr(rounds, "several", counted)
-    return counts

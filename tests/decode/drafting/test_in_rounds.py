@@ -15,13 +15,10 @@ from several_rounds import (
     TEXTS,
     WAYS,
     Pair,
-    near_to,
     one_at_a_time,
-    rounds_a_call,
-    small_pair,
     what,
 )
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from draftsmith.decode import sampling
 from draftsmith.decode.drafters.lm import LMDrafter
@@ -38,21 +35,6 @@ from draftsmith.models.heads.block import Block
 from draftsmith.models.vocab import DraftVocab
 
 pytestmark = NEEDS
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_tokenizer: PreTrainedTokenizerBase) -> Pair:
-    return small_pair(tiny_tokenizer)
-
-
-@pytest.fixture(scope="module")
-def near(pair: Pair) -> PreTrainedModel:
-    return near_to(pair)
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return rounds_a_call(monkeypatch)
 
 
 @pytest.mark.parametrize("way", WAYS)

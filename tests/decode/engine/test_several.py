@@ -13,14 +13,11 @@ from several_rounds import (
     TEXTS,
     WAYS,
     Pair,
-    near_to,
     one_at_a_time,
-    rounds_a_call,
-    small_pair,
     what,
 )
 from tiny_llama import build_llama
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.lm import AheadDrafter, EasyDrafter, LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
@@ -35,21 +32,6 @@ from draftsmith.decode.token_tree import TokenTree
 
 KINDS = ("eagle3", "block")  # that read the target's states
 pytestmark = NEEDS
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_tokenizer: PreTrainedTokenizerBase) -> Pair:
-    return small_pair(tiny_tokenizer)
-
-
-@pytest.fixture(scope="module")
-def near(pair: Pair) -> PreTrainedModel:
-    return near_to(pair)
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return rounds_a_call(monkeypatch)
 
 
 @pytest.mark.parametrize("way", WAYS)
