@@ -30,19 +30,20 @@ MISS = 0.15
 THEN = Machine(16, 0.5, 20, 245, 160, reached=0.22, overlaps=False)
 VOCAB, CONTEXT = 4096, 128
 HEADS = {kind: kind for kind in ("draft", "medusa", "hydra", "eagle3", "block")}
+LOOKED_UP = {kind: kind for kind in ("ngram", "suffix")}
 # A table's rows: the pair's recipes, and what predict calls what it measured.
 PAIRS = {
-    "compare": ("quickstart", {**HEADS, "ngram": "ngram", "suffix": "suffix", "exit:2": "exit"}),
+    "compare": ("quickstart", {**HEADS, **LOOKED_UP, "exit:2": "exit"}),
     "quickstart": ("quickstart", {"before": "draft", "after": "draft", "ngram": "ngram"}),
     "gsm8k": ("gsm8k", {"before": "draft", "after": "draft", "ngram": "ngram"}),
     "trees": ("quickstart", {}),  # all of its rows are of the draft
     "own-layers": ("gsm8k", {"exit:2": "exit", "exit:6": "exit"}),
-    "training-free": ("gsm8k", {"ngram": "ngram", "suffix": "suffix", "drafter": "eagle3"}),
+    "training-free": ("gsm8k", {**LOOKED_UP, "drafter": "eagle3"}),
     "compare-gsm8k": (
         "gsm8k",
         {
             f"{kind}, seed 0": name
-            for kind, name in {**HEADS, "ngram": "ngram", "suffix": "suffix"}.items()
+            for kind, name in {**HEADS, **LOOKED_UP, "exit:2": "exit"}.items()
         },
     ),
     "load": ("gsm8k", {f"K = {K}": "block" for K in (1, 2, 4)}),
@@ -107,10 +108,10 @@ def judged(results: Path, table: str) -> Iterator[Judged]:
         kind = kinds.get(row["what"], None if kinds else "draft")
         if kind is None or row.get("on") == "twin":  # of another shape
             continue
-        exits = int(row["what"].partition(":")[2] or 1) if kind == "exit" else 1
+        exits = int(row["what"].split(",")[0].partition(":")[2] or 1) if kind == "exit" else 1
         # Policies and look-ups draft fewer levels than they may: K is their mean.
         a_chain = row.get("tree", "chain") == "chain"
-        looked_up = kind in ("ngram", "suffix")  # trees of what there is: K is how many nodes
+        looked_up = kind in LOOKED_UP  # trees of what there is: K is how many nodes
         known = ("K", "levels") if a_chain or looked_up else ("levels", "K")
         counts = [row[key] for key in known if row.get(key)]
         K = counts[0] if counts else int(row["what"].removeprefix("K = "))
