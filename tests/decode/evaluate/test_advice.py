@@ -12,7 +12,7 @@ from evaluated import arguments
 from draftsmith.decode.__main__ import main, pretend, tell
 from draftsmith.decode.engine.request import Completion, Counters
 from draftsmith.decode.engine.settings import DecodeSettings
-from draftsmith.decode.evaluate import advice
+from draftsmith.decode.evaluate import advice, metrics
 from draftsmith.decode.evaluate.arms import Arm, Evaluation, Loaded, load, unsaid
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.report.results import rows_of
@@ -79,6 +79,12 @@ def advised(
     found = advice.advise(settings, pair, "d", [], timed, lambda: None)
     assert found is not None
     return found
+
+
+def fewer_rounds(plain: Arm, spec: Arm, groups: Any = None) -> float:
+    """The speed-up of an arm where every round takes as long as a plain step."""
+    taus = [metrics.block_efficiency(arm.counters) for arm in (spec, plain)]
+    return taus[0] / taus[1]
 
 
 @pytest.mark.parametrize(("loop", "more"), [(0.0, 0.0), (0.05, 0.0), (0.1, 0.04), (0.0, 0.1)])
@@ -168,6 +174,8 @@ def test_the_advised_k_is_measured_saved_and_served(
     monkeypatch.setattr(advice, "measured_costs", lambda *_: free)
     twice = {"speedup": 2.0, "speedup_interval": [1.9, 2.1], "speedup_specbench": 2.0}
     monkeypatch.setattr(advice.speed, "speedups", lambda *_: twice)  # whatever the clock says
+    monkeypatch.setattr(advice.speed, "speedup", fewer_rounds)
+    monkeypatch.setattr(advice, "seconds_a_round", lambda *_: 1.0)
     asked = (f"drafter={tmp_path / 'itself'}", "advice=true", "save=true", "identity=false")
     out = tmp_path / "out"
     main(arguments(folders, out, *asked, "dtype=float32"))
