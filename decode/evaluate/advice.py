@@ -82,8 +82,7 @@ def advise(
     if spec is None or not (depths or others):
         return None
     ways = [*depths, *others]
-    largest = max((how.plan for how in ways), key=lambda plan: plan.nodes)
-    costs = costs_of(settings, pair, name, spec, largest)
+    costs = costs_of(settings, pair, name, spec, [how.plan for how in ways])
     every, taus = np.arange(len(spec.tokens)), []
     gains: list[Callable[[np.ndarray], np.ndarray]] = []
     if depths:
@@ -243,12 +242,16 @@ def in_words(row: Values) -> str:
     return f"K={row['K']}{tree}" + ("" if row["policy"] == "fixed" else f" policy={row['policy']}")
 
 
-def costs_of(settings: Evaluation, pair: Loaded, name: str, spec: Arm, largest: Plan) -> Costs:
-    """What rounds up to the largest cost at the run's mean context."""
+def costs_of(
+    settings: Evaluation, pair: Loaded, name: str, spec: Arm, plans: Sequence[Plan]
+) -> Costs:
+    """What rounds of these cost at the run's mean context; of each chain its own pass."""
     answers = spec.completions
     twice = sum(2 * len(c.prompt_tokens) + len(c.tokens) for c in answers) // len(answers)
-    runner = pair.decoder(settings, None).runner
-    return measured_costs(runner, pair.drafters[name], largest, settings.batch_size, twice)
+    runner, drafter = pair.decoder(settings, None).runner, pair.drafters[name]
+    largest = max(plans, key=lambda plan: plan.nodes)
+    passes = {plan.nodes for plan in plans if plan.is_chain}
+    return measured_costs(runner, drafter, largest, settings.batch_size, twice, passes)
 
 
 def rounds_of(

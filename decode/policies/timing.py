@@ -6,10 +6,11 @@ taps' states side by side.
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from draftsmith.decode.drafting.base import Admitted, Drafter, Frontier, Kept, Round
@@ -73,11 +74,19 @@ def recorded(calls: dict[Any, Call], target: Runner, drafter: Drafter) -> dict[A
     return {name: graphed(call, target.device) for name, call in calls.items()}
 
 
-def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, context: int) -> Costs:
+def measured_costs(
+    target: Runner,
+    drafter: Drafter,
+    plan: Plan,
+    rows: int,
+    context: int,
+    passes: Collection[int] = (),
+) -> Costs:
     """Seconds (`least_times`) of forwards of 1, 2, 4, ... tokens a row, up to the plan's nodes,
     after half of `context` tokens, or as many as leave the largest size room in the models' own
-    contexts. A drafter without a model of its own costs nothing. ValueError: times that can't be
-    true.
+    contexts. A drafter without a model of its own costs nothing. passes: further sizes of the
+    target's pass, whose time grows by steps, not evenly, where its products do. ValueError: times
+    that can't be true.
 
     A draft call of so many nodes is the second one of a round: heads know the root's law before any
     is fed; what a round spends on that is spent in `extend`. Of drafters of one pass the first call
@@ -89,7 +98,8 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
     slots = half + 1 + max(sizes[-1], LEVELS)
     pool = target.pool(rows, slots)
     at: dict[str, Any] = {"batch": rows, "context": half}
-    calls: dict[Any, Call] = {n: forward_call(target, length=n, pool=pool, **at) for n in sizes}
+    nodes = sorted({*sizes, *passes})
+    calls: dict[Any, Call] = {n: forward_call(target, length=n, pool=pool, **at) for n in nodes}
     if drafter.size is not None:
         twin = with_room(drafter, rows, slots)
         for n in sizes:
@@ -104,7 +114,7 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
     calls = recorded(calls, target, drafter)
     for _ in range(TRIES):
         times = least_times(calls, target.device)
-        least = min(times[n] for n in sizes)
+        least = min(times[n] for n in nodes)
         if least >= SANE * times[1]:
             break
     else:
@@ -116,9 +126,10 @@ def measured_costs(target: Runner, drafter: Drafter, plan: Plan, rows: int, cont
     level = None
     if drafter.native is not None:
         level = max(0.0, times["chain", LEVELS] - times["chain", 1]) / (LEVELS - 1)
-    drafts = tuple(times.get(("draft", n), 0.0) / drafter.stride for n in sizes)
+    drafts = [times.get(("draft", n), 0.0) / drafter.stride for n in sizes]
     first = times["first"] + times["extend"] if drafter.one_pass else None
-    return Costs(sizes, tuple(times[n] for n in sizes), drafts, first, level)
+    between = tuple(float(draft) for draft in np.interp(nodes, sizes, drafts))
+    return Costs(tuple(nodes), tuple(times[n] for n in nodes), between, first, level)
 
 
 @torch.inference_mode()

@@ -153,6 +153,25 @@ def test_costs_of_draft_calls(tiny_target: PreTrainedModel) -> None:
     assert min(costs.draft) > 0 and len(costs.draft) == len(costs.verify) == 4
 
 
+def test_costs_of_a_step_between_two_sizes(
+    tiny_target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass over seven tokens may cost what eight do: it is timed where it is asked for, and the
+    draft calls beside it lie on the line between those of four and eight nodes.
+    """
+
+    def least(calls: dict[Any, Any], *_: object) -> dict[Any, float]:
+        return {n: float(n[1]) if isinstance(n, tuple) else 4.0 * (1 + n // 7) for n in calls}
+
+    monkeypatch.setattr(timing, "least_times", least)
+    drafter = EagleDrafter(made("eagle3"), tiny_target, VOCAB)
+    given = Runner(tiny_target, VOCAB), drafter, chain_plan(7), 2, 100
+    assert measured_costs(*given).pass_of(6) == 6.0  # (4 + 8) / 2
+    costs = measured_costs(*given, passes={7, 6, 8})
+    assert costs.nodes == (1, 2, 4, 6, 7, 8) and costs.verify == (4.0,) * 4 + (8.0,) * 2
+    assert costs.draft == (1.0, 2.0, 4.0, 6.0, 7.0, 8.0)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "hydra", "medusa"])
 def test_the_last_draft_call_is_timed_alone(
     tiny_target: PreTrainedModel, kind: str, monkeypatch: pytest.MonkeyPatch
