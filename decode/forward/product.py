@@ -25,7 +25,9 @@ from draftsmith.models.target import is_quantised, native_bf16
 PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
 # Tokens up to which products in C++ are faster than oneDNN's, which take 10 us each at least: of 1
 # to 6 tokens and 4,096 by 384 far from the caches 56 to 92 us and not 70 to 102, of 384 by 384 6 to
-# 10 and not 15; of 16 tokens slower. By tiles of AMX 16 tokens cost as one.
+# 10 and not 15; of 16 tokens slower. By tiles of AMX 16 tokens cost as one. A target's LM head is
+# C++'s for all tokens of a round: 1.0 to 1.2 times oneDNN's from 5 on, but then rounds needn't
+# leave C++ for it: a fifth of the time of a target of 15M, a quarter to a third of one of 3.4M.
 FEW = 6
 STEP = 16  # what the widths of what runs in C++ are multiples of
 HALF = (torch.bfloat16, torch.float16)
@@ -49,10 +51,13 @@ class _Map(ctypes.Structure):
 
 class FewTokens:
     """The same products by C++ (`native.cpp`), of few tokens, on one thread and the weights as they
-    lie; None of more tokens, and where several threads are faster otherwise.
+    lie; None of more tokens, and where several threads are faster otherwise. round_: whether these
+    are all of a round, by which other calls are saved, so that of many it may be slower.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor], *, round_: bool = False
+    ) -> None:
         each = zip_longest((w.data_ptr() for w in weights), (b.data_ptr() for b in biases))
         found = (_Map(*at, len(w)) for at, w in zip(each, weights, strict=True))
         self.maps = (_Map * len(weights))(*found)
@@ -60,17 +65,22 @@ class FewTokens:
         self.call = library().maps
         self.call.argtypes = _P, _N, _P, _P, _N, _N, _N
         # Of any pass's tokens, as far as the layers in C++ go.
-        self.whole = not ONEDNN or (self.sizes[0] % 32 == 0 and bool(library().tiles()))
+        most, by_32s = library().most(0), self.sizes[0] % 32 == 0
+        round_ = round_ and most > FEW and by_32s
+        self.whole = not ONEDNN or round_ or (by_32s and bool(library().tiles()))
         # Else an output of a token ends in the sum of a vector, which short inputs don't pay for.
-        few = library().most(0) if self.whole else min(FEW, self.sizes[0] // 32)
-        self.most = min(few, library().most(0))
+        few = most if self.whole else min(FEW, self.sizes[0] // 32)
+        self.most = library().most(1) if round_ else min(few, most)
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> "FewTokens | None":
+    def of(
+        cls, weights: Sequence[Tensor], biases: Sequence[Tensor], *, round_: bool = False
+    ) -> "FewTokens | None":
         """None for sizes that it doesn't know, or without a compiler."""
         laid = all(tensor.is_contiguous() for tensor in (*weights, *biases))
         even = weights[0].shape[1] % STEP == 0
-        return cls(weights, biases) if laid and even and library() is not None else None
+        ready = laid and even and library() is not None
+        return cls(weights, biases, round_=round_) if ready else None
 
     def __call__(self, x: Tensor) -> Tensor | None:
         inputs, outputs = self.sizes
@@ -89,15 +99,22 @@ class Product:
     one another; changes in place are followed. tensors: the weights, and the biases. mixed: whether
     few tokens may go by another kernel than many, which rounds otherwise; not in a target, of which
     a token must come out as among many, unless few are so many that its rounds have no more.
+    round_: as of `FewTokens`, where it isn't mixed.
     """
 
     def __init__(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), *, mixed: bool = True
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor] = (),
+        *,
+        mixed: bool = True,
+        round_: bool = False,
     ) -> None:
         assert len(biases) in (0, len(weights)), "some of the maps have a bias, others none"
         self.tensors = tuple(weights), tuple(biases)
         self.packs = packs(self.weight)
-        few = FewTokens.of(*self.tensors) if self.packs else None
+        ours = round_ and not mixed
+        few = FewTokens.of(*self.tensors, round_=ours) if self.packs else None
         self.few = few if few is not None and (mixed or few.whole) else None
         self.version = -1
         if self.packs and self.few is None and ONEDNN:
@@ -184,7 +201,7 @@ class VocabHead(Product):
     ) -> None:
         self.size, kept = size, size if ids_D is None else int((ids_D < size).sum())
         biases = [] if bias_D is None else [bias_D.detach()[:kept]]
-        super().__init__([rows_DH[:kept]], biases, mixed=mixed)
+        super().__init__([rows_DH[:kept]], biases, mixed=mixed, round_=True)
         self.ids_D = None if ids_D is None else ids_D[:kept].to(rows_DH.device)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.forward import native, product
 from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.lean_heads import LeanStack
-from draftsmith.decode.forward.product import ONEDNN, FewTokens, Product
+from draftsmith.decode.forward.product import FEW, ONEDNN, FewTokens, Product, VocabHead
 from draftsmith.decode.policies.timing import round_of
 from draftsmith.decode.sampling import RowParams, SamplingParams, log_race, position_keys
 from draftsmith.decode.token_tree import WITHOUT_REPLACEMENT
@@ -113,8 +113,8 @@ def test_laws_are_torchs(
     ran, calls, init = set(), FewTokens.__call__, FewTokens.__init__
     states, keep = native.NativeBody.states, native.NativeBody.keep
 
-    def begun(self: FewTokens, *given: Any) -> None:
-        init(self, *given)
+    def begun(self: FewTokens, *given: Any, **how: Any) -> None:
+        init(self, *given, **how)
         self.most = 32  # on a machine too where it isn't faster
 
     def called(self: FewTokens, x: Tensor) -> Tensor | None:
@@ -197,6 +197,29 @@ def test_products_of_few_tokens(bias: bool) -> None:
     few = Product(weights, biases, mixed=False).few
     assert few is None or few.whole  # without oneDNN's, a target's too
     assert Product([weights[0][:, :200].clone()]).few is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [96, 70])
+@torch.inference_mode()
+def test_a_targets_logits_are_a_round_s_whatever_its_tokens(size: int) -> None:
+    """The same bits alone and among as many tokens as a round has; of many by a draft's LM head
+    they are oneDNN's.
+    """
+    torch.manual_seed(0)
+    rows_VH, x_TH = torch.randn(size, 384).bfloat16(), torch.randn(48, 384).bfloat16()
+    head = VocabHead(rows_VH, None, size, mixed=False)
+    right_TV = x_TH.double() @ rows_VH.T.double()
+    among_TV = head.logits(x_TH)
+    assert ((among_TV - right_TV).abs() <= 2**-8 * right_TV.abs() + 1e-4).all()
+    every = (product.library().most(0) > FEW and torch.get_num_threads() == 1) or not ONEDNN
+    if every:
+        assert head.few is not None and head.few.whole and head.few.most >= 80
+        assert head.version == -1, "nothing is packed for what isn't multiplied"
+        for tokens in (1, 5, 6, 7, 17, 32):
+            assert torch.equal(head.logits(x_TH[:tokens]), among_TV[:tokens]), tokens
+    draft = VocabHead(rows_VH, None, size)
+    assert draft.few is not None and (draft.few.whole or draft.few.most <= FEW)
 
 
 @torch.inference_mode()
