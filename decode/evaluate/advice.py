@@ -245,12 +245,12 @@ def in_words(row: Values) -> str:
 def costs_of(
     settings: Evaluation, pair: Loaded, name: str, spec: Arm, plans: Sequence[Plan]
 ) -> Costs:
-    """What rounds of these cost at the run's mean context; of each chain its own pass."""
+    """What rounds of these cost at the run's mean context; on a CPU each has a pass of its own."""
     answers = spec.completions
     twice = sum(2 * len(c.prompt_tokens) + len(c.tokens) for c in answers) // len(answers)
     runner, drafter = pair.decoder(settings, None).runner, pair.drafters[name]
     largest = max(plans, key=lambda plan: plan.nodes)
-    passes = {plan.nodes for plan in plans if plan.is_chain}
+    passes = {plan.nodes for plan in plans} if settings.device == "cpu" else ()
     return measured_costs(runner, drafter, largest, settings.batch_size, twice, passes)
 
 

@@ -25,9 +25,10 @@ from draftsmith.models.target import is_quantised, native_bf16
 PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
 # Tokens up to which products in C++ are faster than oneDNN's, which take 10 us each at least: of 1
 # to 6 tokens and 4,096 by 384 far from the caches 56 to 92 us and not 70 to 102, of 384 by 384 6 to
-# 10 and not 15; of 16 tokens slower. By tiles of AMX 16 tokens cost as one. A target's LM head is
-# C++'s for all tokens of a round: 1.0 to 1.2 times oneDNN's from 5 on, but then rounds needn't
-# leave C++ for it: a fifth of the time of a target of 15M, a quarter to a third of one of 3.4M.
+# 10 and not 15; of 16 tokens slower. By tiles of AMX 16 tokens cost as one. Where AVX-512's bf16
+# products are, a target's LM head is C++'s for up to 640 tokens: 1.1 to 1.4 times oneDNN's from 8
+# to 64, but then rounds needn't leave C++ for it: a fifth of the time of a target of 15M, a quarter
+# to a third of one of 3.4M.
 FEW = 6
 STEP = 16  # what the widths of what runs in C++ are multiples of
 HALF = (torch.bfloat16, torch.float16)
@@ -87,7 +88,8 @@ class FewTokens:
         tokens = x.numel() // inputs
         # oneDNN's are on all threads. To widen a matrix for fp32 products takes longer than this.
         several = ONEDNN and torch.get_num_threads() > 1
-        if tokens > self.most or type(x) is not Tensor or several:
+        ours = type(x) is Tensor and x.dtype == torch.bfloat16
+        if tokens > self.most or not ours or several:
             return None
         x, made = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
         self.call(self.maps, len(self.maps), x.data_ptr(), made.data_ptr(), tokens, *self.sizes)
@@ -117,7 +119,8 @@ class Product:
         few = FewTokens.of(*self.tensors, round_=ours) if self.packs else None
         self.few = few if few is not None and (mixed or few.whole) else None
         self.version = -1
-        if self.packs and self.few is None and ONEDNN:
+        unused = self.few is None or (not mixed and torch.get_num_threads() > 1)
+        if self.packs and ONEDNN and unused:
             self._pack()
         elif not self.packs:
             whole, bias = joined(weights), joined(biases)
