@@ -65,9 +65,9 @@ class FewTokens:
         self.sizes = weights[0].shape[1], sum(map(len, weights))
         self.call = library().maps
         self.call.argtypes = _P, _N, _P, _P, _N, _N, _N
-        # Of any pass's tokens, as far as the layers in C++ go.
         most, by_32s = library().most(0), self.sizes[0] % 32 == 0
         round_ = round_ and most > FEW and by_32s
+        # Of any pass's tokens, as far as the layers in C++ go.
         self.whole = not ONEDNN or round_ or (by_32s and bool(library().tiles()))
         # Else an output of a token ends in the sum of a vector, which short inputs don't pay for.
         few = most if self.whole else min(FEW, self.sizes[0] // 32)
@@ -101,7 +101,7 @@ class Product:
     one another; changes in place are followed. tensors: the weights, and the biases. mixed: whether
     few tokens may go by another kernel than many, which rounds otherwise; not in a target, of which
     a token must come out as among many, unless few are so many that its rounds have no more.
-    round_: as of `FewTokens`, where it isn't mixed.
+    round_: as of `FewTokens`.
     """
 
     def __init__(
@@ -115,8 +115,7 @@ class Product:
         assert len(biases) in (0, len(weights)), "some of the maps have a bias, others none"
         self.tensors = tuple(weights), tuple(biases)
         self.packs = packs(self.weight)
-        ours = round_ and not mixed
-        few = FewTokens.of(*self.tensors, round_=ours) if self.packs else None
+        few = FewTokens.of(*self.tensors, round_=round_) if self.packs else None
         self.few = few if few is not None and (mixed or few.whole) else None
         self.version = -1
         unused = self.few is None or (not mixed and torch.get_num_threads() > 1)
@@ -204,7 +203,7 @@ class VocabHead(Product):
     ) -> None:
         self.size, kept = size, size if ids_D is None else int((ids_D < size).sum())
         biases = [] if bias_D is None else [bias_D.detach()[:kept]]
-        super().__init__([rows_DH[:kept]], biases, mixed=mixed, round_=True)
+        super().__init__([rows_DH[:kept]], biases, mixed=mixed, round_=not mixed)
         self.ids_D = None if ids_D is None else ids_D[:kept].to(rows_DH.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
