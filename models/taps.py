@@ -38,6 +38,13 @@ def default_taps(layers: int) -> tuple[int, ...]:
     return tuple(sorted({1, math.ceil(layers / 2), max(layers - 1, 0)}))
 
 
+def block_taps(layers: int) -> tuple[Tap, ...]:
+    """DFlash's five, the outputs of layers 1 to L - 3, from 0, evenly; under ten layers ours."""
+    if layers < 10:
+        return default_taps(layers)
+    return tuple(round(1 + i * (layers - 4) / 4) + 1 for i in range(5))
+
+
 def check_taps(taps: Sequence[Tap], layers: int) -> None:
     """ValueError for a tap that a target of `layers` layers doesn't have, or one named twice."""
     wrong = [t for t in taps if t != NORM and not (isinstance(t, int) and 0 <= t <= layers)]

@@ -2,7 +2,9 @@
 
     draftsmith compare target=my-model prompts=prompts.jsonl budget=120 out=runs/compare
 
-Without data= the target first answers the prompts (`draftsmith prepare`). Each kind is then trained
+Without data= the target first answers the prompts (`draftsmith prepare`). On a CPU rounds of each
+kind are then timed, with random weights (<out>/rounds.json), by which every row says what was
+foretold of it. Each kind is trained
 for `budget` seconds of its own steps (a draft LM: half of them pretrained, half distilled), by the
 command that a user would give, which is printed. How it decodes best (K, tree, policy) is chosen by
 `evaluate`'s advice, on prompts of the part for tuning; what it is worth then is measured on those
@@ -17,7 +19,7 @@ each evaluation's own report <out>/reports.
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +30,18 @@ from draftsmith.command import check_least, numbers, parse, unknown
 from draftsmith.decode.drafters.load import BARE, UNTRAINED, composed
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import Values, evaluate
-from draftsmith.decode.predict.draft_sizes import FASTDRAFT, RECIPE, Sizing, machine_of, propose
+from draftsmith.decode.predict.draft_sizes import (
+    FASTDRAFT,
+    RECIPE,
+    Draft,
+    Sizing,
+    config_like,
+    least_layers,
+    machine_of,
+    propose,
+)
+from draftsmith.decode.predict.load_grid import Grid
+from draftsmith.decode.predict.timed_rounds import HEADS, timed_rounds
 from draftsmith.decode.prompts.sources import read_source
 from draftsmith.decode.report import compared, results
 from draftsmith.decode.report.page import write
@@ -38,12 +51,12 @@ from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.disk.store import Manifest, hold, read_lines, write_atomically
 from draftsmith.models.folder.drafter_folder import META
 from draftsmith.printed import print_table
+from draftsmith.progress import watched
 from draftsmith.train.text.prepared import is_prepared
 
 INTERRUPTED = 130
 WIDE = 256  # of targets that the recipes' learning rates were found on; of wider ones they are less
 BEST = "HEAD"  # suffix+HEAD: the fastest head of this comparison
-SHALLOW = 12  # layers of a target whose draft may have one
 
 
 class Recipe(NamedTuple):
@@ -144,6 +157,7 @@ def main(argv: list[str]) -> None:
         torch.set_num_threads(settings.threads)
     try:
         data = settings.data or prepared(settings)
+        grids = rounds_before(settings, kinds, config)
         rows: list[Values] = []
         for number, kind in enumerate(kinds, start=1):
             kept = out / "rows" / f"{kind.replace('/', '-')}.json"
@@ -151,6 +165,7 @@ def main(argv: list[str]) -> None:
             rows.append(json.loads(kept.read_text()) if kept.exists() else {})
             if not rows[-1]:
                 rows[-1] = row_of(settings, kind, data, config, rows[:-1])
+                add_foretold(rows[-1], grids)
                 if not rows[-1].pop("again", False):
                     kept.parent.mkdir(exist_ok=True)
                     write_atomically(kept, json.dumps(rows[-1], indent=1).encode())
@@ -181,6 +196,33 @@ def prepared(settings: KindsCompared) -> str:
     if code:
         raise ValueError(f"prepare ended with code {code}: {told.removeprefix('error: ')}")
     return data
+
+
+def rounds_before(settings: KindsCompared, kinds: Sequence[str], config: Any) -> dict[str, Grid]:
+    """Of each kind that random weights stand for, what rounds take here; on a CPU."""
+    kept = Path(settings.out) / "rounds.json"
+    known = (*HEADS, DRAFT, "ngram", "suffix")
+    asked = [kind for kind in kinds if kind in known or kind.startswith("exit:")]
+    if torch.cuda.is_available():
+        return {}
+    if not kept.exists():
+        try:
+            draft = config_like(config, best_draft(settings, config))
+        except ValueError:  # which is said where it would be trained
+            draft, asked = None, [kind for kind in asked if kind != DRAFT]
+        timed = timed_rounds(config, asked, [1], draft)
+        found = {kind: grid.as_json() for kind, grid in watched(timed, "rounds", len(asked))}
+        write_atomically(kept, json.dumps(found).encode())
+    return {kind: Grid.of(told, str(kept)) for kind, told in json.loads(kept.read_text()).items()}
+
+
+def add_foretold(row: Values, grids: dict[str, Grid]) -> None:
+    """To each result what was foretold of it, by its tau; None of trees, and where none was."""
+    grid = grids.get(row["kind"])
+    for one in row["results"]:
+        one["foretold"] = None
+        if grid is not None and one["K"] and one["tree"] == "chain":
+            one["foretold"] = one["tau"] / grid.cost(one["K"])
 
 
 def row_of(
@@ -233,7 +275,8 @@ def runs_of(
     own = [*recipe.more, *settings.more.get(kind, "").split()]
     if kind == DRAFT:
         first = runs / f"{kind}-pretrained"
-        sizes = [f"model.{name}={size}" for name, size in draft_sizes(settings, config).items()]
+        best = best_draft(settings, config)
+        sizes = [f"model.{name}={getattr(best, name)}" for name in RECIPE]
         begun = shared | {"recipe": "quickstart/draft", "out": first, "heldout.limit": 0}
         yield first, "pretrain", [*(f"{k}={v}" for k, v in begun.items()), *sizes]
         own = [f"draft.path={first / 'drafter'}", *own]
@@ -241,13 +284,11 @@ def runs_of(
     yield last, recipe.entry, [*(f"{k}={v}" for k, v in said.items()), *own]
 
 
-def draft_sizes(settings: KindsCompared, config: Any) -> dict[str, int]:
-    """Those that `draftsmith size` proposes first."""
+def best_draft(settings: KindsCompared, config: Any) -> Draft:
+    """The draft LM that `draftsmith size` proposes first; ValueError where none fits."""
     gpu = settings.gpu or ("h100" if torch.cuda.is_available() else "cpu")
-    least = 1 if config.num_hidden_layers <= SHALLOW else 2
-    asked = Sizing(target=settings.target, gpu=gpu, min_layers=least)
-    best = propose(config, asked, FASTDRAFT, machine_of(asked))[1][0]
-    return {name: getattr(best, name) for name in RECIPE}
+    asked = Sizing(target=settings.target, gpu=gpu, min_layers=least_layers(config))
+    return propose(config, asked, FASTDRAFT, machine_of(asked))[1][0]
 
 
 def trained(run: Path, before: Values | None) -> Values:

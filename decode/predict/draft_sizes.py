@@ -34,6 +34,7 @@ from draftsmith.models.draft_lm import draft_config
 from draftsmith.printed import duration, print_table, short_count, times_as
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+SHALLOW = 12  # layers of a target whose draft may have one
 RECIPE = ("layers", "hidden", "heads", "kv_heads", "intermediate")
 LONGEST = 12  # drafted tokens a round, where K is to be chosen
 CONTEXT = 256  # tokens before a measured forward
@@ -256,7 +257,7 @@ def measured(
     lengths = {1, *(draft.K + 1 for draft in drafts)}
     calls: dict[Any, Call] = {n: forward_call(runner, length=n, **at) for n in lengths}
     for draft in drafts:
-        runner = runner_of(_config(config, {name: getattr(draft, name) for name in RECIPE}), device)
+        runner = runner_of(config_like(config, draft), device)
         calls[draft] = forward_call(runner, length=1, **at)
     calls = {name: graphed(call, device) for name, call in calls.items()}
     times = median_times(calls, device, repeats=20)
@@ -268,6 +269,16 @@ def measured(
 def _config(config: PretrainedConfig, sizes: dict[str, int]) -> PretrainedConfig:
     """A draft's, its tables one as a fresh draft's are."""
     return draft_config(config, vocab_size=config.vocab_size, tie_word_embeddings=True, **sizes)
+
+
+def least_layers(config: PretrainedConfig) -> int:
+    """Of a draft LM: two, but of a shallow target one."""
+    return 1 if config.num_hidden_layers <= SHALLOW else 2
+
+
+def config_like(config: PretrainedConfig, draft: Draft) -> PretrainedConfig:
+    """Of a draft LM of these sizes beside a target of this config."""
+    return _config(config, {name: getattr(draft, name) for name in RECIPE})
 
 
 def shape_of(config: PretrainedConfig) -> Draft:
@@ -293,12 +304,17 @@ def shape_of(config: PretrainedConfig) -> Draft:
     )
 
 
-def runner_of(config: PretrainedConfig, device: torch.device) -> Runner:
-    """A random bf16 model of this shape."""
+def random_model(config: PretrainedConfig, device: torch.device) -> PreTrainedModel:
+    """In bf16, laid as the decoder multiplies."""
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     lay_side_by_side(model.requires_grad_(False))
-    return Runner(model.eval(), config.vocab_size)
+    return model.eval()
+
+
+def runner_of(config: PretrainedConfig, device: torch.device) -> Runner:
+    """A random bf16 model of this shape."""
+    return Runner(random_model(config, device), config.vocab_size)
 
 
 def cells(draft: Draft, t_plain: float) -> dict[str, str]:

@@ -29,11 +29,11 @@ from draftsmith.models.disk.read_lm import read_json
 
 NODES = (1, 2, 3, 5, 9, 17, 33, 65)
 TURN, SWEEPS, REPEATS = 4, 2, 5  # rounds of a draft in a row, how often, and passes timed alone
-REST, COLD = 8, 2  # rounds without a draft in a row, and those before that don't count
+COLD = 2  # rounds before those without a draft that don't count
 
 
 class Grid(NamedTuple):
-    """As the file has it; ValueError of `read` for a file that isn't one."""
+    """As the file has it; ValueError of `read` and `of` for what isn't one."""
 
     rows: Sequence[int]
     nodes: Sequence[int]
@@ -44,7 +44,11 @@ class Grid(NamedTuple):
 
     @classmethod
     def read(cls, file: str) -> "Grid":
-        found = read_json(Path(file))
+        return cls.of(read_json(Path(file)), file)
+
+    @classmethod
+    def of(cls, found: dict[str, Any], file: str) -> "Grid":
+        """What `as_json` made."""
         try:
             names = ("rows", "nodes", "verify", "beside", "prefill", "stairs")
             rows, nodes, verify, beside, prefill, stairs = (found[name] for name in names)
@@ -80,14 +84,19 @@ class Grid(NamedTuple):
         """Rows that a round computes where so many decode."""
         return self.rows[int(np.searchsorted(self.rows, rows))] if "rows" in self.stairs else rows
 
-    def seconds(self, rows: int, levels: int, nodes: Any) -> Any:
+    def seconds(self, rows: int, levels: float, nodes: Any) -> Any:
         """Of a round of so many draft calls that verifies so many tokens a row on average, the
         root included; nodes: a number or an array of them.
         """
         verify, beside = self.parts(rows, levels, nodes)
         return verify + beside
 
-    def parts(self, rows: int, levels: int, nodes: Any) -> tuple[Any, float]:
+    def cost(self, levels: float, rows: int = 1, more: float = 0.0) -> float:
+        """Of a round of a chain of so many, in plain ones; more: seconds that both take beside."""
+        plain, drafting = (self.seconds(rows, n, 1 + n) for n in (0, levels))
+        return float((more + drafting) / (more + plain))
+
+    def parts(self, rows: int, levels: float, nodes: Any) -> tuple[Any, float]:
         """Of these, the target's pass, and all else."""
         rows, sizes = self.computed(rows), self.rows
         above = int(np.searchsorted(sizes, rows))
@@ -115,13 +124,14 @@ class Sweep(Policy):
 
     rests = True
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, turn: int = TURN) -> None:
         super().__init__(plan)
         self.nodes = [n for n in NODES if n <= plan.levels] + [plan.levels + 1]
         self.seconds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-        drafting = [n for n in self.nodes[1:] for _ in range(TURN)]
-        self.turns = [1] * (COLD + REST) + drafting
-        self.ends = [COLD, *range(COLD + REST, len(self.turns) + 1, TURN)]  # of what is alike
+        drafting = [n for n in self.nodes[1:] for _ in range(turn)]
+        rest = COLD + 2 * turn  # without a draft
+        self.turns = [1] * rest + drafting
+        self.ends = [COLD, *range(rest, len(self.turns) + 1, turn)]  # of what is alike
         self.rounds = 0
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
@@ -140,16 +150,40 @@ def measured_grid(decoder: Decoder, prompts: Sequence[Sequence[int]], rows: Sequ
     """Of sessions of so many rows that answer these prompts with chains of up to the decoder's K:
     medians of whole rounds as they are served, of which the target's passes are timed apart.
     """
-    before, sweep = decoder.policy, Sweep(decoder.settings.plan)
-    decoder.policy = sweep
-    limit = SWEEPS * sum(sweep.turns) + 2  # no row may end
-    params = SamplingParams(max_new_tokens=limit, ignore_eos=True)
+    whole = whole_rounds(decoder, prompts, rows)
+    longest = max(map(len, prompts)) + SWEEPS * sum(Sweep(decoder.settings.plan).turns) // 2
+    verify = []
+    for count in rows:
+        at: dict[str, Any] = {"batch": count, "context": longest}
+        calls = {n: forward_call(decoder.runner, length=n, **at) for n in whole.nodes}
+        times = median_times(calls, decoder.runner.device, REPEATS)
+        verify.append([times[n] for n in whole.nodes])
+    # On a busy machine a part may seem to take longer.
+    verify_RN = np.minimum(verify, whole.verify_RN)
+    return whole._replace(verify_RN=verify_RN, beside_RN=whole.verify_RN - verify_RN)
+
+
+def whole_rounds(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    turn: int = TURN,
+    sweeps: int = SWEEPS,
+) -> Grid:
+    """The same, nothing of a round apart: all of it stands under `verify`. turn: rounds of a plan
+    in a row, where there is one row; sweeps: over all plans.
+    """
+    before, plan = decoder.policy, decoder.settings.plan
     longest = max(map(len, prompts))
+    how: dict[str, Any] = {"tokenizer": decoder.tokenizer, "context": decoder.context}
     prefill: defaultdict[int, list[float]] = defaultdict(list)
+    whole = []
     for count in (rows[0], *rows):  # the first one warms up
+        decoder.policy = sweep = Sweep(plan, max(TURN, turn // count))
+        limit = sweeps * sum(sweep.turns) + 2  # no row may end
+        params = SamplingParams(max_new_tokens=limit, ignore_eos=True)
         session = decoder.open_session(count, longest + limit)
         for i in range(count):
-            how: dict[str, Any] = {"tokenizer": decoder.tokenizer, "context": decoder.context}
             prompt = list(prompts[i % len(prompts)])
             session.submit(open_request(prompt, i, i, params=params, **how))
         started = time.perf_counter()
@@ -157,17 +191,11 @@ def measured_grid(decoder: Decoder, prompts: Sequence[Sequence[int]], rows: Sequ
         most = max(len(prompts[i % len(prompts)]) for i in range(count))
         prefill[count * most].append(time.perf_counter() - started)
         sweep.rounds = 0
-        while sweep.rounds < SWEEPS * len(sweep.turns):
+        while sweep.rounds < sweeps * len(sweep.turns):
             session.step()
         session.close()
+        whole.append([np.median(sweep.seconds[count, n]) for n in sweep.nodes])
     decoder.policy = before
-    whole_RN = np.array([[np.median(sweep.seconds[B, n]) for n in sweep.nodes] for B in rows])
-    verify = []
-    for count in rows:
-        at: dict[str, Any] = {"batch": count, "context": longest + limit // 2}
-        calls = {n: forward_call(decoder.runner, length=n, **at) for n in sweep.nodes}
-        times = median_times(calls, decoder.runner.device, REPEATS)
-        verify.append([times[n] for n in sweep.nodes])
-    verify_RN = np.minimum(verify, whole_RN)  # on a busy machine a part may seem to take longer
+    whole_RN = np.array(whole[1:])
     paid = [(tokens, min(seconds)) for tokens, seconds in sorted(prefill.items())]
-    return Grid(rows, sweep.nodes, verify_RN, whole_RN - verify_RN, paid, ["rows"])
+    return Grid(rows, sweep.nodes, whole_RN, np.zeros_like(whole_RN), paid, ["rows"])

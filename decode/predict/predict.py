@@ -11,7 +11,8 @@
 The target's config.json is all that is read of it. Acceptance is assumed, unless it is given, read
 from an evaluation's report or a trace, or of a draft LM fitted by `scaling` (results=). Of each
 kind the best K, or tree of some sizes, is shown for each number of rows, and how many rows may
-decode until nothing pays. With measure=true the machine is this one, measured in seconds.
+decode until nothing pays. With measure=true the machine is this one, measured in seconds; on a CPU
+no model of time is left then: rounds of each kind are timed, of random weights (timed_rounds.py).
 """
 
 from collections.abc import Callable
@@ -32,22 +33,28 @@ from draftsmith.decode.policies.timing import LEAST, forward_call, graphed, leas
 from draftsmith.decode.predict.draft_sizes import (
     Draft,
     Sizing,
+    config_like,
     config_of,
     law_of,
+    least_layers,
     machine_of,
     propose,
     runner_of,
     shape_of,
 )
+from draftsmith.decode.predict.load_grid import Grid
 from draftsmith.decode.predict.load_simulator import traced
 from draftsmith.decode.predict.machines import Machine, Pass
+from draftsmith.decode.predict.timed_rounds import PROMPT, timed_rounds
 from draftsmith.decode.traces.store import read_traces
 from draftsmith.models.disk.read_lm import read_json, write_json
 from draftsmith.printed import duration, print_table, times_as
+from draftsmith.progress import watched
 
 LONGEST, TREES = 12, (8, 16, 32, 64)  # drafted tokens of a chain, and of trees, that are tried
 FEW = 8  # rounds of which a share is believed
 DEEPEST, MOST_ROWS = 8, 4096  # levels of a tree; rows beyond which nobody asks
+SPARE = 3  # times the target's weights, that timing takes: packed copies, drafters, rows
 LIST = 32_000  # tokens that EAGLE-3's own output head knows at most
 
 # The chance that a drafted token is kept once those before it are, of chat models of 7 to 8 billion
@@ -101,7 +108,8 @@ class Prediction:
 class Drafting(NamedTuple):
     """What drafting costs: `once` a round, and at each of its calls; level: bytes that one more
     level of a single call reads; host: seconds of a CPU, one row after another; trees: whether it
-    can draft any; alone: whether its rounds are made one at a time.
+    can draft any; alone: whether its rounds are made one at a time; timed: its rounds, measured, of
+    chains.
     """
 
     once: Pass | None = None
@@ -110,6 +118,7 @@ class Drafting(NamedTuple):
     host: float = 0.0
     trees: bool = True
     alone: bool = False
+    timed: Grid | None = None
 
     def seconds(self, machine: Machine, rows: int, K: float, nodes: float, context: int) -> float:
         """Of a round of K levels and so many drafted nodes."""
@@ -139,7 +148,7 @@ def main(argv: list[str]) -> None:
     settings = parse(Prediction, argv)
     machine = measured() if settings.measure else machine_of(Sizing("", gpu=settings.gpu))
     config = config_of(settings.target)
-    least = Sizing("", min_layers=min(2, config.num_hidden_layers - 1))
+    least = Sizing("", min_layers=least_layers(config))
     target, law = shape_of(config), law_of(settings.results)
     exits, context = max(1, target.layers // 3), settings.context
     said = read_json(Path(settings.report)) if settings.report else {}
@@ -148,12 +157,23 @@ def main(argv: list[str]) -> None:
     except ValueError:  # too small a target for one, or of a family that has none
         draft = None
     kinds = kinds_of(target, config.vocab_size, draft.work if draft else None, exits)
+    timed = settings.measure and machine.gib * GIB > SPARE * target.weights and not machine.overlaps
     chances = ASSUMED | ({"draft": draft.alpha} if draft else {}) | settings.chances
     known = {kind: extended([chance], LONGEST) for kind, chance in chances.items()}
     known |= read_chances(settings, said)
     room = machine.gib * GIB - target.weights  # for keys and values
     most = max(1, min(MOST_ROWS, int(room / (target.kv * context)))) if room > 0 else MOST_ROWS
     names = {"exit": f"exit:{exits}"}
+    if timed:
+        sizes, called = sorted({1, *settings.rows}), [names.get(kind, kind) for kind in kinds]
+        of = (config, called, sizes, draft and config_like(config, draft))
+        grids = watched(timed_rounds(*of), "timing rounds", len(kinds))
+        pairs = zip(kinds.items(), grids, strict=True)
+        kinds = {
+            kind: how._replace(trees=False, timed=grid._replace(stairs=()))
+            for (kind, how), (_, grid) in pairs
+        }
+        most = sizes[-1]
     names |= {"draft": f"draft {draft.layers}x{draft.hidden}"} if draft else {}
     rows: list[dict[str, Any]] = []
     for kind, drafting in kinds.items():
@@ -168,7 +188,7 @@ def main(argv: list[str]) -> None:
     rows.sort(key=lambda row: -row["best"][settings.rows[0]].speedup)
     head = ["kind", "kept", *(f"{n} row{'s' * (n > 1)}" for n in settings.rows), "pays, rows"]
     print_table(head, [cells(row, most) for row in rows], ["kind", "kept"])
-    print("\n".join(notes(settings, machine, target)))
+    print("\n".join(notes(settings, machine, target, timed)))
     if settings.out:
         about = {"target": settings.target, "machine": machine._asdict(), "context": context}
         for row in rows:
@@ -250,8 +270,10 @@ Pair = tuple[Machine, Draft, Drafting]  # what drafts for a target on a machine
 
 def best(pair: Pair, share_D: np.ndarray, rows: int, context: int) -> Way:
     """The K or tree of the highest predicted speed-up."""
-    tau_K = taus(extended(share_D, LONGEST))
-    ways = [(K, 0, float(tau_K[K - 1])) for K in range(1, LONGEST + 1)]
+    timed = pair[2].timed
+    longest = timed.nodes[-1] - 1 if timed else LONGEST
+    tau_K = taus(extended(share_D, longest))
+    ways = [(K, 0, float(tau_K[K - 1])) for K in range(1, longest + 1)]
     if pair[2].trees:
         levels = range(2, DEEPEST + 1)
         ways += [(K, n, tree_tau(share_D, K, n)) for K in levels for n in TREES]
@@ -262,6 +284,9 @@ def best(pair: Pair, share_D: np.ndarray, rows: int, context: int) -> Way:
 def speedup(pair: Pair, way: tuple[float, float, float], rows: int, context: int) -> float:
     """Of K levels and so many nodes (0: a chain) that give this tau."""
     (machine, target, drafting), (K, nodes, tau) = pair, way
+    if (grid := drafting.timed) is not None:  # after fewer tokens
+        more = machine.moving(rows * target.kv * max(0, context - PROMPT))
+        return tau / grid.cost(K, rows, more)
     plain, verify = (
         machine.seconds(target.work, rows * n, rows * context) for n in (1, 1 + (nodes or K))
     )
@@ -311,7 +336,7 @@ def measured() -> Machine:
     )
 
 
-def notes(settings: Prediction, machine: Machine, target: Draft) -> list[str]:
+def notes(settings: Prediction, machine: Machine, target: Draft, timed: bool) -> list[str]:
     """What the numbers rest on."""
     step = machine.seconds(target.work, 1, settings.context)
     return [
@@ -320,6 +345,7 @@ def notes(settings: Prediction, machine: Machine, target: Draft) -> list[str]:
         f"machine: {'measured here' if settings.measure else settings.gpu}: {machine.tflops:.4g} "
         f"TFLOP/s, {machine.bandwidth:.4g} GB/s, {machine.call:.3g} us a call, {machine.layer:.3g} "
         "us a layer" + (f", {machine.round:.3g} us a round" if machine.round else ""),
+        *(["rounds: timed here, of chains and random weights"] if timed else []),
         "kept: the chance that 1, 2, 3 drafted tokens are; assumed where you gave none: see "
         "docs/start/compare.md, which also says how far predictions were off",
     ]

@@ -15,6 +15,7 @@ COLOURS = ("a", "c", "b", "d")
 # A column's heading, and the figure whose formula says what it is.
 COLUMNS = {"T": "", "kind": "", "drafts": "", "tau": "tau", "95%": "interval", "c": "c"}
 COLUMNS |= {"speed-up": "speedup", "its 95%": "interval", "ideal": "ideal_speedup"}
+COLUMNS |= {"foretold": "foretold"}
 COLUMNS |= {"efficiency": "efficiency", "MBSU": "mbsu", "weights": "", "trained": "", "tokens": ""}
 COLUMNS |= {"same output": "identical"}
 WORDS = ("kind", "drafts", "same output")
@@ -77,7 +78,9 @@ def cells(row: Values, one: Values) -> list[str]:
         *(f"{one['temperature']:g}", row["kind"], f"K={K:.3g}{tree}{policy}"),
         *(number(one["tau"]), bracket(one["tau_interval"]), thousandths(one["c"])),
         *(times_as(one["speedup"]), bracket(one["speedup_interval"])),
-        *(times_as(one["ideal_speedup"]), share(one["efficiency"]), times_as(one["mbsu"])),
+        times_as(one["ideal_speedup"]),
+        times_as(one["foretold"]) if one.get("foretold") else number(None),
+        *(share(one["efficiency"]), times_as(one["mbsu"])),
         f"{row['bytes'] / 1e6:.1f} MB",
         *((f"{took['seconds']:.0f} s", short_count(took["tokens"])) if took else ("0 s", "0")),
         results.cells(one)[-1] if one["lossless"] else "LOSSY",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaMLP,
@@ -21,12 +21,15 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
+from draftsmith.models.target import head_weight
+
 # (layer, queries [B, T, A, E], keys, values [B, T, K, E]) -> mixed [B, T, A * E]
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Keep = Callable[[int, Tensor, Tensor], object]  # (layer, keys, values [B, T, K, E]): takes them in
 ATTENTIONS = {"llama": LlamaAttention, "qwen3": Qwen3Attention}
 MLPS = {"llama": LlamaMLP, "qwen3": Qwen3MLP}
 LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+LLAMA_ROTARY = ("llama", "mistral", "qwen2", "qwen3")  # the whole head, by one rope_parameters
 LAYER_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps"),
@@ -61,6 +64,21 @@ def read_layer(content: dict[str, Any]) -> PretrainedConfig:
 
 
 @torch.no_grad()
+def layer_like(target: PreTrainedModel, layers: int = 1) -> PretrainedConfig:
+    """Sizes of a head's own decoder layers: those of its target's, in Llama's form or Qwen3's.
+
+    Positions are turned as the target's are, where its family turns them as Llama's does. Whatever
+    the target's activation, theirs is silu: servers know no other in such layers.
+    """
+    config = target.config.get_text_config()
+    names = (*LAYER_FIELDS, *(("rope_parameters",) if config.model_type in LLAMA_ROTARY else ()))
+    sizes = {name: getattr(config, name, None) for name in names} | {"hidden_act": "silu"}
+    sizes |= {"num_hidden_layers": layers, "vocab_size": head_weight(target).shape[0]}
+    sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * config.hidden_size
+    kind = LAYER_CONFIGS.get(config.model_type, LlamaConfig)
+    return kind(**{name: value for name, value in sizes.items() if value is not None})
+
+
 def begin_as(own: nn.Module, theirs: nn.Module) -> None:
     """Copy what of a module has the same name and shape as in another."""
     found = dict(theirs.named_parameters())

@@ -7,8 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
+from draftsmith.models.layers.layer import layer_like
 from draftsmith.models.taps import NORM
-from draftsmith.train.drafts.start import layer_like
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.objectives.hydra import HydraObjective
 from draftsmith.train.objectives.medusa import MedusaObjective

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.heads.block import KINDS
+from draftsmith.models.taps import block_taps
 from draftsmith.train import blocks
-from draftsmith.train.drafts.blocks import BlockSource, block_taps, open_block
+from draftsmith.train.drafts.blocks import BlockSource, open_block
 from draftsmith.train.objectives.block import BlockObjective
 from draftsmith.train.plan.table import plan
 

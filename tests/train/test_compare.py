@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from launched_here import launched_here
 from tiny_llama import build_llama
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -68,6 +70,19 @@ def test_killed_and_gone_on_with(
     assert "1 of 3: medusa, done" in told and "3 of 3: suffix+HEAD\n" in told
     found = json.loads((out / "compare.json").read_text())
     assert [row["kind"] for row in found["rows"]] == ["medusa", "ngram", "suffix+medusa"]
+    # What was timed before training says what each was to give by its tau, and is kept.
+    if not torch.cuda.is_available():
+        timed = json.loads((out / "rounds.json").read_text())
+        assert [*timed] == ["medusa", "ngram"]
+        for row in found["rows"][:2]:
+            [one], grid = row["results"], timed[row["kind"]]
+            cost_N = [
+                sum(parts) for parts in zip(grid["verify"][0], grid["beside"][0], strict=True)
+            ]
+            cost = np.interp(1 + one["K"], grid["nodes"], cost_N) / cost_N[0]
+            told_of = one["tau"] / cost if one["tree"] == "chain" and one["K"] else None
+            assert one["foretold"] == (told_of and pytest.approx(told_of))
+        assert found["rows"][2]["results"][0]["foretold"] is None
     medusa, ngram, both = found["rows"]
     took = medusa["training"]
     assert took["seconds"] >= 0.5 and took["steps"] and both["training"] == took

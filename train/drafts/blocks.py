@@ -10,9 +10,9 @@ from draftsmith.command import check_least, check_one_of
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.heads.block import KINDS, Block, BlockConfig
-from draftsmith.models.layers.layer import LAYER_CONFIGS, layer_json, read_layer
-from draftsmith.models.taps import Tap, default_taps
-from draftsmith.train.drafts.start import layer_like, place
+from draftsmith.models.layers.layer import LAYER_CONFIGS, layer_json, layer_like, read_layer
+from draftsmith.models.taps import block_taps
+from draftsmith.train.drafts.start import place
 
 
 @dataclass(kw_only=True)
@@ -34,13 +34,6 @@ class BlockSource:
     rank: int = 256  # of the light head
     taps: list[int] = field(default_factory=list)  # empty: `block_taps`
     init: str = "target"  # target: as its last layers, reading its deepest tap | random
-
-
-def block_taps(layers: int) -> tuple[Tap, ...]:
-    """DFlash's five, the outputs of layers 1 to L - 3, from 0, evenly; under ten layers ours."""
-    if layers < 10:
-        return default_taps(layers)
-    return tuple(round(1 + i * (layers - 4) / 4) + 1 for i in range(5))
 
 
 def open_block(

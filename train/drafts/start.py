@@ -24,14 +24,13 @@ from draftsmith.models.heads.mixture import Mixture
 from draftsmith.models.heads.peagle import PEagle, PEagleConfig
 from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
-    LAYER_FIELDS,
     begin_as_last,
     layer_json,
+    layer_like,
     read_layer,
 )
 from draftsmith.models.layouts.eagle_layouts import FLAGS
 from draftsmith.models.taps import decoder_layers, default_taps
-from draftsmith.models.target import head_weight
 from draftsmith.models.tokenizer import check_same_tokenizer, load_tokenizer, vocab_size
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.run.lora import Lora, with_lora
@@ -39,7 +38,6 @@ from draftsmith.train.text.batches import Examples
 
 Module = TypeVar("Module", bound=nn.Module)
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-LLAMA_ROTARY = ("llama", "mistral", "qwen2", "qwen3")  # the whole head, by one rope_parameters
 
 
 @dataclass(kw_only=True)
@@ -299,21 +297,6 @@ def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle | M
             own: Any = {"parallel": parallel, "own_masks": source.own_masks}
             return PEagle(PEagleConfig(layer, source.version, **three, **own))
         return Eagle(EagleConfig(layer, source.version, mtp=mtp, **three))
-
-
-def layer_like(target: PreTrainedModel, layers: int = 1) -> PretrainedConfig:
-    """Sizes of a head's own decoder layers: those of its target's, in Llama's form or Qwen3's.
-
-    Positions are turned as the target's are, where its family turns them as Llama's does. Whatever
-    the target's activation, theirs is silu: servers know no other in such layers.
-    """
-    config = target.config.get_text_config()
-    names = (*LAYER_FIELDS, *(("rope_parameters",) if config.model_type in LLAMA_ROTARY else ()))
-    sizes = {name: getattr(config, name, None) for name in names} | {"hidden_act": "silu"}
-    sizes |= {"num_hidden_layers": layers, "vocab_size": head_weight(target).shape[0]}
-    sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * config.hidden_size
-    kind = LAYER_CONFIGS.get(config.model_type, LlamaConfig)
-    return kind(**{name: value for name, value in sizes.items() if value is not None})
 
 
 def tiny_draft(

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.heads.chimera import Chimera
-from draftsmith.train.drafts.start import layer_like
+from draftsmith.models.layers.layer import layer_like
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.text.batches import Batch
 

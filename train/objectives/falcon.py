@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.heads.falcon import Falcon
-from draftsmith.train.drafts.start import layer_like
+from draftsmith.models.layers.layer import layer_like
 from draftsmith.train.objectives.heads import HeadObjective, trained_pairs
 from draftsmith.train.run.loop import Counting
 from draftsmith.train.text.batches import Batch

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
-from draftsmith.models.layers.layer import causal
+from draftsmith.models.layers.layer import causal, layer_like
 from draftsmith.models.target import head_weight
-from draftsmith.train.drafts.start import layer_like
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.text.batches import Batch
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.heads.kangaroo import Kangaroo
-from draftsmith.models.layers.layer import causal
-from draftsmith.train.drafts.start import layer_like
+from draftsmith.models.layers.layer import causal, layer_like
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.text.batches import Batch
 

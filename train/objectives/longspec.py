@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.heads.longspec import LongSpec, last_keys
-from draftsmith.train.drafts.start import layer_like
+from draftsmith.models.layers.layer import layer_like
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.run.loop import StepOutput
 from draftsmith.train.text.batches import Batch

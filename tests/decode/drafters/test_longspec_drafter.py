@@ -27,8 +27,8 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.longspec import LongSpec, last_keys
+from draftsmith.models.layers.layer import layer_like
 from draftsmith.models.taps import target_states
-from draftsmith.train.drafts.start import layer_like
 
 ROWS, WINDOW = 328, 12  # of the LM head: eight more than the tokenizer has
 TREES: list[dict[str, Any]] = [{"K": 6}, {"tree": "eagle-25"}, {"tree": "dynamic:5,3,14"}]

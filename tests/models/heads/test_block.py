@@ -23,7 +23,7 @@ from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.heads import block as heads_block
 from draftsmith.models.heads.block import KINDS, Block, BlockConfig
 from draftsmith.models.heads.head import assembled
-from draftsmith.train.drafts.start import layer_like
+from draftsmith.models.layers.layer import layer_like
 
 T, ANCHOR = 24, 9
 IDS_BT = torch.randint(VOCAB, (2, T), generator=torch.Generator().manual_seed(1))

@@ -12,7 +12,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.heads.block import Block, BlockConfig
 from draftsmith.models.layouts.block_layouts import unread
-from draftsmith.train.drafts.blocks import BlockSource, block_taps, open_block
+from draftsmith.models.taps import block_taps
+from draftsmith.train.drafts.blocks import BlockSource, open_block
 from draftsmith.train.objectives.block import Anchors, BlockObjective
 from draftsmith.train.teachers.states import OnlineTaps
 

@@ -16,8 +16,8 @@ from tiny_heads import ROWS, TOKENS, llama, one_batch, words
 from torch import Tensor
 
 from draftsmith.models.heads.block import Block, BlockConfig
+from draftsmith.models.layers.layer import layer_like
 from draftsmith.models.taps import target_states
-from draftsmith.train.drafts.start import layer_like
 from draftsmith.train.losses.pure import acceptance, mixed, parse_loss
 from draftsmith.train.objectives import block as objectives
 from draftsmith.train.objectives.block import Anchors, BlockObjective, draw, posterior_race

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.heads.longspec import LongSpec, last_keys
+from draftsmith.models.layers.layer import layer_like
 from draftsmith.models.taps import target_states
-from draftsmith.train.drafts.start import layer_like
 from draftsmith.train.losses.pure import forward_kl
 from draftsmith.train.objectives.longspec import ANCHORS, LongSpecObjective
 from draftsmith.train.teachers.states import OnlineTaps

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from draftsmith.models.heads.chimera import Chimera
 from draftsmith.models.heads.mixture import Mixture
+from draftsmith.models.layers.layer import layer_like
 from draftsmith.models.taps import target_states
-from draftsmith.train.drafts.start import EagleSource, layer_like, open_head
+from draftsmith.train.drafts.start import EagleSource, open_head
 from draftsmith.train.losses.pure import acceptance, forward_kl
 from draftsmith.train.objectives.chimera import ChimeraObjective
 from draftsmith.train.objectives.eagle import Unroll

@@ -16,7 +16,7 @@ from tiny_heads import TOKENS, fresh, llama, objective_of, text, words
 
 from draftsmith.models.heads.block import Block, BlockConfig
 from draftsmith.models.heads.hydra import Hydra
-from draftsmith.train.drafts.start import layer_like
+from draftsmith.models.layers.layer import layer_like
 from draftsmith.train.live.batches import Buffered
 from draftsmith.train.objectives.block import Anchors, BlockObjective
 from draftsmith.train.objectives.eagle import EagleObjective, Unroll

@@ -1,0 +1,108 @@
+"""What rounds take on this machine with drafters that nobody has trained: `predict measure=true`.
+
+Seconds don't depend on what weights hold. A target of a config.json's shape, its weights random,
+decodes with a drafter of each kind in its usual sizes, its weights random too, by the loop that
+serves: no model of time comes between. The target's LM head is zero, so that its answer is one
+token over and over, which lookups find.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.drafters.load import drafter_of, load_drafter
+from draftsmith.decode.drafting.base import Drafter
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.predict.draft_sizes import random_model
+from draftsmith.decode.predict.load_grid import Grid, whole_rounds
+from draftsmith.models.heads.block import KINDS, Block, BlockConfig
+from draftsmith.models.heads.clover import Clover
+from draftsmith.models.heads.eagle import Eagle, EagleConfig
+from draftsmith.models.heads.falcon import Falcon
+from draftsmith.models.heads.head import Head
+from draftsmith.models.heads.hydra import Hydra, HydraConfig
+from draftsmith.models.heads.medusa import Medusa, MedusaConfig
+from draftsmith.models.layers.layer import layer_like
+from draftsmith.models.taps import block_taps, default_taps
+from draftsmith.models.target import head_weight
+
+LEVELS = 8  # drafted tokens at most
+TURN = 16  # rounds of a plan in a row: what one call makes
+PROMPT = 32  # tokens
+
+
+class Untrained(NamedTuple):
+    """What the heads of a target are made of. layer: the sizes of so many decoder layers."""
+
+    layer: Callable[[int], Any]
+    layers: int
+    hidden: int
+    rows: int
+
+    def block(self, layers: int, **own: Any) -> Block:
+        config = BlockConfig(self.layer(layers), block_taps(self.layers), LEVELS, **own)
+        return Block(config)
+
+
+# Heads as the recipes that `compare` trains have them, but of LEVELS tokens ahead.
+HEADS: dict[str, Callable[[Untrained], Head]] = {
+    "medusa": lambda of: Medusa(MedusaConfig(of.hidden, of.rows, LEVELS)),
+    "hydra": lambda of: Hydra(HydraConfig(of.hidden, of.rows, LEVELS)),
+    "hydra++": lambda of: Hydra(HydraConfig(of.hidden, of.rows, LEVELS, 4, of.layer(1))),
+    "clover2": lambda of: Clover(of.layer(2), of.layers, LEVELS),
+    "falcon": lambda of: Falcon(of.layer(1), LEVELS, 2),
+    "eagle1": lambda of: Eagle(EagleConfig(of.layer(1), 1)),
+    "eagle3": lambda of: Eagle(
+        EagleConfig(of.layer(1), 3, default_taps(of.layers), draft_vocab=of.rows)
+    ),
+    "block": lambda of: of.block(1, light="layer", last=True),
+    "dspark": lambda of: of.block(2, rank=64, **KINDS["dspark"]),
+    "dflash": lambda of: of.block(2, rank=64, **KINDS["dflash"]),
+}
+
+
+def timed_rounds(
+    config: PretrainedConfig, kinds: Sequence[str], rows: Sequence[int], draft: Any = None
+) -> Iterator[tuple[str, Grid]]:
+    """Of each kind what rounds of 0 to LEVELS drafted tokens take, at these numbers of rows. kinds:
+    of HEADS, "draft", of the config `draft`, or a name that `load_drafter` takes.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target, tokenizer = random_model(config, device), numbered(config.vocab_size)
+    head_weight(target).data.zero_()
+    for kind in kinds:
+        drafter = untrained(kind, target, tokenizer, draft)
+        decoder = Decoder(target, tokenizer, drafter, K=min(LEVELS, drafter.levels))
+        yield kind, whole_rounds(decoder, [[0] * PROMPT], rows, turn=TURN, sweeps=1)
+
+
+def untrained(
+    kind: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, draft: Any
+) -> Drafter:
+    """A drafter of this kind for the target, with weights as they come."""
+    vocab, made = len(tokenizer), None
+    if kind == "draft":
+        return LMDrafter(random_model(draft, target.device), vocab)
+    if kind not in HEADS:
+        made = load_drafter(kind, target, tokenizer)
+        assert made is not None, "what drafts nothing has no rounds of its own"
+        return made
+    sizes = target.config.get_text_config()
+    of = Untrained(
+        lambda layers: layer_like(target, layers),
+        *(sizes.num_hidden_layers, sizes.hidden_size, head_weight(target).shape[0]),
+    )
+    with target.device:
+        head = HEADS[kind](of).to(target.dtype).eval().requires_grad_(False)
+    return drafter_of(head.bind(target), target, vocab)
+
+
+def numbered(count: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of so many tokens, each its number."""
+    words = WordLevel({str(i): i for i in range(count)}, unk_token="0")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))

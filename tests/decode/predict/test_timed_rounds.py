@@ -1,0 +1,66 @@
+"""Rounds of drafters that nobody has trained: which they are, and that what is timed is theirs."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, PretrainedConfig
+
+from draftsmith.decode.predict import predict, timed_rounds
+from draftsmith.decode.predict.draft_sizes import random_model
+from draftsmith.decode.predict.load_grid import Grid
+from draftsmith.decode.predict.machines import Machine
+from draftsmith.decode.predict.predict import Drafting, best, speedup
+from draftsmith.decode.predict.timed_rounds import HEADS, LEVELS, numbered, untrained
+from draftsmith.models.target import head_weight
+from draftsmith.train import compare
+
+SIZES = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+CPU = torch.device("cpu")
+
+
+def shaped(hidden: int) -> PretrainedConfig:
+    return LlamaConfig(vocab_size=96, hidden_size=hidden, intermediate_size=96, **SIZES)
+
+
+def test_every_trained_kind_of_compare_can_be_timed() -> None:
+    """Of the kind that its recipe makes, bound to the target, in its type."""
+    assert {*HEADS, compare.DRAFT} == {*compare.RECIPES}
+    target, tokenizer = random_model(shaped(64), CPU), numbered(96)
+    for kind in (*HEADS, "exit:1", "ngram"):
+        drafter = untrained(kind, target, tokenizer, None)
+        assert (
+            drafter.kind == ("ngram" if kind == "ngram" else drafter.kind) and drafter.levels >= 4
+        )
+        if kind in HEADS:
+            assert drafter.kind in kind and drafter.size is not None  # hydra++ is a hydra
+    assert untrained("draft", target, tokenizer, shaped(32)).size is not None
+
+
+@pytest.mark.parametrize("kind", ["ngram", "medusa", "draft"])
+def test_rounds_of_every_depth_are_timed(kind: str) -> None:
+    """As many as were asked for, at each number of rows; the target's answer never ends."""
+    [(named, grid)] = timed_rounds.timed_rounds(shaped(64), [kind], [1, 2], shaped(32))
+    assert named == kind and [*grid.nodes] == [1, 2, 3, 5, LEVELS + 1] and [*grid.rows] == [1, 2]
+    assert grid.verify_RN.shape == (2, 5) and np.isfinite(grid.verify_RN).all()
+    assert (grid.verify_RN > 0).all() and not grid.beside_RN.any()
+
+
+def test_the_target_says_one_token() -> None:
+    """Whatever its weights: that is what lookups find."""
+    model = random_model(shaped(64), CPU)
+    head_weight(model).data.zero_()
+    assert not model(torch.arange(9)[None]).logits.any()
+
+
+def test_what_was_timed_stands_for_the_model_of_time() -> None:
+    """By hand: K = 2 costs half a plain step more, K = 4 as much again; more context, both."""
+    grid = Grid([1], [1, 3, 5], np.array([[2.0, 3.0, 4.0]]), np.zeros((1, 3)))
+    machine, target = Machine(0, 1.0, bandwidth=1.0), predict.shape_of(shaped(64))
+    pair = machine, target, Drafting(trees=False, timed=grid)
+    assert speedup(pair, (2, 0, 1.8), 1, 1) == pytest.approx(1.8 * 2 / 3)
+    assert speedup(pair, (3, 0, 2.0), 1, 1) == pytest.approx(2 * 2 / 3.5)
+    way = best(pair, np.array([0.9]), 1, 1)
+    assert way.K <= 4 and not way.nodes
+    further = machine.moving(target.kv * 1000)
+    told = 1.8 * (2 + further) / (3 + further)
+    assert speedup(pair, (2, 0, 1.8), 1, timed_rounds.PROMPT + 1000) == pytest.approx(told)
