@@ -170,7 +170,7 @@ extern "C" int64_t most(int64_t small) {
 #ifdef __AVX512BF16__
     return tiles() ? 256 : small ? 640 : 80;
 #elif defined(__x86_64__) && !defined(__AVX512F__)
-    return 80;
+    return small ? 640 : 80;
 #else
     return 2;
 #endif
