@@ -165,10 +165,10 @@ def main(argv: list[str]) -> None:
             rows.append(json.loads(kept.read_text()) if kept.exists() else {})
             if not rows[-1]:
                 rows[-1] = row_of(settings, kind, data, config, rows[:-1])
-                add_foretold(rows[-1], grids)
                 if not rows[-1].pop("again", False):
                     kept.parent.mkdir(exist_ok=True)
                     write_atomically(kept, json.dumps(rows[-1], indent=1).encode())
+            add_foretold(rows[-1], grids)
         found = {"schema": 1, "settings": asdict(settings), "data": data, "rows": rows}
         found |= {"says": compared.says(rows), "machine": machine(), "command": command_line()}
         found |= {"commit": git_commit(), "versions": versions()}

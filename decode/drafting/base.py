@@ -326,6 +326,11 @@ class Drafter(Protocol):
         where there is anything to say.
         """
 
+    @property
+    def hears(self) -> bool:
+        """Whether there is anything that it takes in."""
+        return type(self).extend is not Drafter.extend
+
     def catch_up(self, kept: Kept) -> None:
         """Take in what several rounds that drafted nothing emitted."""
         self.extend(kept)

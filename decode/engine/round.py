@@ -183,7 +183,7 @@ class Stepper:
         if plan is not None:
             watched = watched or policy.asked or not (plan.is_chain and unfiltered(params))
         elif drafter is not None:  # one that isn't owed rounds is told of each as it ends
-            watched = watched or batch.owed is None
+            watched = watched or (batch.owed is None and drafter.hears)
         if drafter is not None and drafter.remembers:  # nothing past a string that ends an answer
             watched = watched or any(r.params.stop for r in requests)
         if watched or most < 2 or self.rule(params) is not RULES["coupled"]:

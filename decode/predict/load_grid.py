@@ -120,13 +120,16 @@ class Grid(NamedTuple):
 
 
 class Sweep(Policy):
-    """Drafts nothing, then 1, 2, 4 ... tokens, a few rounds of each, and notes their seconds."""
+    """Drafts nothing, then (unless it only rests) 1, 2, 4 ... tokens, a few rounds of each, and
+    notes their seconds.
+    """
 
     rests = True
 
-    def __init__(self, plan: Plan, turn: int = TURN) -> None:
+    def __init__(self, plan: Plan, turn: int = TURN, rests: bool = False) -> None:
         super().__init__(plan)
-        self.nodes = [n for n in NODES if n <= plan.levels] + [plan.levels + 1]
+        deepest = 0 if rests else plan.levels
+        self.nodes = [n for n in NODES if n <= deepest] + [deepest + 1]
         self.seconds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         drafting = [n for n in self.nodes[1:] for _ in range(turn)]
         rest = COLD + 2 * turn  # without a draft
@@ -179,7 +182,7 @@ def whole_rounds(
     prefill: defaultdict[int, list[float]] = defaultdict(list)
     whole = []
     for count in (rows[0], *rows):  # the first one warms up
-        decoder.policy = sweep = Sweep(plan, max(TURN, turn // count))
+        decoder.policy = sweep = Sweep(plan, max(TURN, turn // count), decoder.drafter is None)
         limit = sweeps * sum(sweep.turns) + 2  # no row may end
         params = SamplingParams(max_new_tokens=limit, ignore_eos=True)
         session = decoder.open_session(count, longest + limit)

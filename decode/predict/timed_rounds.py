@@ -9,6 +9,7 @@ token over and over, which lookups find.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -32,7 +33,7 @@ from draftsmith.models.taps import block_taps, default_taps
 from draftsmith.models.target import head_weight
 
 LEVELS = 8  # drafted tokens at most
-TURN = 16  # rounds of a plan in a row: what one call makes
+TURN, TURNS = 16, 2  # rounds of a plan in a row, as one call makes them; how often
 PROMPT = 32  # tokens
 
 
@@ -69,16 +70,25 @@ HEADS: dict[str, Callable[[Untrained], Head]] = {
 def timed_rounds(
     config: PretrainedConfig, kinds: Sequence[str], rows: Sequence[int], draft: Any = None
 ) -> Iterator[tuple[str, Grid]]:
-    """Of each kind what rounds of 0 to LEVELS drafted tokens take, at these numbers of rows. kinds:
-    of HEADS, "draft", of the config `draft`, or a name that `load_drafter` takes.
+    """Of each kind what rounds of 0 (without a drafter) to LEVELS drafted tokens take, at these
+    numbers of rows. kinds: of HEADS, "draft", of the config `draft`, or what `load_drafter` takes.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target, tokenizer = random_model(config, device), numbered(config.vocab_size)
     head_weight(target).data.zero_()
+    plain = Decoder(target, tokenizer)
     for kind in kinds:
         drafter = untrained(kind, target, tokenizer, draft)
         decoder = Decoder(target, tokenizer, drafter, K=min(LEVELS, drafter.levels))
-        yield kind, whole_rounds(decoder, [[0] * PROMPT], rows, turn=TURN, sweeps=1)
+        # In turns, each at its least: what else runs here slows now the one, now the other.
+        turns = [
+            [whole_rounds(each, [[0] * PROMPT], rows, TURN, 1) for each in (plain, decoder)]
+            for _ in range(TURNS)
+        ]
+        bare, drafts = (
+            np.min([grid.verify_RN for grid in grids], axis=0) for grids in zip(*turns, strict=True)
+        )
+        yield kind, turns[0][1]._replace(verify_RN=np.hstack([bare, drafts[:, 1:]]))
 
 
 def untrained(

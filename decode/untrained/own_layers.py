@@ -105,7 +105,7 @@ class OwnLayersDrafter(Drafter):
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
         """Of a part that stays the same, and is told nothing."""
         native, rows, head = self.native, self.pool.rows, self.runner.head
-        if native is None or type(self) is not OwnLayersDrafter:
+        if native is None or self.hears:
             return None
         if not (native.drafts(head, rows) and native.steps(rows)):
             return None

@@ -117,6 +117,21 @@ def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
     assert found == answered()
 
 
+@pytest.mark.parametrize("kind", ["exit:2", "skip:1", "swift"])
+def test_what_hears_nothing_rests_in_rounds_of_one_call(
+    pair: Pair, kind: str, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First layers that stay as they are; of those that are searched for every round is told."""
+    drafter = load_drafter(kind, *pair)
+    assert drafter is not None and drafter.hears == (kind == "swift")
+    decoder = Decoder(*pair, drafter, K=3, policy="table:1-=0", batch_size=2)
+    found = what(decoder.generate(TEXTS[:3], WAYS["drawn"]))
+    assert max(made) > 2 if kind != "swift" else not made
+    assert not any(one.counters.drafted for one in found)
+    one_at_a_time(monkeypatch)
+    assert found == what(decoder.generate(TEXTS[:3], WAYS["drawn"]))
+
+
 def test_ngram_drafts_alike_for_rows_without_a_match() -> None:
     """Which draft the text's beginning, beside one with a match."""
     drafter, texts = NgramDrafter(), [[7, 2, 3], [4, 5, 4], [9, 9, 9, 9]]
