@@ -1,7 +1,7 @@
 """What each kind of drafter would give a target, before any is trained.
 
     draftsmith predict target=Qwen/Qwen3-8B gpu=h100 batch_size=1,4,16,64 context=2048
-    draftsmith predict target=T gpu=h100 acceptance={eagle3:0.8,draft:0.6} report=runs/e/report.json
+    draftsmith predict target=T gpu=h100 acceptance=eagle3:0.8,draft:0.6 report=runs/e/report.json
 
     speed-up = tau t_plain / (t_verify + drafting)             (decode/policies/foretold.py)
     t        = call + layers * layer + the longer of           (decode/predict/machines.py)

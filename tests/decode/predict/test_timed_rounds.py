@@ -1,5 +1,8 @@
 """Rounds of drafters that nobody has trained: which they are, and that what is timed is theirs."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -64,3 +67,28 @@ def test_what_was_timed_stands_for_the_model_of_time() -> None:
     further = machine.moving(target.kv * 1000)
     told = 1.8 * (2 + further) / (3 + further)
     assert speedup(pair, (2, 0, 1.8), 1, timed_rounds.PROMPT + 1000) == pytest.approx(told)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="timed on CPUs alone")
+def test_predict_measures_rounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of chains, at the rows asked for and at one; where the target leaves no room, by the model of
+    time, as on a machine that isn't here.
+    """
+    shaped(64).save_pretrained(tmp_path)
+    argv = [f"target={tmp_path}", "measure=true", "batch_size=2", f"out={tmp_path / 'out.json'}"]
+    few = "acceptance=medusa:0.7,ngram:0.5"
+    small = dict.fromkeys(("medusa", "ngram"), Drafting(trees=True))
+    monkeypatch.setattr(predict, "kinds_of", lambda *_: small)
+    monkeypatch.setattr(predict, "LEAST", 1)
+    predict.main([*argv, few])
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert {row["kind"] for row in told["rows"]} == {*small}
+    assert all(row["best"]["2"]["nodes"] == 0 for row in told["rows"])
+    assert all(1 <= row["best"]["2"]["K"] <= LEVELS for row in told["rows"])
+    assert "rounds: timed here" in capsys.readouterr().out
+    monkeypatch.setattr(predict, "available", lambda _: 1 << 10)
+    monkeypatch.setattr(predict, "timed_rounds", None)
+    predict.main([*argv, few])
+    assert "rounds: timed here" not in capsys.readouterr().out
