@@ -39,7 +39,7 @@ class LongSpecDrafter(Drafter):
     """Trees and chains; each draft call runs the layer over the nodes fed."""
 
     kind = "longspec"
-    shares = True
+    shares = owes = True
     room = ROOM
     held: tuple[str, ...] = ("pool", "own")
 
@@ -80,11 +80,14 @@ class LongSpecDrafter(Drafter):
         self._take(admitted.rows_R, tokens_RM, at_RM, at_RM >= 0)
 
     def extend(self, kept: Kept) -> None:
-        """The tokens emitted, the new pending one too: it is seen when it is committed."""
+        """The tokens emitted, the new pending one too: it is seen when it is committed. Of more
+        than the window holds, the last ones.
+        """
         step_L = torch.arange(kept.tokens_BL.shape[1], device=kept.lens_B.device)
         at_BL = kept.lens_B[:, None] + 1 + step_L
         rows_B = torch.arange(len(kept.lens_B), device=step_L.device)
-        self._take(rows_B, kept.tokens_BL, at_BL, step_L < kept.n_new_B[:, None])
+        left_BL = kept.n_new_B[:, None] - step_L  # from each one on
+        self._take(rows_B, kept.tokens_BL, at_BL, (left_BL > 0) & (left_BL <= self.head.window))
 
     @torch.inference_mode()
     def _take(self, rows_R: Tensor, tokens_RM: Tensor, at_RM: Tensor, own_RM: Tensor) -> None:

@@ -320,13 +320,12 @@ class Decoder:
             pool = self.runner.pool(rows, work.slots)
             batch = self._batch = DecodeBatch(Rows(rows, stops, device), pool, params)
             if drafter is not None:
+                if waits := drafter.owes and self.policy.rests:
+                    batch.owed = Owed(rows, device, taps=bool(self.runner.taps))
                 if drafter.shares:
                     drafter.share(pool)
-                elif drafter.owes and self.policy.rests:
-                    batch.owed = Owed(rows, device, taps=bool(self.runner.taps))
-                    drafter.reset(rows, pool.slots + STATES)
                 else:
-                    drafter.reset(rows, pool.slots)
+                    drafter.reset(rows, pool.slots + STATES * waits)
                 _works_for[drafter] = weakref.ref(batch)
         if self.policy.priced and self.policy.costs is None and drafter is not None:
             largest = self.policy.plans[-1]

@@ -63,7 +63,6 @@ def read_layer(content: dict[str, Any]) -> PretrainedConfig:
     return LAYER_CONFIGS[kind](**{name: content[name] for name in fields if name in content})
 
 
-@torch.no_grad()
 def layer_like(target: PreTrainedModel, layers: int = 1) -> PretrainedConfig:
     """Sizes of a head's own decoder layers: those of its target's, in Llama's form or Qwen3's.
 
@@ -79,6 +78,7 @@ def layer_like(target: PreTrainedModel, layers: int = 1) -> PretrainedConfig:
     return kind(**{name: value for name, value in sizes.items() if value is not None})
 
 
+@torch.no_grad()
 def begin_as(own: nn.Module, theirs: nn.Module) -> None:
     """Copy what of a module has the same name and shape as in another."""
     found = dict(theirs.named_parameters())

@@ -15,8 +15,11 @@ from draftsmith.models.heads.block import KINDS, Block, BlockConfig
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.head import Head
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
+from draftsmith.models.heads.kangaroo import Kangaroo
+from draftsmith.models.heads.longspec import LongSpec
 from draftsmith.models.heads.medusa import Medusa, MedusaConfig
 from draftsmith.models.heads.peagle import PEagle, PEagleConfig
+from draftsmith.models.layers.layer import layer_like
 from draftsmith.models.vocab import DraftVocab
 
 DRAFTED = 160
@@ -62,6 +65,10 @@ def made(kind: str, target: PreTrainedModel, **about: Any) -> Head:
     elif kind == "peagle":
         about = {"taps": (1, 2), "draft_vocab": DRAFTED, "parallel": 6} | about
         head = PEagle(PEagleConfig(config, 3, **about))
+    elif kind == "kangaroo":
+        head = Kangaroo(layer_like(target), 1)
+    elif kind == "longspec":  # of a window that fewer rounds fill than may wait
+        head = LongSpec(layer_like(target), target.config.num_hidden_layers - 1, 4, window=8)
     elif kind == "medusa":
         head = Medusa(MedusaConfig(**sizes, heads=3, layers=layers, **about))
     else:

@@ -23,7 +23,7 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.runner import WARM_UP
 from draftsmith.decode.token_tree import TokenTree
 
-KINDS = ("eagle3", "peagle", "hydra", "block")
+KINDS = ("eagle3", "peagle", "hydra", "block", "kangaroo", "longspec")
 RESTS = (0, 3, 1, 14)  # rounds without a draft between two with one; EasyDrafter feeds 9 again
 
 Drafted = dict[tuple[int, ...], list[int]]
