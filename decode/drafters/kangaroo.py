@@ -19,7 +19,6 @@ from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept,
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV, Where
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.runner import Runner
-from draftsmith.decode.policies.policy import NAP
 from draftsmith.models.heads.kangaroo import Kangaroo
 from draftsmith.models.layers.layer import causal
 from draftsmith.models.taps import decoder_layers
@@ -44,11 +43,9 @@ class KangarooDrafter(HeadDrafter):
         self.share(self.runner.pool(rows, slots))
 
     def share(self, pool: KVPool) -> None:
-        """The adapter's own keys and values beside the target's, slot by slot, and where rounds
-        that waited end.
-        """
+        """The adapter's own keys and values beside the target's, slot by slot."""
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        self.pool = HeadKV(self.head.config, pool.rows, pool.slots + NAP, self.context, like)
+        self.pool = HeadKV(self.head.config, pool.rows, pool.slots, self.context, like)
         self.target_pool = pool
 
     def prefill(self, admitted: Admitted) -> None:

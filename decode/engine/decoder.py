@@ -317,15 +317,18 @@ class Decoder:
             if drafter is not None:
                 drafter.release()
             self.memory = memory.check(planned, available(device))
-            pool = self.runner.pool(rows, work.slots)
+            waits = drafter is not None and drafter.owes and self.policy.rests
+            beyond = STATES if waits else 0  # slots, where what waited is taken in together
+            shared = drafter is not None and drafter.shares
+            pool = self.runner.pool(rows, work.slots + beyond * shared)
             batch = self._batch = DecodeBatch(Rows(rows, stops, device), pool, params)
             if drafter is not None:
-                if waits := drafter.owes and self.policy.rests:
+                if waits:
                     batch.owed = Owed(rows, device, taps=bool(self.runner.taps))
-                if drafter.shares:
+                if shared:
                     drafter.share(pool)
                 else:
-                    drafter.reset(rows, pool.slots + STATES * waits)
+                    drafter.reset(rows, pool.slots + beyond)
                 _works_for[drafter] = weakref.ref(batch)
         if self.policy.priced and self.policy.costs is None and drafter is not None:
             largest = self.policy.plans[-1]
