@@ -52,8 +52,8 @@ def read_table(text: str, most: int) -> Ranges:
 class Pace:
     """Of rounds with so many rows: the latest seconds of each tree, and how many rounds of what was
     chosen were timed; the tree now, the one held best, the round of the next choice (0 before the
-    first), and periods until another tree is tried. took: by the best's latest rounds at a choice;
-    since: what was timed after these.
+    first), and periods until another tree is tried; near: whether there is one to try. took: by the
+    best's latest rounds at a choice; since: what was timed after these.
     """
 
     seconds: defaultdict[Plan | None, deque[float]]
@@ -63,6 +63,7 @@ class Pace:
     next: int = 0
     due: int = 0
     every: int = 0
+    near: bool = True
     took: float | None = None
     since: set[Plan | None] = field(default_factory=set)
 
@@ -119,7 +120,7 @@ class Auto(Policy):
         return Pace(defaultdict(lambda: deque(maxlen=self.WATCH)), due=self.EVERY, every=self.EVERY)
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
-        pace, self.asleep = self.paces[load.rows], False
+        pace, slept, self.asleep = self.paces[load.rows], self.asleep, False
         cold = max(0, self.COLD - self.plain)
         if len(pace.seconds[None]) < self.PLAIN:
             self.stays = cold or self.PLAIN - len(pace.seconds[None])
@@ -129,7 +130,7 @@ class Auto(Policy):
             pace.choice, pace.next = (small or self.plans[:1])[-1], pace.rounds + self.TRY
         elif pace.rounds >= pace.next:
             self._keep_up(pace)
-            pace.choice, lasts = self._choose(pace, load.lag)
+            pace.choice, lasts = self._choose(pace, load.lag, slept)
             known = pace.took is None and pace.seconds.get(pace.best)
             if pace.choice == pace.best and (known or pace.best in pace.since):
                 pace.took = pace.latest(pace.best, self.PERIOD)
@@ -141,7 +142,7 @@ class Auto(Policy):
             self.stays = 1
         if pace.choice is None and pace.best is None:
             rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
-            self.asleep = rounds > NAP
+            self.asleep = rounds > NAP or not pace.near
         return pace.choice
 
     def observe(self, outcome: Outcome) -> None:
@@ -163,22 +164,25 @@ class Auto(Policy):
                 if plan not in pace.since:
                     pace.seconds[plan] = deque((change * took for took in seconds), self.WATCH)
 
-    def _choose(self, pace: Pace, lag: float) -> tuple[Plan | None, int]:
-        """The tree to go on with, and for how many rounds."""
+    def _choose(self, pace: Pace, lag: float, slept: bool) -> tuple[Plan | None, int]:
+        """The tree to go on with, and for how many rounds. slept: whether the drafter did."""
         tokens, seconds = self.counts.expected(self.plans), self._seconds(pace)
         rates = {p: (1 + (1 - lag) * (tokens[p] - 1)) / took for p, took in seconds.items()}
         best = max(rates, key=lambda plan: rates[plan])
+        tries = best is not None or (pace.due <= 1 and self._near(pace, rates))
+        if slept and pace.best is None and tries:  # it hears first of what it is to go on from
+            pace.due, pace.near = 1, True
+            return None, NAP
         if best != pace.best:
             pace.best, pace.due, pace.every, pace.took = best, self.EVERY, self.EVERY, None
         pace.due -= 1
+        others = self._near(pace, rates)
         if pace.due > 0:
             # To choose takes a fifth of a small model's plain round, and resting teaches little.
             rests = best is None and pace.rounds > self.PERIOD
             periods = min(pace.due, self.REST) if rests else 1
             pace.due -= periods - 1
             return best, periods * self.PERIOD
-        least = rates[best] * (self.FAR if pace.every == self.SELDOM else self.NEAR)
-        others = [plan for plan in rates if plan != best and rates[plan] >= least]
         if best is not None and pace.every in (4 * self.EVERY, self.SELDOM):
             # Timed anew, however slow they were: what a spell of the machine's said must not last.
             pace.seconds[None].clear()
@@ -186,10 +190,18 @@ class Auto(Policy):
             pace.due = 1  # the trial comes after them
             return None, self.TRY  # so few may all have been slow ones
         pace.due = pace.every = min(2 * pace.every, self.SELDOM)
+        self._near(pace, rates)
         if not others:
             return best, self.PERIOD
         other = min(others, key=lambda p: (len(pace.seconds.get(p, ())), -rates[p]))
         return other, self.PERIOD if other is None else self.TRY
+
+    def _near(self, pace: Pace, rates: dict[Plan | None, float]) -> list[Plan | None]:
+        """What is to be tried beside the best, if it were now."""
+        least = rates[pace.best] * (self.FAR if pace.every == self.SELDOM else self.NEAR)
+        found = [plan for plan in rates if plan != pace.best and rates[plan] >= least]
+        pace.near = bool(found)
+        return found
 
     def _seconds(self, pace: Pace) -> dict[Plan | None, float]:
         """Of a round of every plan, and of none."""

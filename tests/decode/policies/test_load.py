@@ -1,5 +1,6 @@
 """Policies that ask how much there is to do, against machines and drafts that are known."""
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.policies.load import Auto
-from draftsmith.decode.policies.policy import Costs, Load, Outcome, Policy
+from draftsmith.decode.policies.policy import NAP, Costs, Load, Outcome, Policy
 from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_plan
 
 Seconds = Callable[[int, Plan | None], float]
@@ -203,6 +204,29 @@ def test_the_drafter_hears_of_plain_rounds_that_are_only_tried() -> None:
     assert (True, False) in asleep[300:] and (True, True) not in asleep
     decoded(policy, 1, MACHINES["weights"][0], [0.01])
     assert (True, True) in asleep
+
+
+def test_the_drafter_sleeps_on_where_nothing_is_near_and_wakes_before_it_is_tried() -> None:
+    """A round that drafts takes three plain ones, which no draft is worth; then, once what was
+    timed is forgotten, hardly more than one.
+    """
+    policy, drafted, naps = Auto(chain_plan(1)), 3.0, list[bool]()
+    next_plan = policy.next_plan
+
+    def told(load: Load) -> Plan | None:
+        plan = next_plan(load)
+        naps.append(policy.asleep)
+        if plan is not None and len(naps) > 100:  # it has heard of all since it woke
+            assert not any(naps[-NAP:])
+        return plan
+
+    policy.next_plan = told  # type: ignore[method-assign, assignment]
+    how = policy, 1, lambda rows, plan: 1.0 if plan is None else drafted
+    decoded(*how, [0.3], count=3000, jitter=0.0)
+    assert all(naps[100:])
+    drafted, policy.shares = 1.05, policy.SHARES
+    policy.paces[1].seconds = defaultdict(deque, {None: deque([1.0])})
+    assert decoded(*how, [0.9], count=3000, jitter=0.0) > 1.5 and not all(naps)
 
 
 def test_a_spell_in_which_plain_rounds_were_slow_is_got_over() -> None:
