@@ -87,7 +87,8 @@ class Auto(Policy):
 
     With a number of rows that is new, `PLAIN` rounds are plain; then comes the largest tree of at
     most `START` tokens in all. Of trees nearly as good as the best one is tried after `EVERY`
-    choices, then half as often each time that this changes nothing.
+    choices, then half as often each time that this changes nothing. Where none is that good, and
+    long before a trial, the drafter sleeps; `NAP` rounds before it drafts again it hears.
 
     The seconds of the first `COLD` plain rounds of all, which take up to twice as long as those
     that follow, and after a draft, whose weights stand in the cache (3 to 8% more), don't count.
