@@ -170,9 +170,8 @@ class Auto(Policy):
         tokens, seconds = self.counts.expected(self.plans), self._seconds(pace)
         rates = {p: (1 + (1 - lag) * (tokens[p] - 1)) / took for p, took in seconds.items()}
         best = max(rates, key=lambda plan: rates[plan])
-        tries = best is not None or (pace.due <= 1 and self._near(pace, rates))
-        if slept and pace.best is None and tries:  # it hears first of what it is to go on from
-            pace.due, pace.near = 1, True
+        if slept and best is None and pace.due <= 1 and self._near(pace, rates):
+            pace.due = 1  # the drafter hears first of what it is to go on from
             return None, NAP
         if best != pace.best:
             pace.best, pace.due, pace.every, pace.took = best, self.EVERY, self.EVERY, None

@@ -208,7 +208,7 @@ def test_the_drafter_hears_of_plain_rounds_that_are_only_tried() -> None:
 
 def test_the_drafter_sleeps_on_where_nothing_is_near_and_wakes_before_it_is_tried() -> None:
     """A round that drafts takes three plain ones, which no draft is worth; then, once what was
-    timed is forgotten, hardly more than one.
+    timed is forgotten, it may be, and is tried.
     """
     policy, drafted, naps = Auto(chain_plan(1)), 3.0, list[bool]()
     next_plan = policy.next_plan
@@ -222,9 +222,9 @@ def test_the_drafter_sleeps_on_where_nothing_is_near_and_wakes_before_it_is_trie
 
     policy.next_plan = told  # type: ignore[method-assign, assignment]
     how = policy, 1, lambda rows, plan: 1.0 if plan is None else drafted
-    decoded(*how, [0.3], count=3000, jitter=0.0)
+    decoded(*how, [0.1], count=3000, jitter=0.0)
     assert all(naps[100:])
-    drafted, policy.shares = 1.05, policy.SHARES
+    drafted, policy.shares = 1.05, 2 * policy.SHARES
     policy.paces[1].seconds = defaultdict(deque, {None: deque([1.0])})
     assert decoded(*how, [0.9], count=3000, jitter=0.0) > 1.5 and not all(naps)
 
