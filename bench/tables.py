@@ -220,6 +220,17 @@ STEPS = {
         "out={out}",
         "0",
     ),
+    "compare-gsm8k-1": Step(
+        "draftsmith compare target={target} prompts={data} data=runs/gsm8k/answers budget=60 "
+        "limit=24 threads=1 seed=1 out=runs/compare/gsm8k-1",
+        "90",
+        "runs/compare/gsm8k-1/results.json",
+    ),
+    "compare-avx2": Step(
+        "bench/joined.py name=compare-avx2 'title=Every kind, without AVX-512' seeds=true "
+        "reports=[runs/compare/gsm8k-0,runs/compare/gsm8k-1] out={out}",
+        "0",
+    ),
     "compare-widened": Step(
         "bench/speed/twin.py target={target} out=runs/compare/twin-0 drafter="
         + ",".join(f"runs/compare/gsm8k-0/runs/{kind}/drafter" for kind in WIDENED),
@@ -282,6 +293,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "advice": (*GIVEN, "quickstart-runs", "draft", "distill", "medusa", "eagle3-alone", "advice"),
     "calibration": (*GIVEN, "ours-alone", "calibration"),
     "compare": ("quickstart-runs", "compare-runs", "compare"),
+    "compare-avx2": (*GIVEN, "compare-gsm8k-0", "compare-gsm8k-1", "compare-avx2"),
     "compare-gsm8k": (*GIVEN, "compare-gsm8k-0", "compare-gsm8k"),
     "compare-twin": (*GIVEN, "compare-gsm8k-0", "compare-widened", "compare-twin"),
     "cost": ("quickstart-runs", "cost"),

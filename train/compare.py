@@ -201,28 +201,30 @@ def prepared(settings: KindsCompared) -> str:
 def rounds_before(settings: KindsCompared, kinds: Sequence[str], config: Any) -> dict[str, Grid]:
     """Of each kind that random weights stand for, what rounds take here; on a CPU."""
     kept = Path(settings.out) / "rounds.json"
+    found = json.loads(kept.read_text()) if kept.exists() else {}
     known = (*HEADS, DRAFT, "ngram", "suffix")
     asked = [kind for kind in kinds if kind in known or kind.startswith("exit:")]
-    if torch.cuda.is_available():
-        return {}
-    if not kept.exists():
-        try:
-            draft = config_like(config, best_draft(settings, config))
-        except ValueError:  # which is said where it would be trained
-            draft, asked = None, [kind for kind in asked if kind != DRAFT]
-        timed = timed_rounds(config, asked, [1], draft)
-        found = {kind: grid.as_json() for kind, grid in watched(timed, "rounds", len(asked))}
+    asked = [kind for kind in asked if kind not in found and not torch.cuda.is_available()]
+    try:
+        draft = config_like(config, best_draft(settings, config)) if DRAFT in asked else None
+    except ValueError:  # which is said where it would be trained
+        draft, asked = None, [kind for kind in asked if kind != DRAFT]
+    rounds = timed_rounds(config, asked, [1], draft) if asked else iter(())
+    for kind, grid in watched(rounds, "rounds", len(asked)):
+        found[kind] = grid and grid.as_json()
         write_atomically(kept, json.dumps(found).encode())
-    return {kind: Grid.of(told, str(kept)) for kind, told in json.loads(kept.read_text()).items()}
+    return {kind: Grid.of(told, str(kept)) for kind, told in found.items() if told}
 
 
 def add_foretold(row: Values, grids: dict[str, Grid]) -> None:
-    """To each result what was foretold of it, by its tau; None of trees, and where none was."""
+    """To each result what was foretold of it, by its tau; None of trees, of longer chains than were
+    timed, and where none was.
+    """
     grid = grids.get(row["kind"])
     for one in row["results"]:
-        one["foretold"] = None
-        if grid is not None and one["K"] and one["tree"] == "chain":
-            one["foretold"] = one["tau"] / grid.cost(one["K"])
+        one["foretold"], K = None, one["K"]
+        if grid is not None and K and one["tree"] == "chain" and grid.nodes[-1] > K:
+            one["foretold"] = one["tau"] / grid.cost(K)
 
 
 def row_of(

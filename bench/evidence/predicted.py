@@ -32,7 +32,6 @@ THEN = Machine(16, 0.5, 20, 245, 160, reached=0.22, overlaps=False)
 VOCAB, CONTEXT = 4096, 128
 HEADS = {kind: kind for kind in ("draft", "medusa", "hydra", "eagle3", "block")}
 LOOKED_UP = {kind: kind for kind in ("ngram", "suffix")}
-TIMED: dict[str, str] = {}  # of tables whose rows say what was foretold
 # A table's rows: the pair's recipes, and what predict calls what it measured.
 PAIRS = {
     "compare": ("quickstart", {**HEADS, **LOOKED_UP, "exit:2": "exit"}),
@@ -41,12 +40,19 @@ PAIRS = {
     "trees": ("quickstart", {}),  # all of its rows are of the draft
     "own-layers": ("gsm8k", {"exit:2": "exit", "exit:6": "exit"}),
     "training-free": ("gsm8k", {**LOOKED_UP, "drafter": "eagle3"}),
-    "compare-gsm8k": ("gsm8k", TIMED),
+    "compare-gsm8k": (
+        "gsm8k",
+        {
+            f"{kind}, seed 0": name
+            for kind, name in {**HEADS, **LOOKED_UP, "exit:2": "exit"}.items()
+        },
+    ),
+    "compare-avx2": ("gsm8k", {"": ""}),  # whose rows say what was foretold
     "load": ("gsm8k", {f"K = {K}": "block" for K in (1, 2, 4)}),
 }
 # Since its layers and heads run in C++, and until rounds that draft were several a call too.
 LATELY = Machine(16, 0.5, 22, 3, 26, 0.48, False, 32, 80, loop=90)
-MEASURED = {"quickstart": MACHINES["cpu"]}
+MEASURED = {"quickstart": MACHINES["cpu"], "compare-gsm8k": MACHINES["cpu"]}
 MEASURED |= dict.fromkeys(("compare", "training-free", "load"), LATELY)
 
 
@@ -107,7 +113,7 @@ def judged(results: Path, table: str) -> Iterator[Judged]:
             continue
         chain = row.get("tree", "chain") == "chain" and what not in LOOKED_UP
         alpha = row.get("alpha") if chain else None
-        tau = float(taus(extended([alpha], round(K)))[-1]) if alpha else None
+        tau = float(taus(extended([alpha], max(1, round(K))))[-1]) if alpha else None
         yield Judged(table, row, told, tau)
 
 
@@ -118,7 +124,7 @@ def modelled(table: str, row: dict[str, Any]) -> tuple[float | None, float]:
     if kind is None:
         return None, 0
     target, draft = (shape(f"{pair}/{name}") for name in ("target", "draft"))
-    exits = int(row["what"].partition(":")[2] or 1) if kind == "exit" else 1
+    exits = int(row["what"].split(",")[0].partition(":")[2] or 1) if kind == "exit" else 1
     # Policies and look-ups draft fewer levels than they may: K is their mean.
     chain = row.get("tree", "chain") == "chain" or kind in LOOKED_UP  # K: nodes of what there is
     counts = [row[key] for key in (("K", "levels") if chain else ("levels", "K")) if row.get(key)]

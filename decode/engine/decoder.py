@@ -289,6 +289,8 @@ class Decoder:
                 "own"
             )
         drafter, device = self.drafter, self.runner.device
+        # What waited is taken in together, in slots beyond the tokens.
+        waits = STATES if drafter is not None and drafter.owes and self.policy.rests else 0
         work = memory.Work(
             rows,
             prompt=prompt,
@@ -299,6 +301,7 @@ class Decoder:
             rule=self.settings.rule,
             lossy=self.settings.needs_q,
             scratch=0 if drafter is None else drafter.scratch,
+            waits=waits if drafter is not None and drafter.shares else 0,
         )
         draft = None if drafter is None else drafter.size
         planned = memory.plan(work, memory.ModelSize.of(self.runner), draft)
@@ -317,18 +320,15 @@ class Decoder:
             if drafter is not None:
                 drafter.release()
             self.memory = memory.check(planned, available(device))
-            waits = drafter is not None and drafter.owes and self.policy.rests
-            beyond = STATES if waits else 0  # slots, where what waited is taken in together
-            shared = drafter is not None and drafter.shares
-            pool = self.runner.pool(rows, work.slots + beyond * shared)
+            pool = self.runner.pool(rows, work.slots)
             batch = self._batch = DecodeBatch(Rows(rows, stops, device), pool, params)
             if drafter is not None:
                 if waits:
                     batch.owed = Owed(rows, device, taps=bool(self.runner.taps))
-                if shared:
+                if drafter.shares:
                     drafter.share(pool)
                 else:
-                    drafter.reset(rows, pool.slots + beyond)
+                    drafter.reset(rows, pool.slots + waits)
                 _works_for[drafter] = weakref.ref(batch)
         if self.policy.priced and self.policy.costs is None and drafter is not None:
             largest = self.policy.plans[-1]

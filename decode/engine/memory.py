@@ -39,7 +39,8 @@ MIXED = 7
 class Work:
     """What is to be decoded. prompt, new: the longest prompt and answer, in tokens; tree: the
     largest that may be asked for, None for plain decoding; lossy: whether an extra acceptance wants
-    the draft's logits; scratch: the drafter's.
+    the draft's logits; scratch: the drafter's; waits: tokens that a drafter in the target's pool
+    takes in at once.
     """
 
     rows: int
@@ -51,14 +52,15 @@ class Work:
     rule: str = "coupled"
     lossy: bool = False
     scratch: int = 0
+    waits: int = 0
 
     @property
     def slots(self) -> int:
         """Slots a row: its tokens, the pending one, and the tree's or what is tried in their place
         between rounds.
         """
-        tree = 1 if self.tree is None else max(self.tree.nodes, self.tree.slots, self.scratch)
-        return round_up(self.prompt + self.new + 1 + tree)
+        tree = 1 if self.tree is None else max(self.tree.nodes, self.tree.slots)
+        return round_up(self.prompt + self.new + 1 + max(tree, self.scratch, self.waits))
 
 
 @dataclass(frozen=True)

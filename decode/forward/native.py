@@ -22,7 +22,7 @@ from transformers.activations import SiLUActivation
 
 from draftsmith.decode.forward.compiled import library, place, pointer
 from draftsmith.decode.forward.kv import KVPool, SlotCache
-from draftsmith.decode.forward.product import STEP, VocabHead
+from draftsmith.decode.forward.product import ONEDNN, STEP, VocabHead
 from draftsmith.models.taps import NORM, Tap
 
 HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to that
@@ -90,8 +90,10 @@ class NativeBody:
         self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
         self.most = made.most(0)  # tokens of a pass
         self.many = made.most(self.small)  # the same where torch has one thread
-        # Tokens of prompts with which it is faster than torch, whose attention is by tiles too.
-        self.longest = sys.maxsize if self.many > 2 * PIECE else PIECE * bool(made.tiles())
+        # Tokens of prompts with which it is faster than torch, whose attention is by tiles too, or
+        # by products of fp32.
+        pieces = self.many > 2 * PIECE and ONEDNN
+        self.longest = sys.maxsize if pieces else PIECE * bool(made.tiles())
         self.front, begin = front, front or Front(None, None)
         self.body = _Body(
             *(self.layers, self.hidden, heads, kv_heads, width, inner),

@@ -52,8 +52,9 @@ def read_table(text: str, most: int) -> Ranges:
 class Pace:
     """Of rounds with so many rows: the latest seconds of each tree, and how many rounds of what was
     chosen were timed; the tree now, the one held best, the round of the next choice (0 before the
-    first), and periods until another tree is tried; near: whether there is one to try. took: by the
-    best's latest rounds at a choice; since: what was timed after these.
+    first), and periods until another tree is tried; near: whether there is one to try; woken: that
+    the drafter was, for it. took: by the best's latest rounds at a choice; since: what was timed
+    after these.
     """
 
     seconds: defaultdict[Plan | None, deque[float]]
@@ -64,6 +65,7 @@ class Pace:
     due: int = 0
     every: int = 0
     near: bool = True
+    woken: bool = False
     took: float | None = None
     since: set[Plan | None] = field(default_factory=set)
 
@@ -88,7 +90,7 @@ class Auto(Policy):
     With a number of rows that is new, `PLAIN` rounds are plain; then comes the largest tree of at
     most `START` tokens in all. Of trees nearly as good as the best one is tried after `EVERY`
     choices, then half as often each time that this changes nothing. Where none is that good, and
-    long before a trial, the drafter sleeps; `NAP` rounds before it drafts again it hears.
+    long before a trial, the drafter sleeps; before one it hears of `NAP` rounds.
 
     The seconds of the first `COLD` plain rounds of all, which take up to twice as long as those
     that follow, and after a draft, whose weights stand in the cache (3 to 8% more), don't count.
@@ -115,13 +117,14 @@ class Auto(Policy):
         self.counts = counts_of(plan)
         self.shares = self.SHARES
         self.plain = 0  # rounds since the last that drafted, or the first of all
+        self.heard = 0  # rounds since the drafter slept
         self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
 
     def _pace(self) -> Pace:
         return Pace(defaultdict(lambda: deque(maxlen=self.WATCH)), due=self.EVERY, every=self.EVERY)
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
-        pace, slept, self.asleep = self.paces[load.rows], self.asleep, False
+        pace, self.asleep = self.paces[load.rows], False
         cold = max(0, self.COLD - self.plain)
         if len(pace.seconds[None]) < self.PLAIN:
             self.stays = cold or self.PLAIN - len(pace.seconds[None])
@@ -131,7 +134,7 @@ class Auto(Policy):
             pace.choice, pace.next = (small or self.plans[:1])[-1], pace.rounds + self.TRY
         elif pace.rounds >= pace.next:
             self._keep_up(pace)
-            pace.choice, lasts = self._choose(pace, load.lag, slept)
+            pace.choice, lasts = self._choose(pace, load.lag)
             known = pace.took is None and pace.seconds.get(pace.best)
             if pace.choice == pace.best and (known or pace.best in pace.since):
                 pace.took = pace.latest(pace.best, self.PERIOD)
@@ -148,6 +151,7 @@ class Auto(Policy):
 
     def observe(self, outcome: Outcome) -> None:
         self.counts.take(outcome)
+        self.heard = 0 if self.asleep else self.heard + 1
         pace = self.paces[outcome.load.rows]
         self.plain = 0 if outcome.plan is not None else self.plain + 1
         if outcome.seconds is not None and not 0 < self.plain <= self.COLD:
@@ -165,14 +169,16 @@ class Auto(Policy):
                 if plan not in pace.since:
                     pace.seconds[plan] = deque((change * took for took in seconds), self.WATCH)
 
-    def _choose(self, pace: Pace, lag: float, slept: bool) -> tuple[Plan | None, int]:
-        """The tree to go on with, and for how many rounds. slept: whether the drafter did."""
+    def _choose(self, pace: Pace, lag: float) -> tuple[Plan | None, int]:
+        """The tree to go on with, and for how many rounds."""
         tokens, seconds = self.counts.expected(self.plans), self._seconds(pace)
         rates = {p: (1 + (1 - lag) * (tokens[p] - 1)) / took for p, took in seconds.items()}
         best = max(rates, key=lambda plan: rates[plan])
-        if slept and best is None and pace.due <= 1 and self._near(pace, rates):
-            pace.due = 1  # the drafter hears first of what it is to go on from
-            return None, NAP
+        if best == pace.best is None and pace.due <= 1 and self._near(pace, rates):
+            if self.heard < NAP and not pace.woken:  # it hears first of what it is to go on from
+                pace.due, pace.woken = 1, True
+                return None, NAP - self.heard
+            pace.woken = False
         if best != pace.best:
             pace.best, pace.due, pace.every, pace.took = best, self.EVERY, self.EVERY, None
         pace.due -= 1

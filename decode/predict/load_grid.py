@@ -91,10 +91,12 @@ class Grid(NamedTuple):
         verify, beside = self.parts(rows, levels, nodes)
         return verify + beside
 
-    def cost(self, levels: float, rows: int = 1, more: float = 0.0) -> float:
-        """Of a round of a chain of so many, in plain ones; more: seconds that both take beside."""
+    def cost(self, levels: float, rows: int = 1, more: float = 0.0, drafts: float = 0.0) -> float:
+        """Of a round of a chain of so many, in plain ones; more: seconds that both take beside what
+        was timed; drafts: that drafting takes.
+        """
         plain, drafting = (self.seconds(rows, n, 1 + n) for n in (0, levels))
-        return float((more + drafting) / (more + plain))
+        return float((more + drafts + drafting) / (more + plain))
 
     def parts(self, rows: int, levels: float, nodes: Any) -> tuple[Any, float]:
         """Of these, the target's pass, and all else."""
@@ -120,15 +122,15 @@ class Grid(NamedTuple):
 
 
 class Sweep(Policy):
-    """Drafts nothing, then (unless it only rests) 1, 2, 4 ... tokens, a few rounds of each, and
-    notes their seconds.
+    """Drafts nothing, then, unless all are to be plain, 1, 2, 4 ... tokens, a few rounds of each,
+    and notes their seconds.
     """
 
     rests = True
 
-    def __init__(self, plan: Plan, turn: int = TURN, rests: bool = False) -> None:
+    def __init__(self, plan: Plan, turn: int = TURN, plain: bool = False) -> None:
         super().__init__(plan)
-        deepest = 0 if rests else plan.levels
+        deepest = 0 if plain else plan.levels
         self.nodes = [n for n in NODES if n <= deepest] + [deepest + 1]
         self.seconds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         drafting = [n for n in self.nodes[1:] for _ in range(turn)]
@@ -174,7 +176,8 @@ def whole_rounds(
     sweeps: int = SWEEPS,
 ) -> Grid:
     """The same, nothing of a round apart: all of it stands under `verify`. turn: rounds of a plan
-    in a row, where there is one row; sweeps: over all plans.
+    in a row, where there is one row; sweeps: over all plans. ValueError for a context in which they
+    have no room, and for a drafter that drafts otherwise than it is asked.
     """
     before, plan = decoder.policy, decoder.settings.plan
     longest = max(map(len, prompts))
@@ -184,6 +187,11 @@ def whole_rounds(
     for count in (rows[0], *rows):  # the first one warms up
         decoder.policy = sweep = Sweep(plan, max(TURN, turn // count), decoder.drafter is None)
         limit = sweeps * sum(sweep.turns) + 2  # no row may end
+        if longest + limit > decoder.context:
+            raise ValueError(
+                f"rounds: got a context of {decoder.context} tokens, expected {longest + limit} "
+                "at least, to time them; give a model with a longer one"
+            )
         params = SamplingParams(max_new_tokens=limit, ignore_eos=True)
         session = decoder.open_session(count, longest + limit)
         for i in range(count):
@@ -197,6 +205,8 @@ def whole_rounds(
         while sweep.rounds < sweeps * len(sweep.turns):
             session.step()
         session.close()
+        if missing := [n for n in sweep.nodes if not sweep.seconds[count, n]]:
+            raise ValueError(f"rounds: got none of {missing} tokens from this drafter, to time")
         whole.append([np.median(sweep.seconds[count, n]) for n in sweep.nodes])
     decoder.policy = before
     whole_RN = np.array(whole[1:])

@@ -12,10 +12,11 @@ The target's config.json is all that is read of it. Acceptance is assumed, unles
 from an evaluation's report or a trace, or of a draft LM fitted by `scaling` (results=). Of each
 kind the best K, or tree of some sizes, is shown for each number of rows, and how many rows may
 decode until nothing pays. With measure=true the machine is this one, measured in seconds; on a CPU
-no model of time is left then: rounds of each kind are timed, of random weights (timed_rounds.py).
+rounds of each kind, of random weights, are timed in place of the model (timed_rounds.py), where the
+target has the kind and there is room: only what more context costs is then the model's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +55,6 @@ from draftsmith.progress import watched
 LONGEST, TREES = 12, (8, 16, 32, 64)  # drafted tokens of a chain, and of trees, that are tried
 FEW = 8  # rounds of which a share is believed
 DEEPEST, MOST_ROWS = 8, 4096  # levels of a tree; rows beyond which nobody asks
-SPARE = 3  # times the target's weights, that timing takes: packed copies, drafters, rows
 LIST = 32_000  # tokens that EAGLE-3's own output head knows at most
 
 # The chance that a drafted token is kept once those before it are, of chat models of 7 to 8 billion
@@ -120,6 +120,11 @@ class Drafting(NamedTuple):
     alone: bool = False
     timed: Grid | None = None
 
+    def calls(self, K: float) -> list[tuple[float, Pass]]:
+        """How many calls of which passes a round of K levels makes."""
+        parts = ((1.0, self.once), (K, self.each))
+        return [(count, part) for count, part in parts if part is not None]
+
     def seconds(self, machine: Machine, rows: int, K: float, nodes: float, context: int) -> float:
         """Of a round of K levels and so many drafted nodes."""
         seen, took = rows * context, machine.host * self.host * rows
@@ -157,23 +162,22 @@ def main(argv: list[str]) -> None:
     except ValueError:  # too small a target for one, or of a family that has none
         draft = None
     kinds = kinds_of(target, config.vocab_size, draft.work if draft else None, exits)
-    timed = settings.measure and machine.gib * GIB > SPARE * target.weights and not machine.overlaps
     chances = ASSUMED | ({"draft": draft.alpha} if draft else {}) | settings.chances
     known = {kind: extended([chance], LONGEST) for kind, chance in chances.items()}
     known |= read_chances(settings, said)
     room = machine.gib * GIB - target.weights  # for keys and values
     most = max(1, min(MOST_ROWS, int(room / (target.kv * context)))) if room > 0 else MOST_ROWS
     names = {"exit": f"exit:{exits}"}
-    if timed:
+    if settings.measure and not machine.overlaps:
         sizes, called = sorted({1, *settings.rows}), [names.get(kind, kind) for kind in kinds]
         of = (config, called, sizes, draft and config_like(config, draft))
-        grids = watched(timed_rounds(*of), "timing rounds", len(kinds))
-        pairs = zip(kinds.items(), grids, strict=True)
+        grids = [grid for _, grid in watched(timed_rounds(*of), "timing rounds", len(kinds))]
         kinds = {
-            kind: how._replace(trees=False, timed=grid._replace(stairs=()))
-            for (kind, how), (_, grid) in pairs
+            kind: how._replace(trees=grid is None and how.trees, timed=grid)
+            for (kind, how), grid in zip(kinds.items(), grids, strict=True)
         }
-        most = sizes[-1]
+    timed = [kind for kind, how in kinds.items() if how.timed]
+    most = max(settings.rows) if timed else most
     names |= {"draft": f"draft {draft.layers}x{draft.hidden}"} if draft else {}
     rows: list[dict[str, Any]] = []
     for kind, drafting in kinds.items():
@@ -187,7 +191,11 @@ def main(argv: list[str]) -> None:
         rows.append(row | {"pays_from": first, "pays_until": last})
     rows.sort(key=lambda row: -row["best"][settings.rows[0]].speedup)
     head = ["kind", "kept", *(f"{n} row{'s' * (n > 1)}" for n in settings.rows), "pays, rows"]
-    print_table(head, [cells(row, most) for row in rows], ["kind", "kept"])
+    print_table(
+        head,
+        [cells(row, most, "that were timed" if timed else "that fit") for row in rows],
+        ["kind", "kept"],
+    )
     print("\n".join(notes(settings, machine, target, timed)))
     if settings.out:
         about = {"target": settings.target, "machine": machine._asdict(), "context": context}
@@ -196,10 +204,10 @@ def main(argv: list[str]) -> None:
         write_json(Path(settings.out), about | {"rows": rows})
 
 
-def cells(row: dict[str, Any], most: int) -> list[str]:
-    """A row in words; most: the rows that fit."""
+def cells(row: dict[str, Any], most: int, which: str) -> list[str]:
+    """A row in words; most: the rows that fit, or were timed."""
     first, last = row["pays_from"], row["pays_until"]
-    told = f"up to {last:,}" if last < most else f"all that fit: {most:,}"
+    told = f"up to {last:,}" if last < most else f"all {which}: {most:,}"
     if not last or first > 1:
         told = f"from {first:,}" if last else "none"
     kept = " ".join(f"{chance:.2f}" for chance in row["kept"][:3])
@@ -285,8 +293,10 @@ def speedup(pair: Pair, way: tuple[float, float, float], rows: int, context: int
     """Of K levels and so many nodes (0: a chain) that give this tau."""
     (machine, target, drafting), (K, nodes, tau) = pair, way
     if (grid := drafting.timed) is not None:  # after fewer tokens
-        more = machine.moving(rows * target.kv * max(0, context - PROMPT))
-        return tau / grid.cost(K, rows, more)
+        beyond = rows * max(0, context - PROMPT)  # tokens, which draft calls read too
+        own = sum(calls * part.kv for calls, part in drafting.calls(K))
+        more, drafts = (machine.moving(beyond * kv) for kv in (target.kv, own))
+        return tau / grid.cost(K, rows, more, drafts)
     plain, verify = (
         machine.seconds(target.work, rows * n, rows * context) for n in (1, 1 + (nodes or K))
     )
@@ -336,7 +346,7 @@ def measured() -> Machine:
     )
 
 
-def notes(settings: Prediction, machine: Machine, target: Draft, timed: bool) -> list[str]:
+def notes(settings: Prediction, machine: Machine, target: Draft, timed: Sequence[str]) -> list[str]:
     """What the numbers rest on."""
     step = machine.seconds(target.work, 1, settings.context)
     return [
@@ -345,7 +355,7 @@ def notes(settings: Prediction, machine: Machine, target: Draft, timed: bool) ->
         f"machine: {'measured here' if settings.measure else settings.gpu}: {machine.tflops:.4g} "
         f"TFLOP/s, {machine.bandwidth:.4g} GB/s, {machine.call:.3g} us a call, {machine.layer:.3g} "
         "us a layer" + (f", {machine.round:.3g} us a round" if machine.round else ""),
-        *(["rounds: timed here, of chains and random weights"] if timed else []),
+        *([f"rounds of chains timed here, of random weights: {', '.join(timed)}"] if timed else []),
         "kept: the chance that 1, 2, 3 drafted tokens are; assumed where you gave none: see "
         "docs/start/compare.md, which also says how far predictions were off",
     ]

@@ -1,12 +1,14 @@
 """What rounds take on this machine with drafters that nobody has trained: `predict measure=true`.
 
-Seconds don't depend on what weights hold. A target of a config.json's shape, its weights random,
-decodes with a drafter of each kind in its usual sizes, its weights random too, by the loop that
-serves: no model of time comes between. The target's LM head is zero, so that its answer is one
-token over and over, which lookups find.
+Seconds don't depend on what weights hold, but for mixtures of experts, which aren't timed. A target
+of a config.json's shape, its weights random, decodes with a drafter of each kind in its usual
+sizes, its weights random too, by the loop that serves. The target's LM head is zero, so that its
+answer is one token over and over, which lookups find.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +21,10 @@ from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import drafter_of, load_drafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.predict.draft_sizes import random_model
+from draftsmith.decode.forward.size import available
+from draftsmith.decode.predict.draft_sizes import random_model, shape_of
 from draftsmith.decode.predict.load_grid import Grid, whole_rounds
+from draftsmith.models.draft_lm import EXPERTS
 from draftsmith.models.heads.block import KINDS, Block, BlockConfig
 from draftsmith.models.heads.clover import Clover
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
@@ -32,9 +36,11 @@ from draftsmith.models.layers.layer import layer_like
 from draftsmith.models.taps import block_taps, default_taps
 from draftsmith.models.target import head_weight
 
-LEVELS = 8  # drafted tokens at most
+LEVELS, BLOCK = 8, 5  # drafted tokens at most; of a block, which is drafted whole
 TURN, TURNS = 16, 2  # rounds of a plan in a row, as one call makes them; how often
 PROMPT = 32  # tokens
+SPARE = 3  # times the target's weights, that all this takes: packed copies, drafters, rows
+LONGEST = 600.0  # seconds for all kinds
 
 
 class Untrained(NamedTuple):
@@ -46,11 +52,11 @@ class Untrained(NamedTuple):
     rows: int
 
     def block(self, layers: int, **own: Any) -> Block:
-        config = BlockConfig(self.layer(layers), block_taps(self.layers), LEVELS, **own)
+        config = BlockConfig(self.layer(layers), block_taps(self.layers), BLOCK, **own)
         return Block(config)
 
 
-# Heads as the recipes that `compare` trains have them, but of LEVELS tokens ahead.
+# Heads as the recipes that `compare` trains have them, but for tokens ahead.
 HEADS: dict[str, Callable[[Untrained], Head]] = {
     "medusa": lambda of: Medusa(MedusaConfig(of.hidden, of.rows, LEVELS)),
     "hydra": lambda of: Hydra(HydraConfig(of.hidden, of.rows, LEVELS)),
@@ -69,33 +75,52 @@ HEADS: dict[str, Callable[[Untrained], Head]] = {
 
 def timed_rounds(
     config: PretrainedConfig, kinds: Sequence[str], rows: Sequence[int], draft: Any = None
-) -> Iterator[tuple[str, Grid]]:
+) -> Iterator[tuple[str, Grid | None]]:
     """Of each kind what rounds of 0 (without a drafter) to LEVELS drafted tokens take, at these
-    numbers of rows. kinds: of HEADS, "draft", of the config `draft`, or what `load_drafter` takes.
+    numbers of rows; None of one that this target can't have, or for which there is no memory or
+    time. kinds: of HEADS, "draft", of the config `draft`, or what `load_drafter` takes.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, begun = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.monotonic()
+    free, mixed = available(device), any(getattr(config, name, 0) for name in EXPERTS)
+    if (free is not None and SPARE * shape_of(config).weights > free) or mixed:
+        yield from ((kind, None) for kind in kinds)
+        return
     target, tokenizer = random_model(config, device), numbered(config.vocab_size)
+    for kind in kinds:
+        grid = None
+        if time.monotonic() - begun < LONGEST:
+            with suppress(ValueError):  # which says what the target lacks
+                grid = timed(target, tokenizer, untrained(kind, target, tokenizer, draft), rows)
+        yield kind, grid
+
+
+def timed(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    drafter: Drafter,
+    rows: Sequence[int],
+) -> Grid:
+    """Of one drafter. In turns, each at its least: what else runs here slows now the one, now the
+    other.
+    """
     head_weight(target).data.zero_()
     plain = Decoder(target, tokenizer)
-    for kind in kinds:
-        drafter = untrained(kind, target, tokenizer, draft)
-        decoder = Decoder(target, tokenizer, drafter, K=min(LEVELS, drafter.levels))
-        # In turns, each at its least: what else runs here slows now the one, now the other.
-        turns = [
-            [whole_rounds(each, [[0] * PROMPT], rows, TURN, 1) for each in (plain, decoder)]
-            for _ in range(TURNS)
-        ]
-        bare, drafts = (
-            np.min([grid.verify_RN for grid in grids], axis=0) for grids in zip(*turns, strict=True)
-        )
-        yield kind, turns[0][1]._replace(verify_RN=np.hstack([bare, drafts[:, 1:]]))
+    decoder = Decoder(target, tokenizer, drafter, K=min(LEVELS, drafter.levels))
+    turns = [
+        [whole_rounds(each, [[0] * PROMPT], rows, TURN, 1) for each in (plain, decoder)]
+        for _ in range(TURNS)
+    ]
+    bare, drafts = (
+        np.min([grid.verify_RN for grid in grids], axis=0) for grids in zip(*turns, strict=True)
+    )
+    return turns[0][1]._replace(verify_RN=np.hstack([bare, drafts[:, 1:]]), stairs=())
 
 
 def untrained(
     kind: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, draft: Any
 ) -> Drafter:
     """A drafter of this kind for the target, with weights as they come."""
-    vocab, made = len(tokenizer), None
+    vocab = len(tokenizer)
     if kind == "draft":
         return LMDrafter(random_model(draft, target.device), vocab)
     if kind not in HEADS:

@@ -229,6 +229,21 @@ def test_the_drafter_sleeps_on_where_nothing_is_near_and_wakes_before_it_is_trie
     assert decoded(*how, [0.9], count=3000, jitter=0.0) > 1.5 and not all(naps)
 
 
+def test_a_drafter_that_sleeps_at_another_load_is_tried_all_the_same() -> None:
+    """One row and two by turns: at two a draft never pays, at one it does from some round on."""
+    policy, tried = Auto(chain_plan(1)), 0
+    for done in range(8000):
+        load = Load(1 + done % 2, 1 + done % 2)
+        plan = policy.next_plan(load)
+        drafted = 4.0 if load.rows == 2 else 2.0 if done < 2000 else 1.1
+        tried += plan is not None and done > 2000 and load.rows == 1
+        path = (0,) if plan is not None and done % 10 < 8 else ()
+        took = 1.0 if plan is None else drafted
+        levels = 0 if plan is None else 1
+        policy.observe(Outcome(plan, levels, [path] * load.rows, None, load, took))
+    assert tried > 1000
+
+
 def test_a_spell_in_which_plain_rounds_were_slow_is_got_over() -> None:
     """Four times slower for a while, in plain rounds alone; drafting loses, then and later."""
     policy, spell = Auto(chain_plan(4)), 4.0

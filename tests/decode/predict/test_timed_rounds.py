@@ -2,27 +2,28 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig
 
 from draftsmith.decode.predict import predict, timed_rounds
 from draftsmith.decode.predict.draft_sizes import random_model
 from draftsmith.decode.predict.load_grid import Grid
-from draftsmith.decode.predict.machines import Machine
+from draftsmith.decode.predict.machines import Machine, Pass
 from draftsmith.decode.predict.predict import Drafting, best, speedup
 from draftsmith.decode.predict.timed_rounds import HEADS, LEVELS, numbered, untrained
 from draftsmith.models.target import head_weight
 from draftsmith.train import compare
 
-SIZES = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
 CPU = torch.device("cpu")
 
 
-def shaped(hidden: int) -> PretrainedConfig:
-    return LlamaConfig(vocab_size=96, hidden_size=hidden, intermediate_size=96, **SIZES)
+def shaped(hidden: int, **about: Any) -> PretrainedConfig:
+    return LlamaConfig(vocab_size=96, hidden_size=hidden, intermediate_size=96, **SIZES, **about)
 
 
 def test_every_trained_kind_of_compare_can_be_timed() -> None:
@@ -43,9 +44,30 @@ def test_every_trained_kind_of_compare_can_be_timed() -> None:
 def test_rounds_of_every_depth_are_timed(kind: str) -> None:
     """As many as were asked for, at each number of rows; the target's answer never ends."""
     [(named, grid)] = timed_rounds.timed_rounds(shaped(64), [kind], [1, 2], shaped(32))
-    assert named == kind and [*grid.nodes] == [1, 2, 3, 5, LEVELS + 1] and [*grid.rows] == [1, 2]
+    assert (
+        named == kind
+        and grid is not None
+        and [*grid.nodes] == [1, 2, 3, 5, LEVELS + 1]
+        and [*grid.rows] == [1, 2]
+    )
     assert grid.verify_RN.shape == (2, 5) and np.isfinite(grid.verify_RN).all()
     assert (grid.verify_RN > 0).all() and not grid.beside_RN.any()
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (GPT2Config(vocab_size=96, n_embd=64, n_layer=3, n_head=2), "exit:1"),
+        (shaped(64, max_position_embeddings=128), "ngram"),
+        (MixtralConfig(vocab_size=96, num_local_experts=4, hidden_size=64, **SIZES), "medusa"),
+        (shaped(64), "exit:9"),
+    ],
+    ids=["no such part", "short context", "experts", "no such layer"],
+)
+def test_what_cannot_be_timed_is_left_out(config: PretrainedConfig, kind: str) -> None:
+    """And what comes after it isn't."""
+    found = dict(timed_rounds.timed_rounds(config, [kind, "medusa"], [1]))
+    assert found[kind] is None and (found["medusa"] is None) == (kind in ("medusa", "ngram"))
 
 
 def test_the_target_says_one_token() -> None:
@@ -67,6 +89,11 @@ def test_what_was_timed_stands_for_the_model_of_time() -> None:
     further = machine.moving(target.kv * 1000)
     told = 1.8 * (2 + further) / (3 + further)
     assert speedup(pair, (2, 0, 1.8), 1, timed_rounds.PROMPT + 1000) == pytest.approx(told)
+    # What draft calls read of it is theirs.
+    reads = Drafting(each=Pass(1, 0, kv=target.kv / 4), timed=grid)
+    told = 1.8 * (2 + further) / (3 + 1.5 * further)
+    found = speedup((machine, target, reads), (2, 0, 1.8), 1, timed_rounds.PROMPT + 1000)
+    assert found == pytest.approx(told)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="timed on CPUs alone")
@@ -87,8 +114,7 @@ def test_predict_measures_rounds(
     assert {row["kind"] for row in told["rows"]} == {*small}
     assert all(row["best"]["2"]["nodes"] == 0 for row in told["rows"])
     assert all(1 <= row["best"]["2"]["K"] <= LEVELS for row in told["rows"])
-    assert "rounds: timed here" in capsys.readouterr().out
-    monkeypatch.setattr(predict, "available", lambda _: 1 << 10)
-    monkeypatch.setattr(predict, "timed_rounds", None)
+    assert "timed here, of random weights: medusa, ngram" in capsys.readouterr().out
+    monkeypatch.setattr(timed_rounds, "available", lambda _: 1 << 10)
     predict.main([*argv, few])
-    assert "rounds: timed here" not in capsys.readouterr().out
+    assert "timed here" not in capsys.readouterr().out
