@@ -26,9 +26,9 @@ PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
 # Tokens up to which products in C++ are faster than oneDNN's, which take 10 us each at least: of 1
 # to 6 tokens and 4,096 by 384 far from the caches 56 to 92 us and not 70 to 102, of 384 by 384 6 to
 # 10 and not 15; of 16 tokens slower. By tiles of AMX 16 tokens cost as one. Where AVX-512's bf16
-# products are, a target's LM head is C++'s for up to 640 tokens: 1.1 to 1.4 times oneDNN's from 8
-# to 64, but then rounds needn't leave C++ for it: a fifth of the time of a target of 15M, a quarter
-# to a third of one of 3.4M.
+# products are, or none of AVX-512, a target's LM head is C++'s for up to 640 tokens: 1.1 to 1.4
+# times oneDNN's from 8 to 64, but then rounds needn't leave C++ for it: a fifth of the time of a
+# target of 15M, a quarter to a third of one of 3.4M.
 FEW = 6
 STEP = 16  # what the widths of what runs in C++ are multiples of
 HALF = (torch.bfloat16, torch.float16)
