@@ -37,7 +37,7 @@ from draftsmith.models.taps import block_taps, default_taps
 from draftsmith.models.target import head_weight
 
 LEVELS, BLOCK = 8, 5  # drafted tokens at most; of a block, which is drafted whole
-TURN, TURNS = 16, 2  # rounds of a plan in a row, as one call makes them; how often
+TURN, TURNS = 16, 5  # rounds of a plan in a row, as one call makes them; how often
 PROMPT = 32  # tokens
 SPARE = 3  # times the target's weights, that all this takes: packed copies, drafters, rows
 LONGEST = 600.0  # seconds for all kinds
@@ -100,8 +100,8 @@ def timed(
     drafter: Drafter,
     rows: Sequence[int],
 ) -> Grid:
-    """Of one drafter. In turns, each at its least: what else runs here slows now the one, now the
-    other.
+    """Of one drafter: plain rounds at their least, and of others the median of what they took beside
+    those of the same turn, since what else runs here slows now the one turn, now the other.
     """
     head_weight(target).data.zero_()
     plain = Decoder(target, tokenizer)
@@ -110,10 +110,12 @@ def timed(
         [whole_rounds(each, [[0] * PROMPT], rows, TURN, 1) for each in (plain, decoder)]
         for _ in range(TURNS)
     ]
-    bare, drafts = (
-        np.min([grid.verify_RN for grid in grids], axis=0) for grids in zip(*turns, strict=True)
+    bare_MR1, drafts_MRN = (
+        np.array([grid.verify_RN for grid in grids]) for grids in zip(*turns, strict=True)
     )
-    return turns[0][1]._replace(verify_RN=np.hstack([bare, drafts[:, 1:]]), stairs=())
+    cost_RN = np.median(drafts_MRN / bare_MR1, axis=0)
+    cost_RN[:, 0] = 1  # without a drafter
+    return turns[0][1]._replace(verify_RN=cost_RN * bare_MR1.min(axis=0), stairs=())
 
 
 def untrained(
