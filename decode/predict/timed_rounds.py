@@ -100,7 +100,7 @@ def timed(
     drafter: Drafter,
     rows: Sequence[int],
 ) -> Grid:
-    """Of one drafter: plain rounds at their least, and of others the median of what they took beside
+    """Of one drafter: plain rounds at their least, others by the median of what they took beside
     those of the same turn, since what else runs here slows now the one turn, now the other.
     """
     head_weight(target).data.zero_()

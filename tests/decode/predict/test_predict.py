@@ -125,6 +125,8 @@ def test_the_committed_tables_are_foretold(capsys: pytest.CaptureFixture[str]) -
     found = [one for table in tables for one in predicted.judged(Path("docs/results"), table)]
     close = [abs(one.error) <= predicted.MISS for one in found]
     assert len(found) == 52 and sum(close) == 50
+    timed = [*predicted.judged(Path("docs/results"), "compare-avx2")]
+    assert len(timed) == 56 and sum(abs(one.error) <= predicted.MISS for one in timed) == 48
     assert {one.row["what"] for one in found} > {"before", "after", "ngram", "exit:2", "chain"}
     predicted.main([])
     told = capsys.readouterr().out
