@@ -90,10 +90,10 @@ class NativeBody:
         self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
         self.most = made.most(0)  # tokens of a pass
         self.many = made.most(self.small)  # the same where torch has one thread
-        # Tokens of prompts with which it is faster than torch, whose attention is by tiles too, or
-        # by products of fp32.
-        pieces = self.many > 2 * PIECE and ONEDNN
-        self.longest = sys.maxsize if pieces else PIECE * bool(made.tiles())
+        # Tokens of prompts with which it is faster than torch, whose attention is by tiles too, or,
+        # without AVX-512, not much slower; and a prompt then comes out as it does alone.
+        whole = self.many > 2 * PIECE
+        self.longest = sys.maxsize if whole and ONEDNN else PIECE * bool(whole or made.tiles())
         self.front, begin = front, front or Front(None, None)
         self.body = _Body(
             *(self.layers, self.hidden, heads, kv_heads, width, inner),

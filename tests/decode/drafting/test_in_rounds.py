@@ -196,7 +196,8 @@ def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
     tmp_path: Path,
 ) -> None:
     """Chains, what is kept of them, its states, and its keys and values up to the text's end; of
-    block drafters, whose context is normed outside of a pass, up to a rounding of that.
+    block drafters, whose context is normed outside of a pass, as EAGLE-3.1's taps are, up to a
+    rounding of that.
     """
     name, about = HEADS[kind]
     head = heads(name, pair[0], width=32, **about)
@@ -218,7 +219,7 @@ def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
     assert max(made) > 2
     one_at_a_time(monkeypatch)
     again, like = answered()
-    once = isinstance(head, Block)
+    once = isinstance(head, Block) or bool({"fc_norm", "norm_before_fc"} & {*about})
     assert [one.tokens for one in found] == [one.tokens for one in again]
     assert found == again or once
     ends = [len(one.prompt_tokens) + len(one.tokens) - 1 for one in found]

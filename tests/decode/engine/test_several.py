@@ -143,7 +143,7 @@ def test_a_drafter_that_rests_is_owed_each_round(
     assert found == answered()
 
 
-@pytest.mark.parametrize("kind", ["jacobi:3", "exit:2"])
+@pytest.mark.parametrize("kind", ["jacobi:3", "swift"])
 def test_a_drafter_that_owes_nothing_is_told_of_each_round(
     pair: Pair, kind: str, made: list[int]
 ) -> None:
