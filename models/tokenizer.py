@@ -159,6 +159,12 @@ def train_bpe(
     return tokenizer
 
 
+def numbered(size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of so many tokens, each its number: where only their count matters."""
+    words = models.WordLevel({str(i): i for i in range(size)}, unk_token="0")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
+
+
 def stand_in_tokenizer(size: int = STAND_IN_SIZE) -> PreTrainedTokenizerFast:
     """A BPE of the interpreter's own json and inspect, with a chat template that marks answers."""
     texts = [inspect.getsource(json), inspect.getsource(inspect)]

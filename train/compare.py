@@ -4,13 +4,12 @@
 
 Without data= the target first answers the prompts (`draftsmith prepare`). On a CPU rounds of each
 kind are then timed, with random weights (<out>/rounds.json), by which every row says what was
-foretold of it. Each kind is trained
-for `budget` seconds of its own steps (a draft LM: half of them pretrained, half distilled), by the
-command that a user would give, which is printed. How it decodes best (K, tree, policy) is chosen by
-`evaluate`'s advice, on prompts of the part for tuning; what it is worth then is measured on those
-of the part for reporting, in turns with plain decoding, at each temperature. Kinds that need no
-training come after: text that is looked up, the target's own layers, a store beside the fastest
-head.
+foretold of it. Each kind is trained for `budget` seconds of its own steps (a draft LM: half of them
+pretrained, half distilled), by the command that a user would give, which is printed. How it decodes
+best (K, tree, policy) is chosen by `evaluate`'s advice, on prompts of the part for tuning; what it
+is worth then is measured on those of the part for reporting, in turns with plain decoding, at each
+temperature. Kinds that need no training come after: text that is looked up, the target's own
+layers, a store beside the fastest head.
 
 A row that is finished lies in <out>/rows, and isn't made again; killed, the same command goes on.
 The page is <out>/compare.html, its figures <out>/compare.json (and, in flat rows, results.json),
@@ -204,15 +203,16 @@ def rounds_before(settings: KindsCompared, kinds: Sequence[str], config: Any) ->
     found = json.loads(kept.read_text()) if kept.exists() else {}
     known = (*HEADS, DRAFT, "ngram", "suffix")
     asked = [kind for kind in kinds if kind in known or kind.startswith("exit:")]
-    asked = [kind for kind in asked if kind not in found and not torch.cuda.is_available()]
+    asked = [kind for kind in asked if kind not in found]
     try:
         draft = config_like(config, best_draft(settings, config)) if DRAFT in asked else None
     except ValueError:  # which is said where it would be trained
         draft, asked = None, [kind for kind in asked if kind != DRAFT]
-    rounds = timed_rounds(config, asked, [1], draft) if asked else iter(())
-    for kind, grid in watched(rounds, "rounds", len(asked)):
-        found[kind] = grid and grid.as_json()
-        write_atomically(kept, json.dumps(found).encode())
+    if asked and not torch.cuda.is_available():
+        rounds = timed_rounds(config, asked, [1], draft)
+        for kind, grid in watched(rounds, "rounds", len(asked)):
+            found[kind] = grid and grid.as_json()
+            write_atomically(kept, json.dumps(found).encode())
     return {kind: Grid.of(told, str(kept)) for kind, told in found.items() if told}
 
 

@@ -12,6 +12,7 @@ them.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,6 +140,7 @@ def modelled(table: str, row: dict[str, Any]) -> tuple[float | None, float]:
     return speedup((machine, target, how), way, row.get("batch") or 1, CONTEXT), K
 
 
+@cache
 def shape(recipe: str) -> Draft:
     """The model that a recipe makes."""
     sizes = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["model"]

@@ -9,13 +9,10 @@ probability, in our decoder and in any other. Such acceptance is simulated, and 
 from collections.abc import Callable
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Qwen3Config,
 )
 
@@ -77,12 +74,6 @@ def acceptance_for(tau: float, K: int) -> float:
         reached = sum(middle**i for i in range(K + 1))
         low, high = (middle, high) if reached < tau else (low, middle)
     return low
-
-
-def numbers(size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of `size` words."""
-    words = WordLevel({str(i): i for i in range(size)}, unk_token="0")
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
 
 
 def graphed(call: Callable[[], object], device: str, copies: int = 1) -> Callable[[], object]:

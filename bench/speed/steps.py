@@ -43,6 +43,7 @@ from draftsmith.decode.forward.attention import available
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.policies.timing import forward_call, median_times
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.tokenizer import numbered
 
 Rows = list[dict[str, Any]]
 SHAPES = {"EAGLE": (at.EAGLE, at.TOY_EAGLE), "0.6B": (at.QWEN3_600M, at.TOY_LM)}
@@ -70,7 +71,7 @@ class Lab:
         self.contexts = self.short, _ = (32, 64) if self.toy else (1040, 8208)
         self.vocab = shape[-1]
         self.params = SamplingParams(max_new_tokens=self.length, ignore_eos=True)
-        self.tokenizer = at.numbers(self.vocab)
+        self.tokenizer = numbered(self.vocab)
         self.target = at.counting_lm(shape, device)
         self.drafts = {name: at.counting_lm(s[self.toy], device) for name, s in SHAPES.items()}
         # Ours attend in their own way, so transformers decodes with models of its own.

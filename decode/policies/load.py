@@ -174,21 +174,23 @@ class Auto(Policy):
         tokens, seconds = self.counts.expected(self.plans), self._seconds(pace)
         rates = {p: (1 + (1 - lag) * (tokens[p] - 1)) / took for p, took in seconds.items()}
         best = max(rates, key=lambda plan: rates[plan])
-        if best == pace.best is None and pace.due <= 1 and self._near(pace, rates):
-            if self.heard < NAP and not pace.woken:  # it hears first of what it is to go on from
-                pace.due, pace.woken = 1, True
-                return None, NAP - self.heard
-            pace.woken = False
         if best != pace.best:
             pace.best, pace.due, pace.every, pace.took = best, self.EVERY, self.EVERY, None
         pace.due -= 1
         others = self._near(pace, rates)
+        pace.near = bool(others)
         if pace.due > 0:
             # To choose takes a fifth of a small model's plain round, and resting teaches little.
             rests = best is None and pace.rounds > self.PERIOD
             periods = min(pace.due, self.REST) if rests else 1
             pace.due -= periods - 1
             return best, periods * self.PERIOD
+        if best is None and others:
+            # The drafter hears first of what it is to go on from.
+            if self.heard < NAP and not pace.woken:
+                pace.due, pace.woken = 1, True
+                return None, NAP - self.heard
+            pace.woken = False
         if best is not None and pace.every in (4 * self.EVERY, self.SELDOM):
             # Timed anew, however slow they were: what a spell of the machine's said must not last.
             pace.seconds[None].clear()
@@ -196,7 +198,7 @@ class Auto(Policy):
             pace.due = 1  # the trial comes after them
             return None, self.TRY  # so few may all have been slow ones
         pace.due = pace.every = min(2 * pace.every, self.SELDOM)
-        self._near(pace, rates)
+        pace.near = bool(self._near(pace, rates))
         if not others:
             return best, self.PERIOD
         other = min(others, key=lambda p: (len(pace.seconds.get(p, ())), -rates[p]))
@@ -205,9 +207,7 @@ class Auto(Policy):
     def _near(self, pace: Pace, rates: dict[Plan | None, float]) -> list[Plan | None]:
         """What is to be tried beside the best, if it were now."""
         least = rates[pace.best] * (self.FAR if pace.every == self.SELDOM else self.NEAR)
-        found = [plan for plan in rates if plan != pace.best and rates[plan] >= least]
-        pace.near = bool(found)
-        return found
+        return [plan for plan in rates if plan != pace.best and rates[plan] >= least]
 
     def _seconds(self, pace: Pace) -> dict[Plan | None, float]:
         """Of a round of every plan, and of none."""

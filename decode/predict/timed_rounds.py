@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import drafter_of, load_drafter
@@ -35,6 +37,7 @@ from draftsmith.models.heads.medusa import Medusa, MedusaConfig
 from draftsmith.models.layers.layer import layer_like
 from draftsmith.models.taps import block_taps, default_taps
 from draftsmith.models.target import head_weight
+from draftsmith.models.tokenizer import numbered
 
 LEVELS, BLOCK = 8, 5  # drafted tokens at most; of a block, which is drafted whole
 TURN, TURNS = 16, 5  # rounds of a plan in a row, as one call makes them; how often
@@ -82,30 +85,31 @@ def timed_rounds(
     """
     device, begun = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.monotonic()
     free, mixed = available(device), any(getattr(config, name, 0) for name in EXPERTS)
-    if (free is not None and SPARE * shape_of(config).weights > free) or mixed:
-        yield from ((kind, None) for kind in kinds)
-        return
-    target, tokenizer = random_model(config, device), numbered(config.vocab_size)
+    plain: Decoder | None = None
+    if not mixed and (free is None or SPARE * shape_of(config).weights <= free):
+        with suppress(ValueError):  # of a family that the decoder doesn't know
+            plain = Decoder(target := one_token(config, device), numbered(config.vocab_size))
     for kind in kinds:
         grid = None
-        if time.monotonic() - begun < LONGEST:
+        if plain is not None and time.monotonic() - begun < LONGEST:
             with suppress(ValueError):  # which says what the target lacks
-                grid = timed(target, tokenizer, untrained(kind, target, tokenizer, draft), rows)
+                drafter = untrained(kind, target, plain.tokenizer, draft)
+                grid = timed(target, plain, drafter, rows)
         yield kind, grid
 
 
-def timed(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    drafter: Drafter,
-    rows: Sequence[int],
-) -> Grid:
+def one_token(config: PretrainedConfig, device: torch.device) -> PreTrainedModel:
+    """A random model that says one token over and over."""
+    model = random_model(config, device)
+    head_weight(model).data.zero_()
+    return model
+
+
+def timed(target: PreTrainedModel, plain: Decoder, drafter: Drafter, rows: Sequence[int]) -> Grid:
     """Of one drafter: plain rounds at their least, others by the median of what they took beside
     those of the same turn, since what else runs here slows now the one turn, now the other.
     """
-    head_weight(target).data.zero_()
-    plain = Decoder(target, tokenizer)
-    decoder = Decoder(target, tokenizer, drafter, K=min(LEVELS, drafter.levels))
+    decoder = Decoder(target, plain.tokenizer, drafter, K=min(LEVELS, drafter.levels))
     turns = [
         [whole_rounds(each, [[0] * PROMPT], rows, TURN, 1) for each in (plain, decoder)]
         for _ in range(TURNS)
@@ -119,7 +123,7 @@ def timed(
 
 
 def untrained(
-    kind: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, draft: Any
+    kind: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, draft: Any
 ) -> Drafter:
     """A drafter of this kind for the target, with weights as they come."""
     vocab = len(tokenizer)
@@ -137,9 +141,3 @@ def untrained(
     with target.device:
         head = HEADS[kind](of).to(target.dtype).eval().requires_grad_(False)
     return drafter_of(head.bind(target), target, vocab)
-
-
-def numbered(count: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of so many tokens, each its number."""
-    words = WordLevel({str(i): i for i in range(count)}, unk_token="0")
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))

@@ -15,6 +15,7 @@ from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.metrics import block_efficiency
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.tokenizer import numbered
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +27,7 @@ def test_simulated_acceptance_gives_the_tau_asked_for(tau: float, K: int) -> Non
     target, draft = device.counting_lm(device.TOY, "cpu"), device.counting_lm(device.TOY_LM, "cpu")
     device.set_acceptance(draft, device.acceptance_for(tau, K))
     drafter = LMDrafter(draft, vocab)
-    decoder = Decoder(target, device.numbers(vocab), drafter, K=K, batch_size=100)
+    decoder = Decoder(target, numbered(vocab), drafter, K=K, batch_size=100)
     prompts = [[last] for last in range(0, vocab, 10)]
     done = decoder.generate(prompts, SamplingParams(max_new_tokens=64, ignore_eos=True))
     for c in done:

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import (
@@ -22,7 +20,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -33,7 +30,7 @@ from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import family, heads
 from draftsmith.models.taps import Tap, TargetStates
 from draftsmith.models.target import load_target, quantised_maps, rounded_bytes
-from draftsmith.models.tokenizer import load_tokenizer, vocab_size
+from draftsmith.models.tokenizer import load_tokenizer, numbered, vocab_size
 from draftsmith.train.drafts.blocks import open_block
 from draftsmith.train.drafts.start import TINY, open_draft, open_head, tiny_draft
 from draftsmith.train.live.batches import ServedBatch
@@ -88,7 +85,7 @@ class Staged:
             family = tiny.config
         else:
             family = read_config("target.path", spec.path)
-            tokenizer = sized_tokenizer(family.get_text_config().vocab_size)
+            tokenizer = numbered(family.get_text_config().vocab_size)
             with contextlib.suppress(ValueError):
                 tokenizer = load_tokenizer(spec.path, local_files_only=True)
         self.vocab = vocab_size(tokenizer)
@@ -201,7 +198,7 @@ def _distill(cast: Staged, entry: Any) -> None:
 
 def _pretrain(cast: Staged, entry: Any) -> None:
     config, target = cast.config, None
-    tokenizer = sized_tokenizer(config.tokenizer_size)
+    tokenizer: PreTrainedTokenizerBase = numbered(config.tokenizer_size)
     if config.target.path:
         target, tokenizer = cast.open_target()
     if config.model.path:
@@ -305,11 +302,6 @@ def _scorers(cast: Staged, entry: Any) -> None:
         cast.objective = ScorerObjective(scorer, fitted, config.reject_weight)
     remade(cast.objective, None)
     cast.batch = lambda: RowBatch(torch.empty(rows, hidden + numbers), torch.empty(rows), ())
-
-
-def sized_tokenizer(size: int) -> PreTrainedTokenizerBase:
-    words = WordLevel({str(token): token for token in range(size)}, unk_token="0")
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
 
 
 def model_of(config: PretrainedConfig, dtype: torch.dtype, lora: Lora | None) -> PreTrainedModel:

@@ -12,12 +12,11 @@ from draftsmith.command import guarded
 from draftsmith.decode.engine.memory import GIB
 from draftsmith.decode.predict.machines import MACHINES
 from draftsmith.models.taps import TargetStates
-from draftsmith.models.tokenizer import stand_in_tokenizer
+from draftsmith.models.tokenizer import numbered, stand_in_tokenizer
 from draftsmith.train.drafts.start import fresh_draft, open_head
 from draftsmith.train.objectives.distillation import Distillation, stages
 from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.plan.memory import Held, held, rehearsed
-from draftsmith.train.plan.models import sized_tokenizer
 from draftsmith.train.plan.table import SPARE, Outline, main, plan, remedied
 from draftsmith.train.run.optim import optimizers
 from draftsmith.train.teachers.teachers import StateTeacher
@@ -121,7 +120,7 @@ ONE_CARD += ("heldout.batch_size=1",)
 def steps_on_kept_states(outline: Outline, target: LlamaForCausalLM) -> None:
     """Two optimizer steps of a planned EAGLE-3 run, whose states come from elsewhere."""
     config, vocab = outline.staged.config, outline.staged.vocab
-    counts_V, tokenizer = torch.arange(vocab), sized_tokenizer(vocab)
+    counts_V, tokenizer = torch.arange(vocab), numbered(vocab)
     head = open_head(config.head, target, tokenizer, counts_V, seed=0)
     hidden, shape = target.config.hidden_size, (1, config.text.max_length)
 
