@@ -25,6 +25,10 @@ TREES |= {"dynamic": "dynamic:4,4,17,2.4"}
 DRAFTS = "runs/gsm8k/draft/drafter,runs/gsm8k/distill/drafter,ngram"
 EAGLE = "runs/one-pass/eagle3-0/drafter"
 LONGER = "'options=batch_size=2 steps=400 warmup=20 eval_every=200 save_every=200'"
+# Beside a store; of these on the costly twin too, and what they are called there.
+BESIDE = {"draft": "runs/gsm8k/distill/drafter", "medusa": "runs/heads/medusa-0/drafter"}
+BESIDE |= {"eagle3": EAGLE, "block": "runs/one-pass/ours-0/drafter"}
+ON_TWIN = {"draft": "distill", "eagle3": "eagle3-0", "block": "ours-0"}
 # On the target itself, and on its costly twin. Not Falcon, which drafts four tokens, nor DFlash-2,
 # whose convolutions can't be widened.
 EACH = ("ours", "eagle3", "mixture", "peagle", "dflash", "jetspec", "dspark", "domino", "clover2")
@@ -39,8 +43,6 @@ TRAIN, TUNE = (f"draftsmith train {entry} recipe=" for entry in ("pretrain", "tu
 KANGAROO, LONGSPEC, TOKENSWIFT = (
     f"runs/{name}/gsm8k/drafter" for name in ("kangaroo", "longspec", "tokenswift")
 )
-TWIN = "targets=twin=runs/one-pass/twin/target "
-TWIN_EAGLE = "runs/one-pass/twin/eagle3-0"
 LONG = (
     "bench/evidence/long_context.py target=runs/long/target/model prompts=runs/long/prompts.jsonl "
     "batch_size=8 max_new_tokens=48 window=32000"
@@ -148,19 +150,27 @@ STEPS = {
         "~30",
     ),
     "swift": Step("bench/evidence/swift.py out={out}", "~10"),
+    "training-free-widened": Step(
+        "bench/speed/twin.py target={target} out=runs/training-free "
+        f"drafter={','.join(BESIDE[kind] for kind in ON_TWIN)}",
+        "1",
+        "runs/training-free/target",
+    ),
     **{
         f"training-free{where}": Step(
-            "bench/evidence/evaluated.py name=training-free 'title=Drafts that are looked up' K=6 "
-            f"'trees=chain;dynamic:6,4,17' again=3 {size} identity=false data=gsm8k={{data}},"
-            f"spec-bench=../shared/data/spec_bench/question.jsonl {target}"
-            f"drafters=ngram,suffix,stand,recycling,drafter={head},suffix+drafter=suffix+{head} "
-            "out={out}",
+            f"bench/evidence/training_free.py {how} drafters={','.join(drafters)} out={{out}}",
             f"~{minutes}",
             "{out}/training-free.json",
         )
-        for where, size, target, head, minutes in (
-            ("-twin", "prompts=6 max_new_tokens=32", TWIN, TWIN_EAGLE, 45),
-            ("", "prompts=12 max_new_tokens=40", "", EAGLE, 30),
+        for where, how, drafters, minutes in (
+            (
+                "-twin",
+                "on=twin target=runs/training-free/target prompts=3 max_new_tokens=32",
+                [f"{kind}=runs/training-free/{at}" for kind, at in ON_TWIN.items()],
+                40,
+            ),
+            ("-trees", "tree=dynamic:6,4,17 prompts=4", [f"eagle3={EAGLE}"], 10),
+            ("", "prompts=12", [f"{kind}={at}" for kind, at in BESIDE.items()], 40),
         )
     },
     "eagle3": Step(
@@ -327,8 +337,8 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "specdecpp": ("target", "specdecpp"),
     "swift": ("target", "swift"),
     "training-free": (
-        *(*GIVEN, "eagle3-alone", "one-pass-each", "one-pass-widened"),
-        *("training-free-twin", "training-free"),
+        *(*GIVEN, "draft", "distill", "medusa", "eagle3-alone", "ours-alone"),
+        *("training-free-widened", "training-free-twin", "training-free-trees", "training-free"),
     ),
     "trees": ("quickstart-runs", *(name for name in STEPS if name.startswith("tree"))),
 }

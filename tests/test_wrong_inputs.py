@@ -80,7 +80,7 @@ CASES = [
         "remember drafter",
     ),
     (f"{EVALUATE} drafter=stand:a_file", "cut or foreign", "draftsmith remember drafter=stand"),
-    (f"{EVALUATE} drafter=suffix+draft", "a drafter of kind lm", "a head, as EAGLE's"),
+    (f"{EVALUATE} drafter=suffix+exit:1", "a drafter of kind exit", "draft LM or a head, as EAG"),
     # ---- the drafter -------------------------------------------------------------------------
     (f"{EVALUATE} drafter=absent", "got absent", "expected a drafter folder"),
     (f"{EVALUATE} drafter=a_file", "got a_file", "expected a drafter folder"),

@@ -9,7 +9,7 @@ pretrained, half distilled), by the command that a user would give, which is pri
 best (K, tree, policy) is chosen by `evaluate`'s advice, on prompts of the part for tuning; what it
 is worth then is measured on those of the part for reporting, in turns with plain decoding, at each
 temperature. Kinds that need no training come after: text that is looked up, the target's own
-layers, a store beside the fastest head.
+layers, a store beside the fastest of what was trained.
 
 A row that is finished lies in <out>/rows, and isn't made again; killed, the same command goes on.
 The page is <out>/compare.html, its figures <out>/compare.json (and, in flat rows, results.json),
@@ -55,7 +55,7 @@ from draftsmith.train.text.prepared import is_prepared
 
 INTERRUPTED = 130
 WIDE = 256  # of targets that the recipes' learning rates were found on; of wider ones they are less
-BEST = "HEAD"  # suffix+HEAD: the fastest head of this comparison
+BEST = "BEST"  # suffix+BEST: the fastest trained drafter of this comparison
 
 
 class Recipe(NamedTuple):
@@ -97,7 +97,7 @@ class KindsCompared:
     data: str = ""  # to train on: rows, or a folder of `prepare`; empty: <out>/answers, made first
     tune: str = ""  # rows that K and trees are chosen on; empty: the prompts' own part for that
     budget: float = 120.0  # seconds of training of each kind
-    kinds: str = ""  # such as eagle3,medusa,suffix,suffix+HEAD,exit:2; empty: all
+    kinds: str = ""  # such as eagle3,medusa,suffix,suffix+BEST,exit:2; empty: all
     more: dict[str, str] = field(default_factory=dict)  # arguments for a kind's training
     temperatures: str = "0,1"
     limit: int = 32  # prompts that are reported on; choices are made on half as many
@@ -302,13 +302,13 @@ def trained(run: Path, before: Values | None) -> Values:
 
 
 def led(kind: str, before: list[Values]) -> str:
-    """The kind, with the fastest head in HEAD's place; ValueError where there is none."""
+    """The kind, with the fastest trained one in BEST's place; ValueError where there is none."""
     if composed(kind)[1] != BEST:
         return kind
-    heads = [row for row in before if row["kind"] in {*RECIPES} - {DRAFT} and row["results"]]
-    if not heads:
-        raise ValueError(f"got {kind}, but no head was trained")
-    return kind.removesuffix(BEST) + max(heads, key=compared.mean_speedup)["kind"]
+    found = [row for row in before if row["kind"] in RECIPES and row["results"]]
+    if not found:
+        raise ValueError(f"got {kind}, but no drafter was trained")
+    return kind.removesuffix(BEST) + max(found, key=compared.mean_speedup)["kind"]
 
 
 def measured(settings: KindsCompared, kind: str, drafter: str, temperature: float) -> Values:

@@ -5,18 +5,13 @@
         targets=twin=runs/twin/target drafters=runs/twin/ours-0,runs/twin/eagle3-0 threads=2 \\
         K=5 'trees=chain;dynamic:5,6,17'
 
-    python bench/evidence/evaluated.py name=training-free 'title=Drafts that are looked up' \\
-        K=4,12 'trees=chain;dynamic:12,4,17' data=gsm8k=GSM8K,spec-bench=SPEC_BENCH again=3 \\
-        drafters=ngram,suffix,recycling,stand,HEAD,suffix+HEAD identity=false
-
 targets: name=folder of each target, comma between: the target itself, a copy that was trained to
 exit early, a costly twin (`bench/speed/twin.py`). Each takes the drafters of the same place in
 `drafters`, lists with a semicolon between (one list: of all); name=DRAFTER@POLICY where it has a
 name, or policy, of its own. Every tree, and chains of every K, at every temperature; the page shows
-of each drafter and tree the K with the largest measured speed-up. data: one path, or name=path of
-several; again: beside them a stream that asks the first prompts of the first one so many times
-over, as agents and retries do. Prompt lookup takes no part in trees. Rows and page: <out>/<name>.*,
-where the rows of other targets stay. What was measured at this commit isn't measured again.
+of each drafter and tree the K with the largest measured speed-up. Prompt lookup takes no part in
+trees. Rows and page: <out>/<name>.*, where the rows of other targets stay. What was measured at
+this commit isn't measured again.
 """
 
 import json
@@ -34,7 +29,6 @@ from draftsmith.command import parse, run_command
 from draftsmith.decode.__main__ import arms
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import evaluate
-from draftsmith.decode.prompts.splits import load_rows, part_of
 from draftsmith.models.disk.provenance import git_commit
 from draftsmith.train.run.recipe import gsm8k
 
@@ -45,7 +39,6 @@ HEAD = (
     "tree",
     "K",
     "tau",
-    "by halves",
     "alpha",
     "c",
     "MBSU",
@@ -62,7 +55,6 @@ class Table:
     targets: str = field(default_factory=lambda: f"target={gsm8k('target')}")
     drafters: str = "exit:2,exit:4,exit:6,skip:3+5,jacobi:4"
     data: str = field(default_factory=lambda: gsm8k("data"))
-    again: int = 0  # times that every prompt of the repetitive stream is asked; 0: no such stream
     K: str = "1,3"
     trees: str = "chain"  # semicolon between
     temperatures: str = "0,1"
@@ -87,27 +79,21 @@ def main(argv: list[str]) -> None:
         for tree in settings.trees.split(";")
         for plan in (chains if tree == "chain" else [(tree, None)])
     ]
-    sets = [
-        tuple(one.split("=", 1)) if "=" in one else ("", one) for one in settings.data.split(",")
-    ]
-    sets += [("again", repeated(sets[0][1], settings))] if settings.again else []
     runs = [
-        (name, path, names, *plan, float(temperature), data)
-        for data in sets
+        (name, path, names, *plan, float(temperature))
         for (name, _, path), names in zip(targets, lists, strict=True)
         for temperature in settings.temperatures.split(",")
         for plan in plans
     ]
     rows: list[dict[str, Any]] = []
-    for name, path, names, tree, K, temperature, (of, data) in track(runs, "evaluating"):
+    for name, path, names, tree, K, temperature in track(runs, "evaluating"):
         need("target", path)
-        about = {"on": name, "target": path, "of": of, "data": data} | about_run()
+        about = {"on": name, "target": path, "data": settings.data} | about_run()
         for policy, drafters in by_policy(names, tree):
             asked = Evaluation(
                 target=path,
                 drafter=",".join(drafters.values()),
-                prompts=data,
-                split="all" if of == "again" else "report",
+                prompts=settings.data,
                 K=K,
                 tree=tree,
                 policy=policy,
@@ -135,7 +121,7 @@ def measured(settings: Table, asked: Evaluation, drafters: dict[str, str]) -> li
     kept = Path(f"runs/evaluated/{settings.name}/{sha256(known).hexdigest()[:16]}.json")
     if commit.endswith("-dirty") or not kept.exists():
         found = [
-            {"what": what} | {key: report[key] for key in FIGURES} | halves(report)
+            {"what": what} | {key: report[key] for key in FIGURES}
             for what, report in evaluate(asked, drafters).items()
         ]
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -156,24 +142,6 @@ def by_policy(names: str, tree: str) -> Iterator[tuple[str, dict[str, str]]]:
     for policy, some in found.items():
         usual = arms([drafter for _, drafter in some])
         yield policy, {own or name: path for name, (own, path) in zip(usual, some, strict=True)}
-
-
-def repeated(data: str, settings: Table) -> str:
-    """A file of the first held-out prompts, each `again` times, one round after the other."""
-    rows = part_of(load_rows(data, "heldout"), "report")[: settings.prompts // settings.again]
-    path = Path(f"runs/evaluated/again-{settings.name}.jsonl")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"prompt": row.prompt, "completion": row.completion}) for row in rows]
-    path.write_text("\n".join(lines * settings.again) + "\n")
-    return str(path)
-
-
-def halves(report: dict[str, Any]) -> dict[str, Any]:
-    """tau over the first and the last half of the requests, which a store tells apart."""
-    per = report["per_prompt"]
-    parts = per[: len(per) // 2], per[len(per) // 2 :]
-    taus = [sum(r["emitted"] for r in part) / sum(r["rounds"] for r in part) for part in parts]
-    return {"tau_halves": taus}
 
 
 def page(title: str, rows: list[dict[str, Any]]) -> str:
@@ -204,8 +172,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     """A row in words, in the order of HEAD."""
     low, high = row["tau_interval"]
     alpha = "-" if row["alpha"] is None else f"{row['alpha']:.3f}"
-    halved = ", ".join(f"{tau:.2f}" for tau in row.get("tau_halves", ())) or "-"
-    numbers = [f"{row['tau']:.2f} [{low:.2f}, {high:.2f}]", halved, alpha, f"{row['c']:.3f}"]
+    numbers = [f"{row['tau']:.2f} [{low:.2f}, {high:.2f}]", alpha, f"{row['c']:.3f}"]
     low, high = row["speedup_interval"] or (float("nan"),) * 2
     numbers += [f"{row['mbsu']:.2f}", f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]"]
     same = row["identical"]

@@ -40,7 +40,6 @@ PAIRS = {
     "gsm8k": ("gsm8k", {"before": "draft", "after": "draft", "ngram": "ngram"}),
     "trees": ("quickstart", {}),  # all of its rows are of the draft
     "own-layers": ("gsm8k", {"exit:2": "exit", "exit:6": "exit"}),
-    "training-free": ("gsm8k", {**LOOKED_UP, "drafter": "eagle3"}),
     "compare-gsm8k": (
         "gsm8k",
         {
@@ -54,7 +53,7 @@ PAIRS = {
 # Since its layers and heads run in C++, and until rounds that draft were several a call too.
 LATELY = Machine(16, 0.5, 22, 3, 26, 0.48, False, 32, 80, loop=90)
 MEASURED = {"quickstart": MACHINES["cpu"], "compare-gsm8k": MACHINES["cpu"]}
-MEASURED |= dict.fromkeys(("compare", "training-free", "load"), LATELY)
+MEASURED |= dict.fromkeys(("compare", "load"), LATELY)
 
 
 @dataclass

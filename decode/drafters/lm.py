@@ -58,7 +58,7 @@ class LMDrafter(Drafter):
 
     kind = "lm"
     reads = 0  # tokens of a prompt; 0: all
-    follows = False  # keys of tokens that it hasn't drafted would be missing
+    follows = False  # keys of tokens that it hasn't drafted would be missing: see `catch_up`
     owes = True
     held: tuple[str, ...] = ("pool", "tail_B2", "slot_BN", "shift_B", "shifts")
 
@@ -334,6 +334,10 @@ class AheadDrafter(LMDrafter):
     def extend(self, kept: Kept) -> None:
         super().extend(kept)
         self.ready = came_true(self.jobs.pop().result(), kept) if self.jobs else None
+
+    def catch_up(self, kept: Kept) -> None:
+        self._drop()
+        super().catch_up(kept)
 
     def _drop(self) -> Foreseen | None:
         """What was ready, which is so once; no thread is at work from here on."""

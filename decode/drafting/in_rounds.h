@@ -69,6 +69,20 @@ extern "C" void told_lm(const Draft *d, Round *r) {
         tail[1] = r->told(b)[count - 1];
     }
 }
+// Of one row, of tokens that another has drafted: all but its last two get keys and values.
+extern "C" void took_lm(const Draft *d, Round *r) {
+    int64_t count = r->emitted(0), H = d->body->hidden, seen = r->before[0] - 1;
+    std::vector<bf16> states((d->body->layers + 1) * count * H), out(count * H);
+    std::vector<int64_t> tokens(d->tail, d->tail + 2);
+    tokens.insert(tokens.end(), r->told(0), r->told(0) + count);
+    if (count) {
+        Places places(*d->chain, 1, count, &seen);
+        Pass p = places.of(*d->pass, 1, &seen, states, out);
+        p.tokens = tokens.data();
+        body(d->body, &p);
+    }
+    told_lm(d, r);
+}
 
 // A head in such rounds: of each row what its layers made of the last pair (`state`), and what the
 // target's taps [T, wide] become the states beside tokens by: norms of all, or of each of them, and a
@@ -203,26 +217,29 @@ extern "C" void told_one_pass(const OnePass *h, Round *r) {
     keep_last(*r, context.data(), h->head.state, b.hidden);
 }
 
-// Two drafters as one in such rounds: where the first drafts nothing the other does, at most `levels`
-// deep; both hear of all.
+// Two drafters as one in such rounds of one row: where the first drafts nothing the other does, at most
+// `levels` deep; both hear of all, the other one of what was `copied` by `take`, if it has that.
 struct Drafter {
     Drafting draft, hear;
     void *own;
 };
 struct Either {
     Drafter first, other;
-    int64_t levels;
+    Drafting take;
+    int64_t levels, copied;
 };
-extern "C" void draft_either(const Either *e, Round *r) {
+extern "C" void draft_either(Either *e, Round *r) {
     int64_t most = r->nodes, shallow = 1 + e->levels;
     e->first.draft(e->first.own, r);
-    if (r->nodes > 1) return;
+    e->copied = r->nodes > 1;
+    if (e->copied) return;
     r->nodes = most < shallow ? most : shallow;
     e->other.draft(e->other.own, r);
 }
 extern "C" void told_either(const Either *e, Round *r) {
-    for (const Drafter *one : {&e->first, &e->other})
-        if (one->hear) one->hear(one->own, r);
+    if (e->first.hear) e->first.hear(e->first.own, r);
+    Drafting hear = e->copied && e->take ? e->take : e->other.hear;
+    if (hear) hear(e->other.own, r);
 }
 
 // Heads without attention in such rounds, as Medusa's and Hydra's: of every level residual blocks (with

@@ -7,7 +7,8 @@ A row is sure where the law looked up gives its best token a chance of SURE or m
 trained drafter isn't asked where all rows are sure, nor the other one where none is; where rows
 differ, and on a GPU, which reads nothing back, both draft, and each row keeps one of the two trees,
 brought to a common size by children of the root that are there already. Under the coupled rule, the
-only one, a tree's shape may depend on what was drawn.
+only one, a tree's shape may depend on what was drawn. A draft LM, whose draft calls make its keys,
+takes in what it hasn't drafted by one pass.
 
 A looked-up draft is a chain as deep as the plan; the trained one is asked for as many levels of it
 as its folder's K says, so that K=16 copies far and drafts no farther than it did.
@@ -55,8 +56,8 @@ SURE = 0.6
 
 class CompositeDrafter(Drafter):
     """looked: asked first; trained: any drafter that may rest, levels: how deep it drafts; fused:
-    whether both draft in one tree. ValueError for one that may not rest, since keys of tokens that
-    it didn't draft would be missing, or that isn't led call by call, to be fused.
+    whether both draft in one tree. ValueError for one that drafts in the target's own keys, or
+    that isn't led call by call, to be fused.
     """
 
     remembers = True
@@ -66,21 +67,23 @@ class CompositeDrafter(Drafter):
         self, looked: LookupDrafter, trained: Drafter, levels: int, *, fused: bool = False
     ) -> None:
         by_calls = getattr(type(trained), "propose", None) is HeadDrafter.propose
-        if fused and not (by_calls and trained.follows):
+        if fused and not by_calls and trained.follows:  # who doesn't is a draft LM
             raise ValueError(
                 f"drafter: got {looked.kind}++FOLDER with a drafter of kind {trained.kind}, "
-                f"expected EAGLE's, Hydra's or Medusa's heads; use {looked.kind}+FOLDER"
+                "expected a draft LM, or EAGLE's, Hydra's or Medusa's heads; use "
+                f"{looked.kind}+FOLDER"
             )
-        if not trained.follows or trained.shares:
+        if trained.shares:
             raise ValueError(
                 f"drafter: got {looked.kind}+FOLDER with a drafter of kind {trained.kind}, "
-                "expected one that can rest while another drafts: a head, as EAGLE's or Medusa's"
+                "expected one that can rest while another drafts: a draft LM or a head, as EAGLE's"
             )
         self.looked, self.trained, self.deepest = looked, trained, min(levels, trained.levels)
         self.fused = self.samples = fused
         self.kind = f"{looked.kind}{'++' if fused else '+'}{trained.kind}"
         self.taps, self.likeliest, self.context = trained.taps, looked.likeliest, trained.context
         self.host, self.owes = trained.host, looked.owes and trained.owes
+        self.led = False  # whether the latest tree is all the trained one's
 
     @property
     def size(self) -> ModelSize | None:
@@ -103,7 +106,10 @@ class CompositeDrafter(Drafter):
 
     def extend(self, kept: Kept) -> Tensor | None:
         self.looked.extend(kept)
-        return self.trained.extend(kept)
+        if self.led or self.trained.follows:
+            return self.trained.extend(kept)
+        self.trained.catch_up(kept._replace(path_BL=None))
+        return None
 
     def catch_up(self, kept: Kept) -> None:
         self.looked.catch_up(kept)
@@ -138,6 +144,7 @@ class CompositeDrafter(Drafter):
         return feed
 
     def propose(self, request: Round) -> TokenTree:
+        self.led = False
         if self.fused:
             if self.looked.reads and request.enough is None:
                 request = replace(request, enough=self._hopeless)
@@ -158,6 +165,7 @@ class CompositeDrafter(Drafter):
             if bool((sure_B | ~request.active_B).all()):
                 return self.looked.propose(far)
             if not bool((sure_B & request.active_B).any()):
+                self.led = True
                 return self.trained.propose(self._shallow(request))
         copied = self.looked.grown(far, feed)
         return either(sure_B, copied, self.trained.propose(self._shallow(request)))

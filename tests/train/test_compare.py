@@ -34,7 +34,7 @@ def asked(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Argv:
     said = [f"target={tmp_path / 'of'}", f"out={tmp_path / 'out'}", "temperatures=0", "limit=4"]
     said += [f"{key}={tmp_path / 'text.jsonl'}" for key in ("prompts", "data")]
     short = ["max_length=48", "batch_size=4", "max_new_tokens=8", "prompt_tokens=8", "budget=0.5"]
-    return [*said, *short, "kinds=suffix+HEAD,medusa,ngram"]
+    return [*said, *short, "kinds=suffix+BEST,medusa,ngram"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -67,7 +67,7 @@ def test_killed_and_gone_on_with(
     compare.main(asked)
     told = capsys.readouterr().out
     assert len(launches) == 1 and (out / "rows" / "medusa.json").read_text() == first
-    assert "1 of 3: medusa, done" in told and "3 of 3: suffix+HEAD\n" in told
+    assert "1 of 3: medusa, done" in told and "3 of 3: suffix+BEST\n" in told
     found = json.loads((out / "compare.json").read_text())
     assert [row["kind"] for row in found["rows"]] == ["medusa", "ngram", "suffix+medusa"]
     # What was timed before training says what each was to give by its tau, and is kept.
@@ -124,7 +124,7 @@ def test_the_budget_is_shared_by_both_runs_of_a_draft(asked: Argv, tmp_path: Pat
     assert entry == "eagle" and "lr=0.0025" in words
     every = compare.parse(KindsCompared, ["target=x"]).chosen(12)
     assert {*RECIPES, "ngram", "suffix", "recycling", "exit:4"} < set(every)
-    assert every[-1] == "suffix+HEAD"
+    assert every[-1] == "suffix+BEST"
 
 
 def test_what_does_not_fit_is_told(

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode import sampling
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.engine import rows
 from draftsmith.decode.engine.decoder import Decoder
@@ -30,7 +31,9 @@ from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.policies.timing import round_of
 from draftsmith.decode.tree_shapes import parse_tree
 from draftsmith.decode.untrained import composite
+from draftsmith.decode.untrained.composite import CompositeDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
+from draftsmith.decode.untrained.texts import LookupDrafter
 from draftsmith.models.heads.block import Block
 from draftsmith.models.vocab import DraftVocab
 
@@ -88,10 +91,13 @@ def test_drafted_chains_and_what_is_kept_are_those_of_one_at_a_time(
         ("suffix", "drawn", "medusa"),
         ("recycling", "greedy", "eagle3"),
         ("stand", "greedy", "hydra"),
+        ("suffix", "greedy", "draft"),
+        ("suffix", "drawn", "draft"),
     ],
 )
 def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
     pair: Pair,
+    near: PreTrainedModel,
     looked: str,
     way: str,
     kind: str,
@@ -103,10 +109,17 @@ def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
     it needn't be surer than such a target.
     """
     monkeypatch.setattr(composite, "SURE", 0.6 if looked == "suffix" else 0.03)
-    folder = str(ours(tmp_path, heads(kind, pair[0], width=32).bfloat16(), *pair))
+    folder = tmp_path
+    if kind != "draft":
+        folder = ours(tmp_path, heads(kind, pair[0], width=32).bfloat16(), *pair)
 
     def answered() -> list[Completion]:
-        drafter = load_drafter(f"{looked}+{folder}", *pair)
+        if kind == "draft":
+            first, lm = load_drafter(looked, *pair), LMDrafter(near, len(pair[1]))
+            assert isinstance(first, LookupDrafter)
+            drafter: Drafter | None = CompositeDrafter(first, lm, 3)
+        else:
+            drafter = load_drafter(f"{looked}+{folder}", *pair)
         decoder = Decoder(*pair, drafter, K=5, batch_size=1)
         return what(decoder.generate([TEXTS[0]] * 3, WAYS[way], indices=[0, 0, 0]))
 

@@ -194,16 +194,29 @@ def test_each_row_keeps_one_of_two_trees() -> None:
     assert tree.topology.ancestors[1].equal(wide.ancestors) and tree.topology.levels == 2
 
 
-def test_a_draft_lm_cannot_rest(
-    tiny_target: PreTrainedModel, tiny_draft: PreTrainedModel, tmp_path: Any
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_draft_lm_reads_what_was_copied(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, fused: bool
 ) -> None:
-    with pytest.raises(ValueError, match=r"suffix\+FOLDER with a drafter of kind lm.*can rest"):
-        CompositeDrafter(SuffixDrafter("suffix", CPU, VOCAB), LMDrafter(tiny_draft, VOCAB), 4)
-    lm = LMDrafter(tiny_draft, VOCAB)
-    with pytest.raises(
-        ValueError, match=r"suffix\+\+FOLDER with a drafter of kind lm.*use suffix\+"
-    ):
-        CompositeDrafter(SuffixDrafter("suffix", CPU, VOCAB), lm, 4, fused=True)
+    """The target drafts for itself, and again when the store knows the answers: its keys and values
+    are those of one pass over each row's text, of which the next draft call feeds the last two.
+    """
+    pair, size = (tiny_target, tiny_tokenizer), len(tiny_tokenizer)
+    for tree, batch in (({"K": 6}, 1), ({"K": 6}, 3), ({"tree": "dynamic:6,3,9"}, 3)):
+        trained = LMDrafter(tiny_target, size)
+        both = CompositeDrafter(SuffixDrafter("suffix", CPU, size), trained, 3, fused=fused)
+        decoder = Decoder(*pair, both, batch_size=batch, **tree)
+        for params in LONGER * 2:
+            done = decoder.generate(PROMPTS[:batch], params)
+            assert texts(done) == truths(*pair, params)[:batch], (tree, batch)
+            for row, one in enumerate(done):
+                known_N = torch.tensor([*one.prompt_tokens, *one.tokens][:-2])
+                read = tiny_target(known_N[None], use_cache=True).past_key_values
+                kept = trained.pool.kv_2LBSHE[:, :, row].unbind(1)
+                for layer, held in zip(read.layers, kept, strict=True):
+                    for side, own in zip(held, (layer.keys, layer.values), strict=True):
+                        torch.testing.assert_close(side[: len(known_N)], own[0].transpose(0, 1))
+        assert any(one.counters.drafted for one in done)
 
 
 def test_two_pluses_fuse_and_those_of_a_path_do_not(

@@ -1,0 +1,235 @@
+"""Drafts that are looked up, and stores beside trained drafters, in one mixed stream of requests.
+
+    python bench/evidence/training_free.py drafters=draft=FOLDER,eagle3=FOLDER
+    python bench/evidence/training_free.py drafters=... on=twin target=TWIN prompts=3
+
+The stream is what a server sees: Spec-Bench's categories, problems, source code, and problems that
+are asked three times, by lot, one at a time. Each request is decoded plainly, by each kind of
+look-up, by each drafter (chains as deep as its folder's K), and by the store and it, taking turns
+(suffix+NAME) and fused (suffix++NAME, where it can be); the ways of a request follow each other by
+lot, and each has a store of its own, empty at first. better: a way's figure over that of the better
+of its two parts, tau and tokens a second of the thread's own time; each resample of the requests
+compares the parts anew, so the interval is that of a ratio to the larger. Rows and page:
+<out>/training-free.*, where the rows of other targets and trees stay.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+
+from draftsmith.bench.reproduce import need
+from draftsmith.bench.rows import about_run, beside, markdown, source, write_table
+from draftsmith.command import parse, run_command
+from draftsmith.decode.drafters.load import kept_defaults, load_decoded, load_drafter
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.evaluate.metrics import bootstraps
+from draftsmith.decode.prompts.prompts import Prompt, load_prompts
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.untrained.texts import StoredDrafter
+from draftsmith.models.target import TargetSpec
+from draftsmith.train.run.recipe import gsm8k
+
+PLAIN, ALL, AGAIN = "plain", "all", "asked again"
+# Spec-Bench's own first category, of which its file names the topics.
+TOPICS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+
+@dataclass
+class TrainingFree:
+    drafters: str = ""  # name=folder, comma between
+    looked: str = "ngram,suffix,recycling,stand"
+    store: str = "suffix"  # the one of these that is beside drafters
+    target: str = field(default_factory=lambda: gsm8k("target"))
+    on: str = "target"  # what its rows are called; those of others stay
+    problems: str = field(default_factory=lambda: gsm8k("data"))
+    questions: str = "../shared/data/spec_bench/question.jsonl"
+    prompts: int = 16  # of each kind of text
+    times: int = 3  # that a prompt of the repetitive part is asked
+    K: int = 8  # the deepest copy
+    tree: str = "chain"  # of all
+    temperatures: str = "0,1"
+    max_new_tokens: int = 48
+    dtype: str = "auto"
+    threads: int = 1
+    out: str = "docs/results"
+
+
+@dataclass
+class Way:
+    """A decoder, where its drafter's weights are, and which two others it is made of."""
+
+    decoder: Decoder
+    folder: str = ""
+    parts: tuple[str, ...] = ()
+
+
+def main(argv: list[str]) -> None:
+    settings = parse(TrainingFree, argv)
+    need("target", settings.target)
+    torch.set_num_threads(settings.threads)
+    model, tokenizer = load_decoded(TargetSpec(settings.target, dtype=settings.dtype), "cpu")
+    ways = every_way(settings, model, tokenizer)
+    asked, rows = stream(settings, tokenizer), list[dict[str, Any]]()
+    kinds = {ALL: np.arange(len(asked))}
+    for kind in dict.fromkeys(kind for kind, _ in asked):
+        kinds[kind] = np.array([i for i, (own, _) in enumerate(asked) if own == kind])
+    for temperature in map(float, settings.temperatures.split(",")):
+        counted = measured(ways, asked, temperature, settings)
+        for of, index in kinds.items():
+            for name, way in ways.items():
+                about = {"what": name, "on": settings.on, "of": of, "tree": settings.tree}
+                about |= {"temperature": temperature, "target": settings.target}
+                if name != PLAIN:
+                    row = about | figures(counted, name, way.parts, index) | about_run()
+                    rows.append(row | {"megabytes": held(way) / 2**20})
+    out = Path(settings.out)
+    rows = beside(out / "training-free.json", rows, "on", "tree")
+    write_table(out, "training-free", rows, page(rows))
+
+
+def every_way(settings: TrainingFree, model: Any, tokenizer: Any) -> dict[str, Way]:
+    """By name, plain decoding first."""
+    ways = {PLAIN: Way(Decoder(model, tokenizer))}
+
+    def add(way: str, name: str, K: int, *about: Any) -> None:
+        drafter = load_drafter(name, model, tokenizer)
+        made = Decoder(model, tokenizer, drafter, K=K, tree=settings.tree)
+        ways[way] = Way(made, *about)
+
+    for name in settings.looked.split(","):
+        if settings.tree == "chain" or name != "ngram":
+            add(name, name, settings.K)
+    for part in filter(None, settings.drafters.split(",")):
+        name, _, folder = part.partition("=")
+        if not folder:
+            raise ValueError(f"drafters: got {part}, expected name=FOLDER,...")
+        add(name, folder, int(kept_defaults(folder)["K"] or 4), folder)
+        for plus in ("+", "++"):
+            both, parts = f"{settings.store}{plus}{name}", (settings.store, name)
+            try:
+                add(both, f"{settings.store}{plus}{folder}", settings.K, folder, parts)
+            except ValueError as refused:
+                print(f"{both}: {refused}")
+    return ways
+
+
+def held(way: Way) -> int:
+    """Bytes of a drafter's weights and of what its store keeps by now."""
+    weights = sum(file.stat().st_size for file in Path(way.folder).glob("*.safetensors"))
+    drafter = way.decoder.drafter
+    store = getattr(drafter, "looked", drafter)
+    kept = store.stored().values() if isinstance(store, StoredDrafter) else ()
+    return (weights if way.folder else 0) + sum(tensor.nbytes for tensor in kept)
+
+
+def stream(settings: TrainingFree, tokenizer: Any) -> list[tuple[str, Prompt]]:
+    """Requests with what they are, by lot."""
+    many, asked = settings.prompts, list[tuple[str, Prompt]]()
+    for kind, place in (("problems", settings.problems), ("code", "stdlib")):
+        asked += [(kind, one) for one in load_prompts(place, tokenizer, limit=many)]
+    if Path(settings.questions).exists():
+        found: dict[str, list[Prompt]] = {}
+        for one in load_prompts(settings.questions, tokenizer, limit=None, split="all"):
+            kind = "conversation" if one.category in TOPICS else one.category
+            found.setdefault(kind, []).append(one)
+        asked += [(kind, one) for kind, some in found.items() for one in some[:many]]
+    fresh = load_prompts(settings.problems, tokenizer, limit=many + many // settings.times + 1)
+    known = {one.index for kind, one in asked if kind == "problems"}
+    again = [one for one in fresh if one.index not in known][: many // settings.times + 1]
+    asked += [(AGAIN, one) for one in again] * settings.times
+    random.Random(0).shuffle(asked)
+    return asked
+
+
+def measured(
+    ways: dict[str, Way],
+    asked: list[tuple[str, Prompt]],
+    temperature: float,
+    settings: TrainingFree,
+) -> dict[str, np.ndarray]:
+    """Of each way, by request: emitted tokens, rounds, seconds, and whether it says what plain
+    decoding says.
+    """
+    params = SamplingParams(temperature, max_new_tokens=settings.max_new_tokens)
+    counted: dict[str, list[Any]] = {name: [] for name in ways}
+    for way in ways.values():
+        way.decoder.generate([asked[0][1].tokens], params)
+        if way.decoder.drafter is not None and way.decoder.drafter.remembers:
+            way.decoder.drafter.forget()
+    lot = random.Random(1)
+    for i, (_, prompt) in enumerate(track(asked, f"temperature {temperature:g}")):
+        said: dict[str, list[int]] = {}
+        for name in lot.sample(list(ways), len(ways)):
+            began = time.thread_time()
+            [done] = ways[name].decoder.generate([prompt.tokens], params, indices=[i])
+            took = time.thread_time() - began
+            counted[name].append([done.counters.emitted, done.counters.rounds, took, 0])
+            said[name] = done.tokens
+        for name, tokens in said.items():
+            counted[name][-1][-1] = tokens == said[PLAIN]
+    return {name: np.array(found) for name, found in counted.items()}
+
+
+def figures(
+    counted: dict[str, np.ndarray], name: str, parts: tuple[str, ...], index: np.ndarray
+) -> dict[str, Any]:
+    """tau, tokens a second over plain decoding's, and both over the better part's."""
+
+    def rate(own: str, by: int, i: np.ndarray) -> float:
+        total = counted[own][index[i]].sum(0)
+        return float(total[0] / total[by])
+
+    measures: dict[str, Callable[[np.ndarray], float]] = {
+        "tau": lambda i: rate(name, 1, i),
+        "speedup": lambda i: rate(name, 2, i) / rate(PLAIN, 2, i),
+    }
+    for what, by in (("better_tau", 1), ("better_speed", 2)) if parts else ():
+        measures[what] = lambda i, by=by: rate(name, by, i) / max(rate(p, by, i) for p in parts)
+    low, high = bootstraps(lambda i: np.array([f(i) for f in measures.values()]), len(index))
+    parted = np.array_split(np.arange(len(index)), min(2, len(index)))
+    row: dict[str, Any] = {"requests": len(index), "identical": int(counted[name][index, 3].sum())}
+    row["tau_halves"] = [rate(name, 1, i) for i in parted]
+    for k, (what, measure) in enumerate(measures.items()):
+        row[what] = measure(np.arange(len(index)))
+        row[f"{what}_interval"] = [float(low[k]), float(high[k])]
+    return row
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a table for each target, tree, temperature and kind of text."""
+    lines = [
+        "# Drafts that are looked up, and stores beside trained drafters",
+        "",
+        f"{source(rows)} One mixed stream, a request at a time, by the thread's own time; speed-up "
+        "over plain decoding; MB: weights and store at the end. 95% intervals over requests.",
+    ]
+    keys = ("on", "tree", "temperature", "of")
+    head = ("drafter", "tau", "by halves", "over the better part's", "speed-up", "over the better")
+    for place in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        own = [row for row in rows if tuple(row[key] for key in keys) == place]
+        title = "{}, {}, temperature {:g}: {}".format(*place)
+        body = []
+        for row in own:
+            tau, better, speedup, faster = (
+                "{:.2f} [{:.2f}, {:.2f}]".format(row[what], *row[f"{what}_interval"])
+                if what in row
+                else "-"
+                for what in ("tau", "better_tau", "speedup", "better_speed")
+            )
+            halves = ", ".join(f"{tau:.2f}" for tau in row["tau_halves"])
+            same = f"{row['identical']} of {row['requests']}"
+            mega = f"{row['megabytes']:.1f}"
+            body.append([row["what"], tau, halves, better, speedup, faster, mega, same])
+        lines += ["", f"## {title}", "", *markdown((*head, "MB", "same answers"), body)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    run_command(main, TrainingFree)
