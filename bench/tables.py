@@ -204,7 +204,7 @@ STEPS = {
     "specdecpp": Step("bench/evidence/specdecpp.py timed_each=8 out={out}", "~240"),
     "judge": Step("bench/evidence/judge.py out={out}", "~15"),
     "online": Step("bench/evidence/online.py out={out}", "~65"),
-    "omni": Step("bench/evidence/omni.py out={out}", "~20"),
+    "omni": Step("bench/evidence/omni.py out={out}", "~40"),
     "online-choices": Step("bench/evidence/online_choices.py out={out}", "108"),
     # Evaluations, and the one page of several.
     "compare-runs": Step(

@@ -10,8 +10,8 @@
 with z the draft's logits and d(t) its token of the same bytes. Tokenizers work on the host: a round
 reads the device, and none is recorded. It is meant for CPUs first.
 
-Shapes: B rows, R of them read anew, N tokens fed, F nodes fed, K draft calls, L tokens said, T
-tokens of a text, M mapped tokens, V vocabulary of the target, D of the draft.
+Shapes: B rows, R of them read anew, N tokens fed, F nodes fed, K tokens of a chain, L tokens said,
+T tokens of a text, M mapped tokens, V vocabulary of the target, D of the draft.
 """
 
 import itertools
@@ -41,6 +41,7 @@ from draftsmith.models.tokenizer import vocab_size
 from draftsmith.models.vocab_map import NEAR, Spelling, VocabMap, whole
 
 LONG = 32  # bytes whose tokens may still change
+CALLS = 2  # draft calls for each level of a chain, at most, where tokens are spelled
 
 
 @dataclass
@@ -146,13 +147,17 @@ class ForeignDrafter(base.Drafter):
     def propose(self, request: Round) -> TokenTree:
         return grow(request, self.feed(request))[0]
 
+    def slots(self, request: Round) -> int:
+        """That its draft calls fill."""
+        return request.plan.slots
+
     def feed(self, request: Round) -> Feed:
         """Its first call feeds what is new of each row's text, kept nodes of the last tree too:
         nothing is moved in the pool. What was never read, or would find no room, is read anew.
         """
         texts, device = self.texts[: len(request.lens_B)], self.runner.device
         # The last slot is nobody's: padding beyond a row goes there.
-        most = min(self.pool.slots - 1, self.runner.context) - request.plan.slots
+        most = min(self.pool.slots - 1, self.runner.context) - self.slots(request)
         for text in texts:
             if len(self._ids(text)) > max(1, most):
                 self._settle(text, len(text.rest))
@@ -173,7 +178,7 @@ class ForeignDrafter(base.Drafter):
         root_B1 = torch.tensor([[len(own) - 1] for own in ids], device=device)
         at_BN = first_B1 + torch.arange(new_BN.shape[1], device=device)
         at_BN = at_BN.clamp(max=self.pool.slots - 1)
-        width = round_up(max(request.top, *map(len, ids)) + request.plan.slots)
+        width = round_up(max(request.top, *map(len, ids)) + self.slots(request))
         width = min(width, self.pool.slots)
 
         def feed(frontier: Frontier) -> Fed:
@@ -202,8 +207,9 @@ class ForeignDrafter(base.Drafter):
 
 
 class TextwiseDrafter(ForeignDrafter):
-    """Chains of what the target's tokenizer makes of K of the draft's likeliest tokens, whatever
-    either vocabulary is. What ends a text, and other tokens that aren't text, are mapped.
+    """Chains of what the target's tokenizer makes of the draft's likeliest tokens, whatever either
+    vocabulary is: of as many as give K of the target's, at most 2 K. What ends a text, and other
+    tokens that aren't text, are mapped.
     """
 
     kind = "slem"
@@ -213,17 +219,26 @@ class TextwiseDrafter(ForeignDrafter):
         self.known = self.map.special
         self.own_V = torch.arange(self.runner.head.size, device=self.runner.device)
 
+    def slots(self, request: Round) -> int:
+        return CALLS * request.plan.levels
+
     def propose(self, request: Round) -> TokenTree:
-        feed, last_B1, drafted = self.feed(request), request.pending_B[:, None], []
-        depth_K = torch.arange(request.plan.levels, device=last_B1.device)
-        for depth in range(request.plan.levels):
-            frontier = Frontier(depth, last_B1, None, depth_K[depth : depth + 1])
+        feed, last_B1, levels = self.feed(request), request.pending_B[:, None], request.plan.levels
+        drafted: list[Tensor] = []
+        said, asked = list[list[int]](), request.active_B.tolist()
+        for call in range(self.slots(request)):
+            # The last token may be the beginning of a longer one.
+            if said and all(
+                len(one) > levels or not on for one, on in zip(said, asked, strict=True)
+            ):
+                break
+            frontier = Frontier(call, last_B1, None, torch.full_like(last_B1[0], call))
             last_B1 = feed(frontier).logits_BFV.argmax(-1)
             drafted.append(last_B1)
-        both = zip(self.texts, torch.cat(drafted, 1).tolist(), strict=False)
-        # The last one may be the beginning of a longer token: it costs a node, no right answer.
-        said = [torch.tensor(self._said(*one)[: len(drafted)], dtype=torch.int64) for one in both]
-        said_BL = pad_sequence(said, batch_first=True).to(last_B1.device)
+            both = zip(self.texts, torch.cat(drafted, 1).tolist(), strict=False)
+            said = [self._said(*one) for one in both]
+        rows = [torch.tensor(one[:levels], dtype=torch.int64) for one in said]
+        said_BL = pad_sequence(rows, batch_first=True).to(last_B1.device)
         tokens_BN = torch.cat([request.pending_B[:, None], said_BL], 1)
         return TokenTree(tokens_BN, chain(said_BL.shape[1], last_B1.device), DETERMINISTIC)
 
@@ -239,8 +254,8 @@ class TextwiseDrafter(ForeignDrafter):
 
 
 class OmniDrafter(StoredDrafter, TextwiseDrafter):
-    """Chains of the target's tokens in the draft's own, a call for each of these. Where d_1 ... d_j
-    may be a token's beginning, the next call says whether they are all of it:
+    """Chains of the target's tokens in the draft's own, a call for each of these, at most 2 K.
+    Where d_1 ... d_j may be a token's beginning, the next call says whether they are all of it:
 
         q(t | d_1 ... d_j) = q(d_{j+1}) share(t | d_1 ... d_{j+1}) of longer ones that begin so
                              1 - their sum                         of the one that ends there
@@ -272,14 +287,16 @@ class OmniDrafter(StoredDrafter, TextwiseDrafter):
         # Of the token that is being spelled: its place in the chain; how many of its own tokens
         # were fed, and their number.
         level_B = fed_B = begun_B = torch.zeros_like(row_B)
-        said_BK = torch.zeros(len(row_B), request.plan.levels, dtype=torch.int64).to(row_B.device)
-        for call in range(request.plan.levels):
+        levels = request.plan.levels
+        said_BK = torch.zeros(len(row_B), levels + 1, dtype=torch.int64).to(row_B.device)
+        for call in range(self.slots(request)):
             frontier = Frontier(call, last_B1, None, torch.full_like(row_B[:1], call))
             log_q_BD = feed(frontier).logits_BFV[:, 0].log_softmax(-1)
             law_BV, whole_B = store.longer(log_q_BD, fed_B, begun_B)
             said_BK[row_B, level_B] = best_B = self._best(request, law_BV, level_B)
             ended_B = (fed_B > 0) & (best_B == whole_B)
-            level_B, fed_B = level_B + ended_B, torch.where(ended_B, 0, fed_B)
+            level_B = (level_B + ended_B).clamp(max=levels)
+            fed_B = torch.where(ended_B, 0, fed_B)
             if bool(ended_B.any()):
                 law_BV, _ = store.longer(log_q_BD, fed_B, begun_B)
                 said_BK[row_B, level_B] = best_B = torch.where(
@@ -287,7 +304,9 @@ class OmniDrafter(StoredDrafter, TextwiseDrafter):
                 )
             last_B1, begun_B = store.gram_NV[fed_B, best_B][:, None], store.begins_NV[fed_B, best_B]
             fed_B = fed_B + 1
-        said_BL = said_BK[:, : int(level_B.max()) + 1]
+            if bool(((level_B == levels) | ~request.active_B).all()):
+                break
+        said_BL = said_BK[:, : min(int(level_B.max()) + 1, levels)]
         tokens_BN = torch.cat([request.pending_B[:, None], said_BL], 1)
         return TokenTree(tokens_BN, chain(said_BL.shape[1], tokens_BN.device), DETERMINISTIC)
 
@@ -295,5 +314,6 @@ class OmniDrafter(StoredDrafter, TextwiseDrafter):
         """The token that wins with the noise of its place [B]."""
         scores_BV = request.params.transform(law_BV[:, None])[:, 0]
         if request.race_BDV is not None:
-            scores_BV = scores_BV - request.race_BDV[torch.arange(len(level_B)), level_B]
+            at_B = level_B.clamp(max=request.plan.levels - 1)
+            scores_BV = scores_BV - request.race_BDV[torch.arange(len(level_B)), at_B]
         return scores_BV.argmax(-1)

@@ -75,10 +75,12 @@ class Slow(OmniDrafter):
                 self.short += guess != best
                 assert proposed[level] == best
                 level, fed = level + 1, ()
+                if level == request.plan.levels:
+                    break
                 law = self._weights(seen, fed, log_q_BD[row])
                 best = self._winner(law, row, level, request)
             guess, fed = best, (*fed, grams[best][len(fed)])
-        assert proposed[level] == guess
+        assert level == len(proposed) or proposed[level] == guess
         self.merged += sum(len(grams[token]) > 1 for token in proposed[: level + 1])
 
     def _weights(self, seen: dict[int, int], fed: tuple[int, ...], q: Tensor) -> dict[int, float]:
