@@ -47,9 +47,9 @@ PAIRS = {
             for kind, name in {**HEADS, **LOOKED_UP, "exit:2": "exit"}.items()
         },
     ),
-    "compare-avx2": ("gsm8k", {"": ""}),  # whose rows say what was foretold
     "load": ("gsm8k", {f"K = {K}": "block" for K in (1, 2, 4)}),
 }
+TABLES = (*PAIRS, "compare-avx2")  # whose rows say what was foretold
 # Since its layers and heads run in C++, and until rounds that draft were several a call too.
 LATELY = Machine(16, 0.5, 22, 3, 26, 0.48, False, 32, 80, loop=90)
 MEASURED = {"quickstart": MACHINES["cpu"], "compare-gsm8k": MACHINES["cpu"]}
@@ -76,10 +76,10 @@ class Judged(NamedTuple):
 
 def main(argv: list[str]) -> None:
     settings = parse(Judging, argv)
-    found = [one for table in PAIRS for one in judged(Path(settings.results), table)]
+    found = [one for table in TABLES for one in judged(Path(settings.results), table)]
     head = ["table", "rows", "median error", "within 15%", "mean, signed", "tau by alpha, mean"]
     body = []
-    for table in PAIRS:
+    for table in TABLES:
         rows = [one for one in found if one.table == table]
         errors = sorted(abs(one.error) for one in rows)
         taus = [abs(one.tau / one.row["tau"] - 1) for one in rows if one.tau]

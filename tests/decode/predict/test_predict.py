@@ -130,7 +130,7 @@ def test_the_committed_tables_are_foretold(capsys: pytest.CaptureFixture[str]) -
     assert {one.row["what"] for one in found} > {"before", "after", "ngram", "exit:2", "chain"}
     predicted.main([])
     told = capsys.readouterr().out
-    for table in predicted.PAIRS:
+    for table in predicted.TABLES:
         rows = list(predicted.judged(Path("docs/results"), table))
         missed = sum(abs(one.error) > predicted.MISS for one in rows)
         lines = [line.split()[0] for line in told.splitlines() if line.split()]
