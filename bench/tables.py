@@ -26,9 +26,11 @@ DRAFTS = "runs/gsm8k/draft/drafter,runs/gsm8k/distill/drafter,ngram"
 EAGLE = "runs/one-pass/eagle3-0/drafter"
 LONGER = "'options=batch_size=2 steps=400 warmup=20 eval_every=200 save_every=200'"
 # Beside a store; of these on the costly twin too, and what they are called there.
-BESIDE = {"draft": "runs/gsm8k/distill/drafter", "medusa": "runs/heads/medusa-0/drafter"}
-BESIDE |= {"eagle3": EAGLE, "block": "runs/one-pass/ours-0/drafter"}
-ON_TWIN = {"draft": "distill", "eagle3": "eagle3-0", "block": "ours-0"}
+BLOCK = "runs/one-pass/ours-0/drafter"
+MINUTE = "runs/compare/gsm8k-0/runs"  # what `compare` trained for a minute
+BESIDE = {"draft": "runs/gsm8k/distill/drafter", "block": BLOCK}
+BESIDE |= {kind: f"{MINUTE}/{kind}/drafter" for kind in ("eagle3", "medusa")}
+ON_TWIN = {"draft": "distill", "block": "ours-0", "eagle3": "eagle3"}
 # On the target itself, and on its costly twin. Not Falcon, which drafts four tokens, nor DFlash-2,
 # whose convolutions can't be widened.
 EACH = ("ours", "eagle3", "mixture", "peagle", "dflash", "jetspec", "dspark", "domino", "clover2")
@@ -73,7 +75,7 @@ STEPS = {
     "load": Step("bench/speed/load.py out={out}", "~40"),
     "served": Step("bench/speed/served.py out={out}", "7"),
     "one-pass": Step(f"bench/evidence/one_pass.py {LONGER} out={{out}}", "~240"),
-    "ours-alone": Step(first("ours"), "~7", "runs/one-pass/ours-0/drafter"),
+    "ours-alone": Step(first("ours"), "~7", BLOCK),
     "one-pass-each": Step(first(*EACH), "~90", f"runs/one-pass/{EACH[-1]}-0/drafter"),
     "one-pass-widened": Step(
         "bench/speed/twin.py target={target} out=runs/one-pass/twin "
@@ -169,8 +171,8 @@ STEPS = {
                 [f"{kind}=runs/training-free/{at}" for kind, at in ON_TWIN.items()],
                 40,
             ),
-            ("-trees", "tree=dynamic:6,4,17 prompts=4", [f"eagle3={EAGLE}"], 10),
-            ("", "prompts=12", [f"{kind}={at}" for kind, at in BESIDE.items()], 40),
+            ("-trees", "tree=dynamic:6,4,17 prompts=4", [f"eagle3={MINUTE}/eagle3/drafter"], 10),
+            ("", "prompts=10", [f"{kind}={at}" for kind, at in BESIDE.items()], 40),
         )
     },
     "eagle3": Step(
@@ -243,7 +245,7 @@ STEPS = {
     ),
     "compare-widened": Step(
         "bench/speed/twin.py target={target} out=runs/compare/twin-0 drafter="
-        + ",".join(f"runs/compare/gsm8k-0/runs/{kind}/drafter" for kind in WIDENED),
+        + ",".join(f"{MINUTE}/{kind}/drafter" for kind in WIDENED),
         "2",
         "runs/compare/twin-0/target",
     ),
@@ -337,7 +339,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "specdecpp": ("target", "specdecpp"),
     "swift": ("target", "swift"),
     "training-free": (
-        *(*GIVEN, "draft", "distill", "medusa", "eagle3-alone", "ours-alone"),
+        *(*GIVEN, "draft", "distill", "ours-alone", "compare-gsm8k-0"),
         *("training-free-widened", "training-free-twin", "training-free-trees", "training-free"),
     ),
     "trees": ("quickstart-runs", *(name for name in STEPS if name.startswith("tree"))),

@@ -129,6 +129,8 @@ class KindsCompared:
             first, after = composed(kind)
             name = (first or after).partition(":")[0]
             known = kind in RECIPES or name in (*BARE[1:], *UNTRAINED)
+            if first and known and after != BEST and after not in RECIPES:
+                known = (Path(after) / META).is_file()
             if not known and not (Path(kind) / META).is_file():
                 raise ValueError(unknown("kind", kind, every))
             if first and after in RECIPES and after not in asked:

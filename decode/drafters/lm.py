@@ -186,7 +186,8 @@ class LMDrafter(Drafter):
         end_B1 = self._own(kept.lens_B) + kept.n_new_B[:, None]
         step_M = torch.arange(tokens_BM.shape[1], device=end_B1.device)
         at_BM = torch.minimum(first_B1 + step_M, end_B1)
-        width = min(round_up(kept.top - self._fewer() + 1), self.pool.slots)
+        reach = kept.top - self._fewer() + 1 + kept.tokens_BL.shape[1]
+        width = min(round_up(reach), self.pool.slots)
         self.runner.verify(self.pool, tokens_BM, at_BM, at_BM, Seen(first_B1[:, 0], width))
 
     def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor | None = None) -> Tensor:

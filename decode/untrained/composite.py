@@ -86,6 +86,10 @@ class CompositeDrafter(Drafter):
         self.led = False  # whether the latest tree is all the trained one's
 
     @property
+    def form(self) -> str:  # type: ignore[override]
+        return self.trained.form
+
+    @property
     def size(self) -> ModelSize | None:
         return self.trained.size
 
