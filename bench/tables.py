@@ -167,7 +167,7 @@ STEPS = {
         for where, how, drafters, minutes in (
             (
                 "-twin",
-                "on=twin target=runs/training-free/target prompts=3 max_new_tokens=32",
+                "on=twin target=runs/training-free/target prompts=3 longest=600 max_new_tokens=32",
                 [f"{kind}=runs/training-free/{at}" for kind, at in ON_TWIN.items()],
                 40,
             ),

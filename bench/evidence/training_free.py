@@ -52,6 +52,7 @@ class TrainingFree:
     problems: str = field(default_factory=lambda: gsm8k("data"))
     questions: str = "../shared/data/spec_bench/question.jsonl"
     prompts: int = 16  # of each kind of text
+    longest: int = 0  # tokens of a prompt; 0: as long as fit
     times: int = 3  # that a prompt of the repetitive part is asked
     K: int = 8  # the deepest copy
     tree: str = "chain"  # of all
@@ -80,7 +81,8 @@ def main(argv: list[str]) -> None:
     if settings.threads == 1:
         time.perf_counter = time.thread_time  # which the engine reads: others' work doesn't count
     context = min(way.decoder.context for way in ways.values())
-    asked = stream(settings, tokenizer, context - settings.max_new_tokens)
+    room = context - settings.max_new_tokens
+    asked = stream(settings, tokenizer, min(room, settings.longest or room))
     rows: list[dict[str, Any]] = []
     kinds: dict[str, dict[Any, list[int]]] = {ALL: {}}
     for i, (kind, prompt) in enumerate(asked):
