@@ -4,7 +4,7 @@
 
 A BPE of Spec-Bench's questions is the foreign tokenizer. The same draft is trained on the same text
 with it and with the target's (`upper`), and decodes the same held-out prompts in fp32, a chain of K
-draft calls a round: by the tokens in common (tli), by text (slem), by the cache of n-grams (omni),
+tokens a round: by the tokens in common (tli), by text (slem), by the cache of n-grams (omni),
 and by the latter after it learned online from a stream of other prompts. closed:
 (tau - tau of tli) / (tau of upper - tau of tli), its interval over prompts. What is trained stays
 in `trained`; rows and page: <out>/omni.*
@@ -134,7 +134,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     head = ("drafter", "temperature", "tau", "of the gap", "answers as plain decoding's")
     words = (
         f"{source(rows)} The same draft of 0.7M with a foreign BPE (tli, slem, omni) and with the "
-        f"target's own (upper), chains of {rows[0]['K']} draft calls, fp32. Of the gap from tli to "
+        f"target's own (upper), chains of {rows[0]['K']} tokens, fp32. Of the gap from tli to "
         "upper so much is closed; 95% intervals over prompts, one training each."
     )
     return "\n".join(["# A foreign vocabulary", "", words, "", *markdown(head, body)]) + "\n"
