@@ -61,27 +61,35 @@ extern "C" void draft_lm(const Draft *d, Round *r) {
     p.n = 1;
     drafted_by(*d, r, &p, last.data(), nullptr, next.data());
 }
+// Keys and values of all but the last two tokens of each row, where others have drafted some; what
+// lies beyond a shorter row's end all goes where its pending token will be fed.
+static void take(const Draft &d, const Round &r) {
+    int64_t B = r.rows, n = 0, H = d.body->hidden;
+    std::vector<int64_t> seen(B);
+    for (int64_t b = 0; b < B; b++) seen[b] = r.before[b] - 1, n = r.emitted(b) > n ? r.emitted(b) : n;
+    if (!n) return;
+    std::vector<bf16> states((d.body->layers + 1) * B * n * H), out(B * n * H);
+    std::vector<int64_t> tokens(B * n);
+    Places places(*d.chain, B, n, seen.data());
+    for (int64_t i = 0; i < B * n; i++) {
+        int64_t b = i / n, k = i % n, beyond = k - 1 - r.emitted(b);
+        tokens[i] = k < 2 ? d.tail[2 * b + k] : r.told(b)[k - 2];
+        if (beyond > 0) places.at[i] -= beyond, places.slots[i] -= beyond;
+    }
+    Pass p = places.of(*d.pass, B, seen.data(), states, out);
+    p.tokens = tokens.data();
+    body(d.body, &p);
+}
 extern "C" void told_lm(const Draft *d, Round *r) {
+    bool others = false;
+    for (int64_t b = 0; r->certain && b < r->rows; b++) others |= r->certain[b];
+    if (others) take(*d, *r);
     for (int64_t b = 0; b < r->rows; b++) {
         int64_t count = r->emitted(b), *tail = d->tail + 2 * b;
         if (!count) continue;
         tail[0] = count > 1 ? r->told(b)[count - 2] : tail[1];
         tail[1] = r->told(b)[count - 1];
     }
-}
-// Of one row, of tokens that another has drafted: all but its last two get keys and values.
-extern "C" void took_lm(const Draft *d, Round *r) {
-    int64_t count = r->emitted(0), H = d->body->hidden, seen = r->before[0] - 1;
-    std::vector<bf16> states((d->body->layers + 1) * count * H), out(count * H);
-    std::vector<int64_t> tokens(d->tail, d->tail + 2);
-    tokens.insert(tokens.end(), r->told(0), r->told(0) + count);
-    if (count) {
-        Places places(*d->chain, 1, count, &seen);
-        Pass p = places.of(*d->pass, 1, &seen, states, out);
-        p.tokens = tokens.data();
-        body(d->body, &p);
-    }
-    told_lm(d, r);
 }
 
 // A head in such rounds: of each row what its layers made of the last pair (`state`), and what the
@@ -217,29 +225,42 @@ extern "C" void told_one_pass(const OnePass *h, Round *r) {
     keep_last(*r, context.data(), h->head.state, b.hidden);
 }
 
-// Two drafters as one in such rounds of one row: where the first drafts nothing the other does, at most
-// `levels` deep; both hear of all, the other one of what was `copied` by `take`, if it has that.
+// Two drafters as one in such rounds: the other one drafts for rows of which the first isn't certain, at
+// most `levels` deep, and both hear of all. certain, verified: [B], of a round.
 struct Drafter {
     Drafting draft, hear;
     void *own;
 };
 struct Either {
     Drafter first, other;
-    Drafting take;
-    int64_t levels, copied;
+    int64_t levels;
+    uint8_t *certain;
+    int64_t *verified;
 };
-extern "C" void draft_either(Either *e, Round *r) {
-    int64_t most = r->nodes, shallow = 1 + e->levels;
+extern "C" void draft_either(const Either *e, Round *r) {
+    int64_t B = r->rows, most = r->nodes, shallow = 1 + e->levels, copied = 0, led = 0;
+    memset(e->certain, 0, B);
+    r->certain = e->certain, r->verified = nullptr;
     e->first.draft(e->first.own, r);
-    e->copied = r->nodes > 1;
-    if (e->copied) return;
+    for (int64_t b = 0; b < B; b++) copied += e->certain[b], led += r->active[b] && !e->certain[b];
+    if (copied && !led) return;
+    int64_t one = r->nodes;
+    std::vector<int64_t> known(r->tokens, r->tokens + B * one);
     r->nodes = most < shallow ? most : shallow;
     e->other.draft(e->other.own, r);
+    if (!copied) return;
+    int64_t two = r->nodes;
+    std::vector<int64_t> drafted(r->tokens, r->tokens + B * two);
+    r->nodes = one > two ? one : two, r->verified = e->verified;
+    for (int64_t b = 0; b < B; b++) {
+        int64_t n = e->verified[b] = e->certain[b] ? one : two;
+        const int64_t *chain = e->certain[b] ? &known[b * one] : &drafted[b * two];
+        for (int64_t i = 0; i < r->nodes; i++) r->tokens[b * r->nodes + i] = chain[i < n ? i : 0];
+    }
 }
 extern "C" void told_either(const Either *e, Round *r) {
-    if (e->first.hear) e->first.hear(e->first.own, r);
-    Drafting hear = e->copied && e->take ? e->take : e->other.hear;
-    if (hear) hear(e->other.own, r);
+    for (const Drafter *one : {&e->first, &e->other})
+        if (one->hear) one->hear(one->own, r);
 }
 
 // Heads without attention in such rounds, as Medusa's and Hydra's: of every level residual blocks (with

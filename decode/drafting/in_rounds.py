@@ -21,13 +21,11 @@ _P, _N = ctypes.c_void_p, ctypes.c_int64
 
 class InRounds(NamedTuple):
     """What a call is given: how a chain is drafted, how what a round came to is heard, and of what;
-    what that reads, which must live as long; and how one hears of a row's tokens that another has
-    drafted, where that isn't the same.
+    and what that reads, which must live as long.
     """
 
     call: tuple[Any, ...] = (None, None, None)
     held: tuple[Any, ...] = ()
-    take: Any = None
 
 
 class _Draft(ctypes.Structure):
@@ -61,7 +59,7 @@ class _OnePass(ctypes.Structure):
 
 class _Either(ctypes.Structure):
     _fields_ = [(f"{n}_{of}", _P) for of in (1, 2) for n in ("draft", "hear", "own")]
-    _fields_ += [("take", _P), ("levels", _N), ("copied", _N)]
+    _fields_ += [("levels", _N), ("certain", _P), ("verified", _P)]
 
 
 class Draws(NamedTuple):
@@ -95,10 +93,7 @@ def lm_rounds(native: NativeBody, drawn: Draws, tail_B2: Tensor | None) -> InRou
     """
     held, parts = _parts(native, drawn)
     draft, made = _Draft(*parts, pointer(tail_B2)), native.made
-    if tail_B2 is None:
-        return called(draft, held, made.draft_lm, None)
-    rounds = called(draft, held, made.draft_lm, made.told_lm)
-    return rounds._replace(take=ctypes.cast(made.took_lm, _P))
+    return called(draft, held, made.draft_lm, None if tail_B2 is None else made.told_lm)
 
 
 def head_rounds(
@@ -164,13 +159,14 @@ def heads_rounds(
     return called(heads, (how, laid, held, before, at), made.draft_heads, made.told_heads)
 
 
-def either_rounds(first: InRounds, other: InRounds, levels: int) -> InRounds:
-    """Of one row: where the first drafts nothing the other does, at most so many levels."""
+def either_rounds(first: InRounds, other: InRounds, levels: int, rows: int) -> InRounds:
+    """Where the first isn't certain the other drafts, at most so many levels."""
     parts, made = list[Any](), library()
     for draft, hear, own in (first.call, other.call):
         parts += [draft, hear, ctypes.cast(own, _P)]
-    either = _Either(*parts, other.take, levels)
-    return called(either, (first, other), made.draft_either, made.told_either)
+    of_rows = torch.empty(rows, dtype=torch.uint8), torch.empty(rows, dtype=torch.int64)
+    either = _Either(*parts, levels, *map(pointer, of_rows))
+    return called(either, (first, other, of_rows), made.draft_either, made.told_either)
 
 
 def _parts(

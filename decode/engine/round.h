@@ -19,6 +19,7 @@ struct Round {
     const int64_t *verified;  // [B]: nodes that are judged; null: all
     const int64_t *begun;     // [B]: the lengths at which the noise begins; null: the rows' own
     const uint16_t *side;     // [B, N, U]: the taps' states, side by side
+    uint8_t *certain;         // [B]: rows whose chain is what is looked up; null: nobody asks
 
     // The pending tokens, and after them each row's chain, the first of `wide`.
     void draft(const int64_t *chains, int64_t wide, int64_t levels) {

@@ -175,14 +175,13 @@ class CompositeDrafter(Drafter):
         return either(sure_B, copied, self.trained.propose(self._shallow(request)))
 
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
-        """Of one row, which is either sure or not."""
-        if self.fused or len(self.looked.lens_B) > 1:
+        if self.fused:
             return None
         first = self.looked.where_sure(temperature, SURE)
         other = self.trained.in_rounds(min(nodes, 1 + self.deepest), temperature)
         if first is None or other is None:
             return None
-        return either_rounds(first, other, self.deepest)
+        return either_rounds(first, other, self.deepest, len(self.looked.lens_B))
 
     def _hopeless(self, call: Call) -> Tensor:
         """Where the head goes no deeper, and what is looked up isn't likely."""

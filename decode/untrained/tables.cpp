@@ -158,7 +158,7 @@ void told(const Drafts *d, Round *r) {
     contexts(r->tokens, r->parent, 0, d->texts.text, d->texts.slots, d->texts.lens, B, N,
              d->ending, context.data());
     for (int64_t t = 0; t < T; t++)
-        if ((real[t] = r->emitted(t / N) > 0))
+        if ((real[t] = r->emitted(t / N) > 0 && (!r->verified || t % N < r->verified[t / N])))
             likeliest(r->logits + t * r->vocab, r->vocab, d->how->temperature, kept, &ids[t * kept],
                       &p[t * kept]);
     learn(d->store, context.data(), ids.data(), p.data(), real.data(), T);

@@ -33,7 +33,7 @@ class ChainsCall(ctypes.Structure):
     _fields_ = [
         *((n, ctypes.c_int64) for n in ("rows", "vocab", "race_row", "race_step", "steps")),
         *((n, ctypes.c_float) for n in ("slack", "temperature", "hopeless", "sure")),
-        *((n, ctypes.c_void_p) for n in ("active", "race", "tokens", "from")),
+        *((n, ctypes.c_void_p) for n in ("active", "race", "tokens", "from", "certain")),
     ]
 
     @classmethod

@@ -85,14 +85,18 @@ def test_drafted_chains_and_what_is_kept_are_those_of_one_at_a_time(
 
 
 @pytest.mark.parametrize(
-    ("looked", "way", "kind"),
+    ("looked", "way", "kind", "batch"),
     [
-        ("suffix", "greedy", "eagle3"),
-        ("suffix", "drawn", "medusa"),
-        ("recycling", "greedy", "eagle3"),
-        ("stand", "greedy", "hydra"),
-        ("suffix", "greedy", "draft"),
-        ("suffix", "drawn", "draft"),
+        ("suffix", "greedy", "eagle3", 1),
+        ("suffix", "drawn", "medusa", 1),
+        ("recycling", "greedy", "eagle3", 1),
+        ("stand", "greedy", "hydra", 1),
+        ("suffix", "greedy", "draft", 1),
+        ("suffix", "drawn", "draft", 1),
+        ("suffix", "greedy", "draft", 3),
+        ("suffix", "drawn", "draft", 2),
+        ("suffix", "greedy", "eagle3", 3),
+        ("stand", "greedy", "hydra", 2),
     ],
 )
 def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
@@ -101,33 +105,42 @@ def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
     looked: str,
     way: str,
     kind: str,
+    batch: int,
     made: list[int],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     """What is looked up goes deeper than the head; in a second answer to one prompt it is sure, if
-    it needn't be surer than such a target.
+    it needn't be surer than such a target. Of several rows each has its own of both chains.
     """
     monkeypatch.setattr(composite, "SURE", 0.6 if looked == "suffix" else 0.03)
     folder = tmp_path
     if kind != "draft":
         folder = ours(tmp_path, heads(kind, pair[0], width=32).bfloat16(), *pair)
 
-    def answered() -> list[Completion]:
+    lm = LMDrafter(near, len(pair[1]))
+
+    def answered() -> tuple[list[Completion], torch.Tensor]:
         if kind == "draft":
-            first, lm = load_drafter(looked, *pair), LMDrafter(near, len(pair[1]))
+            first = load_drafter(looked, *pair)
             assert isinstance(first, LookupDrafter)
             drafter: Drafter | None = CompositeDrafter(first, lm, 3)
         else:
             drafter = load_drafter(f"{looked}+{folder}", *pair)
-        decoder = Decoder(*pair, drafter, K=5, batch_size=1)
-        return what(decoder.generate([TEXTS[0]] * 3, WAYS[way], indices=[0, 0, 0]))
+        decoder = Decoder(*pair, drafter, K=5, batch_size=batch)
+        asked = [0, 0, 0] if batch == 1 else [0, 1, 2, 0, 3, 1, 0, 2, 1]
+        done = what(decoder.generate([TEXTS[i] for i in asked], WAYS[way], indices=asked))
+        if kind != "draft":
+            return done, torch.zeros(0)
+        read = min(len(one.prompt_tokens) + len(one.tokens) for one in done) - 2
+        return done, lm.pool.kv_2LBSHE[:, :, :, :read].clone()
 
-    found = answered()
+    found, held = answered()
     beyond = sum(sum(one.counters.histogram[4:]) for one in found)  # rounds, of the head's levels
     assert max(made) > 2 and beyond > 0
     one_at_a_time(monkeypatch)
-    assert found == answered()
+    again, like = answered()
+    assert found == again and held.equal(like)
 
 
 @pytest.mark.parametrize("kind", ["exit:2", "skip:1", "swift"])
