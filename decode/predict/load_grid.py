@@ -184,31 +184,33 @@ def whole_rounds(
     how: dict[str, Any] = {"tokenizer": decoder.tokenizer, "context": decoder.context}
     prefill: defaultdict[int, list[float]] = defaultdict(list)
     whole = []
-    for count in (rows[0], *rows):  # the first one warms up
-        decoder.policy = sweep = Sweep(plan, max(TURN, turn // count), decoder.drafter is None)
-        limit = sweeps * sum(sweep.turns) + 2  # no row may end
-        if longest + limit > decoder.context:
-            raise ValueError(
-                f"rounds: got a context of {decoder.context} tokens, expected {longest + limit} "
-                "at least, to time them; give a model with a longer one"
-            )
-        params = SamplingParams(max_new_tokens=limit, ignore_eos=True)
-        session = decoder.open_session(count, longest + limit)
-        for i in range(count):
-            prompt = list(prompts[i % len(prompts)])
-            session.submit(open_request(prompt, i, i, params=params, **how))
-        started = time.perf_counter()
-        session.step()
-        most = max(len(prompts[i % len(prompts)]) for i in range(count))
-        prefill[count * most].append(time.perf_counter() - started)
-        sweep.rounds = 0
-        while sweep.rounds < sweeps * len(sweep.turns):
+    try:
+        for count in (rows[0], *rows):  # the first one warms up
+            decoder.policy = sweep = Sweep(plan, max(TURN, turn // count), decoder.drafter is None)
+            limit = sweeps * sum(sweep.turns) + 2  # no row may end
+            if longest + limit > decoder.context:
+                raise ValueError(
+                    f"rounds: got a context of {decoder.context} tokens, expected "
+                    f"{longest + limit} at least, to time them; give a model with a longer one"
+                )
+            params = SamplingParams(max_new_tokens=limit, ignore_eos=True)
+            session = decoder.open_session(count, longest + limit)
+            for i in range(count):
+                prompt = list(prompts[i % len(prompts)])
+                session.submit(open_request(prompt, i, i, params=params, **how))
+            started = time.perf_counter()
             session.step()
-        session.close()
-        if missing := [n for n in sweep.nodes if not sweep.seconds[count, n]]:
-            raise ValueError(f"rounds: got none of {missing} tokens from this drafter, to time")
-        whole.append([np.median(sweep.seconds[count, n]) for n in sweep.nodes])
-    decoder.policy = before
+            most = max(len(prompts[i % len(prompts)]) for i in range(count))
+            prefill[count * most].append(time.perf_counter() - started)
+            sweep.rounds = 0
+            while sweep.rounds < sweeps * len(sweep.turns):
+                session.step()
+            session.close()
+            if missing := [n for n in sweep.nodes if not sweep.seconds[count, n]]:
+                raise ValueError(f"rounds: got none of {missing} tokens from this drafter, to time")
+            whole.append([np.median(sweep.seconds[count, n]) for n in sweep.nodes])
+    finally:
+        decoder.policy = before
     whole_RN = np.array(whole[1:])
     paid = [(tokens, min(seconds)) for tokens, seconds in sorted(prefill.items())]
     return Grid(rows, sweep.nodes, whole_RN, np.zeros_like(whole_RN), paid, ["rows"])

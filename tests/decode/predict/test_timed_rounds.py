@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig
 
+from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.predict import predict, timed_rounds
 from draftsmith.decode.predict.draft_sizes import random_model
-from draftsmith.decode.predict.load_grid import Grid
+from draftsmith.decode.predict.load_grid import Grid, whole_rounds
 from draftsmith.decode.predict.machines import Machine, Pass
 from draftsmith.decode.predict.predict import Drafting, best, speedup
 from draftsmith.decode.predict.timed_rounds import HEADS, LEVELS, untrained
@@ -65,6 +66,15 @@ def test_what_cannot_be_timed_is_left_out(config: PretrainedConfig, kind: str) -
     """And what comes after it isn't."""
     found = dict(timed_rounds.timed_rounds(config, [kind, "medusa"], [1]))
     assert found[kind] is None and (found["medusa"] is None) == (kind in ("medusa", "ngram"))
+
+
+def test_a_decoder_that_is_refused_stays_as_it_was() -> None:
+    target = random_model(shaped(64, max_position_embeddings=48), CPU)
+    decoder = Decoder(target, numbered(96), policy="cost")
+    before = decoder.policy
+    with pytest.raises(ValueError, match="got a context of 48 tokens, expected"):
+        whole_rounds(decoder, [[0] * 8], [1])
+    assert decoder.policy is before
 
 
 def test_the_target_says_one_token() -> None:
