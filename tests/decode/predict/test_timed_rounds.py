@@ -69,10 +69,10 @@ def test_what_cannot_be_timed_is_left_out(config: PretrainedConfig, kind: str) -
 
 
 def test_a_decoder_that_is_refused_stays_as_it_was() -> None:
-    target = random_model(shaped(64, max_position_embeddings=48), CPU)
+    target = random_model(shaped(64, max_position_embeddings=12), CPU)
     decoder = Decoder(target, numbered(96), policy="cost")
     before = decoder.policy
-    with pytest.raises(ValueError, match="got a context of 48 tokens, expected"):
+    with pytest.raises(ValueError, match="got a context of 12 tokens, expected"):
         whole_rounds(decoder, [[0] * 8], [1])
     assert decoder.policy is before
 
