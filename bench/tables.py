@@ -167,11 +167,10 @@ STEPS = {
         for where, how, drafters, minutes in (
             (
                 "-twin",
-                "on=twin target=runs/training-free/target prompts=3 longest=600 max_new_tokens=32",
+                "on=twin target=runs/training-free/target prompts=2 longest=400 max_new_tokens=32",
                 [f"{kind}=runs/training-free/{at}" for kind, at in ON_TWIN.items()],
                 40,
             ),
-            ("-trees", "tree=dynamic:6,4,17 prompts=4", [f"eagle3={MINUTE}/eagle3/drafter"], 10),
             ("", "prompts=10", [f"{kind}={at}" for kind, at in BESIDE.items()], 40),
         )
     },
@@ -340,7 +339,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "swift": ("target", "swift"),
     "training-free": (
         *(*GIVEN, "draft", "distill", "ours-alone", "compare-gsm8k-0"),
-        *("training-free-widened", "training-free-twin", "training-free-trees", "training-free"),
+        *("training-free-widened", "training-free-twin", "training-free"),
     ),
     "trees": ("quickstart-runs", *(name for name in STEPS if name.startswith("tree"))),
 }

@@ -81,6 +81,7 @@ CASES = [
     ),
     (f"{EVALUATE} drafter=stand:a_file", "cut or foreign", "draftsmith remember drafter=stand"),
     (f"{EVALUATE} drafter=suffix+exit:1", "a drafter of kind exit", "draft LM or a head, as EAG"),
+    (f"{EVALUATE} drafter=suffix+stand+draft", "a drafter of kind stand+lm", "draft LM or a head"),
     # ---- the drafter -------------------------------------------------------------------------
     (f"{EVALUATE} drafter=absent", "got absent", "expected a drafter folder"),
     (f"{EVALUATE} drafter=a_file", "got a_file", "expected a drafter folder"),

@@ -73,7 +73,7 @@ class CompositeDrafter(Drafter):
                 "expected a draft LM, or EAGLE's, Hydra's or Medusa's heads; use "
                 f"{looked.kind}+FOLDER"
             )
-        if trained.shares:
+        if trained.shares or isinstance(trained, CompositeDrafter):
             raise ValueError(
                 f"drafter: got {looked.kind}+FOLDER with a drafter of kind {trained.kind}, "
                 "expected one that can rest while another drafts: a draft LM or a head, as EAGLE's"

@@ -42,6 +42,7 @@ from draftsmith.models.vocab_map import NEAR, Spelling, VocabMap, whole
 
 LONG = 32  # bytes whose tokens may still change
 CALLS = 2  # draft calls for each level of a chain, at most, where tokens are spelled
+DEEPEST = 64  # chains for which there are as many slots beside the target's
 
 
 @dataclass
@@ -65,6 +66,7 @@ class ForeignDrafter(base.Drafter):
 
     kind = "tli"
     host = True
+    beside = 0  # slots of a row that the target hasn't
     held: tuple[str, ...] = ("pool", "texts")
 
     def __init__(
@@ -105,7 +107,7 @@ class ForeignDrafter(base.Drafter):
         return whole - output_head(model)[1].nbytes + head.nbytes
 
     def reset(self, rows: int, slots: int) -> None:
-        self.pool = self.runner.pool(rows, slots)
+        self.pool = self.runner.pool(rows, slots + self.beside)
         self.texts = [OwnText([0], sure=1) for _ in range(rows)]
 
     def prefill(self, admitted: Admitted) -> None:
@@ -214,6 +216,7 @@ class TextwiseDrafter(ForeignDrafter):
 
     kind = "slem"
     trees = samples = False
+    beside = (CALLS - 1) * DEEPEST
 
     def _join(self, size: int) -> None:
         self.known = self.map.special
@@ -225,18 +228,20 @@ class TextwiseDrafter(ForeignDrafter):
     def propose(self, request: Round) -> TokenTree:
         feed, last_B1, levels = self.feed(request), request.pending_B[:, None], request.plan.levels
         drafted: list[Tensor] = []
-        said, asked = list[list[int]](), request.active_B.tolist()
+        said = owns = list[list[int]]()
+        asked, ends = request.active_B.tolist(), set(self.own.special.values())
         for call in range(self.slots(request)):
             # The last token may be the beginning of a longer one.
-            if said and all(
-                len(one) > levels or not on for one, on in zip(said, asked, strict=True)
+            if call and not any(
+                on and len(one) <= levels and not ends.intersection(own)
+                for one, own, on in zip(said, owns, asked, strict=True)
             ):
                 break
             frontier = Frontier(call, last_B1, None, torch.full_like(last_B1[0], call))
             last_B1 = feed(frontier).logits_BFV.argmax(-1)
             drafted.append(last_B1)
-            both = zip(self.texts, torch.cat(drafted, 1).tolist(), strict=False)
-            said = [self._said(*one) for one in both]
+            owns = torch.cat(drafted, 1).tolist()
+            said = [self._said(*one) for one in zip(self.texts, owns, strict=False)]
         rows = [torch.tensor(one[:levels], dtype=torch.int64) for one in said]
         said_BL = pad_sequence(rows, batch_first=True).to(last_B1.device)
         tokens_BN = torch.cat([request.pending_B[:, None], said_BL], 1)

@@ -180,7 +180,12 @@ class TableDrafter(LookupDrafter):
         assert kept.ids_BNX is not None and kept.log_p_BNX is not None, "who asks by `likeliest`"
         rows, nodes = kept.nodes_BN.shape
         context_XM = self._contexts(kept.nodes_BN, kept.topology.parent).flatten(0, 1)
-        real_X = (kept.n_new_B > 0)[:, None].expand(rows, nodes).flatten()
+        real_BN = (kept.n_new_B > 0)[:, None].expand(rows, nodes)
+        if not kept.topology.is_chain:  # a child that is there already fills a row up
+            parent_BN = kept.topology.parent.expand(rows, -1)
+            alike = (x[:, :, None] == x[:, None] for x in (kept.nodes_BN, parent_BN))
+            real_BN = real_BN & ~(next(alike) & next(alike)).tril(-1).any(-1)
+        real_X = real_BN.flatten()
         p_XK = kept.log_p_BNX.flatten(0, 1).exp()
         self.store.learn(context_XM, kept.ids_BNX.flatten(0, 1), p_XK, real_X)
         super().extend(kept)

@@ -195,7 +195,9 @@ class LookupDrafter(StoredDrafter, TextDrafter):
         return self.where_sure(temperature, 0.0)
 
     def where_sure(self, temperature: float, sure: float) -> InRounds | None:
-        """`in_rounds`, drafting where the likeliest next token of all rows has such a chance."""
+        """`in_rounds`, drafting where the likeliest next token of all rows has such a chance; or
+        of any, in a round that asks of which.
+        """
         if not self.store.made:
             return None
         how = ChainsCall.by(self.slack, self.vocab_size, temperature, sure)

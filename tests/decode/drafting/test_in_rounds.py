@@ -97,6 +97,7 @@ def test_drafted_chains_and_what_is_kept_are_those_of_one_at_a_time(
         ("suffix", "drawn", "draft", 2),
         ("suffix", "greedy", "eagle3", 3),
         ("stand", "greedy", "hydra", 2),
+        ("stand", "greedy", "eagle3", 4),
     ],
 )
 def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
@@ -128,7 +129,7 @@ def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
         else:
             drafter = load_drafter(f"{looked}+{folder}", *pair)
         decoder = Decoder(*pair, drafter, K=5, batch_size=batch)
-        asked = [0, 0, 0] if batch == 1 else [0, 1, 2, 0, 3, 1, 0, 2, 1]
+        asked = [0, 0, 0] if batch == 1 else [2, 1, 0, 3, 0, 3, 1, 1, 1, 1, 0, 2]
         done = what(decoder.generate([TEXTS[i] for i in asked], WAYS[way], indices=asked))
         if kind != "draft":
             return done, torch.zeros(0)
