@@ -219,27 +219,24 @@ STEPS = {
         "reports=[runs/compare] out={out}",
         "0",
     ),
-    "compare-gsm8k-0": Step(
-        "draftsmith compare target={target} prompts={data} data=runs/gsm8k/answers budget=60 "
-        "limit=24 threads=1 seed=0 out=runs/compare/gsm8k-0",
-        "40",
-        "runs/compare/gsm8k-0/results.json",
-    ),
+    **{
+        f"compare-gsm8k-{seed}": Step(
+            "draftsmith compare target={target} prompts={data} data=runs/gsm8k/answers budget=60 "
+            f"limit=24 threads=1 seed={seed} out=runs/compare/gsm8k-{seed}",
+            "90" if seed else "40",
+            f"runs/compare/gsm8k-{seed}/results.json",
+        )
+        for seed in range(3)
+    },
     "compare-gsm8k": Step(
         "bench/joined.py name=compare-gsm8k 'title=Every kind, the GSM8K target' "
         "seeds=true reports=[runs/compare/gsm8k-0] "
         "out={out}",
         "0",
     ),
-    "compare-gsm8k-1": Step(
-        "draftsmith compare target={target} prompts={data} data=runs/gsm8k/answers budget=60 "
-        "limit=24 threads=1 seed=1 out=runs/compare/gsm8k-1",
-        "90",
-        "runs/compare/gsm8k-1/results.json",
-    ),
     "compare-avx2": Step(
         "bench/joined.py name=compare-avx2 'title=Every kind, without AVX-512' seeds=true "
-        "reports=[runs/compare/gsm8k-0,runs/compare/gsm8k-1] out={out}",
+        "reports=[runs/compare/gsm8k-0,runs/compare/gsm8k-1,runs/compare/gsm8k-2] out={out}",
         "0",
     ),
     "compare-widened": Step(
@@ -304,7 +301,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "advice": (*GIVEN, "quickstart-runs", "draft", "distill", "medusa", "eagle3-alone", "advice"),
     "calibration": (*GIVEN, "ours-alone", "calibration"),
     "compare": ("quickstart-runs", "compare-runs", "compare"),
-    "compare-avx2": (*GIVEN, "compare-gsm8k-0", "compare-gsm8k-1", "compare-avx2"),
+    "compare-avx2": (*GIVEN, *(f"compare-gsm8k-{seed}" for seed in range(3)), "compare-avx2"),
     "compare-gsm8k": (*GIVEN, "compare-gsm8k-0", "compare-gsm8k"),
     "compare-twin": (*GIVEN, "compare-gsm8k-0", "compare-widened", "compare-twin"),
     "cost": ("quickstart-runs", "cost"),

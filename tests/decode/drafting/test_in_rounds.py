@@ -85,27 +85,26 @@ def test_drafted_chains_and_what_is_kept_are_those_of_one_at_a_time(
 
 
 @pytest.mark.parametrize(
-    ("looked", "way", "kind", "batch"),
+    ("names", "way", "batch"),
     [
-        ("suffix", "greedy", "eagle3", 1),
-        ("suffix", "drawn", "medusa", 1),
-        ("recycling", "greedy", "eagle3", 1),
-        ("stand", "greedy", "hydra", 1),
-        ("suffix", "greedy", "draft", 1),
-        ("suffix", "drawn", "draft", 1),
-        ("suffix", "greedy", "draft", 3),
-        ("suffix", "drawn", "draft", 2),
-        ("suffix", "greedy", "eagle3", 3),
-        ("stand", "greedy", "hydra", 2),
-        ("stand", "greedy", "eagle3", 4),
+        ("suffix+eagle3", "greedy", 1),
+        ("suffix+medusa", "drawn", 1),
+        ("recycling+eagle3", "greedy", 1),
+        ("stand+hydra", "greedy", 1),
+        ("suffix+draft", "greedy", 1),
+        ("suffix+draft", "drawn", 1),
+        ("suffix+draft", "greedy", 3),
+        ("suffix+draft", "drawn", 2),
+        ("suffix+eagle3", "greedy", 3),
+        ("stand+hydra", "greedy", 2),
+        ("stand+eagle3", "greedy", 4),
     ],
 )
 def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
     pair: Pair,
     near: PreTrainedModel,
-    looked: str,
+    names: str,
     way: str,
-    kind: str,
     batch: int,
     made: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -114,6 +113,7 @@ def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
     """What is looked up goes deeper than the head; in a second answer to one prompt it is sure, if
     it needn't be surer than such a target. Of several rows each has its own of both chains.
     """
+    looked, _, kind = names.partition("+")
     monkeypatch.setattr(composite, "SURE", 0.6 if looked == "suffix" else 0.03)
     folder = tmp_path
     if kind != "draft":
