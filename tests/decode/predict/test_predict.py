@@ -126,7 +126,7 @@ def test_the_committed_tables_are_foretold(capsys: pytest.CaptureFixture[str]) -
     close = [abs(one.error) <= predicted.MISS for one in found]
     assert len(found) == 52 and sum(close) == 50
     timed = [*predicted.judged(Path("docs/results"), "compare-avx2")]
-    assert len(timed) == 56 and sum(abs(one.error) <= predicted.MISS for one in timed) == 48
+    assert len(timed) == 84 and sum(abs(one.error) <= predicted.MISS for one in timed) == 72
     assert {one.row["what"] for one in found} > {"before", "after", "ngram", "exit:2", "chain"}
     predicted.main([])
     told = capsys.readouterr().out
