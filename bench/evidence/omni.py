@@ -134,7 +134,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     head = ("drafter", "temperature", "tau", "of the gap", "answers as plain decoding's")
     words = (
         f"{source(rows)} The same draft of 0.7M with a foreign BPE (tli, slem, omni) and with the "
-        f"target's own (upper), chains of {rows[0]['K']} tokens, fp32. Of the gap from tli to "
+        f"target's own (upper), K = {rows[0]['K']}, fp32. Of the gap from tli to "
         "upper so much is closed; 95% intervals over prompts, one training each."
     )
     return "\n".join(["# A foreign vocabulary", "", words, "", *markdown(head, body)]) + "\n"
