@@ -82,7 +82,7 @@ static void take(const Draft &d, const Round &r) {
 }
 extern "C" void told_lm(const Draft *d, Round *r) {
     bool others = false;
-    for (int64_t b = 0; r->certain && b < r->rows; b++) others |= r->certain[b];
+    for (int64_t b = 0; r->asked && b < r->rows; b++) others |= r->asked->certain[b];
     if (others) take(*d, *r);
     for (int64_t b = 0; b < r->rows; b++) {
         int64_t count = r->emitted(b), *tail = d->tail + 2 * b;
@@ -225,24 +225,25 @@ extern "C" void told_one_pass(const OnePass *h, Round *r) {
     keep_last(*r, context.data(), h->head.state, b.hidden);
 }
 
-// Two drafters as one in such rounds: the other one drafts for rows of which the first isn't certain, at
-// most `levels` deep, and both hear of all. certain, verified: [B], of a round.
+// Two drafters as one in such rounds: the other one drafts for rows whose chain isn't of the first, at
+// most `levels` deep, and both hear of all. verified: [B], of a round.
 struct Drafter {
     Drafting draft, hear;
     void *own;
 };
 struct Either {
     Drafter first, other;
-    int64_t levels;
-    uint8_t *certain;
-    int64_t *verified;
+    int64_t levels, *verified;
+    Asked asked;
 };
 extern "C" void draft_either(const Either *e, Round *r) {
     int64_t B = r->rows, most = r->nodes, shallow = 1 + e->levels, copied = 0, led = 0;
-    memset(e->certain, 0, B);
-    r->certain = e->certain, r->verified = nullptr;
+    const Asked &asked = e->asked;
+    memset(asked.certain, 0, B);
+    for (int64_t b = 0; b < B; b++) asked.place[b] = 0, asked.guess[b] = -1;
+    r->asked = &asked, r->verified = nullptr;
     e->first.draft(e->first.own, r);
-    for (int64_t b = 0; b < B; b++) copied += e->certain[b], led += r->active[b] && !e->certain[b];
+    for (int64_t b = 0; b < B; b++) copied += asked.certain[b], led += r->active[b] && !asked.certain[b];
     if (copied && !led) return;
     int64_t one = r->nodes;
     std::vector<int64_t> known(r->tokens, r->tokens + B * one);
@@ -253,12 +254,15 @@ extern "C" void draft_either(const Either *e, Round *r) {
     std::vector<int64_t> drafted(r->tokens, r->tokens + B * two);
     r->nodes = one > two ? one : two, r->verified = e->verified;
     for (int64_t b = 0; b < B; b++) {
-        int64_t n = e->verified[b] = e->certain[b] ? one : two;
-        const int64_t *chain = e->certain[b] ? &known[b * one] : &drafted[b * two];
+        int64_t n = e->verified[b] = asked.certain[b] ? one : two;
+        const int64_t *chain = asked.certain[b] ? &known[b * one] : &drafted[b * two];
         for (int64_t i = 0; i < r->nodes; i++) r->tokens[b * r->nodes + i] = chain[i < n ? i : 0];
     }
 }
 extern "C" void told_either(const Either *e, Round *r) {
+    for (int64_t b = 0; b < r->rows; b++)
+        if (r->emitted(b)) e->asked.tell(b, *r->told(b), r->emitted(b) > 1);
+    e->asked.fade();
     for (const Drafter *one : {&e->first, &e->other})
         if (one->hear) one->hear(one->own, r);
 }

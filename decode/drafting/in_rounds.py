@@ -59,7 +59,8 @@ class _OnePass(ctypes.Structure):
 
 class _Either(ctypes.Structure):
     _fields_ = [(f"{n}_{of}", _P) for of in (1, 2) for n in ("draft", "hear", "own")]
-    _fields_ += [("levels", _N), ("certain", _P), ("verified", _P)]
+    _fields_ += [("levels", _N), ("verified", _P)]
+    _fields_ += [(n, _P) for n in ("hits", "seen", "place", "guess", "certain")]
 
 
 class Draws(NamedTuple):
@@ -159,14 +160,20 @@ def heads_rounds(
     return called(heads, (how, laid, held, before, at), made.draft_heads, made.told_heads)
 
 
-def either_rounds(first: InRounds, other: InRounds, levels: int, rows: int) -> InRounds:
-    """Where the first isn't certain the other drafts, at most so many levels."""
+def either_rounds(
+    first: InRounds, other: InRounds, levels: int, rows: int, kept_2X: Tensor
+) -> InRounds:
+    """Where the first isn't to draft the other does, at most so many levels. kept_2X: how often
+    their first tokens were kept, and seen, which the call keeps up (`Asked` in round.h).
+    """
     parts, made = list[Any](), library()
     for draft, hear, own in (first.call, other.call):
         parts += [draft, hear, ctypes.cast(own, _P)]
-    of_rows = torch.empty(rows, dtype=torch.uint8), torch.empty(rows, dtype=torch.int64)
-    either = _Either(*parts, levels, *map(pointer, of_rows))
-    return called(either, (first, other, of_rows), made.draft_either, made.told_either)
+    verified_B, place_B, guess_B = torch.empty(3, rows, dtype=torch.int64)
+    of_rows = place_B, guess_B, torch.empty(rows, dtype=torch.uint8)
+    either = _Either(*parts, levels, pointer(verified_B), *map(pointer, (*kept_2X, *of_rows)))
+    held = first, other, verified_B, kept_2X, of_rows
+    return called(either, held, made.draft_either, made.told_either)
 
 
 def _parts(

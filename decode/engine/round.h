@@ -4,6 +4,32 @@
 #pragma once
 #include <cstdint>
 
+// Which of two drafters a row's chain is of, by how often either's first token was kept: of the one that
+// is asked first by the chance that it gives its likeliest token, in PLACES parts, and after these of the
+// other one. Of a round, [B]: place, the token that it drafts first (-1: nothing is known), and whether
+// the row's chain is its own.
+struct Asked {
+    float *hits, *seen;
+    int64_t *place, *guess;
+    uint8_t *certain;
+    static constexpr int64_t PLACES = 8;
+    static constexpr float MOST = 256;
+
+    void ask(int64_t b, int64_t token, float chance) const {
+        int64_t at = int64_t(chance * PLACES + 1.0f / 16);
+        place[b] = at < PLACES ? at : PLACES - 1, guess[b] = token;
+        certain[b] = hits[place[b]] / seen[place[b]] >= hits[PLACES] / seen[PLACES];
+    }
+    void tell(int64_t b, int64_t first, bool kept) const {
+        seen[place[b]]++, hits[place[b]] += first == guess[b];
+        if (!certain[b]) seen[PLACES]++, hits[PLACES] += kept;
+    }
+    void fade() const {
+        for (int64_t i = 0; i <= PLACES; i++)
+            if (seen[i] > MOST) seen[i] *= 0.5f, hits[i] *= 0.5f;
+    }
+};
+
 struct Round {
     int64_t rows, nodes, length, vocab, stops;
     int64_t race_row, race_step;  // from one row's noise to the next one's, and one depth's
@@ -19,7 +45,7 @@ struct Round {
     const int64_t *verified;  // [B]: nodes that are judged; null: all
     const int64_t *begun;     // [B]: the lengths at which the noise begins; null: the rows' own
     const uint16_t *side;     // [B, N, U]: the taps' states, side by side
-    uint8_t *certain;         // [B]: rows whose chain is what is looked up; null: nobody asks
+    const Asked *asked;       // of a composite; null: nobody asks
 
     // The pending tokens, and after them each row's chain, the first of `wide`.
     void draft(const int64_t *chains, int64_t wide, int64_t levels) {

@@ -181,7 +181,7 @@ _NUMBERS = (
 _PLACES = (
     *("tokens", "parent", "depth", "logits", "race"),
     *("lens", "pending", "rounds", "room", "active", "stop_ids", "before", "table"),
-    *("verified", "begun", "side", "certain"),
+    *("verified", "begun", "side", "asked"),
 )
 
 

@@ -3,12 +3,14 @@
     suffix+FOLDER     also recycling+FOLDER, stand+FOLDER
     suffix++FOLDER    fused: every tree is grown from both laws
 
-A row is sure where the law looked up gives its best token a chance of SURE or more. On a CPU the
-trained drafter isn't asked where all rows are sure, nor the other one where none is; where rows
-differ, and on a GPU, which reads nothing back, both draft, and each row keeps one of the two trees,
-brought to a common size by children of the root that are there already. Under the coupled rule, the
-only one, a tree's shape may depend on what was drawn. A draft LM, whose draft calls make its keys,
-takes in what it hasn't drafted by one pass.
+A row is sure where the first token looked up is kept as often as the trained one's. How often that
+is is counted in every round, whoever drafts, by the chance that the law looked up gives its best
+token; of the trained one in the rounds that it drafts. At first the law is believed, and the
+trained one taken for as good as SURE. On a CPU the trained drafter isn't asked where all rows are
+sure, nor the other one where none is; where rows differ, and on a GPU, which reads nothing back,
+both draft, and each row keeps one of the two trees, brought to a common size by children of the
+root that are there already. Under the coupled rule, the only one, a tree's shape may depend on what
+was drawn. A draft LM, whose draft calls make its keys, takes in what it hasn't drafted by one pass.
 
 A looked-up draft is a chain as deep as the plan; the trained one is asked for as many levels of it
 as its folder's K says, so that K=16 copies far and drafts no farther than it did.
@@ -52,6 +54,8 @@ from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.decode.untrained.texts import LookupDrafter, hopeless
 
 SURE = 0.6
+BELIEVED = 8.0  # rounds that what is taken for granted at first counts for
+PLACES, MOST = 8, 256.0  # as in round.h
 
 
 class CompositeDrafter(Drafter):
@@ -84,6 +88,9 @@ class CompositeDrafter(Drafter):
         self.taps, self.likeliest, self.context = trained.taps, looked.likeliest, trained.context
         self.host, self.owes = trained.host, looked.owes and trained.owes
         self.led = False  # whether the latest tree is all the trained one's
+        self.asked: tuple[Tensor, ...] = ()  # of the latest round, as `Asked` in round.h
+        self.kept_22X = torch.empty(2, 2, PLACES + 1, device=looked.device)
+        self._believe()
 
     @property
     def form(self) -> str:  # type: ignore[override]
@@ -103,12 +110,19 @@ class CompositeDrafter(Drafter):
 
     def forget(self) -> None:
         self.looked.forget()
+        self._believe()
+
+    def _believe(self) -> None:
+        """Of greedy rounds and others: how often a first token was kept, and seen."""
+        chance_X = torch.tensor([*((i + 0.5) / PLACES for i in range(PLACES)), SURE])
+        self.kept_22X.copy_(BELIEVED * torch.stack([chance_X, torch.ones_like(chance_X)]))
 
     def prefill(self, admitted: Admitted) -> None:
         self.looked.prefill(admitted)
         self.trained.prefill(admitted)
 
     def extend(self, kept: Kept) -> Tensor | None:
+        self._tell(kept)
         self.looked.extend(kept)
         if self.led or self.trained.follows:
             return self.trained.extend(kept)
@@ -147,8 +161,35 @@ class CompositeDrafter(Drafter):
 
         return feed
 
+    def _ask(self, first_BV: Tensor, request: Round) -> Tensor:
+        """Rows that are sure [B], by the law looked up first."""
+        kept_2X = self.kept_22X[int(not request.params.greedy)]
+        known_B = first_BV.amax(-1) > first_BV.amin(-1)
+        place_B = (first_BV.softmax(-1).amax(-1) * PLACES + 1 / 16).long()
+        place_B = torch.where(known_B, place_B.clamp(max=PLACES - 1), 0)
+        scores_BV = request.params.transform(first_BV[:, None])[:, 0]
+        if request.race_BDV is not None:
+            scores_BV = scores_BV - request.race_BDV[:, 0]
+        rate_X = kept_2X[0] / kept_2X[1]
+        sure_B = known_B & (rate_X[place_B] >= rate_X[-1])
+        self.asked = kept_2X, place_B, torch.where(known_B, scores_BV.argmax(-1), -1), sure_B
+        return sure_B
+
+    def _tell(self, kept: Kept) -> None:
+        if not self.asked:
+            return
+        kept_2X, place_B, guess_B, sure_B = self.asked
+        self.asked = ()
+        went_B = kept.n_new_B > 0
+        led_B = went_B & ~sure_B
+        at_X = torch.cat([place_B, torch.full_like(place_B, PLACES)])
+        hits = went_B & (kept.tokens_BL[:, 0] == guess_B), led_B & (kept.n_new_B > 1)
+        for counts_X, own in zip(kept_2X, (hits, (went_B, led_B)), strict=True):
+            counts_X.index_add_(0, at_X, torch.cat(own).to(counts_X))
+        kept_2X.mul_(torch.where(kept_2X[1] > MOST, 0.5, 1.0))
+
     def propose(self, request: Round) -> TokenTree:
-        self.led = False
+        self.led, self.asked = False, ()
         if self.fused:
             if self.looked.reads and request.enough is None:
                 request = replace(request, enough=self._hopeless)
@@ -158,7 +199,7 @@ class CompositeDrafter(Drafter):
         ask, known_B = self.looked.looked_up()
         slot_1 = torch.zeros_like(known_B[:1]).long()
         first = ask(Frontier(0, request.pending_B[:, None], None, slot_1))
-        sure_B = known_B & (first.logits_BFV.softmax(-1).amax((1, 2)) >= SURE)
+        sure_B = self._ask(first.logits_BFV[:, 0], request)
 
         def feed(frontier: Frontier) -> Fed:
             return ask(frontier) if frontier.depth else first
@@ -177,11 +218,12 @@ class CompositeDrafter(Drafter):
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
         if self.fused:
             return None
-        first = self.looked.where_sure(temperature, SURE)
+        first = self.looked.in_rounds(nodes, temperature)
         other = self.trained.in_rounds(min(nodes, 1 + self.deepest), temperature)
         if first is None or other is None:
             return None
-        return either_rounds(first, other, self.deepest, len(self.looked.lens_B))
+        kept_2X = self.kept_22X[int(temperature > 0)]
+        return either_rounds(first, other, self.deepest, len(self.looked.lens_B), kept_2X)
 
     def _hopeless(self, call: Call) -> Tensor:
         """Where the head goes no deeper, and what is looked up isn't likely."""
@@ -193,7 +235,9 @@ class CompositeDrafter(Drafter):
     def __copy__(self) -> "CompositeDrafter":
         """With parts of its own, as other drafters have tensors of their own after `reset`."""
         parts = copy.copy(self.looked), copy.copy(self.trained)
-        return CompositeDrafter(*parts, self.deepest, fused=self.fused)
+        made = CompositeDrafter(*parts, self.deepest, fused=self.fused)
+        made.kept_22X = self.kept_22X
+        return made
 
 
 def either(first_B: Tensor, first: TokenTree, second: TokenTree) -> TokenTree:

@@ -64,18 +64,17 @@ struct Texts {
     }
 };
 
-// How chains are drafted. slack: the weight of each token that was never seen; sure: the chance that
-// the likeliest first token has in every row that decodes, or nothing is drafted, but where `certain`
-// tells which rows have it, in any; race: of the rows' levels, or none; from: levels of each row's to
-// leave out (null: none).
+// How chains are drafted. slack: the weight of each token that was never seen; race: of the rows'
+// levels, or none; from: levels of each row's to leave out (null: none); asked: nothing is drafted where
+// no row's chain is to be of these (null: nobody asks).
 struct Chains {
     int64_t rows, vocab, race_row, race_step, steps;
-    float slack, temperature, hopeless, sure;
+    float slack, temperature, hopeless;
     const uint8_t *active;
     const float *race;
     int64_t *tokens;
     const int64_t *from;
-    uint8_t *certain;
+    const Asked *asked;
 };
 
 // Tokens by their weights, of which some may come twice; those that there aren't are left out.
@@ -100,7 +99,7 @@ template <class Fill, class Go> inline int64_t follow(const Chains &how, Fill fi
     Law law{how.vocab, how.slack, {}, {}};
     const float unseen = std::log(how.slack) / how.temperature;
     for (int64_t k = 0; k < how.steps; k++) {
-        bool hope = false, sure = !how.certain || k;
+        bool hope = false, sure = !how.asked || k;
         for (int64_t b = 0; b < how.rows; b++) {
             law.ids.clear(), law.total.clear();
             fill(b, k, law);
@@ -128,11 +127,10 @@ template <class Fill, class Go> inline int64_t follow(const Chains &how, Fill fi
                 most = weight > most ? weight : most;
             }
             hope |= how.active[b] && how.hopeless * all <= 1;
-            const bool certain = how.active[b] && most >= how.sure * weights;
-            if (!k && how.certain)
-                sure |= how.certain[b] = certain;
-            else
-                sure &= k || !how.active[b] || certain;
+            if (!k && how.asked && how.active[b] && !law.ids.empty()) {
+                how.asked->ask(b, best, float(most / weights));
+                sure |= how.asked->certain[b];
+            }
             go(b, k, best);
         }
         if (!sure) return 0;
@@ -163,7 +161,7 @@ template <class Follow> inline void draft(Round &r, Chains how, bool known, Foll
     for (int64_t b = 0; b < r.rows; b++) from[b] = r.along(b);
     how.rows = r.rows, how.steps = K, how.active = r.active, how.tokens = made.data();
     how.race = r.race, how.race_row = r.race_row, how.race_step = r.race_step;
-    how.from = from.data(), how.certain = r.certain;
+    how.from = from.data(), how.asked = r.asked;
     r.draft(made.data(), K, known ? follow(how) : 0);
 }
 

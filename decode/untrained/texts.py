@@ -32,13 +32,13 @@ class ChainsCall(ctypes.Structure):
 
     _fields_ = [
         *((n, ctypes.c_int64) for n in ("rows", "vocab", "race_row", "race_step", "steps")),
-        *((n, ctypes.c_float) for n in ("slack", "temperature", "hopeless", "sure")),
-        *((n, ctypes.c_void_p) for n in ("active", "race", "tokens", "from", "certain")),
+        *((n, ctypes.c_float) for n in ("slack", "temperature", "hopeless")),
+        *((n, ctypes.c_void_p) for n in ("active", "race", "tokens", "from", "asked")),
     ]
 
     @classmethod
-    def by(cls, slack: float, vocab_size: int, temperature: float, sure: float = 0.0) -> Self:
-        numbers = slack / vocab_size, temperature or 1.0, HOPELESS, sure
+    def by(cls, slack: float, vocab_size: int, temperature: float) -> Self:
+        numbers = slack / vocab_size, temperature or 1.0, HOPELESS
         return cls(0, vocab_size, 0, 0, 0, *numbers)
 
 
@@ -192,15 +192,9 @@ class LookupDrafter(StoredDrafter, TextDrafter):
         raise NotImplementedError
 
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
-        return self.where_sure(temperature, 0.0)
-
-    def where_sure(self, temperature: float, sure: float) -> InRounds | None:
-        """`in_rounds`, drafting where the likeliest next token of all rows has such a chance; or
-        of any, in a round that asks of which.
-        """
         if not self.store.made:
             return None
-        how = ChainsCall.by(self.slack, self.vocab_size, temperature, sure)
+        how = ChainsCall.by(self.slack, self.vocab_size, temperature)
         return self.drafts_in(self.store.made, self.ending, self.in_memory(), how)
 
     def propose(self, request: Round) -> TokenTree:

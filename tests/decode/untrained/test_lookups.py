@@ -105,6 +105,7 @@ def test_a_composite_gives_plain_answers_and_uses_both(
             counts = {}
             for sure in (2.0, composite.SURE, 0.0):
                 monkeypatch.setattr(composite, "SURE", sure)
+                monkeypatch.setattr(composite, "BELIEVED", 1e6)
                 looked = SuffixDrafter("suffix", CPU, VOCAB)
                 both = CompositeDrafter(looked, trained, 3)
                 decoder = Decoder(target, tiny_tokenizer, both, batch_size=3, **tree)
