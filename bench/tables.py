@@ -171,7 +171,7 @@ STEPS = {
                 [f"{kind}=runs/training-free/{at}" for kind, at in ON_TWIN.items()],
                 40,
             ),
-            ("", "prompts=8", [f"{kind}={at}" for kind, at in BESIDE.items()], 40),
+            ("", "prompts=6", [f"{kind}={at}" for kind, at in BESIDE.items()], 40),
         )
     },
     "eagle3": Step(

@@ -260,9 +260,12 @@ extern "C" void draft_either(const Either *e, Round *r) {
     }
 }
 extern "C" void told_either(const Either *e, Round *r) {
-    for (int64_t b = 0; b < r->rows; b++)
-        if (r->emitted(b)) e->asked.tell(b, *r->told(b), r->emitted(b) > 1);
-    e->asked.fade();
+    std::vector<int64_t> first(r->rows, -1), drafted(r->rows, -1);
+    for (int64_t b = 0; b < r->rows; b++) {
+        if (r->emitted(b)) first[b] = *r->told(b);
+        if (r->nodes > 1) drafted[b] = r->tokens[b * r->nodes + 1];
+    }
+    e->asked.tell(r->rows, first.data(), drafted.data());
     for (const Drafter *one : {&e->first, &e->other})
         if (one->hear) one->hear(one->own, r);
 }

@@ -33,6 +33,7 @@ class Store:
     def __init__(self, path: Path | None, tokenizer: str, service: Service) -> None:
         self.path, self.tokenizer, self.service = path, tokenizer, service
         self.drafters: list[StoredDrafter] = []
+        self.whole: list[Drafter] = []  # what these are a part of, if they are
         self._lock = None if path is None else claimed(path)
         self._writing = threading.Lock()
 
@@ -42,6 +43,7 @@ class Store:
         if self.drafters:
             looked.store = self.drafters[0].store
         self.drafters.append(looked)
+        self.whole.append(drafter or looked)
 
     def keep(self, *, forget: bool = False) -> None:
         """Write what is known by now, or, where it has no file, only `forget`. ApiError where the
@@ -68,8 +70,8 @@ class Store:
             self._lock.release()
 
     def _copied(self, forget: bool) -> dict[str, Tensor]:
-        for drafter in self.drafters:
-            drafter.forget() if forget else drafter.settle()
+        for whole, drafter in zip(self.whole, self.drafters, strict=True):
+            whole.forget() if forget else drafter.settle()
         stored = {} if self.path is None else self.drafters[0].stored()
         return {name: part.to("cpu", copy=True) for name, part in stored.items()}
 

@@ -3,14 +3,16 @@
     suffix+FOLDER     also recycling+FOLDER, stand+FOLDER
     suffix++FOLDER    fused: every tree is grown from both laws
 
-A row is sure where the first token looked up is kept as often as the trained one's. How often that
-is is counted in every round, whoever drafts, by the chance that the law looked up gives its best
-token; of the trained one in the rounds that it drafts. At first the law is believed, and the
-trained one taken for as good as SURE. On a CPU the trained drafter isn't asked where all rows are
-sure, nor the other one where none is; where rows differ, and on a GPU, which reads nothing back,
-both draft, and each row keeps one of the two trees, brought to a common size by children of the
-root that are there already. Under the coupled rule, the only one, a tree's shape may depend on what
-was drawn. A draft LM, whose draft calls make its keys, takes in what it hasn't drafted by one pass.
+A row is sure where the first token looked up is the right one as often as the trained one's. How
+often that is is counted by classes of the chance that the law looked up gives its best token: of
+the look-up in every round that drafts, whoever drafts, of the trained one where it did. At first
+the law is believed, and the trained one taken for as good as SURE, as which it slowly passes again
+in a class where it rests, so that it has its trials. On a CPU the trained drafter isn't asked where
+all rows are sure, nor the other one where none is; where rows differ, and on a GPU, which reads
+nothing back, both draft, and each row keeps one of the two trees, brought to a common size by
+children of the root that are there already. Under the coupled rule, the only one, a tree's shape
+may depend on what was drawn. A draft LM, whose draft calls make its keys, takes in what it hasn't
+drafted by one pass.
 
 A looked-up draft is a chain as deep as the plan; the trained one is asked for as many levels of it
 as its folder's K says, so that K=16 copies far and drafts no farther than it did.
@@ -47,7 +49,7 @@ from draftsmith.decode.drafting.base import (
 )
 from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
-from draftsmith.decode.drafting.in_rounds import InRounds, either_rounds
+from draftsmith.decode.drafting.in_rounds import Counts, InRounds, either_rounds
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree, Topology
 from draftsmith.decode.tree_shapes import chain_plan
@@ -55,7 +57,7 @@ from draftsmith.decode.untrained.texts import LookupDrafter, hopeless
 
 SURE = 0.6
 BELIEVED = 8.0  # rounds that what is taken for granted at first counts for
-PLACES, MOST = 8, 256.0  # as in round.h
+PLACES, MOST, RESTS = 8, 256.0, 1024.0  # as in round.h
 
 
 class CompositeDrafter(Drafter):
@@ -89,7 +91,7 @@ class CompositeDrafter(Drafter):
         self.host, self.owes = trained.host, looked.owes and trained.owes
         self.led = False  # whether the latest tree is all the trained one's
         self.asked: tuple[Tensor, ...] = ()  # of the latest round, as `Asked` in round.h
-        self.kept_22X = torch.empty(2, 2, PLACES + 1, device=looked.device)
+        self.kept_22X = torch.empty(2, 2, 2 * PLACES, device=looked.device)
         self._believe()
 
     @property
@@ -113,11 +115,15 @@ class CompositeDrafter(Drafter):
         self._believe()
 
     def _believe(self) -> None:
-        """Of greedy rounds and others: how often a first token was kept, and seen."""
-        chance_X = torch.tensor([*((i + 0.5) / PLACES for i in range(PLACES)), SURE])
+        """Of greedy rounds and others: how often first tokens were emitted, and seen; of the
+        look-up by its own chance, then of the trained one.
+        """
+        chances = [*((i + 0.5) / PLACES for i in range(PLACES)), *[SURE] * PLACES]
+        chance_X = torch.tensor(chances)
         self.kept_22X.copy_(BELIEVED * torch.stack([chance_X, torch.ones_like(chance_X)]))
 
     def prefill(self, admitted: Admitted) -> None:
+        self.asked = ()
         self.looked.prefill(admitted)
         self.trained.prefill(admitted)
 
@@ -170,22 +176,27 @@ class CompositeDrafter(Drafter):
         scores_BV = request.params.transform(first_BV[:, None])[:, 0]
         if request.race_BDV is not None:
             scores_BV = scores_BV - request.race_BDV[:, 0]
-        rate_X = kept_2X[0] / kept_2X[1]
-        sure_B = known_B & (rate_X[place_B] >= rate_X[-1])
+        rate_2X = (kept_2X[0] / kept_2X[1]).view(2, PLACES)
+        sure_B = known_B & (rate_2X[0] >= rate_2X[1])[place_B]
         self.asked = kept_2X, place_B, torch.where(known_B, scores_BV.argmax(-1), -1), sure_B
         return sure_B
 
     def _tell(self, kept: Kept) -> None:
         if not self.asked:
             return
+        assert kept.nodes_BN is not None and kept.topology is not None, "the engine tells"
         kept_2X, place_B, guess_B, sure_B = self.asked
         self.asked = ()
-        went_B = kept.n_new_B > 0
+        went_B, first_B1 = (kept.n_new_B > 0) & (guess_B >= 0), kept.tokens_BL[:, :1]
+        drafted_B = ((kept.nodes_BN == first_B1) & (kept.topology.depth == 1)).any(-1)
         led_B = went_B & ~sure_B
-        at_X = torch.cat([place_B, torch.full_like(place_B, PLACES)])
-        hits = went_B & (kept.tokens_BL[:, 0] == guess_B), led_B & (kept.n_new_B > 1)
+        hits = went_B & (first_B1[:, 0] == guess_B), led_B & drafted_B
+        before_2X = kept_2X[:, PLACES:].clone()
+        at_X = torch.cat([place_B, place_B + PLACES])
         for counts_X, own in zip(kept_2X, (hits, (went_B, led_B)), strict=True):
             counts_X.index_add_(0, at_X, torch.cat(own).to(counts_X))
+        rest_X = torch.zeros_like(before_2X[0]).index_add_(0, place_B, (went_B & sure_B).float())
+        kept_2X[0, PLACES:] += rest_X * (SURE * before_2X[1] - before_2X[0]) / RESTS
         kept_2X.mul_(torch.where(kept_2X[1] > MOST, 0.5, 1.0))
 
     def propose(self, request: Round) -> TokenTree:
@@ -222,8 +233,8 @@ class CompositeDrafter(Drafter):
         other = self.trained.in_rounds(min(nodes, 1 + self.deepest), temperature)
         if first is None or other is None:
             return None
-        kept_2X = self.kept_22X[int(temperature > 0)]
-        return either_rounds(first, other, self.deepest, len(self.looked.lens_B), kept_2X)
+        counts = Counts(self.kept_22X[int(temperature > 0)], SURE)
+        return either_rounds(first, other, self.deepest, len(self.looked.lens_B), counts)
 
     def _hopeless(self, call: Call) -> Tensor:
         """Where the head goes no deeper, and what is looked up isn't likely."""
