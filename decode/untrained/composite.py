@@ -110,6 +110,12 @@ class CompositeDrafter(Drafter):
         self.looked.reset(rows, slots)
         self.trained.reset(rows, slots)
 
+    def succeed(self, old: Drafter) -> None:
+        assert isinstance(old, CompositeDrafter), "drafters of one kind"
+        self.looked.succeed(old.looked)
+        self.trained.succeed(old.trained)
+        self.kept_22X = old.kept_22X
+
     def forget(self) -> None:
         self.looked.forget()
         self._believe()

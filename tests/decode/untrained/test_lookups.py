@@ -2,6 +2,7 @@
 finds; a table holds what the target said.
 """
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -219,6 +220,24 @@ def test_a_draft_lm_reads_what_was_copied(
                     for side, own in zip(held, (layer.keys, layer.values), strict=True):
                         torch.testing.assert_close(side[: len(known_N)], own[0].transpose(0, 1))
         assert any(one.counters.drafted for one in done)
+
+
+def test_a_new_version_goes_on_with_the_state_and_drafts_by_its_own_weights() -> None:
+    target, head = counting(wrong=0.35)
+    old, new = (
+        CompositeDrafter(
+            SuffixDrafter("suffix", CPU, VOCAB), EagleDrafter(copy.deepcopy(head), target, VOCAB), 3
+        )
+        for _ in range(2)
+    )
+    old.reset(2, 64)
+    begun(old.looked, 0, [1, 2, 3, 1, 2])
+    own = new.trained
+    new.succeed(old)
+    assert new.trained is own and isinstance(own, EagleDrafter)
+    assert isinstance(old.trained, EagleDrafter) and own.head is not old.trained.head
+    assert own.state_BH is old.trained.state_BH and new.kept_22X is old.kept_22X
+    assert new.looked.store is old.looked.store and new.looked.text_BS is old.looked.text_BS
 
 
 def test_two_pluses_fuse_and_those_of_a_path_do_not(
