@@ -128,10 +128,11 @@ class KindsCompared:
         for kind in asked:
             first, after = composed(kind)
             name = (first or after).partition(":")[0]
-            known = kind in RECIPES or name in (*BARE[1:], *UNTRAINED)
-            if first and known and after != BEST and after not in RECIPES:
-                known = (Path(after) / META).is_file()
-            if not known and not (Path(kind) / META).is_file():
+            simple, behind = (*BARE[1:], *UNTRAINED), after.partition(":")[0]
+            known = kind in RECIPES or name in simple or (Path(kind) / META).is_file()
+            # Of a plain LM's folder, or one of the hub, too.
+            fits = behind in (BEST, *RECIPES, *simple) or "/" in after or Path(after).exists()
+            if not known or (first and not fits):
                 raise ValueError(unknown("kind", kind, every))
             if first and after in RECIPES and after not in asked:
                 raise ValueError(f"kinds: got {kind} without {after}, expected {after},{kind}")

@@ -15,7 +15,6 @@ has no room for. Rows and page: <out>/training-free.*, where those of other targ
 """
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from rich.progress import track
 
 from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run, beside, markdown, source, write_table
+from draftsmith.bench.speed.arms import decode_by
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import kept_defaults, load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
@@ -75,15 +75,13 @@ class Way:
 def main(argv: list[str]) -> None:
     settings = parse(TrainingFree, argv)
     need("target", settings.target)
-    torch.set_num_threads(settings.threads)
+    decode_by(settings.threads)
     model, tokenizer = load_decoded(TargetSpec(settings.target, dtype=settings.dtype), "cpu")
     ways = every_way(settings, model, tokenizer)
-    if settings.threads == 1:
-        time.perf_counter = time.thread_time  # which the engine reads: others' work doesn't count
     context = min(way.decoder.context for way in ways.values())
     room = context - settings.max_new_tokens
     asked = stream(settings, tokenizer, min(room, settings.longest or room))
-    rows: list[dict[str, Any]] = []
+    rows, run = list[dict[str, Any]](), about_run()
     kinds: dict[str, dict[Any, list[int]]] = {ALL: {}}
     for i, (kind, prompt) in enumerate(asked):
         for of in (ALL, kind):
@@ -95,7 +93,7 @@ def main(argv: list[str]) -> None:
                 about = {"what": name, "on": settings.on, "of": of, "tree": settings.tree}
                 about |= {"temperature": temperature, "target": settings.target}
                 if name != PLAIN:
-                    row = about | figures(counted, name, way.parts, requests) | about_run()
+                    row = about | figures(counted, name, way.parts, requests) | run
                     rows.append(row | {"megabytes": held(way) / 2**20})
     out = Path(settings.out)
     rows = beside(out / "training-free.json", rows, "on", "tree")
@@ -201,8 +199,8 @@ def figures(
     """
     every = sorted(i for some in requests.values() for i in some)
     by_prompt = {
-        own: np.array([found[some].sum(0) for some in requests.values()])
-        for own, found in counted.items()
+        own: np.array([counted[own][some].sum(0) for some in requests.values()])
+        for own in (PLAIN, name, *parts)
     }
 
     def rate(own: str, by: int, i: np.ndarray) -> Any:

@@ -86,6 +86,15 @@ def generate(model: PreTrainedModel, length: int, **options: Any) -> Arm:
     return call
 
 
+def decode_by(threads: int) -> None:
+    """Decode with so many threads; one by its own clock, which the engine then reads too: what
+    others do on the machine doesn't count.
+    """
+    torch.set_num_threads(threads)
+    if threads == 1:
+        time.perf_counter = time.thread_time
+
+
 def by_lot(names: Sequence[Kind], turn: int) -> list[Kind]:
     """In this turn's own order: what runs before an arm tells on it, and in an order that rotates
     that is always the same one.

@@ -6,15 +6,14 @@
 
 Every arm decodes each group of prompts, in an order by lot; what counts is the decoding alone,
 prefills excluded, by the thread's own clock where there is one thread, and answers are as long as
-they may be. ratio: an arm's rate over plain
-decoding's, the mean over groups, with a 95% interval over groups (bootstrap). `auto` learns as it
-goes; one group before the first one counted is its warm-up, as everybody's. Plain decoding takes
-part twice, which tells what of an interval is the machine's. At temperature 0 transformers'
+they may be. ratio: an arm's rate over plain decoding's, the mean over groups, with a 95% interval
+over groups (bootstrap). `auto` learns as it goes; one group before the first one counted is its
+warm-up, as everybody's. Plain decoding takes part twice, which tells what of an interval is the
+machine's. At temperature 0 transformers'
 `generate` on a padded batch stands beside. Rows, page and picture: <out>/load.*,
 where rows measured on another target stay.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,12 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import logging
 
 from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run, beside, interval, markdown, source, write_table
-from draftsmith.bench.speed.arms import Arm, Turn, decode_rate, generate, take_turns, tau
+from draftsmith.bench.speed.arms import (
+    Arm,
+    Turn,
+    decode_by,
+    decode_rate,
+    generate,
+    take_turns,
+    tau,
+)
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
@@ -61,9 +67,7 @@ class LoadBench:
 def main(argv: list[str]) -> None:
     settings = parse(LoadBench, argv)
     need("ours-alone", settings.drafter)
-    torch.set_num_threads(settings.threads)
-    if settings.threads == 1:
-        time.perf_counter = time.thread_time  # which the engine reads: others' work doesn't count
+    decode_by(settings.threads)
     logging.set_verbosity_error()
     target, tokenizer = load_decoded(TargetSpec(settings.target, dtype=settings.dtype), "cpu")
     texts = [prompt.tokens for prompt in load_prompts(settings.data, tokenizer, limit=300)]

@@ -3,6 +3,7 @@
 // to is heard.
 
 #pragma once
+#include <algorithm>
 
 // A body that drafts, of what keys and values, and how; tail: of a draft LM, the last two tokens of each
 // row, of which the second is pending (null: all but the pending one have keys and values already).
@@ -240,7 +241,7 @@ extern "C" void draft_either(const Either *e, Round *r) {
     int64_t B = r->rows, most = r->nodes, shallow = 1 + e->levels, copied = 0, led = 0;
     const Asked &asked = e->asked;
     memset(asked.certain, 0, B);
-    for (int64_t b = 0; b < B; b++) asked.place[b] = 0, asked.guess[b] = -1;
+    std::fill_n(asked.guess, B, -1);
     r->asked = &asked, r->verified = nullptr;
     e->first.draft(e->first.own, r);
     for (int64_t b = 0; b < B; b++) copied += asked.certain[b], led += r->active[b] && !asked.certain[b];

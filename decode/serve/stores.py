@@ -32,18 +32,15 @@ class Store:
 
     def __init__(self, path: Path | None, tokenizer: str, service: Service) -> None:
         self.path, self.tokenizer, self.service = path, tokenizer, service
-        self.drafters: list[StoredDrafter] = []
-        self.whole: list[Drafter] = []  # what these are a part of, if they are
+        self.drafters: list[Drafter] = []
         self._lock = None if path is None else claimed(path)
         self._writing = threading.Lock()
 
     def add(self, drafter: Drafter | None) -> None:
-        looked = drafter.looked if isinstance(drafter, CompositeDrafter) else drafter
-        assert isinstance(looked, StoredDrafter), "its name says so"
+        assert drafter is not None, "its name says so"
         if self.drafters:
-            looked.store = self.drafters[0].store
-        self.drafters.append(looked)
-        self.whole.append(drafter or looked)
+            stored_in(drafter).store = stored_in(self.drafters[0]).store
+        self.drafters.append(drafter)
 
     def keep(self, *, forget: bool = False) -> None:
         """Write what is known by now, or, where it has no file, only `forget`. ApiError where the
@@ -70,14 +67,21 @@ class Store:
             self._lock.release()
 
     def _copied(self, forget: bool) -> dict[str, Tensor]:
-        for whole, drafter in zip(self.whole, self.drafters, strict=True):
-            whole.forget() if forget else drafter.settle()
-        stored = {} if self.path is None else self.drafters[0].stored()
+        for drafter in self.drafters:
+            drafter.forget() if forget else stored_in(drafter).settle()
+        stored = {} if self.path is None else stored_in(self.drafters[0]).stored()
         return {name: part.to("cpu", copy=True) for name, part in stored.items()}
 
     def _write(self, stored: dict[str, Tensor]) -> None:
         if self.path is not None:
-            self.drafters[0].write(self.path, self.tokenizer, stored)
+            stored_in(self.drafters[0]).write(self.path, self.tokenizer, stored)
+
+
+def stored_in(drafter: Drafter) -> StoredDrafter:
+    """It, or its part that has a store."""
+    looked = drafter.looked if isinstance(drafter, CompositeDrafter) else drafter
+    assert isinstance(looked, StoredDrafter), "its name says so"
+    return looked
 
 
 class Stores:

@@ -125,6 +125,13 @@ def test_the_budget_is_shared_by_both_runs_of_a_draft(asked: Argv, tmp_path: Pat
     every = compare.parse(KindsCompared, ["target=x"]).chosen(12)
     assert {*RECIPES, "ngram", "suffix", "recycling", "exit:4"} < set(every)
     assert every[-1] == "suffix+BEST"
+    (plain := tmp_path / "lm").mkdir()  # a causal LM's own files, without any of ours
+    named = f"rapid:128+{plain},suffix+tli:{plain},easy:2+some/hub,stand++draft,draft"
+    chosen = compare.parse(KindsCompared, ["target=x", f"kinds={named}"]).chosen(12)
+    assert {*chosen} == {*named.split(",")}
+    for wrong in ("suffix+HEAD", "suffix+dradt", "BEST", "HEAD+draft"):
+        with pytest.raises(ValueError, match="unknown kind"):
+            compare.parse(KindsCompared, ["target=x", f"kinds=draft,{wrong}"]).chosen(12)
 
 
 def test_what_does_not_fit_is_told(
