@@ -84,6 +84,11 @@ def parse(fields: Any, where: str) -> Row:
     """One row from its fields. Raises ValueError with `where` if its layout is none of ours."""
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: got a {type(fields).__name__}, expected an object: {LAYOUTS}")
+    if "prompt_ids" in fields:
+        raise ValueError(
+            f"{where}: got a target's answer as `draftsmith prepare` writes it, which only "
+            "training reads; expected the data that was answered, which prepare.json beside it names"
+        )
 
     def word(name: str) -> str:
         value = fields[name]
