@@ -323,13 +323,13 @@ class Decoder:
             pool = self.runner.pool(rows, work.slots)
             batch = self._batch = DecodeBatch(Rows(rows, stops, device), pool, params)
             if drafter is not None:
-                if waits:
-                    batch.owed = Owed(rows, device, taps=bool(self.runner.taps))
                 if drafter.shares:
                     drafter.share(pool)
                 else:
                     drafter.reset(rows, pool.slots + waits)
                 _works_for[drafter] = weakref.ref(batch)
+        if waits:
+            batch.owed = Owed(batch.rows.lens_B, taps=bool(self.runner.taps))
         if self.policy.priced and self.policy.costs is None and drafter is not None:
             largest = self.policy.plans[-1]
             self.policy.costs = measured_costs(self.runner, drafter, largest, rows, prompt + new)

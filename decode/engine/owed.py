@@ -25,8 +25,8 @@ class Owed:
     drafter reads states too.
     """
 
-    def __init__(self, rows: int, device: torch.device, *, taps: bool) -> None:
-        self.lens_B = torch.zeros(rows, dtype=torch.int64, device=device)
+    def __init__(self, lens_B: Tensor, *, taps: bool) -> None:
+        self.lens_B = lens_B.clone()  # also of rows that nobody holds yet, which owe nothing
         self.most = STATES if taps else TOKENS
         self.rounds: deque[Kept] = deque(maxlen=self.most)  # one each, or several of one call
         self.prompts: dict[int, Admitted] = {}

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode import sampling
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
-from draftsmith.decode.drafting.base import Drafter
+from draftsmith.decode.drafting.base import Drafter, Kept
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.engine import rows
 from draftsmith.decode.engine.decoder import Decoder
@@ -32,6 +32,7 @@ from draftsmith.decode.policies.timing import round_of
 from draftsmith.decode.tree_shapes import parse_tree
 from draftsmith.decode.untrained import composite
 from draftsmith.decode.untrained.composite import CompositeDrafter
+from draftsmith.decode.untrained.jacobi import LookaheadDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.texts import LookupDrafter
 from draftsmith.models.heads.block import Block
@@ -258,3 +259,18 @@ def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
     for side, other in zip(held[1:], like[1:], strict=True):
         for row, end in enumerate(ends):
             torch.testing.assert_close(side[:, row, :end], other[:, row, :end], **near)
+
+
+def test_a_window_of_guesses_hears_of_each_round(pair: Pair, made: list[int]) -> None:
+    """What the target chose at every node isn't told of rounds of one call."""
+    drafter = load_drafter("lookahead:4", *pair)
+    assert isinstance(drafter, LookaheadDrafter)
+    extend, heard = drafter.window.extend, list[int]()
+
+    def noted(kept: Kept) -> None:
+        heard.append(drafter.made)
+        extend(kept)
+
+    drafter.window.extend = noted  # type: ignore[method-assign]
+    [done] = Decoder(*pair, drafter, K=4).generate(TEXTS[:1], WAYS["greedy"])
+    assert heard == [2] * done.counters.rounds and not made

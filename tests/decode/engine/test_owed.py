@@ -20,8 +20,11 @@ from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Admitted, Drafter, Kept, Round
 from draftsmith.decode.engine import owed
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.request import open_request
+from draftsmith.decode.engine.session import Session
 from draftsmith.decode.forward.runner import WARM_UP
 from draftsmith.decode.token_tree import TokenTree
+from draftsmith.decode.untrained.suffix import SuffixDrafter
 
 KINDS = ("eagle3", "peagle", "hydra", "block", "kangaroo", "longspec")
 RESTS = (0, 3, 1, 14)  # rounds without a draft between two with one; EasyDrafter feeds 9 again
@@ -186,9 +189,50 @@ def test_of_more_than_can_wait_the_oldest_are_lost(
     assert drafted
 
 
+def test_rows_that_nobody_has_held_owe_nothing(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Where one rests while the others are idle, what is looked up hears of the one alone."""
+    pair = tiny_target, tiny_tokenizer
+    drafter = load_drafter("suffix", *pair)
+    assert isinstance(drafter, SuffixDrafter)
+    decoder = Decoder(*pair, drafter, policy="table:1-1=0,2-=3", K=3)
+    session = decoder.open_session(4, 96)
+    for seed in range(3):
+        answered(session, decoder, seed, 1)
+    assert drafter.lens_B[0] > 0 and drafter.lens_B[1:].tolist() == [0, 0, 0]
+
+
+def test_a_session_owes_nothing_of_the_one_before(
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """The first one ends in rounds without a draft."""
+    pair = tiny_target, tiny_tokenizer
+    drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
+    decoder = Decoder(*pair, drafter, policy="table:1-3=3,4-=0", K=3)
+    for many in (4, 3):
+        session = decoder.open_session(4, 96)
+        found = answered(session, decoder, 0, many)
+        assert found == truths(*pair, LONGER[0])[:many]
+        session.close()
+
+
+def answered(session: Session, decoder: Decoder, seed: int, many: int) -> list[list[int]]:
+    """So many prompts, by rows of their own."""
+    how = {"tokenizer": decoder.tokenizer, "params": LONGER[0], "context": 96}
+    requests = [open_request(text, i, seed, **how) for i, text in enumerate(PROMPTS[:many])]
+    for request in requests:
+        session.submit(request)
+    while session.busy:
+        session.step()
+    return [request.completion.tokens for request in requests]
+
+
 def test_prompts_wait_beside_those_of_busy_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of rows that have ended make room; of a padded batch only its own tokens stay."""
-    debt = owed.Owed(4, torch.device("cpu"), taps=True)
+    debt = owed.Owed(torch.zeros(4, dtype=torch.int64), taps=True)
 
     def asked(row: int, many: int = 8) -> Admitted:
         own = torch.tensor([row]), torch.ones(1, 8, dtype=torch.int64), torch.tensor([many])
@@ -207,7 +251,7 @@ def test_prompts_wait_beside_those_of_busy_rows(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_owed_is_in_order_of_position() -> None:
     """Tokens 10 p of positions p; of three rows one has just begun, one rests."""
-    debt = owed.Owed(3, torch.device("cpu"), taps=True)
+    debt = owed.Owed(torch.zeros(3, dtype=torch.int64), taps=True)
     lens_B = torch.tensor([5, 31, 40])
     debt.begin(slice(None), lens_B)
 
