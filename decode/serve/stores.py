@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -32,15 +33,29 @@ class Store:
 
     def __init__(self, path: Path | None, tokenizer: str, service: Service) -> None:
         self.path, self.tokenizer, self.service = path, tokenizer, service
-        self.drafters: list[Drafter] = []
+        self.tags: list[str] = []  # of the lanes whose drafters have it in common
+        self.shared: Any = None
+        self.mark = ""
         self._lock = None if path is None else claimed(path)
         self._writing = threading.Lock()
 
-    def add(self, drafter: Drafter | None) -> None:
-        assert drafter is not None, "its name says so"
-        if self.drafters:
-            stored_in(drafter).store = stored_in(self.drafters[0]).store
-        self.drafters.append(drafter)
+    @property
+    def drafters(self) -> list[Drafter]:
+        """The lanes' own of now, which learned versions take the places of."""
+        now = [self.service.lanes[tag].decoder.drafter for tag in self.tags]
+        return [drafter for drafter in now if drafter is not None]
+
+    def add(self, tag: str, stored: StoredDrafter) -> None:
+        """ValueError where the lane's store can't be that of the ones before."""
+        if not self.tags:
+            self.shared, self.mark = stored.store, stored.mark
+        if stored.mark != self.mark:
+            raise ValueError(
+                f"drafters: got {tag} with the store {self.path} of another lane, whose draft has "
+                "another tokenizer; expected a file of its own"
+            )
+        stored.store = self.shared
+        self.tags.append(tag)
 
     def keep(self, *, forget: bool = False) -> None:
         """Write what is known by now, or, where it has no file, only `forget`. ApiError where the
@@ -92,7 +107,7 @@ class Stores:
     ) -> None:
         self.service, self.load, self.tokenizer = service, load, tokenizer
         self.of: dict[str, Store] = {}
-        self._named: dict[tuple[str, Path | None], Store] = {}
+        self._named: dict[tuple[str, Path | str], Store] = {}
 
     def drafter(self, tag: str, name: str) -> Drafter | None:
         """A lane's drafter, with the store that it names. Errors of `load_drafter` and `Store`."""
@@ -100,15 +115,24 @@ class Stores:
         if kind not in STORED:
             return self.load(name)
         path = Path(file).resolve() if file else None
-        if (kind, path) not in self._named:
-            self._named[kind, path] = Store(path, self.tokenizer, self.service)
-        if path is not None and not path.exists():
-            log.info("%s isn't there: begun with nothing", path)
-            name = name.replace(f":{file}", "", 1)
+        if path is not None:
+            self._store(kind, path)  # claimed before it is read
+            if not path.exists():
+                log.info("%s isn't there: begun with nothing", path)
+                name = name.replace(f":{file}", "", 1)
         drafter = self.load(name)
-        self.of[tag] = self._named[kind, path]
-        self.of[tag].add(drafter)
+        assert drafter is not None, "its name says so"
+        stored = stored_in(drafter)
+        self.of[tag] = self._store(kind, path or stored.mark)
+        self.of[tag].add(tag, stored)
         return drafter
+
+    def _store(self, kind: str, of: Path | str) -> Store:
+        """That of a file, or of all drafters without one that have the same mark."""
+        if (kind, of) not in self._named:
+            path = of if isinstance(of, Path) else None
+            self._named[kind, of] = Store(path, self.tokenizer, self.service)
+        return self._named[kind, of]
 
     def close(self) -> None:
         for store in self._named.values():

@@ -168,6 +168,33 @@ def test_a_cache_of_n_grams_is_a_store(
         assert one.store.grams.keys() == one.store.mapped.keys()
 
 
+def test_drafts_of_other_tokenizers_have_caches_of_their_own(
+    tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """They can't share a file, nor does a store hold a draft that another version followed."""
+    for kind in ("bytes", "other"):
+        for part in heart(kind):
+            part.save_pretrained(tmp_path / kind)
+    names = [f"omni+{tmp_path / kind}" for kind in ("bytes", "other", "bytes")]
+    how: dict[str, Any] = {"drafter": names[0], "K": 3}
+    how["drafters"] = [f"b={names[1]}", f"c={names[2]}"]
+    with live(tiny_target, tiny_tokenizer, **how) as made:
+        models = ["tiny", "tiny:b", "tiny:c"]
+        got = asyncio.run(ask_all(made, list(range(6)), models))
+        assert got == [expected(n, tiny_target, tiny_tokenizer) for n in range(6)]
+        a, b, c = (made.backend.stores.of[tag] for tag in ("default", "b", "c"))
+        assert a is c and a.shared is not b.shared
+        later = load_drafter(names[0], tiny_target, tiny_tokenizer)
+        assert later is not None
+        made.backend.service.swap(made.backend.service.lanes["c"], later, 1)
+        until(lambda: made.backend.service.lanes["c"].version == 1)
+        assert later in a.drafters and len(a.drafters) == 2
+    own = tuple(name.replace("omni", f"omni:{tmp_path / 'cache'}") for name in names[:2])
+    how = {"target": "tiny", "drafter": own[0], "drafters": (f"b={own[1]}",), "max_length": 64}
+    with pytest.raises(ValueError, match="got b with the store .*another tokenizer; expected a fi"):
+        Backend(ServerConfig(**how), tiny_target, tiny_tokenizer)
+
+
 def test_stores_that_do_not_fit_are_one_line(
     tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
