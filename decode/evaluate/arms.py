@@ -231,6 +231,8 @@ def unsaid(path: str, K: int | None, tree: str, policy: str, levels: int = DEEP)
     copies = path.partition("+")[0].partition(":")[0] in LOOKED
     name = composed(path)[1] if copies else path
     kept = kept_defaults(name)
+    if copies and kept["policy"].startswith("acceptance"):  # the head knows its own draft alone
+        kept["policy"] = STEADY
     own = tree in ("", kept["tree"] or "chain")
     said = (K or tree) and kept["policy"] == "auto"
     policy = policy or (STEADY if said else kept["policy"])

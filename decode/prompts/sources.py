@@ -183,6 +183,8 @@ def _array(path: Path) -> Iterator[tuple[Any, str]]:
             place += 1
         line, counted = line + text.count("\n", counted, place), place
         if text[place : place + 1] == "]":
+            if text[place + 1 :].strip():
+                raise ValueError(f"{path}:{line}: got more after an array's end, expected one array")
             return
         number += 1
         where = f"{path}:{line}, row {number}"

@@ -310,3 +310,7 @@ def test_what_is_saved_is_what_is_decoded_with(tmp_path: Path) -> None:
     (tmp_path / META).write_text(json.dumps({"defaults": kept | {"tree": "tree.json"}}))
     (tmp_path / "tree.json").write_text("[[0]]")
     assert unsaid(str(tmp_path), None, "", "")["tree"] == str(tmp_path / "tree.json")
+    (tmp_path / META).write_text(json.dumps({"defaults": kept | {"policy": "acceptance:0.7,1"}}))
+    assert unsaid(str(tmp_path), None, "", "")["policy"] == "acceptance:0.7,1"
+    # What is copied beside it isn't known to its acceptance head.
+    assert unsaid(f"suffix+{tmp_path}", None, "", "")["policy"] == "fixed"
