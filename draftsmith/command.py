@@ -162,7 +162,8 @@ def parse(schema: type[T], argv: list[str], first: str = "") -> T:
     """An instance of the dataclass `schema`. first: the key of a value that begins `argv` alone.
     ValueError: an unknown or missing key, a value of another type, or what `schema` raises.
     """
-    if first and argv and argv[0].partition("=")[0] not in {*kinds(schema), *RENAMED}:
+    keys = {*kinds(schema), *RENAMED}
+    if first and argv and not any(argv[0].startswith(f"{key}=") for key in keys):
         argv = [f"{first}={argv[0]}", *argv[1:]]
     missing: list[str] = []
     made = _made(schema, given(schema, argv), "", missing)

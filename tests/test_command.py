@@ -128,6 +128,15 @@ def test_no_command_has_a_word_of_its_own_for_what_has_one(name: str) -> None:
     assert not {key.rpartition(".")[2] for key in keys} & set(RENAMED) - {"data", "device"}
 
 
+def test_a_first_value_may_be_spelled_like_a_key() -> None:
+    """A folder that is called as its key is; only `=` makes a word a key."""
+    for words in (["out"], ["rate", "loud=true"], ["a/K=3"]):
+        assert parse(Command, [*words, "target=a"], first="out").out == words[0]
+    assert parse(Command, ["out=b", "target=a"], first="out").out == "b"
+    with pytest.raises(ValueError, match="argument 'K': got no value, expected K="):
+        parse(Command, ["b", "target=a", "K"], first="out")
+
+
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     def ends(error: BaseException | None) -> int:
         def main(argv: list[str]) -> None:
