@@ -155,7 +155,7 @@ def open_drafter(
     toolkits' heads leave to the target. ValueError for a file that is missing, cut or foreign; a
     tensor that is missing, unknown or of another shape; another schema, kind, target or tokenizer.
     """
-    before = previous(Path(folder))
+    before = previous(Path(os.path.abspath(folder)))  # the name of `.` too
     folder = Path(folder) if before.exists() else local_folder(folder)
     if not folder.is_dir():
         hint = "check the path"

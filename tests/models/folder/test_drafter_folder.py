@@ -19,7 +19,9 @@ from draftsmith.models.disk import store as disk
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder import drafter_folder
 from draftsmith.models.folder.drafter_folder import DEFAULTS, open_drafter, save_drafter
+from draftsmith.models.servers.doctor import examine
 from draftsmith.models.servers.export import serve_line
+from draftsmith.models.servers.findings import Finding
 from draftsmith.models.target import TargetSpec, load_target
 from draftsmith.models.tokenizer import load_tokenizer
 
@@ -80,6 +82,14 @@ def test_round_trip(
     assert load_tokenizer(opened.path).get_vocab() == tiny_tokenizer.get_vocab()
     assert opened.model("bfloat16").dtype == torch.bfloat16
     assert [path.name for path in folder.parent.iterdir()] == ["drafter"]
+
+
+def test_the_current_folder_is_a_drafter(
+    folder: Path, mark: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    assert open_drafter(".", mark).kind == "lm"
+    assert examine(".")[1][-1] == Finding("opened here", "ok")
 
 
 def test_one_checkpoint_has_one_fingerprint(
