@@ -52,6 +52,12 @@ def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return size
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that are no text, also those that have no role such as eos."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+
+
 def load_tokenizer(path: str | Path, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder or of a hub name; ValueError when it is missing or damaged."""
     folder = Path(path)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.models.tokenizer import token_bytes
+from draftsmith.models.tokenizer import special_ids, token_bytes
 
 NEAR = 16  # bytes of text that tokens are made after
 
@@ -21,8 +21,7 @@ class Spelling:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.items()
-        special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+        special = special_ids(tokenizer)
         by_id = sorted((i, name) for name, i in tokenizer.get_vocab().items())
         self.special = {name: i for i, name in by_id if i in special}
         self.bytes_of = {

@@ -99,7 +99,8 @@ class Handler(BaseHTTPRequestHandler):
         ids = tokenizer(text)["input_ids"]
         reason = "stop" if len(ids) < body["max_tokens"] else "length"
         ids = ids[: body["max_tokens"]]
-        written = ids + [tokenizer.eos_token_id] * (reason == "stop")
+        ends = self.server.habits.get("ends", [tokenizer.eos_token_id])
+        written = ids + ends * (reason == "stop")
         choice: dict[str, Any] = {"finish_reason": reason}
         said = {"content": tokenizer.decode(ids)} | self.server.habits.get("message", {})
         choice |= {"message": said} if asked == "chat" else {"text": said["content"]}

@@ -23,7 +23,7 @@ from draftsmith.command import check_one_of
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.prompts.chat import SERVED, template_settings
 from draftsmith.decode.sampling import SamplingParams
-from draftsmith.models.tokenizer import vocab_size
+from draftsmith.models.tokenizer import special_ids, vocab_size
 from draftsmith.train.answers.asks import Ask
 from draftsmith.train.answers.reverse import ReversePair
 from draftsmith.train.answers.top_logprobs import read_top_logprobs
@@ -193,13 +193,17 @@ class Endpoint:
                 mismatch = len(ids) not in ((written, written - 1) if ended else (written,))
         told: Answer = {"retokenised": retokenised, "mismatch": mismatch}
         told["prompt_mismatch"] = None if read is None else read != len(ask.ids)
+        listed = []
         if ask.top_logprobs:
             size, tokens = vocab_size(self.tokenizer), 0 if retokenised else len(ids)
-            if listed := read_top_logprobs(choice, tokens, size):
-                told["top_logprobs"] = listed
-        special = self.tokenizer.all_special_ids
-        if ended and not (ids and ids[-1] in special):
-            ids = [*ids, self.tokenizer.eos_token_id]
+            listed = read_top_logprobs(choice, tokens, size)
+        if ended and not (ids and ids[-1] in special_ids(self.tokenizer)):
+            end = self.tokenizer.eos_token_id
+            if ask.top_logprobs and len(listed) == len(ids):
+                listed.append({end: 0.0})  # nothing else could follow
+            ids = [*ids, end]
+        if listed:
+            told["top_logprobs"] = listed
         return made(ask, ids, text, "stop" if ended else "length") | told
 
     def _send(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

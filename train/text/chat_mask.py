@@ -21,6 +21,7 @@ from draftsmith.decode.prompts.chat import (
     render,
     template_of,
 )
+from draftsmith.models.tokenizer import special_ids
 
 ADVICE = "mark the assistant's words with {% generation %} ... {% endgeneration %} in the template"
 OTHER_THINKING = (
@@ -132,8 +133,7 @@ def _derived(
 
 def _end_token(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> int:
     """One past the end token of the turn ids[start:stop]; only white space may follow it."""
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special.update(tokenizer.all_special_ids)
+    special = special_ids(tokenizer)
     ends = [i for i in range(start, stop) if ids[i] in special]
     if not ends or str(tokenizer.decode(ids[ends[-1] + 1 : stop])).strip():
         raise ValueError(

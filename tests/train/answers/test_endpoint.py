@@ -143,6 +143,21 @@ def test_thinking_that_comes_apart_from_its_answer_is_refused(
         ask_all(server, 1, chat=True, api="chat")
 
 
+@pytest.mark.parametrize("ends", [["<|user|>"], []])
+def test_an_answer_ends_in_one_special_token_with_its_law(ends: list[str]) -> None:
+    """Also in one that is special in added_tokens_decoder alone; a stop text leaves none."""
+    tokenizer = stand_in_tokenizer(320)
+    told = tokenizer.convert_tokens_to_ids(ends)
+    assert not {*told} & {*tokenizer.all_special_ids}
+    likely = {token: {token: -0.5, 7: -1.0} for token in range(320)}
+    with running(tokenizer, ends=told, likely=likely.get) as server:
+        [ask] = some_asks(tokenizer, 1)
+        [reply] = client(server).answers([replace(ask, top_logprobs=2)], PARAMS)
+    assert reply["token_ids"] == [*ask.ids, *(told or [tokenizer.eos_token_id])]
+    law = likely[told[0]] if told else {tokenizer.eos_token_id: 0.0}
+    assert reply["top_logprobs"][len(ask.ids) :] == [law]
+
+
 def test_an_answer_that_was_cut_has_no_end_token(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     with running(tiny_tokenizer, ids=False) as server:
         long = "x + y * z, " * 4
