@@ -33,6 +33,10 @@ N = TypeVar("N", int, float)
 Main = Callable[[list[str]], int | None]
 
 USERS_ERROR, INTERRUPTED = 2, 130
+# A quoted text, or a bare key with its colon (the group), after which YAML wants a space.
+BARE_KEY = re.compile(
+    r"""(?<=[\s:,{[])(?:"(?:\\.|[^"\\])*"|'[^']*')|([{,]\s*[^\s:,{}[\]"']+:)(?!\s)"""
+)
 # Keys that had another name: `docs/glossary.md`.
 RENAMED = {
     "batch": "batch_size",
@@ -291,12 +295,22 @@ def _read(key: str, text: str, kind: type) -> Any:
     """A list or table of texts, as YAML writes them."""
     import yaml
 
-    spaced = re.sub(r":(?! )", ": ", text) if kind is dict else text
-    try:
-        found = yaml.load(spaced, yaml.BaseLoader)  # every value is left a text
-    except yaml.YAMLError:
-        found = None
+    def loaded(written: str) -> Any:
+        try:
+            return yaml.load(written, yaml.BaseLoader)  # every value is left a text
+        except yaml.YAMLError:
+            return None
+
+    found = loaded(text)
+    if not isinstance(found, kind) or _unspaced(found):
+        found = loaded(BARE_KEY.sub(lambda word: word[0] + " " * bool(word[1]), text))
     if not isinstance(found, kind):
         like = '[one,"a, b"]' if kind is list else "{one:1,other:2}"
         raise ValueError(f"{key}: got {text!r}, expected a {kind.__name__} such as {like}")
     return found
+
+
+def _unspaced(found: Any) -> bool:
+    """Whether a key, at any depth, has a colon in it: so YAML reads `one:1`."""
+    within = found.items() if isinstance(found, dict) else ()
+    return any(":" in key or _unspaced(value) for key, value in within)

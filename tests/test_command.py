@@ -45,6 +45,7 @@ class Command:
     stop: tuple[str, ...] = ()
     taps: list[int] = field(default_factory=list)
     mix: dict[str, float] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
 
 
 def read(*argv: str) -> Command:
@@ -66,6 +67,29 @@ def test_text_becomes_what_the_field_is() -> None:
     assert read("target=a", 'stop=["\\n", "Q: "]').stop == ("\n", "Q: ")
     assert read("target=a", "taps=", "stop=[]") == Command(Spot("a"))
     assert given(Command, ["target=a"]) == {"target.path": "a"}
+
+
+@pytest.mark.parametrize(
+    ("table", "is_read"),
+    [
+        ('{url:"http://localhost:8000",model:x}', {"url": "http://localhost:8000", "model": "x"}),
+        ("{url: http://localhost:8000}", {"url": "http://localhost:8000"}),
+        ("{url:http://a:1, b: it's,c:'d,e:f'}", {"url": "http://a:1", "b": "it's", "c": "d,e:f"}),
+        ('{eagle3:"data=a:b"}', {"eagle3": "data=a:b"}),
+        ('{"a:b": c,d:e:f}', {"a:b": "c", "d": "e:f"}),
+    ],
+)
+def test_a_colon_in_a_value_stays_as_it_is(table: str, is_read: dict[str, str]) -> None:
+    assert read("target=a", f"words={table}").words == is_read
+
+
+def test_tables_within_tables_need_no_spaces() -> None:
+    @dataclass
+    class Outer:
+        inner: Command
+
+    [key, *_] = found = given(Outer, ["inner={target:{path:a:b},K:2,stop:[x:y,z]}"])
+    assert key == "inner.target.path" and [*found.values()] == ["a:b", 2, ("x:y", "z")]
 
 
 @pytest.mark.parametrize(
