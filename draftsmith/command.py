@@ -269,8 +269,10 @@ def _made(schema: Any, values: dict[str, Any], group: str, missing: list[str]) -
     return None if missing else schema(**own)
 
 
-def _typed(key: str, text: str, kind: Any) -> Any:
+def _typed(key: str, text: Any, kind: Any) -> Any:
     """The one conversion of an argument's text."""
+    if not isinstance(text, str):
+        raise ValueError(f"{key}: got {text} within a list or table, expected one value")
     origin, inner = get_origin(kind), get_args(kind)
     if NoneType in inner:
         nothing = text.lower() in ("", "none", "null")

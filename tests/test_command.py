@@ -104,6 +104,11 @@ def test_tables_within_tables_need_no_spaces() -> None:
         ("target=a loud=yes", "loud: got 'yes', expected true or false"),
         ("target=a taps=[1", "taps: got '[1', expected a list such as"),
         ("target=a taps=[1,x]", "taps: got 'x', expected int"),
+        (
+            "target=a taps=[[1,2]]",
+            "taps: got ['1', '2'] within a list or table, expected one value",
+        ),
+        ("target=a mix={a:{b:1}}", "mix: got {'b': '1'} within a list or table, expected one"),
         ("target=a mix=3", "mix: got '3', expected a dict such as {one:1,other:2}"),
         ("target=a K", "argument 'K': got no value, expected K=..."),
     ],
