@@ -217,11 +217,12 @@ def place(key: str, known: Collection[str]) -> str:
 
 
 def check_least(settings: Any, **least: float) -> None:
-    """ValueError for a field below the least that it may be, or not a number."""
+    """ValueError for a field below the least that it may be, or not a finite number."""
     for name, number in least.items():
         got = getattr(settings, name)
-        if got is not None and not got >= number:
-            raise ValueError(f"{name}: got {got}, expected at least {number}")
+        if got is not None and not number <= got < math.inf:
+            end = ", and finite" if got == math.inf else ""
+            raise ValueError(f"{name}: got {got}, expected at least {number}{end}")
 
 
 def numbers(name: str, text: str, kind: type[N], *, least: float = 0.0) -> list[N]:

@@ -1,5 +1,6 @@
 """The settings that all training recipes share."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +56,8 @@ class Settings:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected a share in [0, 1)")
         for name, choices in CHOICES.items():
             check_one_of(name, getattr(self, name), choices)
-        if not self.lr > 0:
-            raise ValueError(f"lr: got {self.lr}, expected more than 0")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr: got {self.lr}, expected more than 0, and finite")
         self.automatic = self.dtype == "auto"
         if self.automatic:
             kind = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import math
 import os
 import resource
 import signal
@@ -330,6 +331,12 @@ def test_learning_rate(tmp_path: Path) -> None:
 def test_settings_out_of_range(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(settings(tmp_path, **changes))
+
+
+def test_no_setting_is_without_end(tmp_path: Path) -> None:
+    for name in ("seconds", "lr"):
+        with pytest.raises(ValueError, match=f"{name}: got inf, expected .*, and finite"):
+            settings(tmp_path, **{name: math.inf})
 
 
 @pytest.mark.parametrize(
