@@ -92,8 +92,7 @@ class Run:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""
-        complete = sorted(self.checkpoints.glob("step-*"))
-        return complete[-1] if complete else None
+        return next(reversed(self._complete()), None)
 
     def staging(self, step: int) -> Path:
         """The folder to write the checkpoint of `step` into, before `commit`."""
@@ -102,8 +101,12 @@ class Run:
     def commit(self, step: int) -> None:
         """Make the staged checkpoint of `step` the latest one, and drop the oldest."""
         settle(self.staging(step), self.checkpoints / f"step-{step:06d}")
-        for old in sorted(self.checkpoints.glob("step-*"))[:-KEPT_CHECKPOINTS]:
+        for old in self._complete()[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(old)
+
+    def _complete(self) -> list[Path]:
+        """All complete checkpoints, by their steps: names of seven digits sort otherwise."""
+        return sorted(self.checkpoints.glob("step-*"), key=lambda path: int(path.name[5:]))
 
     def save_best(self, weights: dict[str, Tensor], step: int) -> None:
         """Keep `weights` (no two of which share memory) as the best ones, found at `step`."""

@@ -12,6 +12,8 @@ import pytest
 from forked import Forked
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from draftsmith.train.run.folder import Run
+
 ROOT = Path(__file__).resolve().parents[3]
 FOLLOW = "repeat the same command to resume"
 
@@ -40,6 +42,17 @@ def stop_after(process: Forked, metrics: Path, lines: int, number: int) -> str:
 def records(folder: Path) -> list[dict[str, float]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+def test_the_millionth_step_comes_after_the_one_before(tmp_path: Path) -> None:
+    run = Run(tmp_path, "lr: 0.1", main=True)
+    for step in (999_800, 999_900, 1_000_000, 1_000_100):
+        run.staging(step).mkdir()
+        run.commit(step)
+        latest = run.latest()
+        assert latest is not None and latest.name == f"step-{step}"
+    assert len([*run.checkpoints.iterdir()]) == 2
+    run.close()
 
 
 @pytest.fixture
