@@ -204,6 +204,9 @@ class Buffered:
             except FileNotFoundError:  # dropped by the server since it was listed
                 self._about.pop(number, None)
                 self._look()
+                if not self._trainable():
+                    self._wait(step)
+                    self.duty.worked_from_now()
         return EMPTY if self.stop else self.batch_of(requests, numbers)
 
     def _wait(self, step: int) -> None:

@@ -222,6 +222,29 @@ def test_a_step_waits_for_its_requests(tmp_path: Path, by_lm: dict[int, Served])
     assert "9 of 1, none with a token to train at positions=all and max_length=3" in said[-1]
 
 
+def test_a_step_waits_again_where_its_last_request_is_dropped(
+    tmp_path: Path, by_lm: dict[int, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = filled(tmp_path, [by_lm[0], by_lm[1]])  # the first is held out
+
+    class Another(Feed):
+        def more(self) -> bool:
+            buffer.add(by_lm[2])
+            return True
+
+    def dropped(number: int) -> Served:
+        if number == 1:
+            (tmp_path / f"{number:012d}.safetensors").unlink(missing_ok=True)
+        return ReplayBuffer.read(buffer, number)
+
+    monkeypatch.setattr(buffer, "read", dropped)
+    mix, one, taken = Mix(requests_per_step=1), {"batch_size": 1, "seed": 0}, []
+    feed, duty = Another(), Duty(1.0)
+    batches = Buffered(mix, buffer, lambda r, n: taken.extend(n), feed, duty, **one)
+    batches.batch(0, 0, 0, accumulation=1, world=1)
+    assert taken == [2]
+
+
 def test_a_long_wait_tells_when_its_requests_will_be_there(
     tmp_path: Path, by_lm: dict[int, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
