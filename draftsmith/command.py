@@ -37,25 +37,6 @@ USERS_ERROR, INTERRUPTED = 2, 130
 BARE_KEY = re.compile(
     r"""(?<=[\s:,{[])(?:"(?:\\.|[^"\\])*"|'[^']*')|([{,]\s*[^\s:,{}[\]"']+:)(?!\s)"""
 )
-# Keys that had another name: `docs/glossary.md`.
-RENAMED = {
-    "batch": "batch_size",
-    "data": "prompts",
-    "device": "gpu",
-    "drafts": "drafters",
-    "fit": "results",
-    "folder": "online drafter",
-    "head.prompts": "head.limit",
-    "heldout.data": "heldout.prompts",
-    "max_len": "max_length",
-    "max_tokens": "max_new_tokens",
-    "part": "split",
-    "precision": "dtype",
-    "prompt_length": "prompt_tokens",
-    "replay.part": "replay.split",
-    "replay.rows": "replay.batch_size",
-    "rows": "batch_size results",
-}
 OTHERS_WAIT_S = 60.0  # for the first process to tell the same error; the launcher ends them then
 # What needs less memory, by the key that a command may have; the first that it has come first.
 LESS = {
@@ -166,8 +147,7 @@ def parse(schema: type[T], argv: list[str], first: str = "") -> T:
     """An instance of the dataclass `schema`. first: the key of a value that begins `argv` alone.
     ValueError: an unknown or missing key, a value of another type, or what `schema` raises.
     """
-    keys = {*kinds(schema), *RENAMED}
-    if first and argv and not any(argv[0].startswith(f"{key}=") for key in keys):
+    if first and argv and not any(argv[0].startswith(f"{key}=") for key in kinds(schema)):
         argv = [f"{first}={argv[0]}", *argv[1:]]
     missing: list[str] = []
     made = _made(schema, given(schema, argv), "", missing)
@@ -245,8 +225,6 @@ def check_one_of(name: str, got: str, known: Collection[str]) -> None:
 
 def unknown(what: str, word: str, known: Collection[str]) -> str:
     """What to answer: words with the same last part, those that it begins, or the nearest one."""
-    if now := [name for name in RENAMED.get(word, "").split() if name in known]:
-        return f"unknown {what} {word!r}: it is {now[0]} now"
     begun = [one for one in known if one.startswith(f"{word} ")]
     near = [one for one in known if one.rpartition(".")[2] == word.rpartition(".")[2]]
     if near := near or ([] if begun else difflib.get_close_matches(word, known, n=1)):

@@ -19,7 +19,7 @@ from house_rules import ROOT
 import draftsmith
 import draftsmith.__main__ as front
 from draftsmith.__main__ import COMMANDS, listing
-from draftsmith.command import LESS, RENAMED, given, guarded, kinds, parse, spelled
+from draftsmith.command import LESS, given, guarded, kinds, parse, spelled
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.policies.choice import POLICIES
@@ -119,42 +119,13 @@ def test_a_mistake_is_named_with_what_is_right(argv: str, says: str) -> None:
     assert str(caught.value).startswith(says) or says in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("command", "old", "now"),
-    [
-        ("prepare", "data", "prompts"),
-        ("prepare", "prompt_length", "prompt_tokens"),
-        ("train eagle", "heldout.data", "heldout.prompts"),
-        ("train distill", "precision", "dtype"),
-        ("train distill", "head.prompts", "head.limit"),
-        ("train online", "folder", "online"),
-        ("train online", "replay.rows", "replay.batch_size"),
-        ("train online", "replay.part", "replay.split"),
-        ("evaluate", "batch", "batch_size"),
-        ("trace", "part", "split"),
-        ("serve", "rows", "batch_size"),
-        ("serve", "drafts", "drafters"),
-        ("serve", "max_len", "max_length"),
-        ("serve", "max_tokens", "max_new_tokens"),
-        ("scaling", "rows", "results"),
-        ("size", "fit", "results"),
-        ("size", "device", "gpu"),
-        ("doctor", "folder", "drafter"),
-    ],
-)
-def test_an_old_name_of_a_key_gives_the_new_one(command: str, old: str, now: str) -> None:
-    place, schema, _ = COMMANDS[command]
-    schema = getattr(importlib.import_module(f"draftsmith.{place}"), schema)
-    with pytest.raises(ValueError, match=f"^unknown key '{old}': it is {now} now$"):
-        given(schema, [f"{old}=x"])
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_has_a_word_of_its_own_for_what_has_one(name: str) -> None:
-    """The keys of docs/glossary.md; what an old name still means elsewhere is left out."""
+    """The keys of docs/glossary.md."""
     place, schema, _ = COMMANDS[name]
     keys = kinds(getattr(importlib.import_module(f"draftsmith.{place}"), schema))
-    assert not {key.rpartition(".")[2] for key in keys} & set(RENAMED) - {"data", "device"}
+    others = "batch drafts fit folder max_len max_tokens part precision prompt_length rows"
+    assert not {key.rpartition(".")[2] for key in keys} & {*others.split()}
 
 
 def test_a_first_value_may_be_spelled_like_a_key() -> None:
