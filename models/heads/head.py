@@ -42,11 +42,7 @@ class Reads(NamedTuple):
     method: str = ""
     ours: bool = False
     says: str = "reads it"
-    misread: Callable[[dict[str, Any]], str | None] | None = None
-
-    def why_not(self, config: dict[str, Any]) -> str | None:
-        """Why it would draft wrongly with a config.json; None where it wouldn't."""
-        return self.misread(config) if self.misread else None
+    misread: Callable[[dict[str, Any]], str | None] = lambda config: None
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def export(drafter: str, target: str, to: str, out: str, converter: str = "") ->
         )
     if to not in stacks:
         config, known = read_json(opened.path / "config.json"), LAYOUTS[:-1]
-        able = [name for name in known if name in stacks and not stacks[name].why_not(config)]
+        able = [name for name in known if name in stacks and not stacks[name].misread(config)]
         others = f"these do: {', '.join(able)}" if able else "no server does: decode with it here"
         raise ValueError(
             f"to={to}: got a drafter of kind {kind}, which {to} doesn't load; {others}"
@@ -146,7 +146,7 @@ def serve_line(
     export = f"python -m draftsmith export drafter={shlex.quote(str(folder))} target={quoted}"
     as_it_is = {stack: reads for stack, reads in stacks.items() if reads.ours}
     for stack, reads in (as_it_is or stacks).items():
-        if reason := reads.why_not(config):
+        if reason := reads.misread(config):
             lines.append(f"# not for {STACKS[stack].name}: {reason}")
             continue
         to = STACKS[stack].layout or stack

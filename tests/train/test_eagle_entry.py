@@ -64,7 +64,7 @@ def test_its_activation_is_one_that_servers_know(
 
 def test_sizes_taps_and_vocabulary_of_the_recipe(tiny_target, tiny_tokenizer, counts_V) -> None:
     sizes = {"layer": "qwen3", "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16}
-    text = {"taps": [3, 0], "draft_vocab": 310, "intermediate": 24, "freeze_head": True}
+    text = {"taps": [3, 0], "draft_vocab": 310, "intermediate": 24}
     source = EagleSource(**sizes, **text, fc_norm=True, norm_output=True)
     head = open_head(source, tiny_target, tiny_tokenizer, counts_V, 0)
     assert head.taps == (3, 0) and head.config.fc_norm and head.config.norm_output
@@ -73,7 +73,7 @@ def test_sizes_taps_and_vocabulary_of_the_recipe(tiny_target, tiny_tokenizer, co
     assert hasattr(head.layers[0].self_attn, "q_norm")
     assert head.vocab.ids_D.tolist() == list(range(10, ROWS))
     assert torch.equal(head.lm_head.weight, tiny_target.lm_head.weight[10:])
-    assert not head.lm_head.weight.requires_grad and head.fc.weight.requires_grad
+    assert head.lm_head.weight.requires_grad and head.fc.weight.requires_grad
 
 
 def test_a_head_may_begin_at_random(tiny_target, tiny_tokenizer, counts_V) -> None:
@@ -105,7 +105,7 @@ WRONG = [
     ({"taps": [4]}, r"taps: got \[4\] for a target of 3 layers"),
     ({"version": 1, "taps": [1]}, "eagle 1: got taps"),
     ({"version": 1, "fc_norm": True}, "eagle 1: got .* a norm of EAGLE-3.1"),
-    ({"version": 1, "draft_vocab": 9, "freeze_head": True}, "got draft_vocab and freeze_head, exp"),
+    ({"version": 1, "draft_vocab": 9, "parallel": 4}, "got draft_vocab and parallel, expected"),
     ({"version": 1, "init_head": "random"}, "eagle 1: got init_head, expected none of draft_vocab"),
     ({"draft_vocab": ROWS + 1}, "draft_vocab=321, expected 1 to the target's 320"),
     ({"version": 1, "parallel": 4}, "eagle 1: got parallel, expected none of draft_vocab"),

@@ -168,7 +168,7 @@ def place(model: Module, device: torch.device) -> Module:
 class EagleSource:
     """The group `head` of an EAGLE recipe."""
 
-    path: str = ""  # a drafter folder to go on from: all but freeze_head is then as it is there
+    path: str = ""  # a drafter folder to go on from: all else is then as it is there
     version: int = 3  # 1 | 3
     fusion: str = "concat"  # of EAGLE-1; gated: Dovetail's
     kind: str = ""  # mtp: an MTP module | mixture: Mixture of Attentions; empty: EAGLE
@@ -183,7 +183,6 @@ class EagleSource:
     draft_vocab: int = 0  # of EAGLE-3: the tokens that the text has most; 0: all
     init: str = "random"  # of its layers; target: as its last ones, where their parts are alike
     init_head: str = "target"  # of EAGLE-3: target (its LM head's rows) | random
-    freeze_head: bool = False  # of EAGLE-3: its LM head stays as it begins
     parallel: int = 0  # P-EAGLE: tokens that one pass drafts; 0: one, and on from there
     own_masks: bool = False  # of P-EAGLE: a MASK for each depth, as ParallelSpec has
     fc_norm: bool = False  # these four: EAGLE-3.1's, see models/heads/eagle.py
@@ -217,7 +216,7 @@ def open_head(
             f"got head.kind={source.kind!r}, expected mixture or mtp, or none for EAGLE's"
         )
     kind = source.kind or f"eagle {source.version}"
-    of_3 = {"draft_vocab": 0, "init_head": "target", "freeze_head": False, "parallel": 0}
+    of_3 = {"draft_vocab": 0, "init_head": "target", "parallel": 0}
     own = {"layers": 1, "fusion": "concat", **dict.fromkeys(FLAGS, False)}
     of_3 |= own if source.kind == "mixture" else {}
     if source.kind == "mtp":
@@ -232,17 +231,15 @@ def open_head(
     place(head, target.device).bind(target)
     if not source.path and source.init == "target":
         begin_as_last(head.layers, decoder_layers(target))
-    if not isinstance(head, Eagle) or source.version == 1:
+    if source.path or not isinstance(head, Eagle) or source.version == 1:
         return head
-    if not source.path:
-        vocab = DraftVocab.most_frequent(counts_V, head.config.draft_vocab)
-        if not vocab.is_full:
-            head.set_vocab(vocab)
-            place(head, target.device).bind(target)
-        if source.init_head == "target":
-            rows_DH = head.target_head_VH[vocab.ids_D.to(target.device)]
-            head.lm_head.weight.data.copy_(rows_DH)
-    head.lm_head.requires_grad_(not source.freeze_head)
+    vocab = DraftVocab.most_frequent(counts_V, head.config.draft_vocab)
+    if not vocab.is_full:
+        head.set_vocab(vocab)
+        place(head, target.device).bind(target)
+    if source.init_head == "target":
+        rows_DH = head.target_head_VH[vocab.ids_D.to(target.device)]
+        head.lm_head.weight.data.copy_(rows_DH)
     return head
 
 

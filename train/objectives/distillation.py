@@ -122,7 +122,7 @@ class Distillation(Counting):
         if counts or self.head is not None or self._parts().keys() != {"ce"}:
             with torch.no_grad():
                 rows = self._teacher(batch)
-        q = self._draft_side(self.draft, batch)
+        q = hidden_and_head(self.draft, batch, self.vocab_size)
         weight_N = batch.loss_mask.flatten().float()
         if counts:
             weight_N = self._weights(batch, rows, q)
@@ -146,7 +146,7 @@ class Distillation(Counting):
         that the one of training doesn't know.
         """
         rows, weight_N = (teacher or self._teacher)(batch), batch.loss_mask.flatten().float()
-        q = self._draft_side(self.draft, batch)
+        q = hidden_and_head(self.draft, batch, self.vocab_size)
         loss, _ = self._score(batch, rows, q, weight_N)
         found = rows.divergence(agreement, q, weight_N, self.warp.transform)
         alpha = found.total if self.warp.greedy else found.alpha_N.sum()
@@ -192,11 +192,9 @@ class Distillation(Counting):
             loss_N = scored(q).loss_N
         if select != "random":
             assert self._reference[0] is not None, "no reference draft"
-            reference_N = scored(self._draft_side(self._reference[0], batch)).loss_N
+            of_reference = hidden_and_head(self._reference[0], batch, self.vocab_size)
+            reference_N = scored(of_reference).loss_N
         return selected(select, self.tokens(batch), mask_N, loss_N, reference_N)
-
-    def _draft_side(self, draft: PreTrainedModel, batch: Batch) -> Side:
-        return hidden_and_head(draft, batch, self.vocab_size)
 
 
 def stages(loss: Losses, steps: int) -> Stages:

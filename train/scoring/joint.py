@@ -4,8 +4,8 @@
     Y_t ~ q_t,   a_t = min(1, p_t(Y_t) / q_t(Y_t)),   P1_t = 1 - P0_t = sigmoid(head(h_t, Y_t))
 
 At each trained position the draft draws a token from its law as it is now, and the head learns how
-it would fare, from the state h that q was made of and numbers of Y. Draws and chances carry no
-gradient; the state carries the head's into the draft only with `head.through`.
+it would fare, from the state h that q was made of and numbers of Y. None of these carries the
+head's gradient into the draft.
 
 Where this differs from the paper:
 1. The paper's head learns on a draft that stays as it is; here both learn, in one loss.
@@ -36,7 +36,6 @@ class JointHead:
     """The group `head` of a distillation: an acceptance head beside the draft."""
 
     weight: float = 0.0  # of its loss; 0: no head
-    through: bool = False  # its gradient also reaches the draft
     scalars: list[str] = field(default_factory=lambda: list(NUMBERS))
     blocks: int = 2
     width: int = 64
@@ -46,9 +45,9 @@ class JointHead:
 class AcceptanceLoss(nn.Module):
     """The head's part of the loss."""
 
-    def __init__(self, scorer: Scorer, *, weight: float, through: bool) -> None:
+    def __init__(self, scorer: Scorer, *, weight: float) -> None:
         super().__init__()
-        self.scorer, self.weight, self.through = scorer, weight, through
+        self.scorer, self.weight = scorer, weight
 
     def forward(
         self, rows: TargetRows, q: tuple[Tensor, Tensor], mask_N: Tensor, transform: Transform
@@ -57,7 +56,7 @@ class AcceptanceLoss(nn.Module):
         draft's states [N, H] and output head [V, H].
         """
         state_KH, scalars_KS, label_K = self.examples(rows, q, mask_N, transform)
-        logit_K = self.scorer(state_KH if self.through else state_KH.detach(), scalars_KS)
+        logit_K = self.scorer(state_KH.detach(), scalars_KS)
         return weighted_entropy(logit_K.float(), label_K, 1.0).sum() / max(1, len(label_K))
 
     def examples(
@@ -118,4 +117,4 @@ def open_head(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         scorer = Scorer(config)
-    return AcceptanceLoss(scorer, weight=asked.weight, through=asked.through)
+    return AcceptanceLoss(scorer, weight=asked.weight)
