@@ -7,12 +7,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import check_least, check_one_of
-from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.heads.block import KINDS, Block, BlockConfig
 from draftsmith.models.layers.layer import LAYER_CONFIGS, layer_json, layer_like, read_layer
 from draftsmith.models.taps import block_taps
-from draftsmith.train.drafts.start import place
+from draftsmith.train.drafts.start import earlier_head, place
 
 
 @dataclass(kw_only=True)
@@ -43,15 +41,8 @@ def open_block(
     that it can't have, or an earlier one of another kind or target.
     """
     if source.path:
-        given: Any = {"target_tokenizer": tokenizer}
-        given |= {"target_config": target.config.get_text_config()}
-        folder = open_drafter(source.path, fingerprint(target, tokenizer), **given)
-        head = folder.head("float32") if folder.kind != "lm" else None
-        if not isinstance(head, Block):
-            raise ValueError(
-                f"head.path: got {source.path} of kind {folder.kind}, expected a block drafter; "
-                "give another folder"
-            )
+        what = "a block drafter; give another folder"
+        head: Any = earlier_head(source.path, target, tokenizer, Block.kinds, what)
         return place(head, target.device).bind(target)
     check_one_of("head.kind", source.kind or "block", ("block", *KINDS))
     check_one_of("head.init", source.init, ("target", "random"))

@@ -5,6 +5,7 @@ Shapes: V rows of the target's LM head, D of the draft's.
 """
 
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -227,11 +228,17 @@ def open_head(
             f"{kind}: got {' and '.join(set_too)}, expected none of {', '.join(of_3)}: it drafts "
             "by the target's own LM head; leave them out, or set head.version=3"
         )
-    head = _earlier(source, target, tokenizer) if source.path else _fresh(source, target, seed)
+    if source.path:
+        what = (
+            f"{source.makes}; set head.kind, head.version and head.parallel, or give another folder"
+        )
+        head: Any = earlier_head(source.path, target, tokenizer, (source.makes,), what)
+        return place(head, target.device).bind(target)
+    head = _fresh(source, target, seed)
     place(head, target.device).bind(target)
-    if not source.path and source.init == "target":
+    if source.init == "target":
         begin_as_last(head.layers, decoder_layers(target))
-    if source.path or not isinstance(head, Eagle) or source.version == 1:
+    if not isinstance(head, Eagle) or source.version == 1:
         return head
     vocab = DraftVocab.most_frequent(counts_V, head.config.draft_vocab)
     if not vocab.is_full:
@@ -243,19 +250,21 @@ def open_head(
     return head
 
 
-def _earlier(
-    source: EagleSource, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> Eagle | Mixture:
+def earlier_head(
+    path: str,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    kinds: Collection[str],
+    expected: str,
+) -> Any:
+    """The head in a folder in fp32, for this target; ValueError for one of none of these kinds.
+    expected: what the error says of them, and what to do.
+    """
     given: Any = {"target_tokenizer": tokenizer, "target_config": target.config.get_text_config()}
-    folder = open_drafter(source.path, fingerprint(target, tokenizer), **given)
-    if folder.kind != source.makes:
-        raise ValueError(
-            f"head.path: got {source.path} of kind {folder.kind}, expected {source.makes}; set "
-            "head.kind, head.version and head.parallel, or give another folder"
-        )
-    head = folder.head("float32")
-    assert isinstance(head, Eagle | Mixture)
-    return head
+    folder = open_drafter(path, fingerprint(target, tokenizer), **given)
+    if folder.kind not in kinds:
+        raise ValueError(f"head.path: got {path} of kind {folder.kind}, expected {expected}")
+    return folder.head("float32")
 
 
 def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle | Mixture:
