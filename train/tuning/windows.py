@@ -46,26 +46,6 @@ def inside(begin_BT: Tensor) -> Tensor:
     return same_BT
 
 
-def side_by_side(
-    model: PreTrainedModel, batch: Batch, version_BT: Tensor, begin_BT: Tensor
-) -> tuple[Side, Side]:
-    """States [N, H] and LM head of the text, and of its version."""
-    body, head_VH, bias_V = output_head(model)
-    at_BT, many = places(batch), version_BT.shape[1]
-    seen_BTT = at_BT[:, None, :] <= at_BT[:, :, None]
-    if batch.attention_mask is not None:
-        seen_BTT = batch.attention_mask[:, 0]
-    text_BTT = torch.cat([seen_BTT, torch.zeros_like(seen_BTT)], 2)
-    before_BTT = seen_BTT & (at_BT[:, None, :] < begin_BT[:, :, None])
-    own_BTT = seen_BTT & (begin_BT[:, None, :] == begin_BT[:, :, None])
-    mask = torch.cat([text_BTT, torch.cat([before_BTT, own_BTT], 2)], 1)[:, None]
-    inputs: dict[str, Any] = {"input_ids": torch.cat([batch.input_ids, version_BT], 1)}
-    inputs["position_ids"] = batch.position_ids.repeat(1, 2)
-    states = body(**inputs, attention_mask=mask, use_cache=False).last_hidden_state
-    (text, version) = (part.flatten(0, 1) for part in states.split(many, 1))
-    return without_bias(text, head_VH, bias_V), without_bias(version, head_VH, bias_V)
-
-
 class BesideText(Objective):
     """What objectives of such versions share. ValueError: logits that aren't a state's product."""
 
@@ -81,9 +61,22 @@ class BesideText(Objective):
         return StepOutput(self.ar(batch, side)[0], batch.loss_mask.sum(), {})
 
     def sides(self, batch: Batch, version_BT: Tensor, begin_BT: Tensor) -> list[Side]:
-        """As `side_by_side`, over the tokenizer's vocabulary."""
-        found = side_by_side(self.model, batch, version_BT, begin_BT)
-        return [(hidden_NH, cut_rows(head_VH, self.vocab_size)) for hidden_NH, head_VH in found]
+        """States [N, H] and LM head of the text, and of its version; of the tokenizer's rows."""
+        body, head_VH, bias_V = output_head(self.model)
+        at_BT, many = places(batch), version_BT.shape[1]
+        seen_BTT = at_BT[:, None, :] <= at_BT[:, :, None]
+        if batch.attention_mask is not None:
+            seen_BTT = batch.attention_mask[:, 0]
+        text_BTT = torch.cat([seen_BTT, torch.zeros_like(seen_BTT)], 2)
+        before_BTT = seen_BTT & (at_BT[:, None, :] < begin_BT[:, :, None])
+        own_BTT = seen_BTT & (begin_BT[:, None, :] == begin_BT[:, :, None])
+        mask = torch.cat([text_BTT, torch.cat([before_BTT, own_BTT], 2)], 1)[:, None]
+        inputs: dict[str, Any] = {"input_ids": torch.cat([batch.input_ids, version_BT], 1)}
+        inputs["position_ids"] = batch.position_ids.repeat(1, 2)
+        states_BTH = body(**inputs, attention_mask=mask, use_cache=False).last_hidden_state
+        found = (part.flatten(0, 1) for part in states_BTH.split(many, 1))
+        pairs = [without_bias(part_NH, head_VH, bias_V) for part_NH in found]
+        return [(hidden_NH, cut_rows(rows_VH, self.vocab_size)) for hidden_NH, rows_VH in pairs]
 
     def ar(self, batch: Batch, side: Side, weight_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Cross-entropy with the next tokens, its sum and each row's; of all trained ones, unless

@@ -19,7 +19,7 @@ from draftsmith.train.run.loop import Objective
 from draftsmith.train.text.batches import Batch, Batches, Examples
 from draftsmith.train.tuning.consistency import Consistency, ConsistencyObjective
 from draftsmith.train.tuning.units import Units, UnitsObjective
-from draftsmith.train.tuning.windows import side_by_side, windows
+from draftsmith.train.tuning.windows import BesideText, windows
 
 WINDOW = 4
 Answers = list[tuple[list[int], list[int]]]
@@ -80,10 +80,9 @@ def test_a_version_sees_the_text_before_its_window_and_itself(packing: bool) -> 
     of, batch = model(), batch_of(packing)
     version_BT = torch.randint(TOKENS, batch.input_ids.shape)
     begin_BT = windows(batch, WINDOW)
-    (text_NH, head_VH), (own_NH, _) = side_by_side(of, batch, version_BT, begin_BT)
+    (text_NH, head_VH), (own_NH, _) = BesideText(of, TOKENS).sides(batch, version_BT, begin_BT)
     text_BTV, own_BTV = (
-        (hidden_NH @ head_VH.T)[:, :TOKENS].unflatten(0, version_BT.shape)
-        for hidden_NH in (text_NH, own_NH)
+        (hidden_NH @ head_VH.T).unflatten(0, version_BT.shape) for hidden_NH in (text_NH, own_NH)
     )
     for row, first, end in documents(batch):
         alone_TV = logits(of, batch.input_ids[row, first:end])
