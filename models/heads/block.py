@@ -34,7 +34,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.heads.head import Kind, LayerHead, Reads, entry
 from draftsmith.models.layers.block_attention import Blocks
-from draftsmith.models.layers.block_lights import LIGHTS, light_of
+from draftsmith.models.layers.block_lights import LIGHTS
 from draftsmith.models.layers.layer import (
     LAYER_CONFIGS,
     Attention,
@@ -186,7 +186,7 @@ class Block(LayerHead):
         self.norm = LlamaRMSNorm(self.hidden, **norm)
         if config.mask_token < 0:
             self.mask = nn.Parameter(torch.randn(self.hidden) * layer.initializer_range)
-        self.light = light_of(config.light, layer, config.rank)
+        self.light = LIGHTS[config.light](layer, config.rank)
         if config.last:
             self.last = nn.Linear(self.hidden, self.hidden, bias=False)
         if config.noise:

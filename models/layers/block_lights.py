@@ -22,6 +22,8 @@ Shapes: X any leading axes, H hidden, R rank, V rows of the target's LM head, S 
 token to token.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,8 +67,9 @@ class Light(nn.Module):
 class MarkovLight(Light):
     """One matrix of tokens by tokens, of low rank; gate: "", "sigmoid" or "product"."""
 
-    def __init__(self, hidden: int, rows: int, rank: int, gate: str = "") -> None:
+    def __init__(self, layer: PretrainedConfig, rank: int, gate: str = "") -> None:
         super().__init__()
+        hidden, rows = layer.hidden_size, layer.vocab_size
         self.rank, self.kind = rank, gate
         self.before = nn.Embedding(rows, rank)
         inputs = {"sigmoid": hidden + rank, "product": hidden}
@@ -87,8 +90,9 @@ class MarkovLight(Light):
 class RnnLight(Light):
     """DSpark's recurrent head."""
 
-    def __init__(self, hidden: int, rows: int, rank: int) -> None:
+    def __init__(self, layer: PretrainedConfig, rank: int) -> None:
         super().__init__()
+        hidden, rows = layer.hidden_size, layer.vocab_size
         self.rank = self.width = rank
         self.before = nn.Embedding(rows, rank)
         self.gates = nn.Linear(2 * rank + hidden, 3 * rank)
@@ -108,8 +112,9 @@ class GruLight(Light):
     256 there).
     """
 
-    def __init__(self, hidden: int, rows: int, rank: int) -> None:
+    def __init__(self, layer: PretrainedConfig, rank: int) -> None:
         super().__init__()
+        hidden, rows = layer.hidden_size, layer.vocab_size
         self.rank, self.width = rank, 4 * rank
         self.cell = nn.GRUCell(hidden, self.width)
         self.inner = nn.Linear(hidden + self.width, rank, bias=False)
@@ -128,8 +133,9 @@ class SwigluLight(Light):
 
     deep = True
 
-    def __init__(self, hidden: int, rows: int, rank: int, width: int = 0) -> None:
+    def __init__(self, layer: PretrainedConfig, rank: int, ranks: int = 0) -> None:
         super().__init__()
+        hidden, width = layer.hidden_size, ranks * rank
         self.width = width
         if width:
             self.cell = nn.GRUCell(hidden, width)
@@ -154,7 +160,7 @@ class LayerLight(Light):
 
     deep = True
 
-    def __init__(self, layer: PretrainedConfig) -> None:
+    def __init__(self, layer: PretrainedConfig, rank: int) -> None:
         super().__init__()
         hidden, eps = layer.hidden_size, layer.rms_norm_eps
         self.of_token, self.of_state = (LlamaRMSNorm(hidden, eps=eps) for _ in range(2))
@@ -175,18 +181,15 @@ def zeroed(layer: Any) -> Any:
     return layer
 
 
-def light_of(name: str, layer: PretrainedConfig, rank: int) -> Light:
-    """layer: sizes of the trunk's layers."""
-    hidden, rows = layer.hidden_size, layer.vocab_size
-    if name == "layer":
-        return LayerLight(layer)
-    if name in GATES:
-        return MarkovLight(hidden, rows, rank, GATES[name])
-    if name == "path":
-        return SwigluLight(hidden, rows, rank, 4 * rank)
-    return Light() if name == "none" else OTHERS[name](hidden, rows, rank)
-
-
-GATES: dict[str, str] = {"markov": "", "gated": "sigmoid", "selector": "product"}
-OTHERS: dict[str, Any] = {"rnn": RnnLight, "gru": GruLight, "swiglu": SwigluLight}
-LIGHTS: tuple[str, ...] = ("none", *GATES, *OTHERS, "path", "layer")
+# (the trunk's layers' sizes, rank) -> a light head
+LIGHTS: dict[str, Callable[[PretrainedConfig, int], Light]] = {
+    "none": lambda layer, rank: Light(),
+    "markov": MarkovLight,
+    "gated": partial(MarkovLight, gate="sigmoid"),
+    "selector": partial(MarkovLight, gate="product"),
+    "rnn": RnnLight,
+    "gru": GruLight,
+    "swiglu": SwigluLight,
+    "path": partial(SwigluLight, ranks=4),
+    "layer": LayerLight,
+}
