@@ -35,7 +35,14 @@ from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.target import TargetSpec, device_of
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.answers.asks import Ask, fitting, from_rows, prompts_hash
-from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused, Writer, write_answers
+from draftsmith.train.answers.endpoint import (
+    Endpoint,
+    EndpointSpec,
+    GivenUp,
+    Refused,
+    Writer,
+    write_answers,
+)
 from draftsmith.train.answers.reverse import ReversePair
 from draftsmith.train.answers.top_logprobs import check_asked
 from draftsmith.train.run.recipe import check_made, load, show
@@ -50,19 +57,6 @@ from draftsmith.train.text.prepared import (
 from draftsmith.train.text.tokenise import load_rows
 
 LENGTH, THINKING_LENGTH = 256, 2048  # tokens of an answer
-
-
-@dataclass(kw_only=True)
-class EndpointSpec:
-    """The group `endpoint`."""
-
-    url: str = ""  # empty: the target answers here
-    model: str = ""  # as the server names it; empty: the only one it serves
-    api: str = "auto"  # auto | tokens | chat | text
-    top_logprobs: int = 0  # of each token, kept to train on; see train/teachers/likeliest.py
-    concurrency: int = 16  # requests under way
-    retries: int = 10  # of a request that failed
-    timeout_s: float = 600.0  # of one request
 
 
 @dataclass(kw_only=True)
@@ -175,8 +169,7 @@ def load_writer(
     served, reverse = config.endpoint, config.reverse
     if served.url:
         tokenizer = load_tokenizer(config.target.path)
-        own = ("model", "api", "retries", "concurrency", "timeout_s")
-        far = Endpoint(served.url, tokenizer, **{key: getattr(served, key) for key in own})
+        far = Endpoint(served, tokenizer)
         return far, tokenizer, fingerprint(None, tokenizer, far.model), sys.maxsize
     model, tokenizer = load_decoded(config.target, device)
     rows = config.batch_size

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.command import check_one_of
+from draftsmith.command import check_least, check_one_of
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.prompts.chat import SERVED, template_settings
 from draftsmith.decode.sampling import SamplingParams
@@ -35,34 +35,39 @@ NOT_UNDERSTOOD = frozenset({400, 404, 405, 415, 422, 501})
 TRANSIENT = frozenset({408, 409, 429, *range(500, 600)}) - NOT_UNDERSTOOD
 
 
-@dataclass(eq=False)
+@dataclass(kw_only=True)
+class EndpointSpec:
+    """The group `endpoint`."""
+
+    url: str = ""  # http://host:port, or with its /v1; empty: the target answers here
+    model: str = ""  # as the server names it; empty: the only one it serves
+    api: str = "auto"  # auto | tokens | chat | text
+    top_logprobs: int = 0  # of each token, kept to train on; see train/teachers/likeliest.py
+    concurrency: int = 16  # requests under way
+    # Of a request, after 429, 5xx or a lost connection. Waits double from half a second to eight;
+    # ten take a minute. Where the server says how long, that.
+    retries: int = 10
+    timeout_s: float = 600.0  # the longest silence of a connection
+
+
 class Endpoint:
-    """Requests by the openai client (its retries, waits and connections), some at a time.
+    """Requests by the openai client (its retries, waits and connections), some at a time; a key in
+    DRAFTSMITH_API_KEY is sent along. api: once one was found out, that.
 
     ValueError: an unknown api, a model that is not named while the server has several, no openai
     client; `GivenUp`: the server can't be reached.
     """
 
-    # `http://host:port` or with its `/v1`; a key in DRAFTSMITH_API_KEY is sent along.
-    url: str
-    tokenizer: PreTrainedTokenizerBase
-    model: str = ""  # as the server names it; empty: the one that it serves
-    api: str = "auto"  # one of `APIS`
-    concurrency: int = 16
-    timeout_s: float = 600.0  # the longest silence of a connection
-    # How often a request is sent again after 429, 5xx or a lost connection. Waits double from half
-    # a second to eight; ten take a minute. Where the server says how long, that.
-    retries: int = 10
-
-    def __post_init__(self) -> None:
-        check_one_of("api", self.api, APIS)
-        url = urlsplit(self.url.rstrip("/"))
+    def __init__(self, spec: EndpointSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+        check_one_of("api", spec.api, APIS)
+        check_least(spec, concurrency=1)
+        url = urlsplit(spec.url.rstrip("/"))
         if url.scheme not in ("http", "https") or not url.hostname or url.query:
             raise ValueError(
-                f"endpoint: got {self.url!r}, expected http://host:port or https://..."
+                f"endpoint: got {spec.url!r}, expected http://host:port or https://..."
             )
-        if self.concurrency < 1:
-            raise ValueError(f"concurrency: got {self.concurrency}, expected at least 1")
+        self.tokenizer, self.concurrency = tokenizer, spec.concurrency
+        self.model, self.api = spec.model, spec.api
         self.url = url.geturl() if url.path else f"{url.geturl()}/v1"
         try:
             import openai
@@ -78,7 +83,7 @@ class Endpoint:
         self._headers = {"Authorization": f"Bearer {key}" if key else none}
         self._headers |= {"OpenAI-Organization": none, "OpenAI-Project": none}
         self._client = self._openai.OpenAI(
-            base_url=self.url, api_key="-", timeout=self.timeout_s, max_retries=self.retries
+            base_url=self.url, api_key="-", timeout=spec.timeout_s, max_retries=spec.retries
         )
         if not self.model:
             names = [entry["id"] for entry in self._send("/models").get("data", [])]

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.tokenizer import token_bytes
 from draftsmith.train.answers.asks import Ask
-from draftsmith.train.answers.endpoint import Endpoint
+from draftsmith.train.answers.endpoint import Endpoint, EndpointSpec
 
 PROMPT = [7, 8, 9]
 
@@ -118,7 +118,7 @@ def test_our_own_client_learns_from_them(
 ) -> None:
     """`prepare endpoint.top_logprobs=6` reads this server as it reads vLLM."""
     ask = Ask(index=0, ids=PROMPT, text="", messages=(), seed=1, top_logprobs=6)
-    endpoint = Endpoint(running.url, tiny_tokenizer, model="tiny", retries=0)
+    endpoint = Endpoint(EndpointSpec(url=running.url, model="tiny", retries=0), tiny_tokenizer)
     params = SamplingParams(temperature=1.0, max_new_tokens=12)
     [reply] = endpoint.answers([ask], params)
     log_p_AV = log_p(tiny_target, PROMPT, reply["token_ids"])

@@ -24,7 +24,7 @@ from draftsmith.decode.serve import learning as serving_drafts
 from draftsmith.decode.serve.buffer import ReplayBuffer
 from draftsmith.decode.serve.versions import Versions
 from draftsmith.train.answers.asks import Ask
-from draftsmith.train.answers.endpoint import Endpoint
+from draftsmith.train.answers.endpoint import Endpoint, EndpointSpec
 
 IDS = {"extra_body": {"return_token_ids": True}}
 
@@ -224,7 +224,7 @@ def test_our_own_client_reads_the_tokens(
 ) -> None:
     ids = list(tiny_tokenizer(TEXTS[1]).input_ids)
     ask = Ask(index=0, ids=ids, text=TEXTS[1], messages=(), seed=1)
-    endpoint = Endpoint(running.url, tiny_tokenizer, model="tiny", retries=0)
+    endpoint = Endpoint(EndpointSpec(url=running.url, model="tiny", retries=0), tiny_tokenizer)
     params = SamplingParams(temperature=1.0, max_new_tokens=16)
     [reply] = endpoint.answers([ask], params)
     assert reply["token_ids"] == truths[1] and not reply["retokenised"]

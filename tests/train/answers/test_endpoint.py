@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.decode.prompts.chat import set_template
 from draftsmith.models.tokenizer import stand_in_tokenizer
 from draftsmith.train.answers.asks import Ask
-from draftsmith.train.answers.endpoint import Endpoint, GivenUp, Refused
+from draftsmith.train.answers.endpoint import Endpoint, EndpointSpec, GivenUp, Refused
 from draftsmith.train.prepare import main as prepare
 from draftsmith.train.text.prepared import load_prepared, read_answers
 
@@ -76,7 +76,7 @@ def some_asks(tokenizer: PreTrainedTokenizerFast, count: int, chat: bool = False
 
 def client(server: Server, **changes: Any) -> Endpoint:
     settings = {"retries": 3, "concurrency": 4, "timeout_s": 30.0} | changes
-    return Endpoint(server.url, server.tokenizer, **settings)
+    return Endpoint(EndpointSpec(url=server.url, **settings), server.tokenizer)
 
 
 def ask_all(server: Server, count: int = 12, chat: bool = False, **changes: Any) -> dict[int, Any]:
@@ -267,17 +267,22 @@ def test_an_unreachable_server_is_a_clear_error(tiny_tokenizer: PreTrainedTokeni
     with running(tiny_tokenizer) as server:
         gone = server.url
     with pytest.raises(GivenUp, match=r"given up after 2 attempts, the last: ConnectError"):
-        Endpoint(gone, tiny_tokenizer, retries=1)
+        Endpoint(EndpointSpec(url=gone, retries=1), tiny_tokenizer)
 
 
 def test_settings_are_checked(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match="api: got 'grpc'"):
-        Endpoint("http://x", tiny_tokenizer, model="m", api="grpc")
+        Endpoint(EndpointSpec(url="http://x", model="m", api="grpc"), tiny_tokenizer)
     for url in ("localhost:8000", "ftp://x", "http://"):
         with pytest.raises(ValueError, match="endpoint: got"):
-            Endpoint(url, tiny_tokenizer, model="m")
-    assert Endpoint("http://x:1/", tiny_tokenizer, model="m").url == "http://x:1/v1"
-    assert Endpoint("https://x/api/v1/", tiny_tokenizer, model="m").url == "https://x/api/v1"
+            Endpoint(EndpointSpec(url=url, model="m"), tiny_tokenizer)
+    assert (
+        Endpoint(EndpointSpec(url="http://x:1/", model="m"), tiny_tokenizer).url == "http://x:1/v1"
+    )
+    assert (
+        Endpoint(EndpointSpec(url="https://x/api/v1/", model="m"), tiny_tokenizer).url
+        == "https://x/api/v1"
+    )
     with running(tiny_tokenizer, models=["a", "b"]) as server:
         with pytest.raises(ValueError, match=r"serves \['a', 'b'\]; say which"):
             client(server)
@@ -302,4 +307,4 @@ def test_without_the_client_there_is_a_clear_error(
 ) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(ValueError, match=r"no package openai, .*draftsmith\[endpoint\]"):
-        Endpoint("http://x", tiny_tokenizer, model="m")
+        Endpoint(EndpointSpec(url="http://x", model="m"), tiny_tokenizer)
