@@ -86,8 +86,8 @@ def parse(fields: Any, where: str) -> Row:
         raise ValueError(f"{where}: got a {type(fields).__name__}, expected an object: {LAYOUTS}")
     if "prompt_ids" in fields:
         raise ValueError(
-            f"{where}: got a target's answer as `draftsmith prepare` writes it, which only "
-            "training reads; expected the data that was answered, which prepare.json beside it names"
+            f"{where}: got an answer as `draftsmith prepare` writes it, which only training "
+            "reads; expected the data that was answered, which prepare.json beside it names"
         )
 
     def word(name: str) -> str:

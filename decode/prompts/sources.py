@@ -184,7 +184,7 @@ def _array(path: Path) -> Iterator[tuple[Any, str]]:
         line, counted = line + text.count("\n", counted, place), place
         if text[place : place + 1] == "]":
             if text[place + 1 :].strip():
-                raise ValueError(f"{path}:{line}: got more after an array's end, expected one array")
+                raise ValueError(f"{path}:{line}: got more after the array, expected one alone")
             return
         number += 1
         where = f"{path}:{line}, row {number}"

@@ -174,7 +174,7 @@ def test_a_json_file_may_hold_a_row_a_line(tmp_path: Path) -> None:
         ('[\n{"text": "a"},\n{"txt": 1, "b": 2}\n]', r":3, row 2: got the fields \['b', 'txt'\]"),
         ('[\n{"text": "a"},\n{"text": \n]', r":3, row 2: not JSON .*expected an array of rows"),
         ('[{"text": "a"}', r":1, row 2: not JSON"),
-        ('[{"text": "a"}]\n[{"text": "b"}]', ":1: got more after an array's end, expected one arr"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', ":1: got more after the array, expected one alone"),
         ('["a"]', r":1, row 1: got a str, expected an object: {\"messages\"}, {\"conversations\"}"),
         ('{"text": "a"', r":1: not JSON .*expected one array of objects, or one object a line"),
         ('[{"conversations": [{"from": "dog", "value": "a"}]}]', "row 1: message 0 .* human, user"),

@@ -191,7 +191,7 @@ def test_drafts_of_other_tokenizers_have_caches_of_their_own(
         assert later in a.drafters and len(a.drafters) == 2
     own = tuple(name.replace("omni", f"omni:{tmp_path / 'cache'}") for name in names[:2])
     how = {"target": "tiny", "drafter": own[0], "drafters": (f"b={own[1]}",), "max_length": 64}
-    with pytest.raises(ValueError, match="got b with the store .*another tokenizer; expected a fi"):
+    with pytest.raises(ValueError, match=r"got b with the store .*another tokenizer; expected a f"):
         Backend(ServerConfig(**how), tiny_target, tiny_tokenizer)
 
 
