@@ -19,9 +19,9 @@ from torch.nn import Embedding
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.medusa import output_product
-from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
+from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.drafting.grow_tree import at_once, grow_at_once, grow_known
-from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV, keep_last
+from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.drafting.in_rounds import Draws, InRounds, Trunk, one_pass_rounds
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.lean import lean_copy
@@ -32,13 +32,14 @@ from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.block import Block, Guess
 from draftsmith.models.layers.block_lights import Light
+from draftsmith.models.layers.layer import Keep
 
 
 class BlockDrafter(HeadDrafter):
     """One pass for all depths, and a light head a node."""
 
     head: Block
-    one_pass = True
+    one_pass, attends = True, False
 
     def __init__(self, head: Block, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.stacked)
@@ -59,26 +60,12 @@ class BlockDrafter(HeadDrafter):
         return self.nodes.native if self.nodes is not None else None
 
     def reset(self, rows: int, slots: int) -> None:
-        slots += self.head.block
-        self.state_BH = torch.zeros(rows, self.head.hidden, dtype=self.dtype, device=self.device)
-        self.pool = HeadKV(self.head.stacked, rows, slots, self.context, self.state_BH)
+        super().reset(rows, slots + self.head.block)
 
-    def prefill(self, admitted: Admitted) -> None:
-        assert admitted.taps_RNU is not None, "the engine gives what `taps` asks for"
-        at_RN, keep = self.pool.taken(admitted.rows_R, admitted.tokens_RN.shape[1])
-        context_RNH = self.body.fuse(admitted.taps_RNU.to(self.dtype))
-        self.body.keep(context_RNH, at_RN, keep)
-        last_R1 = admitted.lens_R[:, None] - 1
-        self.state_BH[admitted.rows_R] = picked(context_RNH, last_R1)[:, 0]
-
-    def extend(self, kept: Kept) -> None:
-        """What is made beyond the kept tokens is overwritten before anything sees it."""
-        assert kept.taps_BLU is not None, "the engine gives what `taps` asks for"
-        length = kept.tokens_BL.shape[1]
-        at_BL = kept.lens_B[:, None] + torch.arange(length, device=self.device)
-        context_BLH = self.body.fuse(kept.taps_BLU.to(self.dtype))
-        self.body.keep(context_BLH, *self.pool.added(at_BL))
-        keep_last(self.state_BH, context_BLH, kept.n_new_B)
+    def read(self, taps_BNU: Tensor, next_BN: Tensor, where: tuple[Tensor, Keep]) -> Tensor:
+        context_BNH = self.body.fuse(taps_BNU)
+        self.body.keep(context_BNH, *where)
+        return context_BNH
 
     def at_once(self, request: Round) -> TokenTree | None:
         if self.nodes is not None:

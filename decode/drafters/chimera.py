@@ -13,15 +13,17 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafters.medusa import output_product
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
-from draftsmith.decode.drafting.head_drafter import HeadDrafter, keep_last
+from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.forward.product import head_logits
 from draftsmith.models.heads.chimera import Chimera
+from draftsmith.models.layers.layer import Keep
 
 
 class ChimeraDrafter(HeadDrafter):
     """tail_B3 holds each row's last three tokens, the third one pending."""
 
     head: Chimera
+    attends = False
     held = ("pool", "state_BH", "tail_B3")
 
     def __init__(self, head: Chimera, target: PreTrainedModel, vocab_size: int) -> None:
@@ -33,24 +35,20 @@ class ChimeraDrafter(HeadDrafter):
         super().reset(rows, slots)
         self.tail_B3 = torch.zeros(rows, 3, dtype=torch.int64, device=self.device)
 
+    def read(self, taps_BNU: Tensor, next_BN: Tensor, where: tuple[Tensor, Keep]) -> Tensor:
+        self.head.keep(taps_BNU, *where)
+        return taps_BNU
+
     def prefill(self, admitted: Admitted) -> None:
-        assert admitted.taps_RNU is not None, "the engine gives what `taps` asks for"
-        rows_R, norm_RNH = admitted.rows_R, admitted.taps_RNU.to(self.dtype)
-        self.head.keep(norm_RNH, *self.pool.taken(rows_R, norm_RNH.shape[1]))
+        super().prefill(admitted)
         last_R2 = admitted.lens_R[:, None] - torch.arange(2, 0, -1, device=self.device)
         tail = admitted.tokens_RN.gather(1, last_R2.clamp(min=0)), admitted.pending_R[:, None]
-        self.tail_B3[rows_R] = torch.cat(tail, 1)
-        self.state_BH[rows_R] = picked(norm_RNH, last_R2[:, 1:])[:, 0]
+        self.tail_B3[admitted.rows_R] = torch.cat(tail, 1)
 
     def extend(self, kept: Kept) -> None:
-        """What is made beyond the kept tokens is overwritten before anything sees it."""
-        assert kept.taps_BLU is not None, "the engine gives what `taps` asks for"
-        norm_BLH = kept.taps_BLU.to(self.dtype)
-        at_BL = kept.lens_B[:, None] + torch.arange(norm_BLH.shape[1], device=self.device)
-        self.head.keep(norm_BLH, *self.pool.added(at_BL))
+        super().extend(kept)
         last_B3 = kept.n_new_B[:, None] + torch.arange(3, device=self.device)
         self.tail_B3.copy_(torch.cat([self.tail_B3, kept.tokens_BL], 1).gather(1, last_B3))
-        keep_last(self.state_BH, norm_BLH, kept.n_new_B)
 
     def feed(self, request: Round) -> Feed:
         width = self.pool.width(request.top + request.plan.slots)

@@ -43,10 +43,8 @@ class FalconDrafter(HeadDrafter):
 
     def prefill(self, admitted: Admitted) -> None:
         assert admitted.taps_RNU is not None, "the engine gives what `taps` asks for"
-        rows_R, tokens_RN = admitted.rows_R, admitted.tokens_RN
-        last_R1 = admitted.lens_R[:, None] - 1
-        next_RN = tokens_RN.roll(-1, 1).scatter(1, last_R1, admitted.pending_R[:, None])
-        at_RN, keep = self.pool.taken(rows_R, tokens_RN.shape[1])
+        rows_R, last_R1 = admitted.rows_R, admitted.lens_R[:, None] - 1
+        at_RN, keep = self.pool.taken(rows_R, admitted.tokens_RN.shape[1])
         old_RX = self.state_BW.new_zeros(len(rows_R), self.state_BW.shape[1] - self.wide)
         sees_R1kN = (at_RN <= last_R1)[:, None, None].expand(-1, -1, self.head.block, -1)
 
@@ -54,7 +52,7 @@ class FalconDrafter(HeadDrafter):
             keep(layer, key, value)
             return causal(sees_R1kN)(layer, query, key, value)
 
-        new = (admitted.taps_RNU, next_RN, at_RN, last_R1)
+        new = (admitted.taps_RNU, admitted.next_RN, at_RN, last_R1)
         self.state_BW[rows_R] = self._ended(old_RX, *new, attend)
 
     def extend(self, kept: Kept) -> None:

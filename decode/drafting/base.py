@@ -229,6 +229,12 @@ class Admitted(NamedTuple):
         lens_1, pending_1 = self.lens_R[one], self.pending_R[one]
         return Admitted(self.rows_R[one], tokens_1N, lens_1, pending_1, taps_1NU)
 
+    @property
+    def next_RN(self) -> Tensor:
+        """The tokens after theirs."""
+        last_R1 = self.lens_R[:, None] - 1
+        return self.tokens_RN.roll(-1, 1).scatter(1, last_R1, self.pending_R[:, None])
+
     def write(self, text_BS: Tensor) -> None:
         """Begin the text of these rows."""
         text_BS[self.rows_R, : self.tokens_RN.shape[1]] = self.tokens_RN

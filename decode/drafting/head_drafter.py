@@ -9,7 +9,7 @@ text, U width of the taps side by side, H hidden, V vocabulary.
 """
 
 import copy
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ class HeadDrafter(Drafter):
 
     head: Head
     owes = True
+    attends = True  # whether `read` attends; else it is told where keys and values go
     held: tuple[str, ...] = ("pool", "state_BH")
 
     def __init__(
@@ -53,7 +54,7 @@ class HeadDrafter(Drafter):
         self.dtype, self.device = weight.dtype, weight.device
         self.layer = layer
 
-    def read(self, taps_BNU: Tensor, next_BN: Tensor, where: Where | None) -> Tensor:
+    def read(self, taps_BNU: Tensor, next_BN: Tensor, where: Any) -> Tensor:
         """States [B, N, H] from the target's, in the head's type, and the tokens after them."""
         return taps_BNU
 
@@ -77,12 +78,12 @@ class HeadDrafter(Drafter):
 
     def prefill(self, admitted: Admitted) -> None:
         assert admitted.taps_RNU is not None, "the engine gives what `taps` asks for"
-        rows_R, tokens_RN = admitted.rows_R, admitted.tokens_RN
-        last_R1 = admitted.lens_R[:, None] - 1
-        next_RN = tokens_RN.roll(-1, 1).scatter(1, last_R1, admitted.pending_R[:, None])
-        where = None if self.layer is None else self.pool.prefill(rows_R, tokens_RN.shape[1])
-        states_RNH = self.read(admitted.taps_RNU.to(self.dtype), next_RN, where)
-        self.state_BH[rows_R] = picked(states_RNH, last_R1)[:, 0]
+        rows_R, where = admitted.rows_R, None
+        if self.layer is not None:
+            begun = self.pool.prefill if self.attends else self.pool.taken
+            where = begun(rows_R, admitted.tokens_RN.shape[1])
+        states_RNH = self.read(admitted.taps_RNU.to(self.dtype), admitted.next_RN, where)
+        self.state_BH[rows_R] = picked(states_RNH, admitted.lens_R[:, None] - 1)[:, 0]
 
     def propose(self, request: Round) -> TokenTree:
         if (tree := self.at_once(request)) is not None:
@@ -98,12 +99,15 @@ class HeadDrafter(Drafter):
     def extend(self, kept: Kept) -> None:
         """What layers make beyond the kept tokens is overwritten before anything sees it."""
         assert kept.taps_BLU is not None, "the engine gives what `taps` asks for"
-        where = None
+        where: Any = None
+        length = kept.tokens_BL.shape[1]
         if self.layer is not None:
-            length = kept.tokens_BL.shape[1]
             at_BL = kept.lens_B[:, None] + torch.arange(length, device=self.device)
-            seen = Seen(kept.lens_B, self.pool.width(kept.top + length))
-            where = self.pool.fed(at_BL, at_BL, seen)
+            if self.attends:
+                seen = Seen(kept.lens_B, self.pool.width(kept.top + length))
+                where = self.pool.fed(at_BL, at_BL, seen)
+            else:
+                where = self.pool.added(at_BL)
         states_BLH = self.read(kept.taps_BLU.to(self.dtype), kept.tokens_BL, where)
         keep_last(self.state_BH, states_BLH, kept.n_new_B)
 
@@ -134,23 +138,20 @@ class HeadKV(KVPool):
 
     def prefill(self, rows_R: Tensor, length: int) -> Where:
         """Of prompts that begin in rows R; position i is kept in slot i."""
-        at_RN, flat_N = self._begun(rows_R, length)
-        return at_RN, Attending(SlotCache(self, flat_N, prefix=0))
+        at_RN, cache = self.taken(rows_R, length)
+        return at_RN, Attending(cache)
 
-    def taken(self, rows_R: Tensor, length: int) -> tuple[Tensor, Keep]:
+    def taken(self, rows_R: Tensor, length: int) -> tuple[Tensor, SlotCache]:
         """The same where nothing attends: positions, and what takes keys and values in."""
-        at_RN, flat_N = self._begun(rows_R, length)
+        self.clear(rows_R)
+        at_RN = torch.arange(length, device=rows_R.device).expand(len(rows_R), -1)
+        flat_N = (rows_R[:, None] * self.slots + at_RN).flatten()
         return at_RN, SlotCache(self, flat_N, prefix=0)
 
     def added(self, at_BN: Tensor, slots_BN: Tensor | None = None) -> tuple[Tensor, Keep]:
         """Of the next tokens of rows 0..B-1, likewise; slots: where they go, by default `at`."""
         keep = SlotCache(self, self.flat(at_BN if slots_BN is None else slots_BN), prefix=0)
         return at_BN.clamp(max=self.context - 1), keep
-
-    def _begun(self, rows_R: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        self.clear(rows_R)
-        at_RN = torch.arange(length, device=rows_R.device).expand(len(rows_R), -1)
-        return at_RN, (rows_R[:, None] * self.slots + at_RN).flatten()
 
     def fed(self, at_BN: Tensor, slots_BN: Tensor, seen: Seen, window: int | None = None) -> Where:
         """Of new tokens of rows 0..B-1, which are kept in these slots."""
