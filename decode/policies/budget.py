@@ -9,7 +9,7 @@ Shapes: B rows, N nodes, the root first, D = N - 1 drafted tokens, K labels, X w
 
 from collections import defaultdict, deque
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,38 +30,24 @@ class Toll(NamedTuple):
     rate: float
 
 
-class Budget(Protocol):
-    """Shares verification out: by the chance survival_BN that all is kept up to each node, how many
-    nodes verified_B of each row, the root included.
+def worth(survival_BN: np.ndarray, least: float) -> np.ndarray:
+    """How many nodes of each row are verified, the root included, by the chance that all is kept up
+    to each node: those worth their time, of which `least` is rate x seconds of a token. The choice
+    of most tokens a second in the long run (Dinkelbach's form of a ratio) where seconds are a line
+    in tokens. An argmax over this round's chances would let what follows a token choose it: a bias.
     """
-
-    def share(self, survival_BN: np.ndarray, load: Load, costs: Toll) -> np.ndarray: ...
-
-
-class Worth:
-    """Every token is verified that is worth its time, S > rate x seconds of a token: the choice of
-    most tokens a second in the long run (Dinkelbach's form of a ratio) where seconds are a line in
-    tokens. An argmax over this round's chances would let what follows a token choose it: a bias.
-    """
-
-    def share(self, survival_BN: np.ndarray, load: Load, costs: Toll) -> np.ndarray:
-        gain_BN = survival_BN - costs.rate * costs.token
-        gain_BN[:, 0] = 1  # the pending token has to be fed
-        made: np.ndarray = gain_BN.cumsum(1).argmax(1) + 1
-        return made
+    gain_BN = survival_BN - least
+    gain_BN[:, 0] = 1  # the pending token has to be fed
+    made: np.ndarray = gain_BN.cumsum(1).argmax(1) + 1
+    return made
 
 
-class Top:
-    """The `each` x rows likeliest drafted tokens of all rows, whatever they cost."""
-
-    def __init__(self, each: float) -> None:
-        self.each = each
-
-    def share(self, survival_BN: np.ndarray, load: Load, costs: Toll) -> np.ndarray:
-        best = np.argsort(-survival_BN[:, 1:], axis=None, kind="stable")
-        best = best[: round(self.each * load.running)]
-        made: np.ndarray = 1 + np.bincount(best // (survival_BN.shape[1] - 1), minlength=load.rows)
-        return made
+def likeliest(survival_BN: np.ndarray, count: int) -> np.ndarray:
+    """Likewise, of so many drafted tokens of all rows, whatever they cost."""
+    best = np.argsort(-survival_BN[:, 1:], axis=None, kind="stable")[:count]
+    rows, nodes = survival_BN.shape
+    made: np.ndarray = 1 + np.bincount(best // (nodes - 1), minlength=rows)
+    return made
 
 
 class Survival:
@@ -134,7 +120,7 @@ class Shares(Auto):
     Every `WHOLE`th round verifies all: what it takes more than others do is what tokens cost.
 
     Differences from DSpark: costs are a line, learned from rounds, not a profile; tokens are
-    weighed one by one (`Worth`); chances are learned online, not by a head.
+    weighed one by one (`worth`); chances are learned online, not by a head.
     """
 
     WHOLE, MEMORY = 16, 32
@@ -142,7 +128,6 @@ class Shares(Auto):
     def __init__(self, plan: Plan) -> None:
         needs_chain(plan, "budget")
         super().__init__(plan)
-        self.budget: Budget = Worth()
         self.survival, self.load, self.drafts = Survival(plan.levels), ALONE, 0
         # By rows, tree and whether all was verified: seconds, tokens verified, tokens emitted.
         self.took: defaultdict[object, deque[tuple[float, int, int]]]
@@ -159,7 +144,7 @@ class Shares(Auto):
         self.drafts += 1
         if toll is not None and self.drafts % self.WHOLE != 1:
             survival_BN = survival(self.survival.chance(sure_BD), active_B)
-            verified_B = self.budget.share(survival_BN, self.load, toll)
+            verified_B = worth(survival_BN, toll.rate * toll.token)
         return parted(tree, verified_B)
 
     def observe(self, outcome: Outcome) -> None:
@@ -211,10 +196,8 @@ class Tetris(Policy):
                 f"policy tetris: got {each:g} verified tokens a row, expected 0 to the "
                 f"{plan.levels} that are drafted"
             )
-        self.budget: Budget = Top(each)
-        self.share = self._share
+        self.each, self.share = each, self._share
 
     def _share(self, tree: TokenTree, active_B: Tensor) -> TokenTree:
-        load = Load(len(active_B), int(active_B.sum()))
         chance_BN = survival(np.exp(tree.parts[0]), active_B)
-        return parted(tree, self.budget.share(chance_BN, load, Toll(0, 0)))
+        return parted(tree, likeliest(chance_BN, round(self.each * int(active_B.sum()))))

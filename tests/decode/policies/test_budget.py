@@ -20,7 +20,7 @@ from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.rows import Settled
 from draftsmith.decode.engine.settings import DecodeSettings
-from draftsmith.decode.policies.budget import Shares, Survival, Toll, Top, Worth
+from draftsmith.decode.policies.budget import Shares, Survival, Toll, likeliest, worth
 from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.policies.policy import Load, Outcome
 from draftsmith.decode.sampling import SamplingParams
@@ -28,7 +28,6 @@ from draftsmith.decode.token_tree import WITH_REPLACEMENT, TokenTree, chain
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.decode.verify.rules import RULES
 
-TWO = Load(2, 2)
 param, slow = pytest.param, pytest.mark.slow
 NAMES = "budget", "auto"
 Scheduler = Callable[[np.ndarray], np.ndarray]  # survival_BN -> verified_B
@@ -80,11 +79,11 @@ def law_error(
 
 
 def top(each: float) -> Scheduler:
-    return lambda survival_BN: Top(each).share(survival_BN, TWO, Toll(0.0, 0.0))
+    return lambda survival_BN: likeliest(survival_BN, round(2 * each))
 
 
-def worth(least: float) -> Scheduler:
-    return lambda survival_BN: Worth().share(survival_BN, TWO, Toll(least, 1.0))
+def priced(least: float) -> Scheduler:
+    return lambda survival_BN: worth(survival_BN, least)
 
 
 def best_now(survival_BN: np.ndarray) -> np.ndarray:
@@ -100,7 +99,7 @@ def best_now(survival_BN: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("seed", [0, param(1, marks=slow), param(2, marks=slow)])
 def test_a_choice_by_what_lies_before_keeps_the_law(rule: str, seed: int) -> None:
     for least in (0.3, 0.5, 0.7):
-        assert law_error(rule, worth(least), drawn=False, seed=seed) < 1e-12
+        assert law_error(rule, priced(least), drawn=False, seed=seed) < 1e-12
     for each in (0, 0.5, 1, 1.5, 2):
         assert law_error(rule, top(each), drawn=False, seed=seed) < 1e-12
 
@@ -108,15 +107,15 @@ def test_a_choice_by_what_lies_before_keeps_the_law(rule: str, seed: int) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["leviathan", "block"])
 def test_of_longer_drafts_too(rule: str) -> None:
-    assert law_error(rule, worth(0.4), drawn=False, levels=3) < 1e-12
-    assert law_error(rule, worth(0.3), drawn=False, vocab=3) < 1e-12
+    assert law_error(rule, priced(0.4), drawn=False, levels=3) < 1e-12
+    assert law_error(rule, priced(0.3), drawn=False, vocab=3) < 1e-12
 
 
 @pytest.mark.parametrize("rule", ["leviathan", "block"])
 def test_the_drawn_tokens_chances_do_not(rule: str) -> None:
     """TETRIS, and one threshold on the same chances: why settings refuse them."""
     tetris = max(law_error(rule, top(0.5), drawn=True, seed=seed) for seed in (0, 2))
-    threshold = max(law_error(rule, worth(0.5), drawn=True, seed=seed) for seed in (0, 2))
+    threshold = max(law_error(rule, priced(0.5), drawn=True, seed=seed) for seed in (0, 2))
     assert tetris > 3e-2 and threshold > 3e-2
 
 
@@ -281,14 +280,14 @@ def test_shares_are_the_best_there_are() -> None:
     for _ in range(300):
         survival_BN = np.concatenate([np.ones((3, 1)), draw.random((3, 4))], 1)
         costs = Toll(float(draw.random()), float(draw.random()) * 2)
-        verified_B = Worth().share(survival_BN.copy(), TWO, costs)
+        verified_B = worth(survival_BN.copy(), costs.token * costs.rate)
         got = sum(
             float((row[1:n] - costs.token * costs.rate).sum())
             for row, n in zip(survival_BN, verified_B, strict=True)
         )
         assert got == pytest.approx(best_by_force(survival_BN, *costs))
         chains_BN = survival_BN.cumprod(1)
-        each = Top(2).share(chains_BN, Load(3, 3), costs)
+        each = likeliest(chains_BN, 6)
         kept = sum(float(row[1:n].sum()) for row, n in zip(chains_BN, each, strict=True))
         assert sum(each - 1) == 6
         assert kept == pytest.approx(np.sort(chains_BN[:, 1:], axis=None)[-6:].sum())
