@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import Embedding
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.medusa import output_product
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.drafting.grow_tree import at_once, grow_at_once, grow_known
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
@@ -27,7 +26,7 @@ from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.lean import lean_copy
 from draftsmith.decode.forward.lean_heads import lean_block, lean_nodes
 from draftsmith.decode.forward.native import NativeBody
-from draftsmith.decode.forward.product import VocabHead, head_logits
+from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.block import Block, Guess
@@ -46,7 +45,7 @@ class BlockDrafter(HeadDrafter):
         self.lm_head = VocabHead(head.target_head_VH.detach(), None, vocab_size)
         self.after, self.light = None, lean_copy(head.light)
         if head.light.rank:
-            self.after = output_product(head.light.after.weight, None, vocab_size)
+            self.after = VocabHead(head.light.after.weight.detach(), None, vocab_size)
         self.body, self.nodes = lean_block(head), lean_nodes(head)
 
     @property
@@ -145,7 +144,7 @@ class BlockDrafter(HeadDrafter):
             logits_BFV = logits_BnV[:, depth, None].expand(-1, tokens_BF.shape[1], -1)
             if self.after is not None:
                 low_BFR, carried_BFS = light.low(state_BFH, tokens_BF, embedded_BFH, carried_BFS)
-                logits_BFV = logits_BFV + head_logits(self.after, low_BFR)
+                logits_BFV = logits_BFV + self.after.logits(low_BFR)
             return Fed(logits_BFV, state_BFH)
 
         return feed
@@ -189,7 +188,7 @@ class BlockDrafter(HeadDrafter):
         state_BMI = self.head.drafted(*text)[1][:, :, 0]
         logits_BMV = self.lm_head.logits(state_BMI[..., : self.head.hidden].contiguous())
         if self.after is not None:
-            logits_BMV = logits_BMV + head_logits(self.after, state_BMI[..., self.head.hidden :])
+            logits_BMV = logits_BMV + self.after.logits(state_BMI[..., self.head.hidden :])
         return F.pad(logits_BMV, (0, 0, 1, 0))
 
     @property

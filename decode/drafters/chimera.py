@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.medusa import output_product
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
-from draftsmith.decode.forward.product import head_logits
+from draftsmith.decode.forward.product import VocabHead
 from draftsmith.models.heads.chimera import Chimera
 from draftsmith.models.layers.layer import Keep
 
@@ -28,8 +27,8 @@ class ChimeraDrafter(HeadDrafter):
 
     def __init__(self, head: Chimera, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config)
-        depths = range(head.levels)
-        self.outputs = [output_product(head.head_VH(depth), None, vocab_size) for depth in depths]
+        heads = (head.head_VH(depth).detach() for depth in range(head.levels))
+        self.outputs = [VocabHead(head_VI, None, vocab_size) for head_VI in heads]
 
     def reset(self, rows: int, slots: int) -> None:
         super().reset(rows, slots)
@@ -65,7 +64,7 @@ class ChimeraDrafter(HeadDrafter):
             f_BFH = self.head.step(grams_BF3, at_BF, attention)
             self.head.keep(f_BFH, at_BF, self.pool.added(slots_BF)[1])
             state_BFI = torch.cat([base_B1H.expand_as(f_BFH), f_BFH], -1)
-            return Fed(head_logits(self.outputs[frontier.depth], state_BFI), f_BFH)
+            return Fed(self.outputs[frontier.depth].logits(state_BFI), f_BFH)
 
         return feed
 
@@ -73,4 +72,4 @@ class ChimeraDrafter(HeadDrafter):
         """After the first token, before which there is no state, 0."""
         at_BT = torch.arange(ids_BT.shape[1], device=self.device).expand(len(ids_BT), -1)
         states_BTI = next(self.head.unroll(taps_BTU.to(self.dtype), ids_BT, at_BT))
-        return F.pad(head_logits(self.outputs[0], states_BTI[:, :-1]), (0, 0, 1, 0))
+        return F.pad(self.outputs[0].logits(states_BTI[:, :-1]), (0, 0, 1, 0))

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.medusa import output_product, through
+from draftsmith.decode.drafters.medusa import through
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.drafting.in_rounds import InRounds, heads_rounds
 from draftsmith.decode.forward.lean_heads import LeanStack, lean_prefix
 from draftsmith.decode.forward.native import sides
-from draftsmith.decode.forward.product import Product, head_logits
+from draftsmith.decode.forward.product import Product, VocabHead
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.hydra import Hydra
 
@@ -37,7 +37,7 @@ class HydraDrafter(HeadDrafter):
         self.entries = [Product.of(pair) for pair in entries]
         self.more = [[Product.of([block.linear]) for block in more] for _, *more in blocks]
         outputs = [head.output(depth) for depth in levels]
-        self.outputs = [output_product(o.weight, o.bias, vocab_size) for o in outputs]
+        self.outputs = [VocabHead(o.weight.detach(), None, vocab_size, o.bias) for o in outputs]
 
     @property
     def size(self) -> ModelSize:
@@ -80,4 +80,4 @@ class HydraDrafter(HeadDrafter):
         """Of nodes, from all that they read side by side."""
         inner_BFH, skipped_BFH = self.entries[depth](fed_BFI).chunk(2, -1)
         state_BFH = through(self.more[depth], skipped_BFH + F.silu(inner_BFH))
-        return Fed(head_logits(self.outputs[depth], state_BFH), state_BFH)
+        return Fed(self.outputs[depth].logits(state_BFH), state_BFH)

@@ -13,7 +13,7 @@ from draftsmith.decode.drafting.grow_tree import grow_known
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.drafting.in_rounds import InRounds, heads_rounds
 from draftsmith.decode.forward.native import sides
-from draftsmith.decode.forward.product import Product, head_logits
+from draftsmith.decode.forward.product import Product, VocabHead
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.medusa import Medusa
 
@@ -31,7 +31,7 @@ class MedusaDrafter(HeadDrafter):
         self.blocks = Product.of([first.linear for first, *_ in blocks])
         self.more = [[Product.of([block.linear]) for block in more] for _, *more in blocks]
         own = range(head.levels if head.config.own_heads else 1)
-        self.outputs = [output_product(head.head_VH(depth), None, vocab_size) for depth in own]
+        self.outputs = [VocabHead(head.head_VH(k).detach(), None, vocab_size) for k in own]
 
     def feed(self, request: Round) -> Feed:
         states_BKH = shared_BKV = self.state_BH
@@ -45,7 +45,7 @@ class MedusaDrafter(HeadDrafter):
                     shared_BKV = self._logits(states_BKH)
             state_B1H = states_BKH[:, depth, None]
             if self.head.config.own_heads:
-                logits_B1V = head_logits(self.outputs[depth], state_B1H)
+                logits_B1V = self.outputs[depth].logits(state_B1H)
             else:
                 logits_B1V = shared_BKV[:, depth, None]
             return Fed(logits_B1V.expand(-1, nodes, -1), state_B1H.expand(-1, nodes, -1))
@@ -66,7 +66,7 @@ class MedusaDrafter(HeadDrafter):
 
     def first(self, states_BTH: Tensor, next_BT: Tensor) -> Fed:
         state_BTH = self._states(states_BTH.flatten(0, 1), 1).view_as(states_BTH)
-        return Fed(head_logits(self.outputs[0], state_BTH), state_BTH)
+        return Fed(self.outputs[0].logits(state_BTH), state_BTH)
 
     @property
     def parameter_bytes(self) -> int:
@@ -76,11 +76,11 @@ class MedusaDrafter(HeadDrafter):
     def _logits(self, states_BKH: Tensor) -> Tensor:
         """Of the first heads; one matrix of all is read once."""
         if not self.head.config.own_heads:
-            return head_logits(self.outputs[0], states_BKH)
+            return self.outputs[0].logits(states_BKH)
         shape = *states_BKH.shape[:2], len(self.outputs[0].weight)
         logits_BKV = states_BKH.new_empty(shape, dtype=torch.float32)
         for depth, state_BH in enumerate(states_BKH.unbind(1)):
-            logits_BKV[:, depth] = head_logits(self.outputs[depth], state_BH)
+            logits_BKV[:, depth] = self.outputs[depth].logits(state_BH)
         return logits_BKV
 
     def _states(self, hidden_BH: Tensor, levels: int) -> Tensor:
@@ -89,12 +89,6 @@ class MedusaDrafter(HeadDrafter):
         state_BKH = (hidden_BH[:, None] + F.silu(inner_BKH))[:, :levels]
         each = zip(self.more[:levels], state_BKH.unbind(1), strict=True)
         return torch.stack([through(products, state_BH) for products, state_BH in each], 1)
-
-
-def output_product(head_VH: Tensor, bias_V: Tensor | None, vocab_size: int) -> Product:
-    """An LM head, cut to the tokenizer's size."""
-    biases = [] if bias_V is None else [bias_V.detach()[:vocab_size]]
-    return Product([head_VH.detach()[:vocab_size]], biases)
 
 
 def through(blocks: list[Product], state_XH: Tensor) -> Tensor:

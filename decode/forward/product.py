@@ -208,26 +208,21 @@ class VocabHead(Product):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] fp32 of states [..., H]; -inf for tokens that have no row."""
-        logits_XD = head_logits(self, hidden)
+        # Flat: for rows that aren't contiguous torch would copy the head once for each of them.
+        flat = hidden.flatten(0, -2)
+        wide = hidden.device.type in ("cuda", "meta")  # meta: CUDA's path without a device
+        if wide and FP32_PRODUCT and self.weight.dtype in HALF:
+            # Half-precision logits tie: the product's own fp32 sums are kept.
+            logits = torch.mm(flat, self.weight.T, out_dtype=torch.float32)
+            for bias in self.tensors[1]:
+                logits = logits + bias
+        else:
+            logits = self(flat).float()
+        logits_XD = logits.unflatten(0, hidden.shape[:-1])
         if self.ids_D is None:
             return logits_XD
         logits_XV = logits_XD.new_full((*logits_XD.shape[:-1], self.size), float("-inf"))
         return logits_XV.index_copy_(-1, self.ids_D, logits_XD)
-
-
-def head_logits(head: Product, hidden: Tensor) -> Tensor:
-    """Logits [..., V] fp32 of states [..., H] by an LM head."""
-    # Flat: for rows that aren't contiguous torch would copy the head once for each of them.
-    flat = hidden.flatten(0, -2)
-    wide = hidden.device.type in ("cuda", "meta")  # meta: CUDA's path without a device
-    if wide and FP32_PRODUCT and head.weight.dtype in HALF:
-        # Half-precision logits tie: the product's own fp32 sums are kept.
-        logits = torch.mm(flat, head.weight.T, out_dtype=torch.float32)
-        for bias in head.tensors[1]:
-            logits = logits + bias
-    else:
-        logits = head(flat).float()
-    return logits.unflatten(0, hidden.shape[:-1])
 
 
 def version(parameter: Tensor) -> int:
