@@ -119,8 +119,6 @@ def load_drafter(
     """
     if name is None or name == "none":
         return None
-    if name == "ngram":
-        return NgramDrafter(device=target.device)
     lax = {"allow_target_mismatch": allow_target_mismatch}
     looked, folder_name = composed(name)
     if looked.partition(":")[0] in LOOKED:

@@ -52,7 +52,7 @@ def first_rows(whole: Kind, rows: int) -> Kind:
         if isinstance(value, Tensor):
             setattr(part, name, value[:rows])
         elif isinstance(value, KVPool):
-            setattr(part, name, value.first(rows))
+            setattr(part, name, value.part(0, rows))
         elif hasattr(value, "held"):  # a drafter made of drafters
             setattr(part, name, first_rows(value, rows))
     return part

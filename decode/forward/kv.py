@@ -46,10 +46,6 @@ class KVPool:
         self.first_B1 = torch.arange(rows, device=device)[:, None] * slots
         self.place = {layer: i for i, layer in enumerate(kv_layers(config))}
 
-    def first(self, rows: int) -> Self:
-        """The same memory, rows 0..rows-1 of it."""
-        return self.part(0, rows)
-
     def part(self, first: int, last: int) -> Self:
         """The same memory, rows first..last-1 of it."""
         part = copy.copy(self)

@@ -45,10 +45,10 @@ class NgramDrafter(TextDrafter):
 
     @classmethod
     def named(cls, kind: str, says: str, target: PreTrainedModel, vocab_size: int) -> Self:
-        """Of the word after the colon; ValueError for another one."""
-        if says != "unique":
+        """Of the word after the colon, or none; ValueError for another one."""
+        if says not in ("", "unique"):
             raise ValueError(f"drafter: got ngram:{says}, expected ngram or ngram:unique")
-        return cls(target.device, unique=True)
+        return cls(target.device, unique=bool(says))
 
     def reset(self, rows: int, slots: int) -> None:
         """prompt_B: tokens of each row's prompt; at_B: which of them comes next, -1 if unknown."""

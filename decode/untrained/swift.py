@@ -153,7 +153,7 @@ class SwiftDrafter(OwnLayersDrafter):
         depth_BC = torch.where(own_BC >= 0, own_BC, column_C)
         width = min(round_up(request.top + WINDOW), self.pool.slots)
         seen = Seen(begin_B1[:, 0], width, block_BMC, depth_BC)
-        pool, race_BMV = self.pool.first(rows), race(next_BM)
+        pool, race_BMV = self.pool.part(0, rows), race(next_BM)
         fed_BM, true_BM = (self.text_BS[:rows].gather(1, at) for at in (at_BM, next_BM))
         found = [counts_BM]
         for runner in runners:
