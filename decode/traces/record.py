@@ -36,6 +36,7 @@ from draftsmith.decode.sampling import SamplingParams, position_keys
 from draftsmith.decode.traces.store import TraceWriter, made_by, read_traces
 from draftsmith.models.disk.provenance import git_commit
 from draftsmith.models.fingerprint import fingerprint
+from draftsmith.models.taps import target_states
 from draftsmith.printed import print_table
 from draftsmith.progress import LongWork
 
@@ -206,7 +207,8 @@ def mixed_rows(
     first = len(answer.prompt_tokens)
     ids_1T = torch.tensor([answer.prompt_tokens + answer.tokens], device=target.device)
     x_n = ids_1T[0, first:]
-    p_states_TH, q_states_TH = (_states(runner, ids_1T) for runner in (target, draft.runner))
+    models = target.model, draft.runner.model
+    p_states_TH, q_states_TH = (target_states(m, (), input_ids=ids_1T).norm_BTG[0] for m in models)
     p_logits_nV = params.transform(target.logits(p_states_TH[first - 1 : -1]))
     q_logits_nV = params.transform(draft.runner.logits(q_states_TH[first - 1 : -1]))
 
@@ -222,7 +224,7 @@ def mixed_rows(
     takes_x_n = sampling.uniform(takes)[0] < share
     z_1T = ids_1T.clone()
     z_1T[0, first:] = torch.where(takes_x_n, x_n, y_n)
-    z_states_TH = _states(draft.runner, z_1T)
+    z_states_TH = target_states(draft.runner.model, (), input_ids=z_1T).norm_BTG[0]
 
     both = (q_logits_nV, p_logits_nV)
     log_q_n, log_p_n = (x_nV.log_softmax(-1).gather(1, y_n[:, None])[:, 0] for x_nV in both)
@@ -240,9 +242,3 @@ def mixed_rows(
         "token_state": z_states_TH[first:].bfloat16(),
     }
     return {name: column[~takes_x_n].cpu() for name, column in columns.items()}
-
-
-def _states(runner: Runner, ids_1T: Tensor) -> Tensor:
-    """The states [T, H] after the final norm, of one pass over a text."""
-    hidden_1TH: Tensor = runner.body(input_ids=ids_1T, use_cache=False).last_hidden_state
-    return hidden_1TH[0]
