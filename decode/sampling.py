@@ -197,12 +197,11 @@ def _by_key(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores.gather(-1, best), best
 
 
-def request_seeds(run_seed: int, prompt_index: int, sample_index: int = 0) -> int:
+def request_seeds(run_seed: int, prompt_index: int) -> int:
     """The seed of one request, a signed 64-bit integer; distinct requests share no noise."""
-    x = torch.tensor([run_seed, prompt_index, sample_index], dtype=torch.int64)
-    key = _mix(x[0:1] * _GOLDEN + 1)
-    key = _mix(key + x[1:2] * _GOLDEN)
-    return int(_mix(key + x[2:3] * _GOLDEN))
+    x = torch.tensor([run_seed, prompt_index], dtype=torch.int64)
+    key = _mix(x[:1] * _GOLDEN + 1)
+    return int(_mix(_mix(key + x[1:] * _GOLDEN)))
 
 
 def position_keys(seeds_B: Tensor, positions_BD: Tensor, stream: int = COUPLED) -> Tensor:

@@ -67,7 +67,7 @@ class Spent(NamedTuple):
     beyond: bool  # more than twice the tokens, or more parameters, than were measured
 
 
-def joint_laws(rows: Sequence[Row], values: Sequence[str] = ("alpha", "tau")) -> list[JointLaw]:
+def joint_laws(rows: Sequence[Row]) -> list[JointLaw]:
     """Of every arm with at least FEWEST sizes and FEWEST token counts."""
     arms = dict.fromkeys(row["what"] for row in rows)
     of = {what: [row for row in rows if row["what"] == what] for what in arms}
@@ -76,7 +76,7 @@ def joint_laws(rows: Sequence[Row], values: Sequence[str] = ("alpha", "tau")) ->
         for what, own in of.items()
         if min(len({row[axis] for row in own}) for axis in ("tokens", "parameters")) >= FEWEST
     ]
-    return [joint_law(of[what], value) for value in values for what in wide]
+    return [joint_law(of[what], value) for value in ("alpha", "tau") for what in wide]
 
 
 def joint_law(rows: Sequence[Row], value: str) -> JointLaw:

@@ -133,9 +133,9 @@ def confidence(threshold: float) -> Stop:
     return each(lambda rounds: _first(np.exp(rounds.log_q_TK) < threshold))
 
 
-def entropy(limit: float, gamma: float = 0.2) -> Stop:
+def entropy(limit: float) -> Stop:
     """Stop once AdaEDL's bound on acceptance is below a limit that stays as it is."""
-    return each(lambda rounds: _first(_bound(rounds, gamma) < limit))
+    return each(lambda rounds: _first(_bound(rounds, 0.2) < limit))
 
 
 def adaedl(gamma: float = 0.2, limit: float = 0.6) -> Stop:
