@@ -14,7 +14,7 @@ from rich.console import Console
 
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import composed, has_folder
-from draftsmith.decode.evaluate.advice import in_words, pays
+from draftsmith.decode.evaluate.advice import in_words
 from draftsmith.decode.evaluate.arms import Evaluation
 from draftsmith.decode.evaluate.evaluate import evaluate
 from draftsmith.decode.report import results
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     reports = evaluate(settings, arms(settings.drafter.split(",")), written)
     for name, folder in written(reports).items():
         result, advice = reports[name], reports[name].get("advice")
-        if advice and not pays(advice):
+        if advice and not advice["pays"]:
             print(f"{name}: {advice['says']}")
         console.print(table(result))
         console.print(f"written: {folder / 'report.json'}, {folder / 'report.html'}", markup=False)
@@ -82,7 +82,7 @@ def tell(name: str, advice: dict[str, Any], drafter: dict[str, Any], settings: E
     head = ["K", "tree", "policy", "tau", "speed-up, foretold", "95%", "measured", "its 95%"]
     print_table(head, rows, head[1:3])
     print(f"{name}: {advice['says']}")
-    if settings.save and not pays(advice):
+    if settings.save and not advice["pays"]:
         print(f"nothing saved: {drafter['path']} keeps its K")
     elif settings.save:
         folder, tree = Path(drafter["path"]), advice["tree"]

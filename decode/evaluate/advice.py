@@ -29,7 +29,7 @@ from draftsmith.decode.policies.foretold import extended, taus
 from draftsmith.decode.policies.policy import Costs
 from draftsmith.decode.policies.timing import measured_costs
 from draftsmith.decode.prompts.prompts import Prompt
-from draftsmith.decode.report.schema import PAYING
+from draftsmith.decode.report.schema import pays
 from draftsmith.decode.tree_shapes import PUBLISHED, Plan
 from draftsmith.printed import bracket
 
@@ -120,7 +120,8 @@ def advise(
     advice["foretold"] = best["speedup"]
     advice["acceptance_by_position"] = metrics.acceptance_by_position(spec.counters)[0]
     advice |= {key: best[key] for key in ("tree", "policy", "measured", "measured_interval")}
-    if pays(advice):
+    advice["pays"] = bool(best["K"]) and pays(best["measured"], best["measured_interval"])
+    if advice["pays"]:
         says = f"draft with {in_words(best)}: {_speed_of(best)}"
     elif best["K"] and best["measured"] > 1:
         fast = f"{in_words(best)}: {_speed_of(best)}"
@@ -316,16 +317,6 @@ def counted(spec: Arm, size: int, levels: int, cost_K: np.ndarray) -> Depths:
         for i, rounds in enumerate(one.reached):
             kept_GD[g, i], reached_GD[g, i] = sum(one.histogram[i + 1 :]), rounds
     return Depths(kept_GD, reached_GD, cost_K)
-
-
-def pays(advice: Values) -> bool:
-    """Whether drafting as advised is measured to be no slower than plain decoding: by the lower end
-    of its interval, which one prompt or batch alone doesn't have.
-    """
-    between = advice["measured_interval"]
-    return (
-        bool(advice["best"]) and advice["measured"] > 1 and bool(between and between[0] >= PAYING)
-    )
 
 
 def _speed_of(row: Values) -> str:

@@ -187,7 +187,7 @@ def main(argv: list[str]) -> None:
 
         row = {"kind": names.get(kind, kind), "kept": known[kind].tolist()}
         row |= {"best": {n: best_of(n) for n in settings.rows}}
-        first, last = pays(best_of, most)
+        first, last = paying_rows(best_of, most)
         rows.append(row | {"pays_from": first, "pays_until": last})
     rows.sort(key=lambda row: -row["best"][settings.rows[0]].speedup)
     head = ["kind", "kept", *(f"{n} row{'s' * (n > 1)}" for n in settings.rows), "pays, rows"]
@@ -306,7 +306,7 @@ def speedup(pair: Pair, way: tuple[float, float, float], rows: int, context: int
     return tau * (plain + beside) / (verify + own + beside)
 
 
-def pays(best_of: Callable[[int], Way], most: int) -> tuple[int, int]:
+def paying_rows(best_of: Callable[[int], Way], most: int) -> tuple[int, int]:
     """The first and the last rows with which it pays, by halving; (0, 0): it pays neither with one
     nor with most.
     """

@@ -7,7 +7,7 @@ from typing import Any
 from draftsmith import printed
 from draftsmith.decode.policies.foretold import kept_shares, taus
 from draftsmith.decode.report import charts, figures, results
-from draftsmith.decode.report.schema import PAYING
+from draftsmith.decode.report.schema import pays
 from draftsmith.printed import bracket, number, share, short_count, thousandths, times_as
 
 Values = dict[str, Any]
@@ -32,11 +32,6 @@ def ordered(rows: Sequence[Values]) -> list[Values]:
     return sorted((row for row in rows if row["results"]), key=mean_speedup, reverse=True)
 
 
-def pays(result: Values) -> bool:
-    between = result["speedup_interval"]
-    return result["speedup"] > 1 and (between is None or between[0] >= PAYING)
-
-
 def says(rows: Sequence[Values]) -> str:
     """The answer, in a sentence."""
     if not (made := ordered(rows)):
@@ -47,7 +42,7 @@ def says(rows: Sequence[Values]) -> str:
         f"{one['temperature']:g}"
         for one in best["results"]
     )
-    if not any(map(pays, best["results"])):
+    if not any(pays(one["speedup"], one["speedup_interval"]) for one in best["results"]):
         return f"drafting doesn't pay here: {best['kind']}, the best, gives {told}"
     verb = "train" if best["training"] else "train nothing, draft with"
     after = [row["kind"] for row in others if not apart(best, row)]
@@ -107,11 +102,12 @@ def page(found: Values) -> str:
                     [
                         charts.LyingBar(
                             kind,
-                            [("a" if pays(one) else "d", one["speedup"], "")],
+                            [("a" if pays(one["speedup"], between) else "d", one["speedup"], "")],
                             times_as(one["speedup"]),
-                            one["speedup_interval"],
+                            between,
                         )
                         for kind, one in bars
+                        for between in [one["speedup_interval"]]
                     ],
                     x_label="times plain decoding; whisker: 95% interval",
                     reference=(1, "plain"),

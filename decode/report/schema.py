@@ -23,6 +23,13 @@ def _in_order(interval: list[float]) -> list[float]:
 Interval = Annotated[list[float], Field(min_length=2, max_length=2), AfterValidator(_in_order)]
 
 
+def pays(speedup: float, interval: list[float] | None) -> bool:
+    """Whether drafting is measured to be no slower than plain decoding: by the lower end of its
+    interval, which one prompt or batch alone doesn't have.
+    """
+    return speedup > 1 and interval is not None and interval[0] >= PAYING
+
+
 class ReportPart(BaseModel):
     """What all parts share: numbers are finite, nothing is converted, other keys are left out."""
 
@@ -162,7 +169,7 @@ class Report(ReportPart):
     example: dict[str, Any] | None = None  # prompt, pieces of [text, from the draft?]
     rules: dict[str, float] | None = None
     drafting: dict[str, Any] | None = None  # beside a policy that rests: K in every round
-    advice: dict[str, Any] | None = None  # depths, best, foretold, measured, says
+    advice: dict[str, Any] | None = None  # depths, best, foretold, measured, pays, says
     seconds: float | None = None  # of the whole evaluation
 
 

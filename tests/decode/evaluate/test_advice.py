@@ -104,7 +104,7 @@ def test_every_depth_is_foretold_from_one_run(
     assert found["best"] == 1 and found["measured"] == pytest.approx(1.5 / (1.22 + loop))
     low, high = found["depths"][1]["interval"]
     assert low == pytest.approx(high) == pytest.approx(speedup[1])  # all groups are alike
-    assert advice.pays(found)
+    assert found["pays"]
     assert f"draft with K=1: {found['measured']:.2f}" in found["says"]
 
 
@@ -141,7 +141,7 @@ def test_where_drafting_does_not_pay_it_says_which_is_at_fault(
     monkeypatch: pytest.MonkeyPatch, c: float, verify: float, words: str
 ) -> None:
     found = advised(monkeypatch, c=c, verify=verify)
-    assert found["best"] == 0 and found["measured"] is None and not advice.pays(found)
+    assert found["best"] == 0 and found["measured"] is None and not found["pays"]
     assert found["says"].startswith("drafting doesn't pay here")
     assert words in found["says"]
 
@@ -155,7 +155,7 @@ def test_drafting_does_not_pay_only_where_one_token_was_tried(
     measured = {one["K"]: one["measured"] for one in found["depths"] if one["measured"]}
     assert sorted(measured) == tried and max(measured[K] for K in tried[:-1]) < 1
     best = max(tried[:-1], key=lambda K: measured[K])
-    assert found["best"] == best and not advice.pays(found)
+    assert found["best"] == best and not found["pays"]
     assert f"doesn't pay here (K={best}: {measured[best]:.2f}" in found["says"]
     # By how much: from what was measured, not from what was foretold.
     assert f"keep {100 * (1.5 / measured[1] - 1):.0f}% of its first" in found["says"]
@@ -234,7 +234,7 @@ def test_a_tree_is_saved_for_us_and_a_chain_for_servers(
     settings = Evaluation(target=str(folders / "target"), drafter=str(folder), save=True)
     row = advice.row_of(5, "eagle-25", "fixed", 3.0, 1.6, None)
     row |= {"measured": 1.5, "measured_interval": [1.4, 1.6]}
-    says = {"depths": [row], "best": 5, "served_K": 2, "says": "draft"}
+    says = {"depths": [row], "best": 5, "served_K": 2, "pays": True, "says": "draft"}
     tell("d", row | says, {"path": str(folder)}, settings)
     told = capsys.readouterr().out
     assert f"draftsmith serve target={folders / 'target'} drafter={folder} policy=\n" in told

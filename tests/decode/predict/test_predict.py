@@ -14,7 +14,7 @@ from draftsmith.decode.policies.foretold import SIBLING, extended, taus, tree_ta
 from draftsmith.decode.predict import predict
 from draftsmith.decode.predict.draft_sizes import Draft
 from draftsmith.decode.predict.machines import MACHINES, Machine, Pass
-from draftsmith.decode.predict.predict import Drafting, Way, best, pays, speedup
+from draftsmith.decode.predict.predict import Drafting, Way, best, paying_rows, speedup
 
 FLAT = Machine(0, 1e9, bandwidth=1e3, layer=0.0, call=0.0)  # only reading takes time
 TARGET = Draft(4, 64, 4, 4, 128, 10**6, 10**6, weights=2 * 10**6, kv=0)
@@ -76,13 +76,14 @@ def test_the_best_way_and_where_it_stops_paying() -> None:
     chances = extended([0.6], 12)
     rows = [best((gpu, large, Drafting()), chances, n, 1).speedup for n in (1, 16, 256, 4096)]
     assert rows == sorted(rows, reverse=True) and rows[-1] < 1
-    first, until = pays(lambda n: best((gpu, large, Drafting()), chances, n, 1), 4096)
+    first, until = paying_rows(lambda n: best((gpu, large, Drafting()), chances, n, 1), 4096)
     gains = [best((gpu, large, Drafting()), chances, n, 1).speedup > 1 for n in (until, until + 1)]
     assert first == 1 and gains == [True, False]
     # A draft that costs the first rows too much pays from some number on.
     ways = {True: Way(1, 0, 2.0, 1.5), False: Way(1, 0, 2.0, 0.5)}
-    assert pays(lambda n: ways[n >= 23], 4096) == (23, 4096)
-    assert pays(lambda n: ways[True], 64) == (1, 64) and pays(lambda n: ways[False], 64) == (0, 0)
+    assert paying_rows(lambda n: ways[n >= 23], 4096) == (23, 4096)
+    assert paying_rows(lambda n: ways[True], 64) == (1, 64)
+    assert paying_rows(lambda n: ways[False], 64) == (0, 0)
 
 
 def test_what_is_known_of_acceptance_counts(
