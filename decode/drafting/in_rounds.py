@@ -201,8 +201,7 @@ def _parts(
 
 def _pass(native: NativeBody, pool: KVPool) -> PassCall:
     """Of all layers over a token a row."""
-    where = *(None,) * 5, 0, 0, None
-    return PassCall(0, 1, pool.slots, 0, native.layers, *where, *laid(pool))
+    return PassCall(n=1, width=pool.slots, last=native.layers, **laid(pool))
 
 
 def _fusing(draft: _Draft, fuse: Sequence[Any], state_BH: Tensor) -> tuple[_Head, Any]:

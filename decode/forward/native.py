@@ -150,7 +150,7 @@ class NativeBody:
         cache: SlotCache,
         given_BNH: Tensor | None = None,
         layers: range | None = None,
-        side: tuple[Any, ...] = (),
+        side: tuple[Any, ...] = (None, 0, None),
     ) -> tuple[Tensor, Tensor]:
         """What goes into the layers that are run (by default all) and what the last gives, side by
         side, and that normed. given_BNH: the states that a head reads beside the tokens or, without
@@ -170,11 +170,11 @@ class NativeBody:
         call = PassCall(
             *(*tokens_BN.shape, seen.width, layers.start, layers.stop),
             *(*map(pointer, (*whole, block)), *sizes, pointer(given_BNH)),
-            *laid(pool),
-            *map(pointer, (states_LBNH, out_BNH, packed)),
-            cache.attend.positions_BN.shape[1],
-            *side,
+            **laid(pool),
         )
+        call.states, call.out, call.places = map(pointer, (states_LBNH, out_BNH, packed))
+        call.across = cache.attend.positions_BN.shape[1]
+        call.tapped, call.taps, call.side = side
         self.made.body(ctypes.byref(self.body), ctypes.byref(call))
         return states_LBNH, out_BNH
 
@@ -187,9 +187,9 @@ class NativeBody:
         if not self._covers(positions_BN.numel()):
             return False
         states_BNH, positions_BN = states_BNH.contiguous(), positions_BN.contiguous()
-        at = (pointer(x) for x in (None, positions_BN, keep.flat_slots, None, None))
-        where = *positions_BN.shape, 0, 0, self.layers, *at, 0, 0, pointer(states_BNH)
-        call = PassCall(*where, *laid(keep.pool), None, None, None, 0)
+        at = positions_BN, keep.flat_slots, states_BNH
+        call = PassCall(*positions_BN.shape, last=self.layers, **laid(keep.pool))
+        call.positions, call.slots, call.given = map(pointer, at)
         self.made.keep(ctypes.byref(self.body), ctypes.byref(call))
         return True
 
@@ -230,11 +230,10 @@ class NativeBody:
         tokens_BN, lens_B, at_2BN = at
         rows, nodes = tokens_BN.shape
         states = pool.kv_2LBSHE.new_empty(self.layers + 2, rows * nodes, self.hidden)
-        read = map(pointer, (tokens_BN, *at_2BN, lens_B))
-        where = rows, nodes, width, 0, self.layers, *read, None, 0, 0, None, *laid(pool)
-        places, side = numbers_of(taps), (len(taps), pointer(side_MBNU))
-        out = pointer(states), pointer(states[-1]), None, 0, ctypes.addressof(places), *side
-        pass_ = PassCall(*where, *out)
+        read, places = map(pointer, (tokens_BN, *at_2BN, lens_B)), numbers_of(taps)
+        pass_ = PassCall(rows, nodes, width, 0, self.layers, *read, **laid(pool))
+        pass_.states, pass_.out, pass_.side = map(pointer, (states, states[-1], side_MBNU))
+        pass_.tapped, pass_.taps = ctypes.addressof(places), len(taps)
         how, failed = ChainCall(beside=side_MBNU.stride(0)), list[BaseException]()
         function: Any = self.made.logits
         if head is not None:
@@ -278,8 +277,7 @@ class NativeBody:
             *map(pointer, (*sides(head), head.ids_D, pending_B, race_BKV)),
             *(temperature, pointer(sure_BK)),
         )
-        where = 0, self.layers, *(None,) * 5, 0, 0, None, *laid(pool)
-        at = PassCall(rows, 1, pool.slots, *where, None, None)
+        at = PassCall(rows, 1, pool.slots, last=self.layers, **laid(pool))
         beside = map(place, (*states, at_B, tokens_BK))
         self.made.chain(*map(ctypes.byref, (self.body, at, how)), *beside)
         return tokens_BK, sure_BK
@@ -326,10 +324,9 @@ def committed(query_BNAE: Tensor, pool: KVPool, layer: int, lens_B: Tensor, widt
     """
     query_BNAE, lens_B = query_BNAE.contiguous(), lens_B.contiguous()
     rows, many, heads, E = query_BNAE.shape
-    sizes = 0, 0, heads, pool.kv_2LBSHE.shape[4], E, 0
-    body = _Body(*sizes, *(None,) * 4, 0.0, E**-0.5)
-    seen = pointer(lens_B), pointer(lens_B), 0, 0  # a block of no slots
-    call = PassCall(rows, many, width, 0, 0, *(None,) * 3, *seen, None, *laid(pool))
+    body = _Body(heads=heads, kv_heads=pool.kv_2LBSHE.shape[4], width=E, scale=E**-0.5)
+    call = PassCall(rows, many, width, lens=pointer(lens_B), **laid(pool))
+    call.block = call.lens  # of no slots
     out_BNAE = torch.empty_like(query_BNAE)
     at = _N(layer), *map(place, (query_BNAE, out_BNAE))
     library().attend(ctypes.byref(body), ctypes.byref(call), *at)
@@ -341,10 +338,11 @@ def numbers_of(taps: Sequence[Tap]) -> Any:
     return (_N * len(taps))(*(-1 if tap == NORM else int(tap) for tap in taps))
 
 
-def laid(pool: KVPool) -> list[int]:
+def laid(pool: KVPool) -> dict[str, int]:
     """Where a pool's keys and values lie, and how far layers and rows are apart."""
-    sides = pool.keys_LBSHE, pool.values_LBSHE
-    return [*(side.data_ptr() for side in sides), *sides[0].stride()[:2]]
+    keys, values = pool.keys_LBSHE, pool.values_LBSHE
+    steps = {"layer_step": keys.stride(0), "row_step": keys.stride(1)}
+    return {"keys": keys.data_ptr(), "values": values.data_ptr(), **steps}
 
 
 def parts_of(layer: Any) -> Sequence[Tensor | None]:
