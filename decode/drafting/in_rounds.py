@@ -61,7 +61,7 @@ class _Either(ctypes.Structure):
     _fields_ = [(f"{n}_{of}", _P) for of in (1, 2) for n in ("draft", "hear", "own")]
     _fields_ += [("levels", _N), ("verified", _P)]
     _fields_ += [(n, _P) for n in ("hits", "seen", "place", "guess", "certain")]
-    _fields_ += [("sure", ctypes.c_float)]
+    _fields_ += [("places", _N), *((n, ctypes.c_float) for n in ("sure", "most", "rests"))]
 
 
 class Draws(NamedTuple):
@@ -161,27 +161,26 @@ def heads_rounds(
     return called(heads, (how, laid, held, before, at), made.draft_heads, made.told_heads)
 
 
-class Counts(NamedTuple):
-    """How often the first tokens of two drafters were emitted, and seen (`Asked` in round.h), which
-    a call keeps up; sure: how good the other one is taken for.
-    """
-
-    kept_2X: Tensor
-    sure: float
-
-
 def either_rounds(
-    first: InRounds, other: InRounds, levels: int, rows: int, counts: Counts
+    first: InRounds,
+    other: InRounds,
+    levels: int,
+    rows: int,
+    kept_2X: Tensor,
+    how: tuple[int, float, float, float],
 ) -> InRounds:
-    """Where the first isn't to draft the other does, at most so many levels."""
+    """Where the first isn't to draft the other does, at most so many levels. kept_2X: how often the
+    first tokens of both were emitted, and seen, which a call keeps up; how: `places` to `rests` of
+    `Asked` in round.h.
+    """
     parts, made = list[Any](), library()
     for draft, hear, own in (first.call, other.call):
         parts += [draft, hear, ctypes.cast(own, _P)]
     verified_B, place_B, guess_B = torch.empty(3, rows, dtype=torch.int64)
     of_rows = place_B, guess_B, torch.empty(rows, dtype=torch.uint8)
-    asked = *map(pointer, (*counts.kept_2X, *of_rows)), counts.sure
+    asked = *map(pointer, (*kept_2X, *of_rows)), *how
     either = _Either(*parts, levels, pointer(verified_B), *asked)
-    held = first, other, verified_B, counts, of_rows
+    held = first, other, verified_B, kept_2X, of_rows
     return called(either, held, made.draft_either, made.told_either)
 
 

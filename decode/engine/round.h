@@ -3,40 +3,41 @@
 
 #pragma once
 #include <cstdint>
+#include <vector>
 
 // Which of two drafters a row's chain is of, by how often either's first token was the one emitted, in
-// PLACES classes of the chance that the one that is asked first gives its likeliest token: of that one in
+// `places` classes of the chance that the one that is asked first gives its likeliest token: of that one in
 // every round, and after these of the other one in the rounds that it drafted. Of a round, [B]: class, the
 // token that the first one drafts first (-1: it knows nothing), and whether the row's chain is its own.
 struct Asked {
     float *hits, *seen;
     int64_t *place, *guess;
     uint8_t *certain;
+    int64_t places;
     float sure;  // how good the other one is taken for, and again where it rests
-    static constexpr int64_t PLACES = 8;
-    static constexpr float MOST = 256, RESTS = 1024;
+    float most, rests;  // rounds that count in full, and that it rests until it is taken for that again
 
     void ask(int64_t b, int64_t token, float chance) const {
-        int64_t at = int64_t(chance * PLACES + 1.0f / 16);
-        at = at < PLACES ? at : PLACES - 1;
+        int64_t at = int64_t(chance * places + 0.5f / places);
+        at = at < places ? at : places - 1;
         place[b] = at, guess[b] = token;
-        certain[b] = hits[at] / seen[at] >= hits[PLACES + at] / seen[PLACES + at];
+        certain[b] = hits[at] / seen[at] >= hits[places + at] / seen[places + at];
     }
     // first, drafted: of each row the first token emitted, -1 for none, and the first one drafted.
     void tell(int64_t rows, const int64_t *first, const int64_t *drafted) const {
-        float hit[2 * PLACES] = {}, more[2 * PLACES] = {}, rest[PLACES] = {};
+        std::vector<float> hit(2 * places), more(2 * places), rest(places);
         for (int64_t b = 0; b < rows; b++) {
             if (first[b] < 0 || guess[b] < 0) continue;
             int64_t at = place[b];
             more[at]++, hit[at] += first[b] == guess[b];
             if (certain[b]) rest[at]++;
-            else more[PLACES + at]++, hit[PLACES + at] += first[b] == drafted[b];
+            else more[places + at]++, hit[places + at] += first[b] == drafted[b];
         }
-        for (int64_t at = 0; at < PLACES; at++)
-            hit[PLACES + at] += rest[at] * (sure * seen[PLACES + at] - hits[PLACES + at]) / RESTS;
-        for (int64_t at = 0; at < 2 * PLACES; at++) {
+        for (int64_t at = 0; at < places; at++)
+            hit[places + at] += rest[at] * (sure * seen[places + at] - hits[places + at]) / rests;
+        for (int64_t at = 0; at < 2 * places; at++) {
             hits[at] += hit[at], seen[at] += more[at];
-            if (seen[at] > MOST) seen[at] *= 0.5f, hits[at] *= 0.5f;
+            if (seen[at] > most) seen[at] *= 0.5f, hits[at] *= 0.5f;
         }
     }
 };

@@ -49,7 +49,7 @@ from draftsmith.decode.drafting.base import (
 )
 from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
-from draftsmith.decode.drafting.in_rounds import Counts, InRounds, either_rounds
+from draftsmith.decode.drafting.in_rounds import InRounds, either_rounds
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree, Topology
 from draftsmith.decode.tree_shapes import chain_plan
@@ -57,7 +57,7 @@ from draftsmith.decode.untrained.texts import LookupDrafter, hopeless
 
 SURE = 0.6
 BELIEVED = 8.0  # rounds that what is taken for granted at first counts for
-PLACES, MOST, RESTS = 8, 256.0, 1024.0  # as in round.h
+PLACES, MOST, RESTS = 8, 256.0, 1024.0
 
 
 class CompositeDrafter(Drafter):
@@ -177,7 +177,7 @@ class CompositeDrafter(Drafter):
         """Rows that are sure [B], by the law looked up first."""
         kept_2X = self.kept_22X[int(not request.params.greedy)]
         known_B = first_BV.amax(-1) > first_BV.amin(-1)
-        place_B = (first_BV.softmax(-1).amax(-1) * PLACES + 1 / 16).long()
+        place_B = (first_BV.softmax(-1).amax(-1) * PLACES + 0.5 / PLACES).long()
         place_B = torch.where(known_B, place_B.clamp(max=PLACES - 1), 0)
         scores_BV = request.params.transform(first_BV[:, None])[:, 0]
         if request.race_BDV is not None:
@@ -239,8 +239,9 @@ class CompositeDrafter(Drafter):
         other = self.trained.in_rounds(min(nodes, 1 + self.deepest), temperature)
         if first is None or other is None:
             return None
-        counts = Counts(self.kept_22X[int(temperature > 0)], SURE)
-        return either_rounds(first, other, self.deepest, len(self.looked.lens_B), counts)
+        kept_2X, rows = self.kept_22X[int(temperature > 0)], len(self.looked.lens_B)
+        how = PLACES, SURE, MOST, RESTS
+        return either_rounds(first, other, self.deepest, rows, kept_2X, how)
 
     def _hopeless(self, call: Call) -> Tensor:
         """Where the head goes no deeper, and what is looked up isn't likely."""
