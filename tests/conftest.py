@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.policies import timing
+from draftsmith.decode.predict import timed_rounds
 from draftsmith.models.tokenizer import stand_in_tokenizer
 
 
@@ -35,8 +36,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def few_turns() -> Iterator[None]:
     """What a forward costs is measured in two turns, not in 100, and any figure is believed: how
-    fine and how sane they are is asked in test_speed.py alone. Intervals are of 200 draws, not of
-    2000.
+    fine and how sane they are is asked in test_speed.py alone. So are rounds, in turns of two.
+    Intervals are of 200 draws, not of 2000.
     """
     least, draw = timing.least_times, metrics.bootstraps
 
@@ -51,6 +52,8 @@ def few_turns() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(timing, "least_times", soon)
         patched.setattr(timing, "SANE", 0.0)
+        patched.setattr(timed_rounds, "TURNS", 1)
+        patched.setattr(timed_rounds, "TURN", 2)
         patched.setattr(metrics, "bootstraps", few)
         yield
 

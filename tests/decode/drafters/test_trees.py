@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import covering
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import Topology
 from draftsmith.decode.tree_shapes import (
     DynamicTree,
@@ -24,22 +26,23 @@ CPU = torch.device("cpu")
 TREES = ["chain", "eagle-25", "medusa-63", "dynamic:4,3,12", "dynamic:3,4,37"]
 
 
-@pytest.mark.parametrize("params", SETTINGS, ids=["greedy", "t1", "filtered"])
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("tree", "params", "model", "batch"),
+    covering(TREES, SETTINGS, ["tiny_draft", "tiny_target"], [1, 3]),
+)
 def test_trees_give_the_plain_answer(
     tiny_target: PreTrainedModel,
-    tiny_draft: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
+    request: pytest.FixtureRequest,
     tree: str,
-    params: object,
+    params: SamplingParams,
+    model: str,
+    batch: int,
 ) -> None:
-    expected = truths(tiny_target, tiny_tokenizer, params)
-    for model in (tiny_draft, tiny_target):
-        drafter = LMDrafter(model, len(tiny_tokenizer))
-        for batch in (1, 3):
-            decoder = Decoder(tiny_target, tiny_tokenizer, drafter, tree=tree, batch_size=batch)
-            got = [c.tokens for c in decoder.generate(PROMPTS, params)]
-            assert got == expected, f"{tree}, batch={batch}"
+    drafter = LMDrafter(request.getfixturevalue(model), len(tiny_tokenizer))
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, tree=tree, batch_size=batch)
+    got = [c.tokens for c in decoder.generate(PROMPTS, params)]
+    assert got == truths(tiny_target, tiny_tokenizer, params)
 
 
 @pytest.mark.parametrize("params", SETTINGS[:2], ids=["greedy", "t1"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from head_folders import made as heads
 from head_folders import ours
 from several_rounds import (
@@ -41,10 +42,14 @@ from draftsmith.models.vocab import DraftVocab
 pytestmark = NEEDS
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["draft", "ngram", "suffix", "recycling", "stand", "exit:2"])
 @pytest.mark.parametrize(
-    "how", [(1, 4, "fixed"), (ROWS, 2, "fixed"), (2, 3, "table:1-=3")], ids=str
+    ("kind", "way", "how"),
+    covering(
+        ["draft", "ngram", "suffix", "recycling", "stand", "exit:2"],
+        list(WAYS),
+        [(1, 4, "fixed"), (ROWS, 2, "fixed"), (2, 3, "table:1-=3")],
+    ),
+    ids=str,
 )
 def test_drafted_chains_and_what_is_kept_are_those_of_one_at_a_time(
     pair: Pair,

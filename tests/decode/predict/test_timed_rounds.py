@@ -56,7 +56,7 @@ def test_rounds_of_every_depth_are_timed(kind: str) -> None:
     ("config", "kind"),
     [
         (GPT2Config(vocab_size=96, n_embd=64, n_layer=3, n_head=2), "exit:1"),
-        (shaped(64, max_position_embeddings=128), "ngram"),
+        (shaped(64, max_position_embeddings=64), "ngram"),
         (MixtralConfig(vocab_size=96, num_local_experts=4, hidden_size=64, **SIZES), "medusa"),
         (shaped(64), "exit:9"),
     ],
