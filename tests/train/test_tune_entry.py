@@ -145,6 +145,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
         assert straight.read_bytes() == broken.read_bytes(), name
 
 
+@pytest.mark.usefixtures("unrehearsed")
 @pytest.mark.parametrize("method", ["exits", "consistency"])
 def test_a_run_is_planned(tuning: Argv, tmp_path: Path, method: str) -> None:
     """All weights in fp32 with their optimizer's states, and a copy to decode with."""
@@ -160,6 +161,7 @@ def test_a_run_is_planned(tuning: Argv, tmp_path: Path, method: str) -> None:
     assert len(outline.choices) == 2, "with gradient checkpointing, and without"
 
 
+@pytest.mark.usefixtures("rehearsed_as_asked")
 def test_more_exits_need_more(tuning: Argv) -> None:
     argv = ["entry=tune", "method=exits", "gpu=cpu", *tuning, "batch_size=16"]
     few, all_of_them = (

@@ -2,22 +2,32 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peak_memory import peak
+from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from draftsmith.command import guarded
-from draftsmith.decode.engine.memory import GIB
-from draftsmith.decode.predict.machines import MACHINES
+from draftsmith.command import guarded, parted
 from draftsmith.models.taps import TargetStates
 from draftsmith.models.tokenizer import numbered, stand_in_tokenizer
 from draftsmith.train.drafts.start import fresh_draft, open_head
 from draftsmith.train.objectives.distillation import Distillation, stages
 from draftsmith.train.objectives.eagle import EagleObjective
+from draftsmith.train.plan.fake_step import Step
 from draftsmith.train.plan.memory import Held, held, rehearsed
-from draftsmith.train.plan.table import SPARE, Outline, main, plan, remedied
+from draftsmith.train.plan.table import (
+    SPARE,
+    Outline,
+    PlanRequest,
+    main,
+    outlined,
+    plan,
+    remedied,
+    show,
+)
 from draftsmith.train.run.optim import optimizers
 from draftsmith.train.teachers.teachers import StateTeacher
 from draftsmith.train.text.batches import Batch
@@ -97,6 +107,7 @@ def optimize(
             learner.zero_grad()
 
 
+@pytest.mark.usefixtures("rehearsed_as_asked")
 @pytest.mark.parametrize(
     ("vocab", "given"),
     [(32000, WIDE), (1024, (*DEEP, "gradient_checkpointing=true"))],
@@ -179,6 +190,7 @@ def test_rows_that_drop_out_take_no_room(tmp_path: Path) -> None:
     assert few["activations"] < 0.6 * all_of_them["activations"]
 
 
+@pytest.mark.usefixtures("rehearsed_as_asked")
 def test_a_frozen_weight_that_is_read_is_nothing_new(tmp_path: Path) -> None:
     """Views of weights are no new tensors: a deep target's pass holds what a flat one's does."""
     flat, deep = (planned(tmp_path, 1024, *WIDE, layers=layers) for layers in (2, 8))
@@ -186,6 +198,7 @@ def test_a_frozen_weight_that_is_read_is_nothing_new(tmp_path: Path) -> None:
     assert parts[0] == parts[1]
 
 
+@pytest.mark.usefixtures("rehearsed_as_asked")
 def test_a_step_is_broken_down(tmp_path: Path) -> None:
     held = planned(tmp_path, 32000, *WIDE).choices[0].held
     assert sum(held.parts.values()) == held.step and min(held.parts.values()) >= 0
@@ -193,28 +206,30 @@ def test_a_step_is_broken_down(tmp_path: Path) -> None:
 
 
 def test_flags_that_would_fit_are_printed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The first of the planner's offers that fits, with the run's tokens a step kept."""
     given = ["recipe=eagle3/qwen3-8b", target_at(tmp_path, 8192, layers=2), "out=x", "gpu=l40s"]
     given += ["head.draft_vocab=2048", "heldout.batch_size=1"]
-    needed = plan(given).choices[0].held.total / GIB
-    monkeypatch.setitem(MACHINES, "l40s", MACHINES["l40s"]._replace(gib=0.95 * needed))
-    main(given)
+    known: dict[Any, Step] = {}
+    asked, recipe = parted(PlanRequest, given)
+    needed = outlined(asked, recipe, 0, known=known).choices[0].held.total
+    show(outlined(asked, recipe, 0.95 * needed * (1 - SPARE), known=known), Console(width=140))
     shown = capsys.readouterr().out
     assert "this does: batch_size=1 accumulation=4" in shown and shown.count("1 x l40s") == 2
     last = shown.splitlines()[-1]
     assert "draftsmith train eagle recipe=eagle3/qwen3-8b" in last and "accumulation=4" in last
 
 
-def test_int8_is_offered_then_int4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_is_offered_then_int4(tmp_path: Path) -> None:
     """Each where the one before doesn't fit; a target that int4 doesn't take is refused."""
     given = ["entry=distill", "out=x", *SHAPE, *WIDE, "batch_size=1", "gpu=l40s"]
     wide = {"hidden_size": 256, "intermediate_size": 512}
     target = target_at(tmp_path / "target", 64, layers=2, **wide)
-    held = {}
+    held, known = {}, dict[Any, Step]()
+    asked, recipe = parted(PlanRequest, [*given, target])
     for kind in ("int4", "int8", ""):
-        outline = plan([*given, target, f"target.quantise={kind}"])
+        outline = outlined(asked, [*recipe, f"target.quantise={kind}"], 0, known=known)
         held[kind] = min(choice.held.total for choice in outline.choices)
         layer = 256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512
         scales = {"int4": 3 * layer // 32, "int8": 5 * (2 * 256 + 2 * 128 + 2 * 512 + 256), "": 0}
@@ -222,9 +237,7 @@ def test_int8_is_offered_then_int4(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         bits = {"int4": 4, "int8": 8, "": 16}[kind]
         assert outline.sizes.target == 2 * (layer * bits // 8 + scales[kind]) + rest
     for room, offered in ((held[""], "int8"), (held["int8"], "int4")):
-        gib = (room - 1) / (1 - SPARE) / GIB
-        monkeypatch.setitem(MACHINES, "l40s", MACHINES["l40s"]._replace(gib=gib))
-        outline = plan([*given, target])
+        outline = outlined(asked, recipe, room - 1, known=known)
         found = remedied(outline)
         assert outline.best is None and found and found[0] == [f"target.quantise={offered}"]
     odd = target_at(tmp_path / "odd", 64, layers=2, **(wide | {"intermediate_size": 500}))
@@ -247,6 +260,7 @@ def test_flags_that_contradict_are_refused(flags: list[str], says: str, tmp_path
         planned(tmp_path, 1024, *WIDE, *flags)
 
 
+@pytest.mark.usefixtures("unrehearsed")
 def test_weights_and_states_are_counted_one_by_one(tmp_path: Path) -> None:
     outline = planned(tmp_path, 1024, *WIDE, "optimizer=muon")
     sizes = outline.sizes
@@ -265,6 +279,7 @@ def test_weights_and_states_are_counted_one_by_one(tmp_path: Path) -> None:
     assert flops == pytest.approx(products + attention, rel=0.005)
 
 
+@pytest.mark.usefixtures("rehearsed_as_asked")
 def test_each_way_divides_what_it_should(tmp_path: Path) -> None:
     outline = planned(tmp_path, 1024, *WIDE, "optimizer=adamw", "gpu=h100", "gpus=4")
     sizes, cast = outline.sizes, outline.staged
@@ -282,9 +297,12 @@ def test_each_way_divides_what_it_should(tmp_path: Path) -> None:
 
 def test_a_target_in_parts_is_counted_so(tmp_path: Path) -> None:
     """Of eight layers each of 4 ranks holds a quarter, and the two that are gathered."""
-    given = (*WIDE, "gpu=h100", "gpus=4")
-    whole = planned(tmp_path, 1024, *given, layers=8)
-    parts = planned(tmp_path, 1024, *given, "shard_target=true", layers=8)
+    given = ["entry=distill", "out=x", target_at(tmp_path, 1024, layers=8), *SHAPE, *WIDE]
+    known: dict[Any, Step] = {}
+    whole, parts = (
+        outlined(PlanRequest(gpus=4), [*given, *flags], 0, known=known)
+        for flags in ((), ("shard_target=true",))
+    )
     layer = 2 * (96 * 96 * 2 + 96 * 48 * 2 + 3 * 96 * 192 + 2 * 96)
     for one, other in zip(whole.choices, parts.choices, strict=True):
         assert one.held.target - other.held.target == (8 - 8 // 4 - 2) * layer
@@ -312,6 +330,7 @@ def test_a_recipe_is_planned_without_its_weights(capsys: pytest.CaptureFixture[s
     assert line + "train/distill.py recipe=gsm8k/distill target.shrink=true" in shown
 
 
+@pytest.mark.usefixtures("rehearsed_as_asked")
 def test_an_acceptance_head_is_counted(tmp_path: Path) -> None:
     """Its weights among the learned ones, and its pass over all positions in the step."""
     shrunk = ("target.shrink=true", "gpu=cpu")
@@ -326,6 +345,7 @@ def test_an_acceptance_head_is_counted(tmp_path: Path) -> None:
     assert joint.choices[0].held.step > alone.choices[0].held.step + 4 * 64 * rows
 
 
+@pytest.mark.usefixtures("unrehearsed")
 def test_drafts_that_learn_online_are_planned(tmp_path: Path) -> None:
     """The learner in fp32, the version that serves beside it, and no more of the target's passes
     than the requests have kept.
@@ -344,6 +364,7 @@ def test_drafts_that_learn_online_are_planned(tmp_path: Path) -> None:
         plan([*argv[:-1], "gpu=h100", "gpus=2"])
 
 
+@pytest.mark.usefixtures("unrehearsed")
 def test_another_machines_plan_is_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this processor is slow in it, and the recipe says nothing; else as it says."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
@@ -354,6 +375,7 @@ def test_another_machines_plan_is_in_bf16(tmp_path: Path, monkeypatch: pytest.Mo
         assert plan(argv).staged.config.dtype == dtype
 
 
+@pytest.mark.usefixtures("unrehearsed")
 def test_scorers_are_planned_without_their_rows(tmp_path: Path) -> None:
     target_at(tmp_path, 1024, layers=1)
     outline = plan(["recipe=specdecpp/gsm8k", f"reading.drafter={tmp_path}", "gpu=cpu"])

@@ -1,6 +1,8 @@
 """What a run that can't fit is told before it loads anything."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from transformers import LlamaConfig
 
 from draftsmith.train import distill
 from draftsmith.train.plan import refuse, table
+from draftsmith.train.plan.fake_step import Step
 from draftsmith.train.plan.refuse import _beyond
 from draftsmith.train.plan.table import PlanRequest, outlined
 from draftsmith.train.run.recipe import load
@@ -45,9 +48,10 @@ def test_a_run_that_cannot_fit_never_loads(
 def test_on_a_gpu_the_flags_that_would_fit_are_told(
     recipe: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = ["entry=distill", *recipe]
+    argv, known = ["entry=distill", *recipe], dict[Any, Step]()
+    monkeypatch.setattr(refuse, "outlined", partial(outlined, known=known))
     assert _beyond(argv, "cuda", 1 << 40, "ddp", 1) == ""
-    choices = outlined(PlanRequest(), argv, 1 << 40).choices
+    choices = outlined(PlanRequest(), argv, 1 << 40, known=known).choices
     told = _beyond(argv, "cuda", min(choice.held.total for choice in choices), "ddp", 1)
     assert "step, at the fullest moment" in told and "expected at most" in told, told
     assert told.endswith("would fit") and "batch_size=1 accumulation=8" in told, told
