@@ -63,11 +63,11 @@ def load(schema: type[T], argv: list[str]) -> T:
         raise ValueError(f"got {len(chosen)} recipes ({', '.join(chosen)}), expected one")
     config: Any = _structure(schema)
     known = kinds(schema)
-    if chosen and (entry := entry_of(chosen[0])) != (ours := config.get("entry")):
+    parts = _parts(chosen[0]) if chosen else []
+    if chosen and (entry := _entry(parts)) != (ours := config.get("entry")):
         raise ValueError(f"recipe {chosen[0]!r} is for train/{entry}.py, this is {ours}.py")
     try:
-        for name in chosen:
-            config = OmegaConf.merge(config, *(_opened(part, known) for part in _parts(name)))
+        config = OmegaConf.merge(config, *(_opened(part, known) for part in parts))
     except ConfigKeyError as error:
         raise ValueError(unknown("key", str(error.full_key), known)) from error
     except OmegaConfBaseException as error:
@@ -85,7 +85,11 @@ def load(schema: type[T], argv: list[str]) -> T:
 
 def entry_of(name: str) -> str | None:
     """The entry that a recipe says it is for; ValueError where there is no such recipe."""
-    said: list[str | None] = [part["entry"] for part in _parts(name) if "entry" in part]
+    return _entry(_parts(name))
+
+
+def _entry(parts: list[Tree]) -> str | None:
+    said: list[str | None] = [part["entry"] for part in parts if "entry" in part]
     return said[-1] if said else None
 
 
