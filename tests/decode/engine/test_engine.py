@@ -12,6 +12,7 @@ from truths import PROMPTS, SETTINGS, truths
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.engine.round import DecodeBatch
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.untrained.ngram import NgramDrafter
@@ -303,20 +304,29 @@ def test_broken_logits_end_their_own_row_only(
             assert got.tokens == want
 
 
+@pytest.fixture(scope="module")
+def stopping(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[str], SamplingParams, list[Completion]]:
+    """Plain answers, a way that stops at a string of the first, and its plain answers."""
+    free = SamplingParams(temperature=1.0, max_new_tokens=40, seed=7)
+    texts = [c.text for c in Decoder(tiny_target, tiny_tokenizer).generate(PROMPTS, free)]
+    params = SamplingParams(temperature=1.0, max_new_tokens=40, seed=7, stop=(texts[0][9:12],))
+    return texts, params, Decoder(tiny_target, tiny_tokenizer).generate(PROMPTS, params)
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_reading_late_changes_nothing(
     tiny_target: PreTrainedModel,
     tiny_draft: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
+    stopping: tuple[list[str], SamplingParams, list[Completion]],
     batch: int,
     late: bool,
 ) -> None:
     """Stop strings, stop tokens and full lengths all end rows while a round is on its way."""
-    free = SamplingParams(temperature=1.0, max_new_tokens=40, seed=7)
-    texts = [c.text for c in Decoder(tiny_target, tiny_tokenizer).generate(PROMPTS, free)]
-    params = SamplingParams(temperature=1.0, max_new_tokens=40, seed=7, stop=(texts[0][9:12],))
-    expected = Decoder(tiny_target, tiny_tokenizer).generate(PROMPTS, params)
+    texts, params, expected = stopping
     assert expected[0].text == texts[0][: texts[0].index(params.stop[0])]
     drafter = LMDrafter(tiny_draft, len(tiny_tokenizer))
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=batch, tree="eagle-25")

@@ -1,5 +1,7 @@
 """Log-probabilities of what was emitted: the target's own at every place, whatever drafted it."""
 
+from functools import cache
+
 import pytest
 import torch
 from rounds import MODES, record_rounds, started
@@ -34,6 +36,15 @@ def request_for(decoder: Decoder, index: int, top: int | None) -> Request:
     return request
 
 
+@cache
+def alone(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: tuple[int, ...], index: int
+) -> Completion:
+    """What plain decoding answers, found once."""
+    params = WAYS[index % len(WAYS)]
+    return Decoder(target, tokenizer).generate([prompt], params, [index])[0]
+
+
 @torch.inference_mode()
 def by_a_whole_pass(target: PreTrainedModel, made: Completion, size: int) -> torch.Tensor:
     """log p [A, V] of the target alone, at temperature 1."""
@@ -51,7 +62,6 @@ def test_they_are_the_targets_for_those_who_ask(
     late: bool,
 ) -> None:
     size = len(tiny_tokenizer)
-    plain = Decoder(tiny_target, tiny_tokenizer)
     decoder = Decoder(tiny_target, tiny_tokenizer, LMDrafter(tiny_draft, size), **MODES[mode])
     decoder.late = late
     if late:
@@ -64,7 +74,7 @@ def test_they_are_the_targets_for_those_who_ask(
         session.step()
     for number, request in enumerate(requests):
         made = request.completion
-        want = plain.generate([made.prompt_tokens], request.params, [number])[0]
+        want = alone(tiny_target, tiny_tokenizer, tuple(made.prompt_tokens), number)
         assert made.tokens == want.tokens
         if request.top is None:
             assert made.listed == []

@@ -4,6 +4,7 @@ and each answer is the one that plain decoding gives.
 
 import random
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from draftsmith.decode.top_k import likeliest
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.models.taps import target_states
 
+Plain = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 WAYS = [
     SamplingParams(max_new_tokens=24),
     SamplingParams(temperature=1.0, max_new_tokens=18, seed=5),
@@ -49,9 +51,10 @@ def request_for(decoder: Decoder, index: int, params: SamplingParams) -> Request
     )
 
 
-def alone(decoder: Decoder, index: int, params: SamplingParams) -> Completion:
-    """What plain decoding answers."""
-    return decoder.generate([PROMPTS[index % len(PROMPTS)]], params, [index])[0]
+@cache
+def alone(plain: Plain, index: int, params: SamplingParams) -> Completion:
+    """What plain decoding answers, found once."""
+    return Decoder(*plain).generate([PROMPTS[index % len(PROMPTS)]], params, [index])[0]
 
 
 def until_idle(session: Session, each: Callable[[], None] = lambda: None) -> list[Request]:
@@ -95,7 +98,7 @@ def test_requests_of_every_kind_share_a_batch(
     tree: str,
 ) -> None:
     """Rounds are of as many rows as need be, and no answer is another for it."""
-    plain = Decoder(tiny_target, tiny_tokenizer)
+    plain = tiny_target, tiny_tokenizer
     drafter = drafter_of(kind, tiny_target, tiny_draft)
     decoder = Decoder(tiny_target, tiny_tokenizer, drafter, tree=tree, K=3)
     session = decoder.open_session(batch_size=6, max_length=200)
@@ -164,7 +167,7 @@ def test_a_drafter_is_swapped_between_rounds(
     tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     vocab = len(tiny_tokenizer)
-    plain = Decoder(tiny_target, tiny_tokenizer)
+    plain = tiny_target, tiny_tokenizer
     stranger = build_llama(vocab, layers=3, hidden=32, seed=9)
     broken = build_llama(vocab, layers=3, hidden=32, seed=9)
     with torch.no_grad():
