@@ -1,10 +1,23 @@
 """The house keeps its rules, read from its source; each rule is shown to find what it forbids."""
 
+import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
-from house_rules import OPTIONAL, ROOT, RULES, Files, fields, house, python, recipes_of
+from house_rules import (
+    OPTIONAL,
+    ROOT,
+    RULES,
+    Files,
+    fields,
+    house,
+    imported,
+    parse,
+    python,
+    recipes_of,
+)
 
 PYPROJECT = '[tool.setuptools]\npackages = ["draftsmith"]\n[tool.setuptools.package-dir]\n'
 PYPROJECT += 'draftsmith = "draftsmith"\n'
@@ -95,6 +108,16 @@ GOOD: list[tuple[str, Files]] = [
     ("recipe_files", {"recipes/a/b.yaml": RECIPE, "train/distill.py": ""}),
     ("packages", {"pyproject.toml": PYPROJECT, "draftsmith/a.py": "", "tests/a.py": ""}),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_collections() -> Iterator[None]:
+    """The trees of all files are kept meanwhile, and needn't be looked through again and again."""
+    gc.disable()
+    yield
+    parse.cache_clear()
+    imported.cache_clear()
+    gc.enable()
 
 
 @pytest.mark.parametrize("rule", RULES)

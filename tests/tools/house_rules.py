@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 import yaml
 
 Files = dict[str, str]
+Pairs = list[tuple[str, str]]
 
 ROOT = Path(__file__).resolve().parents[2]
 MAY_IMPORT = {
@@ -30,8 +31,7 @@ MAY_IMPORT = {
 PACKAGED = ("draftsmith", "models", "decode", "train", "recipes")
 ENTRIES = {"prepare", "distill", "pretrain", "heads", "eagle", "scorers", "online", "quickstart"}
 MODEL_LIBRARIES = {"torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "numpy"}
-MODEL_LIBRARIES |= {"filelock"}
-MODEL_LIBRARIES |= {"peft", "torchao", "gguf"}  # optional: adapters, rounded weights, GGUF files
+MODEL_LIBRARIES |= {"filelock", "peft", "torchao", "gguf"}  # all but the first are optional
 OPTIONAL = ("hydra", "omegaconf", "datasets", "deepspeed", "openai", "peft", "torchao", "wandb")
 OPTIONAL += ("gguf", "llguidance")
 VAGUE = {"utils", "util", "helpers", "helper", "misc", "common"}
@@ -64,18 +64,21 @@ def python(files: Files, *rooms: str) -> Iterator[tuple[str, ast.Module]]:
             yield path, parse(text)
 
 
-def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imported(tree: ast.Module) -> list[tuple[int, str]]:
     """(line, full name) of everything a file imports anywhere; relative ones begin with a dot."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            base = "." * node.level + (node.module or "") + "."
+            found += [(node.lineno, base + alias.name) for alias in node.names]
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func
             if getattr(called, "id", called) in ("import_module", "__import__"):
-                yield node.lineno, str(node.args[0].value)
+                found.append((node.lineno, str(node.args[0].value)))
+    return found
 
 
 def import_directions(files: Files) -> list[str]:
@@ -203,18 +206,14 @@ def swallowing(files: Files) -> list[str]:
 
 
 def vague_names(files: Files) -> list[str]:
-    return [
-        f"{path}: name it after the noun" for path in files if PurePosixPath(path).stem in VAGUE
-    ]
+    return [f"{p}: name it after the noun" for p in files if PurePosixPath(p).stem in VAGUE]
 
 
 def shadowing(files: Files) -> list[str]:
     """A script's folder comes first on the import path: what lies in it, files and folders, must
     not have a name that is taken.
     """
-    installed = {
-        name for name, owners in packages_distributions().items() if "draftsmith" not in owners
-    }
+    installed = {n for n, by in packages_distributions().items() if "draftsmith" not in by}
     taken = installed | set(sys.stdlib_module_names)
     beside = {
         PurePosixPath(*PurePosixPath(path).parts[: script.count("/") + 1]).as_posix()
@@ -270,15 +269,19 @@ def groups(files: Files) -> dict[str, set[str]]:
     return {name: called for name, called in found.items() if called}
 
 
-def called(nodes: list[ast.AST], group: str, names: set[str]) -> set[str]:
+def given(node: ast.Assign) -> Pairs:
+    """Names that an assignment makes, and the one that each is given."""
+    goal, value = node.targets[0], node.value
+    several = isinstance(goal, ast.Tuple) and isinstance(value, ast.Tuple)
+    pairs = zip(goal.elts, value.elts, strict=True) if several else [(goal, value)]
+    return [(last(into), last(one)) for into, one in pairs if last(into)]
+
+
+def called(typed: Pairs, made: list[Pairs], group: str, names: set[str]) -> set[str]:
     """What a group goes by: fields and parameters of its class, and what these are assigned to."""
-    names = {*names, "self"}
-    names |= {n.arg for n in nodes if isinstance(n, ast.arg) and last(n.annotation) == group}
-    for node in (node for node in nodes if isinstance(node, ast.Assign)):
-        goal, value = node.targets[0], node.value
-        several = isinstance(goal, ast.Tuple) and isinstance(value, ast.Tuple)
-        pairs = zip(goal.elts, value.elts, strict=True) if several else [(goal, value)]
-        names |= {last(into) for into, given in pairs if last(given) in names} - {""}
+    names = {*names, "self"} | {name for kind, name in typed if kind == group}
+    for pairs in made:
+        names |= {into for into, one in pairs if one in names}
     return names
 
 
@@ -299,8 +302,9 @@ def dead_fields(files: Files) -> list[str]:
         for path, tree in trees.items()
     }
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    nodes = [node for node in nodes if isinstance(node, ast.arg | ast.Assign)]
-    held = {name: called(nodes, name, fields) for name, fields in groups(files).items()}
+    typed = [(last(node.annotation), node.arg) for node in nodes if isinstance(node, ast.arg)]
+    made = [given(node) for node in nodes if isinstance(node, ast.Assign)]
+    held = {name: called(typed, made, name, fields) for name, fields in groups(files).items()}
     bases = {node.name: {last(base) for base in node.bases} for _, node in records(files)}
     own = {(name, last(item.target)) for _, name, item in fields(files)}
     found = []
