@@ -15,7 +15,16 @@ from draftsmith.train import distill, pretrain, quickstart
 from draftsmith.train.quickstart import ENTRIES, Quickstart, overrides
 
 SHORT = ["text.max_length=64", "batch_size=4"]
+FEW = {
+    "pretrain": ["heldout_sequences=4"],
+    "distill": ["heldout.limit=2", "heldout.max_new_tokens=8"],
+}
 MAINS = {"pretrain": pretrain.main, "distill": distill.main}
+
+
+def shortened(settings: Quickstart, name: str) -> list[str]:
+    """What the quickstart gives a recipe, in short sequences and with few that are held out."""
+    return overrides(settings, name) + SHORT + FEW[ENTRIES[name]]
 
 
 @pytest.fixture
@@ -25,7 +34,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """
     rows = sources.stdlib_rows
     monkeypatch.setattr(sources, "stdlib_rows", lambda root: rows(root)[::6])
-    monkeypatch.setattr(quickstart, "overrides", lambda *given: overrides(*given) + SHORT)
+    monkeypatch.setattr(quickstart, "overrides", shortened)
 
     return launched_here(monkeypatch, quickstart)
 
@@ -53,5 +62,5 @@ def test_quickstart_runs_and_writes_its_reports(
     # Once more: what was trained isn't trained again.
     settings = parse(Quickstart, argv)
     for name, entry in ENTRIES.items():
-        MAINS[entry](overrides(settings, name) + SHORT)
+        MAINS[entry](shortened(settings, name))
         assert "is finished: nothing to do" in capsys.readouterr().out
