@@ -38,8 +38,8 @@ def records(folder: Path) -> list[dict[str, float]]:
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """8 sequences a step in one batch."""
     folder = tmp_path_factory.mktemp("one")
-    run = launch(["--config_file", str(LAUNCHERS / "cpu.yaml")], folder, batch_size=8, **PLAIN)
-    assert run.returncode == 0, run.err
+    AcceleratorState._reset_state(reset_partial_state=True)
+    distributed_job.main([str(folder), json.dumps({"batch_size": 8, **PLAIN})])
     assert (folder / "kind.txt").read_text() == "NO"
     return folder
 

@@ -6,7 +6,8 @@ and goes on; DDP's own, and ZeRO-2 after a kill, are in test_distributed.py.
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,7 +52,7 @@ def fresh_accelerate() -> Iterator[None]:
     os.environ.pop(FSDP2_ASKED, None)
 
 
-def divided(share: dict[str, int], names: Iterable[str] = RUNS) -> str:
+def divided(share: dict[str, int], names: Iterable[str]) -> str:
     return json.dumps({name: RUNS[name] | share for name in names})
 
 
@@ -77,12 +78,17 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """8 sequences a step in one batch."""
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where a run lies that one process has made: 8 sequences a step in one batch."""
     folder = tmp_path_factory.mktemp("one")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    sharding_job.main([str(folder), divided(WHOLE)])
-    return folder
+
+    @cache
+    def made(name: str) -> Path:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        sharding_job.main([str(folder), divided(WHOLE, [name])])
+        return folder / name
+
+    return made
 
 
 SLOW = [pytest.param(m, RUNS, marks=pytest.mark.slow) for m in ("zero1", "zero2", "zero3")]
@@ -92,7 +98,7 @@ SLOW = [pytest.param(m, RUNS, marks=pytest.mark.slow) for m in ("zero1", "zero2"
     ("mode", "names"), [("fsdp2", ["sgd", "parts"]), ("zero2", ["sgd"]), *SLOW]
 )
 def test_two_processes_equal_one(
-    mode: str, names: Iterable[str], tmp_path: Path, one_process: Path
+    mode: str, names: Iterable[str], tmp_path: Path, one_process: Callable[[str], Path]
 ) -> None:
     """Loss, gradient norm, held-out figures, those of a full copy, and the weights; with a resume
     after step 2; on 2 processes of 2 micro-batches of 2 sequences.
@@ -103,16 +109,16 @@ def test_two_processes_equal_one(
     assert output.count("resumed after step 2") == len(list(names))
     for name in names:
         assert (tmp_path / name / "mode.txt").read_text() == mode
-        assert_same_run(one_process / name, tmp_path / name)
+        assert_same_run(one_process(name), tmp_path / name)
 
 
-def test_ddp_with_a_target_in_parts(tmp_path: Path, one_process: Path) -> None:
+def test_ddp_with_a_target_in_parts(tmp_path: Path, one_process: Callable[[str], Path]) -> None:
     """The job looks at what each process holds; fingerprint, cache, answers, tau are one's, too."""
     processes = forked.ranks([JOB, str(tmp_path), json.dumps({"parts": RUNS["parts"] | PARTS})])
     assert [one.returncode for one in processes] == [0, 0], processes[0].told
     assert [one.out.count("resumed after step 2") for one in processes] == [1, 0]
     assert (tmp_path / "parts" / "mode.txt").read_text() == "replicated"
-    assert_same_run(one_process / "parts", tmp_path / "parts")
+    assert_same_run(one_process("parts"), tmp_path / "parts")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +151,7 @@ def test_what_a_target_in_parts_cannot_do(
 
 
 @pytest.mark.slow
-def test_fsdp2_goes_on_with_one_process(tmp_path: Path, one_process: Path) -> None:
+def test_fsdp2_goes_on_with_one_process(tmp_path: Path, one_process: Callable[[str], Path]) -> None:
     launched("fsdp2", tmp_path, json.dumps({"adamw": RUNS["adamw"] | PARTS}))
     folder = tmp_path / "adamw"
     [last] = folder.glob("checkpoints/*4")
@@ -153,14 +159,16 @@ def test_fsdp2_goes_on_with_one_process(tmp_path: Path, one_process: Path) -> No
     run = {"adamw": RUNS["adamw"] | WHOLE | {"cut_at": -1}}
     output = launched("fsdp2", tmp_path, json.dumps(run), "--num_processes", "1")
     assert "2 x 2 x 2 became 8 x 1 x 1" in output
-    assert_same_run(one_process / "adamw", folder)
+    assert_same_run(one_process("adamw"), folder)
 
 
 @pytest.mark.slow
-def test_compiled_layers_give_the_same_loss(tmp_path: Path, one_process: Path) -> None:
+def test_compiled_layers_give_the_same_loss(
+    tmp_path: Path, one_process: Callable[[str], Path]
+) -> None:
     run = {"sgd": RUNS["sgd"] | WHOLE | {"compile": True, "cut_at": -1}}
     sharding_job.main([str(tmp_path), json.dumps(run)])
-    assert_same_run(one_process / "sgd", tmp_path / "sgd")
+    assert_same_run(one_process("sgd"), tmp_path / "sgd")
 
 
 def position(batch_size: int, accumulation: int, world: int, mode: str = "fsdp2") -> Position:
