@@ -123,6 +123,8 @@ def test_every_recipe_runs_two_steps_on_a_tiny_target(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splits, "read_source", lambda data: [[*rows] for rows in rows_of(data)])
+    # A tokenizer of 300 tokens is found in little text.
+    monkeypatch.setattr(pretrain, "BPE_LETTERS", 100_000)
     # Recipes name data beside the checkout, as seen from the root.
     monkeypatch.chdir(ROOT)
     entry, out = recipe.entry_of(name), tmp_path / "run"
