@@ -116,11 +116,11 @@ def off(
         kept |= {len(tokens) for _, tokens, _ in session.hear(session.launch())}
         for paths_BF, logits_BFV in drafter.noted:
             for row, text in enumerate(texts):
-                for node, path in enumerate(paths_BF[row]):
-                    ids_1T = torch.tensor([text[:-1] + path])
-                    taps_1TU = target_states(target, drafter.taps, input_ids=ids_1T).taps_BTF
-                    wanted_V = drafter.teacher_logits(ids_1T, taps_1TU)[0, -1]
-                    worst = max(worst, float((logits_BFV[row, node] - wanted_V).abs().max()))
+                ids_FT = torch.tensor([text[:-1] + path for path in paths_BF[row]])
+                taps_FTU = target_states(target, drafter.taps, input_ids=ids_FT).taps_BTF
+                wanted_FV = drafter.teacher_logits(ids_FT, taps_FTU)[:, -1]
+                assert logits_BFV[row].shape == wanted_FV.shape
+                worst = max(worst, float((logits_BFV[row] - wanted_FV).abs().max()))
     return worst, kept
 
 
