@@ -35,7 +35,7 @@ Main = Callable[[list[str]], int | None]
 USERS_ERROR, INTERRUPTED = 2, 130
 # A quoted text, or a bare key with its colon (the group), after which YAML wants a space.
 BARE_KEY = re.compile(
-    r"""(?<=[\s:,{[])(?:"(?:\\.|[^"\\])*"|'[^']*')|([{,]\s*[^\s:,{}[\]"']+:)(?!\s)"""
+    r"""(?<=[\s:,{[])(?:"(?:\\.|[^"\\])*"|'[^']*')|((?:^|[{,])\s*[^:,{}[\]"']+?:)(?!\s)"""
 )
 OTHERS_WAIT_S = 60.0  # for the first process to tell the same error; the launcher ends them then
 # What needs less memory, by the key that a command may have; the first that it has come first.

@@ -77,6 +77,8 @@ def test_text_becomes_what_the_field_is() -> None:
         ("{url:http://a:1, b: it's,c:'d,e:f'}", {"url": "http://a:1", "b": "it's", "c": "d,e:f"}),
         ('{eagle3:"data=a:b"}', {"eagle3": "data=a:b"}),
         ('{"a:b": c,d:e:f}', {"a:b": "c", "d": "e:f"}),
+        ("{a b:1,c:2}", {"a b": "1", "c": "2"}),
+        ("a:1", {"a": "1"}),
     ],
 )
 def test_a_colon_in_a_value_stays_as_it_is(table: str, is_read: dict[str, str]) -> None:

@@ -17,6 +17,7 @@ each evaluation's own report <out>/reports.
 """
 
 import json
+import math
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -114,8 +115,8 @@ class KindsCompared:
 
     def __post_init__(self) -> None:
         check_least(self, limit=2, max_new_tokens=2, answers=1, batch_size=1, processes=1)
-        if not self.budget > 0:
-            raise ValueError(f"budget: got {self.budget:g}, expected seconds above 0")
+        if not 0 < self.budget < math.inf:
+            raise ValueError(f"budget: got {self.budget:g}, expected seconds above 0, and finite")
         self.heats = numbers("temperatures", self.temperatures, float)
         if wrong := [kind for kind in self.more if kind not in RECIPES]:
             raise ValueError(unknown("kind", wrong[0], RECIPES))

@@ -113,6 +113,7 @@ class HeadDrafter(Drafter):
 
     def teacher_logits(self, ids_BT: Tensor, taps_BTU: Tensor) -> Tensor:
         """After the first token, before which there is no state, 0."""
+        assert self.attends, "what only keeps is read otherwise"
         next_BT = ids_BT[:, 1:]
         at_BT = torch.arange(next_BT.shape[1], device=self.device).expand(len(ids_BT), -1)
         states_BTH = self.read(taps_BTU[:, :-1].to(self.dtype), next_BT, (at_BT, causal()))

@@ -84,10 +84,10 @@ def parse(fields: Any, where: str) -> Row:
     """One row from its fields. Raises ValueError with `where` if its layout is none of ours."""
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: got a {type(fields).__name__}, expected an object: {LAYOUTS}")
-    if "prompt_ids" in fields:
+    if fields.get("prompt_ids") and fields.get("token_ids"):
         raise ValueError(
-            f"{where}: got an answer as `draftsmith prepare` writes it, which only training "
-            "reads; expected the data that was answered, which prepare.json beside it names"
+            f"{where}: got an answer as `draftsmith prepare` writes it; to train on these give "
+            "their folder, and elsewhere the data that was answered, which prepare.json there names"
         )
 
     def word(name: str) -> str:

@@ -11,6 +11,7 @@ A server from its settings: target and lanes loaded, threads started, and ended 
 """
 
 import logging
+import math
 import os
 import re
 import socket
@@ -80,8 +81,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_least(self, max_length=2, keep_requests=2, max_queue=0, drain_s=0, log_s=0, threads=0)
         check_least(self, batch_size=1, max_new_tokens=1, max_body=1, keep_top_k=1, K=1)
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s: got {self.timeout_s}, expected more than 0")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s: got {self.timeout_s}, expected more than 0, and finite")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"port: got {self.port}, expected 0 to 65535")
         if not -(2**63) <= self.seed < 2**63:

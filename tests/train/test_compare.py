@@ -172,6 +172,9 @@ def test_the_answer_in_a_sentence() -> None:
     assert compared.says([slow]).startswith("drafting doesn't pay here: eagle1, the best")
     unsure = row("eagle1", 1.1, 0.9, 1.3)
     assert compared.says([unsure]).startswith("drafting doesn't pay here")
+    alone = row("eagle1", 1.5, 1.4, 1.6)
+    alone["results"][0]["speedup_interval"] = None  # of one batch
+    assert compared.says([alone]).startswith("train eagle1: 1.50")
 
 
 def test_tau_by_depth_is_that_of_the_kept_share() -> None:

@@ -205,7 +205,7 @@ class Endpoint:
         if ended and not (ids and ids[-1] in special_ids(self.tokenizer)):
             end = self.tokenizer.eos_token_id
             if ask.top_logprobs and len(listed) == len(ids):
-                listed.append({end: 0.0})  # nothing else could follow
+                listed.append({end: 0.0})  # nobody told its law: as greedy as the end was
             ids = [*ids, end]
         if listed:
             told["top_logprobs"] = listed

@@ -22,6 +22,8 @@ from draftsmith.models.disk.store import hold, settle, what_differs, write_atomi
 
 KEPT_CHECKPOINTS = 2
 # Where the run lies, what it prints and who watches it don't change what it computes.
+# Keys that went, by what they were where nobody set them, as old recipes have them.
+GONE = {"head.freeze_head": False, "head.through": False}
 FREE_KEYS = {"out", "track", "show", "plan", "cache.offload_target", "heldout.batch_size"}
 # How a step is divided may change on the way; checkpoint.load says when that is exact.
 DIVISION_KEYS = {"batch_size", "accumulation", "processes", "allow_resize"}
@@ -59,6 +61,9 @@ class Run:
         if stored.exists():
             old, new, default = map(flat, (stored.read_text(), recipe, defaults))
             before, after = default | old, default | new
+            for key, value in GONE.items():
+                if before.get(key) == value and key not in after:
+                    del before[key]
             if before.get("entry") != after.get("entry"):  # then every key differs
                 before, after = ({"entry": one.get("entry")} for one in (before, after))
             changed = what_differs(before, after, free)

@@ -322,6 +322,7 @@ def test_an_engine_that_fails_says_so(
         ({"batch_size": 0}, "batch_size"),
         ({"port": 1 << 16}, "port"),
         ({"timeout_s": float("nan")}, "timeout_s"),
+        ({"timeout_s": float("inf")}, "timeout_s"),
         ({"drafters": ("a=x", "a=y")}, "drafters"),
         ({"drafters": ("default=x",)}, "drafters"),
         ({"drafters": ("../a=x",)}, "drafters"),

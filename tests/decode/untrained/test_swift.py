@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
 from families import KINDS, SIZES, made
 from tiny_llama import build_llama
 from torch import Tensor
@@ -202,7 +201,8 @@ class Spy(Watched):
             self.short += n < WINDOW
 
 
-@pytest.mark.parametrize(("attention", "params"), covering(["masked", "split"], [WAYS[0], WAYS[2]]))
+@pytest.mark.parametrize("attention", ["masked", "split"])
+@pytest.mark.parametrize("params", [WAYS[0], WAYS[2]], ids=["greedy", "filtered"])
 def test_what_a_trial_counts(
     deep: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,

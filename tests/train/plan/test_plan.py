@@ -1,6 +1,7 @@
 """The planner against real steps: what it says a run needs, and what it refuses."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.command import guarded, parted
+from draftsmith.decode.engine.memory import GIB
+from draftsmith.decode.predict.machines import MACHINES
 from draftsmith.models.taps import TargetStates
 from draftsmith.models.tokenizer import numbered, stand_in_tokenizer
 from draftsmith.train.drafts.start import fresh_draft, open_head
 from draftsmith.train.objectives.distillation import Distillation, stages
 from draftsmith.train.objectives.eagle import EagleObjective
+from draftsmith.train.plan import table
 from draftsmith.train.plan.fake_step import Step
 from draftsmith.train.plan.memory import Held, held, rehearsed
 from draftsmith.train.plan.table import (
@@ -221,7 +225,7 @@ def test_flags_that_would_fit_are_printed(
     assert "draftsmith train eagle recipe=eagle3/qwen3-8b" in last and "accumulation=4" in last
 
 
-def test_int8_is_offered_then_int4(tmp_path: Path) -> None:
+def test_int8_is_offered_then_int4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each where the one before doesn't fit; a target that int4 doesn't take is refused."""
     given = ["entry=distill", "out=x", *SHAPE, *WIDE, "batch_size=1", "gpu=l40s"]
     wide = {"hidden_size": 256, "intermediate_size": 512}
@@ -237,7 +241,11 @@ def test_int8_is_offered_then_int4(tmp_path: Path) -> None:
         bits = {"int4": 4, "int8": 8, "": 16}[kind]
         assert outline.sizes.target == 2 * (layer * bits // 8 + scales[kind]) + rest
     for room, offered in ((held[""], "int8"), (held["int8"], "int4")):
-        outline = outlined(asked, recipe, room - 1, known=known)
+        gib = (room - 1) / (1 - SPARE) / GIB
+        monkeypatch.setitem(MACHINES, "l40s", MACHINES["l40s"]._replace(gib=gib))
+        with monkeypatch.context() as patched:
+            patched.setattr(table, "outlined", partial(outlined, known=known))
+            outline = plan([*given, target])
         found = remedied(outline)
         assert outline.best is None and found and found[0] == [f"target.quantise={offered}"]
     odd = target_at(tmp_path / "odd", 64, layers=2, **(wide | {"intermediate_size": 500}))

@@ -253,6 +253,21 @@ def test_evaluation_must_give_the_metric(tmp_path: Path) -> None:
         train(config, evaluate=lambda: {"loss": 1.0})
 
 
+def test_a_run_of_before_a_key_went_goes_on(tmp_path: Path) -> None:
+    """Where the key was as nobody sets it."""
+
+    def opened(recipe: str) -> Run:
+        return Run(tmp_path, recipe, main=True)
+
+    run = opened("head:\n  freeze_head: false\n  K: 2\n")
+    run.staging(3).mkdir()
+    run.commit(3)
+    assert opened("head:\n  K: 2\n").latest() is not None
+    run.folder.joinpath("recipe.yaml").write_text("head:\n  freeze_head: true\n  K: 2\n")
+    with pytest.raises(ValueError, match=r"head.freeze_head: True there, absent now"):
+        opened("head:\n  K: 2\n")
+
+
 def test_another_recipe_is_refused_once_there_is_something_to_lose(tmp_path: Path) -> None:
     def opened(lr: float, track: str, path: str) -> Run:
         return Run(tmp_path, f"lr: {lr}\ntrack: {track}\ntarget:\n  path: {path}\n", main=True)

@@ -57,7 +57,7 @@ def test_the_fields_say_what_a_row_is() -> None:
         ('{"txt": "a"}', r"rows.jsonl:2: got the fields \['txt'\], expected"),
         ('{"text": "a"', "rows.jsonl:2: not JSON"),
         ('["a"]', "rows.jsonl:2: got a list"),
-        ('{"prompt_ids": [3], "text": "a"}', r"rows.jsonl:2: got an answer .* prepare.json"),
+        ('{"prompt_ids": [3], "token_ids": [4]}', r"rows.jsonl:2: got an answer .* prepare.json"),
         ('{"text": 3}', r"rows.jsonl:2: got the fields \['text'\], expected"),
         ('{"question": "", "answer": "2"}', "rows.jsonl:2: 'question' is ''"),
         ('{"prompt": "a", "completion": 3}', "rows.jsonl:2: 'completion' is 3"),
