@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from evaluated import arguments
 
@@ -254,6 +255,11 @@ def test_nothing_is_saved_where_drafting_does_not_pay(
     costly = Costs((1, 2, 4, 8, 16), (1.0,) * 5, (9.0,) * 5)
     monkeypatch.setattr(advice, "measured_costs", lambda *_: costly)
     monkeypatch.setattr(advice.speed, "speedup", lambda *_: 0.1)
+
+    def isolated(*given: Any) -> np.ndarray:  # whatever the clock says
+        return np.array([costly.of(how.plan) for how in given[5]])
+
+    monkeypatch.setattr(advice, "rounds_of", isolated)
     draft = folders / "draft"
     main(arguments(folders, tmp_path, f"drafter={draft}", "advice=true", "save=true"))
     told = capsys.readouterr().out
