@@ -1,7 +1,6 @@
 """The planner against real steps: what it says a run needs, and what it refuses."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from draftsmith.models.tokenizer import numbered, stand_in_tokenizer
 from draftsmith.train.drafts.start import fresh_draft, open_head
 from draftsmith.train.objectives.distillation import Distillation, stages
 from draftsmith.train.objectives.eagle import EagleObjective
-from draftsmith.train.plan import table
 from draftsmith.train.plan.fake_step import Step
 from draftsmith.train.plan.memory import Held, held, rehearsed
 from draftsmith.train.plan.table import (
@@ -209,9 +207,7 @@ def test_a_step_is_broken_down(tmp_path: Path) -> None:
     assert {"activations", "losses", "weights' copies", "target's pass"} <= held.parts.keys()
 
 
-def test_flags_that_would_fit_are_printed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_flags_that_would_fit_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The first of the planner's offers that fits, with the run's tokens a step kept."""
     given = ["recipe=eagle3/qwen3-8b", target_at(tmp_path, 8192, layers=2), "out=x", "gpu=l40s"]
     given += ["head.draft_vocab=2048", "heldout.batch_size=1"]
@@ -225,7 +221,7 @@ def test_flags_that_would_fit_are_printed(
     assert "draftsmith train eagle recipe=eagle3/qwen3-8b" in last and "accumulation=4" in last
 
 
-def test_int8_is_offered_then_int4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_is_offered_then_int4(tmp_path: Path) -> None:
     """Each where the one before doesn't fit; a target that int4 doesn't take is refused."""
     given = ["entry=distill", "out=x", *SHAPE, *WIDE, "batch_size=1", "gpu=l40s"]
     wide = {"hidden_size": 256, "intermediate_size": 512}
@@ -241,11 +237,7 @@ def test_int8_is_offered_then_int4(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         bits = {"int4": 4, "int8": 8, "": 16}[kind]
         assert outline.sizes.target == 2 * (layer * bits // 8 + scales[kind]) + rest
     for room, offered in ((held[""], "int8"), (held["int8"], "int4")):
-        gib = (room - 1) / (1 - SPARE) / GIB
-        monkeypatch.setitem(MACHINES, "l40s", MACHINES["l40s"]._replace(gib=gib))
-        with monkeypatch.context() as patched:
-            patched.setattr(table, "outlined", partial(outlined, known=known))
-            outline = plan([*given, target])
+        outline = outlined(asked, recipe, room - 1, known=known)
         found = remedied(outline)
         assert outline.best is None and found and found[0] == [f"target.quantise={offered}"]
     odd = target_at(tmp_path / "odd", 64, layers=2, **(wide | {"intermediate_size": 500}))
@@ -379,8 +371,9 @@ def test_another_machines_plan_is_in_bf16(tmp_path: Path, monkeypatch: pytest.Mo
     says = {"gpu=h100": "bfloat16", "gpu=cpu": "float32", "dtype=float32": "float32"}
     for given, dtype in says.items():
         asked = (given,) if given.startswith("gpu=") else (given, "gpu=h100")
-        argv = ["entry=distill", "out=x", target_at(tmp_path, 256, 1), *SHAPE, *asked]
-        assert plan(argv).staged.config.dtype == dtype
+        outline = plan(["entry=distill", "out=x", target_at(tmp_path, 256, 1), *SHAPE, *asked])
+        room = (1 - SPARE) * MACHINES[asked[-1].partition("=")[2]].gib * GIB
+        assert (outline.staged.config.dtype, outline.room) == (dtype, room)
 
 
 @pytest.mark.usefixtures("unrehearsed")
