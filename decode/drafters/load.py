@@ -21,7 +21,7 @@ from draftsmith.decode.untrained.partial_kv import PartialKVDrafter
 from draftsmith.decode.untrained.suffix import SuffixDrafter
 from draftsmith.decode.untrained.swift import SwiftDrafter
 from draftsmith.decode.untrained.tables import TableDrafter
-from draftsmith.decode.untrained.texts import LookupDrafter
+from draftsmith.decode.untrained.texts import LookupDrafter, StoredDrafter
 from draftsmith.decode.untrained.tokenswift import TokenSwiftDrafter
 from draftsmith.models.disk.hub import local_folder
 from draftsmith.models.disk.read_lm import read_json
@@ -128,12 +128,9 @@ def load_drafter(
             raise ValueError(f"drafter: got {name}, expected a drafter folder after the plus")
         levels = int(kept_defaults(folder_name)["K"] or 4)
         return CompositeDrafter(first, second, levels, fused=name.startswith(f"{looked}++"))
-    mark = fingerprint(None, tokenizer)["tokenizer"]
     if looked.partition(":")[0] == OMNI:
         omni = OmniDrafter(*foreign_lm(folder_name, name, target), tokenizer)
-        if file := looked.partition(":")[2]:
-            omni.load(Path(file), mark)
-        return omni
+        return begun_with(omni, looked.partition(":")[2], tokenizer)
     if not has_folder(name):
         kind, _, says = name.partition(":")
         drafter: Drafter
@@ -145,8 +142,8 @@ def load_drafter(
             drafter = UNTRAINED[kind].over(says, inner, target, vocab_size(tokenizer))
         else:
             drafter = UNTRAINED[kind].named(kind, says, target, vocab_size(tokenizer))
-        if isinstance(drafter, LookupDrafter) and kind in LOOKED and says:
-            drafter.load(Path(says), mark)
+        if isinstance(drafter, LookupDrafter) and kind in LOOKED:
+            return begun_with(drafter, says, tokenizer)
         return drafter
     whole_mark = fingerprint(target, tokenizer)
     folder = open_drafter(
@@ -160,6 +157,13 @@ def load_drafter(
     assert drafter.size is not None, "what is in a folder has a model"
     hidden = drafter.size.config.hidden_size
     drafter.acceptance = load_acceptance(folder.path, hidden, whole_mark)
+    return drafter
+
+
+def begun_with(drafter: StoredDrafter, file: str, tokenizer: PreTrainedTokenizerBase) -> Drafter:
+    """With what that file of a store holds, where one is named."""
+    if file:
+        drafter.load(Path(file), fingerprint(None, tokenizer)["tokenizer"])
     return drafter
 
 

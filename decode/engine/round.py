@@ -181,7 +181,8 @@ class Stepper:
         watchers = self.acceptance, self.recorder, batch.harvest, batch.listed, batch.grammars
         watched = self.settings.same_shape or any(one is not None for one in watchers)
         if plan is not None:
-            watched = watched or policy.asked or not (plan.is_chain and unfiltered(params))
+            alone = policy.asked or (drafter is not None and drafter.chooses)
+            watched = watched or alone or not (plan.is_chain and unfiltered(params))
         elif drafter is not None:  # one that isn't owed rounds is told of each as it ends
             watched = watched or (batch.owed is None and drafter.hears)
         if drafter is not None and drafter.remembers:  # nothing past a string that ends an answer

@@ -42,7 +42,7 @@ def says(rows: Sequence[Values]) -> str:
         f"{one['temperature']:g}"
         for one in best["results"]
     )
-    if not any(seems(one["speedup"], one["speedup_interval"]) for one in best["results"]):
+    if not any(map(seems, best["results"])):
         return f"drafting doesn't pay here: {best['kind']}, the best, gives {told}"
     verb = "train" if best["training"] else "train nothing, draft with"
     after = [row["kind"] for row in others if not apart(best, row)]
@@ -50,8 +50,9 @@ def says(rows: Sequence[Values]) -> str:
     return f"{verb} {best['kind']}: {told} of plain decoding's speed{near}"
 
 
-def seems(speedup: float, interval: list[float] | None) -> bool:
+def seems(one: Values) -> bool:
     """`pays`, or what one batch alone says, which has no interval."""
+    speedup, interval = one["speedup"], one["speedup_interval"]
     return speedup > 1 if interval is None else pays(speedup, interval)
 
 
@@ -107,12 +108,11 @@ def page(found: Values) -> str:
                     [
                         charts.LyingBar(
                             kind,
-                            [("a" if seems(one["speedup"], between) else "d", one["speedup"], "")],
+                            [("a" if seems(one) else "d", one["speedup"], "")],
                             times_as(one["speedup"]),
-                            between,
+                            one["speedup_interval"],
                         )
                         for kind, one in bars
-                        for between in [one["speedup_interval"]]
                     ],
                     x_label="times plain decoding; whisker: 95% interval",
                     reference=(1, "plain"),

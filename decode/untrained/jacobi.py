@@ -27,7 +27,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Drafter, Kept, Round
-from draftsmith.decode.drafting.in_rounds import InRounds
 from draftsmith.decode.token_tree import DETERMINISTIC, TokenTree, Topology, chain
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.decode.untrained.tables import TableDrafter
@@ -105,9 +104,6 @@ class LookaheadDrafter(TableDrafter):
             return looked
         guessed = self.window.propose(replace(request, plan=chain_plan(self.made)))
         return joined(looked, guessed)
-
-    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
-        return None  # the window hears what the target chose at every node
 
     def extend(self, kept: Kept) -> None:
         super().extend(kept)

@@ -42,8 +42,7 @@ def open_block(
     """
     if source.path:
         what = "a block drafter; give another folder"
-        head: Any = earlier_head(source.path, target, tokenizer, Block.kinds, what)
-        return place(head, target.device).bind(target)
+        return earlier_head(source.path, target, tokenizer, Block.kinds, what)
     check_one_of("head.kind", source.kind or "block", ("block", *KINDS))
     check_one_of("head.init", source.init, ("target", "random"))
     check_least(source, levels=1, layers=1, rank=1)

@@ -232,8 +232,7 @@ def open_head(
         what = (
             f"{source.makes}; set head.kind, head.version and head.parallel, or give another folder"
         )
-        head: Any = earlier_head(source.path, target, tokenizer, (source.makes,), what)
-        return place(head, target.device).bind(target)
+        return earlier_head(source.path, target, tokenizer, (source.makes,), what)
     head = _fresh(source, target, seed)
     place(head, target.device).bind(target)
     if source.init == "target":
@@ -257,14 +256,15 @@ def earlier_head(
     kinds: Collection[str],
     expected: str,
 ) -> Any:
-    """The head in a folder in fp32, for this target; ValueError for one of none of these kinds.
-    expected: what the error says of them, and what to do.
+    """The head in a folder in fp32, bound to this target and on its device; ValueError for one of
+    none of these kinds. expected: what the error says of them, and what to do.
     """
     given: Any = {"target_tokenizer": tokenizer, "target_config": target.config.get_text_config()}
     folder = open_drafter(path, fingerprint(target, tokenizer), **given)
     if folder.kind not in kinds:
         raise ValueError(f"head.path: got {path} of kind {folder.kind}, expected {expected}")
-    return folder.head("float32")
+    head: Any = place(folder.head("float32"), target.device)
+    return head.bind(target)
 
 
 def _fresh(source: EagleSource, target: PreTrainedModel, seed: int) -> Eagle | Mixture:

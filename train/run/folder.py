@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from draftsmith.models.disk.store import hold, settle, what_differs, write_atomically
 
 KEPT_CHECKPOINTS = 2
-# Where the run lies, what it prints and who watches it don't change what it computes.
 # Keys that went, by what they were where nobody set them, as old recipes have them.
 GONE = {"head.freeze_head": False, "head.through": False}
+# Where the run lies, what it prints and who watches it don't change what it computes.
 FREE_KEYS = {"out", "track", "show", "plan", "cache.offload_target", "heldout.batch_size"}
 # How a step is divided may change on the way; checkpoint.load says when that is exact.
 DIVISION_KEYS = {"batch_size", "accumulation", "processes", "allow_resize"}
