@@ -41,12 +41,12 @@ class Level:
 
 @dataclass(frozen=True)
 class StaticTree:
-    """Rank paths in order of depth, then of rank; each one's beginning is among them. exit: how
-    many of the target's layers draft it, 0 where the drafter knows.
+    """Rank paths in order of depth, then of rank; each one's beginning is among them. by: which of
+    a drafter's `ways` drafts it, 0 for its usual one.
     """
 
     paths: tuple[RankPath, ...]
-    exit: int = 0
+    by: int = 0
 
     @classmethod
     def from_paths(cls, paths: Iterable[RankPath]) -> "StaticTree":
@@ -61,6 +61,13 @@ class StaticTree:
         if not 0 < len(found) < MAX_NODES:
             raise ValueError(f"tree: got {len(found)} paths, expected 1 to {MAX_NODES - 1}")
         return cls(tuple(sorted(found, key=lambda path: (len(path), path))))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.paths, self.by))
 
     @property
     def levels(self) -> int:
@@ -110,14 +117,14 @@ class DynamicTree:
     sharpness: what the draft's scores are multiplied by before their softmax is taken for the
     chance that a node is kept. 1 is EAGLE-2; a draft whose best guess comes true more often than it
     says wants more (`calibrate` fits it): with 4 levels and 16 nodes the quickstart's pair has tau
-    4.14 at temperature 0 and 3.76 at 1 with it, 4.49 and 4.01 with 2. exit: as of `StaticTree`.
+    4.14 at temperature 0 and 3.76 at 1 with it, 4.49 and 4.01 with 2. by: as of `StaticTree`.
     """
 
     levels: int
     width: int
     nodes: int
     sharpness: float = 1.0
-    exit: int = field(default=0, kw_only=True)
+    by: int = field(default=0, kw_only=True)
 
     is_chain = False
 

@@ -56,6 +56,7 @@ class TrainingFree:
     times: int = 3  # that a prompt of the repetitive part is asked
     K: int = 8  # the deepest copy
     tree: str = "chain"  # of all
+    policy: str = "fixed"
     temperatures: str = "0,1"
     max_new_tokens: int = 48
     dtype: str = "auto"
@@ -106,7 +107,7 @@ def every_way(settings: TrainingFree, model: Any, tokenizer: Any) -> dict[str, W
 
     def add(way: str, name: str, K: int, *about: Any) -> None:
         drafter = load_drafter(name, model, tokenizer)
-        made = Decoder(model, tokenizer, drafter, K=K, tree=settings.tree)
+        made = Decoder(model, tokenizer, drafter, K=K, tree=settings.tree, policy=settings.policy)
         ways[way] = Way(made, *about)
 
     for name in settings.looked.split(","):

@@ -4,7 +4,7 @@ Shapes: B rows, R of them just admitted, N prompt tokens, D levels, L = D + 1, F
 draft call, C children drawn from them, U width of the taps' states side by side, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -264,7 +264,7 @@ class Drafter(Protocol):
     host: bool = False  # whether it works on the host: a round then reads the device
     scratch: int = 0  # slots beyond a row's length that it writes between rounds; 0: isn't asked
     form: str = ""  # which of several it drafts by now; a recorded round is of one
-    exits: Mapping[int, int] = MappingProxyType({})  # plans may name: bytes a call of each reads
+    ways: Mapping[int, int] = MappingProxyType({})  # plans may name: bytes a call of each reads
     acceptance: Scored | None = None  # foretells what is kept, where its folder holds such a head
     held: tuple[str, ...]  # the attributes that are its state of the rows
 
@@ -272,6 +272,14 @@ class Drafter(Protocol):
     def size(self) -> ModelSize | None:
         """Of its model, for the memory planner; None where there is no model."""
         return None
+
+    def leader(self, plan: Plan) -> "Drafter":
+        """Who drafts it in rounds of one call and hears of them; the rest of it is told later."""
+        return self
+
+    def owe(self, rounds: Sequence[Kept]) -> None:
+        """Take in rounds of another leader, at once or before the rest drafts."""
+        assert not rounds, "who has another leader takes them in"
 
     @property
     def native(self) -> NativeBody | None:

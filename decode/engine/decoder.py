@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.drafters.lm import weights_read
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.drafting.base import ANY_DEPTH, Drafter, shape_of
+from draftsmith.decode.drafting.owed import STATES, Owed
 from draftsmith.decode.engine import memory
 from draftsmith.decode.engine.graphs import Graphs
-from draftsmith.decode.engine.owed import STATES, Owed
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.request import Completion, Event, Prompt, eos_ids, open_request
 from draftsmith.decode.engine.round import DecodeBatch, Stepper
@@ -35,7 +35,6 @@ from draftsmith.decode.forward.kv import context_of
 from draftsmith.decode.forward.runner import Runner, in_parts
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.choice import make_policy
-from draftsmith.decode.policies.exits import ExitPolicy
 from draftsmith.decode.policies.policy import Acceptance
 from draftsmith.decode.policies.timing import measured_costs
 from draftsmith.decode.sampling import SamplingParams
@@ -222,9 +221,8 @@ class Decoder:
             _works_for[drafter] = weakref.ref(self._batch)
 
     def _judge_by(self, drafter: Drafter) -> None:
-        """Let a policy read the drafter's acceptance head or exits, where it asks for one."""
-        if isinstance(self.policy, ExitPolicy):
-            self.policy.choose_among(drafter.exits, weights_read(self.runner.model))
+        """Let a policy read the drafter's acceptance head, where it asks for one, and its ways."""
+        self.policy.choose_among(drafter.ways, weights_read(self.runner.model))
         if not isinstance(self.policy, Acceptance):
             return
         if drafter.acceptance is None:

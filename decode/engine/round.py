@@ -16,8 +16,8 @@ from torch import Tensor
 from draftsmith.decode import sampling
 from draftsmith.decode.drafting.base import Call, Drafter, Kept, Round, picked
 from draftsmith.decode.drafting.in_rounds import InRounds
+from draftsmith.decode.drafting.owed import Owed
 from draftsmith.decode.engine.grammar import Grammar, ruled
-from draftsmith.decode.engine.owed import Owed
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.rows import Rows, Settled, Told
 from draftsmith.decode.engine.settings import DecodeSettings
@@ -92,7 +92,6 @@ class DecodeBatch:
         part, found = first_rows(self, rows), first_rows(drafter, rows)
         part.rows, part.harvest = first_rows(self.rows, rows), first_rows(self.harvest, rows)
         part.params, part.drafter = params, found
-        part.owed = first_rows(self.owed, rows)
         return part
 
 
@@ -174,7 +173,7 @@ class Stepper:
         nodes = 1 if plan is None else plan.nodes
         most, span = rounds_at_once(self.runner, len(rows.lens_B), params, nodes)
         most = most if drafter is None else min(most, policy.stays)
-        if most < 2:
+        if most < 1:
             return None
         requests = [r for r in rows.requests if r is not None]
         most = min([most, *(r.limit - len(r.completion.tokens) for r in requests)])
@@ -187,11 +186,12 @@ class Stepper:
             watched = watched or (batch.owed is None and drafter.hears)
         if drafter is not None and drafter.remembers:  # nothing past a string that ends an answer
             watched = watched or any(r.params.stop for r in requests)
-        if watched or most < 2 or self.rule(params) is not RULES["coupled"]:
+        if watched or most < 1 or self.rule(params) is not RULES["coupled"]:
             return None
         drafts: InRounds | None = InRounds()
-        if plan is not None and drafter is not None:
-            drafts = drafter.in_rounds(nodes, params.law[0])
+        leader = drafter if plan is None or drafter is None else drafter.leader(plan)
+        if plan is not None and leader is not None:
+            drafts = leader.in_rounds(nodes, params.law[0])
         if drafts is None:
             return None
         at_BM = rows.lens_B[:, None] + torch.arange(1, min(span, most * nodes) + 1)
@@ -206,6 +206,9 @@ class Stepper:
             table_MBX, taps_BMU = torch.stack(tables), side_MBNU[:, :, 0].transpose(0, 1)
             kept = table_MBX[..., 0].T, table_MBX[..., 3].sum(0), None, before_MB[0]
             owes = [Kept(*kept, taps_BMU if taps else None, top, params=params)]
+        if drafter is not None and leader is not drafter:
+            rounds = zip(tables, before_MB, side_MBNU, strict=True)
+            drafter.owe([_kept(*one) for one in rounds])
         return Told(tables[0], nodes - 1, nodes - 1, owes=owes, several=tables, took=took)
 
     def _verify(
@@ -360,6 +363,14 @@ class Stepper:
 
     def _round_keys(self, rows: Rows, stream: int) -> Tensor:
         return position_keys(rows.seeds_B, rows.rounds_B[:, None], stream)[:, 0]
+
+
+def _kept(table_BX: Tensor, before_B: Tensor, side_BNU: Tensor) -> Kept:
+    """Of one of several rounds, whose states stand one after another however few it had."""
+    rows, length, width = len(table_BX), table_BX.shape[1] // 2 - 2, side_BNU.shape[2]
+    taps_BLU = side_BNU.flatten()[: rows * length * width].view(rows, length, width)
+    tokens_BL, n_new_B = table_BX[:, :length], table_BX[:, 2 * length + 1]
+    return Kept(tokens_BL, n_new_B, None, before_B, taps_BLU if width else None)
 
 
 def _told(

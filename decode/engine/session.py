@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 News = tuple[Request, list[int], bool]  # its new tokens, and whether that was its end
 Finished = Callable[[Request, Harvested | None], None]
+USUAL = 8  # rounds of a call
 SPREAD, HEARD = 0.3, 8  # of rows' kept tokens, until so many rounds of each are known
 
 
@@ -210,8 +211,9 @@ class Session:
             seconds = ticks - max(before or 0.0, flight.started)
         if not told.several:
             return self._hear(flight, host[:, : 2 * told.levels + 6].tolist(), seconds, host)
-        # What lies around them is shared out.
-        beside = None if seconds is None else (seconds - sum(told.took)) / len(told.took)
+        # What lies around them is shared out as over a call of usual length: trials are shorter.
+        usual = max(USUAL, len(told.took))
+        beside = None if seconds is None else (seconds - sum(told.took)) / usual
         whole: dict[int, News] = {}
         for table_BX, took in zip(told.several, told.took, strict=True):
             levels = table_BX.shape[1] // 2 - 3

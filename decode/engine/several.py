@@ -29,7 +29,7 @@ NOISE = 16 << 20  # bytes at most
 def rounds_at_once(
     runner: Runner, rows: int, params: BatchParams, nodes: int = 1
 ) -> tuple[int, int]:
-    """How many rounds of so many nodes one call may make, under 2 where there is no such call; and
+    """How many rounds of so many nodes one call may make, under 1 where there is no such call; and
     for how many positions it has noise at most, whose end may end it: what no round reaches would
     be made for nothing.
     """

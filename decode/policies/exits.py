@@ -47,14 +47,14 @@ class ExitPolicy(Policy):
 
     def choose_among(self, reads: Mapping[int, int], whole: int) -> None:
         """Exits by the bytes that a draft call reads; whole: the target's. ValueError for none."""
-        if not reads:
+        if len(reads) < 2:
             raise ValueError(
                 "policy exits: got a drafter with one exit at most, expected several to choose "
                 "among: drafter=exits:2+4+6"
             )
         chain, self.reads, self.whole = self.plans[-1], dict(reads), whole
         self.plans = tuple(
-            replace(chain.cut(d), exit=e) for d in range(1, chain.levels + 1) for e in reads
+            replace(chain.cut(d), by=e) for d in range(1, chain.levels + 1) for e in reads
         )
         # Of each exit: kept, their chances, missed, theirs.
         self.sums = {e: np.zeros(4) for e in reads}
@@ -68,7 +68,7 @@ class ExitPolicy(Policy):
         }
         self.exit = max(found, key=lambda e: found[e][0])
         length = found[self.exit][1]
-        return replace(longest.cut(length), exit=self.exit) if length else None
+        return replace(longest.cut(length), by=self.exit) if length else None
 
     def alpha(self, exit: int) -> float:
         """The share of its tokens that are kept."""

@@ -3,13 +3,15 @@ where plain decoding is faster.
 """
 
 import re
-from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from draftsmith.decode.policies.policy import ALONE, MANY, NAP, Load, Outcome, Policy
-from draftsmith.decode.policies.priced import counts_of, parts
+from draftsmith.decode.drafting.owed import NAP
+from draftsmith.decode.policies.policy import ALONE, MANY, Load, Outcome, Policy
+from draftsmith.decode.policies.priced import counts_of
 from draftsmith.decode.tree_shapes import Plan
 
 Ranges = tuple[tuple[int, int], ...]  # up to so many rows: draft calls
@@ -50,14 +52,15 @@ def read_table(text: str, most: int) -> Ranges:
 
 @dataclass
 class Pace:
-    """Of rounds with so many rows: the latest seconds of each tree, and how many rounds of what was
-    chosen were timed; the tree now, the one held best, the round of the next choice (0 before the
-    first), and periods until another tree is tried; near: whether there is one to try; woken: that
-    the drafter was, for it. took: by the best's latest rounds at a choice; since: what was timed
-    after these.
+    """Of rounds with so many rows: the latest seconds of each tree that was drafted, how often each
+    was asked for, and the choice since it was made; the tree now, the one held best, the round of
+    the next choice (0 before the first), and periods until another tree is tried; near: whether
+    there is one to try; woken: that the drafter was, for it. took: by the best's latest rounds at a
+    choice; since: what was timed after these.
     """
 
     seconds: defaultdict[Plan | None, deque[float]]
+    asked: Counter[Plan | None] = field(default_factory=Counter)
     rounds: int = 0
     choice: Plan | None = None
     best: Plan | None = None
@@ -84,7 +87,9 @@ class Auto(Policy):
     Nothing is measured beforehand. Seconds are those of rounds that were decoded: of a tree that
     has been tried with as many rows, the lower quartile of its latest `WATCH`; of others, those of
     a plain round and `SHARES` of it for drafting at all, for each draft call and for each drafted
-    token, fitted to what has been tried. Chances are counted over recent rounds (`counts_of`). A
+    token, fitted to what has been tried. Chances are counted over recent rounds (`counts_of`), and
+    how often less is drafted than asked for, as look-ups do, whose rounds count as what they were.
+    Of a drafter with `ways` that read nothing the trees these draft are weighed beside the usual. A
     batch that nobody joins ends with its slowest row, whose kept tokens are what counts then.
 
     With a number of rows that is new, `PLAIN` rounds are plain; then comes the largest tree of at
@@ -103,7 +108,7 @@ class Auto(Policy):
     """
 
     WATCH, PLAIN, START, PERIOD, TRY = 12, 2, 32, 8, 2
-    REST = 8  # periods at most from one choice to draft nothing to the next
+    REST = 16  # periods at most from one choice to draft nothing to the next
     EVERY, SELDOM = 4, 64
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
     COLD = 2  # rounds
@@ -113,12 +118,19 @@ class Auto(Policy):
     rests = True
 
     def __init__(self, plan: Plan) -> None:
-        self.plans = parts(plan)
-        self.counts = counts_of(plan)
+        self.counts = {0: counts_of(plan)}
+        self.plans = self.counts[0].plans
+        self.work_PX = np.array([work(one) for one in self.plans])
         self.shares = self.SHARES
         self.plain = 0  # rounds since the last that drafted, or the first of all
         self.heard = 0  # rounds since the drafter slept
         self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
+
+    def choose_among(self, reads: Mapping[int, int], whole: int) -> None:
+        for way in (way for way, read in reads.items() if not read):
+            self.counts[way] = counts_of(replace(self.plans[-1], by=way))
+            self.plans = *self.counts[way].plans, *self.plans
+        self.work_PX = np.array([work(plan) for plan in self.plans])
 
     def _pace(self) -> Pace:
         return Pace(defaultdict(lambda: deque(maxlen=self.WATCH)), due=self.EVERY, every=self.EVERY)
@@ -130,8 +142,8 @@ class Auto(Policy):
             self.stays = cold or self.PLAIN - len(pace.seconds[None])
             return None
         if not pace.next:
-            small = [plan for plan in self.plans if load.rows * plan.nodes <= self.START]
-            pace.choice, pace.next = (small or self.plans[:1])[-1], pace.rounds + self.TRY
+            small = [plan for plan in self.counts[0].plans if load.rows * plan.nodes <= self.START]
+            pace.choice, pace.next = (small or self.counts[0].plans[:1])[-1], pace.rounds + self.TRY
         elif pace.rounds >= pace.next:
             self._keep_up(pace)
             pace.choice, lasts = self._choose(pace, load.lag)
@@ -150,14 +162,21 @@ class Auto(Policy):
         return pace.choice
 
     def observe(self, outcome: Outcome) -> None:
-        self.counts.take(outcome)
+        asked = made = outcome.plan
+        if asked is not None:
+            counts = self.counts[asked.by]
+            counts.news.append(outcome)
+            made = counts.cuts[asked][outcome.levels] if outcome.levels else None
         self.heard = 0 if self.asleep else self.heard + 1
         pace = self.paces[outcome.load.rows]
-        self.plain = 0 if outcome.plan is not None else self.plain + 1
+        self.plain = 0 if asked is not None else self.plain + 1
         if outcome.seconds is not None and not 0 < self.plain <= self.COLD:
-            pace.seconds[outcome.plan].append(outcome.seconds)
-            pace.since.add(outcome.plan)
-            pace.rounds += outcome.plan == pace.choice
+            pace.rounds += asked == pace.choice
+            pace.asked[asked] += 1
+            if made is None and asked is not None:  # a round that was to draft isn't quite plain
+                return
+            pace.seconds[made].append(outcome.seconds)
+            pace.since.add(made)
 
     def _keep_up(self, pace: Pace) -> None:
         """Take what is new in the best one's rounds for the machine's doing."""
@@ -171,7 +190,13 @@ class Auto(Policy):
 
     def _choose(self, pace: Pace, lag: float) -> tuple[Plan | None, int]:
         """The tree to go on with, and for how many rounds."""
-        tokens, seconds = self.counts.expected(self.plans), self._seconds(pace)
+        each = self._seconds(pace)
+        tokens: dict[Plan | None, float] = {None: 1.0}
+        seconds: dict[Plan | None, float] = {None: each[None]}
+        for counts in self.counts.values():
+            counts.settle()
+            tokens |= counts.expected()
+            seconds |= counts.lasting(each)
         rates = {p: (1 + (1 - lag) * (tokens[p] - 1)) / took for p, took in seconds.items()}
         best = max(rates, key=lambda plan: rates[plan])
         if best != pace.best:
@@ -180,9 +205,10 @@ class Auto(Policy):
         others = self._near(pace, rates)
         pace.near = bool(others)
         if pace.due > 0:
-            # To choose takes a fifth of a small model's plain round, and resting teaches little.
+            # To choose takes a fifth of a small model's plain round, and resting teaches little; a
+            # tree that has stood a trial is left alone for longer too.
             rests = best is None and pace.rounds > self.PERIOD
-            periods = min(pace.due, self.REST) if rests else 1
+            periods = min(pace.due, self.REST if rests else 1 + (pace.every > self.EVERY))
             pace.due -= periods - 1
             return best, periods * self.PERIOD
         if best is None and others:
@@ -194,6 +220,7 @@ class Auto(Policy):
         if best is not None and pace.every in (4 * self.EVERY, self.SELDOM):
             # Timed anew, however slow they were: what a spell of the machine's said must not last.
             pace.seconds[None].clear()
+            pace.asked[None] = 0
         if best is not None and 0 < len(pace.seconds[None]) <= self.PLAIN:
             pace.due = 1  # the trial comes after them
             return None, self.TRY  # so few may all have been slow ones
@@ -201,7 +228,7 @@ class Auto(Policy):
         pace.near = bool(self._near(pace, rates))
         if not others:
             return best, self.PERIOD
-        other = min(others, key=lambda p: (len(pace.seconds.get(p, ())), -rates[p]))
+        other = min(others, key=lambda p: (min(pace.asked[p], self.WATCH), -rates[p]))
         return other, self.PERIOD if other is None else self.TRY
 
     def _near(self, pace: Pace, rates: dict[Plan | None, float]) -> list[Plan | None]:
@@ -213,20 +240,21 @@ class Auto(Policy):
         """Of a round of every plan, and of none."""
         known = {p: pace.latest(p, self.WATCH) for p, each in pace.seconds.items() if each}
         plain = known[None]
-        tried = {plan: took for plan, took in known.items() if plan is not None}
         # Least squares of relative seconds, drawn to the shares known before.
-        work_PX = np.array([work(plan) for plan in tried]).reshape(-1, 3)
-        more_P = np.array([took / plain - 1 for took in tried.values()])
+        tried = [i for i, plan in enumerate(self.plans) if plan in known]
+        work_PX = self.work_PX[tried]
+        more_P = np.array([known[self.plans[i]] / plain - 1 for i in tried])
         pull = self.PRIOR / np.maximum(self.SHARES, self.SHARES.max() / 3) ** 2
         left_XX = work_PX.T @ work_PX + np.diag(pull)
         found_X = np.linalg.solve(left_XX, work_PX.T @ more_P + pull * self.shares)
         self.shares = np.maximum(found_X, 0)
-        guess: dict[Plan | None, float] = {
-            plan: plain * (1 + float(work(plan) @ self.shares)) for plan in self.plans
-        }
-        return guess | known
+        guess_P = plain * (1 + self.work_PX @ self.shares)
+        return dict(zip(self.plans, guess_P.tolist(), strict=True)) | known
 
 
 def work(plan: Plan) -> np.ndarray:
-    """What a round does beside a plain one: whether it drafts, its draft calls, drafted tokens."""
-    return np.array([1.0, plan.levels, plan.nodes - 1])
+    """What a round does beside a plain one: whether it drafts, its draft calls, drafted tokens.
+    What other `ways` draft costs nothing until it is verified.
+    """
+    calls = (0.0, 0.0) if plan.by else (1.0, plan.levels)
+    return np.array([*calls, plan.nodes - 1])

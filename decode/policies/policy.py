@@ -9,7 +9,7 @@ Shapes: B rows, F nodes fed, C children drawn from them, N nodes, I what an acce
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +67,6 @@ class Load(NamedTuple):
 
 ALONE = Load()
 MANY = sys.maxsize
-NAP = 32  # rounds before a draft from which on a drafter that reads states hears of each
 
 
 class Outcome(NamedTuple):
@@ -107,6 +106,11 @@ class Policy:
 
     def __init__(self, plan: Plan) -> None:
         self.plans: tuple[Plan, ...] = (plan,)
+
+    def choose_among(self, reads: Mapping[int, int], whole: int) -> None:
+        """Hear of a drafter's `ways`; whole: bytes that a pass of the target reads. ValueError for
+        too few.
+        """
 
     @property
     def asked(self) -> bool:

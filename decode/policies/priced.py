@@ -3,7 +3,8 @@
 Shapes: B rows, N nodes of a grown tree, the root included.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,117 +12,6 @@ from torch import Tensor
 
 from draftsmith.decode.policies.policy import ALONE, Load, Outcome, Policy
 from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree
-
-
-class PathCounts:
-    """How often each rank at each depth was kept in recent rounds of a static tree or its parts. A
-    node's chance is the product along its path of P(rank r kept at depth d | its parent kept),
-    leaning on all depths' average where counts are few.
-    """
-
-    MEMORY, LEAN = 0.995, 8.0  # of each row that is heard of
-
-    def __init__(self, plan: StaticTree) -> None:
-        self.paths = plan.paths
-        shape = plan.levels, 1 + max(max(path) for path in self.paths)
-        self.hits, self.trials = np.zeros(shape), np.zeros(shape)
-
-    def expected(self, plans: Sequence[Plan]) -> dict[Plan | None, float]:
-        """Tokens of a row's round of each plan, and of none."""
-        pooled = (self.hits.sum(0) + 1) / (self.trials.sum(0) + 2)
-        table = (self.hits + self.LEAN * pooled) / (self.trials + self.LEAN)
-        chances: dict[tuple[int, ...], float] = {(): 1.0}
-        for path in self.paths:
-            chances[path] = chances[path[:-1]] * float(table[len(path) - 1, path[-1]])
-        found: dict[Plan | None, float] = {None: 1.0}
-        for plan in plans:
-            assert isinstance(plan, StaticTree)
-            found[plan] = 1 + sum(chances[path] for path in plan.paths)
-        return found
-
-    def take(self, outcome: Outcome) -> None:
-        """Count a round."""
-        if outcome.plan is None:
-            return
-        assert isinstance(outcome.plan, StaticTree)
-        self.hits *= self.MEMORY ** len(outcome.paths)
-        self.trials *= self.MEMORY ** len(outcome.paths)
-        drafted = set(outcome.plan.paths)
-        for kept in outcome.paths:
-            for depth in range(min(len(kept) + 1, outcome.levels)):
-                for rank in range(self.hits.shape[1]):
-                    self.trials[depth, rank] += (*kept[:depth], rank) in drafted
-                if depth < len(kept):
-                    self.hits[depth, kept[depth]] += 1
-
-
-class PlaceCounts:
-    """The same of a dynamic tree, by depth, for every number of nodes that one may have: the best
-    few of a tree would have kept what was kept as far as it is among them.
-    """
-
-    MEMORY, LEAN = PathCounts.MEMORY, PathCounts.LEAN
-
-    def __init__(self, plan: DynamicTree) -> None:
-        self.nodes = sorted({part.nodes for part in parts(plan)})
-        shape = len(self.nodes), plan.levels
-        self.hits, self.trials = np.zeros(shape), np.zeros(shape)
-
-    def expected(self, plans: Sequence[Plan]) -> dict[Plan | None, float]:
-        """As of `PathCounts`."""
-        chance_D = np.full(self.hits.shape[1], 0.5)
-        found: dict[Plan | None, float] = {None: 1.0}
-        for nodes, hits_D, trials_D in zip(self.nodes, self.hits, self.trials, strict=True):
-            # Where little was tried with so many nodes, as with fewer.
-            lean_D = (hits_D.sum() + chance_D) / (trials_D.sum() + 1)
-            chance_D = (hits_D + self.LEAN * lean_D) / (trials_D + self.LEAN)
-            sums = 1 + chance_D.cumprod().cumsum()
-            found |= {p: float(sums[p.levels - 1]) for p in plans if p.nodes == nodes}
-        return found
-
-    def take(self, outcome: Outcome) -> None:
-        """As of `PathCounts`."""
-        if outcome.plan is None:
-            return
-        self.hits *= self.MEMORY ** len(outcome.paths)
-        self.trials *= self.MEMORY ** len(outcome.paths)
-        for i, nodes in enumerate(self.nodes):
-            if nodes > outcome.plan.nodes:
-                break
-            for path in outcome.paths:
-                kept = next((d for d, place in enumerate(path) if place >= nodes), len(path))
-                self.hits[i, :kept] += 1
-                self.trials[i, : min(kept + 1, outcome.levels)] += 1
-
-
-def counts_of(plan: Plan) -> PathCounts | PlaceCounts:
-    """What counts the rounds of a tree and of its parts."""
-    return PathCounts(plan) if isinstance(plan, StaticTree) else PlaceCounts(plan)
-
-
-class Cost(Policy):
-    """Of all parts of the tree the one that promises most tokens a second by measured `costs`,
-    chosen anew every `PERIOD` rounds.
-    """
-
-    PERIOD = 8
-
-    priced = True
-
-    def __init__(self, plan: Plan) -> None:
-        self.plans, self.counts = parts(plan), counts_of(plan)
-        self.choice, self.rounds = self.plans[-1], 0
-
-    def next_plan(self, load: Load = ALONE) -> Plan | None:
-        if (costs := self.costs) is not None and self.rounds and self.rounds % self.PERIOD == 0:
-            tokens = self.counts.expected(self.plans)
-            self.choice = max(self.plans, key=lambda plan: tokens[plan] / costs.of(plan))
-        self.stays = self.PERIOD - self.rounds % self.PERIOD
-        return self.choice
-
-    def observe(self, outcome: Outcome) -> None:
-        self.rounds += 1
-        self.counts.take(outcome)
 
 
 def parts(plan: Plan) -> tuple[Plan, ...]:
@@ -137,6 +27,166 @@ def parts(plan: Plan) -> tuple[Plan, ...]:
         for limit in (1, 2, 4, 1 << 30):
             found.append(replace(cut, paths=tuple(p for p in cut.paths if max(p) < limit)))
     return tuple(dict.fromkeys(found))
+
+
+class Counts:
+    """What became of recent rounds of a tree and of its `parts`: how many tokens each promises, and
+    how deep their drafts went, of which a look-up's often end early, or at once.
+
+    Shapes: P plans, D levels.
+    """
+
+    MEMORY, LEAN = 0.995, 8.0  # of each row that is heard of
+    hits: np.ndarray
+    trials: np.ndarray
+
+    def __init__(self, plan: Plan) -> None:
+        self.plans = parts(plan)
+        self.drafted_D, self.might_D = np.ones((2, plan.levels))
+        self.news: list[Outcome] = []  # not counted yet
+        # Of each plan what is drafted of it, by levels, and the places of that in `plans`.
+        self.cuts = {p: [p.cut(max(1, d)) for d in range(p.levels + 1)] for p in self.plans}
+        self.place_PD = np.zeros((len(self.plans), 1 + plan.levels), int)
+        self.levels_P1 = np.array([[plan.levels] for plan in self.plans])
+        for row_D, (_, *cuts) in zip(self.place_PD, self.cuts.values(), strict=True):
+            row_D[1 : 1 + len(cuts)] = [1 + self.plans.index(cut) for cut in cuts]
+
+    def expected(self) -> dict[Plan | None, float]:
+        """Tokens of a row's round of each plan, by what is settled."""
+        raise NotImplementedError
+
+    def lasting(self, seconds: Mapping[Plan | None, float]) -> dict[Plan | None, float]:
+        """Seconds of a round of each plan, given those of rounds that draft as deep as they may."""
+        deep_D = np.concatenate([[1.0], self.reached_D, [0.0]])
+        deep_PD = np.where(np.arange(len(deep_D)) <= self.levels_P1, deep_D, 0)
+        took_X = np.array([seconds[plan] for plan in (None, *self.plans)])
+        took_P = ((deep_PD[:, :-1] - deep_PD[:, 1:]) * took_X[self.place_PD]).sum(1)
+        return dict(zip(self.plans, took_P.tolist(), strict=True))
+
+    @property
+    def reached_D(self) -> np.ndarray:
+        """The chance that 1, 2, ... levels are drafted of a plan that has them."""
+        return (self.drafted_D / self.might_D).cumprod()
+
+    def settle(self) -> None:
+        """Count the rounds of `news`, whose like come together."""
+        weights: defaultdict[tuple[Plan | None, int, tuple[int, ...]], float] = defaultdict(float)
+        weight = 1.0
+        for outcome in reversed(self.news):
+            for path in outcome.paths:
+                weights[outcome.plan, outcome.levels, path] += weight
+            weight *= self.MEMORY ** len(outcome.paths)
+        self.news.clear()
+        for counts in (self.hits, self.trials, self.drafted_D, self.might_D):
+            counts *= weight
+        for (plan, levels, path), weight in weights.items():
+            assert plan is not None
+            self.drafted_D[:levels] += weight
+            self.might_D[: min(levels + 1, plan.levels)] += weight
+            self.count(plan, levels, path, weight)
+
+    def count(self, plan: Plan, levels: int, kept: tuple[int, ...], weight: float) -> None:
+        """What a row kept of so many levels."""
+        raise NotImplementedError
+
+
+class PathCounts(Counts):
+    """Of a static tree: how often each rank at each depth was kept. A node's chance is the product
+    along its path of P(rank r kept at depth d | its parent kept), leaning on all depths' average
+    where counts are few.
+    """
+
+    def __init__(self, plan: StaticTree) -> None:
+        super().__init__(plan)
+        self.paths = plan.paths
+        shape = plan.levels, 1 + max(max(path) for path in self.paths)
+        self.hits, self.trials = np.zeros(shape), np.zeros(shape)
+
+    def expected(self) -> dict[Plan | None, float]:
+        pooled = (self.hits.sum(0) + 1) / (self.trials.sum(0) + 2)
+        table = (self.hits + self.LEAN * pooled) / (self.trials + self.LEAN)
+        chances: dict[tuple[int, ...], float] = {(): 1.0}
+        for path in self.paths:
+            chances[path] = chances[path[:-1]] * float(table[len(path) - 1, path[-1]])
+        found, reached = dict[Plan | None, float](), [1.0, *self.reached_D.tolist()]
+        gives = {path: chance * reached[len(path)] for path, chance in chances.items()}
+        for plan in self.plans:
+            assert isinstance(plan, StaticTree)
+            found[plan] = 1 + sum(map(gives.__getitem__, plan.paths))
+        return found
+
+    def count(self, plan: Plan, levels: int, kept: tuple[int, ...], weight: float) -> None:
+        assert isinstance(plan, StaticTree)
+        drafted = set(plan.paths)
+        for depth in range(min(len(kept) + 1, levels)):
+            for rank in range(self.hits.shape[1]):
+                self.trials[depth, rank] += weight * ((*kept[:depth], rank) in drafted)
+            if depth < len(kept):
+                self.hits[depth, kept[depth]] += weight
+
+
+class PlaceCounts(Counts):
+    """Of a dynamic tree, by depth, for every number of nodes that one may have: the best few of a
+    tree would have kept what was kept as far as it is among them.
+    """
+
+    def __init__(self, plan: DynamicTree) -> None:
+        super().__init__(plan)
+        self.nodes = sorted({part.nodes for part in self.plans})
+        shape = len(self.nodes), plan.levels
+        self.hits, self.trials = np.zeros(shape), np.zeros(shape)
+
+    def expected(self) -> dict[Plan | None, float]:
+        chance_D = np.full(self.hits.shape[1], 0.5)
+        found: dict[Plan | None, float] = {}
+        for nodes, hits_D, trials_D in zip(self.nodes, self.hits, self.trials, strict=True):
+            # Where little was tried with so many nodes, as with fewer.
+            lean_D = (hits_D.sum() + chance_D) / (trials_D.sum() + 1)
+            chance_D = (hits_D + self.LEAN * lean_D) / (trials_D + self.LEAN)
+            sums = 1 + (self.reached_D * chance_D.cumprod()).cumsum()
+            found |= {p: float(sums[p.levels - 1]) for p in self.plans if p.nodes == nodes}
+        return found
+
+    def count(self, plan: Plan, levels: int, kept: tuple[int, ...], weight: float) -> None:
+        for i, nodes in enumerate(self.nodes):
+            if nodes > plan.nodes:
+                break
+            of_it = next((d for d, place in enumerate(kept) if place >= nodes), len(kept))
+            self.hits[i, :of_it] += weight
+            self.trials[i, : min(of_it + 1, levels)] += weight
+
+
+def counts_of(plan: Plan) -> Counts:
+    """What counts the rounds of a tree and of its parts."""
+    return PathCounts(plan) if isinstance(plan, StaticTree) else PlaceCounts(plan)
+
+
+class Cost(Policy):
+    """Of all parts of the tree the one that promises most tokens a second by measured `costs`,
+    chosen anew every `PERIOD` rounds.
+    """
+
+    PERIOD = 8
+
+    priced = True
+
+    def __init__(self, plan: Plan) -> None:
+        self.counts = counts_of(plan)
+        self.plans = self.counts.plans
+        self.choice, self.rounds = self.plans[-1], 0
+
+    def next_plan(self, load: Load = ALONE) -> Plan | None:
+        if (costs := self.costs) is not None and self.rounds and self.rounds % self.PERIOD == 0:
+            seconds = {None: costs.pass_of(1)} | {plan: costs.of(plan) for plan in self.plans}
+            self.counts.settle()
+            tokens, seconds = self.counts.expected(), self.counts.lasting(seconds)
+            self.choice = max(self.plans, key=lambda plan: tokens[plan] / seconds[plan])
+        self.stays = self.PERIOD - self.rounds % self.PERIOD
+        return self.choice
+
+    def observe(self, outcome: Outcome) -> None:
+        self.rounds += 1
+        self.counts.news.append(outcome)
 
 
 class CutGrown(Policy):

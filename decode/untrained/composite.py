@@ -14,6 +14,10 @@ children of the root that are there already. Under the coupled rule, the only on
 may depend on what was drawn. A draft LM, whose draft calls make its keys, takes in what it hasn't
 drafted by one pass.
 
+The store may lead a round alone too (`ALONE` of a plan's `ways`, which policies that weigh rounds
+choose): the trained one then neither drafts nor hears, and takes in what waits before it drafts
+again.
+
 A looked-up draft is a chain as deep as the plan; the trained one is asked for as many levels of it
 as its folder's K says, so that K=16 copies far and drafts no farther than it did.
 
@@ -31,6 +35,7 @@ Shapes: B rows, N nodes, V vocabulary.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -50,14 +55,16 @@ from draftsmith.decode.drafting.base import (
 from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.drafting.in_rounds import InRounds, either_rounds
+from draftsmith.decode.drafting.owed import Owed
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree, Topology
-from draftsmith.decode.tree_shapes import chain_plan
+from draftsmith.decode.tree_shapes import Plan, chain_plan
 from draftsmith.decode.untrained.texts import LookupDrafter, hopeless
 
 SURE = 0.6
 BELIEVED = 8.0  # rounds that what is taken for granted at first counts for
 PLACES, MOST, RESTS = 8, 256.0, 1024.0
+ALONE = 1  # of `ways`: what is looked up, and no more
 
 
 class CompositeDrafter(Drafter):
@@ -89,7 +96,9 @@ class CompositeDrafter(Drafter):
         self.kind = f"{looked.kind}{'++' if fused else '+'}{trained.kind}"
         self.taps, self.likeliest, self.context = trained.taps, looked.likeliest, trained.context
         self.host, self.owes = trained.host, looked.owes and trained.owes
-        self.led = False  # whether the latest tree is all the trained one's
+        if self.owes and looked.reads and not fused:
+            self.ways = {ALONE: 0}
+        self.led = self.waits = False  # whether the latest tree is all the trained one's, or none
         self.asked: tuple[Tensor, ...] = ()  # of the latest round, as `Asked` in round.h
         self.kept_22X = torch.empty(2, 2, 2 * PLACES, device=looked.device)
         self._believe()
@@ -109,12 +118,13 @@ class CompositeDrafter(Drafter):
     def reset(self, rows: int, slots: int) -> None:
         self.looked.reset(rows, slots)
         self.trained.reset(rows, slots)
+        self.owed = Owed(self.looked.lens_B, taps=bool(self.taps))
 
     def succeed(self, old: Drafter) -> None:
         assert isinstance(old, CompositeDrafter), "drafters of one kind"
         self.looked.succeed(old.looked)
         self.trained.succeed(old.trained)
-        self.kept_22X = old.kept_22X
+        self.kept_22X, self.owed = old.kept_22X, old.owed
 
     def forget(self) -> None:
         self.looked.forget()
@@ -132,10 +142,14 @@ class CompositeDrafter(Drafter):
         self.asked = ()
         self.looked.prefill(admitted)
         self.trained.prefill(admitted)
+        self.owed.begin(admitted.rows_R, admitted.lens_R)
 
     def extend(self, kept: Kept) -> Tensor | None:
         self._tell(kept)
         self.looked.extend(kept)
+        if self.waits:
+            self.owe([kept])
+            return None
         if self.led or self.trained.follows:
             return self.trained.extend(kept)
         self.trained.catch_up(kept._replace(path_BL=None))
@@ -143,7 +157,22 @@ class CompositeDrafter(Drafter):
 
     def catch_up(self, kept: Kept) -> None:
         self.looked.catch_up(kept)
-        self.trained.catch_up(kept)
+        if self.ways:
+            self.owe([kept])
+        else:
+            self.trained.catch_up(kept)
+
+    def _settle(self) -> None:
+        """Let the trained one take in what waits, before it drafts."""
+        if self.owed.rounds:
+            lens_B = self.looked.lens_B - 1
+            self.trained.catch_up(self.owed.settled(lens_B, int(lens_B.max())))
+
+    def owe(self, rounds: Sequence[Kept]) -> None:
+        self.owed.take(rounds, replayed=False)
+
+    def leader(self, plan: Plan) -> Drafter:
+        return self.looked if plan.by == ALONE else self
 
     def feed(self, request: Round) -> Feed | None:
         """Of the trained one, which is what a draft call costs; or of both."""
@@ -206,7 +235,10 @@ class CompositeDrafter(Drafter):
         kept_2X.mul_(torch.where(kept_2X[1] > MOST, 0.5, 1.0))
 
     def propose(self, request: Round) -> TokenTree:
-        self.led, self.asked = False, ()
+        self.led, self.waits, self.asked = False, request.plan.by == ALONE, ()
+        if self.waits:
+            return self.looked.propose(request)
+        self._settle()
         if self.fused:
             if self.looked.reads and request.enough is None:
                 request = replace(request, enough=self._hopeless)
@@ -235,6 +267,7 @@ class CompositeDrafter(Drafter):
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
         if self.fused:
             return None
+        self._settle()
         first = self.looked.in_rounds(nodes, temperature)
         other = self.trained.in_rounds(min(nodes, 1 + self.deepest), temperature)
         if first is None or other is None:
@@ -255,6 +288,8 @@ class CompositeDrafter(Drafter):
         parts = copy.copy(self.looked), copy.copy(self.trained)
         made = CompositeDrafter(*parts, self.deepest, fused=self.fused)
         made.kept_22X = self.kept_22X
+        if hasattr(self, "owed"):
+            made.owed = self.owed
         return made
 
 

@@ -28,7 +28,7 @@ from draftsmith.models.target import output_head
 
 
 class ExitsDrafter(OwnLayersDrafter):
-    """Chains and trees from as many of the target's layers as the plan's `exit` says. ValueError:
+    """Chains and trees from as many of the target's layers as the plan's `by` says. ValueError:
     see `Runner.part`; and for a body whose final norm isn't found.
     """
 
@@ -43,11 +43,11 @@ class ExitsDrafter(OwnLayersDrafter):
                 f"model {type(target).__name__}: got no module `norm` between its layers and its "
                 "LM head, expected one, as Llama has; use drafter=exit:E for this target"
             )
-        self.parts, self.exits = {0: self.runner}, {}
+        self.parts, self.ways = {0: self.runner}, {}
         for last in exits:
             part = copy.copy(self)
             part.last = last
-            self.exits[last] = part.parameter_bytes + sum(p.nbytes for p in self.norm.parameters())
+            self.ways[last] = part.parameter_bytes + sum(p.nbytes for p in self.norm.parameters())
             self.parts[last] = self.runner if last == self.last else self.whole.part(last)
 
     @classmethod
@@ -69,7 +69,7 @@ class ExitsDrafter(OwnLayersDrafter):
         return ModelSize(made.config, made.dtype, shadow=len(self.taps))
 
     def part(self, plan: Plan) -> Runner:
-        return self.parts[plan.exit]
+        return self.parts[plan.by]
 
     @torch.inference_mode()
     def extend(self, kept: Kept) -> Tensor:

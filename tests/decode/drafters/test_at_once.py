@@ -174,7 +174,7 @@ def test_a_chain_drafted_at_once_is_torchs(
 ) -> None:
     drafter, request, calls = drafter_of(name, target), asked(temperature, name), []
     if name == "exits:1+2":
-        request = replace(request, plan=replace(request.plan, exit=1))
+        request = replace(request, plan=replace(request.plan, by=1))
     chain = NativeBody.chain
 
     def counted(self: NativeBody, *given: Any, **how: Any) -> Any:

@@ -1,6 +1,7 @@
 """What drafts in rounds of one call: its drafts and states are those of one round at a time."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,12 @@ from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.engine import rows
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
+from draftsmith.decode.policies.policy import ALONE as ALONE_ROW
+from draftsmith.decode.policies.policy import Load, Outcome, Policy
 from draftsmith.decode.policies.timing import round_of
-from draftsmith.decode.tree_shapes import parse_tree
+from draftsmith.decode.tree_shapes import Plan, chain_plan, parse_tree
 from draftsmith.decode.untrained import composite
-from draftsmith.decode.untrained.composite import CompositeDrafter
+from draftsmith.decode.untrained.composite import ALONE, CompositeDrafter
 from draftsmith.decode.untrained.jacobi import LookaheadDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.texts import LookupDrafter
@@ -148,6 +151,86 @@ def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
     one_at_a_time(monkeypatch)
     again, like = answered()
     assert found == again and held.equal(like)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "batch"),
+    [
+        ("draft", "greedy", 1),
+        ("draft", "drawn", 3),
+        ("eagle3", "drawn", 1),
+        ("eagle3", "greedy", 3),
+    ],
+)
+def test_who_did_not_lead_takes_in_what_it_would_have_heard(
+    pair: Pair,
+    near: PreTrainedModel,
+    kind: str,
+    way: str,
+    batch: int,
+    made: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Rounds without a draft, of the store alone, and of both by turns, rows that end among them:
+    chains and what is kept of them are those of one round at a time, and so are the trained one's
+    keys, values and states, which aren't those of who never hears of the store's own rounds.
+    """
+    made_of = kind, near, tmp_path
+
+    def answered(*, told: bool = True) -> tuple[list[Completion], list[torch.Tensor]]:
+        drafter = composed(pair, *made_of)
+        decoder = Decoder(*pair, drafter, K=5, batch_size=batch)
+        decoder.policy = Turns([None, replace(chain_plan(5), by=ALONE), chain_plan(5)])
+        if not told:
+            monkeypatch.setattr(drafter, "owe", lambda rounds: None)
+        asked = [0, 0] if batch == 1 else [2, 1, 0, 3, 0, 3, 1]
+        done = what(decoder.generate([TEXTS[i] for i in asked], WAYS[way], indices=asked))
+        with torch.inference_mode():
+            drafter._settle()
+        read = min(len(one.prompt_tokens) + len(one.tokens) for one in done) - 2
+        trained = drafter.trained
+        assert isinstance(trained, (LMDrafter, HeadDrafter))
+        held = [trained.pool.kv_2LBSHE[:, :, :, :read].clone()]
+        return done, held + ([trained.state_BH] if isinstance(trained, HeadDrafter) else [])
+
+    found, held = answered()
+    assert max(made) > 1
+    _, other = answered(told=False)
+    assert not held[0].equal(other[0])
+    one_at_a_time(monkeypatch)
+    again, like = answered()
+    assert found == again and all(map(torch.equal, held, like))
+
+
+class Turns(Policy):
+    """Three rounds of each plan by turns."""
+
+    rests, EACH = True, 3
+
+    def __init__(self, turns: Sequence[Plan | None]) -> None:
+        super().__init__(chain_plan(5))
+        self.turns, self.heard = turns, 0
+
+    def next_plan(self, load: Load = ALONE_ROW) -> Plan | None:
+        self.stays = self.EACH - self.heard % self.EACH
+        return self.turns[self.heard // self.EACH % len(self.turns)]
+
+    def observe(self, outcome: Outcome) -> None:
+        self.heard += 1
+
+
+def composed(pair: Pair, kind: str, near: PreTrainedModel, folder: Path) -> CompositeDrafter:
+    """A store beside a draft LM, or a head in a folder."""
+    if kind == "draft":
+        looked = load_drafter("suffix", *pair)
+        assert isinstance(looked, LookupDrafter)
+        return CompositeDrafter(looked, LMDrafter(near, len(pair[1])), 3)
+    torch.manual_seed(0)
+    folder = ours(folder / "head", heads(kind, pair[0], width=32).bfloat16(), *pair)
+    both = load_drafter(f"suffix+{folder}", *pair)
+    assert isinstance(both, CompositeDrafter)
+    return both
 
 
 @pytest.mark.parametrize("kind", ["exit:2", "skip:1", "swift"])

@@ -17,8 +17,8 @@ from truths import LONGER, PROMPTS, truths
 
 from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafting import owed
 from draftsmith.decode.drafting.base import Admitted, Drafter, Kept, Round
-from draftsmith.decode.engine import owed
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import open_request
 from draftsmith.decode.engine.session import Session
@@ -259,7 +259,7 @@ def test_what_is_owed_is_in_order_of_position() -> None:
         return torch.stack([lens_B, lens_B + 0.5], 1)[:, None].float()
 
     for _ in range(4):
-        kept = Kept(10 * lens_B[:, None], torch.ones(3), None, lens_B, states(lens_B))
+        kept = Kept(10 * lens_B[:, None], torch.ones_like(lens_B), None, lens_B, states(lens_B))
         debt.take([kept], replayed=False)
         lens_B = lens_B + torch.tensor([1, 1, 0])
     debt.begin(torch.tensor([0]), torch.tensor([8]))
@@ -267,6 +267,32 @@ def test_what_is_owed_is_in_order_of_position() -> None:
     assert kept.n_new_B.tolist() == [1, 4, 0] and kept.lens_B.tolist() == [8, 31, 40]
     assert kept.tokens_BL[0, 0] == 80 and kept.tokens_BL[1].tolist() == [310, 320, 330, 340]
     assert kept.taps_BLU is not None and kept.taps_BLU[1, :, 1].tolist() == [31.5, 32.5, 33.5, 34.5]
+
+
+def test_rounds_of_several_tokens_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens 10 p of positions p, in rounds of 0 to 3: of a row that began later, one beside fewer,
+    and of the oldest lost.
+    """
+    monkeypatch.setattr(owed, "STATES", 3)
+    for computed in (3, 2):
+        debt = owed.Owed(torch.zeros(3, dtype=torch.int64), taps=True)
+        lens_B = torch.tensor([5, 31, 40])
+        for i, news in enumerate([(1, 3, 2), (3, 0, 2), (2, 1, 2), (1, 2, 2)]):
+            if i == 2:  # another text
+                lens_B = lens_B.index_fill(0, torch.tensor([0]), 7)
+                debt.begin(torch.tensor([0]), torch.tensor([7]))
+            at_BL = lens_B[:computed, None] + torch.arange(3)
+            kept = Kept(10 * at_BL, torch.tensor(news)[:computed], None, lens_B[:computed])
+            debt.take([kept._replace(taps_BLU=at_BL[..., None].float())], replayed=False)
+            lens_B = lens_B + torch.tensor(news)
+        kept = debt.settled(lens_B[:computed], 99)
+        assert kept.taps_BLU is not None and not debt.rounds
+        assert kept.lens_B.tolist() == [7, 34, 45][:computed]
+        for row in range(computed):
+            own = list(range(int(kept.lens_B[row]), int(lens_B[row])))
+            assert kept.n_new_B[row] == len(own) == 3
+            assert kept.tokens_BL[row].tolist()[:3] == [10 * at for at in own]
+            assert kept.taps_BLU[row, :3, 0].tolist() == own
 
 
 @pytest.mark.parametrize("room", [0, 64 << 20])

@@ -76,7 +76,7 @@ def test_a_replay_counts_what_decoding_does(
     prompts = [[5, 9, 30, 5, 9], [7] * 9, [8, 3]]
     target, drafter = pair_of(kind, tiny_target, tiny_draft)
     ways = WAYS if drafter.trees else {"chain": WAYS["chain"]}
-    ways = ways | {"exits": {"policy": "exits", "K": 5}} if drafter.exits else ways
+    ways = ways | {"exits": {"policy": "exits", "K": 5}} if drafter.ways else ways
     for name, how in ways.items():
         decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=batch, **how)
         done = decoder.generate(prompts, params)

@@ -86,7 +86,7 @@ def test_counts_and_choice_by_a_table_made_by_hand() -> None:
         key=lambda one: rate(policy.alpha(one[0]), one[1], one[0], 10),
     )
     assert best[1] > 0
-    assert policy.next_plan() == replace(chain_plan(best[1]), exit=best[0])
+    assert policy.next_plan() == replace(chain_plan(best[1]), by=best[0])
     policy.observe(Outcome(None, 0, [], torch.empty(0, 8, dtype=torch.float64)))
     assert policy.alpha(4) == pytest.approx((kept + seed / 2) / (kept + missed + seed))
 
@@ -104,7 +104,7 @@ def test_sides_without_tokens_make_no_nan(right: int) -> None:
     assert policy.alpha(2) == pytest.approx(right)
     assert np.isfinite([policy.alpha(4), *policy.sums[4]]).all()
     plan = policy.next_plan()
-    assert (plan == replace(chain_plan(6), exit=2)) if right else (plan is None or plan.exit == 4)
+    assert (plan == replace(chain_plan(6), by=2)) if right else (plan is None or plan.by == 4)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_it_finds_the_best_of_a_steady_stream(alphas: tuple[float, ...]) -> None
     policy, chosen = policy_of(reads, whole, 12), []
     for _ in range(120):
         plan = policy.next_plan()
-        chosen.append(None if plan is None else (plan.exit, plan.levels))
+        chosen.append(None if plan is None else (plan.by, plan.levels))
         kept = draw.binomial(256, alphas)
         found = [(k, 0.9 * k, 256 - k, 0.3 * (256 - k)) for k in kept]
         policy.observe(Outcome(plan, 1, [()], news(*found)))
@@ -136,12 +136,12 @@ def test_it_finds_the_best_of_a_steady_stream(alphas: tuple[float, ...]) -> None
 def test_the_exit_belongs_to_a_plan() -> None:
     """Recordings are kept by it; what is cut of it is drafted by the same."""
     for plan in (chain_plan(4), parts(DynamicTree(3, 3, 9))[-1]):
-        other = replace(plan, exit=2)
-        assert other != plan and len({plan, other, replace(plan, exit=2)}) == 2
-        assert other.cut(2).exit == 2 and other.cut(2).levels == 2
-        assert all(part.exit == 2 for part in parts(other))
+        other = replace(plan, by=2)
+        assert other != plan and len({plan, other, replace(plan, by=2)}) == 2
+        assert other.cut(2).by == 2 and other.cut(2).levels == 2
+        assert all(part.by == 2 for part in parts(other))
     tree = StaticTree.from_paths([(0,), (1,), (0, 0)])
-    assert static_topology(replace(tree, exit=1), torch.device("cpu")).levels == 2
+    assert static_topology(replace(tree, by=1), torch.device("cpu")).levels == 2
 
 
 # ---- the drafter -----------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_the_exit_that_drafts_is_told_what_was_kept(
     above 0.
     """
     params = replace(params, max_new_tokens=60, ignore_eos=True)
-    plans = [replace(chain_plan(d), exit=e) for d in (3, 1) for e in (1, 2)]
+    plans = [replace(chain_plan(d), by=e) for d in (3, 1) for e in (1, 2)]
 
     class Blind(ExitsDrafter):
         def extend(self, kept: Kept) -> Tensor:
@@ -243,7 +243,7 @@ def test_the_exit_that_drafts_is_told_what_was_kept(
 
         def next_plan(*_: Any, turns: Any = turns, policy: ExitPolicy = policy) -> Any:
             plan = next(turns)
-            policy.exit = 1 if plan is None else plan.exit
+            policy.exit = 1 if plan is None else plan.by
             return plan
 
         policy.next_plan = next_plan  # type: ignore[method-assign]
@@ -268,7 +268,7 @@ def test_no_answer_knows_of_it(
         for tree in trees:
             decoder = Decoder(target, tiny_tokenizer, own, batch_size=3, **tree)
             plan = decoder.policy.plans[-1]
-            turns = itertools.cycle([replace(plan.cut(d), exit=e) for d in (4, 2) for e in (2, 1)])
+            turns = itertools.cycle([replace(plan.cut(d), by=e) for d in (4, 2) for e in (2, 1)])
             decoder.policy.next_plan = lambda *_, turns=turns: next(turns)  # type: ignore[method-assign]
             assert [c.tokens for c in decoder.generate(PROMPTS, params)] == expected, tree
 
@@ -328,9 +328,9 @@ def test_a_round_never_reads_the_device_and_plans_are_recorded_apart(
     assert not decoder.policy.asked
     batch = started(decoder, WAYS[1]).batch
     with FakeTensorMode(allow_non_fake_inputs=True):
-        decoder.stepper.step(batch, replace(chain_plan(3), exit=2), 64, None)
+        decoder.stepper.step(batch, replace(chain_plan(3), by=2), 64, None)
     decoder = Decoder(target, tiny_tokenizer, own, batch_size=2, K=3, policy="exits:0")
-    turns = itertools.cycle([replace(chain_plan(3), exit=e) for e in (1, 2)])
+    turns = itertools.cycle([replace(chain_plan(3), by=e) for e in (1, 2)])
     decoder.policy.next_plan = lambda *_: next(turns)  # type: ignore[method-assign]
     decoder.late = True
     recordings = record_rounds(decoder)
@@ -368,7 +368,7 @@ def test_what_it_cannot_choose_is_refused(
 def test_a_final_norm_that_is_not_found_is_refused() -> None:
     with pytest.raises(ValueError, match="no module `norm`"):
         ExitsDrafter(made("gpt-neox"), 320, [1, 2])
-    assert set(ExitsDrafter(made("gemma3"), 320, [1, 2]).exits) == {1, 2}
+    assert set(ExitsDrafter(made("gemma3"), 320, [1, 2]).ways) == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_a_runs_peak_is_planned(params: SamplingParams, K: int) -> None:
     drafter = ExitsDrafter(target, LARGE, [1, 2, 3])
     assert at_once(8, K + 1) == (1 if K == 7 else 2)
     decoder = Decoder(target, words(LARGE), drafter, batch_size=8, K=K, policy="exits:0")
-    decoder.policy.next_plan = lambda *_: replace(chain_plan(K), exit=1)  # type: ignore[method-assign]
+    decoder.policy.next_plan = lambda *_: replace(chain_plan(K), by=1)  # type: ignore[method-assign]
 
     def run() -> None:
         prompts = [[7 + row] * 10 for row in range(8)]

@@ -1,14 +1,15 @@
 """Policies that ask how much there is to do, against machines and drafts that are known."""
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
+from draftsmith.decode.drafting.owed import NAP
 from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.policies.load import Auto
-from draftsmith.decode.policies.policy import NAP, Costs, Load, Outcome, Policy
+from draftsmith.decode.policies.policy import Costs, Load, Outcome, Policy
 from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_plan
 
 Seconds = Callable[[int, Plan | None], float]
@@ -110,6 +111,42 @@ def test_never_slower_than_plain_and_near_the_best(whole: Plan, machine: str, ro
     assert later >= 0.97 * max(plain, *fixed)
 
 
+@pytest.mark.parametrize("hits", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("good", [0.3, 0.95])
+def test_ways_that_read_nothing_are_weighed_beside_the_usual(hits: float, good: float) -> None:
+    """A store that draws many a blank, and ends its drafts early, beside a draft that costs much:
+    what promises most tokens a second with all that is chosen, or near it.
+    """
+    whole = chain_plan(6)
+    policy, noise = Auto(whole), np.random.default_rng(0)
+    policy.choose_among({1: 0, 2: 5}, 10)
+    assert {plan.by for plan in policy.plans} == {0, 1} and policy.plans[-1] == whole
+
+    def turn(plan: Plan | None) -> tuple[int, int, float]:
+        """Levels, tokens kept, seconds."""
+        if plan is None or plan.by == 0:
+            levels, chance, draft = 0 if plan is None else plan.levels, 0.3, 0.5
+        else:
+            levels, chance, draft = int(noise.random() < hits) * min(4, plan.levels), good, 0.0
+        kept = int(noise.geometric(1 - chance)) - 1
+        return levels, min(kept, levels), 1 + (draft + 0.08) * levels
+
+    def rate(rounds: list[tuple[int, int, float]]) -> float:
+        return sum(1 + kept for _, kept, _ in rounds) / sum(seconds for *_, seconds in rounds)
+
+    made, chosen = [], Counter[int | None]()
+    for i in range(3000):
+        plan = policy.next_plan(Load())
+        levels, kept, seconds = turn(plan)
+        paths, measured = [(0,) * kept], seconds * (1 + 0.02 * noise.exponential())
+        policy.observe(Outcome(plan, levels, paths, None, Load(), measured))
+        made += [(levels, kept, seconds)] if i > 500 else []
+        chosen[None if plan is None else plan.by] += 1
+    each = {plan: rate([turn(plan) for _ in range(3000)]) for plan in (*policy.plans, None)}
+    assert rate(made) >= 0.97 * max(each.values())
+    assert chosen[0] < 200 and (hits * good < 0.04 or chosen[1] > 2000)
+
+
 def test_it_follows_a_draft_that_gets_worse_and_better() -> None:
     """Through the rounds in which nothing is drafted, too."""
     seconds = MACHINES["weights"][0]
@@ -126,7 +163,8 @@ def test_a_chain_and_a_tree_count_what_was_kept() -> None:
     assert isinstance(policy, Auto)
     for _ in range(500):
         policy.observe(Outcome(policy.plans[-1], 3, [(1, 3, 6)]))
-    tokens = policy.counts.expected(policy.plans)
+    policy.counts[0].settle()
+    tokens = policy.counts[0].expected()
     by_shape = {(p.levels, p.nodes): tokens[p] for p in policy.plans if p is not None}
     assert by_shape[3, 8] > 3.9 and by_shape[1, 2] > 1.9
     assert by_shape[3, 4] == pytest.approx(3, abs=0.1)  # nodes 1 and 3, not 6

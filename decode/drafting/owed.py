@@ -1,8 +1,9 @@
-"""What rounds that drafted nothing owe the drafter: a pass of its model a round would be wasted on
-them, so that their tokens wait and are taken in together before the next draft. So do prompts that
-came while it slept, of which most have their answers before it drafts again.
+"""What a drafter is owed by rounds in which it drafted nothing: a pass of its model a round would
+be wasted on them, so that their tokens wait and are taken in together before its next draft. So do
+prompts that came while it slept, of which most have their answers before it drafts again.
 
-Shapes: B rows, R of them just admitted, M rounds that wait, U width of the taps' states.
+Shapes: B rows, R of them just admitted, L tokens of a round, M that wait, U width of the taps'
+states.
 """
 
 from collections import deque
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.drafting.base import Admitted, Kept
-from draftsmith.decode.policies.policy import NAP
 
+NAP = 32  # rounds before a draft from which on a drafter that reads states hears of each
 TOKENS, STATES = 512, NAP  # that wait: of drafters that read tokens alone, and of those with taps
 PROMPTS = 64 << 20  # bytes of prompts that wait, and of the taps' states there
 
@@ -51,8 +52,8 @@ class Owed:
         return asleep and fits
 
     def take(self, owes: Sequence[Kept], *, replayed: bool) -> None:
-        """Rounds of one token a row, of one call or several; none where they aren't to be told:
-        all before is lost then. replayed: into the same tensors each time.
+        """Rounds, each of a Kept or several of one; none where they aren't to be told: all before
+        is lost then. replayed: into the same tensors each time.
         """
         if not owes:
             self.rounds.clear()
@@ -63,34 +64,35 @@ class Owed:
         if not self.rounds:
             self.begin(slice(len(kept.lens_B)), kept.lens_B)
         if replayed:
-            taps_BLU = None if kept.taps_BLU is None else kept.taps_BLU.clone()
-            kept = kept._replace(tokens_BL=kept.tokens_BL.clone(), taps_BLU=taps_BLU)
+            tokens_BL, n_new_B, _, lens_B, taps_BLU, *_ = kept
+            taps_BLU = None if taps_BLU is None else taps_BLU.clone()
+            kept = Kept(tokens_BL.clone(), n_new_B.clone(), None, lens_B.clone(), taps_BLU)
         self.rounds.append(kept)
 
     def settled(self, lens_B: Tensor, top: int) -> Kept:
         """All that is owed to rows of now `lens_B` tokens, as if a round had kept it. Nobody owes
         anything from now on.
         """
-        waited = list(self.rounds)
+        waited, held_B, rows = list(self.rounds), torch.zeros_like(lens_B), len(lens_B)
         self.rounds.clear()
-        total = sum(kept.tokens_BL.shape[1] for kept in waited)
-        n_new_B = (lens_B - self.lens_B).clamp(max=min(total, self.most))
-        step_M = torch.arange(min(total, self.most), device=lens_B.device)
-        # A row's own are the last ones.
-        of_BM = (step_M + total - n_new_B[:, None]).clamp(max=total - 1)
-        tokens_BM = side_by_side([kept.tokens_BL for kept in waited], of_BM)
-        taps = [kept.taps_BLU for kept in waited if kept.taps_BLU is not None]
-        taps_BMU = side_by_side(taps, of_BM) if taps else None
-        return Kept(tokens_BM, n_new_B, None, lens_B - n_new_B, taps_BMU, top)
-
-
-def side_by_side(rounds: Sequence[Tensor], of_BM: Tensor) -> Tensor:
-    """Of rounds' [R, L, ...] each row's in this order, [B, M, ...]; R, the rows that were computed,
-    may be fewer or more than now.
-    """
-    total, place = sum(one.shape[1] for one in rounds), 0
-    found = rounds[0].new_zeros(len(of_BM), total, *rounds[0].shape[2:])
-    for one in rounds:
-        found[: len(one), place : place + one.shape[1]] = one[: len(of_BM)]
-        place += one.shape[1]
-    return found[torch.arange(len(of_BM), device=of_BM.device)[:, None], of_BM]
+        for kept in waited:  # of rows that were computed, which may be fewer or more than now
+            held_B[: len(kept.n_new_B)] += kept.n_new_B[:rows]
+        most = min(sum(kept.tokens_BL.shape[1] for kept in waited), self.most)
+        n_new_B = torch.minimum(lens_B - self.lens_B[:rows], held_B).clamp(0, most)
+        before_B = lens_B - n_new_B
+        taps = [kept.taps_BLU for kept in waited if kept.taps_BLU is not None][:1]
+        made = [lens_B.new_zeros(rows, most + 1)]  # the last place is for what isn't owed
+        made += [taps_BLU.new_zeros(rows, most + 1, taps_BLU.shape[2]) for taps_BLU in taps]
+        for kept in waited:
+            tokens_RL, lens_R1 = kept.tokens_BL[:rows], kept.lens_B[:rows, None]
+            row_R1 = torch.arange(len(lens_R1), device=lens_B.device)[:, None]
+            step_L = torch.arange(tokens_RL.shape[1], device=lens_B.device)
+            at_RL = lens_R1 - before_B[: len(lens_R1), None] + step_L
+            # What a row had before its present text lies below, or where its own comes to lie.
+            owed_RL = (at_RL >= 0) & (at_RL < most) & (step_L < kept.n_new_B[:rows, None])
+            at_RL = torch.where(owed_RL, at_RL, most)
+            for whole, part in zip(made, (tokens_RL, kept.taps_BLU), strict=False):
+                if part is not None:
+                    whole[row_R1, at_RL] = part[:rows]
+        tokens_BM, taps_BMU = (x[:, :most] for x in made) if taps else (made[0][:, :most], None)
+        return Kept(tokens_BM, n_new_B, None, before_B, taps_BMU, top)
