@@ -63,11 +63,11 @@ class Owed:
     def _take(self, kept: Kept, *, replayed: bool) -> None:
         if not self.rounds:
             self.begin(slice(len(kept.lens_B)), kept.lens_B)
+        tokens_BL, n_new_B, _, lens_B, taps_BLU, *_ = kept  # no noise, which would stay with it
         if replayed:
-            tokens_BL, n_new_B, _, lens_B, taps_BLU, *_ = kept
+            tokens_BL, n_new_B, lens_B = (x.clone() for x in (tokens_BL, n_new_B, lens_B))
             taps_BLU = None if taps_BLU is None else taps_BLU.clone()
-            kept = Kept(tokens_BL.clone(), n_new_B.clone(), None, lens_B.clone(), taps_BLU)
-        self.rounds.append(kept)
+        self.rounds.append(Kept(tokens_BL, n_new_B, None, lens_B, taps_BLU))
 
     def settled(self, lens_B: Tensor, top: int) -> Kept:
         """All that is owed to rows of now `lens_B` tokens, as if a round had kept it. Nobody owes
@@ -79,6 +79,8 @@ class Owed:
             held_B[: len(kept.n_new_B)] += kept.n_new_B[:rows]
         most = min(sum(kept.tokens_BL.shape[1] for kept in waited), self.most)
         n_new_B = torch.minimum(lens_B - self.lens_B[:rows], held_B).clamp(0, most)
+        if lens_B.device.type == "cpu":  # most rounds keep less than they might
+            most = max(1, int(n_new_B.max()))
         before_B = lens_B - n_new_B
         taps = [kept.taps_BLU for kept in waited if kept.taps_BLU is not None][:1]
         made = [lens_B.new_zeros(rows, most + 1)]  # the last place is for what isn't owed

@@ -6,6 +6,7 @@ that may end one request, U width of the taps' states, V vocabulary.
 """
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -195,7 +196,9 @@ class Stepper:
         if drafts is None:
             return None
         at_BM = rows.lens_B[:, None] + torch.arange(1, min(span, most * nodes) + 1)
+        began = time.thread_time()
         race_BMV = self.race(rows.seeds_B, at_BM, params)
+        noise = time.thread_time() - began  # the longer, the more rounds there may be
         reach = Reach(most, nodes, min(round_up(top + most * nodes), batch.pool.slots))
         told = plan is None and batch.owed is not None and not self._deaf(batch, None, policy)
         taps = self.runner.taps if told or plan is not None else ()
@@ -209,6 +212,7 @@ class Stepper:
         if drafter is not None and leader is not drafter:
             rounds = zip(tables, before_MB, side_MBNU, strict=True)
             drafter.owe([_kept(*one) for one in rounds])
+        took = [seconds + noise / len(took) for seconds in took]
         return Told(tables[0], nodes - 1, nodes - 1, owes=owes, several=tables, took=took)
 
     def _verify(

@@ -23,6 +23,7 @@ from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request
 from draftsmith.decode.engine.round import DecodeBatch
 from draftsmith.decode.engine.rows import Told
+from draftsmith.decode.engine.several import SHARED
 from draftsmith.decode.policies.policy import Load, Outcome
 from draftsmith.decode.sampling import BatchParams, choose, together, told_log_probs
 from draftsmith.decode.tree_shapes import Plan, rank_path
@@ -212,7 +213,7 @@ class Session:
         if not told.several:
             return self._hear(flight, host[:, : 2 * told.levels + 6].tolist(), seconds, host)
         # What lies around them is shared out as over a call of usual length: trials are shorter.
-        usual = max(USUAL, len(told.took))
+        usual = max(min(USUAL, SHARED // len(host)), len(told.took))
         beside = None if seconds is None else (seconds - sum(told.took)) / usual
         whole: dict[int, News] = {}
         for table_BX, took in zip(told.several, told.took, strict=True):

@@ -127,7 +127,7 @@ class Auto(Policy):
         self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
 
     def choose_among(self, reads: Mapping[int, int], whole: int) -> None:
-        for way in (way for way, read in reads.items() if not read):
+        for way in (way for way, read in reads.items() if not read and way not in self.counts):
             self.counts[way] = counts_of(replace(self.plans[-1], by=way))
             self.plans = *self.counts[way].plans, *self.plans
         self.work_PX = np.array([work(plan) for plan in self.plans])
@@ -166,7 +166,7 @@ class Auto(Policy):
         if asked is not None:
             counts = self.counts[asked.by]
             counts.news.append(outcome)
-            made = counts.cuts[asked][outcome.levels] if outcome.levels else None
+            made = counts.cuts[asked][outcome.levels]
         self.heard = 0 if self.asleep else self.heard + 1
         pace = self.paces[outcome.load.rows]
         self.plain = 0 if asked is not None else self.plain + 1

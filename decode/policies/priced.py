@@ -33,7 +33,7 @@ class Counts:
     """What became of recent rounds of a tree and of its `parts`: how many tokens each promises, and
     how deep their drafts went, of which a look-up's often end early, or at once.
 
-    Shapes: P plans, D levels.
+    Shapes: D levels.
     """
 
     MEMORY, LEAN = 0.995, 8.0  # of each row that is heard of
@@ -42,14 +42,12 @@ class Counts:
 
     def __init__(self, plan: Plan) -> None:
         self.plans = parts(plan)
-        self.drafted_D, self.might_D = np.ones((2, plan.levels))
+        self.drafted_D, self.might_D = np.zeros((2, plan.levels))
         self.news: list[Outcome] = []  # not counted yet
-        # Of each plan what is drafted of it, by levels, and the places of that in `plans`.
-        self.cuts = {p: [p.cut(max(1, d)) for d in range(p.levels + 1)] for p in self.plans}
-        self.place_PD = np.zeros((len(self.plans), 1 + plan.levels), int)
-        self.levels_P1 = np.array([[plan.levels] for plan in self.plans])
-        for row_D, (_, *cuts) in zip(self.place_PD, self.cuts.values(), strict=True):
-            row_D[1 : 1 + len(cuts)] = [1 + self.plans.index(cut) for cut in cuts]
+        # Of each plan what is drafted of it, by levels.
+        self.cuts: dict[Plan | None, list[Plan | None]] = {
+            p: [None, *(p.cut(d) for d in range(1, p.levels + 1))] for p in self.plans
+        }
 
     def expected(self) -> dict[Plan | None, float]:
         """Tokens of a row's round of each plan, by what is settled."""
@@ -57,16 +55,18 @@ class Counts:
 
     def lasting(self, seconds: Mapping[Plan | None, float]) -> dict[Plan | None, float]:
         """Seconds of a round of each plan, given those of rounds that draft as deep as they may."""
-        deep_D = np.concatenate([[1.0], self.reached_D, [0.0]])
-        deep_PD = np.where(np.arange(len(deep_D)) <= self.levels_P1, deep_D, 0)
-        took_X = np.array([seconds[plan] for plan in (None, *self.plans)])
-        took_P = ((deep_PD[:, :-1] - deep_PD[:, 1:]) * took_X[self.place_PD]).sum(1)
-        return dict(zip(self.plans, took_P.tolist(), strict=True))
+        reached, found = self.reached_D.tolist(), dict[Plan | None, float]()
+        for plan, cuts in self.cuts.items():
+            took = [seconds[cut] for cut in cuts]
+            more = zip(reached, took, took[1:], strict=False)
+            found[plan] = took[0] + sum(chance * (last - least) for chance, least, last in more)
+        return found
 
     @property
     def reached_D(self) -> np.ndarray:
         """The chance that 1, 2, ... levels are drafted of a plan that has them."""
-        return (self.drafted_D / self.might_D).cumprod()
+        reached_D: np.ndarray = ((self.drafted_D + 1) / (self.might_D + 1)).cumprod()
+        return reached_D
 
     def settle(self) -> None:
         """Count the rounds of `news`, whose like come together."""
@@ -186,7 +186,8 @@ class Cost(Policy):
 
     def observe(self, outcome: Outcome) -> None:
         self.rounds += 1
-        self.counts.news.append(outcome)
+        if outcome.plan is not None:
+            self.counts.news.append(outcome)
 
 
 class CutGrown(Policy):

@@ -14,7 +14,7 @@ children of the root that are there already. Under the coupled rule, the only on
 may depend on what was drawn. A draft LM, whose draft calls make its keys, takes in what it hasn't
 drafted by one pass.
 
-The store may lead a round alone too (`ALONE` of a plan's `ways`, which policies that weigh rounds
+On a CPU the store may lead a round alone too (`ALONE` of `ways`, which policies that weigh rounds
 choose): the trained one then neither drafts nor hears, and takes in what waits before it drafts
 again.
 
@@ -74,7 +74,7 @@ class CompositeDrafter(Drafter):
     """
 
     remembers = True
-    held = ("looked", "trained")
+    held = ("looked", "trained", "owed")
 
     def __init__(
         self, looked: LookupDrafter, trained: Drafter, levels: int, *, fused: bool = False
@@ -124,7 +124,9 @@ class CompositeDrafter(Drafter):
         assert isinstance(old, CompositeDrafter), "drafters of one kind"
         self.looked.succeed(old.looked)
         self.trained.succeed(old.trained)
-        self.kept_22X, self.owed = old.kept_22X, old.owed
+        self.kept_22X = old.kept_22X
+        if hasattr(old, "owed"):
+            self.owed = old.owed
 
     def forget(self) -> None:
         self.looked.forget()
@@ -165,8 +167,10 @@ class CompositeDrafter(Drafter):
     def _settle(self) -> None:
         """Let the trained one take in what waits, before it drafts."""
         if self.owed.rounds:
-            lens_B = self.looked.lens_B - 1
-            self.trained.catch_up(self.owed.settled(lens_B, int(lens_B.max())))
+            lens_B = (self.looked.lens_B - 1).clamp(min=1)  # as of rows that nobody holds
+            kept = self.owed.settled(lens_B, int(lens_B.max()))
+            if kept.n_new_B.any():
+                self.trained.catch_up(kept)
 
     def owe(self, rounds: Sequence[Kept]) -> None:
         self.owed.take(rounds, replayed=False)

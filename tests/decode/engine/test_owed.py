@@ -3,6 +3,7 @@ taken each in, and no answer changes.
 """
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from draftsmith.decode.engine.request import open_request
 from draftsmith.decode.engine.session import Session
 from draftsmith.decode.forward.runner import WARM_UP
 from draftsmith.decode.token_tree import TokenTree
+from draftsmith.decode.tree_shapes import chain_plan
+from draftsmith.decode.untrained.composite import ALONE, CompositeDrafter
 from draftsmith.decode.untrained.suffix import SuffixDrafter
 
 KINDS = ("eagle3", "peagle", "hydra", "block", "kangaroo", "longspec")
@@ -217,6 +220,36 @@ def test_a_session_owes_nothing_of_the_one_before(
         found = answered(session, decoder, 0, many)
         assert found == truths(*pair, LONGER[0])[:many]
         session.close()
+
+
+def test_what_waits_is_taken_in_as_it_is_and_rows_that_nobody_holds_have_none(
+    tiny_target: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rounds of a store alone, of three requests in eight rows, of which four are computed: what
+    the other one takes in is as wide as the longest, and brings no noise along.
+    """
+    size, taken = len(tiny_tokenizer), list[Kept]()
+    trained = LMDrafter(tiny_target, size)
+    both = CompositeDrafter(SuffixDrafter("suffix", torch.device("cpu"), size), trained, 3)
+    decoder = Decoder(tiny_target, tiny_tokenizer, both, K=5)
+    turns = itertools.cycle([replace(chain_plan(5), by=ALONE)] * 3 + [chain_plan(5), None])
+    decoder.policy.rests = True
+    decoder.policy.next_plan = lambda *_: next(turns)  # type: ignore[method-assign]
+
+    def noted(self: LMDrafter, kept: Kept, catch_up: Any = LMDrafter.catch_up) -> None:
+        taken.append(kept)
+        catch_up(self, kept)
+
+    monkeypatch.setattr(LMDrafter, "catch_up", noted)
+    session = decoder.open_session(8, 96)
+    found = answered(session, decoder, 0, 3)
+    assert found == truths(tiny_target, tiny_tokenizer, LONGER[0])[:3]
+    settled = [kept for kept in taken if kept.nodes_BN is None]
+    assert len(settled) > 3 and all(kept.lens_B.min() > 0 for kept in settled)
+    assert all(kept.tokens_BL.shape[1] == int(kept.n_new_B.max()) > 0 for kept in settled)
+    assert all(waits.race_BLV is waits.nodes_BN is None for waits in both.owed.rounds)
 
 
 def answered(session: Session, decoder: Decoder, seed: int, many: int) -> list[list[int]]:

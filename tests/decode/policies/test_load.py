@@ -147,6 +147,26 @@ def test_ways_that_read_nothing_are_weighed_beside_the_usual(hits: float, good: 
     assert chosen[0] < 200 and (hits * good < 0.04 or chosen[1] > 2000)
 
 
+@pytest.mark.parametrize("name", ["auto", "cost"])
+def test_depths_that_were_not_asked_for_in_a_long_time_can_still_be(name: str) -> None:
+    """After more rounds than fading counts outlast; ways that are heard of twice are there once."""
+    policy = make_policy(name, chain_plan(4))
+    policy.choose_among({1: 0}, 10)
+    policy.choose_among({1: 0}, 10)
+    assert len(set(policy.plans)) == len(policy.plans)
+    counts = policy.counts[0] if isinstance(policy, Auto) else policy.counts  # type: ignore[attr-defined]
+    short = counts.plans[1]
+    for _ in range(200):
+        for _ in range(30):
+            policy.observe(Outcome(short, 2, [(0,)] * 32, load=Load(32, 32)))
+        counts.settle()
+    tokens = counts.expected()
+    assert counts.reached_D.tolist() == [1.0] * 4
+    assert 1.9 < tokens[counts.plans[0]] < 2 and 1.9 < tokens[counts.plans[3]] < 3
+    policy.observe(Outcome(None, 0, [()]))
+    assert not counts.news
+
+
 def test_it_follows_a_draft_that_gets_worse_and_better() -> None:
     """Through the rounds in which nothing is drafted, too."""
     seconds = MACHINES["weights"][0]

@@ -230,14 +230,18 @@ def test_a_new_version_goes_on_with_the_state_and_drafts_by_its_own_weights() ->
         )
         for _ in range(2)
     )
+    own = new.trained
+    new.succeed(old)  # before anything was decoded, too
     old.reset(2, 64)
     begun(old.looked, 0, [1, 2, 3, 1, 2])
-    own = new.trained
     new.succeed(old)
     assert new.trained is own and isinstance(own, EagleDrafter)
     assert isinstance(old.trained, EagleDrafter) and own.head is not old.trained.head
     assert own.state_BH is old.trained.state_BH and new.kept_22X is old.kept_22X
     assert new.looked.store is old.looked.store and new.looked.text_BS is old.looked.text_BS
+    assert new.owed is old.owed
+    new.release()
+    assert not hasattr(new, "owed")
 
 
 def test_two_pluses_fuse_and_those_of_a_path_do_not(
