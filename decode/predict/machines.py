@@ -55,10 +55,9 @@ class Machine(NamedTuple):
 
 
 # GPUs: the makers' data sheets (SXM), and an assumed dozen kernels a layer in a CUDA graph. cpu:
-# one thread of an AMD EPYC, bandwidth by a twin of 516M (docs/results/peers.json), loop and host by
-# profile; layer, call, reached, near and round are those of a grid by which the rows of
-# docs/results/quickstart.json and compare-gsm8k.json come out nearest. A few tokens' arithmetic is
-# mostly hidden behind reading, so that what they add looks like the whole peak.
+# one thread of an AMD EPYC with AVX-512, bandwidth by a twin of 516M (docs/results/peers.json),
+# loop by profile; all others are those of a grid by which docs/results/quickstart.json and
+# load.json come out nearest.
 MACHINES = {
     "h100": Machine(79, 989, 3350),
     "h200": Machine(139, 989, 4800),
@@ -67,5 +66,5 @@ MACHINES = {
     "a100-40": Machine(39, 312, 1555),
     "l40s": Machine(44, 362, 864),
     "rtx4090": Machine(23.5, 165, 1008),
-    "cpu": Machine(16, 0.5, 22, 6, 5, 1.0, False, 32, 80, round=60, loop=300, host=0.1),
+    "cpu": Machine(16, 0.5, 22, 2, 15, 0.45, True, 32, 100, round=30, loop=300, host=0.4),
 }
