@@ -203,17 +203,19 @@ class Stepper:
         told = plan is None and batch.owed is not None and not self._deaf(batch, None, policy)
         taps = self.runner.taps if told or plan is not None else ()
         at = self.runner, batch.pool, rows, params
-        tables, before_MB, side_MBNU, took = several(*at, race_BMV, reach, drafts, taps)
+        tables_MX, sizes, before_MB, side_MBNU, took = several(*at, race_BMV, reach, drafts, taps)
         owes: list[Kept] = []
         if told:
-            table_MBX, taps_BMU = torch.stack(tables), side_MBNU[:, :, 0].transpose(0, 1)
+            table_MBX = tables_MX.view(len(tables_MX), len(rows.lens_B), -1)
+            taps_BMU = side_MBNU[:, :, 0].transpose(0, 1)
             kept = table_MBX[..., 0].T, table_MBX[..., 3].sum(0), None, before_MB[0]
             owes = [Kept(*kept, taps_BMU if taps else None, top, params=params)]
         if drafter is not None and leader is not drafter:
-            rounds = zip(tables, before_MB, side_MBNU, strict=True)
+            rounds = zip(tables_MX, sizes, before_MB, side_MBNU, strict=True)
             drafter.owe([_kept(*one) for one in rounds])
         took = [seconds + noise / len(took) for seconds in took]
-        return Told(tables[0], nodes - 1, nodes - 1, owes=owes, several=tables, took=took)
+        levels = [n - 1 for n in sizes]
+        return Told(tables_MX, nodes - 1, nodes - 1, owes=owes, several=levels, took=took)
 
     def _verify(
         self, batch: DecodeBatch, tree: TokenTree, top: int, *, taps: bool
@@ -369,11 +371,12 @@ class Stepper:
         return position_keys(rows.seeds_B, rows.rounds_B[:, None], stream)[:, 0]
 
 
-def _kept(table_BX: Tensor, before_B: Tensor, side_BNU: Tensor) -> Kept:
-    """Of one of several rounds, whose states stand one after another however few it had."""
-    rows, length, width = len(table_BX), table_BX.shape[1] // 2 - 2, side_BNU.shape[2]
-    taps_BLU = side_BNU.flatten()[: rows * length * width].view(rows, length, width)
-    tokens_BL, n_new_B = table_BX[:, :length], table_BX[:, 2 * length + 1]
+def _kept(table_X: Tensor, nodes: int, before_B: Tensor, side_BNU: Tensor) -> Kept:
+    """Of one of several rounds, whose numbers stand one after another however few it had."""
+    rows, width = len(before_B), side_BNU.shape[2]
+    table_BX = table_X[: rows * (2 * nodes + 4)].view(rows, -1)
+    taps_BLU = side_BNU.flatten()[: rows * nodes * width].view(rows, nodes, width)
+    tokens_BL, n_new_B = table_BX[:, :nodes], table_BX[:, 2 * nodes + 1]
     return Kept(tokens_BL, n_new_B, None, before_B, taps_BLU if width else None)
 
 

@@ -148,8 +148,8 @@ class Told(NamedTuple):
     the batch asks for them, the bits of `told_log_probs` of the tokens, and those of what the
     drafter says. levels, nodes: of the tree that was verified (nodes without the root); said: the
     drafter's columns; owes: what it is still to take in; tree: the tree, where rows verify a part
-    of it; several: the tables of rounds made at once, of chains of at most so many levels; took: a
-    thread's seconds for each of them.
+    of it; several: the levels of each of rounds made at once, whose tables stand in the rows of
+    `table`; took: a thread's seconds for each of them.
     """
 
     table: Tensor
@@ -158,7 +158,7 @@ class Told(NamedTuple):
     said: int = 0
     owes: Sequence[Kept] = ()
     tree: TokenTree | None = None
-    several: Sequence[Tensor] = ()
+    several: Sequence[int] = ()
     took: Sequence[float] = ()
 
     def listed_BLW(self, table: Tensor) -> Tensor | None:

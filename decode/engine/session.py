@@ -211,16 +211,18 @@ class Session:
             # A device that runs ahead begins a round when the one before has ended.
             seconds = ticks - max(before or 0.0, flight.started)
         if not told.several:
-            return self._hear(flight, host[:, : 2 * told.levels + 6].tolist(), seconds, host)
+            table = host[:, : 2 * told.levels + 6].tolist()
+            return self._hear(flight, (told.levels, told.nodes), table, seconds, host)
         # What lies around them is shared out as over a call of usual length: trials are shorter.
-        usual = max(min(USUAL, SHARED // len(host)), len(told.took))
+        rows = flight.load.rows
+        usual = max(min(USUAL, SHARED // rows), len(told.took))
         beside = None if seconds is None else (seconds - sum(told.took)) / usual
         whole: dict[int, News] = {}
-        for table_BX, took in zip(told.several, told.took, strict=True):
-            levels = table_BX.shape[1] // 2 - 3
-            own = flight._replace(told=told._replace(levels=levels, nodes=levels))
+        for numbers, levels, took in zip(host.tolist(), told.several, told.took, strict=True):
+            width = 2 * levels + 6
+            table = [numbers[row * width : row * width + width] for row in range(rows)]
             each = None if beside is None else took + beside
-            for request, tokens, ended in self._hear(own, table_BX.tolist(), each):
+            for request, tokens, ended in self._hear(flight, (levels, levels), table, each):
                 known = whole[id(request)][1] if id(request) in whole else []
                 whole[id(request)] = request, known + tokens, ended
         return list(whole.values())
@@ -228,12 +230,15 @@ class Session:
     def _hear(
         self,
         flight: Flight,
+        size: tuple[int, int],
         table: list[list[int]],
         seconds: float | None,
         host: Tensor | None = None,
     ) -> list[News]:
-        """A round; host: the table and what stands beside it."""
-        told, now = flight.told, time.perf_counter()
+        """A round; size: levels and nodes that were drafted; host: the table and what stands beside
+        it.
+        """
+        told, now, levels = flight.told, time.perf_counter(), size[0]
         listed_BLW = None if host is None else told.listed_BLW(host)
         news, paths, heard = [], [], []
         parts = None if told.tree is None else told.tree.parts
@@ -241,15 +246,15 @@ class Session:
             if request is None or self.batch.rows.requests[row] is not request:
                 continue  # ended while this round was on its way
             *found, accepted, n_new, active, bad = table[row]
-            path = found[told.levels + 2 : told.levels + 2 + accepted]
+            path = found[levels + 2 : levels + 2 + accepted]
             if not bad:
                 paths.append(rank_path(flight.plan, path))
                 heard.append(row)
                 request.completion.counters.decode_seconds = now - request.started
-            own = told
+            own = size
             if parts is not None:
                 nodes = int(parts[1][row]) - 1
-                own = told._replace(levels=min(told.levels, nodes), nodes=nodes)
+                own = min(levels, nodes), nodes
             news.append(self._news(row, found[:n_new], accepted, own, active=active, bad=bad))
             if listed_BLW is not None:
                 request.take_listed(listed_BLW[row, : len(news[-1][1])])
@@ -260,7 +265,7 @@ class Session:
             # Its store is to hold whole answers, of which a new one takes the row.
             self.decoder.stepper.catch_up(self.batch, self.context)
         parts = None if parts is None else (parts[0][heard], parts[1][heard])
-        told_of = flight.plan, told.levels, paths, said_BX, flight.load, seconds, parts
+        told_of = flight.plan, levels, paths, said_BX, flight.load, seconds, parts
         self.decoder.policy.observe(Outcome(*told_of))
         return news
 
@@ -340,13 +345,14 @@ class Session:
         row: int,
         tokens: list[int],
         accepted: int,
-        told: Told | None = None,
+        size: tuple[int, int] | None = None,
         *,
         active: int,
         bad: int,
     ) -> News:
-        """Hand the row's request its next tokens, the first `accepted` ones drafted; told: of their
-        round, None of a prompt's. At its end, also by logits that aren't numbers, free the row.
+        """Hand the row's request its next tokens, the first `accepted` ones drafted; size: levels
+        and nodes of their round, None of a prompt's. At its end, also by logits that aren't
+        numbers, free the row.
         """
         rows, decoder = self.batch.rows, self.decoder
         request = rows.requests[row]
@@ -361,9 +367,9 @@ class Session:
         else:
             kept, stopped = request.cut(tokens)
             ended = stopped or not active
-            levels = 0 if told is None else told.levels
-            if told is not None:
-                made.counters.record(levels, accepted, len(kept), told.nodes)
+            levels = 0 if size is None else size[0]
+            if size is not None:
+                made.counters.record(levels, accepted, len(kept), size[1])
             made.accepted += [i < accepted for i in range(len(kept))]
             made.corrected += [i == accepted < levels for i in range(len(kept))]
             made.tokens += kept

@@ -62,10 +62,11 @@ def several(
     reach: Reach,
     drafts: InRounds,
     taps: Sequence[Tap] = (),
-) -> tuple[list[Tensor], Tensor, Tensor, list[float]]:
-    """Rounds at once, until a row ends: their tables, each [B, 2 n + 4] of n <= N nodes,
-    lengths before [M, B], the taps' states [M, B, N, U], and this thread's seconds for each.
-    race_BMV: log E at each row's next positions.
+) -> tuple[Tensor, list[int], Tensor, Tensor, list[float]]:
+    """Rounds at once, until a row ends: their tables, [M, B (2 N + 4)], in each round's first
+    numbers one of [B, 2 n + 4], of n <= N nodes; these; lengths before [M, B], the taps' states
+    [M, B, N, U], likewise, and this thread's seconds for each. race_BMV: log E at each row's next
+    positions.
     """
     native, B, (most, nodes, width) = runner.native, len(rows.lens_B), reach
     assert native is not None
@@ -104,6 +105,5 @@ def several(
     )
     if step.failed:
         raise step.failed[0]
-    whole = zip(tables_MBX.flatten(1), nodes_M[:made].tolist(), strict=False)
-    tables = [table_X[: B * (2 * n + 4)].view(B, 2 * n + 4) for table_X, n in whole]
-    return tables, before_MB[:made], side_MBNU[:made], took_M[:made].tolist()
+    tables_MX, sizes = tables_MBX[:made].flatten(1), nodes_M[:made].tolist()
+    return tables_MX, sizes, before_MB[:made], side_MBNU[:made], took_M[:made].tolist()
