@@ -56,7 +56,7 @@ class TrainingFree:
     times: int = 3  # that a prompt of the repetitive part is asked
     K: int = 8  # the deepest copy
     tree: str = "chain"  # of all
-    policy: str = "fixed"
+    policy: str = "fixed"  # of all; another one is named beside the tree
     temperatures: str = "0,1"
     max_new_tokens: int = 48
     dtype: str = "auto"
@@ -83,6 +83,7 @@ def main(argv: list[str]) -> None:
     room = context - settings.max_new_tokens
     asked = stream(settings, tokenizer, min(room, settings.longest or room))
     rows, run = list[dict[str, Any]](), about_run()
+    tree = ", ".join([settings.tree] + [settings.policy] * (settings.policy != "fixed"))
     kinds: dict[str, dict[Any, list[int]]] = {ALL: {}}
     for i, (kind, prompt) in enumerate(asked):
         for of in (ALL, kind):
@@ -91,7 +92,7 @@ def main(argv: list[str]) -> None:
         counted = measured(ways, asked, temperature, settings)
         for of, requests in kinds.items():
             for name, way in ways.items():
-                about = {"what": name, "on": settings.on, "of": of, "tree": settings.tree}
+                about = {"what": name, "on": settings.on, "of": of, "tree": tree}
                 about |= {"temperature": temperature, "target": settings.target}
                 if name != PLAIN:
                     row = about | figures(counted, name, way.parts, requests) | run
