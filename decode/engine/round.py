@@ -22,7 +22,7 @@ from draftsmith.decode.engine.grammar import Grammar, ruled
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.rows import Rows, Settled, Told
 from draftsmith.decode.engine.settings import DecodeSettings
-from draftsmith.decode.engine.several import Reach, rounds_at_once, several
+from draftsmith.decode.engine.several import Reach, kept_of, rounds_at_once, several
 from draftsmith.decode.forward.attention import spread
 from draftsmith.decode.forward.kv import KVPool, round_up
 from draftsmith.decode.forward.runner import Runner, Seen
@@ -212,7 +212,7 @@ class Stepper:
             owes = [Kept(*kept, taps_BMU if taps else None, top, params=params)]
         if drafter is not None and leader is not drafter:
             rounds = zip(tables_MX, sizes, before_MB, side_MBNU, strict=True)
-            drafter.owe([_kept(*one) for one in rounds])
+            drafter.owe([kept_of(*one) for one in rounds])
         took = [seconds + noise / len(took) for seconds in took]
         levels = [n - 1 for n in sizes]
         return Told(tables_MX, nodes - 1, nodes - 1, owes=owes, several=levels, took=took)
@@ -369,15 +369,6 @@ class Stepper:
 
     def _round_keys(self, rows: Rows, stream: int) -> Tensor:
         return position_keys(rows.seeds_B, rows.rounds_B[:, None], stream)[:, 0]
-
-
-def _kept(table_X: Tensor, nodes: int, before_B: Tensor, side_BNU: Tensor) -> Kept:
-    """Of one of several rounds, whose numbers stand one after another however few it had."""
-    rows, width = len(before_B), side_BNU.shape[2]
-    table_BX = table_X[: rows * (2 * nodes + 4)].view(rows, -1)
-    taps_BLU = side_BNU.flatten()[: rows * nodes * width].view(rows, nodes, width)
-    tokens_BL, n_new_B = table_BX[:, :nodes], table_BX[:, 2 * nodes + 1]
-    return Kept(tokens_BL, n_new_B, None, before_B, taps_BLU if width else None)
 
 
 def _told(

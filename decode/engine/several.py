@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.drafting.in_rounds import InRounds
 from draftsmith.decode.engine.rows import SOURCE, Rows, round_of
 from draftsmith.decode.forward.compiled import library
@@ -107,3 +108,12 @@ def several(
         raise step.failed[0]
     tables_MX, sizes = tables_MBX[:made].flatten(1), nodes_M[:made].tolist()
     return tables_MX, sizes, before_MB[:made], side_MBNU[:made], took_M[:made].tolist()
+
+
+def kept_of(table_X: Tensor, nodes: int, before_B: Tensor, side_BNU: Tensor) -> Kept:
+    """Of one of several rounds, whose numbers stand one after another however few it had."""
+    rows, width = len(before_B), side_BNU.shape[2]
+    table_BX = table_X[: rows * (2 * nodes + 4)].view(rows, -1)
+    taps_BLU = side_BNU.flatten()[: rows * nodes * width].view(rows, nodes, width)
+    tokens_BL, n_new_B = table_BX[:, :nodes], table_BX[:, 2 * nodes + 1]
+    return Kept(tokens_BL, n_new_B, None, before_B, taps_BLU if width else None)
