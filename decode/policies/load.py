@@ -173,8 +173,6 @@ class Auto(Policy):
         if outcome.seconds is not None and not 0 < self.plain <= self.COLD:
             pace.rounds += asked == pace.choice
             pace.asked[asked] += 1
-            if made is None and asked is not None:  # a round that was to draft isn't quite plain
-                return
             pace.seconds[made].append(outcome.seconds)
             pace.since.add(made)
 
@@ -249,7 +247,8 @@ class Auto(Policy):
         found_X = np.linalg.solve(left_XX, work_PX.T @ more_P + pull * self.shares)
         self.shares = np.maximum(found_X, 0)
         guess_P = plain * (1 + self.work_PX @ self.shares)
-        return dict(zip(self.plans, guess_P.tolist(), strict=True)) | known
+        nothing = {counts.nothing: plain for counts in self.counts.values()}
+        return nothing | dict(zip(self.plans, guess_P.tolist(), strict=True)) | known
 
 
 def work(plan: Plan) -> np.ndarray:

@@ -44,9 +44,10 @@ class Counts:
         self.plans = parts(plan)
         self.drafted_D, self.might_D = np.zeros((2, plan.levels))
         self.news: list[Outcome] = []  # not counted yet
-        # Of each plan what is drafted of it, by levels.
-        self.cuts: dict[Plan | None, list[Plan | None]] = {
-            p: [None, *(p.cut(d) for d in range(1, p.levels + 1))] for p in self.plans
+        # Of each plan what is drafted of it, by levels; to find nothing takes longer than to rest.
+        self.nothing = StaticTree((), plan.by)
+        self.cuts: dict[Plan, list[Plan]] = {
+            p: [self.nothing, *(p.cut(d) for d in range(1, p.levels + 1))] for p in self.plans
         }
 
     def expected(self) -> dict[Plan | None, float]:
@@ -177,7 +178,8 @@ class Cost(Policy):
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
         if (costs := self.costs) is not None and self.rounds and self.rounds % self.PERIOD == 0:
-            seconds = {None: costs.pass_of(1)} | {plan: costs.of(plan) for plan in self.plans}
+            seconds: dict[Plan | None, float] = {plan: costs.of(plan) for plan in self.plans}
+            seconds[self.counts.nothing] = costs.pass_of(1)
             self.counts.settle()
             tokens, seconds = self.counts.expected(), self.counts.lasting(seconds)
             self.choice = max(self.plans, key=lambda plan: tokens[plan] / seconds[plan])
