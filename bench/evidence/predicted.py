@@ -35,7 +35,6 @@ HEADS = {kind: kind for kind in ("draft", "medusa", "hydra", "eagle3", "block")}
 LOOKED_UP = {kind: kind for kind in ("ngram", "suffix")}
 # A table's rows: the pair's recipes, and what predict calls what it measured.
 PAIRS = {
-    "compare": ("quickstart", {**HEADS, **LOOKED_UP, "exit:2": "exit"}),
     "quickstart": ("quickstart", {"before": "draft", "after": "draft", "ngram": "ngram"}),
     "gsm8k": ("gsm8k", {"before": "draft", "after": "draft", "ngram": "ngram"}),
     "trees": ("quickstart", {}),  # all of its rows are of the draft
@@ -49,13 +48,11 @@ PAIRS = {
     ),
     "load": ("gsm8k", {f"K = {K}": "block" for K in (1, 2, 4)}),
 }
-TABLES = (*PAIRS, "compare-avx2")  # whose rows say what was foretold
-# Since its layers and heads run in C++, and until rounds that draft were several a call too.
-LATELY = Machine(16, 0.5, 22, 3, 26, 0.48, False, 32, 80, loop=90)
+TABLES = ("compare", *PAIRS, "compare-avx2")  # the first and last say what was foretold
 # Since rounds that draft are several a call, and until a matrix was read once for all tokens.
 BEFORE = Machine(16, 0.5, 22, 6, 5, 1.0, False, 32, 80, round=60, loop=300, host=0.1)
 MEASURED = dict.fromkeys(("quickstart", "load"), MACHINES["cpu"])
-MEASURED |= {"compare": LATELY, "compare-gsm8k": BEFORE}
+MEASURED["compare-gsm8k"] = BEFORE
 
 
 @dataclass
@@ -135,8 +132,6 @@ def modelled(table: str, row: dict[str, Any]) -> tuple[float | None, float]:
     small = table.startswith("compare") and "bytes" in row
     work = Pass(1, row["bytes"]) if small else draft.work
     machine, how = MEASURED.get(table, THEN), kinds_of(target, VOCAB, work, exits)[kind]
-    if machine is LATELY:
-        how = how._replace(alone=True)
     way = (K, 0 if chain else nodes_of(row) - 1, row["tau"])
     return speedup((machine, target, how), way, row.get("batch") or 1, CONTEXT), K
 
