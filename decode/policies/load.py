@@ -11,7 +11,7 @@ import numpy as np
 
 from draftsmith.decode.drafting.owed import NAP
 from draftsmith.decode.policies.policy import ALONE, MANY, Load, Outcome, Policy
-from draftsmith.decode.policies.priced import counts_of
+from draftsmith.decode.policies.priced import Counts, counts_of
 from draftsmith.decode.tree_shapes import Plan
 
 Ranges = tuple[tuple[int, int], ...]  # up to so many rows: draft calls
@@ -53,10 +53,10 @@ def read_table(text: str, most: int) -> Ranges:
 @dataclass
 class Pace:
     """Of rounds with so many rows: the latest seconds of each tree that was drafted, how often each
-    was asked for, and the choice since it was made; the tree now, the one held best, the round of
-    the next choice (0 before the first), and periods until another tree is tried; near: whether
-    there is one to try; woken: that the drafter was, for it. took: by the best's latest rounds at a
-    choice; since: what was timed after these.
+    was asked for, and how many rounds of what was chosen were timed; the tree now, the one held
+    best, the round of the next choice (0 before the first), and periods until another tree is
+    tried; near: whether there is one to try; woken: that the drafter was, for it. took: by the
+    best's latest rounds at a choice; since: what was timed after these.
     """
 
     seconds: defaultdict[Plan | None, deque[float]]
@@ -118,19 +118,23 @@ class Auto(Policy):
     rests = True
 
     def __init__(self, plan: Plan) -> None:
-        self.counts = {0: counts_of(plan)}
-        self.plans = self.counts[0].plans
-        self.work_PX = np.array([work(one) for one in self.plans])
+        self.plans, self.counts = (), dict[int, Counts]()
+        self._weigh_too(plan)
         self.shares = self.SHARES
         self.plain = 0  # rounds since the last that drafted, or the first of all
         self.heard = 0  # rounds since the drafter slept
         self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
 
     def choose_among(self, reads: Mapping[int, int], whole: int) -> None:
-        for way in (way for way, read in reads.items() if not read and way not in self.counts):
-            self.counts[way] = counts_of(replace(self.plans[-1], by=way))
-            self.plans = *self.counts[way].plans, *self.plans
-        self.work_PX = np.array([work(plan) for plan in self.plans])
+        for way, read in reads.items():
+            if not read and way not in self.counts:
+                self._weigh_too(replace(self.plans[-1], by=way))
+
+    def _weigh_too(self, plan: Plan) -> None:
+        """All parts of this tree; the largest of the first one stays the last."""
+        self.counts[plan.by] = counts_of(plan)
+        self.plans = *self.counts[plan.by].plans, *self.plans
+        self.work_PX = np.array([work(part) for part in self.plans])
 
     def _pace(self) -> Pace:
         return Pace(defaultdict(lambda: deque(maxlen=self.WATCH)), due=self.EVERY, every=self.EVERY)
@@ -188,14 +192,13 @@ class Auto(Policy):
 
     def _choose(self, pace: Pace, lag: float) -> tuple[Plan | None, int]:
         """The tree to go on with, and for how many rounds."""
-        each = self._seconds(pace)
+        whole = self._seconds(pace)
         tokens: dict[Plan | None, float] = {None: 1.0}
-        seconds: dict[Plan | None, float] = {None: each[None]}
+        seconds: dict[Plan | None, float] = {None: whole[None]}
         for counts in self.counts.values():
-            counts.settle()
-            tokens |= counts.expected()
-            seconds |= counts.lasting(each)
-        rates = {p: (1 + (1 - lag) * (tokens[p] - 1)) / took for p, took in seconds.items()}
+            promised, took = counts.weighed(whole)
+            tokens, seconds = tokens | promised, seconds | took
+        rates = {p: (1 + (1 - lag) * (tokens[p] - 1)) / each for p, each in seconds.items()}
         best = max(rates, key=lambda plan: rates[plan])
         if best != pace.best:
             pace.best, pace.due, pace.every, pace.took = best, self.EVERY, self.EVERY, None

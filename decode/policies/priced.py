@@ -13,6 +13,8 @@ from torch import Tensor
 from draftsmith.decode.policies.policy import ALONE, Load, Outcome, Policy
 from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree
 
+Rated = dict[Plan | None, float]  # of each plan, and of none
+
 
 def parts(plan: Plan) -> tuple[Plan, ...]:
     """From the smallest to the whole: every depth; of static trees ranks below 1, 2, 4, all, of
@@ -37,11 +39,10 @@ class Counts:
     """
 
     MEMORY, LEAN = 0.995, 8.0  # of each row that is heard of
-    hits: np.ndarray
-    trials: np.ndarray
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, shape: tuple[int, int]) -> None:
         self.plans = parts(plan)
+        self.hits, self.trials = np.zeros((2, *shape))
         self.drafted_D, self.might_D = np.zeros((2, plan.levels))
         self.news: list[Outcome] = []  # not counted yet
         # Of each plan what is drafted of it, by levels; to find nothing takes longer than to rest.
@@ -50,18 +51,21 @@ class Counts:
             p: [self.nothing, *(p.cut(d) for d in range(1, p.levels + 1))] for p in self.plans
         }
 
-    def expected(self) -> dict[Plan | None, float]:
-        """Tokens of a row's round of each plan, by what is settled."""
-        raise NotImplementedError
-
-    def lasting(self, seconds: Mapping[Plan | None, float]) -> dict[Plan | None, float]:
-        """Seconds of a round of each plan, given those of rounds that draft as deep as they may."""
-        reached, found = self.reached_D.tolist(), dict[Plan | None, float]()
+    def weighed(self, seconds: Mapping[Plan | None, float]) -> tuple[Rated, Rated]:
+        """Tokens of a row's round of each plan, and its seconds, given those of rounds that draft
+        as deep as they may; by all rounds so far.
+        """
+        self.settle()
+        reached, took = self.reached_D.tolist(), Rated()
         for plan, cuts in self.cuts.items():
-            took = [seconds[cut] for cut in cuts]
-            more = zip(reached, took, took[1:], strict=False)
-            found[plan] = took[0] + sum(chance * (last - least) for chance, least, last in more)
-        return found
+            each = [seconds[cut] for cut in cuts]
+            more = zip(reached, each, each[1:], strict=False)
+            took[plan] = each[0] + sum(chance * (last - least) for chance, least, last in more)
+        return self.expected(), took
+
+    def expected(self) -> Rated:
+        """These tokens, by what is settled."""
+        raise NotImplementedError
 
     @property
     def reached_D(self) -> np.ndarray:
@@ -98,18 +102,16 @@ class PathCounts(Counts):
     """
 
     def __init__(self, plan: StaticTree) -> None:
-        super().__init__(plan)
+        super().__init__(plan, (plan.levels, 1 + max(map(max, plan.paths))))
         self.paths = plan.paths
-        shape = plan.levels, 1 + max(max(path) for path in self.paths)
-        self.hits, self.trials = np.zeros(shape), np.zeros(shape)
 
-    def expected(self) -> dict[Plan | None, float]:
+    def expected(self) -> Rated:
         pooled = (self.hits.sum(0) + 1) / (self.trials.sum(0) + 2)
         table = (self.hits + self.LEAN * pooled) / (self.trials + self.LEAN)
         chances: dict[tuple[int, ...], float] = {(): 1.0}
         for path in self.paths:
             chances[path] = chances[path[:-1]] * float(table[len(path) - 1, path[-1]])
-        found, reached = dict[Plan | None, float](), [1.0, *self.reached_D.tolist()]
+        found, reached = Rated(), [1.0, *self.reached_D.tolist()]
         gives = {path: chance * reached[len(path)] for path, chance in chances.items()}
         for plan in self.plans:
             assert isinstance(plan, StaticTree)
@@ -132,14 +134,12 @@ class PlaceCounts(Counts):
     """
 
     def __init__(self, plan: DynamicTree) -> None:
-        super().__init__(plan)
-        self.nodes = sorted({part.nodes for part in self.plans})
-        shape = len(self.nodes), plan.levels
-        self.hits, self.trials = np.zeros(shape), np.zeros(shape)
+        self.nodes = sorted({part.nodes for part in parts(plan)})
+        super().__init__(plan, (len(self.nodes), plan.levels))
 
-    def expected(self) -> dict[Plan | None, float]:
+    def expected(self) -> Rated:
         chance_D = np.full(self.hits.shape[1], 0.5)
-        found: dict[Plan | None, float] = {}
+        found: Rated = {}
         for nodes, hits_D, trials_D in zip(self.nodes, self.hits, self.trials, strict=True):
             # Where little was tried with so many nodes, as with fewer.
             lean_D = (hits_D.sum() + chance_D) / (trials_D.sum() + 1)
@@ -178,10 +178,9 @@ class Cost(Policy):
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
         if (costs := self.costs) is not None and self.rounds and self.rounds % self.PERIOD == 0:
-            seconds: dict[Plan | None, float] = {plan: costs.of(plan) for plan in self.plans}
+            seconds: Rated = {plan: costs.of(plan) for plan in self.plans}
             seconds[self.counts.nothing] = costs.pass_of(1)
-            self.counts.settle()
-            tokens, seconds = self.counts.expected(), self.counts.lasting(seconds)
+            tokens, seconds = self.counts.weighed(seconds)
             self.choice = max(self.plans, key=lambda plan: tokens[plan] / seconds[plan])
         self.stays = self.PERIOD - self.rounds % self.PERIOD
         return self.choice

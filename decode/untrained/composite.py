@@ -289,11 +289,9 @@ class CompositeDrafter(Drafter):
 
     def __copy__(self) -> "CompositeDrafter":
         """With parts of its own, as other drafters have tensors of their own after `reset`."""
-        parts = copy.copy(self.looked), copy.copy(self.trained)
-        made = CompositeDrafter(*parts, self.deepest, fused=self.fused)
-        made.kept_22X = self.kept_22X
-        if hasattr(self, "owed"):
-            made.owed = self.owed
+        made = object.__new__(CompositeDrafter)
+        parts = {"looked": copy.copy(self.looked), "trained": copy.copy(self.trained)}
+        made.__dict__ |= self.__dict__ | parts
         return made
 
 
