@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode import sampling
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
-from draftsmith.decode.drafting.base import Drafter, Kept
+from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.engine import rows
 from draftsmith.decode.engine.decoder import Decoder
@@ -122,35 +122,21 @@ def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
     """What is looked up goes deeper than the head; in a second answer to one prompt it is sure, if
     it needn't be surer than such a target. Of several rows each has its own of both chains.
     """
-    looked, _, kind = names.partition("+")
-    monkeypatch.setattr(composite, "SURE", 0.6 if looked == "suffix" else 0.03)
-    folder = tmp_path
-    if kind != "draft":
-        folder = ours(tmp_path, heads(kind, pair[0], width=32).bfloat16(), *pair)
+    monkeypatch.setattr(composite, "SURE", 0.6 if names.startswith("suffix") else 0.03)
+    asked = [0, 0, 0] if batch == 1 else [2, 1, 0, 3, 0, 3, 1, 1, 1, 1, 0, 2]
 
-    lm = LMDrafter(near, len(pair[1]))
-
-    def answered() -> tuple[list[Completion], torch.Tensor]:
-        if kind == "draft":
-            first = load_drafter(looked, *pair)
-            assert isinstance(first, LookupDrafter)
-            drafter: Drafter | None = CompositeDrafter(first, lm, 3)
-        else:
-            drafter = load_drafter(f"{looked}+{folder}", *pair)
+    def answered() -> tuple[list[Completion], list[torch.Tensor]]:
+        drafter = composed(pair, names, near, tmp_path)
         decoder = Decoder(*pair, drafter, K=5, batch_size=batch)
-        asked = [0, 0, 0] if batch == 1 else [2, 1, 0, 3, 0, 3, 1, 1, 1, 1, 0, 2]
         done = what(decoder.generate([TEXTS[i] for i in asked], WAYS[way], indices=asked))
-        if kind != "draft":
-            return done, torch.zeros(0)
-        read = min(len(one.prompt_tokens) + len(one.tokens) for one in done) - 2
-        return done, lm.pool.kv_2LBSHE[:, :, :, :read].clone()
+        return done, holds(drafter, done) if names.endswith("draft") else []
 
     found, held = answered()
     beyond = sum(sum(one.counters.histogram[4:]) for one in found)  # rounds, of the head's levels
     assert max(made) > 2 and beyond > 0
     one_at_a_time(monkeypatch)
     again, like = answered()
-    assert found == again and held.equal(like)
+    assert found == again and all(map(torch.equal, held, like))
 
 
 @pytest.mark.parametrize(
@@ -176,23 +162,18 @@ def test_who_did_not_lead_takes_in_what_it_would_have_heard(
     chains and what is kept of them are those of one round at a time, and so are the trained one's
     keys, values and states, which aren't those of who never hears of the store's own rounds.
     """
-    made_of = kind, near, tmp_path
+    asked = [0, 0] if batch == 1 else [2, 1, 0, 3, 0, 3, 1]
 
     def answered(*, told: bool = True) -> tuple[list[Completion], list[torch.Tensor]]:
-        drafter = composed(pair, *made_of)
+        drafter = composed(pair, f"suffix+{kind}", near, tmp_path)
         decoder = Decoder(*pair, drafter, K=5, batch_size=batch)
         decoder.policy = Turns([None, replace(chain_plan(5), by=ALONE), chain_plan(5)])
         if not told:
             monkeypatch.setattr(drafter, "owe", lambda rounds: None)
-        asked = [0, 0] if batch == 1 else [2, 1, 0, 3, 0, 3, 1]
         done = what(decoder.generate([TEXTS[i] for i in asked], WAYS[way], indices=asked))
         with torch.inference_mode():
             drafter._settle()
-        read = min(len(one.prompt_tokens) + len(one.tokens) for one in done) - 2
-        trained = drafter.trained
-        assert isinstance(trained, (LMDrafter, HeadDrafter))
-        held = [trained.pool.kv_2LBSHE[:, :, :, :read].clone()]
-        return done, held + ([trained.state_BH] if isinstance(trained, HeadDrafter) else [])
+        return done, holds(drafter, done)
 
     found, held = answered()
     assert max(made) > 1
@@ -220,17 +201,27 @@ class Turns(Policy):
         self.heard += 1
 
 
-def composed(pair: Pair, kind: str, near: PreTrainedModel, folder: Path) -> CompositeDrafter:
-    """A store beside a draft LM, or a head in a folder."""
+def composed(pair: Pair, names: str, near: PreTrainedModel, folder: Path) -> CompositeDrafter:
+    """A store beside a draft LM, or a head of that kind in a folder."""
+    looked, _, kind = names.partition("+")
     if kind == "draft":
-        looked = load_drafter("suffix", *pair)
-        assert isinstance(looked, LookupDrafter)
-        return CompositeDrafter(looked, LMDrafter(near, len(pair[1])), 3)
+        first = load_drafter(looked, *pair)
+        assert isinstance(first, LookupDrafter)
+        return CompositeDrafter(first, LMDrafter(near, len(pair[1])), 3)
     torch.manual_seed(0)
     folder = ours(folder / "head", heads(kind, pair[0], width=32).bfloat16(), *pair)
-    both = load_drafter(f"suffix+{folder}", *pair)
+    both = load_drafter(f"{looked}+{folder}", *pair)
     assert isinstance(both, CompositeDrafter)
     return both
+
+
+def holds(both: CompositeDrafter, done: list[Completion]) -> list[torch.Tensor]:
+    """The trained one's keys and values up to where all answers reach, and a head's states."""
+    trained = both.trained
+    assert isinstance(trained, (LMDrafter, HeadDrafter))
+    read = min(len(one.prompt_tokens) + len(one.tokens) for one in done) - 2
+    held = [trained.pool.kv_2LBSHE[:, :, :, :read].clone()]
+    return held + ([trained.state_BH] if isinstance(trained, HeadDrafter) else [])
 
 
 @pytest.mark.parametrize("kind", ["exit:2", "skip:1", "swift"])
