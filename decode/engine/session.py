@@ -46,6 +46,7 @@ class Flight(NamedTuple):
     plan: Plan | None
     requests: list[Request | None]
     load: Load
+    began: float  # before the drafter took in what it was owed
     started: float | None  # None where rounds like it will be faster
 
 
@@ -152,7 +153,7 @@ class Session:
         if self.launched >= self.due:
             self.lag, self.due = self._lag(), self.launched + HEARD
         self.batch.listed = most_listed(requests)
-        part = self._part()
+        part, began = self._part(), self.clock()
         load = Load(len(part.rows.lens_B), self.running, self.lag)
         plan = None if decoder.drafter is None else decoder.policy.next_plan(load)
         ahead = 0 if self.flight is None else self.flight.told.levels + 1
@@ -185,7 +186,8 @@ class Session:
                 table.copy_(told.table, non_blocking=True)
                 ready = torch.cuda.Event()
                 ready.record()
-        return Flight(told, table, ready, plan, requests, load, started if steady else None)
+        started_at = began, started if steady else None
+        return Flight(told, table, ready, plan, requests, load, *started_at)
 
     def _lag(self) -> float:
         """As of `Load`: of normally spread rows the slowest, by what each has kept so far."""
@@ -210,33 +212,36 @@ class Session:
         if flight.started is not None and (flight.ready is None or before is not None):
             # A device that runs ahead begins a round when the one before has ended.
             seconds = ticks - max(before or 0.0, flight.started)
+        whole = (ticks - max(before or 0.0, flight.began)) / max(1, len(told.several))
         if not told.several:
             table = host[:, : 2 * told.levels + 6].tolist()
-            return self._hear(flight, (told.levels, told.nodes), table, seconds, host)
+            return self._hear(flight, (told.levels, told.nodes), table, (seconds, whole), host)
         # What lies around them is shared out as over a call of usual length: trials are shorter.
         rows = flight.load.rows
-        usual = max(min(USUAL, SHARED // rows), len(told.took))
-        beside = None if seconds is None else (seconds - sum(told.took)) / usual
-        whole: dict[int, News] = {}
-        for numbers, levels, took in zip(host.tolist(), told.several, told.took, strict=True):
+        usual, each = max(min(USUAL, SHARED // rows), len(told.took)), list(told.took)
+        if told.several[:1] == told.several[1:2]:  # the first finds cold caches
+            each[0] = min(each[:2])
+        beside = None if seconds is None else (seconds - sum(each)) / usual
+        news: dict[int, News] = {}
+        for numbers, levels, took in zip(host.tolist(), told.several, each, strict=True):
             width = 2 * levels + 6
             table = [numbers[row * width : row * width + width] for row in range(rows)]
-            each = None if beside is None else took + beside
-            for request, tokens, ended in self._hear(flight, (levels, levels), table, each):
-                known = whole[id(request)][1] if id(request) in whole else []
-                whole[id(request)] = request, known + tokens, ended
-        return list(whole.values())
+            of_it = None if beside is None else took + beside, whole
+            for request, tokens, ended in self._hear(flight, (levels, levels), table, of_it):
+                known = news[id(request)][1] if id(request) in news else []
+                news[id(request)] = request, known + tokens, ended
+        return list(news.values())
 
     def _hear(
         self,
         flight: Flight,
         size: tuple[int, int],
         table: list[list[int]],
-        seconds: float | None,
+        seconds: tuple[float | None, float],
         host: Tensor | None = None,
     ) -> list[News]:
-        """A round; size: levels and nodes that were drafted; host: the table and what stands beside
-        it.
+        """A round; size: levels and nodes that were drafted; seconds: its own and the whole, as
+        `Outcome` has them; host: the table and what stands beside it.
         """
         told, now, levels = flight.told, time.perf_counter(), size[0]
         listed_BLW = None if host is None else told.listed_BLW(host)
@@ -265,7 +270,7 @@ class Session:
             # Its store is to hold whole answers, of which a new one takes the row.
             self.decoder.stepper.catch_up(self.batch, self.context)
         parts = None if parts is None else (parts[0][heard], parts[1][heard])
-        told_of = flight.plan, levels, paths, said_BX, flight.load, seconds, parts
+        told_of = flight.plan, levels, paths, said_BX, flight.load, seconds[0], parts, seconds[1]
         self.decoder.policy.observe(Outcome(*told_of))
         return news
 

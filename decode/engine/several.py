@@ -23,7 +23,7 @@ from draftsmith.decode.token_tree import chain
 from draftsmith.models.taps import Tap
 
 MOST = 16  # rounds, of one row: 20 ms of a 15M target's, which streamed text waits for
-SHARED = 32  # of all rows together: as soon as one has ended, others may take its place
+SHARED = 64  # of all rows together: as soon as one has ended, others may take its place
 NOISE = 16 << 20  # bytes at most
 
 

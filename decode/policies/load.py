@@ -2,6 +2,7 @@
 where plain decoding is faster.
 """
 
+import math
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
@@ -55,8 +56,9 @@ class Pace:
     """Of rounds with so many rows: the latest seconds of each tree that was drafted, how often each
     was asked for, and how many rounds of what was chosen were timed; the tree now, the one held
     best, the round of the next choice (0 before the first), and periods until another tree is
-    tried; near: whether there is one to try; woken: that the drafter was, for it. took: by the
-    best's latest rounds at a choice; since: what was timed after these.
+    tried; near: whether there is one to try; woken: that the drafter was, for it; beside: a plain
+    round's seconds when each was timed last; token: seconds that a row's token took by the best at
+    the last choice; debt: those that trials lost, less their share of all seconds.
     """
 
     seconds: defaultdict[Plan | None, deque[float]]
@@ -69,8 +71,9 @@ class Pace:
     every: int = 0
     near: bool = True
     woken: bool = False
-    took: float | None = None
-    since: set[Plan | None] = field(default_factory=set)
+    beside: dict[Plan, float] = field(default_factory=dict)
+    token: float = 0.0
+    debt: float = 0.0
 
     def latest(self, plan: Plan | None, rounds: int) -> float:
         """Seconds of that tree's last so many rounds, the lower quartile."""
@@ -95,13 +98,15 @@ class Auto(Policy):
     With a number of rows that is new, `PLAIN` rounds are plain; then comes the largest tree of at
     most `START` tokens in all. Of trees nearly as good as the best one is tried after `EVERY`
     choices, then half as often each time that this changes nothing. Where none is that good, and
-    long before a trial, the drafter sleeps; before one it hears of `NAP` rounds.
+    long before a trial, the drafter sleeps; before one it hears of `NAP` rounds. What trials lose,
+    all that lies around them included, is to be `PAID` of all seconds: a trial waits until what
+    those before it lost beyond that is no more than `FREE` plain rounds.
 
     The seconds of the first `COLD` plain rounds of all, which take up to twice as long as those
     that follow, and after a draft, whose weights stand in the cache (3 to 8% more), don't count.
     While a tree is the best, plain rounds are timed anew at some of these trials, the first among
-    them, however slow they seemed. Where rounds of the best take `SPELL` more or less now than at
-    the choice before, that is the machine's doing, and the others' seconds are moved likewise.
+    them, however slow they seemed. What was timed when these took longer by `SPELL` or more, which
+    is the machine's doing, is taken for faster likewise, until it is tried again.
 
     Differences from SmartSpec: positions have chances of their own, trees are weighed as chains
     are, the search doesn't stop at the first fall, and no profile is needed.
@@ -110,9 +115,9 @@ class Auto(Policy):
     WATCH, PLAIN, START, PERIOD, TRY = 12, 2, 32, 8, 2
     REST = 16  # periods at most from one choice to draft nothing to the next
     EVERY, SELDOM = 4, 64
+    PAID, FREE, MOST = 0.01, 8.0, 64.0  # MOST: plain rounds that are owed at most
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
-    COLD = 2  # rounds
-    SPELL = 0.1
+    COLD, SPELL = 2, 0.2  # rounds; of seconds
     SHARES = np.array([0.0, 0.15, 0.05])  # of a plain round's seconds, before anything is known
     PRIOR = 0.05  # how much these weigh beside one measured tree
     rests = True
@@ -143,23 +148,18 @@ class Auto(Policy):
         pace, self.asleep = self.paces[load.rows], False
         cold = max(0, self.COLD - self.plain)
         if len(pace.seconds[None]) < self.PLAIN:
-            self.stays = cold or self.PLAIN - len(pace.seconds[None])
+            self.stays = cold + self.PLAIN - len(pace.seconds[None])
             return None
         if not pace.next:
             small = [plan for plan in self.counts[0].plans if load.rows * plan.nodes <= self.START]
             pace.choice, pace.next = (small or self.counts[0].plans[:1])[-1], pace.rounds + self.TRY
         elif pace.rounds >= pace.next:
-            self._keep_up(pace)
             pace.choice, lasts = self._choose(pace, load.lag)
-            known = pace.took is None and pace.seconds.get(pace.best)
-            if pace.choice == pace.best and (known or pace.best in pace.since):
-                pace.took = pace.latest(pace.best, self.PERIOD)
-                pace.since.clear()
             # While little is known, what was learned is used at once.
             pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self.TRY)
-        self.stays = (cold if pace.choice is None else 0) or pace.next - pace.rounds
-        if len(pace.seconds[None]) < self.PLAIN:  # which are timed anew
-            self.stays = 1
+        few = self.PLAIN - len(pace.seconds[None])  # of those that are timed anew
+        self.stays = pace.next - pace.rounds if few <= 0 else few if pace.choice is None else 1
+        self.stays += cold if pace.choice is None else 0
         if pace.choice is None and pace.best is None:
             rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
             self.asleep = rounds > NAP or not pace.near
@@ -178,17 +178,18 @@ class Auto(Policy):
             pace.rounds += asked == pace.choice
             pace.asked[asked] += 1
             pace.seconds[made].append(outcome.seconds)
-            pace.since.add(made)
+            if made is not None and pace.seconds[None]:
+                pace.beside[made] = pace.latest(None, self.WATCH)
+        if outcome.seconds is not None and pace.seconds[None]:
+            self._pay(pace, outcome)
 
-    def _keep_up(self, pace: Pace) -> None:
-        """Take what is new in the best one's rounds for the machine's doing."""
-        if pace.took is None or pace.choice != pace.best:
-            return
-        change = pace.latest(pace.best, self.PERIOD) / pace.took
-        if abs(change - 1) > self.SPELL:
-            for plan, seconds in pace.seconds.items():
-                if plan not in pace.since:
-                    pace.seconds[plan] = deque((change * took for took in seconds), self.WATCH)
+    def _pay(self, pace: Pace, outcome: Outcome) -> None:
+        whole, plain = outcome.whole or outcome.seconds or 0.0, pace.latest(None, self.WATCH)
+        pace.debt -= self.PAID * whole
+        if outcome.plan != pace.best or pace.woken:
+            tokens = 1 + sum(map(len, outcome.paths)) / max(1, len(outcome.paths))
+            pace.debt += whole - tokens * (pace.token or plain)
+        pace.debt = min(max(pace.debt, 0.0), self.MOST * plain)
 
     def _choose(self, pace: Pace, lag: float) -> tuple[Plan | None, int]:
         """The tree to go on with, and for how many rounds."""
@@ -201,8 +202,11 @@ class Auto(Policy):
         rates = {p: (1 + (1 - lag) * (tokens[p] - 1)) / each for p, each in seconds.items()}
         best = max(rates, key=lambda plan: rates[plan])
         if best != pace.best:
-            pace.best, pace.due, pace.every, pace.took = best, self.EVERY, self.EVERY, None
-        pace.due -= 1
+            pace.best, pace.due, pace.every = best, self.EVERY, self.EVERY
+        pace.due, pace.token = pace.due - 1, 1 / rates[best]
+        if pace.due <= 0:
+            owed = pace.debt - self.FREE * whole[None]
+            pace.due = max(0, math.ceil(owed / (self.PAID * self.PERIOD * seconds[best])))
         others = self._near(pace, rates)
         pace.near = bool(others)
         if pace.due > 0:
@@ -241,6 +245,9 @@ class Auto(Policy):
         """Of a round of every plan, and of none."""
         known = {p: pace.latest(p, self.WATCH) for p, each in pace.seconds.items() if each}
         plain = known[None]
+        for p, then in pace.beside.items():
+            if p in known and plain < (1 - self.SPELL) * then:
+                known[p] *= plain / then
         # Least squares of relative seconds, drawn to the shares known before.
         tried = [i for i, plan in enumerate(self.plans) if plan in known]
         work_PX = self.work_PX[tried]

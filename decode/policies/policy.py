@@ -74,7 +74,8 @@ class Outcome(NamedTuple):
     draft calls made; paths: of each row that decoded, the rank path that was kept (of a dynamic
     tree: the places of the nodes kept in its order of worth); news: what the drafter says of these
     rows (`Drafter.extend`); load: what it worked on; seconds: that it took, None where something
-    else was done meanwhile; parts: of these rows' trees, as `TokenTree` has them.
+    else was done meanwhile; parts: of these rows' trees, as `TokenTree` has them; whole: seconds
+    with all that was done for it before, or for its like, as the drafter's hearing of what it owed.
     """
 
     plan: Plan | None
@@ -84,6 +85,7 @@ class Outcome(NamedTuple):
     load: Load = ALONE
     seconds: float | None = None
     parts: tuple[np.ndarray, np.ndarray] | None = None
+    whole: float | None = None
 
 
 class Policy:

@@ -220,8 +220,8 @@ def test_rounds_that_are_looked_at_are_made_one_at_a_time(
 def test_where_there_is_no_such_call(pair: Pair) -> None:
     runner = Decoder(*pair).runner
     assert rounds_at_once(runner, 1, WAYS["drawn"]) == (MOST, MOST)
-    assert rounds_at_once(runner, 32, WAYS["drawn"]) == (1, 1)  # one in 32 ends soon
-    assert rounds_at_once(runner, 16, WAYS["drawn"]) == (2, 2)
+    assert rounds_at_once(runner, 64, WAYS["drawn"]) == (1, 1)  # one in 64 ends soon
+    assert rounds_at_once(runner, 32, WAYS["drawn"]) == (2, 2)
     assert rounds_at_once(runner, 1, WAYS["drawn"], 5) == (MOST, MOST + 8)
     assert runner.native is not None
     runner.native.small = False  # a pass then takes far longer than all around it
