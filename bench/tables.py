@@ -230,7 +230,7 @@ STEPS = {
     },
     "compare-gsm8k": Step(
         "bench/joined.py name=compare-gsm8k 'title=Every kind, the GSM8K target' "
-        "seeds=true reports=[runs/compare/gsm8k-0] "
+        "seeds=true reports=[runs/compare/gsm8k-0,runs/compare/gsm8k-1,runs/compare/gsm8k-2] "
         "out={out}",
         "0",
     ),
@@ -302,7 +302,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "calibration": (*GIVEN, "ours-alone", "calibration"),
     "compare": ("quickstart-runs", "compare-runs", "compare"),
     "compare-avx2": (*GIVEN, *(f"compare-gsm8k-{seed}" for seed in range(3)), "compare-avx2"),
-    "compare-gsm8k": (*GIVEN, "compare-gsm8k-0", "compare-gsm8k"),
+    "compare-gsm8k": (*GIVEN, *(f"compare-gsm8k-{seed}" for seed in range(3)), "compare-gsm8k"),
     "compare-twin": (*GIVEN, "compare-gsm8k-0", "compare-widened", "compare-twin"),
     "cost": ("quickstart-runs", "cost"),
     "decode": ("quickstart-runs", "decode"),

@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from draftsmith.command import parse, run_command
 from draftsmith.decode.policies.foretold import extended, taus
 from draftsmith.decode.predict.draft_sizes import Draft, shape_of
-from draftsmith.decode.predict.machines import MACHINES, Machine, Pass
+from draftsmith.decode.predict.machines import MACHINES, Machine
 from draftsmith.decode.predict.predict import kinds_of, speedup
 from draftsmith.printed import number, print_table, times_as
 from draftsmith.train.run.recipe import RECIPES
@@ -31,28 +31,18 @@ MISS = 0.15
 # What the older tables were measured on: the same machine, before its layers and heads ran in C++.
 THEN = Machine(16, 0.5, 20, 245, 160, reached=0.22, overlaps=False)
 VOCAB, CONTEXT = 4096, 128
-HEADS = {kind: kind for kind in ("draft", "medusa", "hydra", "eagle3", "block")}
-LOOKED_UP = {kind: kind for kind in ("ngram", "suffix")}
+LOOKED_UP = ("ngram", "suffix")
 # A table's rows: the pair's recipes, and what predict calls what it measured.
 PAIRS = {
     "quickstart": ("quickstart", {"before": "draft", "after": "draft", "ngram": "ngram"}),
     "gsm8k": ("gsm8k", {"before": "draft", "after": "draft", "ngram": "ngram"}),
     "trees": ("quickstart", {}),  # all of its rows are of the draft
     "own-layers": ("gsm8k", {"exit:2": "exit", "exit:6": "exit"}),
-    "compare-gsm8k": (
-        "gsm8k",
-        {
-            f"{kind}, seed 0": name
-            for kind, name in {**HEADS, **LOOKED_UP, "exit:2": "exit"}.items()
-        },
-    ),
     "load": ("gsm8k", {f"K = {K}": "block" for K in (1, 2, 4)}),
 }
-TABLES = ("compare", *PAIRS, "compare-avx2")  # the first and last say what was foretold
-# Since rounds that draft are several a call, and until a matrix was read once for all tokens.
-BEFORE = Machine(16, 0.5, 22, 6, 5, 1.0, False, 32, 80, round=60, loop=300, host=0.1)
+FORETOLD = ("compare", "compare-gsm8k", "compare-avx2")  # which say what was foretold
+TABLES = (*PAIRS, *FORETOLD)
 MEASURED = dict.fromkeys(("quickstart", "load"), MACHINES["cpu"])
-MEASURED["compare-gsm8k"] = BEFORE
 
 
 @dataclass
@@ -106,7 +96,7 @@ def judged(results: Path, table: str) -> Iterator[Judged]:
     for row in json.loads(rows.read_text()):
         what = row["what"].split(",")[0]
         told, K = row.get("foretold"), row.get("K")
-        if "foretold" not in row and row.get("on") != "twin":  # which has another shape
+        if table in PAIRS and row.get("on") != "twin":  # which has another shape
             told, K = modelled(table, row)
         if told is None:
             continue
@@ -128,10 +118,7 @@ def modelled(table: str, row: dict[str, Any]) -> tuple[float | None, float]:
     chain = row.get("tree", "chain") == "chain" or kind in LOOKED_UP  # K: nodes of what there is
     counts = [row[key] for key in (("K", "levels") if chain else ("levels", "K")) if row.get(key)]
     K = counts[0] if counts else int(row["what"].removeprefix("K = "))
-    # What `compare` trains for a target of few layers has one.
-    small = table.startswith("compare") and "bytes" in row
-    work = Pass(1, row["bytes"]) if small else draft.work
-    machine, how = MEASURED.get(table, THEN), kinds_of(target, VOCAB, work, exits)[kind]
+    machine, how = MEASURED.get(table, THEN), kinds_of(target, VOCAB, draft.work, exits)[kind]
     way = (K, 0 if chain else nodes_of(row) - 1, row["tau"])
     return speedup((machine, target, how), way, row.get("batch") or 1, CONTEXT), K
 

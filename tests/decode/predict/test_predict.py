@@ -119,15 +119,16 @@ def test_this_machine_is_measured() -> None:
 
 
 def test_the_committed_tables_are_foretold(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of five tables as many rows lie within 15% as the page says; what misses is listed, every row
+    """Of six tables as many rows lie within 15% as the page says; what misses is listed, every row
     of it.
     """
-    tables = ("quickstart", "gsm8k", "trees", "own-layers", "compare-gsm8k")
+    tables = ("quickstart", "gsm8k", "trees", "own-layers")
     found = [one for table in tables for one in predicted.judged(Path("docs/results"), table)]
     close = [abs(one.error) <= predicted.MISS for one in found]
-    assert len(found) == 52 and sum(close) == 50
-    timed = [*predicted.judged(Path("docs/results"), "compare-avx2")]
-    assert len(timed) == 84 and sum(abs(one.error) <= predicted.MISS for one in timed) == 72
+    assert len(found) == 36 and sum(close) == 34
+    for table in ("compare-gsm8k", "compare-avx2"):
+        timed = [*predicted.judged(Path("docs/results"), table)]
+        assert len(timed) == 84 and sum(abs(one.error) <= predicted.MISS for one in timed) == 72
     assert {one.row["what"] for one in found} > {"before", "after", "ngram", "exit:2", "chain"}
     predicted.main([])
     told = capsys.readouterr().out
