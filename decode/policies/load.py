@@ -180,16 +180,13 @@ class Auto(Policy):
             pace.seconds[made].append(outcome.seconds)
             if made is not None and pace.seconds[None]:
                 pace.beside[made] = pace.latest(None, self.WATCH)
-        if outcome.seconds is not None and pace.seconds[None]:
-            self._pay(pace, outcome)
-
-    def _pay(self, pace: Pace, outcome: Outcome) -> None:
-        whole, plain = outcome.whole or outcome.seconds or 0.0, pace.latest(None, self.WATCH)
-        pace.debt -= self.PAID * whole
-        if outcome.plan != pace.best or pace.woken:
+        tries = asked != pace.best or pace.woken
+        if outcome.seconds is not None and pace.seconds[None] and (tries or pace.debt):
+            whole, plain = outcome.whole or outcome.seconds, pace.latest(None, self.WATCH)
             tokens = 1 + sum(map(len, outcome.paths)) / max(1, len(outcome.paths))
-            pace.debt += whole - tokens * (pace.token or plain)
-        pace.debt = min(max(pace.debt, 0.0), self.MOST * plain)
+            lost = whole - tokens * (pace.token or plain) if tries else 0.0
+            owed = pace.debt + lost - self.PAID * whole
+            pace.debt = min(max(owed, 0.0), self.MOST * plain)
 
     def _choose(self, pace: Pace, lag: float) -> tuple[Plan | None, int]:
         """The tree to go on with, and for how many rounds."""
