@@ -184,7 +184,9 @@ class Auto(Policy):
         if outcome.seconds is not None and pace.seconds[None] and (tries or pace.debt):
             whole, plain = outcome.whole or outcome.seconds, pace.latest(None, self.WATCH)
             tokens = 1 + sum(map(len, outcome.paths)) / max(1, len(outcome.paths))
-            lost = whole - tokens * (pace.token or plain) if tries else 0.0
+            # At most, as one round may be the machine's doing.
+            most = 2 * self.FREE * plain
+            lost = min(whole - tokens * (pace.token or plain), most) if tries else 0.0
             owed = pace.debt + lost - self.PAID * whole
             pace.debt = min(max(owed, 0.0), self.MOST * plain)
 
@@ -201,7 +203,8 @@ class Auto(Policy):
         if best != pace.best:
             pace.best, pace.due, pace.every = best, self.EVERY, self.EVERY
         pace.due, pace.token = pace.due - 1, 1 / rates[best]
-        if pace.due <= 0:
+        woken, pace.woken = pace.woken, False
+        if pace.due <= 0 and not woken:  # what it was woken for is paid for already
             owed = pace.debt - self.FREE * whole[None]
             pace.due = max(0, math.ceil(owed / (self.PAID * self.PERIOD * seconds[best])))
         others = self._near(pace, rates)
@@ -213,12 +216,10 @@ class Auto(Policy):
             periods = min(pace.due, self.REST if rests else 1 + (pace.every > self.EVERY))
             pace.due -= periods - 1
             return best, periods * self.PERIOD
-        if best is None and others:
+        if best is None and others and self.heard < NAP and not woken:
             # The drafter hears first of what it is to go on from.
-            if self.heard < NAP and not pace.woken:
-                pace.due, pace.woken = 1, True
-                return None, NAP - self.heard
-            pace.woken = False
+            pace.due, pace.woken = 1, True
+            return None, NAP - self.heard
         if best is not None and pace.every in (4 * self.EVERY, self.SELDOM):
             # Timed anew, however slow they were: what a spell of the machine's said must not last.
             pace.seconds[None].clear()

@@ -355,16 +355,13 @@ def test_a_machine_that_was_slow_at_first_is_got_over() -> None:
 def test_what_lies_around_trials_is_paid_for_before_the_next() -> None:
     """Drafts that nearly pay by their own seconds, each with ten plain rounds' around it."""
     for seed in range(8):
-        policy = Auto(chain_plan(4))
-        how = {"seed": seed, "count": 3000, "around": 10}
+        policy, how = Auto(chain_plan(4)), {"seed": seed, "count": 3000, "around": 10}
         rate = decoded(policy, 4, lambda _, p: 3.5 if p else 1.0, [0.65] * 4, **how)
         assert rate > 0.975 and len(policy.paces[4].asked) > 1
 
 
 def test_rounds_that_get_faster_through_each_answer() -> None:
-    """Plain and drafted ones alike, by caches that warm up: what was tried doesn't come to look
-    fast, or slow, by it.
-    """
+    """By caches that warm up: what was tried doesn't come to look fast, or slow, by it."""
     rates = list[float]()
     for policy in (make_policy("table:1-=0", chain_plan(4)), *(Auto(chain_plan(4)) for _ in "abc")):
         done = 0
@@ -377,3 +374,27 @@ def test_rounds_that_get_faster_through_each_answer() -> None:
 
         rates.append(decoded(policy, 4, seconds, [0.45] * 4, count=6000, seed=len(rates)))
     assert min(rates[1:]) > 0.98 * rates[0]
+
+
+def test_drafts_that_become_good_are_found_by_calls_of_several_rounds() -> None:
+    """Where a drafter slept: what its waking loses doesn't put off what it woke for."""
+    for seed in range(8):
+        noise, policy, tokens, took, left = (
+            np.random.default_rng(seed),
+            Auto(chain_plan(4)),
+            0,
+            0,
+            0,
+        )
+        for done in range(12_000):
+            if not left:
+                plan, slept = policy.next_plan(Load(1, 1)), policy.asleep
+                left, around = min(policy.stays, 13), 10.0 if policy.plain or slept else 0.0
+            left -= 1
+            [path] = rounds(plan, [0.5 if done < 1_500 else 0.95] * 4, 1, noise)
+            this, levels = (1.0, 0) if plan is None else (1.5 + 0.2 * plan.levels, plan.levels)
+            own = this * (1 + 0.05 * noise.exponential())
+            whole = own + (0.05 if plan is None else around)
+            tokens, took = tokens + (done >= 6_000) * (1 + len(path)), took + (done >= 6_000) * this
+            policy.observe(Outcome(plan, levels, [path], None, Load(1, 1), own, None, whole))
+        assert tokens / took > 1.85
