@@ -228,17 +228,17 @@ STEPS = {
         )
         for seed in range(3)
     },
-    "compare-gsm8k": Step(
-        "bench/joined.py name=compare-gsm8k 'title=Every kind, the GSM8K target' "
-        "seeds=true reports=[runs/compare/gsm8k-0,runs/compare/gsm8k-1,runs/compare/gsm8k-2] "
-        "out={out}",
-        "0",
-    ),
-    "compare-avx2": Step(
-        "bench/joined.py name=compare-avx2 'title=Every kind, without AVX-512' seeds=true "
-        "reports=[runs/compare/gsm8k-0,runs/compare/gsm8k-1,runs/compare/gsm8k-2] out={out}",
-        "0",
-    ),
+    **{
+        name: Step(
+            f"bench/joined.py name={name} 'title=Every kind, {which}' seeds=true "
+            "reports=[runs/compare/gsm8k-0,runs/compare/gsm8k-1,runs/compare/gsm8k-2] out={out}",
+            "0",
+        )
+        for name, which in (
+            ("compare-gsm8k", "the GSM8K target"),
+            ("compare-avx2", "without AVX-512"),
+        )
+    },
     "compare-widened": Step(
         "bench/speed/twin.py target={target} out=runs/compare/twin-0 drafter="
         + ",".join(f"{MINUTE}/{kind}/drafter" for kind in WIDENED),
@@ -297,12 +297,13 @@ STEPS = {
     ),
 }
 GIVEN = ("target", "answers")
+SEEDED = tuple(f"compare-gsm8k-{seed}" for seed in range(3))
 TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "advice": (*GIVEN, "quickstart-runs", "draft", "distill", "medusa", "eagle3-alone", "advice"),
     "calibration": (*GIVEN, "ours-alone", "calibration"),
     "compare": ("quickstart-runs", "compare-runs", "compare"),
-    "compare-avx2": (*GIVEN, *(f"compare-gsm8k-{seed}" for seed in range(3)), "compare-avx2"),
-    "compare-gsm8k": (*GIVEN, *(f"compare-gsm8k-{seed}" for seed in range(3)), "compare-gsm8k"),
+    "compare-avx2": (*GIVEN, *SEEDED, "compare-avx2"),
+    "compare-gsm8k": (*GIVEN, *SEEDED, "compare-gsm8k"),
     "compare-twin": (*GIVEN, "compare-gsm8k-0", "compare-widened", "compare-twin"),
     "cost": ("quickstart-runs", "cost"),
     "decode": ("quickstart-runs", "decode"),

@@ -186,8 +186,7 @@ class Session:
                 table.copy_(told.table, non_blocking=True)
                 ready = torch.cuda.Event()
                 ready.record()
-        started_at = began, started if steady else None
-        return Flight(told, table, ready, plan, requests, load, *started_at)
+        return Flight(told, table, ready, plan, requests, load, began, started if steady else None)
 
     def _lag(self) -> float:
         """As of `Load`: of normally spread rows the slowest, by what each has kept so far."""

@@ -75,9 +75,9 @@ class Pace:
     token: float = 0.0
     debt: float = 0.0
 
-    def latest(self, plan: Plan | None, rounds: int) -> float:
-        """Seconds of that tree's last so many rounds, the lower quartile."""
-        found = sorted(list(self.seconds[plan])[-rounds:])
+    def latest(self, plan: Plan | None) -> float:
+        """Seconds of that tree's latest rounds, the lower quartile."""
+        found = sorted(self.seconds[plan])
         return found[len(found) // 4]
 
 
@@ -174,19 +174,20 @@ class Auto(Policy):
         self.heard = 0 if self.asleep else self.heard + 1
         pace = self.paces[outcome.load.rows]
         self.plain = 0 if asked is not None else self.plain + 1
-        if outcome.seconds is not None and not 0 < self.plain <= self.COLD:
+        if outcome.seconds is None:
+            return
+        if not 0 < self.plain <= self.COLD:
             pace.rounds += asked == pace.choice
             pace.asked[asked] += 1
             pace.seconds[made].append(outcome.seconds)
-            if made is not None and pace.seconds[None]:
-                pace.beside[made] = pace.latest(None, self.WATCH)
         tries = asked != pace.best or pace.woken
-        if outcome.seconds is not None and pace.seconds[None] and (tries or pace.debt):
-            whole, plain = outcome.whole or outcome.seconds, pace.latest(None, self.WATCH)
-            tokens = 1 + sum(map(len, outcome.paths)) / max(1, len(outcome.paths))
-            # At most, as one round may be the machine's doing.
-            most = 2 * self.FREE * plain
-            lost = min(whole - tokens * (pace.token or plain), most) if tries else 0.0
+        if pace.seconds[None] and (made is not None or tries or pace.debt):
+            whole, plain, lost = outcome.whole or outcome.seconds, pace.latest(None), 0.0
+            if made is not None:
+                pace.beside[made] = plain
+            if tries:  # one round may be the machine's doing, and counts up to a bound
+                tokens = 1 + sum(map(len, outcome.paths)) / max(1, len(outcome.paths))
+                lost = min(whole - tokens * (pace.token or plain), 2 * self.FREE * plain)
             owed = pace.debt + lost - self.PAID * whole
             pace.debt = min(max(owed, 0.0), self.MOST * plain)
 
@@ -241,7 +242,7 @@ class Auto(Policy):
 
     def _seconds(self, pace: Pace) -> dict[Plan | None, float]:
         """Of a round of every plan, and of none."""
-        known = {p: pace.latest(p, self.WATCH) for p, each in pace.seconds.items() if each}
+        known = {p: pace.latest(p) for p, each in pace.seconds.items() if each}
         plain = known[None]
         for p, then in pace.beside.items():
             if p in known and plain < (1 - self.SPELL) * then:

@@ -379,13 +379,8 @@ def test_rounds_that_get_faster_through_each_answer() -> None:
 def test_drafts_that_become_good_are_found_by_calls_of_several_rounds() -> None:
     """Where a drafter slept: what its waking loses doesn't put off what it woke for."""
     for seed in range(8):
-        noise, policy, tokens, took, left = (
-            np.random.default_rng(seed),
-            Auto(chain_plan(4)),
-            0,
-            0,
-            0,
-        )
+        noise, policy = np.random.default_rng(seed), Auto(chain_plan(4))
+        left = tokens = took = 0
         for done in range(12_000):
             if not left:
                 plan, slept = policy.next_plan(Load(1, 1)), policy.asleep
