@@ -31,6 +31,7 @@ from draftsmith.decode.engine.round import DecodeBatch, Stepper
 from draftsmith.decode.engine.rows import Rows
 from draftsmith.decode.engine.session import Finished, News, Session
 from draftsmith.decode.engine.settings import DecodeSettings
+from draftsmith.decode.engine.several import MOST, SHARED
 from draftsmith.decode.forward.kv import context_of
 from draftsmith.decode.forward.runner import Runner, in_parts
 from draftsmith.decode.forward.size import available
@@ -149,8 +150,9 @@ class Decoder:
         ValueError for an empty prompt or one that leaves no room in the context. A prompt whose
         logits turn out broken (NaN) ends with finish_reason "error"; the others go on.
         """
-        done = []
-        for request, _, end in self._run(prompts, params, indices):
+        done, session = [], self._open(prompts, params, indices)
+        session.batch.longest = SHARED  # nobody asks for an answer before its end
+        for request, _, end in self._run(session):
             if end:
                 done.append(request.completion)
                 if tick:
@@ -161,7 +163,7 @@ class Decoder:
         self, prompts: Sequence[Prompt], params: SamplingParams, indices: Indices = None
     ) -> Iterator[Event]:
         """An Event for each request after each round. Text comes in whole characters."""
-        for request, tokens, finished in self._run(prompts, params, indices):
+        for request, tokens, finished in self._run(self._open(prompts, params, indices)):
             text = request.next_text(finished)
             completion = request.completion if finished else None
             yield Event(request.completion.index, tokens, text, completion)
@@ -233,10 +235,7 @@ class Decoder:
             )
         self.policy.read_by(drafter.acceptance, self.runner.device)
 
-    def _run(
-        self, prompts: Sequence[Prompt], params: SamplingParams, indices: Indices
-    ) -> Iterator[News]:
-        session = self._open(prompts, params, indices)
+    def _run(self, session: Session) -> Iterator[News]:
         self._decoding = True
         try:
             while session.busy:
@@ -309,7 +308,7 @@ class Decoder:
             # The keys and values have their place already.
             self.memory = memory.check(planned, None if free is None else free + planned.kv)
             batch.rows.reset()
-            batch.params, batch.harvest = params, None
+            batch.params, batch.harvest, batch.longest = params, None, MOST
         else:
             # Let the old room go before the new one is weighed.
             batch = self._batch = None

@@ -22,7 +22,7 @@ from draftsmith.decode.engine.grammar import Grammar, ruled
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.rows import Rows, Settled, Told
 from draftsmith.decode.engine.settings import DecodeSettings
-from draftsmith.decode.engine.several import Reach, kept_of, rounds_at_once, several
+from draftsmith.decode.engine.several import MOST, Reach, kept_of, rounds_at_once, several
 from draftsmith.decode.forward.attention import spread
 from draftsmith.decode.forward.kv import KVPool, round_up
 from draftsmith.decode.forward.runner import Runner, Seen
@@ -65,7 +65,7 @@ class DecodeBatch:
     part of the rows; listed: how many likeliest tokens to tell of each place, None for no
     log-probabilities; grammars: of each row's answer, None where no row has one. They are followed
     on the host, so what was emitted is read before the next round. owed: to drafters that let
-    tokens wait, where a policy may draft nothing.
+    tokens wait, where a policy may draft nothing; longest: rounds of one call.
     """
 
     rows: Rows
@@ -76,6 +76,7 @@ class DecodeBatch:
     listed: int | None = None
     grammars: Sequence[Grammar | None] | None = None
     owed: Owed | None = None
+    longest: int = MOST
 
     def law(self, logits_BNV: Tensor, tokens_BN: Tensor, parent: Tensor) -> Tensor:
         """What the target's raw logits at some nodes become: ruled by grammars, transformed."""
@@ -172,7 +173,7 @@ class Stepper:
         """
         rows, params, drafter = batch.rows, batch.params, batch.drafter or self.drafter
         nodes = 1 if plan is None else plan.nodes
-        most, span = rounds_at_once(self.runner, len(rows.lens_B), params, nodes)
+        most, span = rounds_at_once(self.runner, len(rows.lens_B), params, nodes, batch.longest)
         most = most if drafter is None else min(most, policy.stays)
         if most < 1:
             return None

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 News = tuple[Request, list[int], bool]  # its new tokens, and whether that was its end
 Finished = Callable[[Request, Harvested | None], None]
-USUAL = 8  # rounds of a call
+USUAL = 8  # rounds of a call that drafts
 SPREAD, HEARD = 0.3, 8  # of rows' kept tokens, until so many rounds of each are known
 
 
@@ -216,8 +216,9 @@ class Session:
             table = host[:, : 2 * told.levels + 6].tolist()
             return self._hear(flight, (told.levels, told.nodes), table, (seconds, whole), host)
         # What lies around them is shared out as over a call of usual length: trials are shorter.
-        rows = flight.load.rows
-        usual, each = max(min(USUAL, SHARED // rows), len(told.took)), list(told.took)
+        rows, each = flight.load.rows, list(told.took)
+        usual = self.batch.longest if flight.plan is None else USUAL
+        usual = max(min(usual, SHARED // rows), len(each))
         if told.several[:1] == told.several[1:2]:  # the first finds cold caches
             each[0] = min(each[:2])
         beside = None if seconds is None else (seconds - sum(each)) / usual

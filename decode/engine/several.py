@@ -22,22 +22,22 @@ from draftsmith.decode.sampling import BatchParams, unfiltered
 from draftsmith.decode.token_tree import chain
 from draftsmith.models.taps import Tap
 
-MOST = 16  # rounds, of one row: 20 ms of a 15M target's, which streamed text waits for
+MOST = 16  # rounds that streamed text waits for: 10 ms of a 15M target's, of one row
 SHARED = 64  # of all rows together: as soon as one has ended, others may take its place
 NOISE = 16 << 20  # bytes at most
 
 
 def rounds_at_once(
-    runner: Runner, rows: int, params: BatchParams, nodes: int = 1
+    runner: Runner, rows: int, params: BatchParams, nodes: int = 1, longest: int = MOST
 ) -> tuple[int, int]:
     """How many rounds of so many nodes one call may make, under 1 where there is no such call; and
     for how many positions it has noise at most, whose end may end it: what no round reaches would
-    be made for nothing.
+    be made for nothing. longest: rounds at most.
     """
     native = runner.native
     if native is None or not native.steps(rows * nodes) or library(SOURCE) is None:
         return 0, 0
-    most = min(MOST, SHARED // rows) if runner.attention == "masked" else 0
+    most = min(longest, SHARED // rows) if runner.attention == "masked" else 0
     span = most + 2 * (nodes - 1)
     if not params.greedy:
         span = min(span, NOISE // (4 * rows * runner.head.size))

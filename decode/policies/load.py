@@ -96,9 +96,11 @@ class Auto(Policy):
     batch that nobody joins ends with its slowest row, whose kept tokens are what counts then.
 
     With a number of rows that is new, `PLAIN` rounds are plain; then comes the largest tree of at
-    most `START` tokens in all. Of trees nearly as good as the best one is tried after `EVERY`
-    choices, then half as often each time that this changes nothing. Where none is that good, and
-    long before a trial, the drafter sleeps; before one it hears of `NAP` rounds. What trials lose,
+    most `START` tokens in all, and until `LEARN` drafts of rows are known what seems `FAR` as good
+    as none will do. What drafts take beyond their seconds, as the plain rounds after them, is
+    `BESIDE` of these. Of trees nearly as good as the best one is tried after `EVERY` choices, then
+    half as often each time that this changes nothing. Where none is that good, and long before a
+    trial, the drafter sleeps; before one it hears of `NAP` rounds. What trials lose,
     all that lies around them included, is to be `PAID` of all seconds: a trial waits until what
     those before it lost beyond that is no more than `FREE` plain rounds.
 
@@ -112,7 +114,8 @@ class Auto(Policy):
     are, the search doesn't stop at the first fall, and no profile is needed.
     """
 
-    WATCH, PLAIN, START, PERIOD, TRY = 12, 2, 32, 8, 2
+    WATCH, PLAIN, START, PERIOD, TRY = 12, 5, 32, 8, 2
+    LEARN, BESIDE = 16, 0.01
     REST = 16  # periods at most from one choice to draft nothing to the next
     EVERY, SELDOM = 4, 64
     PAID, FREE, MOST = 0.01, 8.0, 64.0  # MOST: plain rounds that are owed at most
@@ -127,7 +130,8 @@ class Auto(Policy):
         self._weigh_too(plan)
         self.shares = self.SHARES
         self.plain = 0  # rounds since the last that drafted, or the first of all
-        self.heard = 0  # rounds since the drafter slept
+        self.heard = NAP  # rounds since the drafter slept, or more
+        self.drafts = 0  # of rows, that are known
         self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
 
     def choose_among(self, reads: Mapping[int, int], whole: int) -> None:
@@ -170,6 +174,7 @@ class Auto(Policy):
         if asked is not None:
             counts = self.counts[asked.by]
             counts.news.append(outcome)
+            self.drafts += len(outcome.paths)
             made = counts.cuts[asked][outcome.levels]
         self.heard = 0 if self.asleep else self.heard + 1
         pace = self.paces[outcome.load.rows]
@@ -210,6 +215,10 @@ class Auto(Policy):
             pace.due = max(0, math.ceil(owed / (self.PAID * self.PERIOD * seconds[best])))
         others = self._near(pace, rates)
         pace.near = bool(others)
+        if best is None and self.drafts < self.LEARN and self.heard >= NAP:
+            second = max(rates, key=lambda plan: rates[plan] * (plan is not None))
+            if rates[second] >= self.FAR * rates[None]:
+                return second, self.TRY
         if pace.due > 0:
             # To choose takes a fifth of a small model's plain round, and resting teaches little; a
             # tree that has stood a trial is left alone for longer too.
@@ -227,7 +236,7 @@ class Auto(Policy):
             pace.asked[None] = 0
         if best is not None and 0 < len(pace.seconds[None]) <= self.PLAIN:
             pace.due = 1  # the trial comes after them
-            return None, self.TRY  # so few may all have been slow ones
+            return None, self.PLAIN  # so few may all have been slow ones
         pace.due = pace.every = min(2 * pace.every, self.SELDOM)
         pace.near = bool(self._near(pace, rates))
         if not others:
@@ -257,7 +266,9 @@ class Auto(Policy):
         self.shares = np.maximum(found_X, 0)
         guess_P = plain * (1 + self.work_PX @ self.shares)
         nothing = {counts.nothing: plain for counts in self.counts.values()}
-        return nothing | dict(zip(self.plans, guess_P.tolist(), strict=True)) | known
+        guess = dict(zip(self.plans, guess_P.tolist(), strict=True)) | known
+        least = {None, *nothing}
+        return nothing | {p: s * (1 + self.BESIDE * (p not in least)) for p, s in guess.items()}
 
 
 def work(plan: Plan) -> np.ndarray:
