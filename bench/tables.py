@@ -53,6 +53,10 @@ OWN = "exit:2,exit:6,skip:3a+4m,swift:0.3,jacobi:4,streaming:64,snapkv:64"
 OWN += f",kangaroo={KANGAROO},kangaroo exits={KANGAROO}@confidence:0.6"
 OWN += f",tokenswift=tokenswift:128+{TOKENSWIFT},longspec={LONGSPEC}"
 OWN += ";exit:2,exit:4,exit:6,DEL=exits:2+4+6@exits"
+OF_SEEDS = {
+    f"{kind}-{seed}": f"{kind}/gsm8k" for kind in ("kangaroo", "medusa") for seed in range(3)
+}
+SEEDS = ",".join(f"{run}=runs/own-layers/{run}/drafter" for run in OF_SEEDS)
 STEPS = {
     # What several tables begin from.
     "target": Step(f"{TRAIN}gsm8k/target", "50", "{target}"),
@@ -150,6 +154,20 @@ STEPS = {
         f"targets=target={{target}},layerskip=runs/layerskip/gsm8k/target 'drafters={OWN}' "
         "out={out}",
         "~30",
+    ),
+    **{
+        run: Step(
+            f"draftsmith train heads recipe={recipe} seed={run[-1]} out=runs/own-layers/{run}",
+            "~2",
+            f"runs/own-layers/{run}/drafter",
+        )
+        for run, recipe in OF_SEEDS.items()
+    },
+    "own-layers-seeds": Step(
+        "bench/evidence/evaluated.py K=1 prompts=24 max_new_tokens=64 identity=false "
+        f"targets=seeds={{target}} drafters=exit:2,{SEEDS} out={{out}}",
+        "~5",
+        "{out}/own-layers.json",
     ),
     "swift": Step("bench/evidence/swift.py out={out}", "~10"),
     "training-free-widened": Step(
@@ -326,7 +344,8 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "online-choices": (*GIVEN, "draft", "online", "eagle3", "online-choices"),
     "own-layers": (
         *(*GIVEN, "kangaroo", "longspec", "tokenswift", "layerskip", "twin"),
-        *("greedy", "consistency", "units", "own-layers-tuned", "own-layers-twin", "own-layers"),
+        *("greedy", "consistency", "units", *OF_SEEDS, "own-layers-seeds"),
+        *("own-layers-tuned", "own-layers-twin", "own-layers"),
     ),
     "peers": ("quickstart-runs", "peers"),
     "quickstart": ("quickstart-runs", "quickstart"),
