@@ -116,7 +116,10 @@ class Auto(Policy):
 
     WATCH, PLAIN, START, PERIOD, TRY = 12, 5, 32, 8, 2
     LEARN, BESIDE = 16, 0.01
-    REST = 16  # periods at most from one choice to draft nothing to the next
+    REST, STAY = (
+        16,
+        4,
+    )  # periods at most from one choice, to draft nothing or something, to the next
     EVERY, SELDOM = 4, 64
     PAID, FREE, MOST = 0.01, 8.0, 64.0  # MOST: plain rounds that are owed at most
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
@@ -220,10 +223,9 @@ class Auto(Policy):
             if rates[second] >= self.FAR * rates[None]:
                 return second, self.TRY
         if pace.due > 0:
-            # To choose takes a fifth of a small model's plain round, and resting teaches little; a
-            # tree that has stood a trial is left alone for longer too.
+            # To choose, and a call more, takes what a small model's round does.
             rests = best is None and pace.rounds > self.PERIOD
-            periods = min(pace.due, self.REST if rests else 1 + (pace.every > self.EVERY))
+            periods = min(pace.due, self.REST if rests else self.STAY)
             pace.due -= periods - 1
             return best, periods * self.PERIOD
         if best is None and others and self.heard < NAP and not woken:
