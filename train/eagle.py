@@ -34,26 +34,40 @@ from typing import Any
 
 from draftsmith.command import run_command
 from draftsmith.models.heads.head import family
-from draftsmith.models.target import head_weight
+from draftsmith.models.target import TargetSpec, head_weight
 from draftsmith.models.vocab import ENOUGH
 from draftsmith.train.drafts.start import EagleSource, counted, open_head
-from draftsmith.train.heldout.head_run import HeadRun, check_context, train_head
+from draftsmith.train.heldout.head_run import check_context, train_head
+from draftsmith.train.heldout.heldout import HeldOutPrompts
 from draftsmith.train.heldout.heldout import shrunk as shrunk_run
 from draftsmith.train.objectives.eagle import Unroll
 from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.frozen_target import open_target
 from draftsmith.train.run.launch import begin
-from draftsmith.train.teachers.states import open_states
-from draftsmith.train.text.on_policy import make_batches, training_examples
+from draftsmith.train.run.settings import Settings
+from draftsmith.train.teachers.states import Cache, open_states
+from draftsmith.train.text.on_policy import Text, make_batches, training_examples
 
 
 @dataclass(kw_only=True)
-class EagleRun(HeadRun):
+class EagleRun(Settings):
     """What a recipe of this entry can say."""
 
     entry: str = "eagle"
+    target: TargetSpec
+    shard_target: bool = False  # each process keeps a share of the target's decoder layers
     head: EagleSource = field(default_factory=EagleSource)
+    data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
+    text: Text = field(default_factory=Text)
+    loss: str = "fkl"  # D: see losses.parse_loss
     unroll: Unroll = field(default_factory=Unroll)
+    cache: Cache = field(default_factory=Cache)
+    heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)
+    temperature: float = 1.0  # of held-out tau, and of the answers that figures are taken on
+    K: int = 4  # drafted tokens a round: for tau, and the result's default
+    tree: str = "chain"  # for tau
+    best_metric: str = "tau"
+    best_mode: str = "max"
 
 
 def main(argv: list[str]) -> None:

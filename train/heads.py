@@ -31,17 +31,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.command import check_least, run_command
 from draftsmith.models.heads.head import Head, family, heads
 from draftsmith.models.heads.medusa import Medusa
-from draftsmith.train.heldout.head_run import HeadRun, check_context, train_head
-from draftsmith.train.heldout.heldout import shrunk
+from draftsmith.models.target import TargetSpec
+from draftsmith.train.heldout.head_run import check_context, train_head
+from draftsmith.train.heldout.heldout import HeldOutPrompts, shrunk
 from draftsmith.train.objectives.heads import HeadObjective
 from draftsmith.train.objectives.medusa import JointMedusa, JointTraining
 from draftsmith.train.plan.refuse import refuse
 from draftsmith.train.run.frozen_target import open_target
 from draftsmith.train.run.launch import begin
 from draftsmith.train.run.lora import Lora
-from draftsmith.train.run.settings import setting
-from draftsmith.train.teachers.states import States, open_states
-from draftsmith.train.text.on_policy import make_batches, training_examples
+from draftsmith.train.run.settings import Settings, setting
+from draftsmith.train.teachers.states import Cache, States, open_states
+from draftsmith.train.text.on_policy import Text, make_batches, training_examples
 
 
 @dataclass(kw_only=True)
@@ -60,19 +61,30 @@ class HeadSizes:
 
 
 @dataclass(kw_only=True)
-class HeadsConfig(HeadRun):
+class HeadsConfig(Settings):
     """What a recipe of this entry can say."""
 
     entry: str = "heads"
+    target: TargetSpec
+    shard_target: bool = False  # each process keeps a share of the target's decoder layers
     head: HeadSizes
     joint: JointTraining = field(default_factory=JointTraining)
     lora: Lora = field(default_factory=lambda: Lora(rank=32, dropout=0.05))  # of joint training
+    data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
+    text: Text = field(default_factory=Text)
     loss: str = "ce"  # or a key of losses.DIVERGENCES
     decay: float = 1.0  # of a head's weight, from one depth to the next
     noise: float = 0.0  # hydra: alpha of NEFTune's noise on the states read
     state: float = 0.0  # clover2, falcon: weight of smooth-L1 to the target's states
     glance: float = 0.4  # falcon: share of wrong tokens that are shown, falling to 0
     offset: int = 0  # longspec: positions are moved by up to so many, within the target's context
+    cache: Cache = field(default_factory=Cache)
+    heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)
+    temperature: float = 1.0  # of held-out tau, and of the answers that figures are taken on
+    K: int = 4  # drafted tokens a round: for tau, and the result's default
+    tree: str = "chain"  # for tau
+    best_metric: str = "tau"
+    best_mode: str = "max"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,7 +22,7 @@ from draftsmith.decode.engine.grammar import Grammar, ruled
 from draftsmith.decode.engine.recorder import Harvest, Recorder
 from draftsmith.decode.engine.rows import Rows, Settled, Told
 from draftsmith.decode.engine.settings import DecodeSettings
-from draftsmith.decode.engine.several import MOST, Reach, kept_of, rounds_at_once, several
+from draftsmith.decode.engine.several import MOST, kept_of, rounds_at_once, several
 from draftsmith.decode.forward.attention import spread
 from draftsmith.decode.forward.kv import KVPool, round_up
 from draftsmith.decode.forward.runner import Runner, Seen
@@ -200,7 +200,7 @@ class Stepper:
         began = time.thread_time()
         race_BMV = self.race(rows.seeds_B, at_BM, params)
         noise = time.thread_time() - began  # the longer, the more rounds there may be
-        reach = Reach(most, nodes, min(round_up(top + most * nodes), batch.pool.slots))
+        reach = most, nodes, min(round_up(top + most * nodes), batch.pool.slots)
         told = plan is None and batch.owed is not None and not self._deaf(batch, None, policy)
         taps = self.runner.taps if told or plan is not None else ()
         at = self.runner, batch.pool, rows, params

@@ -6,7 +6,6 @@ Shapes: B rows, M rounds, N nodes of a round, V vocabulary.
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,30 +43,20 @@ def rounds_at_once(
     return min(most, span - nodes + 1), span
 
 
-class Reach(NamedTuple):
-    """How many rounds there are at most, of how many nodes; width: slots that cover all that these
-    look at.
-    """
-
-    most: int
-    nodes: int
-    width: int
-
-
 def several(
     runner: Runner,
     pool: KVPool,
     rows: Rows,
     params: BatchParams,
     race_BMV: Tensor | None,
-    reach: Reach,
+    reach: tuple[int, int, int],
     drafts: InRounds,
     taps: Sequence[Tap] = (),
 ) -> tuple[Tensor, list[int], Tensor, Tensor, list[float]]:
     """Rounds at once, until a row ends: their tables, [M, B (2 N + 4)], in each round's first
     numbers one of [B, 2 n + 4], of n <= N nodes; these; lengths before [M, B], the taps' states
     [M, B, N, U], likewise, and this thread's seconds for each. race_BMV: log E at each row's next
-    positions.
+    positions; reach: rounds at most, nodes of each, and slots that cover all that these look at.
     """
     native, B, (most, nodes, width) = runner.native, len(rows.lens_B), reach
     assert native is not None

@@ -116,10 +116,7 @@ class Auto(Policy):
 
     WATCH, PLAIN, START, PERIOD, TRY = 12, 5, 32, 8, 2
     LEARN, BESIDE = 16, 0.01
-    REST, STAY = (
-        16,
-        4,
-    )  # periods at most from one choice, to draft nothing or something, to the next
+    REST, STAY = 16, 4  # periods at most from one choice to the next, of nothing and of a tree
     EVERY, SELDOM = 4, 64
     PAID, FREE, MOST = 0.01, 8.0, 64.0  # MOST: plain rounds that are owed at most
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
@@ -268,9 +265,8 @@ class Auto(Policy):
         self.shares = np.maximum(found_X, 0)
         guess_P = plain * (1 + self.work_PX @ self.shares)
         nothing = {counts.nothing: plain for counts in self.counts.values()}
-        guess = dict(zip(self.plans, guess_P.tolist(), strict=True)) | known
-        least = {None, *nothing}
-        return nothing | {p: s * (1 + self.BESIDE * (p not in least)) for p, s in guess.items()}
+        whole = nothing | dict(zip(self.plans, guess_P.tolist(), strict=True)) | known
+        return {p: s * (1 + self.BESIDE * (p is not None)) for p, s in whole.items()}
 
 
 def work(plan: Plan) -> np.ndarray:

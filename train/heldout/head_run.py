@@ -9,7 +9,7 @@ same at each: tau = 1 + a + ... + a^K.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count, takewhile
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from draftsmith.models.disk.provenance import provenance
 from draftsmith.models.disk.store import read_lines
 from draftsmith.models.heads.head import Head
 from draftsmith.models.target import TargetSpec, vocab_size
-from draftsmith.train.heldout.heldout import HeldOut, HeldOutPrompts, open_heldout
+from draftsmith.train.heldout.heldout import HeldOut, open_heldout
 from draftsmith.train.objectives.block import BlockObjective
 from draftsmith.train.objectives.eagle import EagleObjective
 from draftsmith.train.objectives.heads import HeadObjective
@@ -32,29 +32,10 @@ from draftsmith.train.run.frozen_target import offloaded
 from draftsmith.train.run.loop import Evaluate, Result, fit
 from draftsmith.train.run.result import save_draft, save_model
 from draftsmith.train.run.settings import Settings
-from draftsmith.train.teachers.states import Cache
 from draftsmith.train.text.batches import Batches
 from draftsmith.train.text.on_policy import Snapshot, Text
 
 Trained = EagleObjective | HeadObjective | BlockObjective
-
-
-@dataclass(kw_only=True)
-class HeadRun(Settings):
-    """What a recipe of every head can say, beside `head`."""
-
-    target: TargetSpec
-    shard_target: bool = False  # each process keeps a share of the target's decoder layers
-    data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
-    text: Text = field(default_factory=Text)
-    loss: str = "fkl"  # D: see losses.parse_loss
-    cache: Cache = field(default_factory=Cache)
-    heldout: HeldOutPrompts = field(default_factory=HeldOutPrompts)
-    temperature: float = 1.0  # of held-out tau, and of the answers that figures are taken on
-    K: int = 4  # drafted tokens a round: for tau, and the result's default
-    tree: str = "chain"  # for tau
-    best_metric: str = "tau"
-    best_mode: str = "max"
 
 
 def check_context(text: Text, head: Head) -> None:
@@ -113,7 +94,7 @@ def kept_figures(
 
 
 def train_head(
-    config: HeadRun,
+    config: Any,
     argv: list[str],
     accelerator: Accelerator,
     run: Run,
