@@ -151,7 +151,8 @@ class Decoder:
         logits turn out broken (NaN) ends with finish_reason "error"; the others go on.
         """
         done, session = [], self._open(prompts, params, indices)
-        session.batch.longest = SHARED  # nobody asks for an answer before its end
+        if not params.stop:  # which is looked for between calls; nobody else asks before the end
+            session.batch.longest = SHARED
         for request, _, end in self._run(session):
             if end:
                 done.append(request.completion)

@@ -196,7 +196,8 @@ class Stepper:
             drafts = leader.in_rounds(nodes, params.law[0])
         if drafts is None:
             return None
-        at_BM = rows.lens_B[:, None] + torch.arange(1, min(span, most * nodes) + 1)
+        span = min(span, most * nodes, 2 * (most + nodes - 1))
+        at_BM = rows.lens_B[:, None] + torch.arange(1, span + 1)
         began = time.thread_time()
         race_BMV = self.race(rows.seeds_B, at_BM, params)
         noise = time.thread_time() - began  # the longer, the more rounds there may be
@@ -214,7 +215,8 @@ class Stepper:
         if drafter is not None and leader is not drafter:
             rounds = zip(tables_MX, sizes, before_MB, side_MBNU, strict=True)
             drafter.owe([kept_of(*one) for one in rounds])
-        took = [seconds + noise / len(took) for seconds in took]
+        noise /= len(took) if nodes > 1 else span  # what no round came to belongs to none
+        took = [seconds + noise for seconds in took]
         levels = [n - 1 for n in sizes]
         return Told(tables_MX, nodes - 1, nodes - 1, owes=owes, several=levels, took=took)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 News = tuple[Request, list[int], bool]  # its new tokens, and whether that was its end
 Finished = Callable[[Request, Harvested | None], None]
-USUAL = 8  # rounds of a call that drafts
+USUAL = 16  # rounds of a call that drafts
 SPREAD, HEARD = 0.3, 8  # of rows' kept tokens, until so many rounds of each are known
 
 

@@ -39,7 +39,7 @@ def rounds_at_once(
     most = min(longest, SHARED // rows) if runner.attention == "masked" else 0
     span = most + 2 * (nodes - 1)
     if not params.greedy:
-        span = min(span, NOISE // (4 * rows * runner.head.size))
+        span = min(span, 2 * MOST, NOISE // (4 * rows * runner.head.size))
     return min(most, span - nodes + 1), span
 
 

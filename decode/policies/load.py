@@ -96,13 +96,12 @@ class Auto(Policy):
     batch that nobody joins ends with its slowest row, whose kept tokens are what counts then.
 
     With a number of rows that is new, `PLAIN` rounds are plain; then comes the largest tree of at
-    most `START` tokens in all, and until `LEARN` drafts of rows are known what seems `FAR` as good
-    as none will do. What drafts take beyond their seconds, as the plain rounds after them, is
-    `BESIDE` of these. Of trees nearly as good as the best one is tried after `EVERY` choices, then
-    half as often each time that this changes nothing. Where none is that good, and long before a
-    trial, the drafter sleeps; before one it hears of `NAP` rounds. What trials lose,
-    all that lies around them included, is to be `PAID` of all seconds: a trial waits until what
-    those before it lost beyond that is no more than `FREE` plain rounds.
+    most `START` tokens in all, and until rows have drafted `LEARN` times what seems `FAR` as good
+    as none will do. Drafts take `BESIDE` more than is timed, as plain rounds after them do. Of
+    trees nearly as good as the best one is tried after `EVERY` periods, then half as often each
+    time that this changes nothing. Where none is that good, and long before a trial, the drafter
+    sleeps; before one it hears of `NAP` rounds. What trials lose, with all around them, is to be
+    `PAID` of all seconds: a trial waits until that is no more than `FREE` plain rounds beyond it.
 
     The seconds of the first `COLD` plain rounds of all, which take up to twice as long as those
     that follow, and after a draft, whose weights stand in the cache (3 to 8% more), don't count.
@@ -114,13 +113,12 @@ class Auto(Policy):
     are, the search doesn't stop at the first fall, and no profile is needed.
     """
 
-    WATCH, PLAIN, START, PERIOD, TRY = 12, 5, 32, 8, 2
-    LEARN, BESIDE = 16, 0.01
-    REST, STAY = 16, 4  # periods at most from one choice to the next, of nothing and of a tree
+    WATCH, PLAIN, START, LEARN, PERIOD, TRY = 12, 5, 32, 16, 8, 2
+    REST, STAY = 16, 6  # periods at most from one choice to the next, of nothing and of a tree
     EVERY, SELDOM = 4, 64
     PAID, FREE, MOST = 0.01, 8.0, 64.0  # MOST: plain rounds that are owed at most
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
-    COLD, SPELL = 2, 0.2  # rounds; of seconds
+    COLD, BESIDE, SPELL = 2, 0.01, 0.2  # rounds; of seconds
     SHARES = np.array([0.0, 0.15, 0.05])  # of a plain round's seconds, before anything is known
     PRIOR = 0.05  # how much these weigh beside one measured tree
     rests = True
@@ -131,7 +129,7 @@ class Auto(Policy):
         self.shares = self.SHARES
         self.plain = 0  # rounds since the last that drafted, or the first of all
         self.heard = NAP  # rounds since the drafter slept, or more
-        self.drafts = 0  # of rows, that are known
+        self.drafts = 0  # of rows
         self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
 
     def choose_among(self, reads: Mapping[int, int], whole: int) -> None:
@@ -221,8 +219,8 @@ class Auto(Policy):
                 return second, self.TRY
         if pace.due > 0:
             # To choose, and a call more, takes what a small model's round does.
-            rests = best is None and pace.rounds > self.PERIOD
-            periods = min(pace.due, self.REST if rests else self.STAY)
+            longest = self.REST if best is None else self.STAY
+            periods = min(pace.due, longest if pace.rounds > self.PERIOD else 1)
             pace.due -= periods - 1
             return best, periods * self.PERIOD
         if best is None and others and self.heard < NAP and not woken:
