@@ -40,6 +40,11 @@ WIDE = ";".join(
 )
 # Of what `compare` trains: not Falcon and Hydra++.
 WIDENED = ("draft", "medusa", "hydra", "clover2", "eagle1", "eagle3", "block", "dspark", "dflash")
+ON_TWINS = ";".join(
+    "ngram,suffix,recycling,"
+    + ",".join(f"{kind}=runs/compare/twin-{seed}/{kind}" for kind in WIDENED)
+    for seed in range(3)
+)
 SCALING = "steps=120 eval_every=15 warmup=10 heldout.limit=24 heldout.max_new_tokens=64"
 TRAIN, TUNE = (f"draftsmith train {entry} recipe=" for entry in ("pretrain", "tune"))
 KANGAROO, LONGSPEC, TOKENSWIFT = (
@@ -257,19 +262,21 @@ STEPS = {
             ("compare-avx2", "without AVX-512"),
         )
     },
-    "compare-widened": Step(
-        "bench/speed/twin.py target={target} out=runs/compare/twin-0 drafter="
-        + ",".join(f"{MINUTE}/{kind}/drafter" for kind in WIDENED),
-        "2",
-        "runs/compare/twin-0/target",
-    ),
+    **{
+        f"compare-widened-{seed}": Step(
+            f"bench/speed/twin.py target={{target}} out=runs/compare/twin-{seed} drafter="
+            + ",".join(f"runs/compare/gsm8k-{seed}/runs/{kind}/drafter" for kind in WIDENED),
+            "2",
+            f"runs/compare/twin-{seed}/target",
+        )
+        for seed in range(3)
+    },
     "compare-twin": Step(
         "bench/evidence/evaluated.py name=compare-twin 'title=Every kind, on a costly twin' "
         "K=3 trees=chain prompts=8 max_new_tokens=32 identity=false threads=1 "
-        "'targets=seed 0=runs/compare/twin-0/target' drafters=ngram,suffix,recycling,"
-        + ",".join(f"{kind}=runs/compare/twin-0/{kind}" for kind in WIDENED)
-        + " out={out}",
-        "~10",
+        f"'targets={','.join(f'seed {seed}=runs/compare/twin-{seed}/target' for seed in range(3))}' "
+        f"'drafters={ON_TWINS}' out={{out}}",
+        "~30",
     ),
     "quickstart": Step(
         "bench/joined.py name=quickstart title=Quickstart reports=runs/quickstart out={out}", "0"
@@ -322,7 +329,10 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "compare": ("quickstart-runs", "compare-runs", "compare"),
     "compare-avx2": (*GIVEN, *SEEDED, "compare-avx2"),
     "compare-gsm8k": (*GIVEN, *SEEDED, "compare-gsm8k"),
-    "compare-twin": (*GIVEN, "compare-gsm8k-0", "compare-widened", "compare-twin"),
+    "compare-twin": (
+        *(*GIVEN, *SEEDED, *(f"compare-widened-{seed}" for seed in range(3))),
+        "compare-twin",
+    ),
     "cost": ("quickstart-runs", "cost"),
     "decode": ("quickstart-runs", "decode"),
     "distillation": (*GIVEN, "quickstart-runs", "distillation-gsm8k", "distillation"),
