@@ -40,10 +40,10 @@ WIDE = ";".join(
 )
 # Of what `compare` trains: not Falcon and Hydra++.
 WIDENED = ("draft", "medusa", "hydra", "clover2", "eagle1", "eagle3", "block", "dspark", "dflash")
+TWINS = {f"seed {seed}": f"runs/compare/twin-{seed}" for seed in range(3)}
 ON_TWINS = ";".join(
-    "ngram,suffix,recycling,"
-    + ",".join(f"{kind}=runs/compare/twin-{seed}/{kind}" for kind in WIDENED)
-    for seed in range(3)
+    ",".join(("ngram,suffix,recycling", *(f"{kind}={twin}/{kind}" for kind in WIDENED)))
+    for twin in TWINS.values()
 )
 SCALING = "steps=120 eval_every=15 warmup=10 heldout.limit=24 heldout.max_new_tokens=64"
 TRAIN, TUNE = (f"draftsmith train {entry} recipe=" for entry in ("pretrain", "tune"))
@@ -274,7 +274,7 @@ STEPS = {
     "compare-twin": Step(
         "bench/evidence/evaluated.py name=compare-twin 'title=Every kind, on a costly twin' "
         "K=3 trees=chain prompts=8 max_new_tokens=32 identity=false threads=1 "
-        f"'targets={','.join(f'seed {seed}=runs/compare/twin-{seed}/target' for seed in range(3))}' "
+        f"'targets={','.join(f'{name}={twin}/target' for name, twin in TWINS.items())}' "
         f"'drafters={ON_TWINS}' out={{out}}",
         "~30",
     ),
