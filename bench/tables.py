@@ -142,7 +142,7 @@ STEPS = {
     "units": Step(f"{TUNE}units/gsm8k", "21", "runs/units/gsm8k/target"),
     "own-layers-tuned": Step(
         "bench/evidence/evaluated.py K=3,8 prompts=12 max_new_tokens=48 identity=false "
-        "targets=target={target},consistency=runs/consistency/gsm8k/target,"
+        "targets=untuned={target},consistency=runs/consistency/gsm8k/target,"
         "units=runs/units/gsm8k/target 'drafters=jacobi:8;jacobi:8;pads:8' out={out}",
         "~5",
         "{out}/own-layers.json",
