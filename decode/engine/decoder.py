@@ -163,7 +163,7 @@ class Decoder:
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams, indices: Indices = None
     ) -> Iterator[Event]:
-        """An Event for each request after each round. Text comes in whole characters."""
+        """An Event for each request after each call of rounds. Text comes in whole characters."""
         for request, tokens, finished in self._run(self._open(prompts, params, indices)):
             text = request.next_text(finished)
             completion = request.completion if finished else None

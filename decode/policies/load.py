@@ -214,7 +214,7 @@ class Auto(Policy):
         others = self._near(pace, rates)
         pace.near = bool(others)
         if best is None and self.drafts < self.LEARN and self.heard >= NAP:
-            second = max(rates, key=lambda plan: rates[plan] * (plan is not None))
+            second = max(self.plans, key=lambda plan: rates[plan])
             if rates[second] >= self.FAR * rates[None]:
                 return second, self.TRY
         if pace.due > 0:
