@@ -17,8 +17,7 @@ from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.drafting.in_rounds import InRounds, heads_rounds
 from draftsmith.decode.forward.lean_heads import LeanStack, lean_prefix
-from draftsmith.decode.forward.native import sides
-from draftsmith.decode.forward.product import Product, VocabHead
+from draftsmith.decode.forward.product import Product, VocabHead, sides
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.hydra import Hydra
 

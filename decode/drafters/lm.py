@@ -32,10 +32,10 @@ from draftsmith.decode.drafting.foreseen import Foreseen, came_true, foresee
 from draftsmith.decode.drafting.grow_tree import at_once, grow, grow_at_once, plain
 from draftsmith.decode.drafting.in_rounds import Draws, InRounds, lm_rounds
 from draftsmith.decode.drafting.retrieval import LEAST, retrieved
+from draftsmith.decode.drafting.side_by_side import side_by_side
 from draftsmith.decode.forward.kv import context_of, round_up
 from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.runner import Runner, Seen, in_parts
-from draftsmith.decode.forward.side_by_side import side_by_side
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree, chain
 from draftsmith.models.heads.head import ANY_DEPTH

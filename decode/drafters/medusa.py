@@ -12,8 +12,7 @@ from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round
 from draftsmith.decode.drafting.grow_tree import grow_known
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.drafting.in_rounds import InRounds, heads_rounds
-from draftsmith.decode.forward.native import sides
-from draftsmith.decode.forward.product import Product, VocabHead
+from draftsmith.decode.forward.product import Product, VocabHead, sides
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.medusa import Medusa
 

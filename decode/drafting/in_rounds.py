@@ -13,8 +13,8 @@ from torch import Tensor
 
 from draftsmith.decode.forward.compiled import library, pointer
 from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.native import ChainCall, NativeBody, PassCall, laid, sides
-from draftsmith.decode.forward.product import Product, VocabHead
+from draftsmith.decode.forward.native import ChainCall, NativeBody, PassCall, laid
+from draftsmith.decode.forward.product import Product, VocabHead, sides
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 

@@ -131,6 +131,14 @@ class LeanBody:
         torch._dynamo.config.recompile_limit = max(limit, 64)
         self.enter, self.leave = torch.compile(enter, **options), torch.compile(leave, **options)
 
+    @property
+    def matrices(self) -> list[Tensor]:
+        """What its layers multiply by."""
+        products = [
+            part for one in self.layers for part in (one.entry[1], one.exit[0], *one.exit[2:])
+        ]
+        return [weight for product in products for weight in product.tensors[0]]
+
     def part(self, last: int, without: Collection[Half]) -> "LeanBody":
         """Its first `last` layers without these halves, and the norm."""
         part = copy.copy(self)
@@ -138,6 +146,8 @@ class LeanBody:
         for layer in part.layers:
             layer.halves = tuple(half for half in HALVES if (layer.index, half) not in without)
         part.native = None if self.native is None else NativeBody.of(part)
+        if part.native is not None and self.native is not None:
+            part.native.compressed = self.native.compressed
         return part
 
     def __call__(

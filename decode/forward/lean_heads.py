@@ -26,8 +26,8 @@ from draftsmith.decode.forward.lean import (
     normed,
     rotary_tables,
 )
-from draftsmith.decode.forward.native import Front, NativeBody, sides, weight_of
-from draftsmith.decode.forward.product import HALF, Product
+from draftsmith.decode.forward.native import Front, NativeBody, weight_of
+from draftsmith.decode.forward.product import HALF, Product, sides
 from draftsmith.models.heads.block import Block, Stack
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import Head

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from draftsmith.decode.forward.compiled import library, place, pointer
+from draftsmith.decode.forward.compressed import Compressed
 from draftsmith.decode.forward.kv import KVPool, SlotCache
-from draftsmith.decode.forward.product import ONEDNN, STEP, VocabHead
+from draftsmith.decode.forward.product import ONEDNN, STEP, VocabHead, sides
 from draftsmith.models.taps import NORM, Tap
 
 HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to that
@@ -94,8 +95,9 @@ class NativeBody:
         # without AVX-512, not much slower; and a prompt then comes out as it does alone.
         whole = self.many > 2 * PIECE
         self.longest = sys.maxsize if whole and ONEDNN else PIECE * bool(whole or made.tiles())
+        self.compressed: list[Compressed] = []
         self.front, begin = front, front or Front(None, None)
-        self.body = _Body(
+        self._body = _Body(
             *(self.layers, self.hidden, heads, kv_heads, width, inner),
             *map(pointer, self.tensors),
             *(first.exit[1].epsilon, first.scale, ctypes.addressof(self.pointers)),
@@ -110,6 +112,13 @@ class NativeBody:
             return None
         native = cls(body, made, front)
         return native if native.alone else None
+
+    @property
+    def body(self) -> _Body:
+        """What C++ is given; weights that have been changed are followed."""
+        for matrix in self.compressed:
+            matrix.follow()
+        return self._body
 
     def unbound(self) -> "NativeBody":
         """The same for passes of any size, to be tried on."""
@@ -359,13 +368,6 @@ def parts_of(layer: Any) -> Sequence[Tensor | None]:
         for half, parts in zip(HALVES, halves, strict=True)
         for part in parts
     ]
-
-
-def sides(product: Any) -> list[Tensor | None]:
-    """Weight and bias of each of its maps."""
-    weights, biases = product.tensors
-    pairs = zip(weights, biases or (None,) * len(weights), strict=True)
-    return [side for pair in pairs for side in pair]
 
 
 def weight_of(norm: Any) -> Tensor | None:

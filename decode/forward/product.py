@@ -167,6 +167,13 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> li
     return [F.linear(x, weight, bias) for weight, bias in zip_longest(weights, biases)]
 
 
+def sides(product: Product) -> list[Tensor | None]:
+    """Weight and bias of each of its maps."""
+    weights, biases = product.tensors
+    pairs = zip(weights, biases or (None,) * len(weights), strict=True)
+    return [side for pair in pairs for side in pair]
+
+
 class QuickLinear(nn.Linear):
     """A linear map that multiplies as `Product` does while nothing is learned; see `quick`."""
 

@@ -430,6 +430,8 @@ static void by_columns(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, 
     }
 }
 #endif
+#include "compressed.h"
+
 // y[t, o] = w[o] . x[t] + bias[o], with `step` numbers between the rows of y. Outputs in groups
 // that stay in the nearest cache while the tokens go by; those that four doesn't divide one by one.
 static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
@@ -444,6 +446,9 @@ static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int
 #ifndef __AVX512F__
     return by_eights(w, bias, x, y, tokens, in, out, step);
 #else
+#ifdef __AVX512BW__
+    if (by_compressed(w, bias, x, y, tokens, in, out, step)) return;
+#endif
     void (*const by[])(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t,
                        int64_t) = {rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>};
 #ifdef TILES

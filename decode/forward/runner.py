@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.forward.attention import ATTENTION, Attend, Seen, resolve
+from draftsmith.decode.forward.compressed import compressed
 from draftsmith.decode.forward.kv import (
     KVPool,
     SlotCache,
@@ -318,6 +319,8 @@ class Runner:
         if native is not None:
             lean.native = native.unbound()
             lean.native = native if agree(wanted, fast._trial(), self.dtype) else None
+        if lean.native is not None:
+            lean.native.compressed = compressed([*lean.matrices, self.head.weight])
 
     @torch.inference_mode()
     def _check_mixers(self) -> None:

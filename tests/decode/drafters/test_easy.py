@@ -20,9 +20,9 @@ from truths import PROMPTS, SETTINGS, truths
 from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
 from draftsmith.decode.drafters.load import has_folder, load_drafter
 from draftsmith.decode.drafting.base import Fed, Frontier, Kept, Round
+from draftsmith.decode.drafting.side_by_side import side_by_side
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.runner import Runner
-from draftsmith.decode.forward.side_by_side import side_by_side
 
 TREES: list[dict[str, Any]] = [
     {"K": 8},
