@@ -3,10 +3,11 @@
 //
 // Sign and upper seven bits of the exponent are one of sixteen values (DFloat11, arXiv 2504.11651, found
 // how few of them a trained matrix has; its codes are of any length, for a GPU), the other eight bits as they
-// are. Four rows have a table of their own, of the eight commonest exponents, before their blocks of 64
-// columns: of each row the lower bytes, then of each row the halves of bytes that say which. In both the
-// columns lie as two vectors of 32 come out of them. Weights with other exponents are patches, each
-// block << 24 | place in the block << 16 | weight, by blocks, and one that no block has at the end.
+// are. Four rows have a table of their own, of the eight commonest exponents, and in the same line how many
+// patches come before theirs; then blocks of 64 columns: of each row the lower bytes, then of each row the
+// halves of bytes that say which. In both the columns lie as two vectors of 32 come out of them. Weights
+// with other exponents are patches, each block << 24 | place in the block << 16 | weight, by blocks, and
+// one that no block has at the end.
 
 #include <algorithm>
 #include <mutex>
@@ -63,6 +64,7 @@ extern "C" int64_t compress(const bf16 *w, int64_t in, int64_t out, uint8_t *to,
         for (int high = 0; high < 128; high++)
             for (int n = 1; n < 4; n++) counts[0][high] += counts[n][high];
         const uint8_t *table = to;
+        memcpy(to + 16, &patched, 8);
         for (int code = 0; code < 8; code++) {
             int best = std::max_element(counts[0], counts[0] + 128) - counts[0];
             counts[0][best] = -1, to[code] = best, to[8 + code] = best | 128;
@@ -104,14 +106,16 @@ static void __attribute__((noinline)) mend(Weights &own, int64_t block, const in
     for (; *patch >> 24 == block; patch++)
         memcpy((char *)&own + 2 * (*patch >> 16 & 255), patch, sizeof(bf16));  // the lower bytes
 }
-// As `rows` has them, to the last bit.
+// As `rows` has them, to the last bit: `out` outputs from `first` on, a multiple of four.
 template <int M>
-static void compressed_rows(const Compressed &c, const bf16 *bias, const bf16 *x, bf16 *y, int64_t out,
+static void compressed_rows(const Compressed &c, const bf16 *bias, const bf16 *x, bf16 *y, int64_t first, int64_t out,
                             int64_t step) {
     const __m512i half = _mm512_set1_epi8(15);
-    const int64_t *patch = c.patches, in = c.in;
-    const uint8_t *from = c.bytes;
-    int64_t block = 0;
+    const int64_t in = c.in, groups = first / 4;
+    const uint8_t *from = c.bytes + groups * (TABLE + in / COLUMNS * BLOCK);
+    int64_t block = groups * (in / COLUMNS), patch_at;
+    memcpy(&patch_at, from + 16, 8);
+    const int64_t *patch = c.patches + patch_at;
     for (int64_t o = 0; o < out; o += 4) {
         F16 part[M][4] = {}, sum[M][4];
         __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)from));
@@ -153,15 +157,8 @@ static void compressed_rows(const Compressed &c, const bf16 *bias, const bf16 *x
         put<M>(sum, bias, y, o, step);
     }
 }
-// Whether a matrix was compressed, and its product with 1 to 6 tokens made.
-static bool by_compressed(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
-                          int64_t in, int64_t out, int64_t step) {
-    void (*const by[])(const Compressed &, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t) = {
-        compressed_rows<1>, compressed_rows<2>, compressed_rows<3>,
-        compressed_rows<4>, compressed_rows<5>, compressed_rows<6>};
-    if (tokens > 6) return false;
-    Compressed found = compressed_of(w, in, out);
-    if (found.bytes) by[tokens - 1](found, bias, x, y, out, step);
-    return found.bytes;
-}
+static void (*const by_compressed[])(const Compressed &, const bf16 *, const bf16 *, bf16 *, int64_t,
+                                     int64_t, int64_t) = {
+    compressed_rows<1>, compressed_rows<2>, compressed_rows<3>,
+    compressed_rows<4>, compressed_rows<5>, compressed_rows<6>};
 #endif

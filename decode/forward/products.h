@@ -446,9 +446,6 @@ static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int
 #ifndef __AVX512F__
     return by_eights(w, bias, x, y, tokens, in, out, step);
 #else
-#ifdef __AVX512BW__
-    if (by_compressed(w, bias, x, y, tokens, in, out, step)) return;
-#endif
     void (*const by[])(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t,
                        int64_t) = {rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>};
 #ifdef TILES
@@ -464,12 +461,17 @@ static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int
         w += whole * in, bias += bias ? whole : 0, y += whole, out -= whole;
     }
 #endif
+    Compressed form = compressed_of(w, in, out);
     int64_t blocks = (tokens + 5) / 6, group = blocks > 1 ? 32 : out;
     for (int64_t o = 0; o < out; o += group)
         for (int64_t block = 0; block < blocks; block++) {
             int64_t t = block * tokens / blocks, m = (block + 1) * tokens / blocks - t;
-            by[m - 1](w + o * in, bias ? bias + o : bias, x + t * in, y + t * step + o, in,
-                      group < out - o ? group : out - o, step);
+            int64_t some = group < out - o ? group : out - o;
+            const bf16 *own = bias ? bias + o : bias, *given = x + t * in;
+            if (!form.bytes) by[m - 1](w + o * in, own, given, y + t * step + o, in, some, step);
+#ifdef __AVX512BW__
+            if (form.bytes) by_compressed[m - 1](form, own, given, y + t * step + o, o, some, step);
+#endif
         }
 #endif
 }
