@@ -195,7 +195,7 @@ struct Query {
     float score(const bf16 *key) {
         F16 made = (F16){};
         for (int e = 0; e < E16; e += 2)
-            made = dot32(made, pairs16(x + e * 16), pairs16(key + e * 16));
+            made = dot32(made, pairs<U16>(x + e * 16), pairs<U16>(key + e * 16));
         return sum16(made);
     }
     void add(const bf16 *value, float weight) {

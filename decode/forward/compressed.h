@@ -1,13 +1,13 @@
 // Matrices of bf16 in 12 bits a weight, from which each weight is had again to the last bit, for products
-// of few tokens, which wait for the memory. Needs AVX-512 and its instructions on bytes.
+// of few tokens, which wait for the memory. Needs AVX2 or AVX-512 with its instructions on bytes.
 //
 // Sign and upper seven bits of the exponent are one of sixteen values (DFloat11, arXiv 2504.11651, found
 // how few of them a trained matrix has; its codes are of any length, for a GPU), the other eight bits as they
 // are. Four rows have a table of their own, of the eight commonest exponents, and in the same line how many
-// patches come before theirs; then blocks of 64 columns: of each row the lower bytes, then of each row the
-// halves of bytes that say which. In both the columns lie as two vectors of 32 come out of them. Weights
-// with other exponents are patches, each block << 24 | place in the block << 16 | weight, by blocks, and
-// one that no block has at the end.
+// patches come before theirs; then blocks of as many columns as a vector has bytes: of each row the lower
+// bytes, then of each row the halves of bytes that say which. In both the columns lie as two vectors come
+// out of them. Weights with other exponents are patches, each block << 24 | place in the block << 16 |
+// weight, by blocks, and one that no block has at the end.
 
 #include <algorithm>
 #include <mutex>
@@ -20,8 +20,46 @@ struct Compressed {
     const uint8_t *bytes;
     const int64_t *patches;
 };
-const int64_t COLUMNS = 64, TABLE = 64, BLOCK = 4 * (COLUMNS + COLUMNS / 2);  // bytes of both
-const int64_t FETCHED = 12 * 1024;                                           // bytes ahead
+#ifdef __AVX512BW__
+const int64_t COLUMNS = 64;
+#else
+const int64_t COLUMNS = 32;
+#endif
+const int64_t TABLE = 64, BLOCK = 4 * (COLUMNS + COLUMNS / 2);  // bytes of both
+const int64_t FETCHED = 12 * 1024;                              // bytes ahead
+
+#ifdef __AVX512BW__
+#define COMPRESSES
+typedef U16 Vector;
+typedef __m512i Bytes;
+static inline Bytes sixteen(const uint8_t *from) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)from));
+}
+// The weights of two vectors, by the table, their lower bytes and what stands for the others.
+static inline void widened(Bytes table, const uint8_t *lower, const uint8_t *halves, U16 &a, U16 &b) {
+    __m512i which = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)halves));
+    which = _mm512_or_si512(which, _mm512_slli_epi16(which, 4));
+    which = _mm512_and_si512(which, _mm512_set1_epi8(15));
+    __m512i low = _mm512_loadu_si512(lower), high = _mm512_shuffle_epi8(table, which);
+    a = (U16)_mm512_unpacklo_epi8(low, high), b = (U16)_mm512_unpackhi_epi8(low, high);
+}
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define COMPRESSES
+typedef U8 Vector;
+typedef __m256i Bytes;
+static inline Bytes sixteen(const uint8_t *from) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)from));
+}
+static inline void widened(Bytes table, const uint8_t *lower, const uint8_t *halves, U8 &a, U8 &b) {
+    __m256i which = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)halves));
+    which = _mm256_or_si256(which, _mm256_slli_epi16(which, 4));
+    which = _mm256_and_si256(which, _mm256_set1_epi8(15));
+    __m256i low = _mm256_loadu_si256((const __m256i *)lower);
+    __m256i high = _mm256_shuffle_epi8(table, which);
+    a = (U8)_mm256_unpacklo_epi8(low, high), b = (U8)_mm256_unpackhi_epi8(low, high);
+}
+#endif
+extern "C" int64_t tiles();
 
 static std::shared_mutex guard;
 static std::unordered_map<const bf16 *, Compressed> known;
@@ -43,20 +81,20 @@ static Compressed compressed_of(const bf16 *w, int64_t in, int64_t out) {
     return fits ? found->second : Compressed{};
 }
 
-// Bytes of a block's columns, as two vectors of 32 come out of them: eights of both in turn.
+// Bytes of a block's columns, as two vectors come out of them: eights of both in turn.
 static inline void laid_as_read(const uint8_t *columns, uint8_t *to) {
-    for (int64_t n = 0; n < COLUMNS; n += 8) memcpy(to + n, columns + n % 16 * 4 + n / 16 * 8, 8);
+    for (int64_t n = 0; n < COLUMNS; n += 8)
+        memcpy(to + n, columns + n % 16 * (COLUMNS / 16) + n / 16 * 8, 8);
 }
 // Compresses [out, in], in fours and in 64s; -1 where it would take more than `most` patches, and where
 // products aren't by it.
 extern "C" int64_t compress(const bf16 *w, int64_t in, int64_t out, uint8_t *to, int64_t *patches,
                             int64_t most) {
     int64_t patched = 0, block = 0;
-#ifdef __AVX512BW__
-    if (tiles()) return -1;
-#else
+#ifndef COMPRESSES
     return -1;
 #endif
+    if (tiles()) return -1;
     for (int64_t o = 0; o < out; o += 4, w += 4 * in) {
         int32_t counts[4][128] = {};  // side by side, since the same exponents follow one another
         for (int64_t i = 0; i < 4 * in; i += 4)
@@ -83,7 +121,7 @@ extern "C" int64_t compress(const bf16 *w, int64_t in, int64_t out, uint8_t *to,
                 for (int64_t c = 0; c < COLUMNS && strange > 7; c++) {
                     if (which[c] < 8) continue;
                     if (patched == most) return -1;
-                    int64_t place = (c / 32 * 4 + r) * 32 + c % 32;
+                    int64_t place = (2 * c / COLUMNS * 4 + r) * COLUMNS / 2 + c % (COLUMNS / 2);
                     patches[patched++] = block << 24 | place << 16 | from[c];
                     which[c] = 0;
                 }
@@ -98,67 +136,53 @@ extern "C" int64_t compress(const bf16 *w, int64_t in, int64_t out, uint8_t *to,
     return patched;
 }
 
-#ifdef __AVX512BW__
-struct Weights {
-    U16 pairs[2][4];  // of both halves of a block, of each row
-};
-static void __attribute__((noinline)) mend(Weights &own, int64_t block, const int64_t *&patch) {
-    for (; *patch >> 24 == block; patch++)
-        memcpy((char *)&own + 2 * (*patch >> 16 & 255), patch, sizeof(bf16));  // the lower bytes
-}
-// As `rows` has them, to the last bit: `out` outputs from `first` on, a multiple of four.
-template <int M>
-static void compressed_rows(const Compressed &c, const bf16 *bias, const bf16 *x, bf16 *y, int64_t first, int64_t out,
-                            int64_t step) {
-    const __m512i half = _mm512_set1_epi8(15);
-    const int64_t in = c.in, groups = first / 4;
-    const uint8_t *from = c.bytes + groups * (TABLE + in / COLUMNS * BLOCK);
-    int64_t block = groups * (in / COLUMNS), patch_at;
-    memcpy(&patch_at, from + 16, 8);
-    const int64_t *patch = c.patches + patch_at;
-    for (int64_t o = 0; o < out; o += 4) {
-        F16 part[M][4] = {}, sum[M][4];
-        __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)from));
-        from += TABLE;
-        for (int64_t i = 0; i < in; i += COLUMNS, from += BLOCK, block++) {
-            Weights own;
-#pragma GCC unroll 6
-            for (int line = 0; line < BLOCK; line += 64) __builtin_prefetch(from + FETCHED + line);
-#pragma GCC unroll 4
-            for (int r = 0; r < 4; r++) {
-                __m512i low = _mm512_loadu_si512(from + r * COLUMNS);
-                const uint8_t *halves = from + 4 * COLUMNS + r * COLUMNS / 2;
-                __m512i which = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)halves));
-                which = _mm512_and_si512(
-                    _mm512_or_si512(which, _mm512_slli_epi16(which, 4)), half);
-                __m512i high = _mm512_shuffle_epi8(table, which);
-                own.pairs[0][r] = (U16)_mm512_unpacklo_epi8(low, high);
-                own.pairs[1][r] = (U16)_mm512_unpackhi_epi8(low, high);
-            }
-            if (__builtin_expect(*patch >> 24 == block, 0)) {
-                Weights mended = own;  // own stays in registers
-                mend(mended, block, patch);
-                own = mended;
-            }
-#pragma GCC unroll 2
-            for (int part32 = 0; part32 < 2; part32++)
-#pragma GCC unroll 6
-                for (int m = 0; m < M; m++) {
-                    U16 given = pairs16(x + m * in + i + 32 * part32);
-#pragma GCC unroll 4
-                    for (int r = 0; r < 4; r++)
-                        part[m][r] = dot32(part[m][r], own.pairs[part32][r], given);
-                }
-        }
-#pragma GCC unroll 6
-        for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-            for (int r = 0; r < 4; r++) sum[m][r] = part[m][r];
-        put<M>(sum, bias, y, o, step);
+#ifdef COMPRESSES
+// Four rows after another of a compressed matrix, R of them at a time, block by block: of each row two
+// vectors. fetch: whether to fetch those that follow.
+struct Short {
+    static const int VECTORS = 2;
+    const uint8_t *from;
+    const int64_t *patch;
+    int64_t block;
+    Bytes table;
+    Short(const Compressed &c, int64_t row) : block(row / 4 * (c.in / COLUMNS)) {
+        int64_t before;
+        from = c.bytes + row / 4 * (TABLE + c.in / COLUMNS * BLOCK);
+        memcpy(&before, from + 16, sizeof before);
+        patch = c.patches + before;
     }
-}
-static void (*const by_compressed[])(const Compressed &, const bf16 *, const bf16 *, bf16 *, int64_t,
-                                     int64_t, int64_t) = {
-    compressed_rows<1>, compressed_rows<2>, compressed_rows<3>,
-    compressed_rows<4>, compressed_rows<5>, compressed_rows<6>};
+    inline void begin() {
+        table = sixteen(from);
+        from += TABLE;
+    }
+    template <int R>
+    inline void take(Vector (*own)[R], int64_t, int first, bool fetch) {
+#pragma GCC unroll 6
+        for (int line = 0; line < BLOCK; line += 64)
+            if (fetch) __builtin_prefetch(from + FETCHED + line);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const uint8_t *low = from + (first + r) * COLUMNS;
+            const uint8_t *halves = from + 4 * COLUMNS + (first + r) * COLUMNS / 2;
+            widened(table, low, halves, own[0][r], own[1][r]);
+        }
+        if (__builtin_expect(*patch >> 24 == block, 0)) {
+            Vector mended[2][R];  // own stays in registers
+            memcpy(mended, own, sizeof mended);
+            patch = mend(mended, first, R, block, patch);
+            memcpy(own, mended, sizeof mended);
+        }
+        from += BLOCK, block++;
+    }
+    inline void end() {}
+    static const int64_t *__attribute__((noinline)) mend(void *own, int first, int R, int64_t block,
+                                                         const int64_t *patch) {
+        for (const int64_t each = COLUMNS / 2; *patch >> 24 == block; patch++) {
+            int64_t place = *patch >> 16 & 255, vector = place / each, row = vector % 4 - first;
+            int64_t at = (vector / 4 * R + row) * each + place % each;
+            if (row >= 0 && row < R) memcpy((bf16 *)own + at, patch, sizeof(bf16));  // its lower bytes
+        }
+        return patch;
+    }
+};
 #endif

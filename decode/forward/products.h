@@ -101,10 +101,11 @@ static inline F16 exp16(F16 x) {
     return p * (F16)((power + 127) << 23);
 }
 
-// 32 numbers, as pairs: the low halves are the even ones. Read once, not in each product.
-static inline U16 pairs16(const bf16 *x) {
-    U16 made;
-    memcpy(&made, x, 64);
+// Numbers of a vector, as pairs: the low halves are the even ones. Read once, not in each product.
+template <typename V>
+static inline V pairs(const bf16 *x) {
+    V made;
+    memcpy(&made, x, sizeof made);
 #ifdef __AVX512F__
     asm("" : "+v"(made));
 #endif
@@ -134,74 +135,95 @@ static void put(const V (*sum)[4], const bf16 *bias, bf16 *y, int64_t o, int64_t
         memcpy(y + m * step + o, &narrower, sizeof narrower);
     }
 }
-// `out` outputs of M tokens. What is read of a token serves four rows of the matrix, side by side; so
-// rows are fetched ahead in the order in which they lie, as far as half of the nearest cache holds: into
-// the second one takes a tenth to a third longer.
+#include "compressed.h"
+
+// Four rows after another of a matrix as it lies, R of them at a time, by vectors. What is read of a token
+// serves four rows, side by side; so rows are fetched ahead in the order in which they lie, as far as half
+// of the nearest cache holds: into the second one takes a tenth to a third longer.
 const int64_t AHEAD = 7 * 1024;  // numbers
-template <int M>
-static void rows(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t in, int64_t out,
+struct Lying {
+    static const int VECTORS = 1;
+    const bf16 *from;
+    int64_t in;
+    inline void begin() {}
+    template <int R, typename V>
+    inline void take(V (*own)[R], int64_t i, int first, bool fetch) {
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++)
+            if (fetch && i % 32 == 0) __builtin_prefetch(from + AHEAD + 4 * i + 32 * r);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) own[0][r] = pairs<V>(from + (first + r) * in + i);
+    }
+    inline void end() { from += 4 * in; }
+};
+// `out` outputs of M tokens.
+template <int M, class Rows>
+static void rows(Rows w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t in, int64_t out,
                  int64_t step) {
-    for (int64_t o = 0; o < out; o += 4, w += 4 * in) {
+    const int V = Rows::VECTORS;
+    for (int64_t o = 0; o < out; o += 4) {
         F16 part[M][4] = {}, sum[M][4];  // parts stay in registers
         int64_t i = 0;
-        for (; i + 32 <= in; i += 32) {
-#pragma GCC unroll 4
-            for (int r = 0; r < 4; r++) __builtin_prefetch(w + AHEAD + 4 * i + 32 * r);
-            U16 own[4];
-#pragma GCC unroll 4
-            for (int r = 0; r < 4; r++) own[r] = pairs16(w + r * in + i);
+        for (w.begin(); i + 32 * V <= in; i += 32 * V) {
+            U16 own[V][4];
+            w.take(own, i, 0, true);
+#pragma GCC unroll 2
+            for (int v = 0; v < V; v++)
 #pragma GCC unroll 6
-            for (int m = 0; m < M; m++) {
-                U16 given = pairs16(x + m * in + i);
+                for (int m = 0; m < M; m++) {
+                    U16 given = pairs<U16>(x + m * in + i + 32 * v);
 #pragma GCC unroll 4
-                for (int r = 0; r < 4; r++) part[m][r] = dot32(part[m][r], own[r], given);
-            }
+                    for (int r = 0; r < 4; r++) part[m][r] = dot32(part[m][r], own[v][r], given);
+                }
         }
-        for (; i < in; i += 16)
+        if constexpr (V == 1)
+            for (; i < in; i += 16)
 #pragma GCC unroll 6
-            for (int m = 0; m < M; m++)
+                for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-                for (int r = 0; r < 4; r++)
-                    part[m][r] += wide16(w + r * in + i) * wide16(x + m * in + i);
+                    for (int r = 0; r < 4; r++)
+                        part[m][r] += wide16(w.from + r * in + i) * wide16(x + m * in + i);
 #pragma GCC unroll 6
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
             for (int r = 0; r < 4; r++) sum[m][r] = part[m][r];
         put<M>(sum, bias, y, o, step);
+        w.end();
     }
 }
 #ifndef __AVX512F__
 // As `rows`, where vectors are half as wide, and 16: R rows of the matrix and M tokens at a time, so
 // that their sums, what is multiplied, and nothing else are in them. Tokens are in fp32, of each 16
 // inputs the even ones first, as shifts and masks give a matrix's. fetch: whether to fetch rows ahead.
-template <int M, int R>
-static void rows8(const bf16 *w, const bf16 *bias, const float *x, bf16 *y, int64_t in, int64_t step,
+template <int M, int R, class Rows>
+static void rows8(const Rows &w, const bf16 *bias, const float *x, bf16 *y, int64_t in, int64_t step,
                   bool fetch) {
+    const int V = Rows::VECTORS;
     F8 sum[M][4];
-    for (int first = 0; first < 4; first += R, w += R * in) {
+    for (int first = 0; first < 4; first += R) {
+        Rows own = w;
         F8 part[M][R] = {}, wider[R], given;
-        for (int64_t i = 0; i < in; i += 16) {
-            if (fetch && i % 32 == 0)
-#pragma GCC unroll 4
-                for (int r = 0; r < R; r++) __builtin_prefetch(w + AHEAD + R * i + 32 * r);
-            U8 pairs[R];
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) memcpy(&pairs[r], w + r * in + i, 32);
+        own.begin();
+        for (int64_t i = 0; i < in; i += 16 * V) {
+            U8 pairs[V][R];
+            own.take(pairs, i, first, fetch && !first);
 #pragma GCC unroll 2
-            for (int odd = 0; odd < 2; odd++) {
+            for (int v = 0; v < V; v++)
+#pragma GCC unroll 2
+                for (int odd = 0; odd < 2; odd++) {
 #pragma GCC unroll 4
-                for (int r = 0; r < R; r++)
-                    wider[r] = (F8)(odd ? pairs[r] & 0xFFFF0000u : pairs[r] << 16);
+                    for (int r = 0; r < R; r++)
+                        wider[r] = (F8)(odd ? pairs[v][r] & 0xFFFF0000u : pairs[v][r] << 16);
 #pragma GCC unroll 6
-                for (int m = 0; m < M; m++) {
-                    memcpy(&given, x + m * in + i + 8 * odd, 32);
+                    for (int m = 0; m < M; m++) {
+                        memcpy(&given, x + m * in + i + 16 * v + 8 * odd, 32);
 #ifdef __AVX2__
-                    asm("" : "+x"(given));  // read once, not in each product
+                        asm("" : "+x"(given));  // read once, not in each product
 #endif
 #pragma GCC unroll 4
-                    for (int r = 0; r < R; r++) part[m][r] += wider[r] * given;
+                        for (int r = 0; r < R; r++) part[m][r] += wider[r] * given;
+                    }
                 }
-            }
         }
 #pragma GCC unroll 6
         for (int m = 0; m < M; m++)
@@ -210,21 +232,45 @@ static void rows8(const bf16 *w, const bf16 *bias, const float *x, bf16 *y, int6
     }
     put<M>(sum, bias, y, 0, step);
 }
+template <class Rows>
+static void eights(const Rows &w, const bf16 *bias, const float *x, bf16 *y, int64_t tokens, int64_t in,
+                   int64_t step) {
+    void (*const by[])(const Rows &, const bf16 *, const float *, bf16 *, int64_t, int64_t, bool) = {
+        rows8<1, 4>, rows8<2, 4>, rows8<3, 2>, rows8<4, 2>, rows8<5, 2>, rows8<6, 2>};
+    int64_t blocks = (tokens + 5) / 6;
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t t = block * tokens / blocks, m = (block + 1) * tokens / blocks - t;
+        by[m - 1](w, bias, x + t * in, y + t * step, in, step, !block);
+    }
+}
 static void by_eights(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
                       int64_t in, int64_t out, int64_t step) {
-    void (*const by[])(const bf16 *, const bf16 *, const float *, bf16 *, int64_t, int64_t, bool) = {
-        rows8<1, 4>, rows8<2, 4>, rows8<3, 2>, rows8<4, 2>, rows8<5, 2>, rows8<6, 2>};
     static thread_local std::vector<float> given;
     given.resize(tokens * in);
     for (int64_t i = 0; i < tokens * in; i += 16)
         for (int j = 0; j < 8; j++)
             for (int odd = 0; odd < 2; odd++) given[i + 8 * odd + j] = wide(x[i + 2 * j + odd]);
+    Compressed form = compressed_of(w, in, out);
+    for (int64_t o = 0; o < out; o += 4, bias += bias ? 4 : 0) {
+        if (!form.bytes) eights(Lying{w + o * in, in}, bias, given.data(), y + o, tokens, in, step);
+#ifdef COMPRESSES
+        if (form.bytes) eights(Short(form, o), bias, given.data(), y + o, tokens, in, step);
+#endif
+    }
+}
+#endif
+#ifdef __AVX512F__
+// `out` rows of the matrix by any number of tokens.
+template <class Rows>
+static void sixteens(const Rows &w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens, int64_t in,
+                     int64_t out, int64_t step) {
+    void (*const by[])(Rows, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t) = {
+        rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>};
     int64_t blocks = (tokens + 5) / 6;
-    for (int64_t o = 0; o < out; o += 4, w += 4 * in, bias += bias ? 4 : 0)
-        for (int64_t block = 0; block < blocks; block++) {
-            int64_t t = block * tokens / blocks, m = (block + 1) * tokens / blocks - t;
-            by[m - 1](w, bias, &given[t * in], y + t * step + o, in, step, !block);
-        }
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t t = block * tokens / blocks, m = (block + 1) * tokens / blocks - t;
+        by[m - 1](w, bias, x + t * in, y + t * step, in, out, step);
+    }
 }
 #endif
 // Whether products are by tiles (AMX), which a system grants a process on demand.
@@ -430,8 +476,6 @@ static void by_columns(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, 
     }
 }
 #endif
-#include "compressed.h"
-
 // y[t, o] = w[o] . x[t] + bias[o], with `step` numbers between the rows of y. Outputs in groups
 // that stay in the nearest cache while the tokens go by; those that four doesn't divide one by one.
 static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
@@ -446,8 +490,6 @@ static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int
 #ifndef __AVX512F__
     return by_eights(w, bias, x, y, tokens, in, out, step);
 #else
-    void (*const by[])(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t,
-                       int64_t) = {rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>};
 #ifdef TILES
     if (int64_t whole = out / 16 * 16; whole && in % 32 == 0 && tiles()) {
         by_tiles(w, bias, x, y, tokens, in, whole, step);
@@ -462,16 +504,14 @@ static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int
     }
 #endif
     Compressed form = compressed_of(w, in, out);
-    int64_t blocks = (tokens + 5) / 6, group = blocks > 1 ? 32 : out;
-    for (int64_t o = 0; o < out; o += group)
-        for (int64_t block = 0; block < blocks; block++) {
-            int64_t t = block * tokens / blocks, m = (block + 1) * tokens / blocks - t;
-            int64_t some = group < out - o ? group : out - o;
-            const bf16 *own = bias ? bias + o : bias, *given = x + t * in;
-            if (!form.bytes) by[m - 1](w + o * in, own, given, y + t * step + o, in, some, step);
-#ifdef __AVX512BW__
-            if (form.bytes) by_compressed[m - 1](form, own, given, y + t * step + o, o, some, step);
+    for (int64_t o = 0, group = tokens > 6 ? 32 : out; o < out; o += group) {
+        int64_t some = group < out - o ? group : out - o;
+        if (!form.bytes)
+            sixteens(Lying{w + o * in, in}, bias ? bias + o : bias, x, y + o, tokens, in, some, step);
+#ifdef COMPRESSES
+        if (form.bytes)
+            sixteens(Short(form, o), bias ? bias + o : bias, x, y + o, tokens, in, some, step);
 #endif
-        }
+    }
 #endif
 }
