@@ -120,12 +120,13 @@ static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
 
 const int64_t TOGETHER = 16;  // queries whose scores are held at a time
 
-// Attention of every token's heads; all: numbers from one token's heads to the next one's. Runs of 16
+// Attention of every token's heads, those of the keys' heads from..to - 1; all: numbers from one token's
+// heads to the next one's. Runs of 16
 // slots begin at multiples of 16, so that a token comes out the same in a long pass and alone; the last
 // ones, of which a row's tokens see different parts, are copied, zeros where no token sees anything:
 // what isn't a number there breaks all that share it.
 static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, int64_t all,
-                     bf16 *out) {
+                     bf16 *out, int64_t from, int64_t to) {
     int64_t E = b.width, step = b.kv_heads * E, group = b.heads / b.kv_heads;
     int64_t tokens = p.rows * p.n;
     static thread_local std::vector<bf16> copies, shares;
@@ -160,7 +161,7 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
         int64_t count = asking.size() * group;
         keys.resize(runs), values.resize(runs);
         scores.resize(TOGETHER * 16 * runs), shares.resize(TOGETHER * 16 * runs);
-        for (int64_t h = 0; h < b.kv_heads; h++) {
+        for (int64_t h = from; h < to; h++) {
             for (int64_t run = 0; run < runs; run++) {
                 int64_t own = (run < whole ? run : run - whole) * 16 * step + h * E;
                 keys[run] = (run < whole ? at[0] : copies.data()) + own;
@@ -178,7 +179,7 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
                 }
                 auto mix = E == 32 ? mixed<1> : E == 64 ? mixed<2> : E == 96 ? mixed<3> : mixed<4>;
                 mix(of, left, keys.data(), values.data(), (last + 15) / 16, whole, step,
-                    (float)b.scale, !h && !q);
+                    (float)b.scale, h == from && !q);
             }
         }
     }
@@ -271,7 +272,7 @@ static void mixed(const bf16 *q, const bf16 *keys, const bf16 *values, int64_t s
 }
 
 static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, int64_t all,
-                     bf16 *out) {
+                     bf16 *out, int64_t from, int64_t to) {
     static thread_local std::vector<float> room;
     room.resize(p.width + 16);
     float *weights = room.data();
@@ -282,7 +283,7 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
         if (p.width < slots) slots = p.width;
         const uint8_t *allowed = p.block ? p.block + row * p.block_row + n * p.wide : nullptr;
         int64_t open = allowed ? p.lens[row] : slots;
-        for (int64_t h = 0; h < b.heads; h++) {
+        for (int64_t h = from * group; h < to * group; h++) {
             int64_t at = layer * p.layer_step + row * p.row_step + h / group * E;
             const bf16 *q = heads + t * all + h * E;
             auto mix = E == 32 ? mixed<2> : E == 64 ? mixed<4> : E == 96 ? mixed<6> : mixed<8>;

@@ -132,12 +132,9 @@ class LeanBody:
         self.enter, self.leave = torch.compile(enter, **options), torch.compile(leave, **options)
 
     @property
-    def matrices(self) -> list[Tensor]:
+    def products(self) -> list[Any]:
         """What its layers multiply by."""
-        products = [
-            part for one in self.layers for part in (one.entry[1], one.exit[0], *one.exit[2:])
-        ]
-        return [weight for product in products for weight in product.tensors[0]]
+        return [part for one in self.layers for part in (one.entry[1], one.exit[0], *one.exit[2:])]
 
     def part(self, last: int, without: Collection[Half]) -> "LeanBody":
         """Its first `last` layers without these halves, and the norm."""

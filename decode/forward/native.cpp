@@ -1,4 +1,4 @@
-// A frozen Llama-like body on a few new tokens, in bf16 on one thread of a CPU: one call for all
+// A frozen Llama-like body on a few new tokens, in bf16 on a CPU: one call for all
 // layers, or for all of a drafted chain, on the model's own weights (native.py calls it; lean.py and
 // lean_heads.py have the same in torch).
 //
@@ -25,6 +25,7 @@ struct Body {
     // beside: the state is added to what the map gives.
     int64_t pairs, normed, fed_normed, beside;
     const bf16 *of_token, *of_state, *front, *front_bias;
+    int64_t threads;
 };
 // Each token sees the slots before lens, and of those from there on what `block` marks: [rows, n, wide]
 // or, with block_row 0, the same for all rows; null: new token n sees the slots up to lens + n.
@@ -71,7 +72,8 @@ struct Map {
     int64_t out;
 };
 extern "C" void maps(const Map *map, int64_t count, const bf16 *x, bf16 *y, int64_t tokens,
-                     int64_t in, int64_t all) {
+                     int64_t in, int64_t all, int64_t threads) {
+    Threads here(threads);
     for (const Map *m = map; m < map + count; y += m++->out)
         product(m->weight, m->bias, x, y, tokens, in, m->out, all);
 }
@@ -101,6 +103,13 @@ static void turned(bf16 *x, const bf16 *cos, const bf16 *sin, int64_t width) {
 }
 
 #include "attention.h"
+
+static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, int64_t all,
+                     bf16 *out) {
+    split(b.kv_heads, p.rows * p.n * p.width * b.heads * b.width, [&](int64_t from, int64_t to) {
+        attended(b, p, layer, heads, all, out, from, to);
+    });
+}
 
 // A token's heads of queries, or of keys, normed and turned.
 static void placed(const Body &b, const Pass &p, int64_t t, const bf16 *norm, bf16 *own,
@@ -135,6 +144,7 @@ static void entered(const Body &b, const Pass &p, int64_t index, const bf16 *x, 
 }
 // Keys and values of the states given, in every layer; nothing attends.
 extern "C" void keep(const Body *b, const Pass *p) {
+    Threads here(b->threads);
     int64_t all = 2 * b->kv_heads * b->width;
     std::vector<bf16> sides(p->rows * p->n * all);
     for (int64_t l = p->first; l < p->last; l++)
@@ -180,6 +190,7 @@ extern "C" int64_t most(int64_t small) {
 extern "C" void body(const Body *model, const Pass *pass) {
     const Body &b = *model;
     const Pass &p = *pass;
+    Threads here(b.threads);
     int64_t T = p.rows * p.n, H = b.hidden, I = b.inner, E = b.width;
     std::vector<bf16> x(2 * T * H), more(T * H), heads(T * (b.heads + 2 * b.kv_heads) * E);
     std::vector<bf16> out(T * b.heads * E), inner(2 * T * I);
@@ -202,10 +213,12 @@ extern "C" void body(const Body *model, const Pass *pass) {
         bf16 *gate = inner.data(), *up = gate + T * I;
         product(layer.gate, layer.gate_bias, x.data(), gate, T, H, I, I);
         product(layer.up, layer.up_bias, x.data(), up, T, H, I, I);
-        for (int64_t i = 0; i < T * I; i += 16) {
-            F16 g = wide16(gate + i);
-            store16(gate + i, g / (exp16(-g) + 1.0f) * wide16(up + i));
-        }
+        split(T * I / 16, T * I, [&](int64_t from, int64_t to) {
+            for (int64_t i = 16 * from; i < 16 * to; i += 16) {
+                F16 g = wide16(gate + i);
+                store16(gate + i, g / (exp16(-g) + 1.0f) * wide16(up + i));
+            }
+        });
         product(layer.down, layer.down_bias, gate, more.data(), T, I, H, H);
         added(now, more.data(), T * H);
     }
@@ -249,6 +262,7 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
     const Body &b = *model;
     const Chain &c = *how;
     Pass p = *pass;
+    Threads here(b.threads);
     int64_t B = p.rows, H = b.hidden;
     std::vector<bf16> states((b.layers + 1) * B * H), out(B * H), logits(B * c.size);
     std::vector<bf16> given(B * H);
@@ -295,6 +309,7 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
 // Logits of each row's next n tokens [T, size], over the temperature; the next call's states side by
 // side lie `beside` behind this one's.
 extern "C" void logits(const Body *model, Pass *pass, const Chain *how, int64_t n, float *out) {
+    Threads here(model->threads);
     int64_t T = pass->rows * n, size = how->size;
     std::vector<bf16> made(T * size);
     pass->n = n;

@@ -2,9 +2,9 @@
 (`native.cpp`), on the model's own weights.
 
 A step of a small model on a CPU is mostly torch's dispatch, not arithmetic. This is for bf16, on
-one thread (larger models: only where torch has one too). Where no compiler is, or for more tokens
-or other widths, `lean.py` and `lean_heads.py` go on as they are. It is compared with them before it
-is used.
+one thread, and of larger models on as many as torch has (`crew.h`). Where no compiler is, or for
+more tokens or other widths, `lean.py` and `lean_heads.py` go on as they are. It is compared with
+them before it is used.
 
 Shapes: B rows, N tokens, K of a chain, H hidden, V vocabulary, A query heads of E numbers.
 """
@@ -23,7 +23,7 @@ from transformers.activations import SiLUActivation
 from draftsmith.decode.forward.compiled import library, place, pointer
 from draftsmith.decode.forward.compressed import Compressed
 from draftsmith.decode.forward.kv import KVPool, SlotCache
-from draftsmith.decode.forward.product import ONEDNN, STEP, VocabHead, sides
+from draftsmith.decode.forward.product import ONEDNN, SMALL, STEP, VocabHead, sides
 from draftsmith.models.taps import NORM, Tap
 
 HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to that
@@ -31,7 +31,6 @@ Half = tuple[int, str]  # (a layer, one of HALVES)
 PARTS = 18  # tensors of a layer
 WIDTHS = (32, 64, 96, 128)  # of a head
 PIECE = 256  # tokens of prompts that a pass takes
-SMALL = 64 << 20  # bytes of layers that one thread reads as fast as torch calls several
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 LOGITS = ctypes.CFUNCTYPE(None, _P, _P, _P, _N, _P)
@@ -43,6 +42,7 @@ class _Body(ctypes.Structure):
     _fields_ += [("epsilon", ctypes.c_double), ("scale", ctypes.c_double), ("layer", _P)]
     _fields_ += [(n, _N) for n in ("pairs", "normed", "fed_normed", "beside")]
     _fields_ += [(n, _P) for n in ("of_token", "of_state", "front", "front_bias")]
+    _fields_ += [("threads", _N)]
 
 
 class PassCall(ctypes.Structure):
@@ -108,16 +108,15 @@ class NativeBody:
     @classmethod
     def of(cls, body: Any, front: Front | None = None) -> "NativeBody | None":
         """The native form of a lean body, or of a lean head's layers; None where there is none."""
-        if not fits(body, front) or (made := library()) is None:
-            return None
-        native = cls(body, made, front)
-        return native if native.alone else None
+        known = fits(body, front) and (made := library()) is not None
+        return cls(body, made, front) if known else None
 
     @property
     def body(self) -> _Body:
         """What C++ is given; weights that have been changed are followed."""
         for matrix in self.compressed:
             matrix.follow()
+        self._body.threads = 1 if self.small else torch.get_num_threads()
         return self._body
 
     def unbound(self) -> "NativeBody":
@@ -126,14 +125,9 @@ class NativeBody:
         made.most = made.many = made.longest = sys.maxsize
         return made
 
-    @property
-    def alone(self) -> bool:
-        """Whether one thread is as fast as torch's."""
-        return self.small or torch.get_num_threads() == 1
-
     def reads(self, longest: int) -> bool:
         """Whether prompts of so many tokens at most go through it, PIECE tokens at a time."""
-        return longest <= self.longest and torch.get_num_threads() == 1
+        return longest <= self.longest and (not self.small or torch.get_num_threads() == 1)
 
     def takes(self, tokens_BN: Tensor, cache: SlotCache) -> bool:
         """Whether a pass is one of those it is for."""
@@ -141,7 +135,7 @@ class NativeBody:
         if attend is None or cache.flat_slots is None or not self._covers(tokens_BN.numel()):
             return False
         plain = attend.backend == "masked" and attend.seen.at is None
-        return plain and self.alone and type(tokens_BN) is Tensor
+        return plain and type(tokens_BN) is Tensor
 
     def tapped(
         self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, taps: Sequence[Tap]
@@ -191,7 +185,7 @@ class NativeBody:
         """Keep all layers' keys and values of these states in the slots of a cache, where `keep` is
         one, and it is for as many; whether it did.
         """
-        if not isinstance(keep, SlotCache) or keep.flat_slots is None or not self.alone:
+        if not isinstance(keep, SlotCache) or keep.flat_slots is None:
             return False
         if not self._covers(positions_BN.numel()):
             return False
@@ -207,8 +201,7 @@ class NativeBody:
 
     def drafts(self, head: VocabHead, rows: int) -> bool:
         """Whether it drafts chains of so many rows by this LM head."""
-        ready = head.packs and self.alone and rows <= self.most
-        return ready and head.weight.is_contiguous()
+        return head.packs and rows <= self.most and head.weight.is_contiguous()
 
     def steps(self, tokens: int) -> bool:
         """Whether it is a small model that takes so many tokens at a time."""

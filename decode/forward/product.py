@@ -4,8 +4,9 @@ Linear maps of one input are one product where their matrices lie side by side i
 `lay_side_by_side` does for models that are the decoder's own; elsewhere a product each. On a CPU in
 bf16 they are packed, merged, for oneDNN's kernels, which else rearrange a matrix in every call: on
 the quickstart's target (6 layers of 256, one core) a step falls from 3.3 to 2.2 ms. The packed copy
-costs the matrices' size again, once for all decoders. Where the processor has no such kernels (no
-AVX-512) products of few tokens are C++'s, and those of many are made in fp32.
+costs the matrices' size again, once for all decoders, where such products come at all. Where the
+processor has no such kernels (no AVX-512) products of few tokens are C++'s, and those of many are
+made in fp32.
 """
 
 import ctypes
@@ -31,6 +32,7 @@ PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
 # target of 15M, a quarter to a third of one of 3.4M.
 FEW = 6
 STEP = 16  # what the widths of what runs in C++ are multiples of
+SMALL = 64 << 20  # bytes of matrices that one thread reads as fast as torch calls several
 HALF = (torch.bfloat16, torch.float16)
 # Whether oneDNN multiplies in bf16 here. torch's own product then takes 3 to 10 times an fp32 one.
 ONEDNN = native_bf16("cpu")
@@ -64,7 +66,8 @@ class FewTokens:
         self.maps = (_Map * len(weights))(*found)
         self.sizes = weights[0].shape[1], sum(map(len, weights))
         self.call = library().maps
-        self.call.argtypes = _P, _N, _P, _P, _N, _N, _N
+        self.call.argtypes = _P, _N, _P, _P, _N, _N, _N, _N
+        self.small = sum(weight.nbytes for weight in weights) <= SMALL
         most, by_32s = library().most(0), self.sizes[0] % 32 == 0
         round_ = round_ and most > FEW and by_32s
         # Of any pass's tokens, as far as the layers in C++ go.
@@ -86,13 +89,15 @@ class FewTokens:
     def __call__(self, x: Tensor) -> Tensor | None:
         inputs, outputs = self.sizes
         tokens = x.numel() // inputs
-        # oneDNN's are on all threads. To widen a matrix for fp32 products takes longer than this.
-        several = ONEDNN and torch.get_num_threads() > 1
+        # oneDNN takes all threads for small ones too; to widen a matrix for fp32 takes longer.
+        threads = torch.get_num_threads()
+        several = ONEDNN and threads > 1 and self.small
         ours = type(x) is Tensor and x.dtype == torch.bfloat16
         if tokens > self.most or not ours or several:
             return None
         x, made = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
-        self.call(self.maps, len(self.maps), x.data_ptr(), made.data_ptr(), tokens, *self.sizes)
+        at = x.data_ptr(), made.data_ptr()
+        self.call(self.maps, len(self.maps), *at, tokens, *self.sizes, threads)
         return made
 
 
@@ -118,7 +123,7 @@ class Product:
         few = FewTokens.of(*self.tensors, round_=round_) if self.packs else None
         self.few = few if few is not None and (mixed or few.whole) else None
         self.version = -1
-        unused = self.few is None or (not mixed and torch.get_num_threads() > 1)
+        unused = self.few is None or (not mixed and self.few.small and torch.get_num_threads() > 1)
         if self.packs and ONEDNN and unused:
             self._pack()
         elif not self.packs:
@@ -157,6 +162,11 @@ class Product:
             weights, biases = ([part.detach() for part in parts] for parts in self.tensors)
             self.packed = packed(torch.cat(weights)), torch.cat(biases) if biases else None
         self.version = self._version()
+
+    def forget(self) -> None:
+        """Hold no packed copy until one is needed."""
+        vars(self).pop("packed", None)
+        self.version = -1
 
     def _version(self) -> int:
         return sum(version(tensor) for tensors in self.tensors for tensor in tensors)

@@ -1,7 +1,8 @@
-// Products with fixed matrices in bf16, sums in fp32, on one thread of a CPU: of few tokens on the
+// Products with fixed matrices in bf16, sums in fp32, on a CPU: of few tokens on the
 // weights as they lie, of many by tiles or transposed. A token's result doesn't depend on which others
 // come with it.
 
+#include "crew.h"
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -243,18 +244,18 @@ static void eights(const Rows &w, const bf16 *bias, const float *x, bf16 *y, int
         by[m - 1](w, bias, x + t * in, y + t * step, in, step, !block);
     }
 }
-static void by_eights(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
-                      int64_t in, int64_t out, int64_t step) {
+static void by_eights(const bf16 *w, const Compressed &form, const bf16 *bias, const bf16 *x, bf16 *y,
+                      int64_t tokens, int64_t in, int64_t first, int64_t last, int64_t step) {
     static thread_local std::vector<float> given;
     given.resize(tokens * in);
     for (int64_t i = 0; i < tokens * in; i += 16)
         for (int j = 0; j < 8; j++)
             for (int odd = 0; odd < 2; odd++) given[i + 8 * odd + j] = wide(x[i + 2 * j + odd]);
-    Compressed form = compressed_of(w, in, out);
-    for (int64_t o = 0; o < out; o += 4, bias += bias ? 4 : 0) {
-        if (!form.bytes) eights(Lying{w + o * in, in}, bias, given.data(), y + o, tokens, in, step);
+    for (int64_t o = first; o < last; o += 4) {
+        const bf16 *own = bias ? bias + o : bias;
+        if (!form.bytes) eights(Lying{w + o * in, in}, own, given.data(), y + o, tokens, in, step);
 #ifdef COMPRESSES
-        if (form.bytes) eights(Short(form, o), bias, given.data(), y + o, tokens, in, step);
+        if (form.bytes) eights(Short(form, o), own, given.data(), y + o, tokens, in, step);
 #endif
     }
 }
@@ -476,8 +477,38 @@ static void by_columns(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, 
     }
 }
 #endif
-// y[t, o] = w[o] . x[t] + bias[o], with `step` numbers between the rows of y. Outputs in groups
-// that stay in the nearest cache while the tokens go by; those that four doesn't divide one by one.
+// Outputs first to last - 1, of which four divides the number, in groups that stay in the nearest cache
+// while the tokens go by.
+static void outputs(const bf16 *w, const Compressed &form, const bf16 *bias, const bf16 *x, bf16 *y,
+                    int64_t tokens, int64_t in, int64_t first, int64_t last, int64_t step) {
+    auto own = [&](int64_t o) { return bias ? bias + o : bias; };
+#ifndef __AVX512F__
+    return by_eights(w, form, bias, x, y, tokens, in, first, last, step);
+#else
+#ifdef TILES
+    if (int64_t whole = (last - first) / 16 * 16; whole && in % 32 == 0 && tiles()) {
+        by_tiles(w + first * in, own(first), x, y + first, tokens, in, whole, step);
+        first += whole;
+    }
+#endif
+#ifdef __AVX512BF16__
+    // To transpose costs the less the more tokens there are, and the more the longer rows lie apart.
+    if (int64_t whole = (last - first) / 32 * 32; tokens >= 16 + in / 32 && in % 32 == 0) {
+        by_columns(w + first * in, own(first), x, y + first, tokens, in, whole, step);
+        first += whole;
+    }
+#endif
+    for (int64_t o = first, group = tokens > 6 ? 32 : last - first; o < last; o += group) {
+        int64_t some = group < last - o ? group : last - o;
+        if (!form.bytes) sixteens(Lying{w + o * in, in}, own(o), x, y + o, tokens, in, some, step);
+#ifdef COMPRESSES
+        if (form.bytes) sixteens(Short(form, o), own(o), x, y + o, tokens, in, some, step);
+#endif
+    }
+#endif
+}
+// y[t, o] = w[o] . x[t] + bias[o], with `step` numbers between the rows of y. Outputs that four doesn't
+// divide one by one.
 static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
                     int64_t in, int64_t out, int64_t step) {
     for (; out % 4; out--)
@@ -487,31 +518,8 @@ static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int
                 sum += wide16(w + (out - 1) * in + i) * wide16(x + t * in + i);
             y[t * step + out - 1] = narrow(sum16(sum) + (bias ? wide(bias[out - 1]) : 0));
         }
-#ifndef __AVX512F__
-    return by_eights(w, bias, x, y, tokens, in, out, step);
-#else
-#ifdef TILES
-    if (int64_t whole = out / 16 * 16; whole && in % 32 == 0 && tiles()) {
-        by_tiles(w, bias, x, y, tokens, in, whole, step);
-        w += whole * in, bias += bias ? whole : 0, y += whole, out -= whole;
-    }
-#endif
-#ifdef __AVX512BF16__
-    // To transpose costs the less the more tokens there are, and the more the longer rows lie apart.
-    if (int64_t whole = out / 32 * 32; tokens >= 16 + in / 32 && in % 32 == 0) {
-        by_columns(w, bias, x, y, tokens, in, whole, step);
-        w += whole * in, bias += bias ? whole : 0, y += whole, out -= whole;
-    }
-#endif
     Compressed form = compressed_of(w, in, out);
-    for (int64_t o = 0, group = tokens > 6 ? 32 : out; o < out; o += group) {
-        int64_t some = group < out - o ? group : out - o;
-        if (!form.bytes)
-            sixteens(Lying{w + o * in, in}, bias ? bias + o : bias, x, y + o, tokens, in, some, step);
-#ifdef COMPRESSES
-        if (form.bytes)
-            sixteens(Short(form, o), bias ? bias + o : bias, x, y + o, tokens, in, some, step);
-#endif
-    }
-#endif
+    split((out + 31) / 32, in * out, [&](int64_t from, int64_t to) {
+        outputs(w, form, bias, x, y, tokens, in, 32 * from, 32 * to < out ? 32 * to : out, step);
+    });
 }

@@ -320,7 +320,10 @@ class Runner:
             lean.native = native.unbound()
             lean.native = native if agree(wanted, fast._trial(), self.dtype) else None
         if lean.native is not None:
-            lean.native.compressed = compressed([*lean.matrices, self.head.weight])
+            held = [weight for product in lean.products for weight in product.tensors[0]]
+            for product in lean.products:
+                product.forget()
+            lean.native.compressed = compressed([*held, self.head.weight])
 
     @torch.inference_mode()
     def _check_mixers(self) -> None:

@@ -224,7 +224,7 @@ def test_changed_weights_and_parts_of_the_body_are_followed() -> None:
             assert torch.allclose(a, b, atol=0.05 * float(b.abs().max()))
 
 
-@pytest.mark.parametrize("reason", ["no compiler", "it fails", "threads", "widths", "fp32"])
+@pytest.mark.parametrize("reason", ["no compiler", "it fails", "widths", "fp32"])
 def test_without_it_the_lean_body_goes_on(
     reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
@@ -235,9 +235,6 @@ def test_without_it_the_lean_body_goes_on(
         monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     elif reason == "it fails":
         monkeypatch.setattr(compiled.shutil, "which", lambda name: "/bin/false")
-    elif reason == "threads":
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-        monkeypatch.setattr(native, "SMALL", 0)
     elif reason == "widths":
         model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "head_dim": 16})).bfloat16()
         model.eval().requires_grad_(False)
