@@ -10,8 +10,8 @@ they may be. ratio: an arm's rate over plain decoding's, the mean over groups, w
 over groups (bootstrap). `auto` learns as it goes; one group before the first one counted is its
 warm-up, as everybody's. Plain decoding takes part twice, which tells what of an interval is the
 machine's. At temperature 0 transformers'
-`generate` on a padded batch stands beside. Rows, page and picture: <out>/load.*,
-where rows measured on another target stay.
+`generate` on a padded batch stands beside. Rows, page and picture, after each size:
+<out>/load.*, where rows of other targets, sizes and temperatures stay.
 """
 
 from collections.abc import Iterator
@@ -71,7 +71,11 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity_error()
     target, tokenizer = load_decoded(TargetSpec(settings.target, dtype=settings.dtype), "cpu")
     texts = [prompt.tokens for prompt in load_prompts(settings.data, tokenizer, limit=300)]
-    rows: list[dict[str, Any]] = []
+    how = (
+        f"{settings.dtype}, {settings.threads} thread(s), {settings.max_new_tokens} new tokens, "
+        f"{settings.groups} groups or more; {Path(settings.drafter).parent.name} drafts"
+    )
+    about, out = about_run() | {"on": settings.on, "how": how}, Path(settings.out)
     for size in map(int, settings.sizes.split(",")):
         starts = range(0, max(settings.groups, settings.prompts // size) * size, size)
         groups = [[texts[(at + i) % len(texts)] for i in range(size)] for at in starts]
@@ -81,6 +85,7 @@ def main(argv: list[str]) -> None:
                 target, tokenizer, load_drafter(name, target, tokenizer), batch_size=size, **how
             )
 
+        rows: list[dict[str, Any]] = []
         arms = {"plain": ours(None), "plain again": ours(None)}
         arms |= {f"K = {K}": ours(K=int(K)) for K in settings.fixed.split(",")}
         for name in settings.policies.split(","):
@@ -93,15 +98,10 @@ def main(argv: list[str]) -> None:
             if T == 0:
                 called["generate"] = generate(target, settings.max_new_tokens)
             turns = take_turns(f"{size} rows, temperature {T:g}", called, groups)
-            rows += [row(size, T, what, turns[what], turns["plain"]) for what in called]
-    how = (
-        f"{settings.dtype}, {settings.threads} thread(s), {settings.max_new_tokens} new tokens, "
-        f"{settings.groups} groups or more; {Path(settings.drafter).parent.name} drafts"
-    )
-    out = Path(settings.out)
-    rows = [about_run() | {"on": settings.on, "how": how} | one for one in rows]
-    rows = beside(out / "load.json", rows, "on")
-    write_table(out, "load", rows, page(rows), picture(rows))
+            rows += [about | row(size, T, what, turns[what], turns["plain"]) for what in called]
+        rows = beside(out / "load.json", rows, "on", "batch", "temperature")
+        rows.sort(key=lambda one: (one["on"], one["temperature"], one["batch"]))
+        write_table(out, "load", rows, page(rows), picture(rows))
     print(page(rows))
 
 
