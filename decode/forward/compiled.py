@@ -21,7 +21,7 @@ from torch import Tensor
 SOURCE = Path(__file__).with_name("native.cpp")
 DECODE = SOURCE.parent.parent  # whose rooms' headers may be included
 FLAGS = ["-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
-FLAGS += ["-shared", "-fPIC"]
+FLAGS += ["-shared", "-fPIC", "-pthread"]
 
 
 @cache

@@ -62,7 +62,7 @@ static inline void widened(Bytes table, const uint8_t *lower, const uint8_t *hal
 extern "C" int64_t tiles();
 
 static std::shared_mutex guard;
-static std::unordered_map<const bf16 *, Compressed> known;
+static auto &known = *new std::unordered_map<const bf16 *, Compressed>;  // outlives all threads
 
 // Whether products of few tokens with a matrix go by this from now on; not: by this one no longer.
 extern "C" void compressed(const Compressed *c, int64_t on) {
@@ -73,11 +73,13 @@ extern "C" void compressed(const Compressed *c, int64_t on) {
     else if (found != known.end() && found->second.bytes == c->bytes)
         known.erase(found);
 }
-// The compressed form of so many rows of a matrix, if it has one.
-static Compressed compressed_of(const bf16 *w, int64_t in, int64_t out) {
-    std::shared_lock lock(guard);
+// The compressed form of so many rows of a matrix, if it has one; while `lock` is held nobody frees it.
+static Compressed compressed_of(const bf16 *w, int64_t in, int64_t out,
+                                std::shared_lock<std::shared_mutex> &lock) {
+    lock = std::shared_lock(guard);
     auto found = known.find(w);
     bool fits = found != known.end() && found->second.in == in && out <= found->second.out;
+    if (!fits) lock.unlock();
     return fits ? found->second : Compressed{};
 }
 
@@ -185,4 +187,20 @@ struct Short {
         return patch;
     }
 };
+// Whether it is of the matrix as this is now.
+extern "C" int64_t compressed_matches(const Compressed *c) {
+    for (int64_t row = 0; row < c->out; row += 4) {
+        Short rows(*c, row);
+        rows.begin();
+        for (int64_t i = 0; i < c->in; i += COLUMNS) {
+            Vector own[2][4];
+            rows.take(own, i, 0, true);
+            for (int64_t r = 0; r < 4; r++)
+                for (int64_t half = 0; half < 2; half++)
+                    if (memcmp(&own[half][r], c->matrix + (row + r) * c->in + i + half * COLUMNS / 2, COLUMNS))
+                        return 0;
+        }
+    }
+    return 1;
+}
 #endif

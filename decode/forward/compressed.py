@@ -7,7 +7,9 @@ its size more; it isn't done where that would leave the machine little memory.
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 import psutil
@@ -15,14 +17,14 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.forward.compiled import library, place, pointer
-from draftsmith.decode.forward.product import version
 
-LEAST = 16 << 20  # bytes of matrices together: smaller ones are in the nearer caches
-ROOM = 2  # times their size that must be free
-COLUMNS, TABLE = 64, 64  # of a block, and bytes before the blocks of four rows, as in compressed.h
+LEAST = 16 << 20  # bytes of a model's matrices: fewer are in the nearer caches
+ROOM = 2  # times the size of what is to be compressed that must be free
+COLUMNS, TABLE = 64, 64  # what inputs are multiples of, and bytes before the blocks of four rows
 PATCHES = 1000  # weights that have one with other exponents than the table's, at most
+CGROUP = Path("/sys/fs/cgroup")  # of a container, which may have less than its machine
 
-_known: "WeakValueDictionary[tuple[int, torch.Size, int], Compressed]" = WeakValueDictionary()
+_known: "WeakValueDictionary[int, Compressed]" = WeakValueDictionary()  # by the matrix's address
 
 
 class _Compressed(ctypes.Structure):
@@ -31,38 +33,83 @@ class _Compressed(ctypes.Structure):
 
 
 class Compressed:
-    """A matrix [O, I] that products of few tokens read by its compressed form, while this lives."""
+    """A matrix [O, I] that products of few tokens read by its compressed form, while this lives and
+    until it is changed.
+    """
 
     def __init__(self, weight: Tensor, held: tuple[Tensor, Tensor]) -> None:
-        self.weight, self.held, self.version = weight, held, version(weight)
+        # Its storage, which nobody else gets for another matrix; it counts the same versions.
+        self.weight, self.held, self.version = weight.detach(), held, version(weight)
         out, into = weight.shape
         self.at = _Compressed(pointer(weight), into, out - out % 4, *map(pointer, held))
-        self._told(True)
+        self.read = False
+        self.tell(True)
         weakref.finalize(self, library().compressed, ctypes.byref(self.at), ctypes.c_int64(False))
 
-    def follow(self) -> None:
-        """Read the matrix as it lies from now on if it has been changed."""
-        if self.version != version(self.weight):
-            self._told(False)
+    def tell(self, read: bool) -> None:
+        """Whether it is to be read from now on, or the matrix as it lies."""
+        library().compressed(ctypes.byref(self.at), ctypes.c_int64(read))
+        self.read = read
 
-    def _told(self, on: bool) -> None:
-        library().compressed(ctypes.byref(self.at), ctypes.c_int64(on))
+    def follow(self) -> None:
+        """Read the matrix from now on if it has been changed, as far as torch counts that."""
+        if self.read and self.version != version(self.weight):
+            self.tell(False)
+
+    def check(self) -> bool:
+        """Whether it is of the matrix as this is now, in whatever way it was changed; read no more
+        if it isn't.
+        """
+        if self.read and not library().compressed_matches(ctypes.byref(self.at)):
+            self.tell(False)
+        return self.read
+
+
+def version(parameter: Tensor) -> int:
+    """A number that grows when a parameter is changed in place."""
+    # Tensors made in inference mode count no versions, and aren't changed any more.
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def follow(weights: Iterable[Tensor]) -> None:
+    """Read those of them as they lie that have been changed since they were compressed."""
+    for weight in weights if _known else ():
+        if (form := _known.get(weight.data_ptr())) is not None:
+            form.follow()
+
+
+def stale(weights: Iterable[Tensor]) -> None:
+    """As `follow`, by every weight of them."""
+    for weight in weights if _known else ():
+        if (form := _known.get(weight.data_ptr())) is not None:
+            form.check()
 
 
 def compressed(weights: Sequence[Tensor]) -> list[Compressed]:
-    """Those of a model's matrices, bf16 on a CPU, that could be compressed, with room for all."""
-    size = sum(weight.nbytes for weight in weights)
-    if size < LEAST or psutil.virtual_memory().available < ROOM * size:
+    """Those of a model's matrices, bf16 on a CPU, that are or could be compressed; none of a small
+    model, and no further ones where memory is short.
+    """
+    if sum(weight.nbytes for weight in weights) < LEAST:
         return []
-    return [made for weight in weights if (made := _compressed(weight)) is not None]
+    forms = [known_of(weight) for weight in weights]
+    without = [w for w, form in zip(weights, forms, strict=True) if form is None]
+    if memory_free() >= ROOM * sum(weight.nbytes for weight in without):
+        forms += map(made_of, without)
+    return [form for form in forms if form is not None]
 
 
-def _compressed(weight: Tensor) -> Compressed | None:
-    key = weight.data_ptr(), weight.shape, version(weight)
-    made = _known.get(key)
+def known_of(weight: Tensor) -> Compressed | None:
+    """The form of a matrix that has one."""
+    form = _known.get(weight.data_ptr())
+    fits = form is not None and form.read and form.weight.shape == weight.shape
+    return form if fits else None
+
+
+def made_of(weight: Tensor) -> Compressed | None:
+    """The form of a matrix that has none; None where it can't be compressed."""
     out, into = weight.shape
-    if made is not None or out < 4 or into % COLUMNS or not weight.is_contiguous():
-        return made
+    if out < 4 or into % COLUMNS or not weight.is_contiguous():
+        return None
     fours, most = out // 4, weight.numel() // PATCHES
     bytes_ = torch.empty(fours, TABLE + into * 6, dtype=torch.uint8)
     patches = torch.empty(most + 1, dtype=torch.int64)
@@ -71,5 +118,15 @@ def _compressed(weight: Tensor) -> Compressed | None:
     count = library().compress(place(weight), *sizes, *to, ctypes.c_int64(most))
     if count < 0:
         return None
-    made = _known[key] = Compressed(weight, (bytes_, patches[: count + 1].clone()))
+    made = Compressed(weight, (bytes_, patches[: count + 1].clone()))
+    _known[weight.data_ptr()] = made
     return made
+
+
+def memory_free() -> int:
+    """Bytes of a CPU's memory that this process may still take."""
+    free = [psutil.virtual_memory().available]
+    with suppress(OSError, ValueError):  # there is no such limit
+        most, now = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free.append(most - now)
+    return min(free)

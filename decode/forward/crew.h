@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <unistd.h>
 #if defined(__x86_64__)
@@ -16,24 +17,31 @@
 #endif
 
 class Crew {
-    const int64_t AWAKE = 20000, PATIENCE = 2000;  // looks before it sleeps; before another thread's turn
+    const int64_t AT_ONCE = 200, AWAKE = 700;  // looks before it lets others go first; before it sleeps
     std::mutex busy, bed;
     std::condition_variable woken;
-    std::atomic<int64_t> turn{0}, left{0}, asleep{0};
+    std::atomic<int64_t> turn{0}, left{0}, asleep{0};  // turn: its number << 16 | how many take part
     std::function<void(int64_t)> work;
     int64_t members = 1, process = getpid();  // the caller among them
 
+    void rest(int64_t looks) {
+        if (looks < AT_ONCE) RELAX;
+        else std::this_thread::yield();
+    }
     void serve(int64_t own, int64_t seen) {
-        for (;; left.fetch_sub(1)) {
-            for (int64_t i = 0; i < AWAKE && turn.load() == seen; i++) RELAX;
-            if (turn.load() == seen) {
+        for (;;) {
+            int64_t now = turn.load();
+            for (int64_t i = 0; i < AWAKE && now == seen; i++, now = turn.load()) rest(i);
+            if (now == seen) {
                 std::unique_lock lock(bed);
                 asleep++;
-                woken.wait(lock, [&] { return turn.load() != seen; });
+                woken.wait(lock, [&] { return (now = turn.load()) != seen; });
                 asleep--;
             }
-            seen++;
+            seen = now;
+            if (own >= (now & 0xFFFF)) continue;
             work(own);
+            left--;
         }
     }
 
@@ -46,29 +54,28 @@ class Crew {
         if (!made || made->process != getpid()) made = new Crew;
         return *made;
     }
-    // part(0) to part(count - 1), each on a thread of its own; on this one alone while another caller has
-    // the crew.
+    // part(0) to part(count - 1) on as many threads, or on those that there may be; on this one alone while
+    // another caller has the crew.
     void run(int64_t count, const std::function<void(int64_t)> &part) {
         std::unique_lock lock(busy, std::try_to_lock);
-        if (!lock || count < 2) {
-            for (int64_t i = 0; i < count; i++) part(i);
-            return;
+        try {
+            for (; lock && members < count; members++)
+                std::thread(&Crew::serve, this, members, turn.load()).detach();
+        } catch (const std::system_error &) {
         }
-        for (; members < count; members++)
-            std::thread(&Crew::serve, this, members, turn.load()).detach();
-        work = [&](int64_t own) {
-            if (own < count) part(own);
+        int64_t hands = !lock ? 1 : members < count ? members : count;
+        auto share = [&](int64_t own) {
+            for (int64_t i = own; i < count; i += hands) part(i);
         };
-        left = members - 1;
-        turn++;
+        if (hands == 1) return share(0);
+        work = share, left = hands - 1;
+        turn = ((turn >> 16) + 1) << 16 | hands;
         if (asleep.load()) {
             { std::lock_guard wake(bed); }
             woken.notify_all();
         }
-        part(0);
-        for (int64_t i = 0; left.load(); i++)
-            if (i < PATIENCE) RELAX;
-            else std::this_thread::yield();
+        share(0);
+        for (int64_t i = 0; left.load(); i++) rest(i);
     }
 };
 

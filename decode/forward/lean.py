@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.decode.forward.attention import mix
+from draftsmith.decode.forward.compressed import version
 from draftsmith.decode.forward.kv import SlotCache
 from draftsmith.decode.forward.native import HALVES, Half, NativeBody
-from draftsmith.decode.forward.product import Product, QuickLinear, linear, version
+from draftsmith.decode.forward.product import Product, QuickLinear, linear
 from draftsmith.models.split import Summed
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.decode.forward.compiled import library
+from draftsmith.decode.forward.compressed import follow, version
 from draftsmith.models.target import is_quantised, native_bf16
 
 PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
@@ -53,9 +54,10 @@ class _Map(ctypes.Structure):
 
 
 class FewTokens:
-    """The same products by C++ (`native.cpp`), of few tokens, on one thread and the weights as they
-    lie; None of more tokens, and where several threads are faster otherwise. round_: whether these
-    are all of a round, by which other calls are saved, so that of many it may be slower.
+    """The same products by C++ (`native.cpp`), of few tokens, on the weights as they lie or
+    compressed; None of more tokens, and of small ones where torch has several threads. round_:
+    whether these are all of a round, by which other calls are saved, so that of many it may be
+    slower.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class FewTokens:
     ) -> None:
         each = zip_longest((w.data_ptr() for w in weights), (b.data_ptr() for b in biases))
         found = (_Map(*at, len(w)) for at, w in zip(each, weights, strict=True))
-        self.maps = (_Map * len(weights))(*found)
+        self.maps, self.weights = (_Map * len(weights))(*found), tuple(weights)
         self.sizes = weights[0].shape[1], sum(map(len, weights))
         self.call = library().maps
         self.call.argtypes = _P, _N, _P, _P, _N, _N, _N, _N
@@ -95,6 +97,7 @@ class FewTokens:
         ours = type(x) is Tensor and x.dtype == torch.bfloat16
         if tokens > self.most or not ours or several:
             return None
+        follow(self.weights)
         x, made = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
         at = x.data_ptr(), made.data_ptr()
         self.call(self.maps, len(self.maps), *at, tokens, *self.sizes, threads)
@@ -240,12 +243,6 @@ class VocabHead(Product):
             return logits_XD
         logits_XV = logits_XD.new_full((*logits_XD.shape[:-1], self.size), float("-inf"))
         return logits_XV.index_copy_(-1, self.ids_D, logits_XD)
-
-
-def version(parameter: Tensor) -> int:
-    """A number that grows when a parameter is changed in place."""
-    # Tensors made in inference mode count no versions, and aren't changed any more.
-    return 0 if parameter.is_inference() else parameter._version
 
 
 def packs(weight: Tensor) -> bool:

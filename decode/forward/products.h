@@ -518,7 +518,8 @@ static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int
                 sum += wide16(w + (out - 1) * in + i) * wide16(x + t * in + i);
             y[t * step + out - 1] = narrow(sum16(sum) + (bias ? wide(bias[out - 1]) : 0));
         }
-    Compressed form = compressed_of(w, in, out);
+    std::shared_lock<std::shared_mutex> lock;
+    Compressed form = compressed_of(w, in, out, lock);
     split((out + 31) / 32, in * out, [&](int64_t from, int64_t to) {
         outputs(w, form, bias, x, y, tokens, in, 32 * from, 32 * to < out ? 32 * to : out, step);
     });

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.forward.attention import ATTENTION, Attend, Seen, resolve
-from draftsmith.decode.forward.compressed import compressed
+from draftsmith.decode.forward.compressed import compressed, stale
 from draftsmith.decode.forward.kv import (
     KVPool,
     SlotCache,
@@ -94,6 +94,7 @@ class Runner:
         if vocab is not None:
             ids_D = vocab.ids_D.to(self.device)
             rows_DH, bias_D = rows_DH[ids_D], None if bias_D is None else bias_D[ids_D]
+        stale([rows_DH])
         self.head = VocabHead(rows_DH, ids_D, vocab_size, bias_D, mixed=False)
         # Of a target that is split its part's.
         self.config = config = getattr(model, "part_config", model.config.get_text_config())
@@ -316,14 +317,18 @@ class Runner:
         if not agree(wanted, fast._trial(), self.dtype):
             return
         self.call, native = lean, NativeBody.of(lean) if self.leader is None else None
-        if native is not None:
-            lean.native = native.unbound()
-            lean.native = native if agree(wanted, fast._trial(), self.dtype) else None
-        if lean.native is not None:
-            held = [weight for product in lean.products for weight in product.tensors[0]]
-            for product in lean.products:
-                product.forget()
-            lean.native.compressed = compressed([*held, self.head.weight])
+        if native is None:
+            return
+        held = [weight for product in lean.products for weight in product.tensors[0]]
+        stale(held)
+        lean.native = native.unbound()
+        if not agree(wanted, fast._trial(), self.dtype):
+            lean.native = None
+            return
+        lean.native = native
+        for product in lean.products:
+            product.forget()
+        native.compressed = compressed([*held, self.head.weight])
 
     @torch.inference_mode()
     def _check_mixers(self) -> None:

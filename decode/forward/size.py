@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from math import prod
 
-import psutil
 import torch
 from transformers import PreTrainedConfig
 
+from draftsmith.decode.forward.compressed import memory_free
 from draftsmith.decode.forward.kv import kv_shape, query_heads, round_up, windowed
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.models.taps import NORM
@@ -95,4 +95,4 @@ def available(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return psutil.virtual_memory().available if device.type == "cpu" else None
+    return memory_free() if device.type == "cpu" else None
