@@ -1,6 +1,7 @@
 """The command line: `draftsmith COMMAND key=value ...`, or `python -m draftsmith COMMAND ...`"""
 
 import importlib
+import os
 import sys
 from functools import partial
 
@@ -95,6 +96,9 @@ def command(name: str, argv: list[str]) -> int | None:
     if not name:
         raise ValueError(unknown("command", " ".join(argv[: 1 + begun(argv[0])]), COMMANDS))
     place = f"draftsmith.{COMMANDS[name][0]}"
+    # Before torch comes, whose threads else wait awake for long on the cores that ours need.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if name.startswith(LAUNCHED):
         return launch(place, argv)
     try:

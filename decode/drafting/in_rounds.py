@@ -141,7 +141,7 @@ def heads_rounds(
     their path's tokens; prefix: layers that the target's states go through first, where their keys
     and values lie, and of how many positions. None where products of a few tokens aren't C++'s.
     """
-    few = all(one.few is not None for one in outputs) and torch.get_num_threads() == 1
+    few = all(one.few is not None for one in outputs)
     if not few or state_BH.dtype != torch.bfloat16:
         return None
     held = [(_Block * len(own))(*(_Block(*map(pointer, maps)) for maps in own)) for own in blocks]

@@ -23,7 +23,7 @@ from transformers.activations import SiLUActivation
 from draftsmith.decode.forward.compiled import library, place, pointer
 from draftsmith.decode.forward.compressed import Compressed
 from draftsmith.decode.forward.kv import KVPool, SlotCache
-from draftsmith.decode.forward.product import ONEDNN, SMALL, STEP, VocabHead, sides
+from draftsmith.decode.forward.product import ONEDNN, STEP, VocabHead, sides
 from draftsmith.models.taps import NORM, Tap
 
 HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to that
@@ -31,6 +31,7 @@ Half = tuple[int, str]  # (a layer, one of HALVES)
 PARTS = 18  # tensors of a layer
 WIDTHS = (32, 64, 96, 128)  # of a head
 PIECE = 256  # tokens of prompts that a pass takes
+SMALL = 64 << 20  # bytes of layers that one thread reads as fast as torch calls several
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 LOGITS = ctypes.CFUNCTYPE(None, _P, _P, _P, _N, _P)
@@ -205,7 +206,7 @@ class NativeBody:
 
     def steps(self, tokens: int) -> bool:
         """Whether it is a small model that takes so many tokens at a time."""
-        return self.small and tokens <= self.many and torch.get_num_threads() == 1
+        return self.small and self._covers(tokens)
 
     def reads_out(self, head: VocabHead, rows: int) -> bool:
         """Whether an LM head's logits of so many tokens are a product of C++ too."""

@@ -33,7 +33,6 @@ PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
 # target of 15M, a quarter to a third of one of 3.4M.
 FEW = 6
 STEP = 16  # what the widths of what runs in C++ are multiples of
-SMALL = 64 << 20  # bytes of matrices that one thread reads as fast as torch calls several
 HALF = (torch.bfloat16, torch.float16)
 # Whether oneDNN multiplies in bf16 here. torch's own product then takes 3 to 10 times an fp32 one.
 ONEDNN = native_bf16("cpu")
@@ -55,9 +54,8 @@ class _Map(ctypes.Structure):
 
 class FewTokens:
     """The same products by C++ (`native.cpp`), of few tokens, on the weights as they lie or
-    compressed; None of more tokens, and of small ones where torch has several threads. round_:
-    whether these are all of a round, by which other calls are saved, so that of many it may be
-    slower.
+    compressed; None of more tokens. round_: whether these are all of a round, by which other calls
+    are saved, so that of many it may be slower.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class FewTokens:
         self.sizes = weights[0].shape[1], sum(map(len, weights))
         self.call = library().maps
         self.call.argtypes = _P, _N, _P, _P, _N, _N, _N, _N
-        self.small = sum(weight.nbytes for weight in weights) <= SMALL
         most, by_32s = library().most(0), self.sizes[0] % 32 == 0
         round_ = round_ and most > FEW and by_32s
         # Of any pass's tokens, as far as the layers in C++ go.
@@ -91,15 +88,13 @@ class FewTokens:
     def __call__(self, x: Tensor) -> Tensor | None:
         inputs, outputs = self.sizes
         tokens = x.numel() // inputs
-        # oneDNN takes all threads for small ones too; to widen a matrix for fp32 takes longer.
-        threads = torch.get_num_threads()
-        several = ONEDNN and threads > 1 and self.small
         ours = type(x) is Tensor and x.dtype == torch.bfloat16
-        if tokens > self.most or not ours or several:
+        if tokens > self.most or not ours:
             return None
         follow(self.weights)
         x, made = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
         at = x.data_ptr(), made.data_ptr()
+        threads = torch.get_num_threads()
         self.call(self.maps, len(self.maps), *at, tokens, *self.sizes, threads)
         return made
 
@@ -126,8 +121,7 @@ class Product:
         few = FewTokens.of(*self.tensors, round_=round_) if self.packs else None
         self.few = few if few is not None and (mixed or few.whole) else None
         self.version = -1
-        unused = self.few is None or (not mixed and self.few.small and torch.get_num_threads() > 1)
-        if self.packs and ONEDNN and unused:
+        if self.packs and ONEDNN and self.few is None:
             self._pack()
         elif not self.packs:
             whole, bias = joined(weights), joined(biases)
