@@ -110,5 +110,5 @@ def target_15m() -> Path:
 
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs in C++ is for one, however many torch has here."""
+    """As with one: prompts and passes of many tokens of small models are in C++ too."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

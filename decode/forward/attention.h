@@ -92,8 +92,8 @@ static inline void gathered(const Asking *of, const bf16 *const *from, int64_t r
         }
 }
 // Queries of one row and head of keys, whose runs of 16 slots lie at `keys` and `values`; those from
-// `whole` on aren't seen by all. fetch: numbers of a slot
-// that are fetched ahead, where this is the call's first head.
+// `whole` on aren't seen by all. fetch: numbers of a slot that are fetched ahead, where this is the call's
+// first head.
 template <int E32>
 static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
                   const bf16 *const *values, int64_t runs, int64_t whole, int64_t step,
@@ -125,10 +125,9 @@ static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
 const int64_t TOGETHER = 16;  // queries whose scores are held at a time
 
 // Attention of every token's heads, those of the keys' heads from..to - 1; all: numbers from one token's
-// heads to the next one's. Runs of 16
-// slots begin at multiples of 16, so that a token comes out the same in a long pass and alone; the last
-// ones, of which a row's tokens see different parts, are copied, zeros where no token sees anything:
-// what isn't a number there breaks all that share it.
+// heads to the next one's. Runs of 16 slots begin at multiples of 16, so that a token comes out the same in
+// a long pass and alone; the last ones, of which a row's tokens see different parts, are copied, zeros where
+// no token sees anything: what isn't a number there breaks all that share it.
 static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *heads, int64_t all,
                      bf16 *out, int64_t from, int64_t to) {
     int64_t E = b.width, step = b.kv_heads * E, group = b.heads / b.kv_heads;

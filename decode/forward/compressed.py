@@ -42,7 +42,6 @@ class Compressed:
         self.weight, self.held, self.version = weight.detach(), held, version(weight)
         out, into = weight.shape
         self.at = _Compressed(pointer(weight), into, out - out % 4, *map(pointer, held))
-        self.read = False
         self.tell(True)
         weakref.finalize(self, library().compressed, ctypes.byref(self.at), ctypes.c_int64(False))
 
@@ -51,18 +50,17 @@ class Compressed:
         library().compressed(ctypes.byref(self.at), ctypes.c_int64(read))
         self.read = read
 
-    def follow(self) -> None:
-        """Read the matrix from now on if it has been changed, as far as torch counts that."""
-        if self.read and self.version != version(self.weight):
-            self.tell(False)
-
-    def check(self) -> bool:
-        """Whether it is of the matrix as this is now, in whatever way it was changed; read no more
-        if it isn't.
+    def follow(self, wholly: bool = False) -> None:
+        """Read the matrix from now on if it has been changed, as far as torch counts that; or,
+        wholly, in whatever way, for which all of it is compared.
         """
-        if self.read and not library().compressed_matches(ctypes.byref(self.at)):
+        if not self.read:
+            return
+        same = self.version == version(self.weight)
+        if wholly:
+            same = bool(library().compressed_matches(ctypes.byref(self.at)))
+        if not same:
             self.tell(False)
-        return self.read
 
 
 def version(parameter: Tensor) -> int:
@@ -71,18 +69,11 @@ def version(parameter: Tensor) -> int:
     return 0 if parameter.is_inference() else parameter._version
 
 
-def follow(weights: Iterable[Tensor]) -> None:
-    """Read those of them as they lie that have been changed since they were compressed."""
+def follow(weights: Iterable[Tensor], wholly: bool = False) -> None:
+    """As of `Compressed`, of those of them that have a form."""
     for weight in weights if _known else ():
         if (form := _known.get(weight.data_ptr())) is not None:
-            form.follow()
-
-
-def stale(weights: Iterable[Tensor]) -> None:
-    """As `follow`, by every weight of them."""
-    for weight in weights if _known else ():
-        if (form := _known.get(weight.data_ptr())) is not None:
-            form.check()
+            form.follow(wholly)
 
 
 def compressed(weights: Sequence[Tensor]) -> list[Compressed]:

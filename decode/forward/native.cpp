@@ -1,6 +1,6 @@
-// A frozen Llama-like body on a few new tokens, in bf16 on a CPU: one call for all
-// layers, or for all of a drafted chain, on the model's own weights (native.py calls it; lean.py and
-// lean_heads.py have the same in torch).
+// A frozen Llama-like body on a few new tokens, in bf16 on a CPU: one call for all layers, or for all of a
+// drafted chain, on the model's own weights (native.py calls it; lean.py and lean_heads.py have the same in
+// torch).
 //
 // Sums are fp32; what torch holds in bf16 between its calls is rounded to bf16 here too. A token's
 // result doesn't depend on which others come with it. Names: T tokens (rows times new ones), H

@@ -238,6 +238,7 @@ class NativeBody:
         pass_.states, pass_.out, pass_.side = map(pointer, (states, states[-1], side_MBNU))
         pass_.tapped, pass_.taps = ctypes.addressof(places), len(taps)
         how, failed = ChainCall(beside=side_MBNU.stride(0)), list[BaseException]()
+        body = self.body  # once, not in each round
         function: Any = self.made.logits
         if head is not None:
             how.size, how.temperature = len(head.weight), temperature
@@ -253,12 +254,12 @@ class NativeBody:
                     stack.push(held_back)
                     if not failed:
                         pass_.n = n
-                        self.made.body(ctypes.byref(self.body), ctypes.byref(pass_))
+                        self.made.body(ctypes.byref(body), ctypes.byref(pass_))
                         pass_.side = (pass_.side or 0) + side_MBNU[0].nbytes
                         law(states[-1, : rows * n])
 
             function = LOGITS(called)
-        given = map(ctypes.byref, (self.body, pass_, how))
+        given = map(ctypes.byref, (body, pass_, how))
         return NextTokens((states, places, function), failed, (ctypes.cast(function, _P), *given))
 
     def chain(

@@ -1,6 +1,5 @@
-// Products with fixed matrices in bf16, sums in fp32, on a CPU: of few tokens on the
-// weights as they lie, of many by tiles or transposed. A token's result doesn't depend on which others
-// come with it.
+// Products with fixed matrices in bf16, sums in fp32, on a CPU: of few tokens on the weights as they lie or
+// compressed, of many by tiles or transposed. A token's result doesn't depend on which others come with it.
 
 #include "crew.h"
 #include <cmath>
