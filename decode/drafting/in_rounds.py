@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.forward.compiled import library, pointer
+from draftsmith.decode.forward.compressed import compressed
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.native import ChainCall, NativeBody, PassCall, laid
 from draftsmith.decode.forward.product import Product, VocabHead, sides
@@ -95,7 +96,8 @@ def lm_rounds(native: NativeBody, drawn: Draws, tail_B2: Tensor | None) -> InRou
     """
     held, parts = _parts(native, drawn)
     draft, made = _Draft(*parts, pointer(tail_B2)), native.made
-    return called(draft, held, made.draft_lm, None if tail_B2 is None else made.told_lm)
+    told = None if tail_B2 is None else made.told_lm
+    return called(draft, held, made.draft_lm, told, matrices=[drawn.head.weight])
 
 
 def head_rounds(
@@ -106,7 +108,8 @@ def head_rounds(
     """
     held, parts = _parts(native, drawn)
     head, norms = _fusing(_Draft(*parts, None), fuse, state_BH)
-    return called(head, (held, norms), native.made.draft_head, native.made.told_head)
+    how, matrices = (native.made.draft_head, native.made.told_head), (drawn.head.weight, fuse[2])
+    return called(head, (held, norms), *how, matrices=matrices)
 
 
 def one_pass_rounds(
@@ -125,7 +128,9 @@ def one_pass_rounds(
     head, norms = _fusing(_Draft(*parts, None), (None, (), fc_HU, None), state_BH)
     rows, tensors = trunk[:3], map(pointer, trunk.tensors)
     block, made = _OnePass(head, body, pass_, *rows, *tensors, trunk.rank), native.made
-    return called(block, (held, each, norms, trunk), made.draft_one_pass, made.told_one_pass)
+    how = made.draft_one_pass, made.told_one_pass
+    matrices = drawn.head.weight, fc_HU, trunk.tensors[3], trunk.tensors[5]
+    return called(block, (held, each, norms, trunk), *how, matrices=matrices)
 
 
 def heads_rounds(
@@ -158,7 +163,10 @@ def heads_rounds(
         before, at, how.slots = native.body, _pass(native, pool), pool.slots
     first = (None if one is None else ctypes.addressof(one) for one in (before, at))
     heads = _Heads(state_BH.shape[1], *parts, *first)
-    return called(heads, (how, laid, held, before, at), made.draft_heads, made.told_heads)
+    matrices = [part for own in blocks for maps in own for part in maps[::2]]
+    matrices += [output.weight for output in outputs]
+    read = how, laid, held, before, at
+    return called(heads, read, made.draft_heads, made.told_heads, matrices=matrices)
 
 
 def either_rounds(
@@ -215,7 +223,12 @@ def _fusing(draft: _Draft, fuse: Sequence[Any], state_BH: Tensor) -> tuple[_Head
     return _Head(draft, *fusing, pointer(state_BH)), norms
 
 
-def called(drafter: ctypes.Structure, held: Any, *how: Any) -> InRounds:
-    """By these functions, how it drafts and how it hears (None: not at all), of what is in C++."""
+def called(
+    drafter: ctypes.Structure, held: Any, *how: Any, matrices: Sequence[Tensor | None] = ()
+) -> InRounds:
+    """By these functions, how it drafts and how it hears (None: not at all), of what is in C++.
+    matrices: what it multiplies by, but for bodies' layers.
+    """
     functions = (None if one is None else ctypes.cast(one, _P) for one in how)
-    return InRounds((*functions, ctypes.byref(drafter)), held)
+    forms = compressed([matrix for matrix in matrices if matrix is not None])
+    return InRounds((*functions, ctypes.byref(drafter)), (held, forms))

@@ -1,8 +1,10 @@
-"""Matrices in 12 bits a weight, of which none is lost, for products of few tokens in C++, which
-wait for the memory (`compressed.h`): a pass of a 500M target on one core falls by a quarter.
+"""Matrices in 12 bits a weight, of which none is lost, laid as products in C++ read them
+(`compressed.h`): those of few tokens wait for the memory, a pass of a 500M target on one core falls
+by a quarter; those of many for sums of vectors, which they need no more.
 
 The matrices stay where they are, for all other products, so that a model takes three quarters of
-its size more; it isn't done where that would leave the machine little memory.
+its size more; it isn't done where that would leave the machine little memory. Then they are laid so
+for each call, which takes three times as long for one token.
 """
 
 import ctypes
@@ -18,9 +20,10 @@ from torch import Tensor
 
 from draftsmith.decode.forward.compiled import library, place, pointer
 
-LEAST = 16 << 20  # bytes of a model's matrices: fewer are in the nearer caches
 ROOM = 2  # times the size of what is to be compressed that must be free
-COLUMNS, TABLE = 64, 64  # what inputs are multiples of, and bytes before the blocks of four rows
+SPARE = 10  # and of all memory one part in so many
+STRIP, TABLE = 32, 64  # outputs that lie side by side, and bytes before them
+STEP = 16  # what inputs are multiples of
 PATCHES = 1000  # weights that have one with other exponents than the table's, at most
 CGROUP = Path("/sys/fs/cgroup")  # of a container, which may have less than its machine
 
@@ -33,17 +36,26 @@ class _Compressed(ctypes.Structure):
 
 
 class Compressed:
-    """A matrix [O, I] that products of few tokens read by its compressed form, while this lives and
-    until it is changed.
-    """
+    """A matrix [O, I] whose products in C++ read its compressed form while this lives."""
 
-    def __init__(self, weight: Tensor, held: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, weight: Tensor) -> None:
         # Its storage, which nobody else gets for another matrix; it counts the same versions.
-        self.weight, self.held, self.version = weight.detach(), held, version(weight)
+        self.weight = weight.detach()
         out, into = weight.shape
-        self.at = _Compressed(pointer(weight), into, out - out % 4, *map(pointer, held))
-        self.tell(True)
+        bytes_ = torch.empty(-(-out // STRIP), TABLE + into * STRIP * 3 // 2, dtype=torch.uint8)
+        patches = torch.empty(weight.numel() // PATCHES + 1, dtype=torch.int64)
+        self.held = bytes_, patches
+        self.at = _Compressed(pointer(weight), into, out, *map(pointer, self.held))
         weakref.finalize(self, library().compressed, ctypes.byref(self.at), ctypes.c_int64(False))
+        self.make()
+
+    def make(self) -> None:
+        """Compress the matrix as it is now, if it can be."""
+        self.version, at = version(self.weight), self.at
+        sizes = map(ctypes.c_int64, (at.into, at.out))
+        most = ctypes.c_int64(len(self.held[1]) - 1)
+        count = library().compress(place(self.weight), *sizes, *map(place, self.held), most)
+        self.tell(count >= 0)
 
     def tell(self, read: bool) -> None:
         """Whether it is to be read from now on, or the matrix as it lies."""
@@ -51,16 +63,15 @@ class Compressed:
         self.read = read
 
     def follow(self, wholly: bool = False) -> None:
-        """Read the matrix from now on if it has been changed, as far as torch counts that; or,
-        wholly, in whatever way, for which all of it is compared.
+        """Make it anew if the matrix has been changed, as far as torch counts that; or, wholly, in
+        whatever way, for which all of it is compared.
         """
-        if not self.read:
-            return
         same = self.version == version(self.weight)
-        if wholly:
+        if same and wholly and self.read:
             same = bool(library().compressed_matches(ctypes.byref(self.at)))
         if not same:
             self.tell(False)
+            self.make()
 
 
 def version(parameter: Tensor) -> int:
@@ -76,42 +87,32 @@ def follow(weights: Iterable[Tensor], wholly: bool = False) -> None:
             form.follow(wholly)
 
 
-def compressed(weights: Sequence[Tensor]) -> list[Compressed]:
-    """Those of a model's matrices, bf16 on a CPU, that are or could be compressed; none of a small
-    model, and no further ones where memory is short.
+def compressed(weights: Sequence[Tensor], wholly: bool = False) -> list[Compressed]:
+    """Of some matrices on a CPU the forms that there are, followed, and those that could be made;
+    no further ones where memory is short.
     """
-    if sum(weight.nbytes for weight in weights) < LEAST:
-        return []
+    follow(weights, wholly)
     forms = [known_of(weight) for weight in weights]
-    without = [w for w, form in zip(weights, forms, strict=True) if form is None]
-    if memory_free() >= ROOM * sum(weight.nbytes for weight in without):
-        forms += map(made_of, without)
-    return [form for form in forms if form is not None]
+    without = [w for w, form in zip(weights, forms, strict=True) if form is None and fits(w)]
+    size = sum(weight.nbytes for weight in without)
+    if without and memory_free() >= max(ROOM * size, size + psutil.virtual_memory().total // SPARE):
+        for weight in without:
+            if known_of(weight) is None:  # none of the same before it
+                _known[weight.data_ptr()] = made = Compressed(weight)
+                forms.append(made)
+    return [form for form in forms if form is not None and form.read]
 
 
 def known_of(weight: Tensor) -> Compressed | None:
-    """The form of a matrix that has one."""
+    """The form of a matrix that has one, which may be of more rows."""
     form = _known.get(weight.data_ptr())
-    fits = form is not None and form.read and form.weight.shape == weight.shape
-    return form if fits else None
+    rows, into = (0, 0) if form is None else form.weight.shape
+    return form if into == weight.shape[1] and rows >= len(weight) else None
 
 
-def made_of(weight: Tensor) -> Compressed | None:
-    """The form of a matrix that has none; None where it can't be compressed."""
-    out, into = weight.shape
-    if out < 4 or into % COLUMNS or not weight.is_contiguous():
-        return None
-    fours, most = out // 4, weight.numel() // PATCHES
-    bytes_ = torch.empty(fours, TABLE + into * 6, dtype=torch.uint8)
-    patches = torch.empty(most + 1, dtype=torch.int64)
-    sizes = map(ctypes.c_int64, (into, 4 * fours))
-    to = map(place, (bytes_, patches))
-    count = library().compress(place(weight), *sizes, *to, ctypes.c_int64(most))
-    if count < 0:
-        return None
-    made = Compressed(weight, (bytes_, patches[: count + 1].clone()))
-    _known[weight.data_ptr()] = made
-    return made
+def fits(weight: Tensor) -> bool:
+    """Whether it is laid as such matrices are."""
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % STEP == 0 and weight.is_contiguous()
 
 
 def memory_free() -> int:

@@ -174,14 +174,11 @@ static void begun(const Body &b, const Pass &p, bf16 *now, bf16 *x) {
     if (b.beside) added(now, p.given, T * H);
 }
 
-// Tokens of a pass up to which this is faster than a product at a time, or about as fast without
-// AVX-512: there up to a fifth slower, but a token comes out as it does alone. small: of layers that
-// stay in the caches, where torch has one thread too.
+// Tokens of a pass up to which this is faster than a product at a time, or about as fast: there a token
+// doesn't come out as it does alone. small: of layers that stay in the caches, where torch has one thread too.
 extern "C" int64_t most(int64_t small) {
-#ifdef __AVX512BF16__
+#ifdef __x86_64__
     return tiles() ? 256 : small ? 640 : 80;
-#elif defined(__x86_64__) && !defined(__AVX512F__)
-    return small ? 640 : 80;
 #else
     return 2;
 #endif

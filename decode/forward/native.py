@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from draftsmith.decode.forward.compiled import library, place, pointer
-from draftsmith.decode.forward.compressed import Compressed
+from draftsmith.decode.forward.compressed import compressed, follow
 from draftsmith.decode.forward.kv import KVPool, SlotCache
 from draftsmith.decode.forward.product import ONEDNN, STEP, VocabHead, sides
 from draftsmith.models.taps import NORM, Tap
@@ -96,8 +96,9 @@ class NativeBody:
         # without AVX-512, not much slower; and a prompt then comes out as it does alone.
         whole = self.many > 2 * PIECE
         self.longest = sys.maxsize if whole and ONEDNN else PIECE * bool(whole or made.tiles())
-        self.compressed: list[Compressed] = []
         self.front, begin = front, front or Front(None, None)
+        matrices = [part for part in (*parts, begin.maps[0]) if part is not None and part.ndim > 1]
+        self.compressed = compressed(matrices)
         self._body = _Body(
             *(self.layers, self.hidden, heads, kv_heads, width, inner),
             *map(pointer, self.tensors),
@@ -115,8 +116,8 @@ class NativeBody:
     @property
     def body(self) -> _Body:
         """What C++ is given; weights that have been changed are followed."""
-        for matrix in self.compressed:
-            matrix.follow()
+        for form in self.compressed:
+            form.follow()
         self._body.threads = 1 if self.small else torch.get_num_threads()
         return self._body
 
@@ -242,6 +243,7 @@ class NativeBody:
         function: Any = self.made.logits
         if head is not None:
             how.size, how.temperature = len(head.weight), temperature
+            follow([head.weight])
             how.head, how.bias = map(pointer, sides(head))
         elif law is not None:
 
@@ -272,6 +274,7 @@ class NativeBody:
         at_B, race_BKV, temperature, context, pending_B = start[2:]
         at_B = at_B.contiguous()  # held: the call is given its address
         rows, size = len(at_B), len(head.weight)
+        follow([head.weight])
         tokens_BK = at_B.new_empty(rows, steps)
         sure_BK = at_B.new_empty(rows, steps, dtype=torch.float32) if sure else None
         strides = (0, 0) if race_BKV is None else race_BKV.stride()[:2]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.decode.forward.compiled import library
-from draftsmith.decode.forward.compressed import follow, version
+from draftsmith.decode.forward.compressed import compressed, follow, version
 from draftsmith.models.target import is_quantised, native_bf16
 
 PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
@@ -53,8 +53,8 @@ class _Map(ctypes.Structure):
 
 
 class FewTokens:
-    """The same products by C++ (`native.cpp`), of few tokens, on the weights as they lie or
-    compressed; None of more tokens. round_: whether these are all of a round, by which other calls
+    """The same products by C++ (`native.cpp`), of few tokens, on the weights compressed, or as
+    they lie; None of more tokens. round_: whether these are all of a round, by which other calls
     are saved, so that of many it may be slower.
     """
 
@@ -64,6 +64,7 @@ class FewTokens:
         each = zip_longest((w.data_ptr() for w in weights), (b.data_ptr() for b in biases))
         found = (_Map(*at, len(w)) for at, w in zip(each, weights, strict=True))
         self.maps, self.weights = (_Map * len(weights))(*found), tuple(weights)
+        self.compressed = compressed(self.weights, wholly=True)
         self.sizes = weights[0].shape[1], sum(map(len, weights))
         self.call = library().maps
         self.call.argtypes = _P, _N, _P, _P, _N, _N, _N, _N

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.forward.attention import ATTENTION, Attend, Seen, resolve
-from draftsmith.decode.forward.compressed import compressed, follow
+from draftsmith.decode.forward.compressed import compressed
 from draftsmith.decode.forward.kv import (
     KVPool,
     SlotCache,
@@ -94,7 +94,6 @@ class Runner:
         if vocab is not None:
             ids_D = vocab.ids_D.to(self.device)
             rows_DH, bias_D = rows_DH[ids_D], None if bias_D is None else bias_D[ids_D]
-        follow([rows_DH], wholly=True)
         self.head = VocabHead(rows_DH, ids_D, vocab_size, bias_D, mixed=False)
         # Of a target that is split its part's.
         self.config = config = getattr(model, "part_config", model.config.get_text_config())
@@ -319,8 +318,6 @@ class Runner:
         self.call, native = lean, NativeBody.of(lean) if self.leader is None else None
         if native is None:
             return
-        held = [weight for product in lean.products for weight in product.tensors[0]]
-        follow(held, wholly=True)
         lean.native = native.unbound()
         if not agree(wanted, fast._trial(), self.dtype):
             lean.native = None
@@ -328,7 +325,7 @@ class Runner:
         lean.native = native
         for product in lean.products:
             product.forget()
-        native.compressed = compressed([*held, self.head.weight])
+        native.compressed += compressed([self.head.weight])
 
     @torch.inference_mode()
     def _check_mixers(self) -> None:

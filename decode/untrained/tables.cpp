@@ -1,7 +1,7 @@
 // The table of tables.py on a CPU: what follows there as operations on whole tensors, here context by
 // context.
 
-#include "../forward/products.h"
+#include "../forward/numbers.h"
 #include "lookups.h"
 
 #include <algorithm>
