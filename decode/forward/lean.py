@@ -259,7 +259,7 @@ def norm_of(norm: Any) -> Any:
 
 def maps_of(*linears: nn.Linear) -> Any:
     """Weights and biases of maps that read the same input, or their packed form."""
-    product = Product.of(linears, mixed=False)
+    product = Product.of(linears)
     if isinstance(linears[0], Summed):
         return SummedProduct(product)
     return product if product.packs else product.tensors

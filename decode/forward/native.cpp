@@ -174,13 +174,12 @@ static void begun(const Body &b, const Pass &p, bf16 *now, bf16 *x) {
     if (b.beside) added(now, p.given, T * H);
 }
 
-// Tokens of a pass up to which this is faster than a product at a time, or about as fast: there a token
-// doesn't come out as it does alone. small: of layers that stay in the caches, where torch has one thread too.
-extern "C" int64_t most(int64_t small) {
+// Tokens of a pass up to which this is the fastest; 0 where it isn't for any.
+extern "C" int64_t most() {
 #ifdef __x86_64__
-    return tiles() ? 256 : small ? 640 : 80;
+    return tiles() ? 256 : 2048;
 #else
-    return 2;
+    return 0;
 #endif
 }
 

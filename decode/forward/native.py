@@ -31,6 +31,7 @@ Half = tuple[int, str]  # (a layer, one of HALVES)
 PARTS = 18  # tensors of a layer
 WIDTHS = (32, 64, 96, 128)  # of a head
 PIECE = 256  # tokens of prompts that a pass takes
+ALONE = 80  # tokens that it, on one thread, is faster with than torch on several
 SMALL = 64 << 20  # bytes of layers that one thread reads as fast as torch calls several
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
@@ -90,12 +91,10 @@ class NativeBody:
         assert len(parts) == PARTS * self.layers
         self.pointers = (_P * len(parts))(*map(pointer, parts))
         self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
-        self.most = made.most(0)  # tokens of a pass
-        self.many = made.most(self.small)  # the same where torch has one thread
+        self.most = made.most()  # tokens of a pass
         # Tokens of prompts with which it is faster than torch, whose attention is by tiles too, or,
         # without AVX-512, not much slower; and a prompt then comes out as it does alone.
-        whole = self.many > 2 * PIECE
-        self.longest = sys.maxsize if whole and ONEDNN else PIECE * bool(whole or made.tiles())
+        self.longest = sys.maxsize if ONEDNN and not made.tiles() else PIECE
         self.front, begin = front, front or Front(None, None)
         matrices = [part for part in (*parts, begin.maps[0]) if part is not None and part.ndim > 1]
         self.compressed = compressed(matrices)
@@ -124,7 +123,7 @@ class NativeBody:
     def unbound(self) -> "NativeBody":
         """The same for passes of any size, to be tried on."""
         made = copy.copy(self)
-        made.most = made.many = made.longest = sys.maxsize
+        made.most = made.longest = sys.maxsize
         return made
 
     def reads(self, longest: int) -> bool:
@@ -199,7 +198,8 @@ class NativeBody:
         return True
 
     def _covers(self, tokens: int) -> bool:
-        return tokens <= max(self.most, self.many if torch.get_num_threads() == 1 else 0)
+        alone = self.small and torch.get_num_threads() > 1
+        return tokens <= (min(self.most, ALONE) if alone else self.most)
 
     def drafts(self, head: VocabHead, rows: int) -> bool:
         """Whether it drafts chains of so many rows by this LM head."""
@@ -322,7 +322,7 @@ def attends(query_BNAE: Tensor, pool: KVPool) -> bool:
     fits = fits and query_BNAE.device.type == "cpu" and query_BNAE.shape[-1] in WIDTHS
     if not fits or torch.get_num_threads() > 1 or (made := library()) is None:
         return False
-    return query_BNAE.shape[:2].numel() <= int(made.most(1))
+    return query_BNAE.shape[:2].numel() <= int(made.most())
 
 
 def committed(query_BNAE: Tensor, pool: KVPool, layer: int, lens_B: Tensor, width: int) -> Tensor:

@@ -11,6 +11,7 @@ made in fp32.
 
 import ctypes
 import hashlib
+import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -25,13 +26,6 @@ from draftsmith.decode.forward.compressed import compressed, follow, version
 from draftsmith.models.target import is_quantised, native_bf16
 
 PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
-# Tokens up to which products in C++ are faster than oneDNN's, which take 10 us each at least: of 1
-# to 6 tokens and 4,096 by 384 far from the caches 56 to 92 us and not 70 to 102, of 384 by 384 6 to
-# 10 and not 15; of 16 tokens slower. By tiles of AMX 16 tokens cost as one. Where AVX-512's bf16
-# products are, or none of AVX-512, a target's LM head is C++'s for up to 640 tokens: 1.1 to 1.4
-# times oneDNN's from 8 to 64, but then rounds needn't leave C++ for it: a fifth of the time of a
-# target of 15M, a quarter to a third of one of 3.4M.
-FEW = 6
 STEP = 16  # what the widths of what runs in C++ are multiples of
 HALF = (torch.bfloat16, torch.float16)
 # Whether oneDNN multiplies in bf16 here. torch's own product then takes 3 to 10 times an fp32 one.
@@ -53,14 +47,13 @@ class _Map(ctypes.Structure):
 
 
 class FewTokens:
-    """The same products by C++ (`native.cpp`), of few tokens, on the weights compressed, or as
-    they lie; None of more tokens. round_: whether these are all of a round, by which other calls
-    are saved, so that of many it may be slower.
+    """The same products by C++ (`products.h`), on the weights compressed, or as they lie; None of
+    more tokens than those of which it is the fastest. By strips of vectors all: with AVX-512's
+    products of bf16 half the time of oneDNN's for up to 8 tokens, 0.7 for 16, as much from 64 on.
+    By tiles of AMX 256, more than a round has.
     """
 
-    def __init__(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor], *, round_: bool = False
-    ) -> None:
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
         each = zip_longest((w.data_ptr() for w in weights), (b.data_ptr() for b in biases))
         found = (_Map(*at, len(w)) for at, w in zip(each, weights, strict=True))
         self.maps, self.weights = (_Map * len(weights))(*found), tuple(weights)
@@ -68,23 +61,17 @@ class FewTokens:
         self.sizes = weights[0].shape[1], sum(map(len, weights))
         self.call = library().maps
         self.call.argtypes = _P, _N, _P, _P, _N, _N, _N, _N
-        most, by_32s = library().most(0), self.sizes[0] % 32 == 0
-        round_ = round_ and most > FEW and by_32s
-        # Of any pass's tokens, as far as the layers in C++ go.
-        self.whole = not ONEDNN or round_ or (by_32s and bool(library().tiles()))
-        # Else an output of a token ends in the sum of a vector, which short inputs don't pay for.
-        few = most if self.whole else min(FEW, self.sizes[0] // 32)
-        self.most = library().most(1) if round_ else min(few, most)
+        self.most = int(library().tiles()) * library().most() or sys.maxsize
 
     @classmethod
-    def of(
-        cls, weights: Sequence[Tensor], biases: Sequence[Tensor], *, round_: bool = False
-    ) -> "FewTokens | None":
+    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> "FewTokens | None":
         """None for sizes that it doesn't know, or without a compiler."""
+        made = library()
         laid = all(tensor.is_contiguous() for tensor in (*weights, *biases))
-        even = weights[0].shape[1] % STEP == 0
-        ready = laid and even and library() is not None
-        return cls(weights, biases, round_=round_) if ready else None
+        if made is None or not laid or not made.most():
+            return None
+        fits = weights[0].shape[1] % (2 * STEP if made.tiles() else STEP) == 0
+        return cls(weights, biases) if fits else None
 
     def __call__(self, x: Tensor) -> Tensor | None:
         inputs, outputs = self.sizes
@@ -102,25 +89,14 @@ class FewTokens:
 
 class Product:
     """x [..., I] -> [..., O] with weights [O_i, I], and biases [O_i] or none, whose outputs follow
-    one another; changes in place are followed. tensors: the weights, and the biases. mixed: whether
-    few tokens may go by another kernel than many, which rounds otherwise; not in a target, of which
-    a token must come out as among many, unless few are so many that its rounds have no more.
-    round_: as of `FewTokens`.
+    one another; changes in place are followed. tensors: the weights, and the biases.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor] = (),
-        *,
-        mixed: bool = True,
-        round_: bool = False,
-    ) -> None:
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
         assert len(biases) in (0, len(weights)), "some of the maps have a bias, others none"
         self.tensors = tuple(weights), tuple(biases)
         self.packs = packs(self.weight)
-        few = FewTokens.of(*self.tensors, round_=round_) if self.packs else None
-        self.few = few if few is not None and (mixed or few.whole) else None
+        self.few = FewTokens.of(*self.tensors) if self.packs else None
         self.version = -1
         if self.packs and ONEDNN and self.few is None:
             self._pack()
@@ -129,9 +105,9 @@ class Product:
             self.tensors = (whole, bias) if len(whole) == len(bias) or not biases else self.tensors
 
     @classmethod
-    def of(cls, linears: Sequence[nn.Linear], *, mixed: bool = True) -> "Product":
+    def of(cls, linears: Sequence[nn.Linear]) -> "Product":
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        return cls([linear.weight for linear in linears], biases, mixed=mixed)
+        return cls([linear.weight for linear in linears], biases)
 
     @property
     def weight(self) -> Tensor:
@@ -213,12 +189,10 @@ class VocabHead(Product):
         ids_D: Tensor | None,
         size: int,
         bias_D: Tensor | None = None,
-        *,
-        mixed: bool = True,
     ) -> None:
         self.size, kept = size, size if ids_D is None else int((ids_D < size).sum())
         biases = [] if bias_D is None else [bias_D.detach()[:kept]]
-        super().__init__([rows_DH[:kept]], biases, mixed=mixed, round_=not mixed)
+        super().__init__([rows_DH[:kept]], biases)
         self.ids_D = None if ids_D is None else ids_D[:kept].to(rows_DH.device)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class Runner:
         if vocab is not None:
             ids_D = vocab.ids_D.to(self.device)
             rows_DH, bias_D = rows_DH[ids_D], None if bias_D is None else bias_D[ids_D]
-        self.head = VocabHead(rows_DH, ids_D, vocab_size, bias_D, mixed=False)
+        self.head = VocabHead(rows_DH, ids_D, vocab_size, bias_D)
         # Of a target that is split its part's.
         self.config = config = getattr(model, "part_config", model.config.get_text_config())
         check_taps(taps, config.num_hidden_layers)

@@ -325,7 +325,7 @@ def measured() -> Machine:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     many = 4096 if device.type == "cuda" else 64  # tokens enough to compute more than to read
     weight, x_NI = (torch.randn(n, 8192, dtype=torch.bfloat16, device=device) for n in (4096, many))
-    product = Product([weight], mixed=False)  # as a target's
+    product = Product([weight])
     shape: Any = {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 64}
     configs = {n: LlamaConfig(vocab_size=256, **shape, num_hidden_layers=n) for n in (1, 9)}
     small = {n: runner_of(config, device) for n, config in configs.items()}

@@ -16,7 +16,7 @@ ROWS = 3
 NEEDS = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(
-        compiled.library() is None or compiled.library().most(0) < ROWS,
+        compiled.library() is None or compiled.library().most() < ROWS,
         reason="no C++ compiler, or products of so few tokens only",
     ),
 ]

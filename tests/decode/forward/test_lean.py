@@ -207,14 +207,12 @@ def test_a_new_runner_decodes_the_model_as_it_is_now(change: str, kind: torch.dt
     assert far < 0.1 * moved
 
 
-def test_decoders_of_one_model_share_what_was_packed() -> None:
+@pytest.mark.skipif(not ONEDNN, reason="this processor has no bf16 products of oneDNN's")
+def test_decoders_of_one_model_share_what_was_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.decode.forward.product.library", lambda: None)
     model = made("llama").bfloat16()
     first, second = (Runner(model, 120).call.layers[0].entry[1] for _ in range(2))
-    few = first.few.most if first.few else 0  # as by tiles, which pack nothing
-    for product in (first, second):
-        product(torch.zeros(1 + few, first.weight.shape[1], dtype=torch.bfloat16))
-    if ONEDNN:
-        assert first.packed[0] is second.packed[0]
+    assert first.packed[0] is second.packed[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
