@@ -42,28 +42,32 @@ const int WIDE = sizeof(Sums) / 4, PASSES = 16 / WIDE;
 #ifdef __AVX512BW__
 #define COMPRESSES
 typedef __m512i Bytes;
-static inline Bytes sixteen(const uint8_t *from) {
+static inline Bytes four_times(const uint8_t *from) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)from));
 }
 // The weights of two vectors, by the table, their lower bytes and what stands for the others.
-static inline void widened(Bytes table, const uint8_t *lower, const uint8_t *halves, Pairs &a, Pairs &b) {
-    __m512i which = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)halves));
-    which = _mm512_or_si512(which, _mm512_slli_epi16(which, 4));
-    which = _mm512_and_si512(which, _mm512_set1_epi8(15));
-    __m512i low = _mm512_loadu_si512(lower), high = _mm512_shuffle_epi8(table, which);
+static inline void widened(Bytes table, const uint8_t *lower, const uint8_t *halves, int, Pairs &a, Pairs &b) {
+    __m512i which = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)halves));
+    which = _mm512_srlv_epi16(which, _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1));
+#ifdef __AVX512VBMI__  // two bits more, by which the table's copies are told apart, don't matter
+    __m512i high = _mm512_permutexvar_epi8(which, table);
+#else
+    __m512i high = _mm512_shuffle_epi8(table, _mm512_and_si512(which, _mm512_set1_epi8(15)));
+#endif
+    __m512i low = _mm512_loadu_si512(lower);
     a = (Pairs)_mm512_unpacklo_epi8(low, high), b = (Pairs)_mm512_unpackhi_epi8(low, high);
 }
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 #define COMPRESSES
 typedef __m256i Bytes;
-static inline Bytes sixteen(const uint8_t *from) {
+static inline Bytes four_times(const uint8_t *from) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)from));
 }
-static inline void widened(Bytes table, const uint8_t *lower, const uint8_t *halves, Pairs &a, Pairs &b) {
-    __m256i which = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)halves));
-    which = _mm256_or_si256(which, _mm256_slli_epi16(which, 4));
+static inline void widened(Bytes table, const uint8_t *lower, const uint8_t *halves, int pass, Pairs &a, Pairs &b) {
+    __m256i which = _mm256_loadu_si256((const __m256i *)halves);
+    which = _mm256_srl_epi16(which, _mm_cvtsi32_si128(4 * pass));
     which = _mm256_and_si256(which, _mm256_set1_epi8(15));
-    __m256i low = _mm256_loadu_si256((const __m256i *)lower);
+    __m256i low = _mm256_loadu_si256((const __m256i *)(lower + 32 * pass));
     __m256i high = _mm256_shuffle_epi8(table, which);
     a = (Pairs)_mm256_unpacklo_epi8(low, high), b = (Pairs)_mm256_unpackhi_epi8(low, high);
 }
@@ -158,7 +162,7 @@ extern "C" int64_t compress(const bf16 *w, int64_t in, int64_t out, uint8_t *to,
             uint8_t *halves = to + 128 + 32 * second;
             laid_as_read(low, to + 64 * second);
             laid_as_read(which, high);
-            for (int n = 0; n < 64; n += 2) halves[n / 2] = high[n] | high[n + 1] << 4;
+            for (int n = 0; n < 32; n++) halves[n] = high[n] | high[n + 32] << 4;
             if (second) to += BLOCK, block++;
         }
     }
@@ -200,7 +204,7 @@ struct Short {
         int64_t before;
         memcpy(&before, from + 16, sizeof before);
         patch = form->patches + before, next = (*patch >> 24) - first;
-        table = sixteen(from);
+        table = four_times(from);
         from += TABLE;
     }
     // beyond: bytes of strips that go by at the same time.
@@ -213,10 +217,8 @@ struct Short {
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++)
 #pragma GCC unroll 2
-            for (int p = 0; p < P; p++) {
-                const uint8_t *low = here + 64 * j + 32 * (pass + p), *halves = here + 128 + 32 * j + 16 * (pass + p);
-                widened(table, low, halves, own[j][2 * p], own[j][2 * p + 1]);
-            }
+            for (int p = 0; p < P; p++)
+                widened(table, here + 64 * j, here + 128 + 32 * j, pass + p, own[j][2 * p], own[j][2 * p + 1]);
         if (__builtin_expect(block == next, 0)) {
             Pairs mended[2][2 * P];  // own stays in registers
             memcpy(mended, own, sizeof mended);

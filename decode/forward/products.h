@@ -119,7 +119,7 @@ template <class Matrix, int... M>
 static void by_strips(const Matrix &w, const Sides &to, int64_t first, int64_t last, int64_t tokens,
                       std::integer_sequence<int, M...>) {
     void (*const by[])(const Matrix &, const Sides &, int64_t, int64_t) = {
-        by_strips<M + 1, M < (MOST > 6 ? 3 : 1) ? 2 : 1, M < 2 ? PASSES : 1, Matrix>...};
+        by_strips<M + 1, M < (WIDE > 8 ? 4 : 1) ? 2 : 1, M < 2 ? PASSES : 1, Matrix>...};
     int64_t blocks = (tokens + MOST - 1) / MOST, group = blocks > 1 ? 1 : last - first;
     for (int64_t n = first; n < last; n += group)
         for (int64_t block = 0; block < blocks; block++) {
