@@ -1,7 +1,9 @@
 """Requests as the host sees them: a prompt, what it may use, its answer and what was counted."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,6 +14,7 @@ from draftsmith.decode.sampling import SamplingParams, request_seeds
 from draftsmith.models.tokenizer import vocab_size
 
 Prompt = str | Sequence[int]
+SPREAD, HEARD = 0.3, 8  # of rows' kept tokens, until so many rounds of each are known
 UNFINISHED = "\ufffd"  # what bytes decode to that don't make a character, or not yet
 
 
@@ -117,20 +120,30 @@ class Counters:
 
     def record(self, drafted: int, accepted: int, emitted: int, nodes: int | None = None) -> None:
         """One round of `drafted` levels and `nodes` tokens (by default a chain's): `accepted` by
-        the rule, `emitted` kept.
+        the rule, `emitted` kept. Without a draft as many rounds as tokens.
         """
+        rounds = 1 if drafted else max(1, emitted)
         kept = min(accepted, emitted)
         for counts in (self.histogram, self.reached, self.tried):
             length = drafted + (counts is self.histogram)
             counts.extend([0] * (length - len(counts)))
-        self.histogram[kept] += 1
+        self.histogram[kept] += rounds
         for level in range(drafted):
             self.reached[level] += 1
             self.tried[level] += level <= kept
-        self.rounds += 1
+        self.rounds += rounds
         self.drafted += drafted
         self.nodes += drafted if nodes is None else nodes
         self.emitted += emitted
+
+
+def lag_of(counts: Sequence[Counters]) -> float:
+    """By which share of the mean the slowest of some rows keeps less, were they spread normally."""
+    kept = [c.emitted / c.rounds - 1 for c in counts if c.rounds >= HEARD]
+    spread, mean = SPREAD, sum(kept) / max(1, len(kept))
+    if len(kept) > 1 and mean:
+        spread = math.dist(kept, [mean] * len(kept)) / math.sqrt(len(kept)) / mean
+    return min(1.0, spread * NormalDist().inv_cdf(max(0.5, 1 - 1 / (len(counts) + 1))))
 
 
 class Listed(NamedTuple):

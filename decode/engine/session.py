@@ -6,11 +6,9 @@ heard at once, or one round late where the device runs ahead of the host. One th
 Shapes: R rows just admitted, N prompt tokens.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from statistics import NormalDist
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,10 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 from draftsmith.decode.drafting.base import Admitted, Drafter
 from draftsmith.decode.engine.grammar import ruled
 from draftsmith.decode.engine.recorder import Harvested
-from draftsmith.decode.engine.request import Request
+from draftsmith.decode.engine.request import HEARD, Request, lag_of
 from draftsmith.decode.engine.round import DecodeBatch
 from draftsmith.decode.engine.rows import Told
-from draftsmith.decode.engine.several import SHARED
+from draftsmith.decode.engine.several import SHARED, plain_rounds
 from draftsmith.decode.policies.policy import Load, Outcome
 from draftsmith.decode.sampling import BatchParams, choose, together, told_log_probs
 from draftsmith.decode.tree_shapes import Plan, rank_path
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 News = tuple[Request, list[int], bool]  # its new tokens, and whether that was its end
 Finished = Callable[[Request, Harvested | None], None]
 USUAL = 16  # rounds of a call that drafts
-SPREAD, HEARD = 0.3, 8  # of rows' kept tokens, until so many rounds of each are known
 
 
 class Flight(NamedTuple):
@@ -189,16 +186,11 @@ class Session:
         return Flight(told, table, ready, plan, requests, load, began, started if steady else None)
 
     def _lag(self) -> float:
-        """As of `Load`: of normally spread rows the slowest, by what each has kept so far."""
+        """As of `Load`, by what each row has kept so far."""
         rows = self.batch.rows
         if self.narrow or rows.waiting or not self.decoder.policy.rests:
             return 0.0
-        counts = [r.completion.counters for r in rows.requests if r is not None]
-        kept = [c.emitted / c.rounds - 1 for c in counts if c.rounds >= HEARD]
-        spread, mean = SPREAD, sum(kept) / max(1, len(kept))
-        if len(kept) > 1 and mean:
-            spread = math.dist(kept, [mean] * len(kept)) / math.sqrt(len(kept)) / mean
-        return min(1.0, spread * NormalDist().inv_cdf(max(0.5, 1 - 1 / (len(counts) + 1))))
+        return lag_of([r.completion.counters for r in rows.requests if r is not None])
 
     def hear(self, flight: Flight) -> list[News]:
         """Take in what a round tells, or several."""
@@ -222,15 +214,42 @@ class Session:
         if told.several[:1] == told.several[1:2]:  # the first finds cold caches
             each[0] = min(each[:2])
         beside = None if seconds is None else (seconds - sum(each)) / usual
+        took = [(None if beside is None else own + beside, whole) for own in each]
+        if flight.plan is None and (plain := plain_rounds(host, rows)) is not None:
+            return self._hear_plain(flight, plain, took)
         news: dict[int, News] = {}
-        for numbers, levels, took in zip(host.tolist(), told.several, each, strict=True):
+        for numbers, levels, of_it in zip(host.tolist(), told.several, took, strict=True):
             width = 2 * levels + 6
             table = [numbers[row * width : row * width + width] for row in range(rows)]
-            of_it = None if beside is None else took + beside, whole
             for request, tokens, ended in self._hear(flight, (levels, levels), table, of_it):
                 known = news[id(request)][1] if id(request) in news else []
                 news[id(request)] = request, known + tokens, ended
         return list(news.values())
+
+    def _hear_plain(
+        self,
+        flight: Flight,
+        plain: list[tuple[list[int], int]],
+        took: Sequence[tuple[float | None, float]],
+    ) -> list[News]:
+        """Rounds that drafted nothing, as of `plain_rounds`: each row's at once."""
+        now, news = time.perf_counter(), []
+        for row, (request, (tokens, active)) in enumerate(zip(flight.requests, plain, strict=True)):
+            if request is not None and self.batch.rows.requests[row] is request:
+                request.completion.counters.decode_seconds = now - request.started
+                news.append(self._news(row, tokens, 0, (0, 0), active=active, bad=0))
+        if self.decoder.drafter is not None:
+            self._remember(news)
+            for own, whole in took:
+                told_of = None, 0, [()] * len(news), None, flight.load, own, None, whole
+                self.decoder.policy.observe(Outcome(*told_of))
+        return news
+
+    def _remember(self, news: list[News]) -> None:
+        """A drafter's store is to hold whole answers, of which a new one takes the row."""
+        drafter = self.decoder.drafter
+        if drafter is not None and drafter.remembers and any(ended for *_, ended in news):
+            self.decoder.stepper.catch_up(self.batch, self.context)
 
     def _hear(
         self,
@@ -265,10 +284,7 @@ class Session:
                 request.take_listed(listed_BLW[row, : len(news[-1][1])])
         said_BX = None if host is None else told.news_BX(host)
         said_BX = None if said_BX is None else said_BX[heard]
-        drafter = self.decoder.drafter
-        if drafter is not None and drafter.remembers and any(ended for *_, ended in news):
-            # Its store is to hold whole answers, of which a new one takes the row.
-            self.decoder.stepper.catch_up(self.batch, self.context)
+        self._remember(news)
         parts = None if parts is None else (parts[0][heard], parts[1][heard])
         told_of = flight.plan, levels, paths, said_BX, flight.load, seconds[0], parts, seconds[1]
         self.decoder.policy.observe(Outcome(*told_of))

@@ -99,6 +99,18 @@ def several(
     return tables_MX, sizes, before_MB[:made], side_MBNU[:made], took_M[:made].tolist()
 
 
+def plain_rounds(host_MX: Tensor, rows: int) -> list[tuple[list[int], int]] | None:
+    """Of the tables of rounds without a draft, each row's tokens and whether it goes on; None where
+    one is broken.
+    """
+    table_XBM = host_MX.view(len(host_MX), rows, -1).permute(2, 1, 0)
+    tokens_BM, *_, n_new_BM, active_BM, bad_BM = table_XBM
+    if bad_BM.any():
+        return None
+    news = zip(tokens_BM.tolist(), n_new_BM.sum(1).tolist(), active_BM[:, -1].tolist(), strict=True)
+    return [(tokens[:count], active) for tokens, count, active in news]
+
+
 def kept_of(table_X: Tensor, nodes: int, before_B: Tensor, side_BNU: Tensor) -> Kept:
     """Of one of several rounds, whose numbers stand one after another however few it had."""
     rows, width = len(before_B), side_BNU.shape[2]
