@@ -7,47 +7,26 @@ Shapes: R rows just admitted, N prompt tokens.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.decode.drafting.base import Admitted, Drafter
 from draftsmith.decode.engine.grammar import ruled
-from draftsmith.decode.engine.recorder import Harvested
+from draftsmith.decode.engine.hearing import Finished, Flight, Hearing, News
 from draftsmith.decode.engine.request import HEARD, Request, lag_of
 from draftsmith.decode.engine.round import DecodeBatch
-from draftsmith.decode.engine.rows import Told
-from draftsmith.decode.engine.several import SHARED, plain_rounds
-from draftsmith.decode.policies.policy import Load, Outcome
+from draftsmith.decode.policies.policy import Load
 from draftsmith.decode.sampling import BatchParams, choose, together, told_log_probs
-from draftsmith.decode.tree_shapes import Plan, rank_path
 
 if TYPE_CHECKING:
     from draftsmith.decode.engine.decoder import Decoder
 
-News = tuple[Request, list[int], bool]  # its new tokens, and whether that was its end
-Finished = Callable[[Request, Harvested | None], None]
-USUAL = 16  # rounds of a call that drafts
 
-
-class Flight(NamedTuple):
-    """A round on its way: what it will tell, and whom its rows served when it set off."""
-
-    told: Told
-    table: Tensor  # of `told`, on the host once `ready`
-    ready: torch.cuda.Event | None
-    plan: Plan | None
-    requests: list[Request | None]
-    load: Load
-    began: float  # before the drafter took in what it was owed
-    started: float | None  # None where rounds like it will be faster
-
-
-class Session:
+class Session(Hearing):
     """context: tokens that a row may hold, prompt and answer; finished: called as requests end by
     themselves, in `step`; narrow: on a CPU, where every row costs, a round computes rows up to the
     last busy one (a power of two of them): bf16 then rounds differently with who else is there.
@@ -68,7 +47,6 @@ class Session:
         self.narrow = narrow and decoder.runner.device.type == "cpu"
         self._parts: dict[int, DecodeBatch] = {}  # of the batch, by their rows
         self.launched, self.due, self.lag = 0, 0, 0.0  # due: the round before which to ask for it
-        self.heard: float | None = None  # when; None where prompts came in since
         # A core that others want too takes turns, and policies weigh some rounds against others.
         here = decoder.runner.device.type == "cpu" and decoder.runner.leader is None
         self.clock = time.thread_time if here else time.perf_counter  # of rounds
@@ -192,104 +170,6 @@ class Session:
             return 0.0
         return lag_of([r.completion.counters for r in rows.requests if r is not None])
 
-    def hear(self, flight: Flight) -> list[News]:
-        """Take in what a round tells, or several."""
-        told = flight.told
-        if flight.ready is not None:
-            flight.ready.synchronize()
-        host = flight.table.cpu()  # the round's only reading of the device
-        ticks = self.clock()
-        before, self.heard, seconds = self.heard, ticks, None
-        if flight.started is not None and (flight.ready is None or before is not None):
-            # A device that runs ahead begins a round when the one before has ended.
-            seconds = ticks - max(before or 0.0, flight.started)
-        whole = (ticks - max(before or 0.0, flight.began)) / max(1, len(told.several))
-        if not told.several:
-            table = host[:, : 2 * told.levels + 6].tolist()
-            return self._hear(flight, (told.levels, told.nodes), table, (seconds, whole), host)
-        # What lies around them is shared out as over a call of usual length: trials are shorter.
-        rows, each = flight.load.rows, list(told.took)
-        usual = self.batch.longest if flight.plan is None else USUAL
-        usual = max(min(usual, SHARED // rows), len(each))
-        if told.several[:1] == told.several[1:2]:  # the first finds cold caches
-            each[0] = min(each[:2])
-        beside = None if seconds is None else (seconds - sum(each)) / usual
-        took = [(None if beside is None else own + beside, whole) for own in each]
-        if flight.plan is None and (plain := plain_rounds(host, rows)) is not None:
-            return self._hear_plain(flight, plain, took)
-        news: dict[int, News] = {}
-        for numbers, levels, of_it in zip(host.tolist(), told.several, took, strict=True):
-            width = 2 * levels + 6
-            table = [numbers[row * width : row * width + width] for row in range(rows)]
-            for request, tokens, ended in self._hear(flight, (levels, levels), table, of_it):
-                known = news[id(request)][1] if id(request) in news else []
-                news[id(request)] = request, known + tokens, ended
-        return list(news.values())
-
-    def _hear_plain(
-        self,
-        flight: Flight,
-        plain: list[tuple[list[int], int]],
-        took: Sequence[tuple[float | None, float]],
-    ) -> list[News]:
-        """Rounds that drafted nothing, as of `plain_rounds`: each row's at once."""
-        now, news = time.perf_counter(), []
-        for row, (request, (tokens, active)) in enumerate(zip(flight.requests, plain, strict=True)):
-            if request is not None and self.batch.rows.requests[row] is request:
-                request.completion.counters.decode_seconds = now - request.started
-                news.append(self._news(row, tokens, 0, (0, 0), active=active, bad=0))
-        if self.decoder.drafter is not None:
-            self._remember(news)
-            for own, whole in took:
-                told_of = None, 0, [()] * len(news), None, flight.load, own, None, whole
-                self.decoder.policy.observe(Outcome(*told_of))
-        return news
-
-    def _remember(self, news: list[News]) -> None:
-        """A drafter's store is to hold whole answers, of which a new one takes the row."""
-        drafter = self.decoder.drafter
-        if drafter is not None and drafter.remembers and any(ended for *_, ended in news):
-            self.decoder.stepper.catch_up(self.batch, self.context)
-
-    def _hear(
-        self,
-        flight: Flight,
-        size: tuple[int, int],
-        table: list[list[int]],
-        seconds: tuple[float | None, float],
-        host: Tensor | None = None,
-    ) -> list[News]:
-        """A round; size: levels and nodes that were drafted; seconds: its own and the whole, as
-        `Outcome` has them; host: the table and what stands beside it.
-        """
-        told, now, levels = flight.told, time.perf_counter(), size[0]
-        listed_BLW = None if host is None else told.listed_BLW(host)
-        news, paths, heard = [], [], []
-        parts = None if told.tree is None else told.tree.parts
-        for row, request in enumerate(flight.requests):
-            if request is None or self.batch.rows.requests[row] is not request:
-                continue  # ended while this round was on its way
-            *found, accepted, n_new, active, bad = table[row]
-            path = found[levels + 2 : levels + 2 + accepted]
-            if not bad:
-                paths.append(rank_path(flight.plan, path))
-                heard.append(row)
-                request.completion.counters.decode_seconds = now - request.started
-            own = size
-            if parts is not None:
-                nodes = int(parts[1][row]) - 1
-                own = min(levels, nodes), nodes
-            news.append(self._news(row, found[:n_new], accepted, own, active=active, bad=bad))
-            if listed_BLW is not None:
-                request.take_listed(listed_BLW[row, : len(news[-1][1])])
-        said_BX = None if host is None else told.news_BX(host)
-        said_BX = None if said_BX is None else said_BX[heard]
-        self._remember(news)
-        parts = None if parts is None else (parts[0][heard], parts[1][heard])
-        told_of = flight.plan, levels, paths, said_BX, flight.load, seconds[0], parts, seconds[1]
-        self.decoder.policy.observe(Outcome(*told_of))
-        return news
-
     @torch.inference_mode()
     def admit(self) -> list[News]:
         """Prefill as many waiting prompts as rows are free; each gets its first token."""
@@ -318,8 +198,11 @@ class Session:
         admitted = Admitted(rows_R, tokens_RN, lens_R, pending_R, taps_RNU)
         if (drafter := decoder.drafter) is not None:
             asleep = decoder.policy.asleep and not drafter.remembers
-            if batch.owed is None or not batch.owed.admit(admitted, rows.busy, asleep=asleep):
+            owed, began = batch.owed, self.clock()
+            waits = owed is not None and owed.admit(admitted, rows.busy, asleep=asleep)
+            if not waits:
                 drafter.prefill(admitted)
+            decoder.policy.admit(len(requests), None if waits else self.clock() - began)
         if batch.harvest is not None:
             batch.harvest.admit(admitted)
         top, listed_RW = most_listed(requests), None
@@ -360,51 +243,6 @@ class Session:
             self._parts[rows] = batch.first(rows, self._params(rows), self.decoder.drafter)
         self._parts[rows].listed, self._parts[rows].grammars = batch.listed, batch.grammars
         return self._parts[rows]
-
-    def _news(
-        self,
-        row: int,
-        tokens: list[int],
-        accepted: int,
-        size: tuple[int, int] | None = None,
-        *,
-        active: int,
-        bad: int,
-    ) -> News:
-        """Hand the row's request its next tokens, the first `accepted` ones drafted; size: levels
-        and nodes of their round, None of a prompt's. At its end, also by logits that aren't
-        numbers, free the row.
-        """
-        rows, decoder = self.batch.rows, self.decoder
-        request = rows.requests[row]
-        assert request is not None
-        kept: list[int] = []
-        made, ended, error = request.completion, bool(bad), ""
-        if bad:
-            at = len(made.prompt_tokens) + len(made.tokens)
-            error = f"prompt {made.index}: got NaN logits at position {at}, expected numbers; "
-            error += "look at the target's weights, or try a wider dtype"
-            error = (request.grammar and request.grammar.error) or error
-        else:
-            kept, stopped = request.cut(tokens)
-            ended = stopped or not active
-            levels = 0 if size is None else size[0]
-            if size is not None:
-                made.counters.record(levels, accepted, len(kept), size[1])
-            made.accepted += [i < accepted for i in range(len(kept))]
-            made.corrected += [i == accepted < levels for i in range(len(kept))]
-            made.tokens += kept
-            if request.grammar is not None:
-                request.grammar.take(kept)
-        if ended:
-            rows.release(row)
-            request.finish(error)
-            if decoder.recorder is not None:
-                decoder.recorder.finish(made.index, error)
-            if self.finished is not None and not error:
-                harvest = self.batch.harvest
-                self.finished(request, None if harvest is None else harvest.of(row, made))
-        return request, kept, ended
 
 
 def most_listed(requests: Iterable[Request | None]) -> int | None:

@@ -132,11 +132,6 @@ class LeanBody:
         torch._dynamo.config.recompile_limit = max(limit, 64)
         self.enter, self.leave = torch.compile(enter, **options), torch.compile(leave, **options)
 
-    @property
-    def products(self) -> list[Any]:
-        """What its layers multiply by."""
-        return [part for one in self.layers for part in (one.entry[1], one.exit[0], *one.exit[2:])]
-
     def part(self, last: int, without: Collection[Half]) -> "LeanBody":
         """Its first `last` layers without these halves, and the norm."""
         part = copy.copy(self)

@@ -137,11 +137,6 @@ class Product:
             self.packed = packed(torch.cat(weights)), torch.cat(biases) if biases else None
         self.version = self._version()
 
-    def forget(self) -> None:
-        """Hold no packed copy until one is needed."""
-        vars(self).pop("packed", None)
-        self.version = -1
-
     def _version(self) -> int:
         return sum(version(tensor) for tensors in self.tensors for tensor in tensors)
 

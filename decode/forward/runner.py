@@ -323,8 +323,6 @@ class Runner:
             lean.native = None
             return
         lean.native = native
-        for product in lean.products:
-            product.forget()
         native.compressed += compressed([self.head.weight])
 
     @torch.inference_mode()

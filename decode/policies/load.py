@@ -58,7 +58,8 @@ class Pace:
     best, the round of the next choice (0 before the first), and periods until another tree is
     tried; near: whether there is one to try; woken: that the drafter was, for it; beside: a plain
     round's seconds when each was timed last; token: seconds that a row's token took by the best at
-    the last choice; debt: those that trials lost, less their share of all seconds.
+    the last choice; debt: those that trials lost, less their share of all seconds; gave, took: a
+    row's tokens and seconds in the trial that goes on.
     """
 
     seconds: defaultdict[Plan | None, deque[float]]
@@ -74,6 +75,8 @@ class Pace:
     beside: dict[Plan, float] = field(default_factory=dict)
     token: float = 0.0
     debt: float = 0.0
+    gave: float = 0.0
+    took: float = 0.0
 
     def latest(self, plan: Plan | None) -> float:
         """Seconds of that tree's latest rounds, the lower quartile."""
@@ -99,9 +102,11 @@ class Auto(Policy):
     most `START` tokens in all, and until rows have drafted `LEARN` times what seems `FAR` as good
     as none will do. Drafts take `BESIDE` more than is timed, as plain rounds after them do. Of
     trees nearly as good as the best one is tried after `EVERY` periods, then half as often each
-    time that this changes nothing. Where none is that good, and long before a trial, the drafter
-    sleeps; before one it hears of `NAP` rounds. What trials lose, with all around them, is to be
-    `PAID` of all seconds: a trial waits until that is no more than `FREE` plain rounds beyond it.
+    time that this changes nothing; for longer while it gives more than the best one promises.
+    Where none is that good, and long before a trial, the drafter sleeps; before one it hears of
+    `NAP` rounds. What trials lose, with all around them, is to be `PAID` of all seconds: a trial
+    waits until that is no more than `FREE` plain rounds beyond it. A drafter that is awake takes in
+    each prompt: that is shared out over an answer's tokens, as many as recent answers had.
 
     The seconds of the first `COLD` plain rounds of all, which take up to twice as long as those
     that follow, and after a draft, whose weights stand in the cache (3 to 8% more), don't count.
@@ -121,6 +126,7 @@ class Auto(Policy):
     COLD, BESIDE, SPELL = 2, 0.01, 0.2  # rounds; of seconds
     SHARES = np.array([0.0, 0.15, 0.05])  # of a plain round's seconds, before anything is known
     PRIOR = 0.05  # how much these weigh beside one measured tree
+    ANSWER, FADES = 64.0, 0.9  # tokens of an answer, before any; what of all before a prompt counts
     rests = True
 
     def __init__(self, plan: Plan) -> None:
@@ -130,6 +136,8 @@ class Auto(Policy):
         self.plain = 0  # rounds since the last that drafted, or the first of all
         self.heard = NAP  # rounds since the drafter slept, or more
         self.drafts = 0  # of rows
+        self.answers, self.emitted, self.new = 1.0, self.ANSWER, 0  # recent ones, and their tokens
+        self.prompt = math.inf  # seconds that one takes the drafter
         self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
 
     def choose_among(self, reads: Mapping[int, int], whole: int) -> None:
@@ -156,7 +164,7 @@ class Auto(Policy):
             small = [plan for plan in self.counts[0].plans if load.rows * plan.nodes <= self.START]
             pace.choice, pace.next = (small or self.counts[0].plans[:1])[-1], pace.rounds + self.TRY
         elif pace.rounds >= pace.next:
-            pace.choice, lasts = self._choose(pace, load.lag)
+            pace.choice, lasts = self._choose(pace, load)
             # While little is known, what was learned is used at once.
             pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self.TRY)
         few = self.PLAIN - len(pace.seconds[None])  # of those that are timed anew
@@ -165,6 +173,7 @@ class Auto(Policy):
         if pace.choice is None and pace.best is None:
             rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
             self.asleep = rounds > NAP or not pace.near
+            self.stays = max(self.stays, NAP * self.asleep)  # a call isn't cut for a choice
         return pace.choice
 
     def observe(self, outcome: Outcome) -> None:
@@ -175,6 +184,7 @@ class Auto(Policy):
             self.drafts += len(outcome.paths)
             made = counts.cuts[asked][outcome.levels]
         self.heard = 0 if self.asleep else self.heard + 1
+        self.new += len(outcome.paths) + sum(map(len, outcome.paths))
         pace = self.paces[outcome.load.rows]
         self.plain = 0 if asked is not None else self.plain + 1
         if outcome.seconds is None:
@@ -190,23 +200,45 @@ class Auto(Policy):
                 pace.beside[made] = plain
             if tries:  # one round may be the machine's doing, and counts up to a bound
                 tokens = 1 + sum(map(len, outcome.paths)) / max(1, len(outcome.paths))
+                if made is not None:
+                    pace.gave, pace.took = pace.gave + tokens, pace.took + outcome.seconds
                 lost = min(whole - tokens * (pace.token or plain), 2 * self.FREE * plain)
             owed = pace.debt + lost - self.PAID * whole
             pace.debt = min(max(owed, 0.0), self.MOST * plain)
 
-    def _choose(self, pace: Pace, lag: float) -> tuple[Plan | None, int]:
+    def admit(self, rows: int, seconds: float | None) -> None:
+        if self.new:  # of as many answers that have ended, in the long run
+            fades = self.FADES**rows
+            self.answers, self.emitted = (
+                fades * self.answers + rows,
+                fades * self.emitted + self.new,
+            )
+            self.new = 0
+        if seconds is not None:  # the machine's doing may make it longer
+            slower = self.FADES * self.prompt + (1 - self.FADES) * seconds / rows
+            self.prompt = min(seconds / rows, slower)
+
+    def _choose(self, pace: Pace, load: Load) -> tuple[Plan | None, int]:
         """The tree to go on with, and for how many rounds."""
         whole = self._seconds(pace)
+        prompt = self.prompt * self.answers / self.emitted if self.prompt < math.inf else 0.0
         tokens: dict[Plan | None, float] = {None: 1.0}
         seconds: dict[Plan | None, float] = {None: whole[None]}
         for counts in self.counts.values():
             promised, took = counts.weighed(whole)
             tokens, seconds = tokens | promised, seconds | took
-        rates = {p: (1 + (1 - lag) * (tokens[p] - 1)) / each for p, each in seconds.items()}
+        for plan in self.plans:  # as the slowest row has it, its share of the prompt with it
+            tokens[plan] = 1 + (1 - load.lag) * (tokens[plan] - 1)
+            seconds[plan] += load.rows * tokens[plan] * prompt
+        rates = {plan: tokens[plan] / each for plan, each in seconds.items()}
         best = max(rates, key=lambda plan: rates[plan])
         if best != pace.best:
             pace.best, pace.due, pace.every = best, self.EVERY, self.EVERY
-        pace.due, pace.token = pace.due - 1, 1 / rates[best]
+        leads, pace.gave, pace.took = pace.gave > rates[best] * pace.took, 0.0, 0.0
+        if leads and pace.choice not in (None, best):
+            return pace.choice, self.TRY
+        over = (pace.rounds - pace.next) // self.PERIOD  # as calls have it
+        pace.due, pace.token = pace.due - 1 - over, 1 / rates[best]
         woken, pace.woken = pace.woken, False
         if pace.due <= 0 and not woken:  # what it was woken for is paid for already
             owed = pace.debt - self.FREE * whole[None]

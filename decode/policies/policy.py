@@ -127,6 +127,9 @@ class Policy:
     def observe(self, outcome: Outcome) -> None:
         """Learn from a round, where there is something to learn."""
 
+    def admit(self, rows: int, seconds: float | None) -> None:
+        """Hear of new rows, whose prompts took the drafter so long; None where they wait."""
+
 
 class Confidence(Policy):
     """Stops after a call whose best drafted token is improbable."""

@@ -1,7 +1,6 @@
 """Policies that ask how much there is to do, against machines and drafts that are known."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -10,82 +9,8 @@ from draftsmith.decode.drafting.owed import NAP
 from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.policies.load import Auto
 from draftsmith.decode.policies.policy import Costs, Load, Outcome, Policy
-from draftsmith.decode.tree_shapes import DynamicTree, Plan, StaticTree, chain_plan
-
-Seconds = Callable[[int, Plan | None], float]
-ROUNDS = 2000
-
-
-def flat_then_linear(tokens: float, draft: float, knee: int = 32) -> Seconds:
-    """A pass costs 1 up to `knee` tokens, then as many times more; a draft call so much of one."""
-
-    def seconds(rows: int, plan: Plan | None) -> float:
-        nodes, levels = (1, 0) if plan is None else (plan.nodes, plan.levels)
-        each = max(1.0, rows / knee)
-        return max(1.0, rows * nodes / knee) ** tokens + levels * draft * each
-
-    return seconds
-
-
-def rounds(
-    plan: Plan | None, chances: list[float], rows: int, noise: np.random.Generator
-) -> Iterator[tuple[int, ...]]:
-    """What rows keep: at each depth a place falls off by a half, as ranks do."""
-    for _ in range(rows):
-        kept: list[int] = []
-        while plan is not None and len(kept) < plan.levels and len(kept) < len(chances):
-            if noise.random() > chances[len(kept)]:
-                break
-            if isinstance(plan, StaticTree):
-                kept.append(0)
-                continue
-            place = (kept[-1] if kept else 0) + int(noise.geometric(0.5))
-            if place >= plan.nodes:
-                break
-            kept.append(place)
-        yield tuple(kept)
-
-
-def decoded(
-    policy: Policy,
-    rows: int,
-    seconds: Seconds,
-    chances: list[float],
-    *,
-    seed: int = 0,
-    jitter: float = 0.05,
-    count: int = ROUNDS,
-    around: float = 0.0,
-) -> float:
-    """Tokens a second of a row. around: what a drafted round takes that isn't told as its own."""
-    noise = np.random.default_rng(seed)
-    tokens = took = 0.0
-    for _ in range(count):
-        plan = policy.next_plan(Load(rows, rows))
-        paths = list(rounds(plan, chances, rows, noise))
-        this = seconds(rows, plan)
-        tokens += 1 + sum(map(len, paths)) / rows
-        beside = 0.0 if plan is None else around
-        took += this + beside
-        measured = this * (1 + jitter * noise.exponential())
-        levels = 0 if plan is None else plan.levels
-        told = plan, levels, paths, None, Load(rows, rows), measured, None, measured + beside
-        policy.observe(Outcome(*told))
-    return tokens / took
-
-
-def expected(plan: Plan | None, chances: list[float]) -> float:
-    """Tokens of a round, in the mean over what `rounds` draws."""
-    tokens, nodes = 1.0, 1 if plan is None else plan.nodes
-    place_P = np.eye(1, nodes)[0]
-    fall_P = np.array([0.0, *(0.5**further for further in range(1, nodes))])
-    for chance in chances[: 0 if plan is None else plan.levels]:
-        if not isinstance(plan, StaticTree):
-            place_P = np.convolve(place_P, fall_P)[:nodes]
-        place_P = chance * place_P
-        tokens += float(place_P.sum())
-    return tokens
-
+from draftsmith.decode.tree_shapes import DynamicTree, Plan, chain_plan
+from tests.tools.machines import ROUNDS, decoded, expected, flat_then_linear, rounds
 
 CHANCES = [0.84, 0.75, 0.7, 0.7, 0.65]
 BETWEEN = [pytest.param(rows, marks=pytest.mark.slow) for rows in (3, 16)]
@@ -102,16 +27,19 @@ MACHINES = {
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("whole", [chain_plan(6), DynamicTree(6, 4, 24)], ids=["chain", "dynamic"])
 def test_never_slower_than_plain_and_near_the_best(whole: Plan, machine: str, rows: int) -> None:
-    """Never slower from the first round on; near the best as soon as enough was tried."""
+    """Never slower from the first round on; near the best, in the mean over streams, as soon as
+    enough was tried.
+    """
     seconds, chances = MACHINES[machine]
-    count = ROUNDS if rows < 16 else ROUNDS // 4
-    policy = Auto(whole)
-    first = decoded(policy, rows, seconds, chances, count=count)
-    later = decoded(policy, rows, seconds, chances, count=count, seed=1)
-    fixed = [expected(plan, chances) / seconds(rows, plan) for plan in policy.plans]
-    plain = 1 / seconds(rows, None)
-    assert min(first, later) >= 0.98 * plain
-    assert later >= 0.97 * max(plain, *fixed)
+    count, plain, found = ROUNDS if rows < 16 else ROUNDS // 4, 1 / seconds(rows, None), []
+    for seed in range(0, 8, 2):
+        policy = Auto(whole)
+        first = decoded(policy, rows, seconds, chances, count=count, seed=seed)
+        later = decoded(policy, rows, seconds, chances, count=count, seed=seed + 1)
+        fixed = [expected(plan, chances) / seconds(rows, plan) for plan in policy.plans]
+        assert min(first, later) >= 0.98 * plain
+        found.append(later / max(plain, *fixed))
+    assert np.mean(found) >= 0.975
 
 
 @pytest.mark.parametrize("hits", [0.0, 0.05, 0.3])
@@ -393,3 +321,21 @@ def test_drafts_that_become_good_are_found_by_calls_of_several_rounds() -> None:
             tokens, took = tokens + (done >= 6_000) * (1 + len(path)), took + (done >= 6_000) * this
             policy.observe(Outcome(plan, levels, [path], None, Load(1, 1), own, None, whole))
         assert tokens / took > 1.85
+
+
+@pytest.mark.parametrize("prompt,drafts", [(0.2, True), (8.0, False)])
+def test_what_prompts_take_a_drafter_is_shared_out_over_answers(
+    prompt: float, drafts: bool
+) -> None:
+    """A chain that gives a tenth more by its rounds, and answers of 48 tokens."""
+    noise, policy, left, drafted, count = np.random.default_rng(0), Auto(chain_plan(1)), 0, 0, 4000
+    for _ in range(count):
+        if left <= 0:
+            left = 48
+            policy.admit(1, None if policy.asleep else prompt)
+        plan = policy.next_plan(Load(1, 1))
+        [path] = rounds(plan, [0.8], 1, noise)
+        own = (1.0 if plan is None else 1.64) * (1 + 0.02 * noise.exponential())
+        policy.observe(Outcome(plan, plan is not None, [path], None, Load(1, 1), own, None, own))
+        left, drafted = left - 1 - len(path), drafted + (plan is not None)
+    assert drafted > 0.5 * count if drafts else drafted < 0.1 * count
