@@ -96,8 +96,7 @@ def lm_rounds(native: NativeBody, drawn: Draws, tail_B2: Tensor | None) -> InRou
     """
     held, parts = _parts(native, drawn)
     draft, made = _Draft(*parts, pointer(tail_B2)), native.made
-    told = None if tail_B2 is None else made.told_lm
-    return called(draft, held, made.draft_lm, told, matrices=[drawn.head.weight])
+    return called(draft, held, made.draft_lm, None if tail_B2 is None else made.told_lm)
 
 
 def head_rounds(
@@ -108,8 +107,7 @@ def head_rounds(
     """
     held, parts = _parts(native, drawn)
     head, norms = _fusing(_Draft(*parts, None), fuse, state_BH)
-    how, matrices = (native.made.draft_head, native.made.told_head), (drawn.head.weight, fuse[2])
-    return called(head, (held, norms), *how, matrices=matrices)
+    return called(head, (held, norms), native.made.draft_head, native.made.told_head)
 
 
 def one_pass_rounds(
@@ -128,9 +126,8 @@ def one_pass_rounds(
     head, norms = _fusing(_Draft(*parts, None), (None, (), fc_HU, None), state_BH)
     rows, tensors = trunk[:3], map(pointer, trunk.tensors)
     block, made = _OnePass(head, body, pass_, *rows, *tensors, trunk.rank), native.made
-    how = made.draft_one_pass, made.told_one_pass
-    matrices = drawn.head.weight, fc_HU, trunk.tensors[3], trunk.tensors[5]
-    return called(block, (held, each, norms, trunk), *how, matrices=matrices)
+    read = held, each, norms, trunk, compressed((trunk.tensors[3], trunk.tensors[5]))
+    return called(block, read, made.draft_one_pass, made.told_one_pass)
 
 
 def heads_rounds(
@@ -163,10 +160,9 @@ def heads_rounds(
         before, at, how.slots = native.body, _pass(native, pool), pool.slots
     first = (None if one is None else ctypes.addressof(one) for one in (before, at))
     heads = _Heads(state_BH.shape[1], *parts, *first)
-    matrices = [part for own in blocks for maps in own for part in maps[::2]]
-    matrices += [output.weight for output in outputs]
-    read = how, laid, held, before, at
-    return called(heads, read, made.draft_heads, made.told_heads, matrices=matrices)
+    forms = compressed([part for own in blocks for maps in own for part in maps[::2]])
+    read = how, laid, held, before, at, forms, compressed([one.weight for one in outputs])
+    return called(heads, read, made.draft_heads, made.told_heads)
 
 
 def either_rounds(
@@ -203,7 +199,7 @@ def _parts(
     how.temperature = drawn.temperature
     how.head, how.bias, how.ids = map(pointer, (*sides(head), head.ids_D))
     held = [native.body, _pass(native, pool), how]
-    return held, [*map(ctypes.addressof, held)]
+    return [*held, compressed([head.weight])], [*map(ctypes.addressof, held)]
 
 
 def _pass(native: NativeBody, pool: KVPool) -> PassCall:
@@ -220,15 +216,10 @@ def _fusing(draft: _Draft, fuse: Sequence[Any], state_BH: Tensor) -> tuple[_Head
     wide = state_BH.shape[1] if weight is None else weight.shape[1]
     each = ctypes.addressof(norms) if len(norms) else None
     fusing = pointer(of_all), each, pointer(weight), pointer(bias), wide
-    return _Head(draft, *fusing, pointer(state_BH)), norms
+    return _Head(draft, *fusing, pointer(state_BH)), (norms, compressed([weight]))
 
 
-def called(
-    drafter: ctypes.Structure, held: Any, *how: Any, matrices: Sequence[Tensor | None] = ()
-) -> InRounds:
-    """By these functions, how it drafts and how it hears (None: not at all), of what is in C++.
-    matrices: what it multiplies by, but for bodies' layers.
-    """
+def called(drafter: ctypes.Structure, held: Any, *how: Any) -> InRounds:
+    """By these functions, how it drafts and how it hears (None: not at all), of what is in C++."""
     functions = (None if one is None else ctypes.cast(one, _P) for one in how)
-    forms = compressed([matrix for matrix in matrices if matrix is not None])
-    return InRounds((*functions, ctypes.byref(drafter)), (held, forms))
+    return InRounds((*functions, ctypes.byref(drafter)), held)

@@ -9,7 +9,7 @@ for each call, which takes three times as long for one token.
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -41,21 +41,23 @@ class Compressed:
     def __init__(self, weight: Tensor) -> None:
         # Its storage, which nobody else gets for another matrix; it counts the same versions.
         self.weight = weight.detach()
-        out, into = weight.shape
-        bytes_ = torch.empty(-(-out // STRIP), TABLE + into * STRIP * 3 // 2, dtype=torch.uint8)
-        patches = torch.empty(weight.numel() // PATCHES + 1, dtype=torch.int64)
-        self.held = bytes_, patches
-        self.at = _Compressed(pointer(weight), into, out, *map(pointer, self.held))
+        self.at = _Compressed(pointer(weight), weight.shape[1], len(weight))
         weakref.finalize(self, library().compressed, ctypes.byref(self.at), ctypes.c_int64(False))
         self.make()
 
     def make(self) -> None:
         """Compress the matrix as it is now, if it can be."""
         self.version, at = version(self.weight), self.at
-        sizes = map(ctypes.c_int64, (at.into, at.out))
-        most = ctypes.c_int64(len(self.held[1]) - 1)
-        count = library().compress(place(self.weight), *sizes, *map(place, self.held), most)
-        self.tell(count >= 0)
+        bytes_ = torch.empty(
+            -(-at.out // STRIP), TABLE + at.into * STRIP * 3 // 2, dtype=torch.uint8
+        )
+        patches = torch.empty(self.weight.numel() // PATCHES + 16, dtype=torch.int64)
+        to, sizes = map(place, (bytes_, patches)), (at.into, at.out, len(patches) - 1)
+        into, out, most = map(ctypes.c_int64, sizes)
+        made = library().compress(place(self.weight), into, out, *to, most) >= 0
+        self.held = (bytes_, patches) if made else None
+        at.bytes, at.patches = map(pointer, self.held or (None, None))
+        self.tell(made)
 
     def tell(self, read: bool) -> None:
         """Whether it is to be read from now on, or the matrix as it lies."""
@@ -87,20 +89,21 @@ def follow(weights: Iterable[Tensor], wholly: bool = False) -> None:
             form.follow(wholly)
 
 
-def compressed(weights: Sequence[Tensor], wholly: bool = False) -> list[Compressed]:
+def compressed(weights: Iterable[Tensor | None], wholly: bool = False) -> list[Compressed]:
     """Of some matrices on a CPU the forms that there are, followed, and those that could be made;
     no further ones where memory is short.
     """
-    follow(weights, wholly)
-    forms = [known_of(weight) for weight in weights]
-    without = [w for w, form in zip(weights, forms, strict=True) if form is None and fits(w)]
+    found = [weight for weight in weights if weight is not None and fits(weight)]
+    follow(found, wholly)
+    forms = [form for form in map(known_of, found) if form is not None]
+    without = [weight for weight in found if known_of(weight) is None]
     size = sum(weight.nbytes for weight in without)
-    if without and memory_free() >= max(ROOM * size, size + psutil.virtual_memory().total // SPARE):
+    if size and memory_free() >= max(ROOM * size, size + psutil.virtual_memory().total // SPARE):
         for weight in without:
             if known_of(weight) is None:  # none of the same before it
                 _known[weight.data_ptr()] = made = Compressed(weight)
                 forms.append(made)
-    return [form for form in forms if form is not None and form.read]
+    return forms
 
 
 def known_of(weight: Tensor) -> Compressed | None:
