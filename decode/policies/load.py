@@ -120,8 +120,8 @@ class Auto(Policy):
 
     WATCH, PLAIN, START, LEARN, PERIOD, TRY = 12, 5, 32, 16, 8, 2
     REST, STAY = 16, 6  # periods at most from one choice to the next, of nothing and of a tree
-    EVERY, SELDOM = 4, 64
-    PAID, FREE, MOST = 0.01, 8.0, 64.0  # MOST: plain rounds that are owed at most
+    EVERY, SELDOM = 4, 128
+    PAID, FREE, MOST = 0.005, 8.0, 64.0  # MOST: plain rounds that are owed at most
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
     COLD, BESIDE, SPELL = 2, 0.01, 0.2  # rounds; of seconds
     SHARES = np.array([0.0, 0.15, 0.05])  # of a plain round's seconds, before anything is known
