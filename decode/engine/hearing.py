@@ -90,7 +90,8 @@ class Hearing:
     ) -> list[News]:
         """Rounds that drafted nothing, as of `plain_rounds`: each row's at once."""
         now, news = time.perf_counter(), []
-        for row, (request, (tokens, active)) in enumerate(zip(flight.requests, plain, strict=True)):
+        for row, (tokens, active) in enumerate(plain):  # those that were computed
+            request = flight.requests[row]
             if request is not None and self.batch.rows.requests[row] is request:
                 request.completion.counters.decode_seconds = now - request.started
                 news.append(self._news(row, tokens, 0, (0, 0), active=active, bad=0))

@@ -124,9 +124,7 @@ static inline void laid_as_read(const uint8_t *pair, uint8_t *to) {
 extern "C" int64_t compress(const bf16 *w, int64_t in, int64_t out, uint8_t *to, int64_t *patches,
                             int64_t most) {
     int64_t patched = 0, block = 0;
-#ifndef COMPRESSES
-    return -1;
-#endif
+#ifdef COMPRESSES
     if (tiles()) return -1;
     std::vector<bf16> laid(STRIP * in);
     for (int64_t o = 0; o < out; o += STRIP, w += STRIP * in) {
@@ -168,6 +166,9 @@ extern "C" int64_t compress(const bf16 *w, int64_t in, int64_t out, uint8_t *to,
     }
     patches[patched] = INT64_MAX;
     return patched;
+#else
+    return -1;
+#endif
 }
 
 // Strips of a matrix that is laid so, one after another: the next two pairs of inputs of one.

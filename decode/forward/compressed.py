@@ -8,6 +8,7 @@ for each call, which takes three times as long for one token.
 """
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
@@ -24,9 +25,11 @@ ROOM = 2  # times the size of what is to be compressed that must be free
 SPARE = 10  # and of all memory one part in so many
 STRIP, TABLE = 32, 64  # outputs that lie side by side, and bytes before them
 STEP = 16  # what inputs are multiples of
+AFTER = 16  # products with a changed matrix that take as long as to compress it
 PATCHES = 1000  # weights that have one with other exponents than the table's, at most
 CGROUP = Path("/sys/fs/cgroup")  # of a container, which may have less than its machine
 
+_making = threading.RLock()  # a form's buffers are of one thread until they are read
 _known: "WeakValueDictionary[int, Compressed]" = WeakValueDictionary()  # by the matrix's address
 
 
@@ -41,13 +44,14 @@ class Compressed:
     def __init__(self, weight: Tensor) -> None:
         # Its storage, which nobody else gets for another matrix; it counts the same versions.
         self.weight = weight.detach()
+        self.left: int | None  # products until it is made anew
         self.at = _Compressed(pointer(weight), weight.shape[1], len(weight))
         weakref.finalize(self, library().compressed, ctypes.byref(self.at), ctypes.c_int64(False))
         self.make()
 
     def make(self) -> None:
         """Compress the matrix as it is now, if it can be."""
-        self.version, at = version(self.weight), self.at
+        self.version, self.left, at = version(self.weight), None, self.at
         bytes_ = torch.empty(
             -(-at.out // STRIP), TABLE + at.into * STRIP * 3 // 2, dtype=torch.uint8
         )
@@ -64,16 +68,24 @@ class Compressed:
         library().compressed(ctypes.byref(self.at), ctypes.c_int64(read))
         self.read = read
 
-    def follow(self, wholly: bool = False) -> None:
-        """Make it anew if the matrix has been changed, as far as torch counts that; or, wholly, in
-        whatever way, for which all of it is compared.
+    def follow(self, wholly: bool = False, after: int = AFTER) -> None:
+        """If the matrix has been changed, as far as torch counts that, or, wholly, in whatever way,
+        for which all of it is compared: read it as it lies, and make this anew `after` so many
+        products.
         """
-        same = self.version == version(self.weight)
-        if same and wholly and self.read:
-            same = bool(library().compressed_matches(ctypes.byref(self.at)))
-        if not same:
-            self.tell(False)
-            self.make()
+        if self.version == version(self.weight) and self.left is None and not wholly:
+            return
+        with _making:
+            same = self.version == version(self.weight)
+            if same and wholly and self.read:
+                same = bool(library().compressed_matches(ctypes.byref(self.at)))
+            if not same:
+                self.tell(False)
+                self.version, self.left = version(self.weight), after
+            if self.left is not None:
+                self.left = min(self.left, after) - 1
+                if self.left < 0:
+                    self.make()
 
 
 def version(parameter: Tensor) -> int:
@@ -82,11 +94,11 @@ def version(parameter: Tensor) -> int:
     return 0 if parameter.is_inference() else parameter._version
 
 
-def follow(weights: Iterable[Tensor], wholly: bool = False) -> None:
+def follow(weights: Iterable[Tensor], wholly: bool = False, after: int = AFTER) -> None:
     """As of `Compressed`, of those of them that have a form."""
     for weight in weights if _known else ():
         if (form := _known.get(weight.data_ptr())) is not None:
-            form.follow(wholly)
+            form.follow(wholly, after)
 
 
 def compressed(weights: Iterable[Tensor | None], wholly: bool = False) -> list[Compressed]:
@@ -94,15 +106,17 @@ def compressed(weights: Iterable[Tensor | None], wholly: bool = False) -> list[C
     no further ones where memory is short.
     """
     found = [weight for weight in weights if weight is not None and fits(weight)]
-    follow(found, wholly)
-    forms = [form for form in map(known_of, found) if form is not None]
-    without = [weight for weight in found if known_of(weight) is None]
-    size = sum(weight.nbytes for weight in without)
-    if size and memory_free() >= max(ROOM * size, size + psutil.virtual_memory().total // SPARE):
-        for weight in without:
-            if known_of(weight) is None:  # none of the same before it
-                _known[weight.data_ptr()] = made = Compressed(weight)
-                forms.append(made)
+    with _making:
+        follow(found, wholly, 0)
+        forms = [form for form in map(known_of, found) if form is not None]
+        without = [weight for weight in found if known_of(weight) is None]
+        size = sum(weight.nbytes for weight in without)
+        spare = psutil.virtual_memory().total // SPARE if size else 0
+        if size and memory_free() >= max(ROOM * size, size + spare):
+            for weight in without:
+                if known_of(weight) is None:  # none of the same before it
+                    _known[weight.data_ptr()] = made = Compressed(weight)
+                    forms.append(made)
     return forms
 
 

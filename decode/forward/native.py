@@ -95,6 +95,7 @@ class NativeBody:
         # Tokens of prompts with which it is faster than torch, whose attention is by tiles too, or,
         # without AVX-512, not much slower; and a prompt then comes out as it does alone.
         self.longest = sys.maxsize if ONEDNN and not made.tiles() else PIECE
+        self.longest *= self.most > 0
         self.front, begin = front, front or Front(None, None)
         matrices = [part for part in (*parts, begin.maps[0]) if part is not None and part.ndim > 1]
         self.compressed = compressed(matrices)

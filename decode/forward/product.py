@@ -2,11 +2,10 @@
 
 Linear maps of one input are one product where their matrices lie side by side in memory, which
 `lay_side_by_side` does for models that are the decoder's own; elsewhere a product each. On a CPU in
-bf16 they are packed, merged, for oneDNN's kernels, which else rearrange a matrix in every call: on
-the quickstart's target (6 layers of 256, one core) a step falls from 3.3 to 2.2 ms. The packed copy
-costs the matrices' size again, once for all decoders, where such products come at all. Where the
-processor has no such kernels (no AVX-512) products of few tokens are C++'s, and those of many are
-made in fp32.
+bf16 products are C++'s (`FewTokens`). Where there is no compiler, or for more tokens than AMX's
+tiles multiply faster, matrices are packed, merged, for oneDNN's kernels, which else rearrange a
+matrix in every call: the packed copy costs their size again, once for all decoders. A processor
+that has none of these kernels multiplies in fp32.
 """
 
 import ctypes

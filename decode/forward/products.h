@@ -141,6 +141,10 @@ static void outputs(const bf16 *w, const Compressed &form, const bf16 *bias, con
     }
 #endif
     std::make_integer_sequence<int, MOST> counts;
+    if (int64_t piece = 256; sizeof(Given) > sizeof(bf16) && tokens > piece) {  // of numbers made wider
+        outputs(w, form, bias, x + piece * in, y + piece * step, tokens - piece, in, out, first, last, step);
+        tokens = piece;
+    }
     Sides to{bias, given(x, tokens * in), y, in, out, step};
 #ifdef COMPRESSES
     if (form.bytes) return by_strips(Short{&form}, to, first, last, tokens, counts);

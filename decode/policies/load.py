@@ -201,7 +201,8 @@ class Auto(Policy):
             if tries:  # one round may be the machine's doing, and counts up to a bound
                 tokens = 1 + sum(map(len, outcome.paths)) / max(1, len(outcome.paths))
                 if made is not None:
-                    pace.gave, pace.took = pace.gave + tokens, pace.took + outcome.seconds
+                    pace.gave += 1 + (1 - outcome.load.lag) * (tokens - 1)
+                    pace.took += outcome.seconds
                 lost = min(whole - tokens * (pace.token or plain), 2 * self.FREE * plain)
             owed = pace.debt + lost - self.PAID * whole
             pace.debt = min(max(owed, 0.0), self.MOST * plain)
@@ -234,7 +235,8 @@ class Auto(Policy):
         best = max(rates, key=lambda plan: rates[plan])
         if best != pace.best:
             pace.best, pace.due, pace.every = best, self.EVERY, self.EVERY
-        leads, pace.gave, pace.took = pace.gave > rates[best] * pace.took, 0.0, 0.0
+        spent = pace.took * (1 + self.BESIDE) + load.rows * pace.gave * prompt
+        leads, pace.gave, pace.took = pace.gave > rates[best] * spent, 0.0, 0.0
         if leads and pace.choice not in (None, best):
             return pace.choice, self.TRY
         over = (pace.rounds - pace.next) // self.PERIOD  # as calls have it

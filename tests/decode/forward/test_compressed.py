@@ -119,13 +119,16 @@ def test_one_form_for_all_while_anyone_holds_it() -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_changed_matrix_is_compressed_anew(wide: bool) -> None:
-    """Or, where it can't be any more, read as it lies."""
+    """After some products, until which it is read as it lies, as where it can't be any more."""
     weight, x = torch.randn(8, 64).bfloat16(), torch.randn(2, 64).bfloat16()
     few = FewTokens([weight], [])
     (form,) = few.compressed
     if wide:
         weight.copy_(2.0 ** torch.arange(512).remainder(100).view(8, 64))
     weight.mul_(3)
+    for _ in range(room.AFTER):
+        made = few(x)
+        assert made is not None and not form.read
     made = few(x)
     assert made is not None and form.read is not wide
     exact = x.double() @ weight.double().T
@@ -136,7 +139,8 @@ def test_a_changed_matrix_is_compressed_anew(wide: bool) -> None:
         form.held[0].zero_()
         assert not torch.equal(few(x), made)
     weight.copy_(torch.ones(8, 64))  # which can be again
-    assert torch.allclose(few(x).float(), x.float().sum(-1, keepdim=True), atol=0.2) and form.read
+    assert room.compressed([weight]) == [form] and form.read
+    assert torch.allclose(few(x).float(), x.float().sum(-1, keepdim=True), atol=0.2)
 
 
 @pytest.mark.parametrize("wholly", [False, True])
@@ -177,6 +181,27 @@ def test_a_form_is_not_freed_while_it_is_read() -> None:
             assert room.compressed([weight])
         done = True
         assert all(one.result() for one in reading)
+
+
+def test_callers_at_once_that_find_a_matrix_changed() -> None:
+    """One of them makes its form anew: no buffers go that others read."""
+    weight, x = torch.randn(256, 1024).bfloat16(), torch.randn(4, 1024).bfloat16()
+    few = FewTokens([weight], [])
+    (form,) = few.compressed
+    lost, make = [], form.make
+
+    def made() -> None:
+        before = form.read
+        make()
+        lost.append(before)  # whether what was read has been replaced
+
+    form.make = made  # type: ignore[method-assign]
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(20):
+            weight.mul_(-1)
+            found = [*pool.map(lambda _: few(x), range(60))]
+            assert all(torch.equal(one, found[0]) for one in found)
+    assert len(lost) == 20 and not any(lost)
 
 
 def test_what_a_container_may_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -323,7 +323,7 @@ def test_drafts_that_become_good_are_found_by_calls_of_several_rounds() -> None:
         assert tokens / took > 1.85
 
 
-@pytest.mark.parametrize("prompt,drafts", [(0.2, True), (8.0, False)])
+@pytest.mark.parametrize("prompt,drafts", [(0.2, True), (5.5, False), (8.0, False)])
 def test_what_prompts_take_a_drafter_is_shared_out_over_answers(
     prompt: float, drafts: bool
 ) -> None:
