@@ -46,7 +46,8 @@ static inline Bytes four_times(const uint8_t *from) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)from));
 }
 // The weights of two vectors, by the table, their lower bytes and what stands for the others.
-static inline void widened(Bytes table, const uint8_t *lower, const uint8_t *halves, int, Pairs &a, Pairs &b) {
+static inline void widened(Bytes table, const uint8_t *lower, const uint8_t *halves, int, Pairs &a,
+                           Pairs &b) {
     __m512i which = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)halves));
     which = _mm512_srlv_epi16(which, _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1));
 #ifdef __AVX512VBMI__  // two bits more, by which the table's copies are told apart, don't matter
@@ -63,7 +64,8 @@ typedef __m256i Bytes;
 static inline Bytes four_times(const uint8_t *from) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)from));
 }
-static inline void widened(Bytes table, const uint8_t *lower, const uint8_t *halves, int pass, Pairs &a, Pairs &b) {
+static inline void widened(Bytes table, const uint8_t *lower, const uint8_t *halves, int pass, Pairs &a,
+                           Pairs &b) {
     __m256i which = _mm256_loadu_si256((const __m256i *)halves);
     which = _mm256_srl_epi16(which, _mm_cvtsi32_si128(4 * pass));
     which = _mm256_and_si256(which, _mm256_set1_epi8(15));
@@ -171,7 +173,8 @@ extern "C" int64_t compress(const bf16 *w, int64_t in, int64_t out, uint8_t *to,
 #endif
 }
 
-// Strips of a matrix that is laid so, one after another: the next two pairs of inputs of one.
+// Strips of a matrix that is laid so, one after another. take: of two pairs of inputs from i on what a strip
+// has for P parts of its outputs.
 struct Laid {
     const bf16 *from;
     int64_t in;
@@ -182,8 +185,10 @@ struct Laid {
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++)
 #pragma GCC unroll 2
-            for (int part = 0; part < 2 * P; part++)
-                memcpy(&own[j][part], from + STRIP * (i + 2 * j) + 32 * (part % 2) + 2 * WIDE * (pass + part / 2), sizeof(Pairs));
+            for (int part = 0; part < 2 * P; part++) {
+                int64_t at = STRIP * (i + 2 * j) + 32 * (part % 2) + 2 * WIDE * (pass + part / 2);
+                memcpy(&own[j][part], from + at, sizeof(Pairs));
+            }
     }
 };
 #ifdef COMPRESSES
@@ -218,8 +223,10 @@ struct Short {
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++)
 #pragma GCC unroll 2
-            for (int p = 0; p < P; p++)
-                widened(table, here + 64 * j, here + 128 + 32 * j, pass + p, own[j][2 * p], own[j][2 * p + 1]);
+            for (int p = 0; p < P; p++) {
+                const uint8_t *halves = here + 128 + 32 * j;
+                widened(table, here + 64 * j, halves, pass + p, own[j][2 * p], own[j][2 * p + 1]);
+            }
         if (__builtin_expect(block == next, 0)) {
             Pairs mended[2][2 * P];  // own stays in registers
             memcpy(mended, own, sizeof mended);

@@ -52,68 +52,75 @@ struct Sides {
     bf16 *y;
     int64_t in, out, step;
 };
-// Strips first to last - 1 by M tokens, S strips side by side, so that sums needn't wait for one another.
+// Adds to sums what two pairs of S strips make with M tokens' numbers, of which each has `in`, from i on.
+template <int M, int S, int P>
+static inline __attribute__((always_inline)) void multiplied(Sums (*sum)[2 * P][M], Pairs (*own)[2][2 * P],
+                                                             const Given *x, int64_t in, int64_t i) {
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+#ifdef __AVX512BF16__
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) {
+            __m512bh pair = pair_of(x + m * in + i + 2 * j);
+#pragma GCC unroll 4
+            for (int s = 0; s < S; s++)
+#pragma GCC unroll 4
+                for (int part = 0; part < 2 * P; part++)
+                    sum[s][part][m] = (Sums)_mm512_dpbf16_ps((__m512)sum[s][part][m],
+                                                             (__m512bh)own[s][j][part], pair);
+        }
+#else
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+            Sums wider[S][2 * P];
+#pragma GCC unroll 4
+            for (int s = 0; s < S; s++)
+#pragma GCC unroll 4
+                for (int part = 0; part < 2 * P; part++) {
+                    Pairs both = own[s][j][part];
+                    wider[s][part] = (Sums)(odd ? both & 0xFFFF0000u : both << 16);
+                }
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) {
+                Sums one = same(x[m * in + i + 2 * j + odd]);
+#pragma GCC unroll 4
+                for (int s = 0; s < S; s++)
+#pragma GCC unroll 4
+                    for (int part = 0; part < 2 * P; part++) sum[s][part][m] += wider[s][part] * one;
+            }
+        }
+#endif
+    }
+}
+// Strips first to last - 1 by M tokens: S strips side by side, so that sums needn't wait for one another, and
+// P parts of each, those WIDE outputs of its halves that a pass over it makes.
 template <int M, int S, int P, class Matrix>
 static void by_strips(const Matrix &w, const Sides &to, int64_t first, int64_t last) {
-    const int64_t in = to.in, turn = in - FETCHED / (BLOCK / 4), others = (S - 1) * (TABLE + in * (BLOCK / 4));
+    // What is fetched ahead lies beyond the strips that go by at the same time.
+    const int64_t in = to.in, beyond = (S - 1) * (TABLE + in * (BLOCK / 4)), turn = in - FETCHED / (BLOCK / 4);
     const Given *x = to.x;
-    int64_t n = first;
-    for (; n + S <= last; n += S)
+    for (; first + S <= last; first += S)
         for (int pass = 0; pass < PASSES; pass += P) {
             Sums sum[S][2 * P][M] = {};
             Matrix of[S];
-            for (int s = 0; s < S; s++) of[s] = w.strip(n + s), of[s].begin();
+            for (int s = 0; s < S; s++) of[s] = w.strip(first + s), of[s].begin();
             for (int64_t i = 0; i < in; i += 4) {
                 Pairs own[S][2][2 * P];
 #pragma GCC unroll 4
-                for (int s = 0; s < S; s++) of[s].template take<P>(own[s], i, pass, i < turn ? 0 : others);
-#pragma GCC unroll 2
-                for (int j = 0; j < 2; j++) {
-#ifdef __AVX512BF16__
-#pragma GCC unroll 12
-                    for (int m = 0; m < M; m++) {
-                        __m512bh pair = pair_of(x + m * in + i + 2 * j);
-#pragma GCC unroll 4
-                        for (int s = 0; s < S; s++)
-#pragma GCC unroll 4
-                            for (int part = 0; part < 2 * P; part++)
-                                sum[s][part][m] = (Sums)_mm512_dpbf16_ps(
-                                    (__m512)sum[s][part][m], (__m512bh)own[s][j][part], pair);
-                    }
-#else
-#pragma GCC unroll 2
-                    for (int odd = 0; odd < 2; odd++) {
-                        Sums wider[S][2 * P];
-#pragma GCC unroll 4
-                        for (int s = 0; s < S; s++)
-#pragma GCC unroll 4
-                            for (int part = 0; part < 2 * P; part++)
-                                wider[s][part] = (Sums)(odd ? own[s][j][part] & 0xFFFF0000u : own[s][j][part] << 16);
-#pragma GCC unroll 12
-                        for (int m = 0; m < M; m++) {
-                            Sums one = same(x[m * in + i + 2 * j + odd]);
-#pragma GCC unroll 4
-                            for (int s = 0; s < S; s++)
-#pragma GCC unroll 4
-                                for (int part = 0; part < 2 * P; part++) sum[s][part][m] += wider[s][part] * one;
-                        }
-                    }
-#endif
-                }
+                for (int s = 0; s < S; s++) of[s].template take<P>(own[s], i, pass, i < turn ? 0 : beyond);
+                multiplied<M, S, P>(sum, own, x, in, i);
             }
             for (int s = 0; s < S; s++)
                 for (int part = 0; part < 2 * P; part++) {
-                    int64_t o = STRIP * (n + s) + 16 * (part % 2) + WIDE * (pass + part / 2);
+                    int64_t o = STRIP * (first + s) + 16 * (part % 2) + WIDE * (pass + part / 2);
+                    const bf16 *bias = to.bias ? to.bias + o : to.bias;
                     for (int m = 0; m < M; m++)
-                        put(to.y + m * to.step + o, to.bias ? to.bias + o : to.bias, sum[s][part][m], to.out - o);
+                        put(to.y + m * to.step + o, bias, sum[s][part][m], to.out - o);
                 }
         }
     if constexpr (S > 1)
-        if (n < last) by_strips<M, 1, P>(w, to, n, last);
+        if (first < last) by_strips<M, 1, P>(w, to, first, last);
 }
-#ifndef SIDE
-#define SIDE 2
-#endif
 // Strips by any number of tokens: each strip stays in the nearest caches while many of them go by.
 template <class Matrix, int... M>
 static void by_strips(const Matrix &w, const Sides &to, int64_t first, int64_t last, int64_t tokens,
